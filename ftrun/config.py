@@ -158,7 +158,7 @@ class SlowConfig(_Section, frozen=True, kw_only=True):
     ] = 30.0
 
 
-class NumbersConfig(_Section, frozen=True, kw_only=True):
+class NumericsConfig(_Section, frozen=True, kw_only=True):
     """A loss or parameters that are no numbers any more."""
 
     policy: Annotated[
@@ -367,7 +367,7 @@ class Profile(_Section, frozen=True, kw_only=True):
     monitor: MonitorConfig = MonitorConfig()
     hang: HangConfig = HangConfig()
     slow: SlowConfig = SlowConfig()
-    numbers: NumbersConfig = NumbersConfig()
+    numbers: NumericsConfig = NumericsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     smp: SmpConfig = SmpConfig()
     nodes: NodesConfig = NodesConfig()

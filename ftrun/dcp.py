@@ -49,9 +49,9 @@ from torch.futures import Future
 from ftrun import clock
 from ftrun.errors import SnapshotError, UsageError, ValueNotStorable
 from ftrun.ids import Version
-from ftrun.wire.shared_memory.pages import Beat
+from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker import session
-from ftrun.worker.capture.explicit_save import Saver, saver_of
+from ftrun.worker.capture.explicit_save import ExplicitSaver, saver_of
 from ftrun.worker.context import WorkerContext, worker_context
 from ftrun.worker.reshard.dcp_items import COORDINATOR, ItemsToSave, SavedItems, packed_metadata
 from ftrun.worker.reshard.dcp_metadata import room_for
@@ -243,7 +243,7 @@ class Reader(_InMemory, StorageReader):
                 "nothing has been saved in this run, and it was resumed from no checkpoint: ask "
                 "ftrun.dcp.exists() before dcp.load()"
             )
-        self._context.page.set(Beat.RESTORE_BEGIN_NS, clock.now_ns())
+        self._context.page.set(HeartbeatField.RESTORE_BEGIN_NS, clock.now_ns())
         with self._telling(wanted):
             saved = self._saved = SavedItems(self._saver, wanted)
         self._check_label(saved)
@@ -277,9 +277,9 @@ class Reader(_InMemory, StorageReader):
                 saved.load(plan, planner)
         finally:
             self._close()
-        page.set(Beat.RESTORED_GENERATION, saved.version.generation)
-        page.set(Beat.RESTORED_STEP, saved.version.step)
-        page.set(Beat.RESTORE_END_NS, clock.now_ns())
+        page.set(HeartbeatField.RESTORED_GENERATION, saved.version.generation)
+        page.set(HeartbeatField.RESTORED_STEP, saved.version.step)
+        page.set(HeartbeatField.RESTORE_END_NS, clock.now_ns())
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -311,7 +311,7 @@ def _context() -> WorkerContext | None:
     return context if context is not None and context.settings.enabled else None
 
 
-def _saver(context: WorkerContext) -> Saver:
+def _saver(context: WorkerContext) -> ExplicitSaver:
     if multiprocessing.parent_process() is not None:
         raise UsageError(
             "only the rank itself can save and load snapshots, and this is a process that it has "

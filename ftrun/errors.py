@@ -85,7 +85,7 @@ class RulesInvalid(UsageError):
         super().__init__(f"{source} has {len(problems)} problem(s):{lines}")
 
 
-class RulesUnfit(UsageError):
+class RulesMismatch(UsageError):
     """Layout rules do not fit the tensors that a checkpoint has; the first ten are listed."""
 
     SHOWN = 10

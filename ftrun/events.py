@@ -10,7 +10,7 @@ from typing import ClassVar
 from ftrun.ids import Generation, Rank, Step, Version
 
 
-class Kind(Enum):
+class ExitKind(Enum):
     """How a worker came to its end."""
 
     FINISHED = "finished"
@@ -34,7 +34,7 @@ class WorkerExit:
     """One worker's end, and what is known of why."""
 
     rank: Rank
-    kind: Kind
+    kind: ExitKind
     code: int
     """Exit code, or the signal's number with a minus sign."""
     text: str
@@ -77,7 +77,7 @@ class WorkersExited:
 
 
 @dataclass(frozen=True, slots=True)
-class StopAsked:
+class StopRequested:
     """Somebody wants the run to end."""
 
     journal_kind: ClassVar[str] = "StopAsked"
@@ -115,7 +115,7 @@ class ZygoteExited:
     text: str
 
 
-Event = GenerationStarted | WorkersExited | StopAsked | AllAtBoundary | Tick
+Event = GenerationStarted | WorkersExited | StopRequested | AllAtBoundary | Tick
 """Of a whole run."""
 
 PartEvent = SmpExited | ZygoteExited

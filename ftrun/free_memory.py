@@ -2,7 +2,7 @@
 
 Runs in:  the SMP, before it promises or makes an arena.
 Takes in: /proc/meminfo, and the memory cgroup of this process with all above it (v1 and v2).
-Gives:    an `Available`: bytes, and the name of the limit that is nearest.
+Gives:    an `AvailableMemory`: bytes, and the name of the limit that is nearest.
 
 What a cgroup has used includes page cache that the kernel gives back on demand; the inactive
 part of it counts as free. Arenas are memory of whoever touches them first, so a limit on the
@@ -19,7 +19,7 @@ _UNLIMITED_BYTES = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
-class Available:
+class AvailableMemory:
     """Free memory, less the margin, and which limit says so."""
 
     num_bytes: int
@@ -39,7 +39,7 @@ _V2 = _Controller("memory.max", "memory.current", "inactive_file")
 _V1 = _Controller("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
-def available_memory(root: Path = Path("/")) -> Available:
+def available_memory(root: Path = Path("/")) -> AvailableMemory:
     """The nearest of all limits on this process.
 
     Args:
@@ -47,18 +47,18 @@ def available_memory(root: Path = Path("/")) -> Available:
     """
     found = [_meminfo(root), *_cgroups(root)]
     nearest = min(found, key=lambda limit: limit.num_bytes)
-    return Available(int(nearest.num_bytes * (1 - MARGIN)), nearest.limit)
+    return AvailableMemory(int(nearest.num_bytes * (1 - MARGIN)), nearest.limit)
 
 
-def _meminfo(root: Path) -> Available:
+def _meminfo(root: Path) -> AvailableMemory:
     for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
-            return Available(int(line.split()[1]) * 1024, "MemAvailable of this machine")
-    return Available(_UNLIMITED_BYTES, "no MemAvailable in /proc/meminfo")
+            return AvailableMemory(int(line.split()[1]) * 1024, "MemAvailable of this machine")
+    return AvailableMemory(_UNLIMITED_BYTES, "no MemAvailable in /proc/meminfo")
 
 
-def _cgroups(root: Path) -> list[Available]:
-    found: list[Available] = []
+def _cgroups(root: Path) -> list[AvailableMemory]:
+    found: list[AvailableMemory] = []
     for controller, mount, path in _memberships(root):
         folder = mount / path.lstrip("/")
         if not folder.is_dir():
@@ -99,7 +99,7 @@ def _memberships(root: Path) -> list[tuple[_Controller, Path, str]]:
     return found
 
 
-def _limit_of(folder: Path, controller: _Controller) -> Available | None:
+def _limit_of(folder: Path, controller: _Controller) -> AvailableMemory | None:
     try:
         text = (folder / controller.limit).read_text().strip()
         used = int((folder / controller.usage).read_text())
@@ -112,4 +112,4 @@ def _limit_of(folder: Path, controller: _Controller) -> Available | None:
         int(line.split()[1]) for line in stat if line.split()[0] == controller.reclaimable
     )
     free = int(text) - used + reclaimable
-    return Available(max(0, free), f"{controller.limit} of cgroup {folder}")
+    return AvailableMemory(max(0, free), f"{controller.limit} of cgroup {folder}")

@@ -44,7 +44,7 @@ from ftrun.erasure.fragments import (
     pack,
     run_digest,
 )
-from ftrun.erasure.pinned_buffers import Pinned
+from ftrun.erasure.pinned_buffers import PinnedBuffers
 from ftrun.erasure.rebuild import StripeFacts, rebuild_stripe
 from ftrun.erasure.stripes import BLOCK_BYTES
 from ftrun.ids import Generation, RunId, version
@@ -144,7 +144,7 @@ class StripeBench:
         self._parity = [_cut(_memory(m * block_bytes), block_bytes) for _ in range(count)]
         self._copy = [_cut(_memory(k * block_bytes), block_bytes) for _ in range(count)]
         pairs = zip(self._data, self._copy, strict=True)
-        self._pinned = [Pinned(data, copy) for data, copy in pairs]
+        self._pinned = [PinnedBuffers(data, copy) for data, copy in pairs]
         self._jobs: list[Job] = []
         self._made: list[bytes] = []
         self.ways: dict[str, Way] = {

@@ -45,14 +45,14 @@ from virtual_cluster import VirtualCluster, available
 
 from ftrun.erasure.stripes import BLOCK_BYTES
 from ftrun.ids import Version, version
-from ftrun.snapshot.layout import Entry, Layout, When, make_layout
+from ftrun.snapshot.layout import CopyTiming, Layout, LayoutEntry, make_layout
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import protected
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
 from ftrun.wire.shared_memory.arena import Arena, SlotHeader, SlotState, table_digest
 from ftrun.wire.shared_memory.pages import create_command_page
-from ftrun.wire.transport.channel import Channel, Received, connect
+from ftrun.wire.transport.channel import Channel, ReceivedMessage, connect
 
 RUN_ID = "bench-erasure"
 SHAPES = ((3, 1), (4, 2))
@@ -100,9 +100,9 @@ class SmpNode:
     told: list[messages.AnyMessage] = field(default_factory=list)
 
     @property
-    def place(self) -> protected.NodePlace:
+    def place(self) -> protected.NodeAddress:
         host = self.cluster.address(self.rank)
-        return protected.NodePlace(f"node{self.rank}", 1, host, self.port, [self.rank])
+        return protected.NodeAddress(f"node{self.rank}", 1, host, self.port, [self.rank])
 
     def start(self) -> None:
         self.starts += 1
@@ -223,13 +223,13 @@ class SmpNode:
             self.deadline.check(f"{what} of node{self.rank}")
             time.sleep(0.002)
 
-    def _keep(self, received: Received) -> bool:
+    def _keep(self, received: ReceivedMessage) -> bool:
         body = received.body
         match body:
             case worker_messages.ArenaGranted():
                 for fd in received.fds:
                     os.close(fd)
-            case smp_messages.VaultMade():
+            case smp_messages.ParityRegionCreated():
                 if body.slot in self.vaults:
                     os.close(self.vaults[body.slot])
                 (self.vaults[body.slot],) = received.fds
@@ -270,7 +270,7 @@ class Group:
                 parity=self.parity,
                 restored=(restored.generation, restored.step) if restored else None,
                 protected_in=self.generation - 1 if restored else -1,
-                restore_from=[protected.OldGroup(old, self.parity, self.generation - 1)]
+                restore_from=[protected.PreviousGroup(old, self.parity, self.generation - 1)]
                 if node is lost
                 else [],
             )
@@ -308,8 +308,8 @@ class Group:
         return time.monotonic() - began_s
 
 
-def gone(place: protected.NodePlace) -> protected.NodePlace:
-    return protected.NodePlace(place.node_id, place.incarnation, place.host, 0, place.ranks)
+def gone(place: protected.NodeAddress) -> protected.NodeAddress:
+    return protected.NodeAddress(place.node_id, place.incarnation, place.host, 0, place.ranks)
 
 
 def main() -> int:
@@ -325,7 +325,7 @@ def main() -> int:
 
 def measure(k: int, m: int, args: argparse.Namespace, deadline: Deadline) -> dict[str, Any]:
     num_bytes = int(args.mb * 1e6)
-    entries = [Entry("own", "F32", (num_bytes // 4,), When.LAZY)]
+    entries = [LayoutEntry("own", "F32", (num_bytes // 4,), CopyTiming.LAZY)]
     layout = make_layout(entries, plain_bytes=100, metadata={})
     with scratch(base=None) as folder, VirtualCluster(k + m) as cluster:
         for at in range(k + m):

@@ -16,7 +16,7 @@ from bench_notes import Notes
 from torch import Tensor, nn
 
 import ftrun
-from ftrun.wire.shared_memory.pages import Beat, Command
+from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
 from ftrun.worker.context import worker_context
 
 LAYERS = 8
@@ -88,10 +88,10 @@ def counts() -> dict[str, int]:
     assert context is not None
     page = context.page
     return {
-        "sealed": page.get(Beat.SEALED_STEP),
-        "skipped": page.get(Beat.SKIPPED_COUNT),
-        "discarded": page.get(Beat.DISCARDED_COUNT),
-        "committed": context.commands.get(Command.COMMITTED_STEP),
+        "sealed": page.get(HeartbeatField.SEALED_STEP),
+        "skipped": page.get(HeartbeatField.SKIPPED_COUNT),
+        "discarded": page.get(HeartbeatField.DISCARDED_COUNT),
+        "committed": context.commands.get(CommandField.COMMITTED_STEP),
     }
 
 

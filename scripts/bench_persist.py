@@ -54,13 +54,13 @@ from bench_common import (
 )
 
 from ftrun.ids import Rank, RunId
-from ftrun.smp.checkpoint.load import LoadOrder, load_checkpoint
-from ftrun.smp.checkpoint.storage.copy_room import CopyRoom
+from ftrun.smp.checkpoint.load import LoadJob, load_checkpoint
+from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
 from ftrun.smp.checkpoint.storage.local import Retention
 from ftrun.smp.checkpoint.storage.pace import Throttle
-from ftrun.smp.checkpoint.write_job import Means, WriteOrder
+from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext
 from ftrun.smp.checkpoint.writer import CheckpointWriter
-from ftrun.snapshot.layout import Entry, Layout, When, make_layout, parse_header
+from ftrun.snapshot.layout import CopyTiming, Layout, LayoutEntry, make_layout, parse_header
 from ftrun.wire.shared_memory.arena import (
     Arena,
     ArenaShape,
@@ -165,9 +165,9 @@ def write(
 ) -> None:
     """One turn of one way; on disk when it returns."""
     if way == "ftrun":
-        means = Means(RunId("bench"), CopyRoom(lambda: 0), Throttle(threading.Event()))
+        means = WriterContext(RunId("bench"), CopyBuffers(lambda: 0), Throttle(threading.Event()))
         writer = CheckpointWriter(means)
-        writer.write(fds, WriteOrder(str(folder), tuple(fds), RANKS, Retention(1)))
+        writer.write(fds, WriteJob(str(folder), tuple(fds), RANKS, Retention(1)))
     elif way == "dd":
         dd(source, folder / "file")
     elif way == "torch.save":
@@ -197,7 +197,7 @@ def dd(source: Path, target: Path) -> None:
 def read_back(folder: Path) -> None:
     """As after a restart of the machine, but for what the page cache has kept."""
     ranks = [Rank(rank) for rank in range(RANKS)]
-    loaded = load_checkpoint(folder, LoadOrder(RANKS, ranks, lambda _: None))
+    loaded = load_checkpoint(folder, LoadJob(RANKS, ranks, lambda _: None))
     if loaded is None:
         raise BenchError("what was written cannot be read")
     for fd in loaded.fds:
@@ -295,7 +295,9 @@ def arenas(image_bytes: int) -> Iterator[dict[Rank, list[int]]]:
 
 def layout_of(image_bytes: int) -> Layout:
     items = image_bytes // TENSORS // 4
-    entries = [Entry(f"weight.{at}", "F32", (items,), When.LAZY) for at in range(TENSORS)]
+    entries = [
+        LayoutEntry(f"weight.{at}", "F32", (items,), CopyTiming.LAZY) for at in range(TENSORS)
+    ]
     return make_layout(entries, plain_bytes=1000)
 
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import ftrun
-from ftrun.wire.shared_memory.pages import Beat, Page
+from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 from ftrun.worker.context import worker_context
 
 LAYERS = 16
@@ -64,7 +64,7 @@ class Worker:
         self.data = torch.ones(16, self.model.width)
         context = worker_context()
         assert context is not None
-        self.page: Page = context.page
+        self.page: SharedPage = context.page
         self.train()  # the optimizer's state exists from here on
         self.session = ftrun.attach(model=self.model, optimizer=self.optimizer)
         self.peers = Peers(self)
@@ -92,7 +92,7 @@ class Worker:
         """So many boundaries of one kind, each with the step that follows it."""
         action = self.actions[name]
         for _ in range(count):
-            blocked_ns = self.page.get(Beat.BLOCKED_NS)
+            blocked_ns = self.page.get(HeartbeatField.BLOCKED_NS)
             began_s = time.monotonic()
             action()
             called_s = time.monotonic()
@@ -101,7 +101,7 @@ class Worker:
                 {
                     "call_s": called_s - began_s,
                     "step_s": time.monotonic() - began_s,
-                    "blocked_s": (self.page.get(Beat.BLOCKED_NS) - blocked_ns) / 1e9,
+                    "blocked_s": (self.page.get(HeartbeatField.BLOCKED_NS) - blocked_ns) / 1e9,
                 }
             )
 
@@ -150,12 +150,12 @@ class Worker:
         """How long each of the first took: from its boundary to its seal, and blocked."""
         found, blocked_s = [], []
         for _ in range(FIRST_SNAPSHOTS):
-            count = self.page.get(Beat.SEALED_COUNT)
-            blocked_ns = self.page.get(Beat.BLOCKED_NS)
+            count = self.page.get(HeartbeatField.SEALED_COUNT)
+            blocked_ns = self.page.get(HeartbeatField.BLOCKED_NS)
             began_ns = time.monotonic_ns()
             self.step_until_sealed(count)
-            found.append((self.page.get(Beat.SEALED_NS) - began_ns) / 1e9)
-            blocked_s.append((self.page.get(Beat.BLOCKED_NS) - blocked_ns) / 1e9)
+            found.append((self.page.get(HeartbeatField.SEALED_NS) - began_ns) / 1e9)
+            blocked_s.append((self.page.get(HeartbeatField.BLOCKED_NS) - blocked_ns) / 1e9)
         return found, blocked_s
 
     def step_until_sealed(self, count: int) -> None:
@@ -164,7 +164,7 @@ class Worker:
         while True:
             self.session.step_done()
             self.train()
-            sealed = torch.tensor([int(self.page.get(Beat.SEALED_COUNT) > count)])
+            sealed = torch.tensor([int(self.page.get(HeartbeatField.SEALED_COUNT) > count)])
             dist.all_reduce(sealed, op=dist.ReduceOp.MIN)
             if sealed.item():
                 return
@@ -178,18 +178,18 @@ class Worker:
         snapshots_s, copies_s = [], []
         for _ in range(IDLE_SNAPSHOTS):
             self.optimizer.step()
-            count = self.page.get(Beat.SEALED_COUNT)
+            count = self.page.get(HeartbeatField.SEALED_COUNT)
             dist.barrier()
             self.session.step_done()
             began_ns = time.monotonic_ns()
             self.wait_for_seal(count)
-            snapshots_s.append((self.page.get(Beat.SEALED_NS) - began_ns) / 1e9)
+            snapshots_s.append((self.page.get(HeartbeatField.SEALED_NS) - began_ns) / 1e9)
             copies_s.append(self.copy_s(copies))
         return snapshots_s, copies_s
 
     def wait_for_seal(self, count: int) -> None:
         give_up_s = time.monotonic() + SEAL_WAIT_S
-        while self.page.get(Beat.SEALED_COUNT) == count:
+        while self.page.get(HeartbeatField.SEALED_COUNT) == count:
             if time.monotonic() > give_up_s:
                 raise TimeoutError(f"no seal within {SEAL_WAIT_S:.0f} s: {self.page.note}")
             time.sleep(0.0005)
@@ -221,8 +221,8 @@ class Worker:
             "samples": self.samples,
             "saves_s": self.peers.saves_s,
             "peer_bytes": self.peers.most_bytes,
-            "skipped": self.page.get(Beat.SKIPPED_COUNT),
-            "discarded": self.page.get(Beat.DISCARDED_COUNT),
+            "skipped": self.page.get(HeartbeatField.SKIPPED_COUNT),
+            "discarded": self.page.get(HeartbeatField.DISCARDED_COUNT),
             "note": self.page.note,
         }
 

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ftrun
-from ftrun.wire.shared_memory.pages import Beat, Command
+from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
 from ftrun.worker.context import worker_context
 
 WIDTH = 640
@@ -113,8 +113,8 @@ def kept() -> dict[str, int]:
     context = worker_context()
     if context is None:
         return {}
-    committed = context.commands.get(Command.COMMITTED_STEP)
-    return {"sealed": context.page.get(Beat.SEALED_STEP), "committed": committed}
+    committed = context.commands.get(CommandField.COMMITTED_STEP)
+    return {"sealed": context.page.get(HeartbeatField.SEALED_STEP), "committed": committed}
 
 
 def digest_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:

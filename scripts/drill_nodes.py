@@ -43,9 +43,9 @@ from virtual_cluster import ClusterError, VirtualCluster, available
 
 from ftrun.errors import FtrunError
 from ftrun.tools.drill.drill_outcome import difference, outcome_of
-from ftrun.tools.drill.jobs import Job, Undisturbed
+from ftrun.tools.drill.jobs import BaselineRuns, DrillJob
 
-__all__ = ["KINDS", "Undisturbed", "break_in", "drill", "job_words"]
+__all__ = ["KINDS", "BaselineRuns", "break_in", "drill", "job_words"]
 
 KINDS = ("ddp", "fsdp2")
 STEPS = 160
@@ -113,7 +113,7 @@ def main() -> int:
     deadline = Deadline(args.timeout)
     rows = []
     with work_folder(args.keep) as folder:
-        undisturbed = Undisturbed(folder)
+        undisturbed = BaselineRuns(folder)
         for fault in [FAULTS[name] for name in args.only or FAULTS]:
             for kind in args.job or KINDS:
                 deadline.check(f"{fault.name} with {kind}")
@@ -128,7 +128,7 @@ def main() -> int:
     return 0 if all(row.equal for row in rows) else 1
 
 
-def drill(fault: Fault, kind: str, folder: Path, undisturbed: Undisturbed) -> Row:
+def drill(fault: Fault, kind: str, folder: Path, undisturbed: BaselineRuns) -> Row:
     """One run with one fault. What went wrong is in the row."""
     nodes = f"{fault.members}+{fault.spares}" if fault.spares else str(fault.members)
     row = Row(fault.name, kind, nodes, fault.what)
@@ -143,7 +143,7 @@ def drill(fault: Fault, kind: str, folder: Path, undisturbed: Undisturbed) -> Ro
     return row
 
 
-def break_in(fault: Fault, kind: str, folder: Path, undisturbed: Undisturbed) -> Broken:
+def break_in(fault: Fault, kind: str, folder: Path, undisturbed: BaselineRuns) -> Broken:
     """One run with one fault, in a cluster of its own. What went wrong is in `problem`."""
     found = Broken()
     try:
@@ -153,9 +153,9 @@ def break_in(fault: Fault, kind: str, folder: Path, undisturbed: Undisturbed) ->
     return found
 
 
-def _break(fault: Fault, kind: str, folder: Path, undisturbed: Undisturbed, found: Broken) -> None:
+def _break(fault: Fault, kind: str, folder: Path, undisturbed: BaselineRuns, found: Broken) -> None:
     names = tuple(f"rank{rank}.jsonl" for rank in range(fault.members))
-    job = Job(kind, tuple(job_words(kind, Path("FOLDER"))), names, STEPS)
+    job = DrillJob(kind, tuple(job_words(kind, Path("FOLDER"))), names, STEPS)
     expected = undisturbed.of(job, fault.members)
     with VirtualCluster(fault.members + fault.spares) as cluster:
         run = NodesRun(

@@ -44,8 +44,8 @@ from soak_kills import KINDS
 from soak_training import (
     BUDGETS,
     MEMBERS,
+    BaselineRuns,
     Training,
-    Undisturbed,
     deck,
     steps_for,
     summary,
@@ -54,7 +54,7 @@ from soak_training import (
 from virtual_cluster import available
 
 from ftrun.tools.drill.drill_outcome import Outcome
-from ftrun.tools.drill.jobs import Job
+from ftrun.tools.drill.jobs import DrillJob
 
 Piece = dict[str, Any]
 
@@ -66,7 +66,7 @@ def main() -> int:
     pieces = pieces_of(args.json)
     print(f"seed {args.seed}; {sum(piece['kills'] for piece in pieces)} kills are done", flush=True)
     with scratch(base=None) as folder:  # /dev/shm is each node's own
-        undisturbed = Undisturbed(folder)
+        undisturbed = BaselineRuns(folder)
         while (left := args.kills - sum(piece["kills"] for piece in pieces)) > 0:
             piece = soak(args, len(pieces), min(left, args.training_kills), folder, undisturbed)
             pieces.append(piece)
@@ -82,7 +82,7 @@ def is_good(found: Piece) -> bool:
 
 
 def soak(
-    args: argparse.Namespace, number: int, kills: int, folder: Path, undisturbed: Undisturbed
+    args: argparse.Namespace, number: int, kills: int, folder: Path, undisturbed: BaselineRuns
 ) -> Piece:
     """One training; its logs are kept if it fails, or if asked for."""
     seed, job = f"{args.seed}-{number}", (args.job or JOBS)[number % len(args.job or JOBS)]
@@ -102,10 +102,10 @@ def soak(
     return {**when, **asdict(found)}
 
 
-def outcome_of_undisturbed(job: str, steps: int, undisturbed: Undisturbed) -> list[Outcome]:
+def outcome_of_undisturbed(job: str, steps: int, undisturbed: BaselineRuns) -> list[Outcome]:
     names = tuple(f"rank{rank}.jsonl" for rank in range(MEMBERS))
     words = job_words(job, Path("FOLDER"), steps=steps)
-    return undisturbed.of(Job(job, tuple(words), names, steps), MEMBERS)
+    return undisturbed.of(DrillJob(job, tuple(words), names, steps), MEMBERS)
 
 
 def keep_logs(args: argparse.Namespace, found: Training, logs: Path) -> None:

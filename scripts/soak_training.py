@@ -24,7 +24,7 @@ from virtual_cluster import ClusterError, VirtualCluster
 
 from ftrun.errors import FtrunError
 from ftrun.tools.drill.drill_outcome import Outcome, difference, outcome_of
-from ftrun.tools.drill.jobs import Undisturbed
+from ftrun.tools.drill.jobs import BaselineRuns
 
 MEMBERS, SPARES = 3, 1
 BUDGETS = {
@@ -44,7 +44,7 @@ PAUSE_S = (0.2, 1.5)
 EARLY, EARLY_PAUSE_S = 0.15, 1.0
 """Part of the kills of processes that come while the run still recovers from another one."""
 
-__all__ = ["BUDGETS", "KINDS", "Training", "Undisturbed", "train"]
+__all__ = ["BUDGETS", "KINDS", "BaselineRuns", "Training", "train"]
 
 
 @dataclass

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from ftrun.network.detect.findings import judge
-from ftrun.network.detect.leaves import Leaves
-from ftrun.network.plan.planner import Situation, plan_roads
-from ftrun.wire.cluster.rails import Rail, RoadFound
+from ftrun.network.detect.leaves import LeafSwitches
+from ftrun.network.plan.planner import PlanningInputs, plan_roads
+from ftrun.wire.cluster.rails import PathMeasurement, Rail
 
 GBIT = 1e9 / 8
 
@@ -68,12 +68,14 @@ def made_network(  # noqa: PLR0913 - one for each thing that can be so
                 roads.append(road)
     cards = {name: [_rail(rail, number, own) for own, rail in enumerate(rails)]
              for number, name in enumerate(names)}  # fmt: skip
-    known = Leaves(leaf, "labels", words="Leaf switches are the nodes' labels.") if leaf else None
-    situation = Situation(
+    known = (
+        LeafSwitches(leaf, "labels", words="Leaf switches are the nodes' labels.") if leaf else None
+    )
+    situation = PlanningInputs(
         nodes=names,
         rails=msgspec.convert(cards, dict[str, list[Rail]]),
-        found=msgspec.convert(roads, list[RoadFound]),
-        leaves=known or Leaves(words="No node has a label."),
+        found=msgspec.convert(roads, list[PathMeasurement]),
+        leaves=known or LeafSwitches(words="No node has a label."),
     )
     found = judge(situation.rails, situation.found, leaf).found
     return {

@@ -17,11 +17,11 @@ from pathlib import Path
 import msgspec
 
 from ftrun.agent.launch.agent_start import Begun, set_thread_count
-from ftrun.agent.launch.process import Child
-from ftrun.agent.launch.zygote_link import ZygoteLink
-from ftrun.agent.snapshots.kept_state import KeptState, decode_state, newer
-from ftrun.agent.snapshots.smp_client import SmpLink
-from ftrun.agent.snapshots.stub_link import StubLink, kept
+from ftrun.agent.launch.process import ChildProcess
+from ftrun.agent.launch.zygote_link import ZygoteClient
+from ftrun.agent.snapshots.kept_state import PersistedAgentState, decode_state, newer
+from ftrun.agent.snapshots.smp_client import AgentSmpClient
+from ftrun.agent.snapshots.stub_link import StubClient, kept
 from ftrun.config import RunSpec
 from ftrun.errors import ExitCode, FtrunError, InternalError, PeerError
 from ftrun.journal import Journal
@@ -36,18 +36,18 @@ def main(begun: Begun) -> int:
     node_id = spec.nodes.node_id if spec.nodes is not None else ""
     journal = Journal(Path(spec.log_folder), who="agent", node=node_id)
     journal.write("agent_started", is_forked=begun.is_forked)
-    smp = SmpLink(folder, spec.profile.smp.orphan_s)
-    zygote: ZygoteLink | None = None
+    smp = AgentSmpClient(folder, spec.profile.smp.orphan_s)
+    zygote: ZygoteClient | None = None
     preflight = None
     keep_memory = False
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the stub has blocked it
         zygote = _zygote(spec, begun)
-        stub = StubLink()
+        stub = StubClient()
         known = _take_over(smp, journal, spec)
-        from ftrun.agent.observe.node_check import PreflightDesk
+        from ftrun.agent.observe.node_check import NodeCheck
 
-        preflight = PreflightDesk(spec, journal)
+        preflight = NodeCheck(spec, journal)
         preflight.begin(is_awaited=known.plan is not None)
         from ftrun.agent.launcher import launch
 
@@ -79,7 +79,7 @@ def main(begun: Begun) -> int:
             smp.shutdown()
 
 
-def _zygote(spec: RunSpec, begun: Begun) -> ZygoteLink | None:
+def _zygote(spec: RunSpec, begun: Begun) -> ZygoteClient | None:
     """The one that was forked before anything else, or a new one."""
     if begun.error is not None:
         raise begun.error
@@ -87,12 +87,12 @@ def _zygote(spec: RunSpec, begun: Begun) -> ZygoteLink | None:
     set_thread_count(spec.torchrun_argv)
     if spec.profile.start.mode != "warm":
         return None
-    zygote = ZygoteLink(preload=spec.profile.start.preload)
+    zygote = ZygoteClient(preload=spec.profile.start.preload)
     if begun.zygote is None:
         zygote.start()
     else:
         control, pid = begun.zygote
-        zygote.adopt(control, Child(pid, "zygote"))
+        zygote.adopt(control, ChildProcess(pid, "zygote"))
     return zygote
 
 
@@ -112,7 +112,9 @@ def _tell_bug(error: Exception, spec: RunSpec, journal: Journal) -> None:
     )
 
 
-def _keep_what_was_resumed(code: int, folder: RunFolder, spec: RunSpec, smp: SmpLink) -> bool:
+def _keep_what_was_resumed(
+    code: int, folder: RunFolder, spec: RunSpec, smp: AgentSmpClient
+) -> bool:
     """Whether the memory outlives the run: it was adopted, and this run has added nothing to it.
 
     A script that was changed, or a wrong number of ranks, must not cost what they met.
@@ -127,7 +129,7 @@ def _keep_what_was_resumed(code: int, folder: RunFolder, spec: RunSpec, smp: Smp
     return True
 
 
-def _take_over(smp: SmpLink, journal: Journal, spec: RunSpec) -> KeptState:
+def _take_over(smp: AgentSmpClient, journal: Journal, spec: RunSpec) -> PersistedAgentState:
     """Adopt what an earlier agent left, or start an SMP; what the earlier agent knew."""
     fds, from_stub = kept()
     left = smp.find()

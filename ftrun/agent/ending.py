@@ -7,7 +7,7 @@ Gives:    one block on stderr, in under 25 lines: the first cause, the user's ow
 
 from dataclasses import dataclass
 
-from ftrun.agent.launch.generation import Generations
+from ftrun.agent.launch.generation import GenerationRunner
 from ftrun.config import RunSpec
 from ftrun.errors import ExitCode
 from ftrun.recovery.commands import EndRun
@@ -58,7 +58,7 @@ class Kept:
 
 
 def final_block(
-    command: EndRun, spec: RunSpec, generations: Generations, kept: Kept | None = None
+    command: EndRun, spec: RunSpec, generations: GenerationRunner, kept: Kept | None = None
 ) -> str:
     """What the operator reads first, and often only.
 

@@ -16,9 +16,9 @@ from ftrun.agent.launch.elastic import FtrunElasticAgent
 from ftrun.agent.snapshots.smp_client import CHECKPOINT_WAIT_S
 from ftrun.agent.snapshots.standing_orders import StandingOrders
 from ftrun.errors import ExitCode, PeerError, SnapshotError
-from ftrun.membership.events import Adopted, PlanKept, Quiesced, RanksStuck
+from ftrun.membership.events import GenerationInstalled, PlanPersisted, Quiesced, RanksStuck
 from ftrun.recovery import commands
-from ftrun.wire.cluster.generation import Plan
+from ftrun.wire.cluster.generation import GenerationPlan
 
 if TYPE_CHECKING:
     from ftrun.agent.loop import RunLoop
@@ -37,7 +37,7 @@ class RunEnded(Exception):
         self.command = command
 
 
-class NodeOrders:
+class CommandExecutor:
     """The hands of one node."""
 
     def __init__(self, run: "RunLoop") -> None:
@@ -74,23 +74,23 @@ class NodeOrders:
         match order:
             case commands.Quiesce():
                 self._quiesce(order)
-            case commands.Adopt():
+            case commands.InstallGeneration():
                 self._adopt(order.plan)
-            case commands.KeepPlan():
+            case commands.PersistPlan():
                 run.generations.keep_plan(order.plan, took_effect=order.took_effect)
-                run.brain.tell(PlanKept(order.plan.edition))
-            case commands.RunGeneration():
+                run.brain.tell(PlanPersisted(order.plan.edition))
+            case commands.StartRanks():
                 self._run_generation()
             case commands.KillWorkers():
                 if run.workers.alive():
                     self._note(order)
                 self._kill()
-            case commands.HoldRanks() | commands.ReleaseRanks():
+            case commands.SuspendRanks() | commands.ResumeRanks():
                 self._note(order)  # it is done already, see ClusterBrain
-            case commands.ExamineRanks():
+            case commands.InspectRanks():
                 run.eyes.examine(run.workers.handles)
                 run.tell(is_urgent=True)
-            case commands.AskLastSnapshot():
+            case commands.RequestFinalSnapshot():
                 self._note(order)
                 self.awaits_boundary = True
                 after = -1 if run.generations.is_alone else order.after_step
@@ -102,7 +102,7 @@ class NodeOrders:
                 # them ends them as SIGTERM does.
                 is_user = order.signal in (signal.SIGUSR1, signal.SIGUSR2)
                 run.workers.signal(signal.SIGTERM if is_user else order.signal)
-            case commands.Note():
+            case commands.JournalEntry():
                 self._say(order)
             case commands.EndRun():
                 self._note(order)
@@ -110,7 +110,7 @@ class NodeOrders:
             case _:
                 self._carry_out_beside(order)
 
-    def _say(self, note: commands.Note) -> None:
+    def _say(self, note: commands.JournalEntry) -> None:
         generations = self._run.generations
         self._run.journal.write(note.kind, text=note.text, **note.fields)
         if note.kind == "Generation" and not generations.is_member:
@@ -123,22 +123,22 @@ class NodeOrders:
         """What the ranks do not notice."""
         run = self._run
         match order:
-            case commands.Commit():
+            case commands.CommitSnapshot():
                 run.caretaker.last_commit = order.version
                 if not run.generations.is_alone:
                     self._tell_smp(order)
-            case commands.Checkpoint():
+            case commands.WriteCheckpointPart():
                 run.caretaker.write_part(order.version)
-            case commands.Abandon():
+            case commands.AbandonStep():
                 self._tell_smp(order)
-            case commands.TakeFrom():
+            case commands.SetFirstSnapshotStep():
                 # Alone, the SMP commits by itself: a rank that has skipped a step would wait for a
                 # later one to be named, and no word of its skip reaches the leader.
                 if not run.generations.is_alone:
                     run.workers.take_from(order.step)
-            case commands.SetInterval():
+            case commands.SetSnapshotInterval():
                 run.workers.set_interval(order.every, order.from_step)
-            case commands.MovePeers():
+            case commands.UpdatePeerPorts():
                 self._note(order)
                 run.generations.move_peers(order.ports)
 
@@ -149,11 +149,11 @@ class NodeOrders:
             for order in self._standing.unheard(page, generation, now_s=clock.now_s()):
                 self._tell_smp(order)
 
-    def _tell_smp(self, order: commands.Commit | commands.Abandon) -> None:
+    def _tell_smp(self, order: commands.CommitSnapshot | commands.AbandonStep) -> None:
         generation, smp = self._run.generations.number, self._run.smp
         self._standing.keep(order, generation, now_s=clock.now_s())
         with suppress(PeerError):
-            if isinstance(order, commands.Commit):
+            if isinstance(order, commands.CommitSnapshot):
                 smp.commit(order.version)
             else:
                 smp.abandon(generation, order.step)
@@ -192,7 +192,7 @@ class NodeOrders:
         store_port, smp_port = run.stores.next_port, run.smp.port
         run.brain.tell(Quiesced(order.generation, holdings, store_port, smp_port))
 
-    def _adopt(self, plan: Plan) -> None:
+    def _adopt(self, plan: GenerationPlan) -> None:
         assert self._agent is not None
         run = self._run
         run.report.begin()
@@ -206,7 +206,7 @@ class NodeOrders:
         pair = (restored.generation, restored.step) if restored is not None else None
         generations = run.generations
         run.brain.tell(
-            Adopted(
+            GenerationInstalled(
                 plan.generation,
                 pair,
                 problem,

@@ -17,27 +17,27 @@ import torch
 from msgspec.structs import asdict
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from ftrun.agent.cluster.node import Node
-from ftrun.agent.cluster.rpc import ClusterDesk
+from ftrun.agent.cluster.node import LocalNode
+from ftrun.agent.cluster.rpc import ClusterRpc
 from ftrun.agent.ending import Kept, final_block
 from ftrun.agent.executor import RunEnded
 from ftrun.agent.launch import elastic
 from ftrun.agent.launch.agent_start import unknown_torch
-from ftrun.agent.launch.generation import Generations
+from ftrun.agent.launch.generation import GenerationRunner
 from ftrun.agent.launch.process import one_oom_ends_all
 from ftrun.agent.launch.rendezvous import LOOPBACK, StorePool, register
 from ftrun.agent.launch.warm_start import WorkerStarter
 from ftrun.agent.launch.worker_group import WorkerGroup
-from ftrun.agent.launch.zygote_link import ZygoteLink
+from ftrun.agent.launch.zygote_link import ZygoteClient
 from ftrun.agent.loop import RunLoop
-from ftrun.agent.maintenance import Caretaker
-from ftrun.agent.observe.node_check import PreflightDesk
-from ftrun.agent.observe.ranks import Eyes
+from ftrun.agent.maintenance import Maintenance
+from ftrun.agent.observe.node_check import NodeCheck
+from ftrun.agent.observe.ranks import RankObserver
 from ftrun.agent.publish.control_server import ControlServer
-from ftrun.agent.publish.observers import Onlookers
-from ftrun.agent.snapshots.kept_state import KeptState
-from ftrun.agent.snapshots.smp_client import SmpLink
-from ftrun.agent.snapshots.stub_link import StubLink
+from ftrun.agent.publish.observers import Observers
+from ftrun.agent.snapshots.kept_state import PersistedAgentState
+from ftrun.agent.snapshots.smp_client import AgentSmpClient
+from ftrun.agent.snapshots.stub_link import StubClient
 from ftrun.config import RunSpec
 from ftrun.errors import PeerError, UsageError
 from ftrun.journal import Journal
@@ -53,12 +53,12 @@ _log = logging.getLogger("ftrun")
 def launch(
     spec: RunSpec,
     journal: Journal,
-    smp: SmpLink,
-    zygote: ZygoteLink | None,
-    stub: StubLink,
+    smp: AgentSmpClient,
+    zygote: ZygoteClient | None,
+    stub: StubClient,
     *,
-    kept: KeptState,
-    preflight: PreflightDesk,
+    kept: PersistedAgentState,
+    preflight: NodeCheck,
 ) -> int:
     """Run to the end; the exit code of the started process.
 
@@ -71,7 +71,7 @@ def launch(
     zygote = _fit(zygote, journal)
     if zygote is not None:
         zygote.want(num_ranks)
-    node = Node.of(spec, num_ranks, kept)
+    node = LocalNode.of(spec, num_ranks, kept)
     stores = _stores(args, node)
     register(stores)
     run = _assemble(spec, journal, smp, zygote, stub, stores, node=node, kept=kept)
@@ -79,7 +79,7 @@ def launch(
         _meet(node, smp, journal, run.caretaker)
     else:
         _meet_again(node, smp, journal, run)
-    run.onlookers = onlookers = Onlookers(run)
+    run.onlookers = onlookers = Observers(run)
     run.signals.catch()  # the stub passes on what waits as soon as the control server listens
     run.publish_status()
     control = ControlServer(run, onlookers.status.document)
@@ -112,7 +112,7 @@ def launch(
     return 0
 
 
-def _meet(node: Node, smp: SmpLink, journal: Journal, caretaker: Caretaker) -> None:
+def _meet(node: LocalNode, smp: AgentSmpClient, journal: Journal, caretaker: Maintenance) -> None:
     try:
         smp.ready()
         node.introduce(smp)
@@ -121,7 +121,7 @@ def _meet(node: Node, smp: SmpLink, journal: Journal, caretaker: Caretaker) -> N
         caretaker.smp_given_up = f"the snapshot manager does not start: {error}"
 
 
-def _meet_again(node: Node, smp: SmpLink, journal: Journal, run: RunLoop) -> None:
+def _meet_again(node: LocalNode, smp: AgentSmpClient, journal: Journal, run: RunLoop) -> None:
     """An SMP that outlived the last agent: it may have hung up while this one imported torch."""
     try:
         node.introduce(smp)
@@ -134,7 +134,7 @@ def _meet_again(node: Node, smp: SmpLink, journal: Journal, run: RunLoop) -> Non
         run.parts.look()  # where it is gone, another one is up before the first generation
 
 
-def _stores(args: Namespace, node: Node) -> StorePool:
+def _stores(args: Namespace, node: LocalNode) -> StorePool:
     """Where ranks find each other on this node: as its flags say, or on any of its rails."""
     if not node.is_alone:
         return StorePool(node.card.host, 0, [rail.host for rail in node.card.rails])
@@ -145,13 +145,13 @@ def _stores(args: Namespace, node: Node) -> StorePool:
 def _assemble(  # noqa: PLR0913 - the parts of a run
     spec: RunSpec,
     journal: Journal,
-    smp: SmpLink,
-    zygote: ZygoteLink | None,
-    stub: StubLink,
+    smp: AgentSmpClient,
+    zygote: ZygoteClient | None,
+    stub: StubClient,
     stores: StorePool,
     *,
-    node: Node,
-    kept: KeptState,
+    node: LocalNode,
+    kept: PersistedAgentState,
 ) -> RunLoop:
     workers = WorkerGroup(
         spec,
@@ -159,10 +159,10 @@ def _assemble(  # noqa: PLR0913 - the parts of a run
         starter=WorkerStarter(zygote, journal),
         stuck_pids=decode_numbers(os.environ.get(STUCK_PIDS, "")),
     )
-    generations = Generations(
+    generations = GenerationRunner(
         spec, node.card.node_id, journal=journal, smp=smp, stub=stub, workers=workers, kept=kept
     )
-    caretaker = Caretaker(
+    caretaker = Maintenance(
         spec,
         journal=journal,
         smp=smp,
@@ -185,8 +185,8 @@ def _assemble(  # noqa: PLR0913 - the parts of a run
         generations=generations,
         brain=brain,
         caretaker=caretaker,
-        desk=None if node.is_alone else ClusterDesk(brain, journal, merged),
-        eyes=Eyes(workers.unused_fds, HangSettings(**asdict(spec.profile.hang))),
+        desk=None if node.is_alone else ClusterRpc(brain, journal, merged),
+        eyes=RankObserver(workers.unused_fds, HangSettings(**asdict(spec.profile.hang))),
     )
 
 
@@ -205,7 +205,7 @@ def _policy(spec: RunSpec) -> Policy:
     )
 
 
-def _fit(zygote: ZygoteLink | None, journal: Journal) -> ZygoteLink | None:
+def _fit(zygote: ZygoteClient | None, journal: Journal) -> ZygoteClient | None:
     """Whether this torch can be forked warm; a version nobody has read starts fresh."""
     why = unknown_torch(torch.__version__)
     if zygote is None or not why:

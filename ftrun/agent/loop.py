@@ -14,28 +14,28 @@ import select
 from typing import TYPE_CHECKING
 
 from ftrun import clock
-from ftrun.agent.cluster.control_loop import Brain
+from ftrun.agent.cluster.control_loop import ControlLoop
 from ftrun.agent.cluster.finished_watch import FinishedWatch
-from ftrun.agent.cluster.rpc import ClusterDesk
-from ftrun.agent.executor import NodeOrders, RunEnded
-from ftrun.agent.faults.controller import FaultDesk
+from ftrun.agent.cluster.rpc import ClusterRpc
+from ftrun.agent.executor import CommandExecutor, RunEnded
+from ftrun.agent.faults.controller import FaultController
 from ftrun.agent.launch.elastic import FtrunElasticAgent
-from ftrun.agent.launch.generation import Generations
+from ftrun.agent.launch.generation import GenerationRunner
 from ftrun.agent.launch.rendezvous import StorePool
 from ftrun.agent.launch.worker_group import WorkerGroup
-from ftrun.agent.launch.zygote_link import ZygoteLink
-from ftrun.agent.maintenance import Caretaker
-from ftrun.agent.observe.ranks import Eyes
-from ftrun.agent.part_deaths import PartDeaths
-from ftrun.agent.report import NodeReport
+from ftrun.agent.launch.zygote_link import ZygoteClient
+from ftrun.agent.maintenance import Maintenance
+from ftrun.agent.observe.ranks import RankObserver
+from ftrun.agent.part_deaths import ChildExits
+from ftrun.agent.report import NodeReporter
 from ftrun.agent.run_signals import RunSignals
-from ftrun.agent.snapshots.smp_client import SmpLink
+from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.config import RunSpec
 from ftrun.journal import Journal
 from ftrun.linux import name_process
 
 if TYPE_CHECKING:
-    from ftrun.agent.publish.observers import Onlookers
+    from ftrun.agent.publish.observers import Observers
 
 TICK_S = 0.25
 EAGER_TICK_S = 0.005
@@ -49,15 +49,15 @@ class RunLoop:
         spec: RunSpec,
         *,
         journal: Journal,
-        smp: SmpLink,
-        zygote: ZygoteLink | None,
+        smp: AgentSmpClient,
+        zygote: ZygoteClient | None,
         stores: StorePool,
         workers: WorkerGroup,
-        generations: Generations,
-        brain: Brain,
-        caretaker: Caretaker,
-        desk: ClusterDesk | None,
-        eyes: Eyes,
+        generations: GenerationRunner,
+        brain: ControlLoop,
+        caretaker: Maintenance,
+        desk: ClusterRpc | None,
+        eyes: RankObserver,
     ) -> None:
         self.spec = spec
         self.journal = journal
@@ -71,14 +71,14 @@ class RunLoop:
         self.desk = desk
         self.eyes = eyes
         self.signals = RunSignals(spec, journal=journal, workers=workers)
-        self.orders = NodeOrders(self)
-        self.parts = PartDeaths(self)
-        self.report = NodeReport(self)
+        self.orders = CommandExecutor(self)
+        self.parts = ChildExits(self)
+        self.report = NodeReporter(self)
         self.finished = FinishedWatch(spec, brain)
-        self.faults = FaultDesk(self) if spec.allow_faults else None
+        self.faults = FaultController(self) if spec.allow_faults else None
         if desk is not None:
             desk.faults = self.faults
-        self.onlookers: Onlookers | None = None
+        self.onlookers: Observers | None = None
         self.started_s = clock.now_s()
 
     def drive(self, agent: FtrunElasticAgent) -> None:

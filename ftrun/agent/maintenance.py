@@ -9,18 +9,18 @@ import logging
 from collections.abc import Callable, Sequence
 
 from ftrun import clock
-from ftrun.agent.launch.generation import Generations
-from ftrun.agent.launch.process import Child, reap_strangers
+from ftrun.agent.launch.generation import GenerationRunner
+from ftrun.agent.launch.process import ChildProcess, reap_strangers
 from ftrun.agent.launch.rendezvous import StorePool
 from ftrun.agent.launch.worker_group import WorkerGroup
-from ftrun.agent.launch.zygote_link import ZygoteLink
-from ftrun.agent.snapshots.smp_client import SmpLink
+from ftrun.agent.launch.zygote_link import ZygoteClient
+from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.config import RunSpec
 from ftrun.errors import PeerError
 from ftrun.ids import Version
 from ftrun.journal import Journal
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.shared_memory.pages import Beat
+from ftrun.wire.shared_memory.pages import HeartbeatField
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ REFILL_AFTER_S = 0.5
 """Standbys are forked after the restart they would compete with for the processors."""
 
 
-class Caretaker:
+class Maintenance:
     """Housekeeping of one run."""
 
     def __init__(  # noqa: PLR0913 - the parts of a run
@@ -36,11 +36,11 @@ class Caretaker:
         spec: RunSpec,
         *,
         journal: Journal,
-        smp: SmpLink,
-        zygote: ZygoteLink | None,
+        smp: AgentSmpClient,
+        zygote: ZygoteClient | None,
         stores: StorePool,
         workers: WorkerGroup,
-        generations: Generations,
+        generations: GenerationRunner,
         when_smp_is_up: Callable[[], object],
     ) -> None:
         self.smp_is_starting = False
@@ -178,7 +178,7 @@ class Caretaker:
                 self._refill_due_s = now_s + REFILL_AFTER_S
                 return
             self._zygote.refill()
-            children: list[Child] = [handle.child for handle in self._workers.handles]
+            children: list[ChildProcess] = [handle.child for handle in self._workers.handles]
             reap_strangers([*children, *self._zygote.children, *self._smp.children])
 
     def _checkpoint(self, now_s: float) -> None:
@@ -213,7 +213,7 @@ class Caretaker:
 
     def _report_silence(self, now_s: float, limit_s: float) -> None:
         for place in self._workers.places:
-            beat_ns = place.page.get(Beat.BEAT_NS)
+            beat_ns = place.page.get(HeartbeatField.BEAT_NS)
             if not beat_ns:
                 continue  # no step yet: importing, compiling, loading data
             silent_s = now_s - beat_ns / 1e9

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from ftrun import clock, events
 from ftrun.agent.journal_words import fields_of
-from ftrun.agent.launch.process import Child
+from ftrun.agent.launch.process import ChildProcess
 from ftrun.errors import PeerError
 from ftrun.monitor.worker_exits import end_in_words
 from ftrun.recovery import commands
-from ftrun.recovery.own_parts import Parts
+from ftrun.recovery.own_parts import ComponentRestarts
 
 if TYPE_CHECKING:
     from ftrun.agent.loop import RunLoop
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class PartDeaths:
+class ChildExits:
     """One node's parts."""
 
     def __init__(self, run: "RunLoop") -> None:
         self._run = run
-        self._parts = Parts()
+        self._parts = ComponentRestarts()
 
     @property
-    def children(self) -> list[Child]:
+    def children(self) -> list[ChildProcess]:
         """Those that live."""
         found = [child for child in (self._run.smp.child, self._zygote()) if child is not None]
         return [child for child in found if child.status is None]
@@ -52,10 +52,10 @@ class PartDeaths:
             case commands.RespawnZygote():
                 if run.zygote is not None:
                     run.zygote.start()
-            case commands.GoOnWithout(part="zygote"):
+            case commands.DisableComponent(part="zygote"):
                 run.workers.starter.zygote = None
                 run.zygote = None
-            case commands.GoOnWithout():
+            case commands.DisableComponent():
                 run.caretaker.smp_given_up = command.why
                 _log.warning("no more snapshots: %s", command.why)
 
@@ -79,5 +79,5 @@ class PartDeaths:
             found.append(events.SmpExited(f"the SMP {end_in_words(child.ended_with)}"))
         return found
 
-    def _zygote(self) -> Child | None:
+    def _zygote(self) -> ChildProcess | None:
         return self._run.zygote.child if self._run.zygote is not None else None

@@ -2,7 +2,7 @@
 
 Runs in:  agent, main thread.
 Takes in: ended workers, what the SMP has noticed, everything that a run is made of.
-Gives:    a `Beat` for the brain, marked as urgent where it asks for an act.
+Gives:    a `Heartbeat` for the brain, marked as urgent where it asks for an act.
 """
 
 from typing import TYPE_CHECKING
@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING
 from ftrun import events
 from ftrun.agent.journal_words import fields_of
 from ftrun.agent.launch.process import oom_kills
-from ftrun.agent.observe.devices import RecentTroubles
-from ftrun.membership.events import HereIs
+from ftrun.agent.observe.devices import RecentDeviceErrors
+from ftrun.membership.events import NodeReported
 from ftrun.wire.cluster.generation import VersionPair
-from ftrun.wire.cluster.heartbeats import Beat
+from ftrun.wire.cluster.heartbeats import Heartbeat
 
 if TYPE_CHECKING:
     from ftrun.agent.loop import RunLoop
 
 
-class NodeReport:
+class NodeReporter:
     """What the lead is told of one node."""
 
     def __init__(self, run: "RunLoop") -> None:
-        self.troubles = RecentTroubles()
+        self.troubles = RecentDeviceErrors()
         self._run = run
-        self._told = Beat(generation=-1)
+        self._told = Heartbeat(generation=-1)
         self._exits: list[events.WorkerExit] = []
         self._differs: tuple[str, tuple[int, ...]] = ("", ())
         self._oom_kills = oom_kills()
@@ -66,15 +66,15 @@ class NodeReport:
         beat = self._here(now_s)
         is_urgent |= _what_matters(beat) != _what_matters(self._told)
         self._told = beat
-        self._run.brain.tell(HereIs(beat, is_urgent))
+        self._run.brain.tell(NodeReported(beat, is_urgent))
 
-    def _here(self, now_s: float) -> Beat:
+    def _here(self, now_s: float) -> Heartbeat:
         run = self._run
         workers, smp = run.workers, run.smp
         progress = workers.progress()
         sealed = workers.sealed()  # before what is committed: a rank seals after that is shown
         runs = bool(workers.handles) and run.generations.is_member
-        return Beat(
+        return Heartbeat(
             generation=run.generations.number if runs else -1,
             state="held" if workers.is_held else "running" if workers.alive() else "idle",
             step=progress.step,
@@ -116,7 +116,7 @@ class NodeReport:
         return (ready.generation, ready.step) if ready is not None else None
 
 
-def _what_matters(beat: Beat) -> tuple[object, ...]:
+def _what_matters(beat: Heartbeat) -> tuple[object, ...]:
     """What the lead has to know at once; the rest can wait for the next heartbeat."""
     return (
         beat.generation,

@@ -118,5 +118,5 @@ class RunSignals:
     def _stop_asked(self, number: int, by: str) -> None:
         self.stops += 1
         self.stop_signal = number
-        asked = events.StopAsked(number, by, self._workers.progress().attached)
+        asked = events.StopRequested(number, by, self._workers.progress().attached)
         self._journal.write(asked.journal_kind, **fields_of(asked))

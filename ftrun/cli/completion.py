@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from ftrun.cli.launch.command_line import OWN_FLAGS
-from ftrun.cli.launch.torchrun_flags import TORCHRUN_FLAGS, Flag
+from ftrun.cli.launch.torchrun_flags import TORCHRUN_FLAGS, CliFlag
 
 
 class AsTyped(TyperCommand):
@@ -46,7 +46,7 @@ def with_flags(function: Any) -> Any:
     return function
 
 
-def _completion(flag: Flag) -> Any:
+def _completion(flag: CliFlag) -> Any:
     if flag.name == "profile":
         return profile_names
     return (lambda: list(flag.choices)) if flag.choices else None

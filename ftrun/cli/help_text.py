@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
 from ftrun.cli.launch.command_line import OWN_FLAGS
-from ftrun.cli.launch.torchrun_flags import TORCHRUN_FLAGS, Flag
+from ftrun.cli.launch.torchrun_flags import TORCHRUN_FLAGS, CliFlag
 
 _INTRO = """\
 Usage: ftrun [OPTIONS] SCRIPT [ARGS...]
@@ -83,19 +83,19 @@ def help_width() -> int:
     return max(_MIN_WIDTH, min(_MAX_WIDTH, columns))
 
 
-def _groups(flags: Sequence[Flag], width: int) -> Iterator[str]:
+def _groups(flags: Sequence[CliFlag], width: int) -> Iterator[str]:
     for group in dict.fromkeys(flag.group for flag in flags):
         yield f" {group}:"
         yield from rows({_left(f): _right(f) for f in flags if f.group == group}, width)
 
 
-def _left(flag: Flag) -> str:
+def _left(flag: CliFlag) -> str:
     value = flag.metavar or "|".join(flag.choices)
     short = f"-{flag.short}, " if flag.short else ""
     return f"{short}--{flag.name} {value}".rstrip()
 
 
-def _right(flag: Flag) -> str:
+def _right(flag: CliFlag) -> str:
     notes = []
     if flag.is_repeatable:
         notes.append("may be repeated")

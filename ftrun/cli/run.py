@@ -27,7 +27,13 @@ from ftrun import clock, process_tree
 from ftrun.cli.launch.checkpoint_check import check_there, check_writable
 from ftrun.cli.launch.command_line import CommandLine
 from ftrun.cli.launch.nodes import nodes_of, rdzv_settings
-from ftrun.cli.launch.profiles import Resolved, Setting, plain_value, resolve, setting_from_text
+from ftrun.cli.launch.profiles import (
+    ResolvedProfile,
+    SettingValue,
+    plain_value,
+    resolve,
+    setting_from_text,
+)
 from ftrun.cli.launch.slurm import SlurmStep, slurm_step
 from ftrun.cli.runs import is_file_of, sweep
 from ftrun.cli.stub import SHUTDOWN_S, answers, python_command, shut_down_smp
@@ -232,7 +238,7 @@ def check_resume(spec: RunSpec) -> None:
         )
 
 
-def resolve_options(line: CommandLine, *, variables: Mapping[str, str]) -> Resolved:
+def resolve_options(line: CommandLine, *, variables: Mapping[str, str]) -> ResolvedProfile:
     """The profile of the run, with flags and environment applied."""
     name = line.own_value("profile") or variables.get("FTRUN_PROFILE")
     return resolve(
@@ -243,7 +249,7 @@ def resolve_options(line: CommandLine, *, variables: Mapping[str, str]) -> Resol
     )
 
 
-def settings_of(line: CommandLine) -> list[Setting]:
+def settings_of(line: CommandLine) -> list[SettingValue]:
     """What ftrun's own flags say, as keys of a profile; --set comes first and flags win."""
     found = rdzv_settings(line.torchrun_value("rdzv-conf"), "--rdzv-conf")
     found += [setting_from_text(text) for text in line.own.get("set", [])]
@@ -254,15 +260,15 @@ def settings_of(line: CommandLine) -> list[Setting]:
             is_path = flag == "resume" and text not in ("auto", "never")
             if is_path or flag in _PATH_FLAGS:
                 value = located(text, cwd=str(Path.cwd()))
-            found.append(Setting(section, key, value, f"--{flag}"))
+            found.append(SettingValue(section, key, value, f"--{flag}"))
     if line.own_value("snapshot-required"):
-        found.append(Setting("snapshot", "required", True, "--snapshot-required"))
+        found.append(SettingValue("snapshot", "required", True, "--snapshot-required"))
     if line.own_value("no-snapshots"):
-        found.append(Setting("snapshot", "enabled", False, "--no-snapshots"))
+        found.append(SettingValue("snapshot", "enabled", False, "--no-snapshots"))
     if modules := line.own.get("preload"):
-        found.append(Setting("start", "preload", modules, "--preload"))
+        found.append(SettingValue("start", "preload", modules, "--preload"))
     if text := line.own_value("forward-signals"):
-        found.append(Setting("stop", "forward", _signals(text), "--forward-signals"))
+        found.append(SettingValue("stop", "forward", _signals(text), "--forward-signals"))
     return found
 
 

@@ -22,7 +22,7 @@ from ftrun.wire.transport.channel import Channel, connect
 _CONNECT_S = 5.0
 
 
-class Life(Enum):
+class RunLiveness(Enum):
     """What of a run is there."""
 
     RUNNING = "running"
@@ -36,7 +36,7 @@ class FoundRun:
     """A run, and what of it is there."""
 
     folder: RunFolder
-    life: Life
+    life: RunLiveness
     stub_pid: int | None = None
 
     @property
@@ -60,9 +60,9 @@ class FoundRun:
 def look_at(folder: RunFolder) -> FoundRun:
     stub_pid = _lock_owner(folder)
     if stub_pid is not None:
-        life = Life.RUNNING if answers(folder.agent_socket) else Life.STARTING
+        life = RunLiveness.RUNNING if answers(folder.agent_socket) else RunLiveness.STARTING
         return FoundRun(folder, life, stub_pid)
-    return FoundRun(folder, Life.ORPHANED if is_anything_left(folder) else Life.GONE)
+    return FoundRun(folder, RunLiveness.ORPHANED if is_anything_left(folder) else RunLiveness.GONE)
 
 
 def is_anything_left(folder: RunFolder) -> bool:
@@ -112,7 +112,7 @@ def choose(name: str | None, *, command: str) -> FoundRun:
         run_id, at, node_id = name.partition("@")
         wanted = run_folder(check_run_id(run_id), check_run_id(node_id) if at else None)
         exact = look_at(wanted)
-        if exact.life is not Life.GONE:
+        if exact.life is not RunLiveness.GONE:
             return exact
         alive = [run for run in alive if run.run_id == name]
     if not alive:
@@ -127,7 +127,7 @@ def choose(name: str | None, *, command: str) -> FoundRun:
 
 def _alive() -> list[FoundRun]:
     found = [look_at(folder) for folder in all_run_folders()]
-    return [run for run in found if run.life is not Life.GONE]
+    return [run for run in found if run.life is not RunLiveness.GONE]
 
 
 def _others() -> str:

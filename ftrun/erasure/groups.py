@@ -3,7 +3,7 @@
 Runs in:  the agent that leads. Pure; the same answer for the same nodes, whoever computes it.
 Takes in: the nodes of a generation in order of their ranks, and the domains that fail as one: a
           rack, a power supply, a switch.
-Gives:    `Group`s: every node in one, in a fixed place.
+Gives:    `ProtectionGroup`s: every node in one, in a fixed place.
 
 All that protects a node's state lies within its group, so a lost node is repaired from its group
 alone, and a group bears the loss of any m of its nodes. Small groups keep repair cheap (k blocks
@@ -32,7 +32,7 @@ TWO_PARITY_FROM = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ProtectionGroup:
     """Nodes that protect one another, and how many of them may be lost."""
 
     nodes: tuple[str, ...]
@@ -88,7 +88,7 @@ def make_groups(
     data: int | None,
     parity: int,
     domains: Mapping[str, str] | None = None,
-) -> list[Group]:
+) -> list[ProtectionGroup]:
     """Groups of all nodes.
 
     Args:
@@ -114,12 +114,14 @@ def make_groups(
     # Dealt out like cards: the nodes of a domain follow one another, so no group gets two more
     # of them than another group.
     return [
-        Group(tuple(sorted(ordered[first::count], key=places.__getitem__)), parity)
+        ProtectionGroup(tuple(sorted(ordered[first::count], key=places.__getitem__)), parity)
         for first in range(count)
     ]
 
 
-def replace_in_groups(previous: Sequence[Group], replaced: Mapping[str, str]) -> list[Group]:
+def replace_in_groups(
+    previous: Sequence[ProtectionGroup], replaced: Mapping[str, str]
+) -> list[ProtectionGroup]:
     """The same groups, with each replacement in the place of the node that was lost.
 
     Raises:
@@ -136,14 +138,14 @@ def replace_in_groups(previous: Sequence[Group], replaced: Mapping[str, str]) ->
 
 
 def next_groups(
-    previous: Sequence[Group],
+    previous: Sequence[ProtectionGroup],
     nodes: Sequence[str],
     *,
     replaced: Mapping[str, str],
     data: int | None,
     parity: int,
     domains: Mapping[str, str] | None = None,
-) -> list[Group]:
+) -> list[ProtectionGroup]:
     """Groups of a new generation: the previous ones if replacements make them fit, else new ones.
 
     Args:
@@ -164,7 +166,7 @@ def next_groups(
     return make_groups(nodes, data=data, parity=parity, domains=domains)
 
 
-def notes(groups: Sequence[Group], domains: Mapping[str, str] | None = None) -> list[str]:
+def notes(groups: Sequence[ProtectionGroup], domains: Mapping[str, str] | None = None) -> list[str]:
     """What the operator should know of these groups, a sentence for each that bears too little."""
     return [note for group in groups if (note := group.note(domains or {}))]
 

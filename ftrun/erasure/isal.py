@@ -11,7 +11,7 @@ once, before any decision.
 
 Rule 1: tables that ISA-L has expanded never leave the process: their format depends on the
         processor. What nodes have in common is the matrix, which self_test.py holds them to.
-Rule 2: no address outlives the `Pinned` it came from.
+Rule 2: no address outlives the `PinnedBuffers` it came from.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from functools import cache
 from itertools import product
 
 from ftrun.erasure.codec import Buffer, check_counts, check_place, check_shape, sources_of
-from ftrun.erasure.pinned_buffers import Pinned
+from ftrun.erasure.pinned_buffers import PinnedBuffers
 from ftrun.errors import InternalError, NotSupportedHere
 
 _TABLE_BYTES = 32
@@ -68,14 +68,14 @@ class IsalCodec:
 
     def encode(self, data: Sequence[Buffer], parity: Sequence[Buffer]) -> None:
         check_counts(self, data, parity)
-        with Pinned(data, parity) as blocks:
+        with PinnedBuffers(data, parity) as blocks:
             self._multiply(blocks.num_bytes, self._encoding, blocks.sources, blocks.targets)
 
     def update(
         self, position: int, data: Buffer, parity_index: int, parity: Buffer, *, first: bool
     ) -> None:
         check_place(self, position, parity_index)
-        with Pinned([data], [parity], may_be_shorter=True) as blocks:
+        with PinnedBuffers([data], [parity], may_be_shorter=True) as blocks:
             factor = self._factors[position, parity_index]
             (source,), (target,), (length,) = blocks.sources, blocks.targets, blocks.source_bytes
             if first:
@@ -90,7 +90,7 @@ class IsalCodec:
         used = sources_of(self, have, want)
         if not want:
             return
-        with Pinned([have[i] for i in used], [*want.values()]) as blocks:
+        with PinnedBuffers([have[i] for i in used], [*want.values()]) as blocks:
             tables = self._rebuilding(tuple(used), tuple(want))
             self._multiply(blocks.num_bytes, tables, blocks.sources, blocks.targets)
 
@@ -122,7 +122,7 @@ class IsalCodec:
         to_data = [inverse.raw[at : at + self.k] for at in range(0, len(square), self.k)]
         # Rows of factors add up as blocks do: the product of matrices is one more encoding.
         rows = [bytearray(self.k) for _ in wanted]
-        with Pinned(to_data, rows) as blocks:
+        with PinnedBuffers(to_data, rows) as blocks:
             tables = self._expand([self._rows[i] for i in wanted])
             self._multiply(self.k, tables, blocks.sources, blocks.targets)
         return [bytes(row) for row in rows]

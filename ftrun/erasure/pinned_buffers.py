@@ -3,7 +3,7 @@
 Runs in:  the SMP, on any of its threads. Pure: it only looks at memory it is given.
 Takes in: blocks that are read (sources) and blocks that are written (targets): anything with the
           buffer protocol, in place.
-Gives:    a `Pinned`, whose addresses are good for as long as its `with` block lasts.
+Gives:    a `PinnedBuffers`, whose addresses are good for as long as its `with` block lasts.
 
 A C library believes what it is told: a length that is wrong by one corrupts the heap, and a
 read-only mapping ends the process with SIGSEGV. So everything is checked here, once, for both
@@ -61,7 +61,7 @@ _release_buffer = ctypes.PYFUNCTYPE(None, ctypes.POINTER(_PyBuffer))(
 )
 
 
-class Pinned:
+class PinnedBuffers:
     """Blocks that stay where they are while the `with` block lasts.
 
     Attributes:
@@ -105,7 +105,7 @@ class Pinned:
         self.targets = [address for address, _ in writes]
         self.num_bytes = writes[0][1]
 
-    def __enter__(self) -> "Pinned":
+    def __enter__(self) -> "PinnedBuffers":
         return self
 
     def __exit__(

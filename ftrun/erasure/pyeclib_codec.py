@@ -15,7 +15,7 @@ Rule 2: its checks count for nothing: it takes flipped bits, duplicates and bloc
 from collections.abc import Mapping, Sequence
 
 from ftrun.erasure.codec import Buffer, check_counts, check_place, check_shape, sources_of
-from ftrun.erasure.pinned_buffers import Pinned
+from ftrun.erasure.pinned_buffers import PinnedBuffers
 from ftrun.errors import NotSupportedHere
 
 
@@ -45,7 +45,7 @@ class PyeclibCodec:
 
     def encode(self, data: Sequence[Buffer], parity: Sequence[Buffer]) -> None:
         check_counts(self, data, parity)
-        with Pinned(data, parity) as blocks:
+        with PinnedBuffers(data, parity) as blocks:
             made = self._parity_of([_bytes(one) for one in data], blocks.num_bytes)
             for target, found in zip(parity, made, strict=True):
                 _write(target, found)
@@ -54,7 +54,7 @@ class PyeclibCodec:
         self, position: int, data: Buffer, parity_index: int, parity: Buffer, *, first: bool
     ) -> None:
         check_place(self, position, parity_index)
-        with Pinned([data], [parity], may_be_shorter=True) as blocks:
+        with PinnedBuffers([data], [parity], may_be_shorter=True) as blocks:
             length = blocks.num_bytes
             # The code is linear: what a block adds is the parity of it among zeros.
             stripe = [bytes(length)] * self.k
@@ -66,7 +66,7 @@ class PyeclibCodec:
         used = sources_of(self, have, want)
         if not want:
             return
-        with Pinned([have[i] for i in used], [*want.values()]) as blocks:
+        with PinnedBuffers([have[i] for i in used], [*want.values()]) as blocks:
             headers = self._headers_of(blocks.num_bytes)
             fragments = [headers[i] + _bytes(have[i]) for i in used]
             # It sorts the list it is given, and answers in that order.

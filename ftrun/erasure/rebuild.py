@@ -19,7 +19,7 @@ from itertools import combinations, islice
 
 from ftrun.erasure.codec import Buffer, Codec
 from ftrun.erasure.fragments import BlockDigest, Fragment, FragmentSet, StripeId, block_digest
-from ftrun.erasure.pinned_buffers import Pinned
+from ftrun.erasure.pinned_buffers import PinnedBuffers
 from ftrun.errors import FragmentRefused, InternalError, StripeLost
 from ftrun.ids import Generation
 
@@ -47,7 +47,7 @@ class StripeFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Rebuilt:
+class RebuiltBlocks:
     """How the wanted blocks came about.
 
     Attributes:
@@ -63,7 +63,7 @@ class Rebuilt:
 
 def rebuild_stripe(
     codec: Codec, facts: StripeFacts, fragments: Iterable[Fragment], wanted: Mapping[int, Buffer]
-) -> Rebuilt:
+) -> RebuiltBlocks:
     """Write the wanted blocks of a stripe.
 
     Args:
@@ -78,7 +78,7 @@ def rebuild_stripe(
         InternalError: a place or a length is wrong in `wanted`, or a node has no name.
     """
     if not wanted:
-        return Rebuilt((), frozenset(), ())
+        return RebuiltBlocks((), frozenset(), ())
     work = StripeWork(codec, facts, wanted)
     if work.finish(None):
         return work.result
@@ -94,11 +94,11 @@ class StripeWork:
     def __init__(self, codec: Codec, facts: StripeFacts, wanted: Mapping[int, Buffer]) -> None:
         if len(facts.nodes) != codec.k + codec.m:
             raise InternalError(f"{len(facts.nodes)} nodes for {codec.k} + {codec.m} places")
-        self.result = Rebuilt((), frozenset(), ())
+        self.result = RebuiltBlocks((), frozenset(), ())
         self._codec = codec
         self._facts = facts
         self._wanted = {place: _bytes_of(one) for place, one in wanted.items()}
-        with Pinned([], [*wanted.values()]) as blocks:
+        with PinnedBuffers([], [*wanted.values()]) as blocks:
             self._block_bytes = blocks.num_bytes
         self._good = FragmentSet()
         zeros = memoryview(bytes(self._block_bytes if facts.empty else 0))
@@ -171,7 +171,7 @@ class StripeWork:
             nodes = ", ".join(self._facts.nodes[i] for i in used)
             self._problems.append(f"what {nodes} give for place {wrong[0]} has another digest")
         else:
-            self.result = Rebuilt(tuple(sorted(used)), frozenset(), ())
+            self.result = RebuiltBlocks(tuple(sorted(used)), frozenset(), ())
         return not wrong
 
     def _whole(self, fragment: Fragment) -> memoryview:

@@ -19,7 +19,7 @@ from typing import Any
 
 from ftrun.errors import UsageError
 from ftrun.integrations.libraries import require
-from ftrun.integrations.read_ahead import ReadAhead
+from ftrun.integrations.read_ahead import PrefetchingPosition
 from ftrun.worker.session import Session
 from ftrun.worker.session import attach as attach_parts
 from ftrun.worker.state import determinism as rng
@@ -56,7 +56,7 @@ def attach(
     if not accelerator._models:
         raise UsageError("this Accelerator has no model yet: call attach() after prepare()")
     loaders = accelerator._dataloaders
-    feeds = {str(at): PreparedFeed(f"loader.{at}", one) for at, one in enumerate(loaders)}
+    feeds = {str(at): PreparedLoader(f"loader.{at}", one) for at, one in enumerate(loaders)}
     return attach_parts(
         model=_numbered(accelerator._models),
         optimizer=_numbered([getattr(o, "optimizer", o) for o in accelerator._optimizers]),
@@ -64,7 +64,7 @@ def attach(
         scaler=accelerator.scaler,
         loader=feeds or None,
         warmup=warmup,
-        accelerator=Counters(accelerator),
+        accelerator=AcceleratorCounters(accelerator),
         **{f"registered_{at}": one for at, one in enumerate(accelerator._custom_objects)},
         **named,
     )
@@ -90,7 +90,7 @@ def _numbered(things: list[Any]) -> dict[str, Any]:
     return {str(at): thing for at, thing in enumerate(things)}
 
 
-class Counters:
+class AcceleratorCounters:
     """The numbers that an Accelerator counts by itself."""
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -105,7 +105,7 @@ class Counters:
         self._accelerator.project_configuration.iteration = state["saved"]
 
 
-class PreparedFeed(ReadAhead):
+class PreparedLoader(PrefetchingPosition):
     """A loader that `prepare` has given back; it loads one batch ahead of the training."""
 
     def batches(self, epoch: int | None, after_start: Callable[[], None]) -> Iterator[Any]:

@@ -30,7 +30,7 @@ from ftrun.sharding.rule_parser import read_rules
 from ftrun.worker.session import Session
 from ftrun.worker.session import attach as attach_parts
 from ftrun.worker.state.attached import held_by
-from ftrun.worker.state.declared_layout import Declared
+from ftrun.worker.state.declared_layout import DeclaredSharding
 
 require("deepspeed", at_least="0.19")
 
@@ -64,7 +64,7 @@ def attach(
     """
     if refused := next(_refused(engine), None):
         raise UsageError(f"ftrun.integrations.deepspeed does not take {refused}")
-    named = {"engine": Counters(engine), "loss_scaler": LossScaler(engine.optimizer), **named}
+    named = {"engine": EngineCounters(engine), "loss_scaler": LossScaler(engine.optimizer), **named}
     model: Any = engine.module
     optimizer: Any = engine.optimizer
     layout = None
@@ -105,7 +105,7 @@ def _refused(engine: DeepSpeedEngine) -> Iterator[str]:
         )
 
 
-class Counters:
+class EngineCounters:
     """The numbers that an engine counts by itself; they say where an accumulation ends."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
@@ -199,7 +199,7 @@ class Stage3:
         }
 
 
-def _layout(engine: DeepSpeedEngine, others: list[str]) -> Declared | None:
+def _layout(engine: DeepSpeedEngine, others: list[str]) -> DeclaredSharding | None:
     """How ranks share the flat rows of stages 1 and 2; None where no rule can say it.
 
     Args:
@@ -224,4 +224,4 @@ def _layout(engine: DeepSpeedEngine, others: list[str]) -> Declared | None:
     mesh = {"dp": engine.dp_world_size}
     rules = {"mesh": mesh, "replicate": patterns, "own": ["loader*"], "flat": rows}
     text = yaml.safe_dump(rules, sort_keys=False)
-    return Declared(read_rules(text, source="ftrun.integrations.deepspeed"))
+    return DeclaredSharding(read_rules(text, source="ftrun.integrations.deepspeed"))

@@ -26,7 +26,7 @@ from typing import Any
 
 from ftrun.errors import UsageError
 from ftrun.integrations.libraries import is_inside, require
-from ftrun.integrations.read_ahead import ReadAhead
+from ftrun.integrations.read_ahead import PrefetchingPosition
 from ftrun.worker.session import Session, attach
 
 require("lightning", at_least="2.6")
@@ -55,7 +55,7 @@ class FtrunCallback(Callback):
         self._warmup = warmup
         self._named = named
         self._session: Session | None = None
-        self._feed: ReadAhead | None = None
+        self._feed: PrefetchingPosition | None = None
         self._has_begun = False
         self._has_trained = False
         self._is_first_pass = True
@@ -80,8 +80,8 @@ class FtrunCallback(Callback):
             scheduler=_numbered([config.scheduler for config in trainer.lr_scheduler_configs]),
             loader=feed,
             warmup=self._warmup,
-            loops=Loops(trainer),
-            callbacks=OtherStates(trainer, self),
+            loops=LoopCounters(trainer),
+            callbacks=CallbackStates(trainer, self),
             **self._named,
         )
         self._has_begun = True
@@ -160,7 +160,7 @@ def refusal(strategy: Strategy) -> str | None:
     return None
 
 
-class Loops:
+class LoopCounters:
     """The counters of Lightning's loops, as they are between two batches.
 
     They are loaded once: when what a script overwrote is put back, the loops have begun.
@@ -194,7 +194,7 @@ class Loops:
             loop.epoch_loop.update_restart_stage()  # validations so far are not done again
 
 
-class OtherStates:
+class CallbackStates:
     """What the precision plugin, the datamodule and other callbacks would put into a checkpoint."""
 
     def __init__(self, trainer: Trainer, own: Callback) -> None:
@@ -223,11 +223,11 @@ def _drop(fetcher: Any, count: int) -> None:
     fetcher.fetched = fetched
 
 
-def _feed_of(trainer: Trainer) -> ReadAhead | None:
+def _feed_of(trainer: Trainer) -> PrefetchingPosition | None:
     combined = trainer.fit_loop._combined_loader
     loaders = [] if combined is None else combined.flattened
     if len(loaders) == 1:
-        return ReadAhead("loader", loaders[0])
+        return PrefetchingPosition("loader", loaders[0])
     if trainer.is_global_zero:
         _log.warning("not bitwise: a restart begins the pass over %d loaders anew", len(loaders))
     return None

@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ftrun.worker.state import determinism as rng
-from ftrun.worker.state.data_position import Feed
+from ftrun.worker.state.data_position import DataPosition
 
 _log = logging.getLogger(__name__)
 
@@ -31,11 +31,11 @@ _SAMPLERS = ("batch_sampler", "sampler")
 _GENERATORS = ("generator", "synchronized_generator")
 
 
-class ReadAhead(Feed):
+class PrefetchingPosition(DataPosition):
     """One loader, what has been asked of it, and what has been trained on."""
 
     def __init__(self, name: str, loader: Any, *, leaves_out: bool = True) -> None:
-        """Args: as for `Feed`; `leaves_out` is false where the framework skips by itself."""
+        """As `DataPosition`; `leaves_out` is false where the framework skips by itself."""
         super().__init__(name, loader)
         self._leaves_out = leaves_out
         self._base: Any = getattr(loader, "base_dataloader", loader)
@@ -168,7 +168,7 @@ class ReadAhead(Feed):
         if self.is_indexed:
             inner = "sampler" if self._base.batch_sampler is None else "batch_sampler"
             # DataLoader refuses a plain assignment.
-            self._base.__dict__[inner] = WatchedSampler(
+            self._base.__dict__[inner] = TrackedSampler(
                 getattr(self._base, inner), self, leaves_out=self._leaves_out
             )
 
@@ -190,10 +190,12 @@ class ReadAhead(Feed):
         return found
 
 
-class WatchedSampler:
+class TrackedSampler:
     """A sampler that tells its feed before it gives anything, and leaves out what is done."""
 
-    def __init__(self, inner: Iterable[Any], feed: ReadAhead, *, leaves_out: bool) -> None:
+    def __init__(
+        self, inner: Iterable[Any], feed: PrefetchingPosition, *, leaves_out: bool
+    ) -> None:
         self.inner = inner
         self._feed = feed
         self._leaves_out = leaves_out

@@ -28,7 +28,7 @@ from typing import Any
 
 from ftrun.errors import NotSupportedHere, UsageError
 from ftrun.integrations.libraries import is_inside, require
-from ftrun.integrations.read_ahead import ReadAhead
+from ftrun.integrations.read_ahead import PrefetchingPosition
 from ftrun.worker.context import worker_context
 from ftrun.worker.session import Session, attach
 
@@ -72,8 +72,8 @@ class FtrunCallback(TrainerCallback):
         self._named = named
         self._trainer: Any = None
         self._session: Session | None = None
-        self._feed: ReadAhead | None = None
-        self._progress: Progress | None = None
+        self._feed: PrefetchingPosition | None = None
+        self._progress: TrainerProgress | None = None
         self._batches_done = 0
         is_inside("FtrunCallback")
         _wrap()
@@ -134,8 +134,8 @@ class FtrunCallback(TrainerCallback):
             self._session.close()  # the Trainer has begun anew, with smaller batches
         feed = None
         if worker_context() is not None:
-            feed = ReadAhead("loader", now["train_dataloader"], leaves_out=False)
-        self._progress = Progress(trainer)
+            feed = PrefetchingPosition("loader", now["train_dataloader"], leaves_out=False)
+        self._progress = TrainerProgress(trainer)
         session = attach(
             model=trainer.model_wrapped,
             optimizer=getattr(trainer.optimizer, "optimizer", trainer.optimizer),
@@ -200,7 +200,7 @@ class FtrunCallback(TrainerCallback):
         self._session.begin(done=self._trainer.state.global_step)
 
 
-class Progress:
+class TrainerProgress:
     """The Trainer's counters, its log, and its callbacks' exported state."""
 
     def __init__(self, trainer: Any) -> None:

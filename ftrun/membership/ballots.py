@@ -32,13 +32,20 @@ Rule 6: the outside witness is a voter among the others, with a vote where the n
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ftrun.wire.cluster.generation import WITNESS, Edition, Identity, NodeCard, Plan, Voters
+from ftrun.wire.cluster.generation import (
+    WITNESS,
+    Edition,
+    GenerationPlan,
+    Identity,
+    NodeCard,
+    VoterSet,
+)
 from ftrun.wire.cluster.membership import Accepted, Promise
 
 Electorate = frozenset[Identity]
 
 
-def runs_ranks(plan: Plan | None, card: NodeCard) -> bool:
+def runs_ranks(plan: GenerationPlan | None, card: NodeCard) -> bool:
     """This agent is one of those that run the generation's ranks."""
     node = plan.member(card.node_id) if plan is not None else None
     return node is not None and node.card.identity == card.identity
@@ -48,7 +55,7 @@ def electorate(cards: Iterable[NodeCard]) -> Electorate:
     return frozenset(card.identity for card in cards)
 
 
-def electorate_of(plan: Plan) -> Electorate:
+def electorate_of(plan: GenerationPlan) -> Electorate:
     """Who decides about what follows this plan: its nodes, and perhaps the outside witness."""
     outside = [(WITNESS, plan.witness)] if plan.witness else []
     return electorate(plan.voters) | frozenset(outside)
@@ -84,12 +91,12 @@ def carries(
 
 
 @dataclass
-class Vote:
+class VoterState:
     """One agent's promises."""
 
     promised: int = -1
     proposer: Identity | None = None
-    accepted: Plan | None = None
+    accepted: GenerationPlan | None = None
 
     def may_promise(self, generation: int, proposer: Identity) -> bool:
         if generation == self.promised:
@@ -100,14 +107,14 @@ class Vote:
         if generation > self.promised:
             self.promised, self.proposer = generation, proposer
 
-    def accept(self, plan: Plan, proposer: Identity) -> bool:
+    def accept(self, plan: GenerationPlan, proposer: Identity) -> bool:
         """Whether this plan is the one that was promised; kept if so."""
         if plan.generation != self.promised or proposer != self.proposer:
             return False
         self.accepted = plan
         return True
 
-    def enrol(self, plan: Plan, lead: Identity) -> bool:
+    def enrol(self, plan: GenerationPlan, lead: Identity) -> bool:
         """Whether this roster may be accepted from the lead of its generation; kept if so."""
         accepted = self.accepted
         if accepted is not None and accepted.edition >= plan.edition:
@@ -134,15 +141,15 @@ class Ballot:
     while nobody knows of any generation."""
     void: frozenset[Edition] = frozenset()
     """Rosters that only its proposer could have brought into effect, and has not."""
-    given_up: Sequence[Plan] = ()
+    given_up: Sequence[GenerationPlan] = ()
     """Plans that its proposer has announced and not brought into effect: no other agent can."""
     promises: dict[str, Promise] = field(default_factory=dict)
     accepted: dict[str, Accepted] = field(default_factory=dict)
-    plan: Plan | None = None
+    plan: GenerationPlan | None = None
     """What was announced, once it was."""
     witness: int = 0
     """The life of the outside witness that has promised; 0: none has."""
-    remembered: Plan | None = None
+    remembered: GenerationPlan | None = None
     """The newest plan that it has brought."""
     is_witnessed: bool = False
     """It has accepted, too."""
@@ -160,7 +167,7 @@ class Ballot:
             self.mind(accepted)
         self._leave_out_older()
 
-    def take_witness(self, life: int, remembered: Plan | None) -> None:
+    def take_witness(self, life: int, remembered: GenerationPlan | None) -> None:
         """The outside witness has promised; what it remembers may have taken effect."""
         self.witness, self.remembered = life, remembered
         if remembered is not None:
@@ -170,24 +177,24 @@ class Ballot:
     def _leave_out_older(self) -> None:
         self.needs = {at: who for at, who in self.needs.items() if at >= self.base}
 
-    def mind(self, plan: Plan) -> None:
+    def mind(self, plan: GenerationPlan) -> None:
         """This plan may have taken effect, or any that it was to follow."""
         if plan.edition not in self.void and plan not in self.given_up:
             self.needs[plan.edition] = electorate_of(plan)
         for voters in plan.decided_by:
             self.needs.setdefault(voters.edition, frozenset(voters.who))
 
-    def newest_plan(self) -> Plan | None:
+    def newest_plan(self) -> GenerationPlan | None:
         """The newest plan that somebody brought, whether it has taken effect or may have."""
         found = [p for has in self.promises.values() for p in (has.effective, has.accepted) if p]
         found += [self.remembered] if self.remembered is not None else []
         return max(found, key=lambda plan: plan.edition, default=None)
 
-    def decided_by(self) -> list[Voters]:
+    def decided_by(self) -> list[VoterSet]:
         """Whose majorities it needs; of the first generation those who are here are the voters."""
         first = {(-1, 0): electorate(has.card for has in self.promises.values())}
         needs = sorted((self.needs or first).items())
-        return [Voters(generation, sorted(who), roster) for (generation, roster), who in needs]
+        return [VoterSet(generation, sorted(who), roster) for (generation, roster), who in needs]
 
     def shortage(self) -> str:
         """Why those who have promised may not decide, in words."""
@@ -202,7 +209,7 @@ class Ballot:
             return f"too many of {of} have lost their memory"
         return f"too few of {of} are here; missing: {', '.join(missing)}"
 
-    def announce(self, plan: Plan) -> None:
+    def announce(self, plan: GenerationPlan) -> None:
         self.plan = plan
         self.needs = {voters.edition: frozenset(voters.who) for voters in plan.decided_by}
 

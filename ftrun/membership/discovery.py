@@ -22,22 +22,22 @@ Rule 2: with an outside witness there is no endpoint: the first who claims it is
 from collections.abc import Callable, Mapping
 from enum import Enum
 
-from ftrun.membership.events import WitnessSaid
-from ftrun.membership.fencing import Waiting
-from ftrun.membership.gathering import Gatherer
-from ftrun.membership.patience import Patience
-from ftrun.membership.succession import Succession
-from ftrun.membership.voter import Follower
-from ftrun.membership.witness_votes import Witness
-from ftrun.recovery.commands import Command, Dial, Note, Send, Wish
-from ftrun.recovery.incidents import Incidents
-from ftrun.recovery.settings import ClusterSettings
+from ftrun.membership.events import WitnessAnswered
+from ftrun.membership.fencing import SelfFencing
+from ftrun.membership.gathering import InitialQuorum
+from ftrun.membership.patience import JoinTimeout
+from ftrun.membership.succession import LeaderSuccession
+from ftrun.membership.voter import Voter
+from ftrun.membership.witness_votes import WitnessView
+from ftrun.recovery.commands import Command, Connect, JournalEntry, Send, WitnessOperation
+from ftrun.recovery.incidents import IncidentLog
+from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import NodeCard
-from ftrun.wire.cluster.heartbeats import Beat
-from ftrun.wire.cluster.membership import Gathering, Join
+from ftrun.wire.cluster.heartbeats import Heartbeat
+from ftrun.wire.cluster.membership import Join, JoinPending
 
 
-class Role(Enum):
+class MemberRole(Enum):
     """What an agent is doing about the others."""
 
     JOINING = "joining"
@@ -52,18 +52,18 @@ TakeTheLead = Callable[[float], list[Command]]
 """Propose ourselves; given the time."""
 
 
-class Allegiance:
+class LeaderDiscovery:
     """One agent's lead, or its search for one."""
 
     def __init__(
         self,
         me: NodeCard,
-        settings: ClusterSettings,
-        follower: Follower,
+        settings: MembershipSettings,
+        follower: Voter,
         links: Mapping[str, int],
         take_the_lead: TakeTheLead,
         *,
-        witness: Witness,
+        witness: WitnessView,
         now_s: float,
     ) -> None:
         """Begin to look around.
@@ -77,12 +77,12 @@ class Allegiance:
             witness: the outside one.
             now_s: the time.
         """
-        self.role = Role.JOINING
+        self.role = MemberRole.JOINING
         self.lead_card: NodeCard | None = None
         """Whom it follows, or tries to reach."""
-        self.gatherer: Gatherer | None = None
-        self.waiting = Waiting(settings, now_s=now_s)
-        self.succession = Succession(me)
+        self.gatherer: InitialQuorum | None = None
+        self.waiting = SelfFencing(settings, now_s=now_s)
+        self.succession = LeaderSuccession(me)
         self.answer = "nobody has answered yet"
         self.has_met = follower.newest_plan is None
         """It has been with others, or has nobody to miss."""
@@ -92,7 +92,7 @@ class Allegiance:
         self._links = links
         self._take_the_lead = take_the_lead
         self._witness = witness
-        self._patience = Patience(settings, now_s=now_s)
+        self._patience = JoinTimeout(settings, now_s=now_s)
         self._since_s = self._apart_s = self._look_s = now_s
         self._lead_lost_s: float | None = None
         """When the lead that was followed last was heard last, where it was lost."""
@@ -101,34 +101,34 @@ class Allegiance:
         self._is_answered = False
         """Nodes gather at an agent that has answered since then."""
         if follower.newest_plan is not None:  # an earlier agent of this node had a part in the run
-            self.role = Role.SEEKING
+            self.role = MemberRole.SEEKING
         elif me.endpoint:
-            self.role = Role.GATHERING
-            self.gatherer = Gatherer(me, settings, now_s=now_s)
+            self.role = MemberRole.GATHERING
+            self.gatherer = InitialQuorum(me, settings, now_s=now_s)
 
     @property
     def reach(self) -> str:
         """Whom it has reached so far, in words."""
         return self.gatherer.missing() if self.gatherer is not None else self.answer
 
-    def may_end(self, here: Beat) -> bool:
+    def may_end(self, here: Heartbeat) -> bool:
         """Whether this node ends by itself for what its operator or its scheduler has asked for."""
-        if self.role in (Role.JOINING, Role.GATHERING):
+        if self.role in (MemberRole.JOINING, MemberRole.GATHERING):
             return bool(here.stops) or here.leaves
         # What another one holds of the run may be needed: the next lead lets it go.
-        return self.role is Role.SEEKING and bool(here.stops)
+        return self.role is MemberRole.SEEKING and bool(here.stops)
 
     @property
     def is_over(self) -> bool:
-        return self.role is Role.ENDED
+        return self.role is MemberRole.ENDED
 
     def follows(self, node_id: str) -> bool:
         card = self.lead_card
-        return self.role is Role.FOLLOWING and card is not None and card.node_id == node_id
+        return self.role is MemberRole.FOLLOWING and card is not None and card.node_id == node_id
 
     def hears_lead(self, *, now_s: float) -> bool:
         """Somebody leads a generation that has taken effect, and must not be deserted."""
-        if self.role is not Role.FOLLOWING:
+        if self.role is not MemberRole.FOLLOWING:
             return False  # a closed connection alone proves nothing, see attendance.py
         return not self._follower.is_in_ballot and not self.waiting.is_cut_off(now_s=now_s)
 
@@ -144,14 +144,14 @@ class Allegiance:
     def follow(self, card: NodeCard, *, now_s: float) -> None:
         """There is a lead."""
         self.has_met = True
-        self._found(card, Role.FOLLOWING, now_s)
+        self._found(card, MemberRole.FOLLOWING, now_s)
         self._apart_s = now_s
 
     def lead(self, *, now_s: float) -> None:
         """This agent proposes itself."""
-        self._found(self._me, Role.LEADING, now_s)
+        self._found(self._me, MemberRole.LEADING, now_s)
 
-    def hand_over(self, incidents: Incidents, *, now_s: float) -> None:
+    def hand_over(self, incidents: IncidentLog, *, now_s: float) -> None:
         """This agent leads from now on: what it knows of incidents, and of the newest fault."""
         follower = self._follower
         incidents.succeed(follower.incidents)
@@ -161,7 +161,7 @@ class Allegiance:
             lost_s, follower.agent_lost_s = follower.agent_lost_s, None
             incidents.agent_lost(self._me.node_id, lost_s, now_s=now_s)
 
-    def _found(self, card: NodeCard, role: Role, now_s: float) -> None:
+    def _found(self, card: NodeCard, role: MemberRole, now_s: float) -> None:
         self.lead_card, self.role, self.gatherer = card, role, None
         self.waiting.follow(now_s=now_s)
         self._follower.begin_to_follow()
@@ -170,16 +170,16 @@ class Allegiance:
     def go_to(self, card: NodeCard, *, now_s: float) -> list[Command]:
         """Ask this agent to take us in."""
         self.gatherer = None
-        is_new = self.role is not Role.JOINING or self.lead_card != card
-        self.role, self.lead_card = Role.JOINING, card
+        is_new = self.role is not MemberRole.JOINING or self.lead_card != card
+        self.role, self.lead_card = MemberRole.JOINING, card
         if is_new:
             self._since_s = now_s
         return self._reach_out(card)
 
     def seek(self, why: str, *, now_s: float, refused: bool = False) -> list[Command]:
         """The lead is lost: the next agent in order takes over."""
-        note = Note("LeadLost", f"the lead is lost: {why}", say=True)
-        self.role = Role.SEEKING
+        note = JournalEntry("LeadLost", f"the lead is lost: {why}", say=True)
+        self.role = MemberRole.SEEKING
         self._apart_s = now_s
         self._lead_lost_s = now_s if refused else now_s - self.waiting.silent_s(now_s=now_s)
         return [note, *self.give_up(now_s=now_s, refused=refused)]
@@ -193,18 +193,18 @@ class Allegiance:
             return self._take_the_lead(now_s)
         self.lead_card = card
         if card is not None:
-            self.role = Role.SEEKING
+            self.role = MemberRole.SEEKING
             return self._reach_out(card)
         # Not one of the voters, and none of them is left that could take us in.
         self.succession.found()
-        self.role = Role.JOINING
+        self.role = MemberRole.JOINING
         return []
 
-    def gathers(self, body: Gathering, *, now_s: float) -> list[Command]:
+    def gathers(self, body: JoinPending, *, now_s: float) -> list[Command]:
         """Nodes come together at the endpoint for a first generation."""
         self.answer = f"{len(body.here)} of {body.needed} nodes are here"
         self._is_answered = True
-        if self.role is Role.JOINING and self._follower.newest_plan is not None:
+        if self.role is MemberRole.JOINING and self._follower.newest_plan is not None:
             # Nobody at the endpoint knows of the run. We do.
             return self._take_the_lead(now_s)
         return []
@@ -214,37 +214,37 @@ class Allegiance:
     def ask_witness(self, *, now_s: float) -> list[Command]:
         """Look there who leads; be the one the others come to, where nobody is."""
         is_blank = self._follower.newest_plan is None
-        is_on_its_way = self.role is Role.JOINING and self.lead_card is not None
+        is_on_its_way = self.role is MemberRole.JOINING and self.lead_card is not None
         if is_on_its_way and now_s < self._look_s:
             return []  # thousands of nodes may be, at once
         self._look_s = now_s + self._settings.deadline_s
         match self.role:
-            case Role.JOINING | Role.GATHERING if is_blank:
-                return self._witness.ask(Wish.CLAIM, now_s=now_s)
-            case Role.JOINING | Role.SEEKING:
-                return self._witness.ask(Wish.LOOK, now_s=now_s)
+            case MemberRole.JOINING | MemberRole.GATHERING if is_blank:
+                return self._witness.ask(WitnessOperation.CLAIM, now_s=now_s)
+            case MemberRole.JOINING | MemberRole.SEEKING:
+                return self._witness.ask(WitnessOperation.LOOK, now_s=now_s)
             case _:
                 return []
 
-    def witness_said(self, event: WitnessSaid, *, now_s: float) -> list[Command]:
+    def witness_said(self, event: WitnessAnswered, *, now_s: float) -> list[Command]:
         """Go to the lead that is known there."""
         if not event.is_reached:
             self.answer = event.why
             return []
-        card, may_go = event.lead, self.role in (Role.JOINING, Role.GATHERING)
+        card, may_go = event.lead, self.role in (MemberRole.JOINING, MemberRole.GATHERING)
         if card is None or card == self.lead_card:
             return []
         if card.node_id == self._me.node_id:
             is_blank = card == self._me and self._follower.newest_plan is None
             return self._gather(event, now_s) if may_go and is_blank else []
-        may_go |= self.role is Role.SEEKING and card.node_id not in self.succession.lost
+        may_go |= self.role is MemberRole.SEEKING and card.node_id not in self.succession.lost
         return self.go_to(card, now_s=now_s) if may_go else []
 
-    def _gather(self, event: WitnessSaid, now_s: float) -> list[Command]:
+    def _gather(self, event: WitnessAnswered, now_s: float) -> list[Command]:
         """This agent is the one that the others come to."""
         if self.gatherer is None:
-            self.role, self.lead_card = Role.GATHERING, None
-            self.gatherer = Gatherer(self._me, self._settings, now_s=now_s)
+            self.role, self.lead_card = MemberRole.GATHERING, None
+            self.gatherer = InitialQuorum(self._me, self._settings, now_s=now_s)
         plan = event.register.plan if event.register is not None else None
         voters = plan.voters if plan is not None else []
         self.gatherer.remembered = frozenset(card.node_id for card in voters)
@@ -259,7 +259,7 @@ class Allegiance:
     def passing(self, *, now_s: float) -> list[Command]:
         """The search for a lead, or the watch over the one there is."""
         deadline_s = self._settings.deadline_s
-        if self.role is Role.FOLLOWING:
+        if self.role is MemberRole.FOLLOWING:
             silent_s = self.waiting.silent_s(now_s=now_s)
             if silent_s < deadline_s or self.lead_card is None:
                 return []
@@ -277,16 +277,16 @@ class Allegiance:
         """The last agent of this node led alone, so no other agent can lead now."""
         plan = self._follower.newest_plan
         is_alone = plan is not None and not self.succession.acquaintances(plan)
-        return self.role is Role.SEEKING and is_alone and not self._witness.is_used
+        return self.role is MemberRole.SEEKING and is_alone and not self._witness.is_used
 
     def _look_further(self, now_s: float) -> list[Command]:
         """Whoever was asked has not answered within the deadline."""
-        if self.lead_card is None and self.role is Role.SEEKING:
+        if self.lead_card is None and self.role is MemberRole.SEEKING:
             # Started again, and nobody knows a lead: those who are here agree on one.
             for card in self.succession.acquaintances(self._follower.newest_plan):
                 if card.node_id not in self._links:
                     self.succession.lose(card)
-        if self.role is Role.SEEKING or self._follower.newest_plan is not None:
+        if self.role is MemberRole.SEEKING or self._follower.newest_plan is not None:
             return self.give_up(now_s=now_s)
         self.lead_card = None
         return []
@@ -294,17 +294,17 @@ class Allegiance:
     def dial_again(self) -> list[Command]:
         """Keep looking: for the run, for the lead."""
         card = self.lead_card
-        if self.role is Role.GATHERING:
+        if self.role is MemberRole.GATHERING:
             return []
-        if self.role is Role.FOLLOWING and card is not None:
+        if self.role is MemberRole.FOLLOWING and card is not None:
             is_linked = card.node_id in self._links
             if is_linked and self.waiting.question:
                 return [Send(card.node_id, self.join(self.waiting.question))]
-            return [] if is_linked else [Dial(card.host, card.port, card.node_id)]
+            return [] if is_linked else [Connect(card.host, card.port, card.node_id)]
         if card is not None:
             return self._reach_out(card)
         found: list[Command] = []
-        if self.role is Role.SEEKING:
+        if self.role is MemberRole.SEEKING:
             for one in self.succession.acquaintances(self._follower.newest_plan):
                 found += self._reach_out(one)
             return found
@@ -321,7 +321,7 @@ class Allegiance:
         self._turn = (self._turn + 1) % len(found)
         if self._turn and self._turn == self._me.further_endpoint:
             self._turn = (self._turn + 1) % len(found)
-        return [Dial(*found[self._turn])]
+        return [Connect(*found[self._turn])]
 
     # --- small things -------------------------------------------------------------------------
 
@@ -338,4 +338,4 @@ class Allegiance:
     def _reach_out(self, card: NodeCard) -> list[Command]:
         if card.node_id in self._links:
             return [Send(card.node_id, self.join())]
-        return [Dial(card.host, card.port, card.node_id)]
+        return [Connect(card.host, card.port, card.node_id)]

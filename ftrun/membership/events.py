@@ -6,17 +6,17 @@ Runs in:  every agent. Pure.
 from dataclasses import dataclass, field
 
 from ftrun.errors import ExitCode
-from ftrun.membership.witness import Register
-from ftrun.monitor.node_fitness import Fitness
-from ftrun.recovery.commands import AskWitness
+from ftrun.membership.witness import WitnessRegister
+from ftrun.monitor.node_fitness import NodeFitness
+from ftrun.recovery.commands import QueryWitness
 from ftrun.wire.cluster.generation import Edition, NodeCard, VersionPair
-from ftrun.wire.cluster.heartbeats import Beat
+from ftrun.wire.cluster.heartbeats import Heartbeat
 from ftrun.wire.cluster.messages import AnyClusterMessage
 from ftrun.wire.messages.smp import Inventory
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class ConnectionOpened:
     """There is a connection to this node now; it takes the place of an older one."""
 
     node_id: str
@@ -24,14 +24,14 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
+class ConnectionClosed:
     """The connection to this node is gone. That alone proves nothing."""
 
     node_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class DialFailed:
+class ConnectFailed:
     """A connection could not be made."""
 
     host: str
@@ -45,7 +45,7 @@ class DialFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class MessageReceived:
     """A message."""
 
     node_id: str
@@ -63,7 +63,7 @@ class Quiesced:
 
 
 @dataclass(frozen=True, slots=True)
-class Adopted:
+class GenerationInstalled:
     """This node is ready for the generation that was announced."""
 
     generation: int
@@ -78,26 +78,26 @@ class Adopted:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanKept:
+class PlanPersisted:
     """The next agent of this node will know of this roster."""
 
     edition: Edition
 
 
 @dataclass(frozen=True, slots=True)
-class HereIs:
+class NodeReported:
     """How things are on this node; goes to the lead with the next heartbeat."""
 
-    beat: Beat
+    beat: Heartbeat
     is_urgent: bool = True
     """It goes at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class NodeChecked:
     """This node has checked whether it is fit to run ranks."""
 
-    fitness: Fitness
+    fitness: NodeFitness
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +109,13 @@ class RanksStuck:
 
 
 @dataclass(frozen=True, slots=True)
-class WitnessSaid:
+class WitnessAnswered:
     """What the outside witness has answered; or that it did not."""
 
-    asked: AskWitness
+    asked: QueryWitness
     is_reached: bool
     granted: bool = False
-    register: Register | None = None
+    register: WitnessRegister | None = None
     """What it remembers after its answer; None: of no run of this id."""
     lead: NodeCard | None = None
     """Whose lease lives."""
@@ -137,17 +137,17 @@ class Passing:
 
 
 Happening = (
-    Opened
-    | Closed
-    | DialFailed
-    | Heard
+    ConnectionOpened
+    | ConnectionClosed
+    | ConnectFailed
+    | MessageReceived
     | Quiesced
-    | Adopted
-    | PlanKept
-    | HereIs
-    | Checked
+    | GenerationInstalled
+    | PlanPersisted
+    | NodeReported
+    | NodeChecked
     | RanksStuck
-    | WitnessSaid
+    | WitnessAnswered
     | RunFinished
     | Passing
 )

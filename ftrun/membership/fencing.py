@@ -10,13 +10,13 @@ Rule 2: an agent that has stood still doubts itself, not the others: silence cou
         question that it asks now.
 """
 
-from ftrun.recovery.settings import ClusterSettings
+from ftrun.recovery.settings import MembershipSettings
 
 
-class Waiting:
+class SelfFencing:
     """One agent's reasons to hold its ranks."""
 
-    def __init__(self, settings: ClusterSettings, *, now_s: float) -> None:
+    def __init__(self, settings: MembershipSettings, *, now_s: float) -> None:
         self.heard_s = now_s
         """When the lead was heard."""
         self.lead_says_hold = False

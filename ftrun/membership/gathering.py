@@ -5,7 +5,7 @@ Runs in:  the agent that listens at the rendezvous endpoint, or that was the fir
 Takes in: nodes that join.
 Gives:    whether all are here; who is turned away, and why.
 
-Rule 1: it waits for a lead that may look for it (see `ClusterSettings.blank_wait_s`), since an
+Rule 1: it waits for a lead that may look for it (see `MembershipSettings.blank_wait_s`), since an
         agent that was started again at the endpoint must find its run and not begin another.
 Rule 2: where one of those who join knows of a run, none is begun here: that one proposes itself.
 Rule 3: where the outside witness remembers a run, all who had a vote in it must be here and know
@@ -13,15 +13,15 @@ Rule 3: where the outside witness remembers a run, all who had a vote in it must
 """
 
 from ftrun.recovery.commands import Command, Send
-from ftrun.recovery.settings import ClusterSettings
+from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import NodeCard
-from ftrun.wire.cluster.membership import Gathering, Join, TurnedAway
+from ftrun.wire.cluster.membership import Join, JoinPending, JoinRejected
 
 
-class Gatherer:
+class InitialQuorum:
     """Who is here so far, this node included."""
 
-    def __init__(self, me: NodeCard, settings: ClusterSettings, *, now_s: float) -> None:
+    def __init__(self, me: NodeCard, settings: MembershipSettings, *, now_s: float) -> None:
         self.cards: dict[str, NodeCard] = {me.node_id: me}
         self._me = me
         self._settings = settings
@@ -35,17 +35,17 @@ class Gatherer:
         """Take a node in, or turn it away."""
         card = body.card
         if card.node_id == self._me.node_id:
-            return [Send(sender, TurnedAway(_taken(card, self._me)))]
+            return [Send(sender, JoinRejected(_taken(card, self._me)))]
         here = self.cards.get(card.node_id)
         if here is not None and here.incarnation != card.incarnation and here.host != card.host:
-            return [Send(sender, TurnedAway(_taken(card, here)))]
+            return [Send(sender, JoinRejected(_taken(card, here)))]
         if here != card:
             self._last_came_s = now_s
         self.cards[card.node_id] = card
         if body.knows >= 0:
             self._knowing.add(card.node_id)
         wishes = self._settings.wishes
-        return [Send(sender, Gathering(sorted(self.cards), wishes.max_nodes + wishes.spares))]
+        return [Send(sender, JoinPending(sorted(self.cards), wishes.max_nodes + wishes.spares))]
 
     def gone(self, node_id: str) -> None:
         """It has closed its connection; where it comes back it joins again."""

@@ -2,7 +2,7 @@
 
 Runs in:  every agent. Pure.
 Takes in: what this agent knows of its generation, the reasons to wait.
-Gives:    `HoldRanks` and `ReleaseRanks`, each once; until when the ranks may step on.
+Gives:    `SuspendRanks` and `ResumeRanks`, each once; until when the ranks may step on.
 
 Rule 1: only ranks of a generation that is in effect here are held; a ballot ends them anyway.
 Rule 2: the lease of the ranks ends before other ranks can take their place, also if this agent
@@ -12,24 +12,24 @@ Rule 2: the lease of the ranks ends before other ranks can take their place, als
         that moment, and no successor starts within 2 s.
 """
 
-from ftrun.membership.fencing import Waiting
-from ftrun.membership.leader.leader import Lead
-from ftrun.membership.voter import Follower
-from ftrun.recovery.commands import Command, HoldRanks, Note, ReleaseRanks
-from ftrun.recovery.settings import ClusterSettings
+from ftrun.membership.fencing import SelfFencing
+from ftrun.membership.leader.leader import Leader
+from ftrun.membership.voter import Voter
+from ftrun.recovery.commands import Command, JournalEntry, ResumeRanks, SuspendRanks
+from ftrun.recovery.settings import MembershipSettings
 
 
-class Holding:
+class RankSuspension:
     """Whether one node's ranks are held."""
 
-    def __init__(self, follower: Follower, settings: ClusterSettings) -> None:
+    def __init__(self, follower: Voter, settings: MembershipSettings) -> None:
         self.is_on = False
         self.lease_s: float | None = None
         """Until when the ranks may step; None: nothing can replace them."""
         self._follower = follower
         self._settings = settings
 
-    def look(self, lead: Lead | None, waiting: Waiting, *, now_s: float) -> list[Command]:
+    def look(self, lead: Leader | None, waiting: SelfFencing, *, now_s: float) -> list[Command]:
         """Stop this node's ranks while the run may go on without them.
 
         Args:
@@ -41,7 +41,7 @@ class Holding:
         self.lease_s = self._lease_s(lead, waiting, now_s)
         return found
 
-    def _lease_s(self, lead: Lead | None, waiting: Waiting, now_s: float) -> float | None:
+    def _lease_s(self, lead: Leader | None, waiting: SelfFencing, now_s: float) -> float | None:
         follower, limit_s = self._follower, self._settings.cut_off_s
         if follower.is_in_ballot or self.is_on:
             return 0.0
@@ -50,21 +50,24 @@ class Holding:
         until_s = now_s + limit_s / 2
         return until_s if lead is not None else min(until_s, waiting.heard_s + limit_s)
 
-    def _look(self, lead: Lead | None, waiting: Waiting, now_s: float) -> list[Command]:
+    def _look(self, lead: Leader | None, waiting: SelfFencing, now_s: float) -> list[Command]:
         follower, plan = self._follower, self._follower.plan
         if not follower.is_member or plan is None or follower.is_in_ballot:
             return []
         why = "" if plan.is_alone else _why(lead, waiting, now_s)
         if why and not self.is_on:
             self.is_on = True
-            return [HoldRanks(why), Note("Held", f"the ranks of this node wait: {why}", say=True)]
+            return [
+                SuspendRanks(why),
+                JournalEntry("Held", f"the ranks of this node wait: {why}", say=True),
+            ]
         if self.is_on and not why:
             self.is_on = False
-            return [ReleaseRanks("the lead is heard again")]
+            return [ResumeRanks("the lead is heard again")]
         return []
 
 
-def _why(lead: Lead | None, waiting: Waiting, now_s: float) -> str:
+def _why(lead: Leader | None, waiting: SelfFencing, now_s: float) -> str:
     if lead is not None:
         return "too few of the other nodes are heard" if lead.is_doubtful else ""
     return waiting.why(now_s=now_s)

@@ -1,13 +1,12 @@
-"""One agent's membership: how it finds the others, whom it follows, and when it leads itself.
+"""One agent's membership: how it finds other agents, which leader it follows, when it leads.
 
-Runs in:  every agent, in the thread that speaks with the others. Pure.
-Takes in: `Happening`s and the time.
-Gives:    `Command`s for the network and for this node's hands.
-Survives: its lead, see allegiance.py.
-Source:   Hashicorp's Lifeguard for doubting oneself first.
+Runs in:  every agent, in the thread of the connections to other agents. Pure.
+Takes in: membership events and the time.
+Gives:    `Command`s for the network and for the executor of this node.
+Survives: its leader, see discovery.py.
+Source:   Hashicorp's Lifeguard: a node suspects itself first.
 
-Rule 1: a proposer gives way to a lead that is settled, and to the promise it has itself given;
-        never to another proposer's word alone, or two could give way to each other.
+Rule 1: a proposer yields to a settled leader and to its own promise, never to another proposer.
 """
 
 from collections import deque
@@ -15,44 +14,44 @@ from collections.abc import Callable
 from typing import assert_never
 
 from ftrun.errors import ExitCode
-from ftrun.membership.discovery import Allegiance, Role
+from ftrun.membership.discovery import LeaderDiscovery, MemberRole
 from ftrun.membership.events import (
-    Closed,
-    DialFailed,
+    ConnectFailed,
+    ConnectionClosed,
+    ConnectionOpened,
     Happening,
-    Heard,
-    HereIs,
-    Opened,
+    MessageReceived,
+    NodeReported,
     Passing,
     RunFinished,
-    WitnessSaid,
+    WitnessAnswered,
 )
-from ftrun.membership.holding import Holding
-from ftrun.membership.leader.leader import Lead
-from ftrun.membership.voter import Follower, OwnNews
-from ftrun.membership.witness_votes import Witness
+from ftrun.membership.holding import RankSuspension
+from ftrun.membership.leader.leader import Leader
+from ftrun.membership.voter import OwnNews, Voter
+from ftrun.membership.witness_votes import WitnessView
 from ftrun.recovery.commands import (
     Command,
-    Dial,
+    Connect,
     EndRun,
+    JournalEntry,
     KillWorkers,
-    Note,
+    ProbePath,
     Quiesce,
-    RunGeneration,
     Send,
-    TryRoad,
+    StartRanks,
 )
-from ftrun.recovery.generation_monitor import Oversight
-from ftrun.recovery.settings import ClusterSettings
+from ftrun.recovery.generation_monitor import GenerationMonitor
+from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster import membership as say
-from ftrun.wire.cluster.generation import NodeCard, Plan
-from ftrun.wire.cluster.heartbeats import Beat, LeadBeat, with_state
+from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
+from ftrun.wire.cluster.heartbeats import Heartbeat, LeaderHeartbeat, with_state
 from ftrun.wire.cluster.messages import (
     AnyClusterMessage,
-    AskRoad,
-    ProbeFound,
-    RoadSilent,
-    RoadTried,
+    ProbeLinkResult,
+    ProbePathRequest,
+    ProbePathResult,
+    RailSilent,
 )
 
 
@@ -62,27 +61,27 @@ class Member:
     def __init__(
         self,
         me: NodeCard,
-        settings: ClusterSettings,
-        oversight: Callable[[], Oversight],
+        settings: MembershipSettings,
+        oversight: Callable[[], GenerationMonitor],
         *,
         now_s: float,
-        kept: Plan | None = None,
+        kept: GenerationPlan | None = None,
         took_effect: bool = False,
     ) -> None:
         self.me = me
-        self.follower = Follower(me, kept, took_effect=took_effect)
-        self.lead: Lead | None = None
-        self.witness = Witness(is_used=settings.witness)
-        self.holding = Holding(self.follower, settings)
+        self.follower = Voter(me, kept, took_effect=took_effect)
+        self.lead: Leader | None = None
+        self.witness = WitnessView(is_used=settings.witness)
+        self.holding = RankSuspension(self.follower, settings)
         self._settings = settings
         self._oversight = oversight
         self._links: dict[str, int] = {me.node_id: me.incarnation}
         self._to_self: deque[AnyClusterMessage] = deque()
-        self._here = Beat(generation=-1)
+        self._here = Heartbeat(generation=-1)
         self._beat_number = 0
         self._now_s = now_s
         self._beat_due_s = self._dial_due_s = now_s
-        self._allegiance = Allegiance(
+        self._allegiance = LeaderDiscovery(
             me,
             settings,
             self.follower,
@@ -93,7 +92,7 @@ class Member:
         )
 
     @property
-    def role(self) -> Role:
+    def role(self) -> MemberRole:
         return self._allegiance.role
 
     @property
@@ -135,8 +134,8 @@ class Member:
                 if isinstance(command, Send) and command.node_id not in self._links:
                     continue
                 if isinstance(command, EndRun):
-                    self._allegiance.role = Role.ENDED
-                elif isinstance(command, Quiesce | KillWorkers | RunGeneration):
+                    self._allegiance.role = MemberRole.ENDED
+                elif isinstance(command, Quiesce | KillWorkers | StartRanks):
                     self.holding.is_on = False
                 done.append(command)
             if self._to_self:
@@ -146,17 +145,17 @@ class Member:
         if isinstance(event, OwnNews):
             return self.follower.has_happened(event)
         match event:
-            case Opened():
+            case ConnectionOpened():
                 return self._opened(event, now_s)
-            case Closed():
+            case ConnectionClosed():
                 return self._closed(event.node_id, now_s)
-            case DialFailed():
+            case ConnectFailed():
                 return self._dial_failed(event, now_s)
-            case Heard():
+            case MessageReceived():
                 return self._hear(event.node_id, event.message, now_s)
-            case HereIs():
+            case NodeReported():
                 return self._here_is(event, now_s)
-            case WitnessSaid():
+            case WitnessAnswered():
                 return self._witness_said(event, now_s)
             case RunFinished(why):
                 return [] if self._hears_lead(now_s) else [EndRun(0, why, goes_on=True)]
@@ -167,7 +166,7 @@ class Member:
 
     # --- connections --------------------------------------------------------------------------
 
-    def _opened(self, event: Opened, now_s: float) -> list[Command]:
+    def _opened(self, event: ConnectionOpened, now_s: float) -> list[Command]:
         node_id = event.node_id
         self._links[node_id] = event.incarnation
         if self.lead is not None:
@@ -177,7 +176,7 @@ class Member:
                 why = f"the agent of {node_id} was started again"
                 return self._allegiance.seek(why, now_s=now_s)
             return [Send(node_id, self._beat()), *self._join_if_new(node_id)]
-        seeks = self.role in (Role.JOINING, Role.SEEKING)
+        seeks = self.role in (MemberRole.JOINING, MemberRole.SEEKING)
         return [Send(node_id, self._allegiance.join())] if seeks else []
 
     def _closed(self, node_id: str, now_s: float) -> list[Command]:
@@ -187,24 +186,24 @@ class Member:
         if self._allegiance.gatherer is not None:
             self._allegiance.gatherer.gone(node_id)
         if self._follows(node_id) and self.lead_card is not None:
-            return [Dial(self.lead_card.host, self.lead_card.port, node_id)]
+            return [Connect(self.lead_card.host, self.lead_card.port, node_id)]
         return []
 
-    def _dial_failed(self, event: DialFailed, now_s: float) -> list[Command]:
+    def _dial_failed(self, event: ConnectFailed, now_s: float) -> list[Command]:
         if event.node_id in self._links:
             return []
         self._allegiance.answer = event.why
-        if event.final and self.role is Role.JOINING:
+        if event.final and self.role is MemberRole.JOINING:
             return [EndRun(ExitCode.USAGE, event.why)]
         if self.lead is not None:
             return self.lead.dial_failed(event.node_id, refused=event.refused, now_s=now_s)
         card = self.lead_card
         if not event.refused or card is None or card.node_id != event.node_id:
             return []
-        if self.role is Role.FOLLOWING:
+        if self.role is MemberRole.FOLLOWING:
             why = f"{event.node_id} refuses the connection"
             return self._allegiance.seek(why, now_s=now_s, refused=True)
-        if self.role is Role.SEEKING or self.follower.newest_plan is not None:
+        if self.role is MemberRole.SEEKING or self.follower.newest_plan is not None:
             return self._allegiance.give_up(now_s=now_s, refused=True)
         return []
 
@@ -220,22 +219,22 @@ class Member:
         match body:
             case say.Join():
                 return self._asked_to_join(sender, body, now_s)
-            case say.LeadIs():
+            case say.LeaderInfo():
                 return self._told_of_lead(sender, body, now_s)
-            case say.Gathering():
+            case say.JoinPending():
                 return self._allegiance.gathers(body, now_s=now_s)
-            case say.Current():
+            case say.JoinAccepted():
                 return self._taken_in(sender, body, now_s)
-            case say.TurnedAway():
+            case say.JoinRejected():
                 return [EndRun(ExitCode.USAGE, f"{sender} turns this node away: {body.why}")]
             case say.Prepare():
                 return self._prepare(sender, body, now_s)
-            case say.Announce():
+            case say.Accept():
                 return self._announced(sender, body, now_s)
-            case LeadBeat():
+            case LeaderHeartbeat():
                 return self._lead_beat(sender, body, now_s)
-            case AskRoad():
-                return [TryRoad(sender, body)]
+            case ProbePathRequest():
+                return [ProbePath(sender, body)]
             case _:
                 return self._as_lead(sender, body, now_s)
 
@@ -257,20 +256,20 @@ class Member:
         match body:
             case say.Promise():
                 return lead.promised(body, now_s=now_s)
-            case say.NotPromised():
+            case say.PrepareRejected():
                 if (other := self._gives_way_to(lead, body)) is not None:
                     return self._step_down(other, now_s)
                 return lead.not_promised(body, now_s=now_s)
             case say.Accepted():
                 return lead.accepted(sender, body, now_s=now_s)
-            case Beat():
+            case Heartbeat():
                 return lead.beat(sender, body, now_s=now_s)
-            case ProbeFound() | RoadTried() | RoadSilent():
+            case ProbeLinkResult() | ProbePathResult() | RailSilent():
                 return lead.told(sender, body, now_s=now_s)
             case _:
                 return []
 
-    def _gives_way_to(self, lead: Lead, body: say.NotPromised) -> NodeCard | None:
+    def _gives_way_to(self, lead: Leader, body: say.PrepareRejected) -> NodeCard | None:
         """The lead that somebody hears, if it is one to go to; not where it refuses us."""
         if body.lead is None or lead.is_settled or lead.known.refuses(body.lead.node_id):
             return None
@@ -286,7 +285,7 @@ class Member:
             self._follow(body.card, now_s)
         return found
 
-    def _announced(self, sender: str, body: say.Announce, now_s: float) -> list[Command]:
+    def _announced(self, sender: str, body: say.Accept, now_s: float) -> list[Command]:
         if self._follows(sender):
             self._allegiance.waiting.heard_s = now_s
             if body.plan.roster:
@@ -296,7 +295,7 @@ class Member:
             return []
         return self.follower.announce(sender, body, proposer)
 
-    def _lead_beat(self, sender: str, body: LeadBeat, now_s: float) -> list[Command]:
+    def _lead_beat(self, sender: str, body: LeaderHeartbeat, now_s: float) -> list[Command]:
         if not self._follows(sender):
             return []
         if body.ended and self.lead is not None:
@@ -314,7 +313,7 @@ class Member:
 
     def _asked_to_join(self, sender: str, body: say.Join, now_s: float) -> list[Command]:
         if why := self._settings.wishes.refusal(body.nnodes):
-            return [Send(sender, say.TurnedAway(why))]
+            return [Send(sender, say.JoinRejected(why))]
         if self._allegiance.gatherer is not None:
             return self._allegiance.gatherer.join(sender, body, now_s=now_s)
         lead = self.lead
@@ -324,31 +323,32 @@ class Member:
             found = lead.add(body.card, now_s=now_s, linked=True, knows=body.knows)
             # Unless that has ended our leadership, or our place in the run.
             if self.lead is lead and self.follower.plan is not None:
-                found.append(Send(sender, say.Current(self.follower.plan, body.number, self.me)))
+                accepted = say.JoinAccepted(self.follower.plan, body.number, self.me)
+                found.append(Send(sender, accepted))
             return found
         known = self.lead_card
-        is_told = known is not None and self.role is Role.FOLLOWING and known.node_id != sender
+        follows_another = known is not None and known.node_id != sender
+        is_told = follows_another and self.role is MemberRole.FOLLOWING
         return [self._lead_is(sender, now_s)] if is_told else []
 
-    def _told_of_lead(self, sender: str, body: say.LeadIs, now_s: float) -> list[Command]:
+    def _told_of_lead(self, sender: str, body: say.LeaderInfo, now_s: float) -> list[Command]:
         if body.card.node_id == self.me.node_id or self._follows(body.card.node_id):
             return []
         hears, known = self._hears_lead(now_s), self.follower.generation
         if self.lead is not None and body.is_settled and body.generation >= known + hears:
             return self._step_down(body.card, now_s)
         if hears:
-            # Two who lead: the other one is to know.
-            return [] if body.is_settled else [self._lead_is(sender, now_s)]
+            return [] if body.is_settled else [self._lead_is(sender, now_s)]  # two leaders
         if self.lead is not None:
-            # Another proposer: the ballots decide which of us gives way.
+            # Another proposer: the ballots decide which one yields.
             return self.lead.meet(body.card, now_s=now_s)
-        if self.role is Role.FOLLOWING and not body.is_settled:
+        if self.role is MemberRole.FOLLOWING and not body.is_settled:
             return [self._lead_is(sender, now_s)]
         if body.card.node_id in self._allegiance.succession.refused and not body.is_settled:
             return []
         return self._allegiance.go_to(body.card, now_s=now_s)
 
-    def _taken_in(self, sender: str, body: say.Current, now_s: float) -> list[Command]:
+    def _taken_in(self, sender: str, body: say.JoinAccepted, now_s: float) -> list[Command]:
         plan = body.plan
         if self.lead is not None or plan.generation < self.follower.generation:
             return []
@@ -372,7 +372,7 @@ class Member:
     def _step_down(self, card: NodeCard, now_s: float) -> list[Command]:
         """Another one leads a generation as new as ours: go there."""
         self.lead = None
-        note = Note("SteppedDown", f"node {card.node_id} leads")
+        note = JournalEntry("SteppedDown", f"node {card.node_id} leads")
         return [note, *self._allegiance.go_to(card, now_s=now_s)]
 
     def _take_the_lead(self, now_s: float) -> list[Command]:
@@ -383,7 +383,7 @@ class Member:
     def _lead_from(self, cards: list[NodeCard], now_s: float, *, why: str) -> list[Command]:
         """Propose ourselves to these."""
         follower, succession = self.follower, self._allegiance.succession
-        lead = Lead(
+        lead = Leader(
             self.me,
             self._settings,
             self._oversight(),
@@ -423,7 +423,7 @@ class Member:
             found += (self.lead or self._allegiance).ask_witness(now_s=now_s)
         return found
 
-    def _witness_said(self, event: WitnessSaid, now_s: float) -> list[Command]:
+    def _witness_said(self, event: WitnessAnswered, now_s: float) -> list[Command]:
         if event.is_final:
             return [EndRun(ExitCode.USAGE, event.why)]
         found = self.witness.said(event, now_s=now_s)
@@ -435,16 +435,16 @@ class Member:
             return self._allegiance.dial_again()
         newcomer = self.witness.lead
         if newcomer is not None and newcomer.node_id not in self._links:
-            return [Dial(newcomer.host, newcomer.port, newcomer.node_id)]
-        return [Dial(host, port) for host, port in self.lead.known.endpoints_without_agent()]
+            return [Connect(newcomer.host, newcomer.port, newcomer.node_id)]
+        return [Connect(host, port) for host, port in self.lead.known.endpoints_without_agent()]
 
     def _tell(self, now_s: float) -> list[Command]:
         if self.lead is not None:
             return [Send(self.me.node_id, self._beat()), *self.lead.heartbeat(now_s=now_s)]
-        lead = self.lead_card if self.role is Role.FOLLOWING else None
+        lead = self.lead_card if self.role is MemberRole.FOLLOWING else None
         return [Send(lead.node_id, self._beat())] if lead is not None else []
 
-    def _here_is(self, event: HereIs, now_s: float) -> list[Command]:
+    def _here_is(self, event: NodeReported, now_s: float) -> list[Command]:
         beat = self._here = event.beat
         if not event.is_urgent:
             return []
@@ -466,7 +466,7 @@ class Member:
             self.lead.stood_still(now_s=now_s)
             return []
         card = self.lead_card
-        if self.role is not Role.FOLLOWING or card is None or not self.follower.is_member:
+        if self.role is not MemberRole.FOLLOWING or card is None or not self.follower.is_member:
             return []
         return [Send(card.node_id, self._allegiance.join(self._allegiance.waiting.ask()))]
 
@@ -487,7 +487,7 @@ class Member:
     def _lead_is(self, node_id: str, now_s: float) -> Send:
         assert self.lead_card is not None
         known = self.follower.generation
-        return Send(node_id, say.LeadIs(self.lead_card, known, self._hears_lead(now_s)))
+        return Send(node_id, say.LeaderInfo(self.lead_card, known, self._hears_lead(now_s)))
 
     def _join_if_new(self, node_id: str) -> list[Command]:
         plan = self.follower.plan
@@ -495,6 +495,6 @@ class Member:
         question = self._allegiance.waiting.question
         return [Send(node_id, self._allegiance.join(question))] if question or not is_known else []
 
-    def _beat(self) -> Beat:
+    def _beat(self) -> Heartbeat:
         self._beat_number += 1
         return self.follower.beat(self._here, self._beat_number, now_s=self._now_s)

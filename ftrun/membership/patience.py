@@ -6,17 +6,17 @@ Gives:    a line now and then; the end of the wait, with what to check.
 """
 
 from ftrun.errors import ExitCode
-from ftrun.recovery.commands import Command, EndRun, Note
-from ftrun.recovery.settings import ClusterSettings
+from ftrun.recovery.commands import Command, EndRun, JournalEntry
+from ftrun.recovery.settings import MembershipSettings
 
 SAY_EVERY_S = 15.0
 """Between two lines about what a start is waiting for."""
 
 
-class Patience:
+class JoinTimeout:
     """One agent's wait for its run."""
 
-    def __init__(self, settings: ClusterSettings, *, now_s: float) -> None:
+    def __init__(self, settings: MembershipSettings, *, now_s: float) -> None:
         self._settings = settings
         self._say_due_s = now_s + SAY_EVERY_S
 
@@ -36,7 +36,7 @@ class Patience:
         if now_s < self._say_due_s or waited_s < SAY_EVERY_S:
             return []
         self._say_due_s = now_s + SAY_EVERY_S
-        return [Note("Waiting", f"waiting for {waited_s:.0f} s: {reach}", say=True)]
+        return [JournalEntry("Waiting", f"waiting for {waited_s:.0f} s: {reach}", say=True)]
 
     def _nobody_comes(self, waited_s: float, reach: str) -> str:
         _, port = self._settings.endpoint

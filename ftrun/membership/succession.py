@@ -5,13 +5,13 @@ Takes in: the newest plan that it knows, who does not answer.
 Gives:    the next agent in order; every agent knows the same order.
 """
 
-from ftrun.wire.cluster.generation import NodeCard, Plan
+from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
 
 ASKED_AT_ONCE = 8
 """An agent that was started again asks so many others who leads."""
 
 
-class Succession:
+class LeaderSuccession:
     """The search for the next lead."""
 
     def __init__(self, me: NodeCard) -> None:
@@ -32,7 +32,7 @@ class Succession:
             if refused:
                 self.refused.add(card.node_id)
 
-    def next(self, plan: Plan | None) -> NodeCard | None:
+    def next(self, plan: GenerationPlan | None) -> NodeCard | None:
         """The next in order, which may be this agent; none where nobody is left."""
         order = plan.voters if plan is not None else []
         left = (card for card in order if card.node_id not in self.lost)
@@ -41,7 +41,7 @@ class Succession:
             return self._me
         return card
 
-    def acquaintances(self, plan: Plan | None) -> list[NodeCard]:
+    def acquaintances(self, plan: GenerationPlan | None) -> list[NodeCard]:
         """Whom to ask who leads: the last lead that is known, and the first in order."""
         if plan is None:
             return []
@@ -49,7 +49,7 @@ class Succession:
         return sorted(others, key=lambda card: card.node_id != plan.lead)[:ASKED_AT_ONCE]
 
 
-def place_of(node_id: str, plan: Plan | None) -> int:
+def place_of(node_id: str, plan: GenerationPlan | None) -> int:
     """A node's place in the order; after all others where it has none."""
     order = [card.node_id for card in plan.voters] if plan is not None else []
     return order.index(node_id) if node_id in order else len(order)

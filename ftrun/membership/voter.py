@@ -19,46 +19,52 @@ from typing import assert_never
 import msgspec
 
 from ftrun.ids import version
-from ftrun.membership.ballots import Vote
-from ftrun.membership.events import Adopted, Checked, PlanKept, Quiesced, RanksStuck
-from ftrun.monitor.node_fitness import Fitness, Outcome
-from ftrun.recovery.commands import (
-    Abandon,
-    Adopt,
-    AskLastSnapshot,
-    CheckAgain,
-    Checkpoint,
-    Command,
-    Commit,
-    EndRun,
-    ExamineRanks,
-    KeepPlan,
-    KillWorkers,
-    MovePeers,
-    Quiesce,
-    RunGeneration,
-    Send,
-    SetInterval,
-    SignalWorkers,
-    TakeFrom,
+from ftrun.membership.ballots import VoterState
+from ftrun.membership.events import (
+    GenerationInstalled,
+    NodeChecked,
+    PlanPersisted,
+    Quiesced,
+    RanksStuck,
 )
-from ftrun.wire.cluster.generation import Edition, Identity, NodeCard, Plan, VersionPair
-from ftrun.wire.cluster.heartbeats import Beat, LeadBeat, beat
-from ftrun.wire.cluster.membership import Accepted, Announce, NotPromised, Prepare, Promise
+from ftrun.monitor.node_fitness import CheckOutcome, NodeFitness
+from ftrun.recovery.commands import (
+    AbandonStep,
+    Command,
+    CommitSnapshot,
+    EndRun,
+    InspectRanks,
+    InstallGeneration,
+    KillWorkers,
+    PersistPlan,
+    Quiesce,
+    RepeatNodeCheck,
+    RequestFinalSnapshot,
+    Send,
+    SetFirstSnapshotStep,
+    SetSnapshotInterval,
+    SignalWorkers,
+    StartRanks,
+    UpdatePeerPorts,
+    WriteCheckpointPart,
+)
+from ftrun.wire.cluster.generation import Edition, GenerationPlan, Identity, NodeCard, VersionPair
+from ftrun.wire.cluster.heartbeats import Heartbeat, LeaderHeartbeat, beat
+from ftrun.wire.cluster.membership import Accept, Accepted, Prepare, PrepareRejected, Promise
 
 _LEFT_CODE = 128 + 15
 
-OwnNews = Quiesced | Adopted | PlanKept | Checked | RanksStuck
+OwnNews = Quiesced | GenerationInstalled | PlanPersisted | NodeChecked | RanksStuck
 """What this node's hands have done or found."""
 
 
-class Follower:
+class Voter:
     """State of one agent as a voter and as a node of a generation."""
 
-    def __init__(self, me: NodeCard, kept: Plan | None, *, took_effect: bool) -> None:
+    def __init__(self, me: NodeCard, kept: GenerationPlan | None, *, took_effect: bool) -> None:
         self.me = me
-        self.vote = Vote()
-        self.plan: Plan | None = None
+        self.vote = VoterState()
+        self.plan: GenerationPlan | None = None
         """The newest generation that is known to have taken effect."""
         self.is_member = False
         """This agent runs ranks of that generation."""
@@ -67,8 +73,8 @@ class Follower:
         """Number of the newest heartbeat of the lead that is followed."""
         self._plan_s: float | None = None
         """When the newest plan was known first, by heartbeats; None: an earlier agent knew it."""
-        self._dated: Plan | None = None
-        self._checked: Fitness | None = None
+        self._dated: GenerationPlan | None = None
+        self._checked: NodeFitness | None = None
         """Of this node's newest check; None: it makes none."""
         self._stuck = ""
         """Which ranks of this node do not die of SIGKILL; empty: none."""
@@ -79,14 +85,14 @@ class Follower:
         self._kept = kept
         """The newest plan that an earlier agent of this node has accepted."""
         self._quiesced: Quiesced | None = None
-        self._adopted: Adopted | None = None
+        self._adopted: GenerationInstalled | None = None
         self.agent_lost_s: float | None = None
         """When the last agent of this node ended, where this one follows it in the same run."""
         self._enrolled: Edition = (-1, 0)
         """The newest roster whose acceptance was kept."""
         self._prepare: tuple[str, Prepare] | None = None
         self._checks_asked = 0
-        self._done = LeadBeat(generation=-1)
+        self._done = LeaderHeartbeat(generation=-1)
         """What has been obeyed of the lead's orders, in the generation it names."""
         if kept is not None:
             # Nobody may be promised a number that the last life of this node may have promised.
@@ -113,13 +119,13 @@ class Follower:
         return self.vote.proposer[0] if self.vote.proposer is not None else ""
 
     @property
-    def fitness(self) -> Fitness | None:
+    def fitness(self) -> NodeFitness | None:
         """Of this node, as the leader is to see it."""
         known = self._checked
         if known is None or not self._stuck:
             return known
         problems = (self._stuck, *known.problems)
-        return msgspec.structs.replace(known, outcome=Outcome.FAIL, problems=problems)
+        return msgspec.structs.replace(known, outcome=CheckOutcome.FAIL, problems=problems)
 
     @property
     def knows(self) -> int:
@@ -130,7 +136,7 @@ class Follower:
         )
 
     @property
-    def newest_plan(self) -> Plan | None:
+    def newest_plan(self) -> GenerationPlan | None:
         """The newest one that it knows, whether it took effect or may have."""
         plans = [plan for plan in (self.plan, self.vote.accepted, self._kept) if plan is not None]
         return max(plans, key=lambda plan: plan.edition, default=None)
@@ -148,21 +154,21 @@ class Follower:
         match event:
             case Quiesced():
                 return self.quiesced(event)
-            case Adopted():
+            case GenerationInstalled():
                 return self.adopted(event)
-            case PlanKept():
+            case PlanPersisted():
                 return self.plan_kept(event)
-            case Checked():
+            case NodeChecked():
                 self._checked = event.fitness  # the lead hears it with the next heartbeat
                 return []
             case RanksStuck():
-                self._checked = self._checked or Fitness(Outcome.PASS)
+                self._checked = self._checked or NodeFitness(CheckOutcome.PASS)
                 self._stuck = event.reason
                 return []
             case _:
                 assert_never(event)
 
-    def beat(self, here: Beat, number: int, *, now_s: float) -> Beat:
+    def beat(self, here: Heartbeat, number: int, *, now_s: float) -> Heartbeat:
         """What a node's hands say of it, with what its membership has to add."""
         return beat(
             here,
@@ -192,7 +198,7 @@ class Follower:
         if hears_lead or not may:
             promised = max(self.vote.promised, self.generation)
             heard = lead if hears_lead else None
-            answer = NotPromised(body.generation, promised, heard, self.generation)
+            answer = PrepareRejected(body.generation, promised, heard, self.generation)
             return [Send(sender, answer)]
         is_new = body.generation > self.vote.promised or self._prepare is None
         self.vote.promise(body.generation, proposer)
@@ -228,7 +234,7 @@ class Follower:
         )
         return [Send(sender, answer)]
 
-    def announce(self, sender: str, body: Announce, proposer: Identity) -> list[Command]:
+    def announce(self, sender: str, body: Accept, proposer: Identity) -> list[Command]:
         plan = body.plan
         if self._adopted is not None and self._adopted.generation == plan.generation:
             return self._accepted(sender)
@@ -236,9 +242,9 @@ class Follower:
             return []  # it is being adopted
         if plan.generation <= self.generation or not self.vote.accept(plan, proposer):
             return []
-        return [Adopt(plan)]
+        return [InstallGeneration(plan)]
 
-    def adopted(self, event: Adopted) -> list[Command]:
+    def adopted(self, event: GenerationInstalled) -> list[Command]:
         if event.generation != self.vote.promised or self._prepare is None:
             return []
         self._adopted = event
@@ -259,7 +265,7 @@ class Follower:
 
     # --- a roster ---------------------------------------------------------------------------
 
-    def enrol(self, sender: str, plan: Plan, lead: Identity) -> list[Command]:
+    def enrol(self, sender: str, plan: GenerationPlan, lead: Identity) -> list[Command]:
         """The lead that is followed wants other spares to vote in the generation that runs."""
         if self.plan is None or not plan.is_of(self.plan) or plan.edition <= self.edition:
             return []
@@ -267,9 +273,9 @@ class Follower:
             return []
         if self._enrolled == plan.edition:
             return [Send(sender, Accepted(plan.generation, None, roster=plan.roster))]
-        return [KeepPlan(plan, took_effect=False)]
+        return [PersistPlan(plan, took_effect=False)]
 
-    def plan_kept(self, event: PlanKept) -> list[Command]:
+    def plan_kept(self, event: PlanPersisted) -> list[Command]:
         """Whoever follows this agent on this node will know of it: it may be accepted."""
         accepted = self.vote.accepted
         if accepted is None or accepted.edition != event.edition or not accepted.roster:
@@ -278,14 +284,14 @@ class Follower:
         answer = Accepted(accepted.generation, None, roster=accepted.roster)
         return [Send(accepted.lead, answer)]
 
-    def knows_of(self, body: LeadBeat) -> bool:
+    def knows_of(self, body: LeaderHeartbeat) -> bool:
         """What this heartbeat says to be in effect is in effect here, or was accepted."""
         accepted, told = self.vote.accepted, (body.generation, body.roster)
         return told <= self.edition or (accepted is not None and accepted.edition == told)
 
     # --- a generation -----------------------------------------------------------------------
 
-    def obey(self, sender: str, body: LeadBeat, *, now_s: float = 0.0) -> list[Command]:
+    def obey(self, sender: str, body: LeaderHeartbeat, *, now_s: float = 0.0) -> list[Command]:
         """Do what is new in the heartbeat of the lead that is followed."""
         if body.number <= self.heard:
             return []  # it is late, or came twice
@@ -300,7 +306,7 @@ class Follower:
                 is_ours = self.is_member and body.generation == self.generation
                 if is_ours and body.committed is not None:
                     # It is what the last checkpoint is made of.
-                    found.append(Commit(version(*body.committed)))
+                    found.append(CommitSnapshot(version(*body.committed)))
                 found.append(EndRun(body.exit_code, body.why, body.cause, body.advice))
             return found
         if body.generation != self.generation:
@@ -316,15 +322,15 @@ class Follower:
         self._done = body
         return found
 
-    def _check_again(self, body: LeadBeat) -> list[Command]:
+    def _check_again(self, body: LeaderHeartbeat) -> list[Command]:
         """This node was set aside, and may come back if it is fit."""
         wanted, known = body.checks.get(self.me.node_id, 0), self.fitness
         if known is None or wanted <= max(known.number, self._checks_asked):
             return []
         self._checks_asked = wanted
-        return [CheckAgain(wanted)]
+        return [RepeatNodeCheck(wanted)]
 
-    def _learn_of_effect(self, sender: str, body: LeadBeat) -> list[Command]:
+    def _learn_of_effect(self, sender: str, body: LeaderHeartbeat) -> list[Command]:
         accepted, told = self.vote.accepted, (body.generation, body.roster)
         # Whoever leads in its proposer's stead wants another one.
         if accepted is None or accepted.lead != sender or accepted.generation != body.generation:
@@ -333,53 +339,53 @@ class Follower:
             return self._took_effect(accepted)
         return self._other_voters(accepted) if accepted.edition == told > self.edition else []
 
-    def _other_voters(self, plan: Plan) -> list[Command]:
+    def _other_voters(self, plan: GenerationPlan) -> list[Command]:
         self.plan = plan
-        return [KeepPlan(plan, took_effect=True)]
+        return [PersistPlan(plan, took_effect=True)]
 
-    def _took_effect(self, plan: Plan) -> list[Command]:
+    def _took_effect(self, plan: GenerationPlan) -> list[Command]:
         self._effective(plan)
         # Whoever has promised a later one meanwhile has ended its ranks, and starts none.
         runs = self.is_member and not self.is_in_ballot
-        return [RunGeneration(plan)] if runs else []
+        return [StartRanks(plan)] if runs else []
 
-    def _effective(self, plan: Plan) -> None:
+    def _effective(self, plan: GenerationPlan) -> None:
         self.plan = plan
         node = plan.member(self.me.node_id)
         self.is_member = node is not None and node.card.incarnation == self.me.incarnation
-        self._done = LeadBeat(generation=plan.generation)
+        self._done = LeaderHeartbeat(generation=plan.generation)
 
-    def _snapshot_orders(self, body: LeadBeat) -> list[Command]:
+    def _snapshot_orders(self, body: LeaderHeartbeat) -> list[Command]:
         done = self._done
         found: list[Command] = []
         if body.take_from > done.take_from:
-            found.append(TakeFrom(body.take_from))
+            found.append(SetFirstSnapshotStep(body.take_from))
         if body.committed is not None and body.committed != done.committed:
-            found.append(Commit(version(*body.committed)))
+            found.append(CommitSnapshot(version(*body.committed)))
         if body.checkpoint is not None and body.checkpoint != done.checkpoint:
-            found.append(Checkpoint(version(*body.checkpoint)))
+            found.append(WriteCheckpointPart(version(*body.checkpoint)))
         if body.abandoned_step > done.abandoned_step:
-            found.append(Abandon(body.abandoned_step))
+            found.append(AbandonStep(body.abandoned_step))
         if body.every and (body.every, body.every_from_step) != (done.every, done.every_from_step):
-            found.append(SetInterval(body.every, body.every_from_step))
+            found.append(SetSnapshotInterval(body.every, body.every_from_step))
         return found
 
-    def _new_orders(self, body: LeadBeat) -> list[Command]:
+    def _new_orders(self, body: LeaderHeartbeat) -> list[Command]:
         done = self._done
         found = self._snapshot_orders(body)
         if body.stop_after_step >= 0 and body.stop_after_step != done.stop_after_step:
-            found.append(AskLastSnapshot(body.why, body.stop_after_step))
+            found.append(RequestFinalSnapshot(body.why, body.stop_after_step))
         if body.signal_count > done.signal_count:
             found.append(SignalWorkers(body.signal, body.why))
         if body.moved != done.moved:
-            found.append(MovePeers(body.moved))
+            found.append(UpdatePeerPorts(body.moved))
         if body.examine and not done.examine:
-            found.append(ExamineRanks())
+            found.append(InspectRanks())
         if body.killed and not done.killed:
             found.append(KillWorkers(body.why))
         return found
 
-    def take_current(self, plan: Plan) -> list[Command]:
+    def take_current(self, plan: GenerationPlan) -> list[Command]:
         """A lead has taken us in beside a generation, or in one that we have accepted."""
         if plan.edition <= self.edition:
             return []

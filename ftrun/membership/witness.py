@@ -22,11 +22,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ftrun.recovery.commands import AskWitness, Wish
-from ftrun.wire.cluster.generation import Identity, NodeCard, Plan
+from ftrun.recovery.commands import QueryWitness, WitnessOperation
+from ftrun.wire.cluster.generation import GenerationPlan, Identity, NodeCard
 
 
-class Register(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class WitnessRegister(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is remembered of a run."""
 
     life: int
@@ -35,29 +35,29 @@ class Register(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The counter of generations."""
     proposer: Identity
     """Who took that number."""
-    plan: Plan | None = None
+    plan: GenerationPlan | None = None
     """The newest that was accepted, or told to be in effect."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ruling:
+class WitnessDecision:
     """An answer, and what is to be written for it."""
 
     granted: bool
-    register: Register | None
+    register: WitnessRegister | None
     lead: NodeCard | None
     """Whose the lease is to be; where it is the one who asks, it is renewed. What is not granted
     changes nothing."""
 
 
 def rule(
-    asked: AskWitness,
+    asked: QueryWitness,
     me: NodeCard,
-    register: Register | None,
+    register: WitnessRegister | None,
     lead: NodeCard | None,
     *,
     new_life: int,
-) -> Ruling:
+) -> WitnessDecision:
     """The answer to one question.
 
     Args:
@@ -69,42 +69,48 @@ def rule(
     """
     who = me.identity
     if lead is not None and lead.identity != who:
-        granted = asked.wish is Wish.ACCEPT and _is_bound(register, asked, who)
+        granted = asked.wish is WitnessOperation.ACCEPT and _is_bound(register, asked, who)
         kept = _with_plan(register, asked.plan) if granted else register
-        return Ruling(granted, kept, lead)
+        return WitnessDecision(granted, kept, lead)
     match asked.wish:
-        case Wish.CLAIM:
-            return Ruling(True, register, me)
-        case Wish.KEEP:
+        case WitnessOperation.CLAIM:
+            return WitnessDecision(True, register, me)
+        case WitnessOperation.KEEP:
             granted = register is None or _may_go_on(register, asked.generation, who)
-            return Ruling(granted, register, me if granted else lead)
-        case Wish.PROMISE:
+            return WitnessDecision(granted, register, me if granted else lead)
+        case WitnessOperation.PROMISE:
             promised = _promise(register, asked, who, new_life)
-            return Ruling(promised is not None, promised or register, me if promised else lead)
-        case Wish.ACCEPT:
+            return WitnessDecision(
+                promised is not None, promised or register, me if promised else lead
+            )
+        case WitnessOperation.ACCEPT:
             granted = _is_bound(register, asked, who)
             kept = _with_plan(register, asked.plan) if granted else register
-            return Ruling(granted, kept, me if granted else lead)
-        case Wish.TELL:
+            return WitnessDecision(granted, kept, me if granted else lead)
+        case WitnessOperation.TELL:
             return _told(register, asked, me, lead, new_life)
-        case Wish.FORGET:
-            return Ruling(True, None, None) if lead is not None else Ruling(False, register, None)
+        case WitnessOperation.FORGET:
+            return (
+                WitnessDecision(True, None, None)
+                if lead is not None
+                else WitnessDecision(False, register, None)
+            )
         case _:
-            return Ruling(False, register, lead)
+            return WitnessDecision(False, register, lead)
 
 
-def _may_go_on(register: Register, generation: int, who: Identity) -> bool:
+def _may_go_on(register: WitnessRegister, generation: int, who: Identity) -> bool:
     return register.promised <= generation or register.proposer == who
 
 
 def _promise(
-    register: Register | None, asked: AskWitness, who: Identity, new_life: int
-) -> Register | None:
+    register: WitnessRegister | None, asked: QueryWitness, who: Identity, new_life: int
+) -> WitnessRegister | None:
     """The register with this promise; none where it may not be given."""
     generation = asked.generation
     if register is None or (asked.begins and register.proposer != who):
         # Of a run that begins anew all who had a vote in the last one are here, and know nothing.
-        return Register(new_life, generation, who)
+        return WitnessRegister(new_life, generation, who)
     if generation == register.promised:
         return register if register.proposer == who else None
     if generation < register.promised:
@@ -112,7 +118,7 @@ def _promise(
     return msgspec.structs.replace(register, promised=generation, proposer=who)
 
 
-def _is_bound(register: Register | None, asked: AskWitness, who: Identity) -> bool:
+def _is_bound(register: WitnessRegister | None, asked: QueryWitness, who: Identity) -> bool:
     """This number was promised to this proposer, and no other since."""
     is_its = register is not None and (register.promised, register.proposer) == (
         asked.generation,
@@ -121,26 +127,28 @@ def _is_bound(register: Register | None, asked: AskWitness, who: Identity) -> bo
     return is_its and asked.plan is not None
 
 
-def _with_plan(register: Register | None, plan: Plan | None) -> Register | None:
+def _with_plan(
+    register: WitnessRegister | None, plan: GenerationPlan | None
+) -> WitnessRegister | None:
     return msgspec.structs.replace(register, plan=plan) if register is not None else None
 
 
 def _told(
-    register: Register | None,
-    asked: AskWitness,
+    register: WitnessRegister | None,
+    asked: QueryWitness,
     me: NodeCard,
     lead: NodeCard | None,
     new_life: int,
-) -> Ruling:
+) -> WitnessDecision:
     """What is in effect is remembered, unless a later generation was promised."""
     plan, who = asked.plan, me.identity
     if register is None:
-        return Ruling(True, Register(new_life, asked.generation, who, plan), me)
+        return WitnessDecision(True, WitnessRegister(new_life, asked.generation, who, plan), me)
     if not _may_go_on(register, asked.generation, who):
-        return Ruling(False, register, lead)
+        return WitnessDecision(False, register, lead)
     if register.promised > asked.generation:
-        return Ruling(True, register, me)
+        return WitnessDecision(True, register, me)
     known = register.plan.edition if register.plan is not None else (-1, 0)
     if plan is None or plan.edition <= known:
-        return Ruling(True, register, me)
-    return Ruling(True, Register(register.life, asked.generation, who, plan), me)
+        return WitnessDecision(True, register, me)
+    return WitnessDecision(True, WitnessRegister(register.life, asked.generation, who, plan), me)

@@ -9,22 +9,22 @@ Rule 1: what it has confirmed counts from when it was asked, not from when it an
 Rule 2: it is out of reach from the first question that it does not answer.
 """
 
-from ftrun.membership.events import WitnessSaid
-from ftrun.membership.witness import Register
-from ftrun.recovery.commands import AskWitness, Command, Note, Wish
-from ftrun.wire.cluster.generation import NodeCard, Plan
+from ftrun.membership.events import WitnessAnswered
+from ftrun.membership.witness import WitnessRegister
+from ftrun.recovery.commands import Command, JournalEntry, QueryWitness, WitnessOperation
+from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
 
 _LONG_AGO_S = -1e9
 
 
-class Witness:
+class WitnessView:
     """One agent's view of it; of a run without one it is never reached."""
 
     def __init__(self, *, is_used: bool = False) -> None:
         self.is_used = is_used
         self.lead: NodeCard | None = None
         """Whose lease lives, by its newest answer."""
-        self.register: Register | None = None
+        self.register: WitnessRegister | None = None
         """What it remembered then."""
         self.why = ""
         """It is out of reach: why; empty while it is not, or was not asked yet."""
@@ -44,26 +44,26 @@ class Witness:
 
     def ask(
         self,
-        wish: Wish,
+        wish: WitnessOperation,
         *,
         generation: int = -1,
-        plan: Plan | None = None,
+        plan: GenerationPlan | None = None,
         begins: bool = False,
         now_s: float,
     ) -> list[Command]:
         """One question, where there is somebody to ask."""
-        return [AskWitness(wish, now_s, generation, plan, begins)] if self.is_used else []
+        return [QueryWitness(wish, now_s, generation, plan, begins)] if self.is_used else []
 
-    def say_who_leads(self, plan: Plan, *, now_s: float) -> list[Command]:
+    def say_who_leads(self, plan: GenerationPlan, *, now_s: float) -> list[Command]:
         """This agent leads this plan, which is in effect."""
         known = self.register
         is_told = known is not None and known.plan is not None
         edition = known.plan.edition if known is not None and known.plan is not None else (-1, 0)
         if is_told and edition >= plan.edition:
-            return self.ask(Wish.KEEP, generation=plan.generation, now_s=now_s)
-        return self.ask(Wish.TELL, generation=plan.generation, plan=plan, now_s=now_s)
+            return self.ask(WitnessOperation.KEEP, generation=plan.generation, now_s=now_s)
+        return self.ask(WitnessOperation.TELL, generation=plan.generation, plan=plan, now_s=now_s)
 
-    def said(self, event: WitnessSaid, *, now_s: float) -> list[Command]:
+    def said(self, event: WitnessAnswered, *, now_s: float) -> list[Command]:
         """Take in an answer; a line for the operator where it went or came."""
         if event.asked.asked_s < self._asked_s:
             return []  # a later question was answered before
@@ -75,9 +75,13 @@ class Witness:
                 return []
             self.since_s = now_s
             text = f"{event.why}; training goes on, and no tie is broken meanwhile"
-            return [Note("WitnessLost", text, say=True)]
+            return [JournalEntry("WitnessLost", text, say=True)]
         self.register, self.lead = event.register, event.lead
-        if event.granted and event.asked.wish in (Wish.KEEP, Wish.PROMISE, Wish.TELL):
+        if event.granted and event.asked.wish in (
+            WitnessOperation.KEEP,
+            WitnessOperation.PROMISE,
+            WitnessOperation.TELL,
+        ):
             self._held_s = max(self._held_s, event.asked.asked_s)
         if self._is_reached:
             return []
@@ -86,7 +90,7 @@ class Witness:
         if not was_away:
             return []
         text = f"the witness is reached again, after {away_s:.1f} s"
-        return [Note("WitnessBack", text, say=True)]
+        return [JournalEntry("WitnessBack", text, say=True)]
 
     def holds(self, life: int, limit_s: float, *, now_s: float) -> bool:
         """It has promised nobody else anything since, and will not for as long as this."""

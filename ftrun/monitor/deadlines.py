@@ -26,7 +26,7 @@ class HangSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Deadlines:
+class HangDeadlines:
     """Of a rank's silence, in seconds since its last step boundary."""
 
     look_s: float
@@ -41,9 +41,9 @@ class Deadlines:
     """It is acted on where the culprit does what may take long."""
 
     @staticmethod
-    def of(p99_s: float, settings: HangSettings) -> "Deadlines":
+    def of(p99_s: float, settings: HangSettings) -> "HangDeadlines":
         """For a run whose steps take so long."""
         limit_s = max(settings.suspect_s, settings.suspect_factor * p99_s)
         kill_s = max(settings.kill_after_s, settings.kill_factor * p99_s, limit_s)
         leave_s = max(settings.phase_limit_s, kill_s)
-        return Deadlines(_LOOK_AT * limit_s, _NAME_AT * limit_s, limit_s, kill_s, leave_s)
+        return HangDeadlines(_LOOK_AT * limit_s, _NAME_AT * limit_s, limit_s, kill_s, leave_s)

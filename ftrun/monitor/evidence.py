@@ -40,7 +40,7 @@ _LOADING = (
 )
 
 
-class Call(msgspec.Struct, frozen=True):
+class CollectiveCall(msgspec.Struct, frozen=True):
     """One collective as a rank has called it."""
 
     seq: int
@@ -50,14 +50,14 @@ class Call(msgspec.Struct, frozen=True):
     sizes: str = ""
 
 
-class GroupView(msgspec.Struct, frozen=True):
+class ProcessGroupView(msgspec.Struct, frozen=True):
     """One process group, as one of its ranks sees it."""
 
     name: str
     desc: str
     ranks: tuple[int, ...]
     """Empty where they are not known."""
-    calls: tuple[Call, ...]
+    calls: tuple[CollectiveCall, ...]
     """The last few that this rank has entered, the newest last; empty: none yet."""
     waits_seq: int = 0
     """The oldest that it has entered and not left; 0: none."""
@@ -68,7 +68,7 @@ class GroupView(msgspec.Struct, frozen=True):
         """The newest collective that this rank has entered; 0: none yet."""
         return self.calls[-1].seq if self.calls else 0
 
-    def call(self, seq: int) -> Call | None:
+    def call(self, seq: int) -> CollectiveCall | None:
         return next((one for one in self.calls if one.seq == seq), None)
 
 
@@ -97,7 +97,7 @@ class RankView(msgspec.Struct, frozen=True):
     holds_gil: bool = False
     is_gil_known: bool = True
     """Its stack was read from outside, which also tells who holds the lock."""
-    groups: tuple[GroupView, ...] = ()
+    groups: tuple[ProcessGroupView, ...] = ()
     stack: tuple[Frame, ...] = ()
     """Of the main thread, the innermost frame first; empty where it could not be taken."""
     blocked_in: str = ""
@@ -106,7 +106,7 @@ class RankView(msgspec.Struct, frozen=True):
     """A child that is stopped or hangs in the kernel, such as a DataLoader worker; in words."""
 
     @property
-    def waiting(self) -> tuple[GroupView, ...]:
+    def waiting(self) -> tuple[ProcessGroupView, ...]:
         """Groups in a collective of which it is."""
         return tuple(one for one in self.groups if one.waits_seq)
 

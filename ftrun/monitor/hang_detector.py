@@ -14,9 +14,9 @@ Rule 2: what cannot be told is said to be so: several culprits, and `possible`.
 from collections.abc import Mapping, Sequence
 
 from ftrun.monitor.deadlines import HangSettings
-from ftrun.monitor.evidence import COMPUTES, GroupView, RankView, function_of, short
-from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind, ranks_in_words
-from ftrun.monitor.wait_graph import Mismatch, Waits, mismatches, waits_of
+from ftrun.monitor.evidence import COMPUTES, ProcessGroupView, RankView, function_of, short
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_in_words
+from ftrun.monitor.wait_graph import CollectiveMismatch, WaitGraph, mismatches, waits_of
 
 _MANY = 3
 """So many culprits at most are described one by one."""
@@ -82,7 +82,7 @@ def is_late(view: RankView, limit_s: float) -> bool:
 
 def _not_entered(
     culprits: Sequence[RankView],
-    waits: Waits,
+    waits: WaitGraph,
     node_of: Mapping[int, str],
     settings: HangSettings,
 ) -> Verdict:
@@ -104,7 +104,7 @@ def _not_entered(
         text=_sentence(culprits, kind, waits, node_of),
         evidence=tuple(evidence),
         against=tuple(against),
-        sure=Sure.CERTAIN if acts_at_once else Sure.LIKELY,
+        sure=Confidence.CERTAIN if acts_at_once else Confidence.LIKELY,
         has_leave=any(_has_leave(view) for view in culprits),
         acts_at_once=acts_at_once,
         fingerprint=f"{kind.value} {function_of(culprits[0].place)}",
@@ -134,7 +134,7 @@ def _kind_of(view: RankView, settings: HangSettings) -> tuple[VerdictKind, bool]
 
 
 def _sentence(
-    culprits: Sequence[RankView], kind: VerdictKind, waits: Waits, node_of: Mapping[int, str]
+    culprits: Sequence[RankView], kind: VerdictKind, waits: WaitGraph, node_of: Mapping[int, str]
 ) -> str:
     first = culprits[0]
     if len(culprits) > 1:
@@ -175,16 +175,16 @@ def _does(view: RankView, kind: VerdictKind) -> str:
             return f"has stopped making progress{at}"
 
 
-def _in_what(waits: Waits) -> str:
+def _in_what(waits: WaitGraph) -> str:
     for view in waits.views.values():
         for group in view.waiting:
             return f" in {_call_of(group)}"
     return " for it"
 
 
-def _of_waiting(waits: Waits, culprits: Sequence[int]) -> list[str]:
+def _of_waiting(waits: WaitGraph, culprits: Sequence[int]) -> list[str]:
     """Who waits in what, and how far the culprits have come there; each collective once."""
-    found: dict[tuple[str, int], tuple[GroupView, list[int]]] = {}
+    found: dict[tuple[str, int], tuple[ProcessGroupView, list[int]]] = {}
     for rank, view in sorted(waits.views.items()):
         for group in view.waiting:
             found.setdefault((group.name, group.waits_seq), (group, []))[1].append(rank)
@@ -257,7 +257,7 @@ def _against(view: RankView) -> list[str]:
 # --- all have entered -------------------------------------------------------------------------
 
 
-def _not_left(waits: Waits, node_of: Mapping[int, str]) -> Verdict:
+def _not_left(waits: WaitGraph, node_of: Mapping[int, str]) -> Verdict:
     group, ranks = max(waits.stuck, key=lambda one: one[0].waits_s)
     members = set(group.ranks or ranks)
     left = sorted(members - set(ranks))
@@ -278,12 +278,12 @@ def _not_left(waits: Waits, node_of: Mapping[int, str]) -> Verdict:
         text=f"all ranks have entered {_call_of(group)} and {ranks_in_words(ranks)} cannot leave "
         f"it: a connection {where} carries nothing",
         evidence=tuple(evidence),
-        sure=Sure.LIKELY,
+        sure=Confidence.LIKELY,
         fingerprint=f"{VerdictKind.HANG_IN_COMMUNICATION.value} {' '.join(nodes)}",
     )
 
 
-def _all_receive(late: Sequence[RankView], waits: Waits, node_of: Mapping[int, str]) -> Verdict:
+def _all_receive(late: Sequence[RankView], waits: WaitGraph, node_of: Mapping[int, str]) -> Verdict:
     """By their stacks all wait for a message, and the flight recorder knows of no collective."""
     ranks = tuple(sorted(view.rank for view in late))
     return Verdict(
@@ -294,7 +294,7 @@ def _all_receive(late: Sequence[RankView], waits: Waits, node_of: Mapping[int, s
         text=f"{ranks_in_words(ranks)} wait for messages that do not come",
         evidence=tuple(f"rank {view.rank} is at {short(view.place)}" for view in late[:_MANY]),
         against=("a message from rank to rank is not recorded, so who owes it is not known",),
-        sure=Sure.POSSIBLE,
+        sure=Confidence.POSSIBLE,
         fingerprint=f"{VerdictKind.HANG_IN_COMMUNICATION.value} messages",
     )
 
@@ -302,7 +302,9 @@ def _all_receive(late: Sequence[RankView], waits: Waits, node_of: Mapping[int, s
 # --- they do not agree ------------------------------------------------------------------------
 
 
-def _skipped(different: Mismatch, waits: Waits, node_of: Mapping[int, str]) -> Verdict:
+def _skipped(
+    different: CollectiveMismatch, waits: WaitGraph, node_of: Mapping[int, str]
+) -> Verdict:
     sides = different.sides
     fewest = next(iter(sides.values()))
     is_clear = len(sides) == 2 and len(fewest) * 2 < len(different.calls)
@@ -330,7 +332,7 @@ def _skipped(different: Mismatch, waits: Waits, node_of: Mapping[int, str]) -> V
         text=text,
         evidence=tuple(evidence),
         against=() if is_clear else ("which of them is right cannot be told from outside",),
-        sure=Sure.CERTAIN if is_clear else Sure.POSSIBLE,
+        sure=Confidence.CERTAIN if is_clear else Confidence.POSSIBLE,
         acts_at_once=True,
         fingerprint=f"{VerdictKind.SKIPPED_COLLECTIVE.value} {_sides(sides)}",
     )
@@ -340,7 +342,7 @@ def _sides(sides: Mapping[str, Sequence[int]]) -> str:
     return " and ".join(f"{what} on {ranks_in_words(ranks)}" for what, ranks in sides.items())
 
 
-def _deadlock(waits: Waits, node_of: Mapping[int, str], settings: HangSettings) -> Verdict:
+def _deadlock(waits: WaitGraph, node_of: Mapping[int, str], settings: HangSettings) -> Verdict:
     ranks = tuple(sorted(waits.circle()))
     are_still = all(waits.views[rank].still_s >= settings.still_s for rank in ranks)
     evidence = [
@@ -356,7 +358,7 @@ def _deadlock(waits: Waits, node_of: Mapping[int, str], settings: HangSettings) 
         text=f"{ranks_in_words(ranks)} wait for one another: they call collectives of several "
         "process groups in different orders",
         evidence=tuple(evidence),
-        sure=Sure.CERTAIN if are_still else Sure.POSSIBLE,
+        sure=Confidence.CERTAIN if are_still else Confidence.POSSIBLE,
         acts_at_once=are_still,
         fingerprint=f"{VerdictKind.DEADLOCK.value} {' '.join(str(rank) for rank in ranks)}",
     )
@@ -365,13 +367,13 @@ def _deadlock(waits: Waits, node_of: Mapping[int, str], settings: HangSettings) 
 # --- words ------------------------------------------------------------------------------------
 
 
-def _call_of(group: GroupView) -> str:
+def _call_of(group: ProcessGroupView) -> str:
     call = group.call(group.waits_seq)
     op = call.op if call is not None else "a collective"
     return f"{op} #{group.waits_seq:,} of {_group_name(group)}"
 
 
-def _group_name(group: GroupView) -> str:
+def _group_name(group: ProcessGroupView) -> str:
     if group.desc in ("", "undefined"):
         return f"group {group.name}"
     return "the default group" if group.desc == "default_pg" else f"group {group.desc}"

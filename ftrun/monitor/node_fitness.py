@@ -1,8 +1,8 @@
 """Whether a machine is fit to run ranks: by its own figures, and beside the other nodes'.
 
 Runs in:  each agent (its own figures), the agent that leads (those of all nodes), cli. Pure.
-Takes in: `Figures` of one check, `Floors` of the profile.
-Gives:    a `Fitness` with words for people; which nodes are far below the others.
+Takes in: `NodeMeasurements` of one check, `Floors` of the profile.
+Gives:    a `NodeFitness` with words for people; which nodes are far below the others.
 Source:   the warm-up stage of TRANSOM's task life cycle (arXiv 2310.10046): a node tests itself
           before it may join, and one that fails is replaced by a spare.
 
@@ -20,7 +20,7 @@ MIN_OTHERS = 2
 """With fewer other nodes it cannot be told which of two is the slow one."""
 
 
-class Outcome(Enum):
+class CheckOutcome(Enum):
     """What a check has come to."""
 
     PASS = "pass"
@@ -28,7 +28,7 @@ class Outcome(Enum):
     FAIL = "fail"
 
 
-class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NodeMeasurements(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one check has measured. A rate of 0 and a count of -1 are not known."""
 
     memory_bytes_per_s: float = 0.0
@@ -76,11 +76,11 @@ class Floors(msgspec.Struct, frozen=True):
     min_processes: int = 0
 
 
-class Fitness(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NodeFitness(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The result of one check of one node."""
 
-    outcome: Outcome
-    figures: Figures = Figures()
+    outcome: CheckOutcome
+    figures: NodeMeasurements = NodeMeasurements()
     problems: tuple[str, ...] = ()
     """Why it fails."""
     warnings: tuple[str, ...] = ()
@@ -91,13 +91,15 @@ class Fitness(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_fit(self) -> bool:
-        return self.outcome is not Outcome.FAIL
+        return self.outcome is not CheckOutcome.FAIL
 
     def __str__(self) -> str:
         return "; ".join((*self.problems, *self.warnings)) or "fit"
 
 
-def judge(figures: Figures, floors: Floors, *, number: int = 1, is_whole: bool = True) -> Fitness:
+def judge(
+    figures: NodeMeasurements, floors: Floors, *, number: int = 1, is_whole: bool = True
+) -> NodeFitness:
     """One node by itself.
 
     Args:
@@ -127,11 +129,13 @@ def judge(figures: Figures, floors: Floors, *, number: int = 1, is_whole: bool =
         *_room("disk for the logs", figures.free_disk_bytes, floors.min_free_disk_mb * 1e6),
         *([figures.not_done] if figures.not_done else []),
     ]
-    outcome = Outcome.FAIL if problems else Outcome.WARN if warnings else Outcome.PASS
-    return Fitness(outcome, figures, tuple(problems), tuple(warnings), number, is_whole)
+    outcome = (
+        CheckOutcome.FAIL if problems else CheckOutcome.WARN if warnings else CheckOutcome.PASS
+    )
+    return NodeFitness(outcome, figures, tuple(problems), tuple(warnings), number, is_whole)
 
 
-def far_below(found: Mapping[str, Figures], part: float) -> dict[str, str]:
+def far_below(found: Mapping[str, NodeMeasurements], part: float) -> dict[str, str]:
     """Which nodes have less than a part of what the others have, and of what; by node id.
 
     Args:

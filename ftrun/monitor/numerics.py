@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind, ranks_in_words
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_in_words
 
 SETTLE_S = 1.5
 """Longer than two heartbeats: all ranks have told how far they are."""
@@ -32,7 +32,7 @@ _IN_A_ROW = 2
 
 
 @dataclass(frozen=True, slots=True)
-class RankNumbers:
+class RankNumerics:
     """What one rank has told."""
 
     rank: int
@@ -42,7 +42,7 @@ class RankNumbers:
     """The first step after which a parameter was not finite; 0: all are, as far as is known."""
 
 
-class NumberWatch:
+class NumericsDetector:
     """Over one generation; the losses of the one before are remembered."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class NumberWatch:
         self._is_spike_told = False
 
     def look(
-        self, ranks: Sequence[RankNumbers], node_of: Mapping[int, str], *, now_s: float
+        self, ranks: Sequence[RankNumerics], node_of: Mapping[int, str], *, now_s: float
     ) -> Verdict | None:
         """Judge the newest reports of all ranks; something only the first time."""
         bad = [one for one in ranks if self._is_bad_for_long(one)]
@@ -85,7 +85,7 @@ class NumberWatch:
         steps = {one.rank: self._since(one) for one in bad}
         return _not_finite(bad, steps, len(ranks), node_of, is_told=is_told)
 
-    def _is_bad_for_long(self, one: RankNumbers) -> bool:
+    def _is_bad_for_long(self, one: RankNumerics) -> bool:
         """A parameter counts at once; a loss at two steps, as a scaler skips an overflow."""
         if one.bad_step:
             return True
@@ -94,10 +94,10 @@ class NumberWatch:
             return False
         return one.step > self._bad_loss.setdefault(one.rank, one.step)
 
-    def _since(self, one: RankNumbers) -> int:
+    def _since(self, one: RankNumerics) -> int:
         return one.bad_step or self._bad_loss[one.rank]
 
-    def _spike(self, ranks: Sequence[RankNumbers]) -> Verdict | None:
+    def _spike(self, ranks: Sequence[RankNumerics]) -> Verdict | None:
         told = [one for one in ranks if one.loss is not None]
         if not told:
             return None
@@ -125,7 +125,7 @@ class NumberWatch:
                 f"since then: {', '.join(f'{one:.4g}' for one in self._high)}",
             ),
             against=("a change of the data or of the learning rate does the same",),
-            sure=Sure.POSSIBLE,
+            sure=Confidence.POSSIBLE,
             fingerprint="loss spike",
         )
 
@@ -148,7 +148,7 @@ def _is_bad(loss: float | None) -> bool:
 
 
 def _not_finite(
-    bad: Sequence[RankNumbers],
+    bad: Sequence[RankNumerics],
     since: Mapping[int, int],
     num_ranks: int,
     node_of: Mapping[int, str],
@@ -177,7 +177,7 @@ def _not_finite(
         against=()
         if is_one
         else ("all have it since the same step: who had it first is not known",),
-        sure=Sure.CERTAIN if is_one else Sure.LIKELY,
+        sure=Confidence.CERTAIN if is_one else Confidence.LIKELY,
         acts_at_once=True,
         fingerprint="not finite",
     )

@@ -38,7 +38,7 @@ _OF_LIFE = {
 }
 
 
-class TimeBook:
+class TimeAccounting:
     """The time of one run, since this agent began to lead it."""
 
     def __init__(self, now_s: float) -> None:

@@ -32,7 +32,7 @@ class VerdictKind(Enum):
     FAILING_NODE = "failing node"
 
 
-class Sure(Enum):
+class Confidence(Enum):
     """How sure a verdict is."""
 
     CERTAIN = "certain"
@@ -55,7 +55,7 @@ class Verdict(msgspec.Struct, frozen=True):
     evidence: tuple[str, ...] = ()
     against: tuple[str, ...] = ()
     """What speaks for another explanation."""
-    sure: Sure = Sure.LIKELY
+    sure: Confidence = Confidence.LIKELY
     has_leave: bool = False
     """The culprits do what may take long, by their own word or by their stack."""
     acts_at_once: bool = False

@@ -2,7 +2,7 @@
 
 Runs in:  the agent that leads. Pure.
 Takes in: `RankView`s of one moment.
-Gives:    a `Waits`: edges from a waiting rank to those that have not come.
+Gives:    a `WaitGraph`: edges from a waiting rank to those that have not come.
 Source:   C4's rule (arXiv 2406.04594): who has not entered while the others wait is the culprit;
           over several process groups the culprit is where all chains of waiting end.
 
@@ -13,19 +13,19 @@ Rule 2: a rank that waits itself, in whatever group, is a victim.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ftrun.monitor.evidence import Call, GroupView, RankView
+from ftrun.monitor.evidence import CollectiveCall, ProcessGroupView, RankView
 
 _VARIES = ("gather", "scatter", "broadcast", "all_to_all", "reduce")
 """Operations whose sizes differ from rank to rank; `all_reduce` is not among them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Mismatch:
+class CollectiveMismatch:
     """Ranks that call different collectives under one number."""
 
-    group: GroupView
+    group: ProcessGroupView
     seq: int
-    calls: dict[int, Call]
+    calls: dict[int, CollectiveCall]
 
     @property
     def sides(self) -> dict[str, list[int]]:
@@ -37,7 +37,7 @@ class Mismatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
+class WaitGraph:
     """One look at all ranks."""
 
     views: Mapping[int, RankView]
@@ -45,7 +45,7 @@ class Waits:
     """Of each waiting rank: those that have not entered what it is in."""
     unknown: set[int]
     """Ranks that are waited for, and of which there is no view."""
-    stuck: list[tuple[GroupView, list[int]]]
+    stuck: list[tuple[ProcessGroupView, list[int]]]
     """Collectives that all have entered, with the ranks that have not left."""
 
     @property
@@ -75,11 +75,11 @@ class Waits:
         return path[path.index(rank) :]
 
 
-def waits_of(views: Mapping[int, RankView]) -> Waits:
+def waits_of(views: Mapping[int, RankView]) -> WaitGraph:
     """Make the graph."""
     edges: dict[int, set[int]] = {}
     unknown: set[int] = set()
-    stuck: dict[tuple[str, int], tuple[GroupView, list[int]]] = {}
+    stuck: dict[tuple[str, int], tuple[ProcessGroupView, list[int]]] = {}
     for rank, view in sorted(views.items()):
         for group in view.waiting if view.is_held_up else ():
             absent = {one for one in members_of(group, views) if _is_absent(one, group, views)}
@@ -89,33 +89,33 @@ def waits_of(views: Mapping[int, RankView]) -> Waits:
             else:
                 key = (group.name, group.waits_seq)
                 stuck.setdefault(key, (group, []))[1].append(rank)
-    return Waits(views, edges, unknown, list(stuck.values()))
+    return WaitGraph(views, edges, unknown, list(stuck.values()))
 
 
-def members_of(group: GroupView, views: Mapping[int, RankView]) -> set[int]:
+def members_of(group: ProcessGroupView, views: Mapping[int, RankView]) -> set[int]:
     """Its ranks; where they are not known, those that have been seen in it."""
     if group.ranks:
         return set(group.ranks)
     return {rank for rank, view in views.items() if _in_group(view, group.name) is not None}
 
 
-def mismatches(views: Mapping[int, RankView]) -> list[Mismatch]:
+def mismatches(views: Mapping[int, RankView]) -> list[CollectiveMismatch]:
     """Where ranks call different collectives under one number, the oldest of each group."""
-    groups: dict[str, GroupView] = {}
-    calls: dict[tuple[str, int], dict[int, Call]] = {}
+    groups: dict[str, ProcessGroupView] = {}
+    calls: dict[tuple[str, int], dict[int, CollectiveCall]] = {}
     for rank, view in views.items():
         for group in view.groups:
             groups.setdefault(group.name, group)
             for call in group.calls:
                 calls.setdefault((group.name, call.seq), {})[rank] = call
-    found: dict[str, Mismatch] = {}
+    found: dict[str, CollectiveMismatch] = {}
     for (name, seq), by_rank in sorted(calls.items()):
         if name not in found and len({_signature(call) for call in by_rank.values()}) > 1:
-            found[name] = Mismatch(groups[name], seq, by_rank)
+            found[name] = CollectiveMismatch(groups[name], seq, by_rank)
     return list(found.values())
 
 
-def _is_absent(rank: int, group: GroupView, views: Mapping[int, RankView]) -> bool:
+def _is_absent(rank: int, group: ProcessGroupView, views: Mapping[int, RankView]) -> bool:
     view = views.get(rank)
     if view is None:
         return True
@@ -123,10 +123,10 @@ def _is_absent(rank: int, group: GroupView, views: Mapping[int, RankView]) -> bo
     return own is None or own.entered < group.waits_seq
 
 
-def _in_group(view: RankView, name: str) -> GroupView | None:
+def _in_group(view: RankView, name: str) -> ProcessGroupView | None:
     return next((one for one in view.groups if one.name == name), None)
 
 
-def _signature(call: Call) -> str:
+def _signature(call: CollectiveCall) -> str:
     is_varying = call.op != "all_reduce" and any(word in call.op for word in _VARIES)
     return call.op if is_varying or not call.sizes else f"{call.op} {call.sizes}"

@@ -8,7 +8,7 @@ Gives:    a `WorkerExit`, in words.
 from dataclasses import dataclass
 from signal import Signals
 
-from ftrun.events import Kind, WorkerExit
+from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Rank
 from ftrun.monitor.evidence import RUNTIME, is_in
 
@@ -45,20 +45,24 @@ def explain(facts: ExitFacts) -> WorkerExit:
     who = f"rank {rank} (pid {facts.pid})"
     if facts.corrupt:
         return WorkerExit(
-            rank, Kind.CORRUPT_SNAPSHOT, status, f"{who}: {facts.corrupt}", fingerprint="corrupt"
+            rank,
+            ExitKind.CORRUPT_SNAPSHOT,
+            status,
+            f"{who}: {facts.corrupt}",
+            fingerprint="corrupt",
         )
     if facts.stopped_s is not None:
         text = f"{who} was stopped (SIGSTOP) for {facts.stopped_s:.0f} s and was killed for it"
-        return WorkerExit(rank, Kind.STOPPED, status, text, fingerprint="stopped")
+        return WorkerExit(rank, ExitKind.STOPPED, status, text, fingerprint="stopped")
     if status == 0:
-        return WorkerExit(rank, Kind.FINISHED, 0, f"{who} has finished")
+        return WorkerExit(rank, ExitKind.FINISHED, 0, f"{who} has finished")
     if status < 0:
         return _signalled(facts, who)
     if facts.message:
         first_line = facts.message.splitlines()[0]
         return WorkerExit(
             rank,
-            Kind.EXCEPTION,
+            ExitKind.EXCEPTION,
             status,
             f"{who} raised {first_line}",
             detail=facts.traceback,
@@ -70,7 +74,7 @@ def explain(facts: ExitFacts) -> WorkerExit:
         text += f": the disk of {facts.full_disk} is full, so its output cannot be written there"
     elif status == _OUTPUT_LOST:
         text += ": Python could not write the rest of its output"
-    return WorkerExit(rank, Kind.EXIT_CODE, status, text, fingerprint=f"{status}")
+    return WorkerExit(rank, ExitKind.EXIT_CODE, status, text, fingerprint=f"{status}")
 
 
 def _signalled(facts: ExitFacts, who: str) -> WorkerExit:
@@ -80,7 +84,7 @@ def _signalled(facts: ExitFacts, who: str) -> WorkerExit:
             f"{who} was killed by the kernel, which was out of memory ({facts.oom_kills} such "
             "kill(s) since the last look)"
         )
-        return WorkerExit(facts.rank, Kind.OUT_OF_MEMORY, facts.status, text, fingerprint="oom")
+        return WorkerExit(facts.rank, ExitKind.OUT_OF_MEMORY, facts.status, text, fingerprint="oom")
     text = f"{who} was killed by {name}"
     if -facts.status == SIGKILL:
         known = (
@@ -92,7 +96,7 @@ def _signalled(facts: ExitFacts, who: str) -> WorkerExit:
     elif own := users_place(facts.traceback):
         text += f" at {own}"
     return WorkerExit(
-        facts.rank, Kind.SIGNAL, facts.status, text, detail=facts.traceback, fingerprint=name
+        facts.rank, ExitKind.SIGNAL, facts.status, text, detail=facts.traceback, fingerprint=name
     )
 
 

@@ -18,7 +18,7 @@ _NEARER_AFTER = 4
 """Commits without a step skipped."""
 
 
-class Alignment:
+class SnapshotAlignment:
     """How far ahead the next snapshot must be named."""
 
     def __init__(self) -> None:

@@ -13,8 +13,8 @@ from typing import ClassVar
 
 from ftrun.events import WorkerExit
 from ftrun.ids import Version
-from ftrun.wire.cluster.generation import Plan
-from ftrun.wire.cluster.messages import AnyClusterMessage, AskRoad
+from ftrun.wire.cluster.generation import GenerationPlan
+from ftrun.wire.cluster.messages import AnyClusterMessage, ProbePathRequest
 
 # --- a whole run: the supervisor's ------------------------------------------------------------
 
@@ -36,7 +36,7 @@ class StartGeneration:
 
 
 @dataclass(frozen=True, slots=True)
-class AskLastSnapshot:
+class RequestFinalSnapshot:
     """Have every rank take a snapshot at one and the same next boundary, and wait there."""
 
     journal_kind: ClassVar[str] = "AskLastSnapshot"
@@ -92,7 +92,7 @@ class RespawnZygote:
 
 
 @dataclass(frozen=True, slots=True)
-class GoOnWithout:
+class DisableComponent:
     """Do without a part that keeps dying: `smp` or `zygote`."""
 
     journal_kind: ClassVar[str] = "GoOnWithout"
@@ -113,30 +113,30 @@ class Quiesce:
 
 
 @dataclass(frozen=True, slots=True)
-class Adopt:
-    """Get ready for this generation: void what is later, tell the SMP. Answer: `Adopted`."""
+class InstallGeneration:
+    """Prepare this generation: void later ones, inform the SMP. Answer: `GenerationInstalled`."""
 
-    plan: Plan
+    plan: GenerationPlan
 
 
 @dataclass(frozen=True, slots=True)
-class KeepPlan:
-    """Keep the plan of the running generation with its new roster. Answer: `PlanKept`."""
+class PersistPlan:
+    """Keep the plan of the running generation with its new roster. Answer: `PlanPersisted`."""
 
-    plan: Plan
+    plan: GenerationPlan
     took_effect: bool
 
 
 @dataclass(frozen=True, slots=True)
-class RunGeneration:
+class StartRanks:
     """It has taken effect: start this node's ranks, where it has any."""
 
-    plan: Plan
+    plan: GenerationPlan
     committed: Version | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class HoldRanks:
+class SuspendRanks:
     """Stop this node's ranks where they stand (SIGSTOP), until it is clear who leads."""
 
     journal_kind: ClassVar[str] = "HoldRanks"
@@ -145,7 +145,7 @@ class HoldRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseRanks:
+class ResumeRanks:
     """Let them go on."""
 
     journal_kind: ClassVar[str] = "ReleaseRanks"
@@ -154,35 +154,35 @@ class ReleaseRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class CommitSnapshot:
     """Every node holds and protects this version."""
 
     version: Version
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class WriteCheckpointPart:
     """Write this node's part of this version to disk."""
 
     version: Version
 
 
 @dataclass(frozen=True, slots=True)
-class Abandon:
+class AbandonStep:
     """Some rank has no seal of this step and never will."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class TakeFrom:
+class SetFirstSnapshotStep:
     """No snapshot is taken before this step; it comes before the word that frees the ranks."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class SetInterval:
+class SetSnapshotInterval:
     """Snapshots every so many steps, from this step on."""
 
     every: int
@@ -190,7 +190,7 @@ class SetInterval:
 
 
 @dataclass(frozen=True, slots=True)
-class MovePeers:
+class UpdatePeerPorts:
     """SMPs were started again and listen elsewhere: new ports by node id."""
 
     journal_kind: ClassVar[str] = "MovePeers"
@@ -199,20 +199,20 @@ class MovePeers:
 
 
 @dataclass(frozen=True, slots=True)
-class ExamineRanks:
+class InspectRanks:
     """Some rank has failed: look quickly at what those of this node have called last."""
 
 
 @dataclass(frozen=True, slots=True)
-class CheckAgain:
-    """Check whether this node is fit to run ranks. `Checked` is the answer."""
+class RepeatNodeCheck:
+    """Check whether this node is fit to run ranks. `NodeChecked` is the answer."""
 
     number: int
     """Of that check, at least."""
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class JournalEntry:
     """A line for the journal; `say` where the operator should see it at once."""
 
     kind: str
@@ -225,8 +225,8 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class Dial:
-    """Connect; `Opened` or `DialFailed` is the answer. No node id: whoever is there."""
+class Connect:
+    """Connect; `Opened` or `ConnectFailed` is the answer. No node id: whoever is there."""
 
     host: str
     port: int
@@ -242,25 +242,25 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class HangUp:
+class Disconnect:
     """Close the connection to a node, after what was sent to it."""
 
     node_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class TryRoad:
-    """Try a road from this node. `Heard` of a `RoadTried` by whoever asks is the answer."""
+class ProbePath:
+    """Probe a path from this node. Answer: `MessageReceived` of a `ProbePathResult`."""
 
     asks: str
     """The lead's node."""
-    order: AskRoad
+    order: ProbePathRequest
 
 
 # --- the outside witness ----------------------------------------------------------------------
 
 
-class Wish(Enum):
+class WitnessOperation(Enum):
     """What the outside witness is asked for; witness_rules.py says what it answers."""
 
     LOOK = "look"
@@ -280,37 +280,44 @@ class Wish(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class AskWitness:
-    """Ask the outside witness; `WitnessSaid` is the answer, also where it is out of reach."""
+class QueryWitness:
+    """Ask the outside witness; `WitnessAnswered` is the answer, also where it is out of reach."""
 
-    wish: Wish
+    wish: WitnessOperation
     asked_s: float
     """When; a lease counts from then."""
     generation: int = -1
-    plan: Plan | None = None
+    plan: GenerationPlan | None = None
     begins: bool = False
     """Of a promise: no run is known to go on from."""
 
 
-SupervisorCommand = KillWorkers | StartGeneration | AskLastSnapshot | SignalWorkers | EndRun
-PartCommand = RespawnSmp | RespawnZygote | GoOnWithout
-NetworkCommand = Dial | Send | HangUp
-SnapshotCommand = Commit | Checkpoint | Abandon | TakeFrom | SetInterval | MovePeers
+SupervisorCommand = KillWorkers | StartGeneration | RequestFinalSnapshot | SignalWorkers | EndRun
+PartCommand = RespawnSmp | RespawnZygote | DisableComponent
+NetworkCommand = Connect | Send | Disconnect
+SnapshotCommand = (
+    CommitSnapshot
+    | WriteCheckpointPart
+    | AbandonStep
+    | SetFirstSnapshotStep
+    | SetSnapshotInterval
+    | UpdatePeerPorts
+)
 NodeCommand = (
     SnapshotCommand
     | Quiesce
-    | Adopt
-    | KeepPlan
-    | RunGeneration
-    | HoldRanks
-    | ReleaseRanks
-    | ExamineRanks
+    | InstallGeneration
+    | PersistPlan
+    | StartRanks
+    | SuspendRanks
+    | ResumeRanks
+    | InspectRanks
     | KillWorkers
-    | AskLastSnapshot
+    | RequestFinalSnapshot
     | SignalWorkers
     | EndRun
-    | Note
+    | JournalEntry
 )
-Command = NetworkCommand | NodeCommand | CheckAgain | TryRoad | AskWitness
+Command = NetworkCommand | NodeCommand | RepeatNodeCheck | ProbePath | QueryWitness
 """A check is made in a thread of its own, a road is tried and the witness is asked in one: none of
 them is an order for the hands."""

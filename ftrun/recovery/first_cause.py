@@ -1,6 +1,6 @@
 """Which of several failures the others followed from.
 
-Runs in:  the agent that leads, inside `Oversight` and `Supervisor`. Pure.
+Runs in:  the agent that leads, inside `GenerationMonitor` and `Supervisor`. Pure.
 Takes in: ranks that have ended; what the flight recorders held at that moment.
 Gives:    one `WorkerExit`; it may be one that nobody has reported.
 
@@ -12,24 +12,24 @@ Rule 2: where all that is known is that connections broke, whoever has left them
 
 from collections.abc import Mapping, Sequence
 
-from ftrun.events import Kind, WorkerExit
+from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Rank
 from ftrun.monitor.evidence import RankView
 from ftrun.monitor.hang_detector import find_skipped
 from ftrun.monitor.verdicts import Verdict, ranks_in_words
 
 _ORDER = {
-    Kind.NODE_LOST: 0,
-    Kind.SKIPPED: 1,
-    Kind.OUT_OF_MEMORY: 1,
-    Kind.SIGNAL: 2,
-    Kind.STOPPED: 2,
-    Kind.HUNG: 2,
-    Kind.BAD_NUMBERS: 2,
-    Kind.CORRUPT_SNAPSHOT: 2,
-    Kind.RESTORE_FAILED: 2,
-    Kind.LINK_LOST: 2,
-    Kind.LEFT_EARLY: 3,
+    ExitKind.NODE_LOST: 0,
+    ExitKind.SKIPPED: 1,
+    ExitKind.OUT_OF_MEMORY: 1,
+    ExitKind.SIGNAL: 2,
+    ExitKind.STOPPED: 2,
+    ExitKind.HUNG: 2,
+    ExitKind.BAD_NUMBERS: 2,
+    ExitKind.CORRUPT_SNAPSHOT: 2,
+    ExitKind.RESTORE_FAILED: 2,
+    ExitKind.LINK_LOST: 2,
+    ExitKind.LEFT_EARLY: 3,
 }
 _BROKEN = (
     "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe",
@@ -52,17 +52,17 @@ def may_be_a_consequence(end: WorkerExit) -> bool:
 
     gloo aborts the process where two ranks send one another different amounts.
     """
-    return is_broken_connection(end) or (end.kind is Kind.SIGNAL and end.code == _SIGABRT)
+    return is_broken_connection(end) or (end.kind is ExitKind.SIGNAL and end.code == _SIGABRT)
 
 
 def is_broken_connection(end: WorkerExit) -> bool:
     """An exception that says no more than that somebody else is gone."""
-    return end.kind is Kind.EXCEPTION and any(words in end.text for words in _BROKEN)
+    return end.kind is ExitKind.EXCEPTION and any(words in end.text for words in _BROKEN)
 
 
 def is_link_failure(end: WorkerExit) -> bool:
     """A connection was lost and no process is known to have failed: a retry may succeed."""
-    return end.kind is Kind.LINK_LOST or is_broken_connection(end)
+    return end.kind is ExitKind.LINK_LOST or is_broken_connection(end)
 
 
 def hidden_cause(
@@ -77,16 +77,16 @@ def hidden_cause(
         views: what was seen of the ranks at that moment, those that have ended included.
         node_of: on which node each rank ran.
     """
-    failed = [one for one in ended if one.kind is not Kind.FINISHED]
+    failed = [one for one in ended if one.kind is not ExitKind.FINISHED]
     if not failed or not all(may_be_a_consequence(one) for one in failed):
         return None
     skipped = find_skipped(views, node_of)
     if skipped is not None and skipped.culprits:
         rank = Rank(skipped.culprits[0])
         text = f"{skipped.kind.value}: {skipped.text}"
-        cause = WorkerExit(rank, Kind.SKIPPED, 1, text, fingerprint=skipped.fingerprint)
+        cause = WorkerExit(rank, ExitKind.SKIPPED, 1, text, fingerprint=skipped.fingerprint)
         return cause, skipped
-    finished = [one for one in ended if one.kind is Kind.FINISHED]
+    finished = [one for one in ended if one.kind is ExitKind.FINISHED]
     if not finished or not all(is_broken_connection(one) for one in failed):
         return None
     left, needed = finished[0], ranks_in_words(one.rank for one in failed)
@@ -94,4 +94,4 @@ def hidden_cause(
     who = f"rank {left.rank} on {node}" if node else f"rank {left.rank}"
     text = f"{who} has ended with exit code 0 while {needed} still needed it"
     detail = failed[0].detail and f"rank {failed[0].rank} failed because of it:\n{failed[0].detail}"
-    return WorkerExit(left.rank, Kind.LEFT_EARLY, 1, text, detail, "left early"), None
+    return WorkerExit(left.rank, ExitKind.LEFT_EARLY, 1, text, detail, "left early"), None

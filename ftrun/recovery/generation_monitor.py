@@ -3,7 +3,7 @@
 Runs in:  the agent that leads. Pure.
 Takes in: heartbeats of the members, lost nodes.
 Gives:    the supervisor's commands; the orders that stand in the lead's own heartbeat.
-Survives: the lead: `History` goes into each plan, and the next lead begins from it.
+Survives: the lead: `FailureHistory` goes into each plan, and the next lead begins from it.
 
 Rule 1: what a heartbeat says counts for the generation it names.
 Rule 2: ranks that failed by an exception wait a moment for the failure it may have followed from:
@@ -22,37 +22,37 @@ from ftrun.errors import ExitCode
 from ftrun.events import (
     AllAtBoundary,
     Event,
+    ExitKind,
     GenerationStarted,
-    Kind,
     Progress,
-    StopAsked,
+    StopRequested,
     Tick,
     WorkerExit,
     WorkersExited,
 )
 from ftrun.ids import Generation, Rank, version
 from ftrun.monitor.verdicts import Verdict
-from ftrun.recovery.alignment import Alignment
+from ftrun.recovery.alignment import SnapshotAlignment
 from ftrun.recovery.commands import (
-    AskLastSnapshot,
     EndRun,
     KillWorkers,
+    RequestFinalSnapshot,
     Send,
     SignalWorkers,
     StartGeneration,
     SupervisorCommand,
 )
 from ftrun.recovery.first_cause import may_be_a_consequence
-from ftrun.recovery.health import Watching
-from ftrun.recovery.incidents import Incidents
+from ftrun.recovery.health import HealthMonitor
+from ftrun.recovery.incidents import IncidentLog
 from ftrun.recovery.lost_links import PairFinder
 from ftrun.recovery.node_failures import NodeFailures
 from ftrun.recovery.past import Past
-from ftrun.recovery.settings import ClusterSettings
-from ftrun.recovery.snapshot_coordination import Reports
-from ftrun.recovery.supervisor import Policy, State, Supervisor
-from ftrun.wire.cluster.generation import Edition, History, Plan
-from ftrun.wire.cluster.heartbeats import Beat, LeadBeat
+from ftrun.recovery.settings import MembershipSettings
+from ftrun.recovery.snapshot_coordination import MemberReports
+from ftrun.recovery.supervisor import STOPPING, Policy, Supervisor, SupervisorState
+from ftrun.wire.cluster.generation import Edition, FailureHistory, GenerationPlan
+from ftrun.wire.cluster.heartbeats import Heartbeat, LeaderHeartbeat
 
 CAUSE_WAIT_S = 0.15
 """A peer's death and the exceptions it leads to are reported within this of each other."""
@@ -63,24 +63,24 @@ EXAMINE_WAIT_S = 0.6
 EVERY_AHEAD_STEPS = 64
 """A new interval takes effect so many steps ahead, further than ranks drift apart."""
 
-_ENDS_ITSELF = (Kind.EXCEPTION, Kind.EXIT_CODE)
+_ENDS_ITSELF = (ExitKind.EXCEPTION, ExitKind.EXIT_CODE)
 _NODE_LOST_CODE = 76
 _SIGTERM = 15
 
 
-class Oversight:
+class GenerationMonitor:
     """One run, as its lead sees it."""
 
     def __init__(
-        self, policy: Policy, settings: ClusterSettings, me: str = "", *, pairs: PairFinder
+        self, policy: Policy, settings: MembershipSettings, me: str = "", *, pairs: PairFinder
     ) -> None:
         self.supervisor = Supervisor(policy, world_size=0)
-        self.orders = LeadBeat(generation=-1)
+        self.orders = LeaderHeartbeat(generation=-1)
         self.stop_signal = 0
         """The signal by which somebody wants the run to end; 0 while nobody does."""
         self.past = Past()
-        self.reports = Reports()
-        self.watching = Watching(settings, policy.bad_numbers, me, pairs)
+        self.reports = MemberReports()
+        self.watching = HealthMonitor(settings, policy.bad_numbers, me, pairs)
         self.num_spares = 0
         """Nodes that could take the place of a member."""
         self.asked_to_leave: frozenset[str] = frozenset()
@@ -88,8 +88,8 @@ class Oversight:
         self.awaits_notices = False
         """It is not clear yet whether they leave or the run is to stop: nobody is started again."""
         self._settings = settings
-        self._alignment = Alignment()
-        self._plan: Plan | None = None
+        self._alignment = SnapshotAlignment()
+        self._plan: GenerationPlan | None = None
         self._told = self.orders
         self._exits: dict[Rank, WorkerExit] = {}
         self._waiting: list[WorkerExit] = []
@@ -102,15 +102,15 @@ class Oversight:
         self._rate_from: tuple[float, int] | None = None
 
     @property
-    def incidents(self) -> Incidents:
+    def incidents(self) -> IncidentLog:
         return self.watching.incidents
 
     @property
-    def beats(self) -> dict[str, Beat]:
+    def beats(self) -> dict[str, Heartbeat]:
         """The newest heartbeat of every node."""
         return self.reports.beats
 
-    def succeed(self, history: History, *, now_s: float, known_s: float) -> None:
+    def succeed(self, history: FailureHistory, *, now_s: float, known_s: float) -> None:
         """Go on from what the last lead knew, since `known_s`; again, where a later one is found.
 
         Ages that count towards a limit count from now, which is strict.
@@ -121,7 +121,7 @@ class Oversight:
         self.watching.hung.succeed(history.hung_nodes, history.longest_start_s)
         self._failures.succeed(history.node_failures, history.barred, now_s=now_s)
 
-    def history(self, *, now_s: float) -> History:
+    def history(self, *, now_s: float) -> FailureHistory:
         known = self.supervisor.history(now_s=now_s)
         return msgspec.structs.replace(
             known,
@@ -161,17 +161,17 @@ class Oversight:
 
     # --- a generation's life ------------------------------------------------------------------
 
-    def take_over(self, plan: Plan, *, since_s: float) -> None:
+    def take_over(self, plan: GenerationPlan, *, since_s: float) -> None:
         """This generation ran under another lead, and is about to be replaced."""
         self.past.begins(plan, now_s=since_s)
         self._plan = plan
         self.reports.begin(plan)
         self.supervisor.world_size = plan.world_size
 
-    def begin(self, plan: Plan, *, now_s: float) -> list[SupervisorCommand]:
+    def begin(self, plan: GenerationPlan, *, now_s: float) -> list[SupervisorCommand]:
         """This generation has taken effect."""
         self.take_over(plan, since_s=now_s)
-        self.orders = LeadBeat(generation=plan.generation)
+        self.orders = LeaderHeartbeat(generation=plan.generation)
         self._exits.clear()
         self._waiting.clear()
         self._problems.clear()
@@ -182,13 +182,13 @@ class Oversight:
         restored = version(*plan.restore) if plan.restore is not None else None
         return self._ask(GenerationStarted(Generation(plan.generation), restored), now_s)
 
-    def note(self, node_id: str, beat: Beat) -> None:
+    def note(self, node_id: str, beat: Heartbeat) -> None:
         """Keep a heartbeat of a time in which no generation runs."""
         self.reports.take(node_id, beat)
         if beat.stops:
             self.stop_signal = beat.stop_signal or _SIGTERM
 
-    def beat(self, node_id: str, beat: Beat, *, now_s: float) -> list[SupervisorCommand]:
+    def beat(self, node_id: str, beat: Heartbeat, *, now_s: float) -> list[SupervisorCommand]:
         """Take in how things are on one node; `passing` decides what it leads to."""
         is_current = self.reports.take(node_id, beat)
         took_s = self.incidents.stepped(node_id, beat.restart if is_current else None, now_s=now_s)
@@ -220,7 +220,7 @@ class Oversight:
         """Somebody wants the run to end, by this signal."""
         self.stop_signal = number
         self._at_boundary_told = False  # they may wait there already, to take nodes in
-        return self._ask(StopAsked(number, by, self.reports.attached), now_s)
+        return self._ask(StopRequested(number, by, self.reports.attached), now_s)
 
     def lost(self, nodes: Mapping[str, str], *, now_s: float) -> list[SupervisorCommand]:
         """Members of the running generation are gone, and their ranks with them.
@@ -238,7 +238,7 @@ class Oversight:
             ranks = [Rank(rank) for rank in node.ranks] if node is not None else []
             self._take_exits(
                 [
-                    WorkerExit(rank, Kind.NODE_LOST, _NODE_LOST_CODE, text, fingerprint=mark)
+                    WorkerExit(rank, ExitKind.NODE_LOST, _NODE_LOST_CODE, text, fingerprint=mark)
                     for rank in ranks
                     if rank not in self._exits
                 ],
@@ -260,7 +260,7 @@ class Oversight:
     @property
     def waits_for_cause(self) -> bool:
         """Ranks have failed in a way that may have followed from another failure."""
-        failed = [one for one in self._waiting if one.kind is not Kind.FINISHED]
+        failed = [one for one in self._waiting if one.kind is not ExitKind.FINISHED]
         return bool(failed) and all(_may_follow(one) for one in failed)
 
     def progress(self) -> Progress:
@@ -269,16 +269,16 @@ class Oversight:
     @property
     def is_steady(self) -> bool:
         """All ranks run, and nothing is wrong or under way."""
-        is_running = self.supervisor.state is State.RUNNING
+        is_running = self.supervisor.state is SupervisorState.RUNNING
         return is_running and self.reports.all_run and not self._exits
 
     @property
     def is_stopping(self) -> bool:
-        return self.supervisor.state in (State.LAST_SNAPSHOT, State.SIGNALLED, State.KILLED)
+        return self.supervisor.state in STOPPING
 
     # --- orders -------------------------------------------------------------------------------
 
-    def heartbeat(self, edition: Edition, number: int, *, is_held: bool) -> LeadBeat:
+    def heartbeat(self, edition: Edition, number: int, *, is_held: bool) -> LeaderHeartbeat:
         """What the lead has to say now.
 
         Args:
@@ -289,7 +289,7 @@ class Oversight:
         self._told = body = self.orders
         generation, roster = edition
         if body.generation != generation and not body.ended:
-            body = LeadBeat(generation=generation)
+            body = LeaderHeartbeat(generation=generation)
         count = self.incidents.count
         return msgspec.structs.replace(
             body, roster=roster, number=number, is_held=is_held, incidents=count
@@ -308,7 +308,7 @@ class Oversight:
                     follows = commands[index + 1 :]
                     if not any(isinstance(one, StartGeneration | EndRun) for one in follows):
                         self._order(killed=True, why=command.why)
-                case AskLastSnapshot():
+                case RequestFinalSnapshot():
                     self.stop_at_boundary(command.why)
                 case SignalWorkers():
                     count = self.orders.signal_count + 1
@@ -357,8 +357,8 @@ class Oversight:
     # --- what is wrong ------------------------------------------------------------------------
 
     def _watch(self, now_s: float) -> None:
-        has_failed = any(one.kind is not Kind.FINISHED for one in self._exits.values())
-        if self._plan is None or has_failed or self.supervisor.state is not State.RUNNING:
+        has_failed = any(one.kind is not ExitKind.FINISHED for one in self._exits.values())
+        if self._plan is None or has_failed or self.supervisor.state is not SupervisorState.RUNNING:
             return
         is_elastic = len(self._plan.members) > self._settings.wishes.min_nodes
         self.watching.can_replace = can_replace = self.num_spares > 0 or is_elastic
@@ -382,7 +382,7 @@ class Oversight:
     def _decided_on(self, now_s: float) -> tuple[WorkerExit, ...]:
         """Ranks that have ended, as the supervisor is to see them."""
         waiting, self._waiting = tuple(self._waiting), []
-        if self._plan is None or self.supervisor.state is not State.RUNNING:
+        if self._plan is None or self.supervisor.state is not SupervisorState.RUNNING:
             return waiting
         ended = list(self._exits.values())
         try:
@@ -397,14 +397,14 @@ class Oversight:
 
     def probes(self, *, now_s: float) -> list[Send]:
         """Links that are to be tried."""
-        is_running = self._plan is not None and self.supervisor.state is State.RUNNING
+        is_running = self._plan is not None and self.supervisor.state is SupervisorState.RUNNING
         return self.watching.probes(self._plan, now_s=now_s) if self._plan and is_running else []
 
     # --- details ------------------------------------------------------------------------------
 
     def _take_exits(self, exits: Sequence[WorkerExit], now_s: float) -> None:
         new = [one for one in exits if one.rank not in self._exits]
-        if any(one.kind is not Kind.FINISHED for one in new):
+        if any(one.kind is not ExitKind.FINISHED for one in new):
             self.incidents.sign(now_s)
         if new and not self._waiting:
             # On one node all are seen together, but for those that a broken connection ends.
@@ -417,7 +417,7 @@ class Oversight:
             self._exits[one.rank] = one
             self._waiting.append(one)
 
-    def _take_restore_failure(self, node_id: str, beat: Beat, now_s: float) -> None:
+    def _take_restore_failure(self, node_id: str, beat: Heartbeat, now_s: float) -> None:
         """Its ranks end by an exception for it: the failure stands in the place of one of those."""
         node = self.reports.member(node_id)
         assert node is not None
@@ -430,12 +430,12 @@ class Oversight:
         self._exits.pop(rank, None)
         text = f"node {node_id} could not get its state back: {beat.problem}"
         mark = f"restore {node_id}"
-        kind, code = Kind.RESTORE_FAILED, ExitCode.STATE_LOST
+        kind, code = ExitKind.RESTORE_FAILED, ExitCode.STATE_LOST
         if beat.problem_is_link:
-            kind, code = Kind.LINK_LOST, ExitCode.TRY_AGAIN
+            kind, code = ExitKind.LINK_LOST, ExitCode.TRY_AGAIN
         self._take_exits([WorkerExit(rank, kind, code, text, fingerprint=mark)], now_s)
 
-    def _commit(self, beat: Beat) -> None:
+    def _commit(self, beat: Heartbeat) -> None:
         ready, committed = self.reports.ready_with(beat), self.orders.committed
         known = self.reports.committed
         if known is not None and known[0] == beat.generation and (ready is None or ready < known):
@@ -462,7 +462,7 @@ class Oversight:
         if now_s - self._checkpoint_s >= self._settings.checkpoint_every_s:
             self.name_checkpoint(now_s=now_s)
 
-    def _note_port(self, plan: Plan, node_id: str, port: int) -> None:
+    def _note_port(self, plan: GenerationPlan, node_id: str, port: int) -> None:
         known = self.orders.moved.get(node_id) or plan.smp_ports.get(node_id)
         if port and port != known:
             self._order(moved={**self.orders.moved, node_id: port})

@@ -1,6 +1,6 @@
 """All that is looked at while a generation runs: hangs, numbers, what is slow; what follows.
 
-Runs in:  the agent that leads, inside `Oversight`. Pure.
+Runs in:  the agent that leads, inside `GenerationMonitor`. Pure.
 Takes in: the newest heartbeats, ranks that have ended.
 Gives:    incidents; failures of ranks that have not ended by themselves.
 
@@ -13,20 +13,20 @@ from collections.abc import Sequence
 import msgspec
 
 from ftrun.errors import ExitCode
-from ftrun.events import Kind, Progress, WorkerExit
+from ftrun.events import ExitKind, Progress, WorkerExit
 from ftrun.ids import Rank
 from ftrun.monitor.evidence import RankView
-from ftrun.monitor.numerics import NumberWatch, RankNumbers
-from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind, ranks_in_words
+from ftrun.monitor.numerics import NumericsDetector, RankNumerics
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_in_words
 from ftrun.recovery.commands import Send
 from ftrun.recovery.first_cause import first_cause, hidden_cause
-from ftrun.recovery.incidents import Incidents
+from ftrun.recovery.incidents import IncidentLog
 from ftrun.recovery.lost_links import HungLinks, PairFinder
-from ftrun.recovery.settings import ClusterSettings
-from ftrun.recovery.slow_watch import SlowWatch
-from ftrun.recovery.snapshot_coordination import Reports
-from ftrun.recovery.suspicions import HangWatch
-from ftrun.wire.cluster.generation import Plan, VersionPair
+from ftrun.recovery.settings import MembershipSettings
+from ftrun.recovery.slow_watch import SlowSuspicions
+from ftrun.recovery.snapshot_coordination import MemberReports
+from ftrun.recovery.suspicions import HangSuspicions
+from ftrun.wire.cluster.generation import GenerationPlan, VersionPair
 
 _BACK = (
     ". It is only reported: numbers.policy=rollback would go back to a version from before it, and "
@@ -35,14 +35,14 @@ _BACK = (
 _STOP = ". It is only reported: numbers.policy=stop would end the run"
 
 
-class Watching:
+class HealthMonitor:
     """Of one run, by one lead."""
 
     def __init__(
-        self, settings: ClusterSettings, bad_numbers: str, me: str, pairs: PairFinder
+        self, settings: MembershipSettings, bad_numbers: str, me: str, pairs: PairFinder
     ) -> None:
-        self.incidents = Incidents()
-        self.slow = SlowWatch()
+        self.incidents = IncidentLog()
+        self.slow = SlowSuspicions()
         self.spoiled: VersionPair | None = None
         """From this version on they hold bad numbers; until the next generation."""
         self.skip_to = -1
@@ -57,13 +57,13 @@ class Watching:
         self._evicts_hung = settings.hang.action == "evict"
         self._bad_numbers = bad_numbers
         self._me = me
-        self._hangs = HangWatch(settings.hang)
-        self._numbers = NumberWatch()
+        self._hangs = HangSuspicions(settings.hang)
+        self._numbers = NumericsDetector()
         self._is_blind = self._has_told_of_replicas = self._is_stuck = False
         self._due_s = 0.0
         self._every_s = settings.heartbeat_s / 2
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, plan: GenerationPlan) -> None:
         """This generation has taken effect."""
         self.spoiled = None
         self.skip_to = -1
@@ -76,7 +76,9 @@ class Watching:
         self.slow.begin()
         self.incidents.generation_begins(plan)
 
-    def look(self, plan: Plan, reports: Reports, *, now_s: float) -> list[WorkerExit]:
+    def look(
+        self, plan: GenerationPlan, reports: MemberReports, *, now_s: float
+    ) -> list[WorkerExit]:
         """How far all ranks are; why, where they get no further; ranks to act on."""
         if now_s < self._due_s or self._is_blind:
             return []
@@ -97,7 +99,7 @@ class Watching:
             self._is_blind = True
             self.incidents.tell_bug(f"{type(error).__name__}: {error}")
 
-    def probes(self, plan: Plan, *, now_s: float) -> list[Send]:
+    def probes(self, plan: GenerationPlan, *, now_s: float) -> list[Send]:
         """Links to try: slow ones, and all between the members while ranks make no steps."""
         return [
             *self.slow.probes(plan, self._me, now_s=now_s),
@@ -105,7 +107,7 @@ class Watching:
         ]
 
     def _look_at_first_step(
-        self, plan: Plan, reports: Reports, progress: Progress, now_s: float
+        self, plan: GenerationPlan, reports: MemberReports, progress: Progress, now_s: float
     ) -> list[WorkerExit]:
         """Ranks to act on because a lost link lets none of them make a first step."""
         verdict = self.hung.look(
@@ -123,7 +125,7 @@ class Watching:
         return [_hung(verdict, ())]
 
     def _look_at_silence(
-        self, plan: Plan, reports: Reports, progress: Progress, now_s: float
+        self, plan: GenerationPlan, reports: MemberReports, progress: Progress, now_s: float
     ) -> list[WorkerExit]:
         finding = self._hangs.look(
             reports.beats, plan, cut=self.pairs.cut, can_replace=self.can_replace
@@ -157,9 +159,11 @@ class Watching:
         if was_stuck and not self._is_stuck:
             self.pairs.begin()
 
-    def _look_at_numbers(self, plan: Plan, reports: Reports, now_s: float) -> list[WorkerExit]:
+    def _look_at_numbers(
+        self, plan: GenerationPlan, reports: MemberReports, now_s: float
+    ) -> list[WorkerExit]:
         ranks = [
-            RankNumbers(one.rank, one.step, one.loss, one.bad_step)
+            RankNumerics(one.rank, one.step, one.loss, one.bad_step)
             for beat in reports.current
             for one in beat.ranks
         ]
@@ -181,9 +185,9 @@ class Watching:
         rank = Rank((*verdict.culprits, *verdict.victims, 0)[0])
         text = f"{verdict.kind.value}: {verdict.text}"
         code = ExitCode.DO_NOT_RESTART
-        return [WorkerExit(rank, Kind.BAD_NUMBERS, code, text, fingerprint=verdict.fingerprint)]
+        return [WorkerExit(rank, ExitKind.BAD_NUMBERS, code, text, fingerprint=verdict.fingerprint)]
 
-    def _look_at_replicas(self, plan: Plan, reports: Reports, now_s: float) -> None:
+    def _look_at_replicas(self, plan: GenerationPlan, reports: MemberReports, now_s: float) -> None:
         told = next((beat for beat in reports.current if beat.differs), None)
         if told is None or self._has_told_of_replicas:
             return
@@ -202,12 +206,14 @@ class Watching:
             else f"{who} held the same, and do no more; which of them is right cannot be told",
             evidence=(told.differs,),
             against=("a script that trains something for itself on one rank does the same",),
-            sure=Sure.LIKELY if is_vote else Sure.POSSIBLE,
+            sure=Confidence.LIKELY if is_vote else Confidence.POSSIBLE,
             fingerprint=f"replicas {' '.join(map(str, ranks))}",
         )
         self.incidents.reported(verdict, reports.progress, now_s=now_s)
 
-    def _look_at_what_is_slow(self, plan: Plan, reports: Reports, now_s: float) -> None:
+    def _look_at_what_is_slow(
+        self, plan: GenerationPlan, reports: MemberReports, now_s: float
+    ) -> None:
         for verdict in self.slow.look(reports.beats, plan, self._me, now_s=now_s):
             matrix = self.slow.matrix()
             known = _with_troubles(verdict, reports)
@@ -219,8 +225,8 @@ class Watching:
         self,
         waiting: Sequence[WorkerExit],
         ended: Sequence[WorkerExit],
-        plan: Plan,
-        reports: Reports,
+        plan: GenerationPlan,
+        reports: MemberReports,
         *,
         now_s: float,
     ) -> tuple[WorkerExit, ...]:
@@ -243,22 +249,27 @@ class Watching:
         return (*(one for one in waiting if one.rank != cause.rank), cause)
 
     def failed(
-        self, exits: Sequence[WorkerExit], plan: Plan, reports: Reports, *, now_s: float
+        self,
+        exits: Sequence[WorkerExit],
+        plan: GenerationPlan,
+        reports: MemberReports,
+        *,
+        now_s: float,
     ) -> None:
         """The supervisor is about to decide on these."""
-        failed = [one for one in exits if one.kind is not Kind.FINISHED]
+        failed = [one for one in exits if one.kind is not ExitKind.FINISHED]
         if failed:
             cause = first_cause(failed)
             nodes = [node.node_id for node in plan.members if cause.rank in node.ranks]
             self.incidents.failed(cause, nodes, reports.progress, now_s=now_s)
 
 
-def node_of(plan: Plan) -> dict[int, str]:
+def node_of(plan: GenerationPlan) -> dict[int, str]:
     """On which node each rank runs."""
     return {rank: node.node_id for node in plan.members for rank in node.ranks}
 
 
-def _with_troubles(verdict: Verdict, reports: Reports) -> Verdict:
+def _with_troubles(verdict: Verdict, reports: MemberReports) -> Verdict:
     """With what network cards and GPUs of the nodes it names have counted lately."""
     told = [
         f"{node_id}: {text}"
@@ -277,7 +288,7 @@ def _hung(verdict: Verdict, views: Sequence[RankView]) -> WorkerExit:
     stack = next((view.stack for view in views if view.rank == rank), ())
     return WorkerExit(
         Rank(rank),
-        Kind.HUNG,
+        ExitKind.HUNG,
         ExitCode.TRY_AGAIN,
         f"{verdict.kind.value}: {verdict.text}",
         detail="\n".join(f"  {frame}" for frame in stack),

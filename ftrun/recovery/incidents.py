@@ -2,7 +2,8 @@
 
 Runs in:  the agent that leads. Pure.
 Takes in: findings, failures, the progress of the ranks.
-Gives:    `Note`s for the journal, from which status, report and metrics are made; the life cycle.
+Gives:    `JournalEntry`s for the journal, from which status, report and metrics are made; the life
+          cycle.
 Survives: the lead: the next one goes on counting, and opens an incident of its own.
 
 Rule 1: one incident at a time. What fails before it is verified belongs to it.
@@ -16,25 +17,25 @@ from typing import Any
 
 import msgspec
 
-from ftrun.events import Kind, Progress, WorkerExit
+from ftrun.events import ExitKind, Progress, WorkerExit
 from ftrun.ids import Step
 from ftrun.monitor.evidence import RankView
-from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind
-from ftrun.recovery.commands import Note
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
+from ftrun.recovery.commands import JournalEntry
 from ftrun.recovery.downtime import Downtime, downtime
-from ftrun.recovery.lifecycle import Life, LifeCycle
-from ftrun.recovery.losses import Losses
-from ftrun.recovery.suspicions import Finding
-from ftrun.wire.cluster.generation import Plan
-from ftrun.wire.cluster.heartbeats import Beat, RestartTimes
+from ftrun.recovery.lifecycle import Lifecycle, LifecycleState
+from ftrun.recovery.losses import LossContinuity
+from ftrun.recovery.suspicions import HangFinding
+from ftrun.wire.cluster.generation import GenerationPlan
+from ftrun.wire.cluster.heartbeats import Heartbeat, RestartTimes
 
 KEPT = 20
 """Closed incidents that status still shows."""
 
 _KINDS = {
-    Kind.OUT_OF_MEMORY: VerdictKind.OUT_OF_MEMORY,
-    Kind.NODE_LOST: VerdictKind.NODE_LOST,
-    Kind.STOPPED: VerdictKind.FROZEN,
+    ExitKind.OUT_OF_MEMORY: VerdictKind.OUT_OF_MEMORY,
+    ExitKind.NODE_LOST: VerdictKind.NODE_LOST,
+    ExitKind.STOPPED: VerdictKind.FROZEN,
 }
 
 
@@ -63,7 +64,7 @@ class Incident:
     """Of earlier faults of the same incident."""
 
 
-class Incidents:
+class IncidentLog:
     """Of one run, as one lead sees it."""
 
     def __init__(self) -> None:
@@ -71,9 +72,9 @@ class Incidents:
         self.open: Incident | None = None
         self.closed: deque[tuple[float, Mapping[str, object]]] = deque(maxlen=KEPT)
         """The last ones: when each was closed, and what its line in the journal says."""
-        self.life = LifeCycle()
-        self._losses = Losses()
-        self._notes: list[Note] = []
+        self.life = Lifecycle()
+        self._losses = LossContinuity()
+        self._notes: list[JournalEntry] = []
         self._attached = False
         self._sign_s: float | None = None
         self._awaited: frozenset[str] = frozenset()
@@ -82,7 +83,7 @@ class Incidents:
         """Of these nodes: when the last rank had completed its first step."""
         self._matrix: list[dict[str, Any]] = []
 
-    def take_notes(self) -> list[Note]:
+    def take_notes(self) -> list[JournalEntry]:
         """Lines for the journal since the last call."""
         notes, self._notes = self._notes, []
         return notes
@@ -90,12 +91,12 @@ class Incidents:
     def succeed(self, count: int) -> None:
         """Take over from a lead that is gone."""
         self.count = max(self.count, count)
-        self.life = LifeCycle(Life.RUN)
+        self.life = Lifecycle(LifecycleState.RUN)
 
     @property
     def is_suspected(self) -> bool:
         """Something is late, and this was told."""
-        return self.life.state in (Life.SUSPECT, Life.DIAGNOSE)
+        return self.life.state in (LifecycleState.SUSPECT, LifecycleState.DIAGNOSE)
 
     # --- what happens -------------------------------------------------------------------------
 
@@ -111,23 +112,25 @@ class Incidents:
         incident.kind, incident.best_step = "agent lost", -1
         incident.detected_s, incident.known_s = now_s - incident.began_s, now_s
 
-    def generation_begins(self, plan: Plan) -> None:
+    def generation_begins(self, plan: GenerationPlan) -> None:
         """It has taken effect, and its ranks are being started."""
         self._sign_s = None
         self._stepped = {}
         restarted = plan.members if plan.generation > 0 else ()
         self._awaited = frozenset(node.node_id for node in restarted)
-        if self.life.state is Life.LAUNCH:
-            self._go(Life.CHECK, f"{len(plan.members)} node(s) are here, ranks are starting")
+        if self.life.state is LifecycleState.LAUNCH:
+            self._go(
+                LifecycleState.CHECK, f"{len(plan.members)} node(s) are here, ranks are starting"
+            )
             return
-        self._go(Life.RECOVER, plan.why)  # where nothing has failed: nodes are taken in
-        state = Life.VERIFY if self.open is not None else Life.CHECK
+        self._go(LifecycleState.RECOVER, plan.why)  # where nothing has failed: nodes are taken in
+        state = LifecycleState.VERIFY if self.open is not None else LifecycleState.CHECK
         self._go(state, f"generation {plan.generation} is starting")
         if self.open is not None:
             self.open.restored_step = plan.restore[1] if plan.restore is not None else 0
             self.open.downtime = None
 
-    def suspected(self, finding: Finding, progress: Progress, *, now_s: float) -> None:
+    def suspected(self, finding: HangFinding, progress: Progress, *, now_s: float) -> None:
         """Ranks are silent for too long."""
         ranks = sorted(view.rank for view in finding.views if view.has_stepped)
         text = (
@@ -135,7 +138,7 @@ class Incidents:
             f"{finding.deadline_s:.1f} s, by this run's own steps)"
         )
         incident = self._incident(text, progress, now_s=now_s - finding.silent_s)
-        self._go(Life.SUSPECT, text)
+        self._go(LifecycleState.SUSPECT, text)
         self._note(
             "Suspected",
             text,
@@ -158,7 +161,7 @@ class Incidents:
         matrix, self._matrix = self._matrix, []
         is_known = last is not None and last.text == verdict.text
         incident.verdict, incident.text = verdict, verdict.text
-        self._go(Life.DIAGNOSE, verdict.text)
+        self._go(LifecycleState.DIAGNOSE, verdict.text)
         self._note(
             "Verdict",
             verdict.text,
@@ -179,9 +182,12 @@ class Incidents:
 
     def cleared(self, progress: Progress, *, now_s: float) -> None:
         """Steps are made again, and nothing was done."""
-        if self.life.state in (Life.SUSPECT, Life.DIAGNOSE) and self.open is not None:
+        if (
+            self.life.state in (LifecycleState.SUSPECT, LifecycleState.DIAGNOSE)
+            and self.open is not None
+        ):
             self.open.actions.append("report")
-            self._go(Life.RUN, "steps are made again")
+            self._go(LifecycleState.RUN, "steps are made again")
             self._close(None, progress, now_s=now_s)
 
     def reported(
@@ -199,7 +205,7 @@ class Incidents:
         self._matrix = list(matrix)
         self.found(verdict, (), progress, now_s=now_s)
         self._incident(verdict.text, progress, now_s=now_s).actions.append("report")
-        self._go(Life.RUN, "it is reported, and nothing else is done")
+        self._go(LifecycleState.RUN, "it is reported, and nothing else is done")
         self._close(None, progress, now_s=now_s)
 
     def failed(self, cause: WorkerExit, nodes: Sequence[str], progress: Progress, *,
@@ -208,7 +214,7 @@ class Incidents:
         incident = self._incident(cause.text, progress, now_s=now_s)
         if incident.verdict is None:
             self.named(verdict_of(cause, nodes), (), now_s=now_s)
-        elif cause.kind not in (Kind.HUNG, Kind.SKIPPED, Kind.BAD_NUMBERS):
+        elif cause.kind not in (ExitKind.HUNG, ExitKind.SKIPPED, ExitKind.BAD_NUMBERS):
             self._note("Also", cause.text, incident=incident.number)
 
     def tell_bug(self, text: str) -> None:
@@ -222,7 +228,7 @@ class Incidents:
             self.open.actions.append(action)
             self._note("Action", why, incident=self.open.number, action=action, why=why)
         if action in ("respawn", "evict", "rollback"):
-            self._go(Life.RECOVER, why)
+            self._go(LifecycleState.RECOVER, why)
 
     def stepped(self, node_id: str, times: RestartTimes | None, *, now_s: float) -> float | None:
         """A node says when its ranks completed their first steps after the restart.
@@ -250,7 +256,7 @@ class Incidents:
         self._note("Downtime", took.text, say=True, **fields, **took.as_fields())
         return took.total_s
 
-    def progress(self, beats: Sequence[Beat], progress: Progress, *, now_s: float) -> None:
+    def progress(self, beats: Sequence[Heartbeat], progress: Progress, *, now_s: float) -> None:
         """How far all ranks are, by the newest heartbeats of all members."""
         self._attached |= progress.attached
         reports = [report for beat in beats for report in beat.ranks]
@@ -259,19 +265,21 @@ class Incidents:
         loss = next((one.loss for one in reports if one.loss is not None), None)
         step = min(report.step for report in reports)
         incident = self.open
-        if self.life.state is Life.CHECK:
-            self._go(Life.RUN, "every rank has made a step")
-        elif self.life.state is Life.VERIFY and incident is not None:
+        if self.life.state is LifecycleState.CHECK:
+            self._go(LifecycleState.RUN, "every rank has made a step")
+        elif self.life.state is LifecycleState.VERIFY and incident is not None:
             is_past = step > incident.best_step or not self._attached
             if is_past and incident.downtime is not None:
-                self._go(Life.RUN, f"every rank is past step {max(incident.best_step, 0):,}")
+                self._go(
+                    LifecycleState.RUN, f"every rank is past step {max(incident.best_step, 0):,}"
+                )
                 self._close(loss, progress, now_s=now_s)
-        elif self.life.state is Life.RUN and loss is not None:
+        elif self.life.state is LifecycleState.RUN and loss is not None:
             self._losses.add(step, loss)
 
     def ended(self, why: str, progress: Progress, *, is_done: bool, now_s: float) -> None:
         """The run is over."""
-        self._go(Life.ENDED, why)
+        self._go(LifecycleState.ENDED, why)
         if self.open is not None:
             if not is_done:
                 self.open.actions.append("stop")
@@ -321,7 +329,7 @@ class Incidents:
         )  # fmt: skip
         self.closed.append((now_s, {**self._notes[-1].fields, "text": incident.text}))
 
-    def _go(self, new: Life, why: str) -> None:
+    def _go(self, new: LifecycleState, why: str) -> None:
         change = self.life.go(new, why)
         if change is None:
             return
@@ -330,7 +338,7 @@ class Incidents:
         self._note(kind, why, incident=number, old=change.old.value, new=change.new.value, why=why)
 
     def _note(self, kind: str, text: str, *, say: bool = False, **fields: object) -> None:
-        self._notes.append(Note(kind, text, fields, say=say))
+        self._notes.append(JournalEntry(kind, text, fields, say=say))
 
 
 def verdict_of(cause: WorkerExit, nodes: Sequence[str]) -> Verdict:
@@ -339,14 +347,14 @@ def verdict_of(cause: WorkerExit, nodes: Sequence[str]) -> Verdict:
     evidence = [cause.text]
     if cause.detail:
         evidence.append(cause.detail.strip().splitlines()[-1].strip())
-    is_node = cause.kind is Kind.NODE_LOST
+    is_node = cause.kind is ExitKind.NODE_LOST
     return Verdict(
         kind=kind,
         culprits=() if is_node else (cause.rank,),
         nodes=tuple(nodes),
         text=cause.text,
         evidence=tuple(evidence),
-        sure=Sure.LIKELY if cause.kind is Kind.LEFT_EARLY else Sure.CERTAIN,
+        sure=Confidence.LIKELY if cause.kind is ExitKind.LEFT_EARLY else Confidence.CERTAIN,
         acts_at_once=True,
         fingerprint=cause.fingerprint,
     )

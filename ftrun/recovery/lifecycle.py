@@ -2,7 +2,7 @@
 
 Runs in:  the agent that leads. Pure.
 Takes in: wishes to go on, each with a reason.
-Gives:    `Change`s for the journal.
+Gives:    `LifecycleTransition`s for the journal.
 Source:   TRANSOM's task life cycle (arXiv 2310.10046): launch, warm-up, run, verify, recover, with
           C4's diagnosis (2406.04594) between run and recover.
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Life(Enum):
+class LifecycleState(Enum):
     """Where a run is."""
 
     LAUNCH = "launch"
@@ -33,40 +33,71 @@ class Life(Enum):
     ENDED = "ended"
 
 
-TABLE: dict[Life, frozenset[Life]] = {
-    Life.LAUNCH: frozenset({Life.CHECK, Life.RECOVER, Life.ENDED}),
-    Life.CHECK: frozenset({Life.RUN, Life.SUSPECT, Life.DIAGNOSE, Life.RECOVER, Life.ENDED}),
-    Life.RUN: frozenset({Life.SUSPECT, Life.DIAGNOSE, Life.RECOVER, Life.ENDED}),
-    Life.SUSPECT: frozenset({Life.RUN, Life.DIAGNOSE, Life.RECOVER, Life.ENDED}),
-    Life.DIAGNOSE: frozenset({Life.RUN, Life.RECOVER, Life.ENDED}),
-    Life.RECOVER: frozenset({Life.VERIFY, Life.CHECK, Life.ENDED}),
-    Life.VERIFY: frozenset({Life.RUN, Life.SUSPECT, Life.DIAGNOSE, Life.RECOVER, Life.ENDED}),
-    Life.ENDED: frozenset(),
+TABLE: dict[LifecycleState, frozenset[LifecycleState]] = {
+    LifecycleState.LAUNCH: frozenset(
+        {LifecycleState.CHECK, LifecycleState.RECOVER, LifecycleState.ENDED}
+    ),
+    LifecycleState.CHECK: frozenset(
+        {
+            LifecycleState.RUN,
+            LifecycleState.SUSPECT,
+            LifecycleState.DIAGNOSE,
+            LifecycleState.RECOVER,
+            LifecycleState.ENDED,
+        }
+    ),
+    LifecycleState.RUN: frozenset(
+        {
+            LifecycleState.SUSPECT,
+            LifecycleState.DIAGNOSE,
+            LifecycleState.RECOVER,
+            LifecycleState.ENDED,
+        }
+    ),
+    LifecycleState.SUSPECT: frozenset(
+        {LifecycleState.RUN, LifecycleState.DIAGNOSE, LifecycleState.RECOVER, LifecycleState.ENDED}
+    ),
+    LifecycleState.DIAGNOSE: frozenset(
+        {LifecycleState.RUN, LifecycleState.RECOVER, LifecycleState.ENDED}
+    ),
+    LifecycleState.RECOVER: frozenset(
+        {LifecycleState.VERIFY, LifecycleState.CHECK, LifecycleState.ENDED}
+    ),
+    LifecycleState.VERIFY: frozenset(
+        {
+            LifecycleState.RUN,
+            LifecycleState.SUSPECT,
+            LifecycleState.DIAGNOSE,
+            LifecycleState.RECOVER,
+            LifecycleState.ENDED,
+        }
+    ),
+    LifecycleState.ENDED: frozenset(),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class LifecycleTransition:
     """One step in the life of a run."""
 
-    old: Life
-    new: Life
+    old: LifecycleState
+    new: LifecycleState
     why: str
     is_refused: bool = False
 
 
-class LifeCycle:
+class Lifecycle:
     """The state of one run."""
 
-    def __init__(self, state: Life = Life.LAUNCH) -> None:
+    def __init__(self, state: LifecycleState = LifecycleState.LAUNCH) -> None:
         self.state = state
 
-    def go(self, new: Life, why: str) -> Change | None:
+    def go(self, new: LifecycleState, why: str) -> LifecycleTransition | None:
         """Go on to a state; None where it is there already."""
         if new is self.state:
             return None
         old = self.state
         if new not in TABLE[old]:
-            return Change(old, new, why, is_refused=True)
+            return LifecycleTransition(old, new, why, is_refused=True)
         self.state = new
-        return Change(old, new, why)
+        return LifecycleTransition(old, new, why)

@@ -18,7 +18,7 @@ _SLACK = 0.1
 """Of the loss itself: losses that hardly change are compared with this."""
 
 
-class Losses:
+class LossContinuity:
     """The last losses of one run."""
 
     def __init__(self) -> None:

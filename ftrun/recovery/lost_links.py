@@ -16,12 +16,12 @@ from typing import Protocol
 
 from ftrun.events import Progress
 from ftrun.monitor.deadlines import HangSettings
-from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind, ranks_in_words
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_in_words
 from ftrun.recovery.commands import Send
-from ftrun.recovery.snapshot_coordination import Reports
-from ftrun.wire.cluster.generation import Plan
-from ftrun.wire.cluster.heartbeats import Beat
-from ftrun.wire.cluster.messages import RoadTried
+from ftrun.recovery.snapshot_coordination import MemberReports
+from ftrun.wire.cluster.generation import GenerationPlan
+from ftrun.wire.cluster.heartbeats import Heartbeat
+from ftrun.wire.cluster.messages import ProbePathResult
 
 _FIRST_STEP_FACTOR = 3.0
 
@@ -37,11 +37,11 @@ class PairFinder(Protocol):
     def begin(self) -> None:
         """Another generation runs, or the ranks make steps."""
 
-    def look(self, plan: Plan, *, now_s: float) -> list[Send]:
+    def look(self, plan: GenerationPlan, *, now_s: float) -> list[Send]:
         """What to ask for; called while ranks make no steps."""
         ...
 
-    def tried(self, sender: str, body: RoadTried, *, now_s: float) -> list[Send]:
+    def tried(self, sender: str, body: ProbePathResult, *, now_s: float) -> list[Send]:
         """A member has tried to connect to another one."""
         ...
 
@@ -68,7 +68,7 @@ class LostLinks:
 
 
 def lost_links(
-    beats: Mapping[str, Beat], plan: Plan, cut: Collection[Pair] = ()
+    beats: Mapping[str, Heartbeat], plan: GenerationPlan, cut: Collection[Pair] = ()
 ) -> LostLinks | None:
     """The links between members that both ends report as lost; None where there is none.
 
@@ -145,8 +145,8 @@ class HungLinks:
 
     def look(
         self,
-        plan: Plan,
-        reports: Reports,
+        plan: GenerationPlan,
+        reports: MemberReports,
         progress: Progress,
         *,
         cut: Collection[Pair] = (),
@@ -183,7 +183,11 @@ class HungLinks:
         return _no_first_step(lost.words, plan, for_s, lost)
 
     def node_out(
-        self, verdict: Verdict, plan: Plan, reports: Reports, cut: Collection[Pair] = ()
+        self,
+        verdict: Verdict,
+        plan: GenerationPlan,
+        reports: MemberReports,
+        cut: Collection[Pair] = (),
     ) -> str:
         """The node to be replaced for this hang, which is acted on; empty: none is.
 
@@ -198,7 +202,9 @@ class HungLinks:
         return next((one for one in reversed(nodes) if one != plan.lead), "")
 
 
-def _no_first_step(what: str, plan: Plan, for_s: float, lost: LostLinks | None) -> Verdict:
+def _no_first_step(
+    what: str, plan: GenerationPlan, for_s: float, lost: LostLinks | None
+) -> Verdict:
     ranks = [rank for node in plan.members for rank in node.ranks]
     text = f"{what}, and no rank has made a step in {for_s:.0f} s of generation {plan.generation}"
     if lost is not None:
@@ -209,7 +215,7 @@ def _no_first_step(what: str, plan: Plan, for_s: float, lost: LostLinks | None) 
         nodes=tuple(node.node_id for node in plan.members),
         victims=tuple(ranks),
         text=text,
-        sure=Sure.POSSIBLE,
+        sure=Confidence.POSSIBLE,
         fingerprint=f"{VerdictKind.HANG_IN_COMMUNICATION.value} no first step",
     )
 
@@ -227,7 +233,7 @@ def _verdict(lost: LostLinks, text: str, seen: Sequence[str], ranks: Sequence[in
         victims=tuple(sorted(ranks)),
         text=text,
         evidence=(*said, *seen),
-        sure=Sure.CERTAIN,
+        sure=Confidence.CERTAIN,
         acts_at_once=True,
         fingerprint=f"{VerdictKind.HANG_IN_COMMUNICATION.value} {' '.join(nodes)}",
     )

@@ -8,12 +8,12 @@ Source:   restart intensity, as in budget.py.
 
 from ftrun.events import PartEvent, SmpExited
 from ftrun.recovery.budget import RestartBudget
-from ftrun.recovery.commands import GoOnWithout, PartCommand, RespawnSmp, RespawnZygote
+from ftrun.recovery.commands import DisableComponent, PartCommand, RespawnSmp, RespawnZygote
 
 OWN_DEATHS, OWN_DEATHS_WINDOW_S = 5, 600.0
 
 
-class Parts:
+class ComponentRestarts:
     """How often each may die before the run does without it."""
 
     def __init__(self) -> None:
@@ -25,6 +25,6 @@ class Parts:
         budget = self._smp if is_smp else self._zygote
         if budget.is_spent(now_s=now_s):
             part = "smp" if is_smp else "zygote"
-            return GoOnWithout(part, f"{event.text}; it has died too often ({budget})")
+            return DisableComponent(part, f"{event.text}; it has died too often ({budget})")
         budget.spend(now_s=now_s)
         return RespawnSmp(event.text) if is_smp else RespawnZygote(event.text)

@@ -9,8 +9,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from ftrun.recovery.commands import Note
-from ftrun.wire.cluster.generation import GoneNode, NodeCard, PastRestart, Plan, VersionPair
+from ftrun.recovery.commands import JournalEntry
+from ftrun.wire.cluster.generation import (
+    GenerationPlan,
+    GoneNode,
+    NodeCard,
+    PastRestart,
+    VersionPair,
+)
 
 MAX_RESTARTS = 10
 MAX_GONE = 20
@@ -73,7 +79,7 @@ class Past:
 
     # --- what happens -------------------------------------------------------------------------
 
-    def begins(self, plan: Plan, *, now_s: float) -> None:
+    def begins(self, plan: GenerationPlan, *, now_s: float) -> None:
         """A generation begins; or the leader that began it is gone, and this was not known."""
         if plan.generation > 0 and plan.generation not in self._restarts:
             cause = plan.why[:_MAX_TEXT]
@@ -84,7 +90,7 @@ class Past:
         if generation in self._restarts:
             self._restarts[generation].downtime_s = downtime_s
 
-    def goes(self, peer: GoingNode, reason: str, *, was_member: bool, now_s: float) -> Note:
+    def goes(self, peer: GoingNode, reason: str, *, was_member: bool, now_s: float) -> JournalEntry:
         """This agent is gone. It has left if it was asked to, and its ranks had moved."""
         node_id = peer.card.node_id
         was_asked = self._is_leaving(peer.card)
@@ -92,9 +98,11 @@ class Past:
         reason = _LEFT if peer.has_left else reason[:_MAX_TEXT]
         self._keep_gone(Gone(peer.card, reason, now_s, peer.has_left, was_asked))
         if peer.has_left:
-            return Note("NodeLeft", f"node {node_id} has left, as it was asked to", say=True)
+            return JournalEntry(
+                "NodeLeft", f"node {node_id} has left, as it was asked to", say=True
+            )
         text = f"node {node_id} is lost: {reason}"
-        return Note("NodeLost", text, {"member": was_member}, say=True)
+        return JournalEntry("NodeLost", text, {"member": was_member}, say=True)
 
     def leaves(self, card: NodeCard, *, now_s: float) -> None:
         """A node is about to leave. The next plan says so: its leader may not see the node go."""

@@ -2,7 +2,8 @@
 
 Runs in:  the agent that leads. Pure.
 Takes in: what every reachable node holds: sealed slots, and parts of protections.
-Gives:    a `Choice`: the newest version from which every rank can be had; or what is missing.
+Gives:    a `RestoreChoice`: the newest version from which every rank can be had; or what is
+          missing.
 Survives: the loss of up to m nodes of each protection group, as that is what m means.
 
 Rule 1: it is chosen from what is there, not from a record that could be lost or wrong.
@@ -24,20 +25,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ftrun.ids import Version, version
-from ftrun.wire.cluster.generation import Plan, Source, VersionPair
-from ftrun.wire.messages.protected import Protected
+from ftrun.wire.cluster.generation import GenerationPlan, RestoreSource, VersionPair
+from ftrun.wire.messages.protected import ProtectionPart
 from ftrun.wire.messages.smp import Inventory
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RestoreChoice:
     """What to resume from; no version means that there is none."""
 
     version: Version | None
     why: str
     world_size: int = 0
     """Of the version; ranks of another world size are put together anew."""
-    sources: tuple[Source, ...] = ()
+    sources: tuple[RestoreSource, ...] = ()
     wanted: Version | None = None
     """The newest version that was committed, or may have been, where that cannot be had."""
     committed: Version | None = None
@@ -54,8 +55,8 @@ Slots = dict[int, set[str]]
 class _Group:
     """One protection, with the parts of it that are reachable."""
 
-    name: Protected
-    parts: dict[str, Protected] = field(default_factory=dict)
+    name: ProtectionPart
+    parts: dict[str, ProtectionPart] = field(default_factory=dict)
 
     def missing(self, slots: Slots) -> list[str]:
         """Members whose state, or whose part in the protection, is not here."""
@@ -86,9 +87,9 @@ class _Group:
         return [rank for member in self.name.members for rank in member.ranks]
 
     @property
-    def source(self) -> Source:
+    def source(self) -> RestoreSource:
         members = self.name.members
-        return Source(
+        return RestoreSource(
             [member.node_id for member in members],
             [list(member.ranks) for member in members],
             self.name.parity,
@@ -96,7 +97,7 @@ class _Group:
         )
 
 
-def _worth(part: Protected) -> tuple[bool, bool, int]:
+def _worth(part: ProtectionPart) -> tuple[bool, bool, int]:
     return (part.is_complete, part.is_committed, len(part.mirrors))
 
 
@@ -110,7 +111,7 @@ class _Held:
     groups: dict[str, _Group] = field(default_factory=dict)
     is_committed: bool = False
 
-    def add_part(self, node_id: str, part: Protected) -> None:
+    def add_part(self, node_id: str, part: ProtectionPart) -> None:
         members = ";".join(f"{member.node_id}:{member.ranks}" for member in part.members)
         name = f"{part.protected_in}/{part.parity}/{members}"
         parts = self.groups.setdefault(name, _Group(part)).parts
@@ -131,7 +132,7 @@ class _Held:
     def holders(self) -> set[str]:
         return {member.node_id for group in self.groups.values() for member in group.name.members}
 
-    def sources(self, committed: "_Held | None") -> list[Source] | str:
+    def sources(self, committed: "_Held | None") -> list[RestoreSource] | str:
         """Where shards are fetched from; or why not all ranks can be had, in words.
 
         Args:
@@ -179,12 +180,12 @@ class _Held:
     def _has_mirror(rank: int, groups: Iterable[_Group]) -> bool:
         return any(group.has_mirror_of(rank) for group in groups)
 
-    def _bare_sources(self) -> list[Source]:
+    def _bare_sources(self) -> list[RestoreSource]:
         """The nodes that hold the slots; what protects them is not relied on."""
         held: dict[str, list[int]] = {}
         for rank in range(self.world_size):
             held.setdefault(min(self.slots[rank]), []).append(rank)
-        return [Source([node_id], [some], 0, -1) for node_id, some in held.items()]
+        return [RestoreSource([node_id], [some], 0, -1) for node_id, some in held.items()]
 
     def _badness(self, group: _Group) -> tuple[int, bool, int]:
         """Lowest for the protection that bears most; of equals the newest that was committed."""
@@ -209,11 +210,11 @@ class _Held:
 
 def choose(
     holdings: Mapping[str, Inventory],
-    newest_plan: Plan | None,
+    newest_plan: GenerationPlan | None,
     *,
     committed: Iterable[VersionPair] = (),
     spoiled: VersionPair | None = None,
-) -> Choice:
+) -> RestoreChoice:
     """The newest version that can be had whole.
 
     Args:
@@ -254,17 +255,21 @@ def choose(
         why = f"{name}: every rank can be had"
         if wanted is not None and name < wanted:
             why += f"; {wanted}, which was committed, is lost: {'; '.join(problems[:2])}"
-            return Choice(name, why, size, tuple(found), wanted, committed=name, holders=away)
+            return RestoreChoice(
+                name, why, size, tuple(found), wanted, committed=name, holders=away
+            )
         if missed is not None:
             why += f"; {missed}, which may have been committed, is lost: {'; '.join(problems[:2])}"
-            return Choice(name, why, size, tuple(found), missed, committed=wanted, holders=away)
-        return Choice(name, why, size, tuple(found), committed=wanted)
+            return RestoreChoice(
+                name, why, size, tuple(found), missed, committed=wanted, holders=away
+            )
+        return RestoreChoice(name, why, size, tuple(found), committed=wanted)
     why = "; ".join(problems[:2]) or "nothing is offered"
     newest = missed if wanted is None or (missed is not None and missed > wanted) else wanted
-    return Choice(None, why, wanted=newest, committed=wanted, holders=away)
+    return RestoreChoice(None, why, wanted=newest, committed=wanted, holders=away)
 
 
-def is_valid(held: Version, newest_plan: Plan | None) -> bool:
+def is_valid(held: Version, newest_plan: GenerationPlan | None) -> bool:
     """Whether the newest generation has come from this version, or has made it."""
     if newest_plan is None or held.generation >= newest_plan.generation:
         return True
@@ -272,7 +277,7 @@ def is_valid(held: Version, newest_plan: Plan | None) -> bool:
     return held.step <= last_step
 
 
-def ancestry(restored: Version | None, previous: Plan | None) -> list[VersionPair]:
+def ancestry(restored: Version | None, previous: GenerationPlan | None) -> list[VersionPair]:
     """What a new generation comes from: of each generation before it the last step that counts.
 
     Args:

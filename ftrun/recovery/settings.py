@@ -10,7 +10,7 @@ from ftrun.monitor.deadlines import HangSettings
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class ClusterSize:
     """How many nodes a run is to have."""
 
     min_nodes: int
@@ -55,10 +55,10 @@ class NetworkSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterSettings:
+class MembershipSettings:
     """Times in seconds. A run on one node has one voter and needs none of them."""
 
-    wishes: Wishes
+    wishes: ClusterSize
     endpoint: tuple[str, int] = ("", 0)
     """Where the first leader is expected; port 0: there is none."""
     more_endpoints: tuple[tuple[str, int], ...] = ()

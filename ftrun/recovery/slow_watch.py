@@ -15,22 +15,22 @@ import msgspec
 
 from ftrun.monitor.process_groups import decode_groups
 from ftrun.monitor.slow.clock_offsets import ClockOffset
-from ftrun.monitor.slow.delay_matrix import NodeLook
-from ftrun.monitor.slow.links import Links, Probe
+from ftrun.monitor.slow.delay_matrix import NodeTraffic
+from ftrun.monitor.slow.links import LinkProbeReading, SlowLinkDetector
 from ftrun.monitor.slow.memory_trend import MemoryTrend
 from ftrun.monitor.slow.samples import NodeSample
-from ftrun.monitor.slow.skipped_collectives import CallCounts
-from ftrun.monitor.slow.stragglers import RankLook, Stragglers
+from ftrun.monitor.slow.skipped_collectives import CollectiveCounts
+from ftrun.monitor.slow.stragglers import RankObservation, StragglerDetector
 from ftrun.monitor.verdicts import Verdict, VerdictKind
 from ftrun.recovery.commands import Send
-from ftrun.wire.cluster.generation import Plan
-from ftrun.wire.cluster.heartbeats import Beat
-from ftrun.wire.cluster.messages import AskProbe, ProbeFound
+from ftrun.wire.cluster.generation import GenerationPlan
+from ftrun.wire.cluster.heartbeats import Heartbeat
+from ftrun.wire.cluster.messages import ProbeLinkRequest, ProbeLinkResult
 
 LOOK_EVERY_S = 0.5
 
 
-class SlowWatch:
+class SlowSuspicions:
     """Over one generation."""
 
     def __init__(self) -> None:
@@ -44,8 +44,8 @@ class SlowWatch:
         self._forget()
 
     def _forget(self) -> None:
-        self._links, self._stragglers = Links(), Stragglers()
-        self._counts, self._memory = CallCounts(), MemoryTrend()
+        self._links, self._stragglers = SlowLinkDetector(), StragglerDetector()
+        self._counts, self._memory = CollectiveCounts(), MemoryTrend()
         self._seen: dict[str, int] = {}
         self._told: dict[str, Verdict] = {}
         self._since_s: dict[str, float] = {}
@@ -67,7 +67,7 @@ class SlowWatch:
     # --- looks --------------------------------------------------------------------------------
 
     def look(
-        self, beats: Mapping[str, Beat], plan: Plan, me: str, *, now_s: float
+        self, beats: Mapping[str, Heartbeat], plan: GenerationPlan, me: str, *, now_s: float
     ) -> list[Verdict]:
         """Judge what is new; verdicts that were not said yet."""
         if now_s < self._due_s:
@@ -93,7 +93,7 @@ class SlowWatch:
     def _judge(
         self,
         new: Mapping[str, NodeSample],
-        plan: Plan,
+        plan: GenerationPlan,
         node_of: Mapping[int, str],
         me: str,
         now_s: float,
@@ -101,11 +101,13 @@ class SlowWatch:
         for sample in new.values():
             for rank in sample.ranks:
                 self._groups |= decode_groups(rank.groups)
-        looks = [NodeLook(node, one.span_s, one.links) for node, one in new.items() if one.span_s]
+        looks = [
+            NodeTraffic(node, one.span_s, one.links) for node, one in new.items() if one.span_s
+        ]
         hosts = {node.card.host: node.node_id for node in plan.members}
         hosts |= {rail.host: node.node_id for node in plan.members for rail in node.card.rails}
         link = self._links.look(looks, hosts, now_s=now_s) if len(plan.members) > 1 else None
-        ranks: list[RankLook] = []
+        ranks: list[RankObservation] = []
         for node, one in new.items():
             ranks += self._rank_looks(node, one, me, now_s)
         slow = self._stragglers.look(ranks, self._groups, is_link_slow=link is not None)
@@ -121,13 +123,15 @@ class SlowWatch:
         self._since_s = {one: self._since_s.get(one, now_s) for one in self._told}
         return [*news, *(one for one in (skipped, memory) if one is not None)]
 
-    def _rank_looks(self, node: str, sample: NodeSample, me: str, now_s: float) -> list[RankLook]:
+    def _rank_looks(
+        self, node: str, sample: NodeSample, me: str, now_s: float
+    ) -> list[RankObservation]:
         clock = self._offset(node, me, now_s)
         if clock is None:
             return []
         offset_s, error_s = clock
         return [
-            RankLook(
+            RankObservation(
                 rank=one.rank,
                 node=node,
                 at_s=sample.at_s - offset_s,
@@ -154,7 +158,7 @@ class SlowWatch:
 
     # --- probes -------------------------------------------------------------------------------
 
-    def probes(self, plan: Plan, me: str, *, now_s: float) -> list[Send]:
+    def probes(self, plan: GenerationPlan, me: str, *, now_s: float) -> list[Send]:
         """Whom to ask for a probe of a suspect link; never the lead's own node, which decides."""
         cards = {node.node_id: node.card for node in plan.members}
         found = []
@@ -163,17 +167,17 @@ class SlowWatch:
             self._probes += 1
             self._asked[self._probes] = (asked, other)
             card = cards[other]
-            found.append(Send(asked, AskProbe(self._probes, other, card.host, card.port)))
+            found.append(Send(asked, ProbeLinkRequest(self._probes, other, card.host, card.port)))
         return found
 
-    def probed(self, body: ProbeFound, *, now_s: float) -> None:
+    def probed(self, body: ProbeLinkResult, *, now_s: float) -> None:
         """A node has tried a link, both ways."""
         pair = self._asked.pop(body.number, None)
         if pair is None or body.problem:
             return
         asked, other = pair
-        self._links.probed(Probe(asked, other, now_s, body.rtt_s, body.to_bytes_per_s))
-        self._links.probed(Probe(other, asked, now_s, body.rtt_s, body.from_bytes_per_s))
+        self._links.probed(LinkProbeReading(asked, other, now_s, body.rtt_s, body.to_bytes_per_s))
+        self._links.probed(LinkProbeReading(other, asked, now_s, body.rtt_s, body.from_bytes_per_s))
 
 
 def _with_nodes(verdict: Verdict, node_of: Mapping[int, str]) -> Verdict:

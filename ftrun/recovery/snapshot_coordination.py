@@ -12,15 +12,15 @@ from collections import Counter
 
 from ftrun.events import Progress
 from ftrun.ids import Step
-from ftrun.wire.cluster.generation import Plan, PlanNode, VersionPair
-from ftrun.wire.cluster.heartbeats import Beat
+from ftrun.wire.cluster.generation import GenerationPlan, PlanMember, VersionPair
+from ftrun.wire.cluster.heartbeats import Heartbeat
 
 
-class Reports:
+class MemberReports:
     """The newest heartbeat of every node, and sums over those of the running generation."""
 
     def __init__(self) -> None:
-        self.beats: dict[str, Beat] = {}
+        self.beats: dict[str, Heartbeat] = {}
         """By node, whatever generation they name."""
         self.step = 0
         """The largest step boundary that any rank has passed."""
@@ -32,12 +32,12 @@ class Reports:
         self.committed: VersionPair | None = None
         """The newest version that any node knows to be committed."""
         self._generation = -1
-        self._members: dict[str, PlanNode] = {}
+        self._members: dict[str, PlanMember] = {}
         self._current: set[str] = set()
         self._ready: Counter[VersionPair] = Counter()
         self._num_at_boundary = 0
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, plan: GenerationPlan) -> None:
         """Sum up for this generation from now on."""
         self._generation = plan.generation
         self._members = {node.node_id: node for node in plan.members}
@@ -50,10 +50,10 @@ class Reports:
         for node_id, beat in self.beats.items():
             self._count(node_id, beat)
 
-    def member(self, node_id: str) -> PlanNode | None:
+    def member(self, node_id: str) -> PlanMember | None:
         return self._members.get(node_id)
 
-    def take(self, node_id: str, beat: Beat) -> bool:
+    def take(self, node_id: str, beat: Heartbeat) -> bool:
         """Whether this heartbeat is of a member and of the running generation."""
         before = self.beats.get(node_id)
         if before is not None and node_id in self._current:
@@ -67,10 +67,10 @@ class Reports:
     def forget(self, node_id: str) -> None:
         """This node is lost."""
         if node_id in self.beats:
-            self.take(node_id, Beat(generation=-1))
+            self.take(node_id, Heartbeat(generation=-1))
             del self.beats[node_id]
 
-    def _count(self, node_id: str, beat: Beat) -> bool:
+    def _count(self, node_id: str, beat: Heartbeat) -> bool:
         if beat.generation != self._generation or node_id not in self._members:
             return False
         self._current.add(node_id)
@@ -88,7 +88,7 @@ class Reports:
         return True
 
     @property
-    def current(self) -> list[Beat]:
+    def current(self) -> list[Heartbeat]:
         """The newest heartbeats of the running generation."""
         return [self.beats[node_id] for node_id in sorted(self._current)]
 
@@ -107,14 +107,14 @@ class Reports:
     def all_at_boundary(self) -> bool:
         return self._num_at_boundary == len(self._members) > 0
 
-    def ready_with(self, beat: Beat) -> VersionPair | None:
+    def ready_with(self, beat: Heartbeat) -> VersionPair | None:
         """The version that every member is ready with, if it is the one of this heartbeat."""
         ready = _ready(beat)
         if ready is None or self._ready[ready] != len(self._members):
             return None
         return ready
 
-    def missed_step(self, beat: Beat) -> int:
+    def missed_step(self, beat: Heartbeat) -> int:
         """Up to which step nothing can be committed any more, seen from this node's seals; or -1.
 
         A rank here holds an uncommitted version, and another rank has sealed a later one. That one
@@ -136,6 +136,6 @@ class Reports:
         return max((self.beats[one].wished_every for one in self._current), default=0)
 
 
-def _ready(beat: Beat) -> VersionPair | None:
+def _ready(beat: Heartbeat) -> VersionPair | None:
     """What a node is ready with; nothing where its state was found not to be whole since."""
     return None if beat.problem else beat.ready

@@ -22,10 +22,10 @@ from ftrun.errors import ExitCode
 from ftrun.events import (
     AllAtBoundary,
     Event,
+    ExitKind,
     GenerationStarted,
-    Kind,
     Progress,
-    StopAsked,
+    StopRequested,
     Tick,
     WorkerExit,
     WorkersExited,
@@ -33,20 +33,20 @@ from ftrun.events import (
 from ftrun.ids import Rank
 from ftrun.recovery.budget import RestartBudget
 from ftrun.recovery.commands import (
-    AskLastSnapshot,
     EndRun,
     KillWorkers,
+    RequestFinalSnapshot,
     SignalWorkers,
     StartGeneration,
     SupervisorCommand,
 )
 from ftrun.recovery.first_cause import first_cause, is_link_failure
-from ftrun.wire.cluster.generation import History
+from ftrun.wire.cluster.generation import FailureHistory
 
-_ENDS_ITSELF = (Kind.EXCEPTION, Kind.EXIT_CODE, Kind.LEFT_EARLY)
+_ENDS_ITSELF = (ExitKind.EXCEPTION, ExitKind.EXIT_CODE, ExitKind.LEFT_EARLY)
 
 
-class State(Enum):
+class SupervisorState(Enum):
     """Where a run is."""
 
     STARTING = auto()
@@ -58,7 +58,7 @@ class State(Enum):
     ENDED = auto()
 
 
-STOPPING = (State.LAST_SNAPSHOT, State.SIGNALLED, State.KILLED)
+STOPPING = (SupervisorState.LAST_SNAPSHOT, SupervisorState.SIGNALLED, SupervisorState.KILLED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,10 @@ class Supervisor:
     """State of one run, from the first generation to the last step."""
 
     def __init__(self, policy: Policy, *, world_size: int) -> None:
-        self.state = State.STARTING
+        self.state = SupervisorState.STARTING
         self.world_size = world_size
         self.bad_checkpoints: dict[str, str] = {}
-        """See `History.bad_checkpoints`."""
+        """See `FailureHistory.bad_checkpoints`."""
         self.restarts = 0
         self._policy = policy
         if policy.max_restarts is None:
@@ -100,9 +100,9 @@ class Supervisor:
         self._grace_ends_s = 0.0
         self._resume_why = ""
 
-    def history(self, *, now_s: float) -> History:
+    def history(self, *, now_s: float) -> FailureHistory:
         """What a successor must know to be as strict."""
-        return History(
+        return FailureHistory(
             restarts=self.restarts,
             spent_ages_s=self.budget.ages_s(now_s=now_s),
             same_cause=self._same_cause[0],
@@ -113,9 +113,9 @@ class Supervisor:
             bad_checkpoints=dict(self.bad_checkpoints),
         )
 
-    def succeed(self, history: History, *, now_s: float) -> None:
+    def succeed(self, history: FailureHistory, *, now_s: float) -> None:
         """Take over from the supervisor of a lead that is gone, while its ranks ran."""
-        self.state = State.RUNNING
+        self.state = SupervisorState.RUNNING
         self.restarts = history.restarts
         self.budget.forget()
         for age_s in history.spent_ages_s:
@@ -132,15 +132,15 @@ class Supervisor:
                 self._finished.clear()
                 # A stop may have been asked for while the workers were started. A pause is over
                 # where a generation was needed for another reason.
-                if self.state in (State.STARTING, State.BACKING_OFF):
-                    self.state = State.RUNNING
+                if self.state in (SupervisorState.STARTING, SupervisorState.BACKING_OFF):
+                    self.state = SupervisorState.RUNNING
                 return []
             case WorkersExited():
                 return self._workers_exited(event, now_s)
-            case StopAsked():
+            case StopRequested():
                 return self._stop_asked(event, now_s)
             case AllAtBoundary():
-                if self.state is State.LAST_SNAPSHOT:
+                if self.state is SupervisorState.LAST_SNAPSHOT:
                     return self._signal_workers("the last snapshot is sealed on every rank")
                 return []
             case Tick():
@@ -151,8 +151,8 @@ class Supervisor:
     def _workers_exited(self, event: WorkersExited, now_s: float) -> list[SupervisorCommand]:
         if self.state in STOPPING:
             return self._stopping(event)
-        failed = [found for found in event.exits if found.kind is not Kind.FINISHED]
-        if self.state is not State.RUNNING:
+        failed = [found for found in event.exits if found.kind is not ExitKind.FINISHED]
+        if self.state is not SupervisorState.RUNNING:
             return []
         if failed:
             return self._failed(first_cause(failed), event.progress, now_s)
@@ -178,9 +178,9 @@ class Supervisor:
             )
         pause_s = self._pause_s()
         if pause_s <= 0:
-            self.state = State.STARTING
+            self.state = SupervisorState.STARTING
             return [KillWorkers(cause.text), StartGeneration(why)]
-        self.state = State.BACKING_OFF
+        self.state = SupervisorState.BACKING_OFF
         self._deadline_s = now_s + pause_s
         self._resume_why = f"{why}; waited {pause_s:.0f} s, as the last restart brought no progress"
         return [KillWorkers(cause.text)]
@@ -193,7 +193,7 @@ class Supervisor:
         if cause.kind in _ENDS_ITSELF and not self._steps_seen and not explicit:
             advice = "Nothing was retried: the program ended by itself before its first step."
             return EndRun(own_code, cause.text, cause, advice)
-        if cause.kind is Kind.BAD_NUMBERS and self._policy.bad_numbers == "stop":
+        if cause.kind is ExitKind.BAD_NUMBERS and self._policy.bad_numbers == "stop":
             advice = (
                 "numbers.policy is stop. The last snapshots and checkpoints are from before it."
             )
@@ -235,21 +235,21 @@ class Supervisor:
         pause_s = self._policy.backoff_first_s * 2.0 ** (self._without_progress - 2)
         return min(pause_s, self._policy.backoff_limit_s)
 
-    def _stop_asked(self, event: StopAsked, now_s: float) -> list[SupervisorCommand]:
-        if self.state is State.ENDED:
+    def _stop_asked(self, event: StopRequested, now_s: float) -> list[SupervisorCommand]:
+        if self.state is SupervisorState.ENDED:
             return []
         if self.state in STOPPING:
-            self.state = State.KILLED
+            self.state = SupervisorState.KILLED
             return [KillWorkers(f"{event.by}, for the second time")]
-        was_backing_off = self.state is State.BACKING_OFF
+        was_backing_off = self.state is SupervisorState.BACKING_OFF
         self._stop_signal = Signals(event.signal)
         self._grace_ends_s = now_s + self._policy.grace_s
         if was_backing_off:
             return self._end(self._stopped())
         if event.attached and self._policy.boundary_wait_s > 0:
-            self.state = State.LAST_SNAPSHOT
+            self.state = SupervisorState.LAST_SNAPSHOT
             self._deadline_s = now_s + min(self._policy.boundary_wait_s, self._policy.grace_s)
-            return [AskLastSnapshot(event.by)]
+            return [RequestFinalSnapshot(event.by)]
         return self._signal_workers(event.by)
 
     def _stopping(self, event: WorkersExited) -> list[SupervisorCommand]:
@@ -263,24 +263,24 @@ class Supervisor:
         return EndRun(128 + self._stop_signal, f"stopped by {name}")
 
     def _signal_workers(self, why: str) -> list[SupervisorCommand]:
-        self.state = State.SIGNALLED
+        self.state = SupervisorState.SIGNALLED
         self._deadline_s = self._grace_ends_s
         return [SignalWorkers(self._stop_signal, why)]
 
     def _tick(self, now_s: float) -> list[SupervisorCommand]:
         if now_s < self._deadline_s:
             return []
-        if self.state is State.BACKING_OFF:
-            self.state = State.STARTING
+        if self.state is SupervisorState.BACKING_OFF:
+            self.state = SupervisorState.STARTING
             return [StartGeneration(self._resume_why)]
-        if self.state is State.LAST_SNAPSHOT:
+        if self.state is SupervisorState.LAST_SNAPSHOT:
             wait_s = self._policy.boundary_wait_s
             return self._signal_workers(f"not every rank came to a boundary within {wait_s:.0f} s")
-        if self.state is State.SIGNALLED:
-            self.state = State.KILLED
+        if self.state is SupervisorState.SIGNALLED:
+            self.state = SupervisorState.KILLED
             return [KillWorkers(f"the grace of {self._policy.grace_s:.0f} s is over")]
         return []
 
     def _end(self, command: EndRun) -> list[SupervisorCommand]:
-        self.state = State.ENDED
+        self.state = SupervisorState.ENDED
         return [command]

@@ -2,7 +2,7 @@
 
 Runs in:  the agent that leads. Pure.
 Takes in: the newest heartbeats; those of nodes with silent ranks have looks at their ranks.
-Gives:    `Finding`s: what to tell, and at last whom to act on.
+Gives:    `HangFinding`s: what to tell, and at last whom to act on.
 Source:   the design's monitor section: suspect and name early, act at once on positive evidence,
           on everything else late. No false restart is worth more than a fast one.
 
@@ -15,17 +15,17 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ftrun.monitor.deadlines import Deadlines, HangSettings
+from ftrun.monitor.deadlines import HangDeadlines, HangSettings
 from ftrun.monitor.evidence import RankView
 from ftrun.monitor.hang_detector import find_hang
-from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind, ranks_in_words
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_in_words
 from ftrun.recovery.lost_links import Pair, lost_links, with_lost_links
-from ftrun.wire.cluster.generation import Plan
-from ftrun.wire.cluster.heartbeats import Beat
+from ftrun.wire.cluster.generation import GenerationPlan
+from ftrun.wire.cluster.heartbeats import Heartbeat
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class HangFinding:
     """What one look has led to."""
 
     silent_s: float
@@ -36,7 +36,7 @@ class Finding:
     acts: bool = False
 
 
-class HangWatch:
+class HangSuspicions:
     """Over one generation."""
 
     def __init__(self, settings: HangSettings) -> None:
@@ -68,12 +68,12 @@ class HangWatch:
 
     def look(
         self,
-        beats: Mapping[str, Beat],
-        plan: Plan,
+        beats: Mapping[str, Heartbeat],
+        plan: GenerationPlan,
         *,
         cut: Collection[Pair] = (),
         can_replace: bool = False,
-    ) -> Finding | None:
+    ) -> HangFinding | None:
         """Judge what is known now; something only where that is news.
 
         Args:
@@ -89,7 +89,7 @@ class HangWatch:
         current = [(node, beat) for node, beat in own if beat.generation == plan.generation]
         views = {view.rank: view for _, beat in current for view in beat.views}
         node_of = {rank: node.node_id for node in plan.members for rank in node.ranks}
-        deadlines = Deadlines.of(
+        deadlines = HangDeadlines.of(
             max((beat.p99_s for _, beat in current), default=0.0), self._settings
         )
         silent_s = max((_silence(view) for view in views.values()), default=0.0)
@@ -129,10 +129,10 @@ class HangWatch:
         verdict: Verdict | None,
         views: Mapping[int, RankView],
         silent_s: float,
-        deadlines: Deadlines,
+        deadlines: HangDeadlines,
         *,
         acts: bool,
-    ) -> Finding | None:
+    ) -> HangFinding | None:
         shown = tuple(view for _, view in sorted(views.items()))
         is_same = verdict is None or (
             self._told is not None and _gist(verdict) == _gist(self._told)
@@ -144,7 +144,7 @@ class HangWatch:
         self._told = verdict
         acts = acts and self._settings.action != "report"
         self._is_over = acts
-        return Finding(silent_s, deadlines.act_s, verdict, shown, acts)
+        return HangFinding(silent_s, deadlines.act_s, verdict, shown, acts)
 
 
 def _silence(view: RankView) -> float:
@@ -175,6 +175,6 @@ def _unknown(views: Mapping[int, RankView], silent_s: float) -> Verdict:
         text=f"{ranks_in_words(ranks)} have made no step for {silent_s:.0f} s, and who holds them "
         "up cannot be told",
         against=("some ranks they wait for were not seen",),
-        sure=Sure.POSSIBLE,
+        sure=Confidence.POSSIBLE,
         fingerprint="silence",
     )

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ftrun.sharding.partition import Patch
+from ftrun.sharding.partition import StoredRegion
 from ftrun.snapshot.boxes import Box, Shape, overlap, without
 
 
@@ -70,7 +70,7 @@ class BoxCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
+class MissingRegion:
     """A part of a tensor that nobody stores."""
 
     tensor: str
@@ -84,15 +84,15 @@ class Missing:
 class Stock:
     """What all ranks of a world store, by tensor and copy: rank, entry, patch."""
 
-    _held: dict[str, dict[int, list[tuple[int, str, Patch]]]] = field(
+    _held: dict[str, dict[int, list[tuple[int, str, StoredRegion]]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(list))
     )
 
-    def add(self, rank: int, entry: str, patches: Iterable[Patch]) -> None:
+    def add(self, rank: int, entry: str, patches: Iterable[StoredRegion]) -> None:
         for patch in patches:
             self._held[patch.tensor][patch.copy].append((rank, entry, patch))
 
-    def copies(self, wanted: Sequence[Patch]) -> list[list[BoxCopy]]:
+    def copies(self, wanted: Sequence[StoredRegion]) -> list[list[BoxCopy]]:
         """What is to be copied into an entry, for each copy that went its own way.
 
         Args:
@@ -107,7 +107,7 @@ class Stock:
             for number in numbers
         ]
 
-    def _for_patch(self, wanted: Patch, number: int) -> list[BoxCopy]:
+    def _for_patch(self, wanted: StoredRegion, number: int) -> list[BoxCopy]:
         missing = [wanted.box]
         found = []
         for rank, entry, patch in self._held[wanted.tensor][number]:
@@ -122,18 +122,18 @@ class Stock:
             missing = left
             if not missing:
                 return found
-        raise HoleFound(Missing(wanted.tensor, missing[0]))
+        raise RegionMissing(MissingRegion(wanted.tensor, missing[0]))
 
 
-class HoleFound(ValueError):
+class RegionMissing(ValueError):
     """A part of a tensor is nowhere; in words, to be told with what wants it."""
 
-    def __init__(self, missing: Missing) -> None:
+    def __init__(self, missing: MissingRegion) -> None:
         self.missing = missing
         super().__init__(f"no rank stores {missing}")
 
 
-def _copy(rank: int, entry: str, source: Patch, target: Patch, box: Box) -> BoxCopy:
+def _copy(rank: int, entry: str, source: StoredRegion, target: StoredRegion, box: Box) -> BoxCopy:
     return BoxCopy(
         rank,
         entry,
@@ -145,7 +145,7 @@ def _copy(rank: int, entry: str, source: Patch, target: Patch, box: Box) -> BoxC
     )
 
 
-def _item_of(patch: Patch, box: Box) -> int:
+def _item_of(patch: StoredRegion, box: Box) -> int:
     """Where a box of the tensor begins in the entry of a patch."""
     steps = zip(box.offsets, patch.box.offsets, patch.strides, strict=True)
     return patch.first + sum((at - begin) * stride for at, begin, stride in steps)

@@ -1,21 +1,21 @@
 """Which items of a dimension a coordinate of the mesh has.
 
 Runs in:  the process that converts checkpoints. Pure.
-Takes in: a `Cut`, the size of the dimension, how many coordinates there are.
+Takes in: a `DimensionSplit`, the size of the dimension, how many coordinates there are.
 Gives:    runs of neighbouring items, and where they lie in what the coordinate stores.
 """
 
 from dataclasses import dataclass
 
-from ftrun.sharding.rules import Cut, FusedPart, Uneven
+from ftrun.sharding.rules import DimensionSplit, FusedPart, UnevenPolicy
 
 
-class CutImpossible(ValueError):
+class SplitImpossible(ValueError):
     """A size does not fit what a rule says; in words, to be told with the tensor's name."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class IndexRun:
     """Neighbouring items that a coordinate has.
 
     Args:
@@ -30,57 +30,59 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class StoredRuns:
     """What a coordinate stores along a dimension: runs, and padding where none lies."""
 
     size: int
-    runs: tuple[Run, ...]
+    runs: tuple[IndexRun, ...]
 
 
-def hold(cut: Cut, size: int, *, count: int, index: int) -> Held:
+def hold(cut: DimensionSplit, size: int, *, count: int, index: int) -> StoredRuns:
     """What one of `count` coordinates stores of a dimension of so many items.
 
     Raises:
         CutImpossible: it cannot be cut so.
     """
     if cut.size is not None and cut.size != size:
-        raise CutImpossible(f"dimension {cut.dim} has {size} items, and the rule's size {cut.size}")
+        raise SplitImpossible(
+            f"dimension {cut.dim} has {size} items, and the rule's size {cut.size}"
+        )
     padded = round_up(size, cut.pad_to * count) if cut.pad_to else size
     weights = sum(part.weight for part in cut.parts)
-    runs: list[Run] = []
+    runs: list[IndexRun] = []
     start = at = 0
     for part in cut.parts:
         length, rest = divmod(padded * part.weight, weights)
         if rest:
-            raise CutImpossible(
+            raise SplitImpossible(
                 f"dimension {cut.dim} has {padded} items, which do not divide by parts of "
                 f"{' : '.join(str(one.weight) for one in cut.parts)}"
             )
         first, num = share(part, cut.uneven, length, count=count, index=index)
         real = min(start + first + num, size) - (start + first)
         if real > 0:
-            runs.append(Run(start + first, real, at))
+            runs.append(IndexRun(start + first, real, at))
         start, at = start + length, at + num
-    return Held(at, tuple(runs))
+    return StoredRuns(at, tuple(runs))
 
 
 def share(
-    part: FusedPart, uneven: Uneven, length: int, *, count: int, index: int
+    part: FusedPart, uneven: UnevenPolicy, length: int, *, count: int, index: int
 ) -> tuple[int, int]:
     """First item and number of items that a coordinate has of one part."""
     units, rest = divmod(length, part.unit)
     if rest:
-        raise CutImpossible(f"{length} items do not divide by units of {part.unit}")
+        raise SplitImpossible(f"{length} items do not divide by units of {part.unit}")
     if part.sizes is not None:
         if len(part.sizes) != count or sum(part.sizes) != units:
-            raise CutImpossible(
+            raise SplitImpossible(
                 f"sizes {list(part.sizes)} are {sum(part.sizes)} units for {len(part.sizes)} "
                 f"coordinates, and there are {units} units of {part.unit} for {count}"
             )
         low, high = sum(part.sizes[:index]), sum(part.sizes[: index + 1])
     elif part.is_shared and count > units > 0:
         if count % units:
-            raise CutImpossible(f"{units} units cannot be shared alike by {count} coordinates")
+            raise SplitImpossible(f"{units} units cannot be shared alike by {count} coordinates")
         low = index * units // count
         high = low + 1
     else:
@@ -88,9 +90,11 @@ def share(
     return low * part.unit, (high - low) * part.unit
 
 
-def divide(units: int, count: int, index: int, uneven: Uneven = Uneven.BALANCED) -> tuple[int, int]:
+def divide(
+    units: int, count: int, index: int, uneven: UnevenPolicy = UnevenPolicy.BALANCED
+) -> tuple[int, int]:
     """Begin and end of one of `count` shares."""
-    if uneven is Uneven.CHUNK:
+    if uneven is UnevenPolicy.CHUNK:
         step = -(-units // count)
         return min(units, index * step), min(units, (index + 1) * step)
     step, more = divmod(units, count)

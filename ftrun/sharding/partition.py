@@ -2,7 +2,8 @@
 
 Runs in:  the process that converts checkpoints. Pure.
 Takes in: the shape of a whole tensor, how it is cut, the coordinates of a rank.
-Gives:    a `View`: the shape of what the rank stores, and its blocks; `Patch`es, which say the
+Gives:    a `StoredView`: the shape of what the rank stores, and its blocks; `StoredRegion`es,
+          which say the
           same of a stored entry, also of a run of a long row of items.
 
 A patch does not say of what shape the entry is, only how its items are reached: so a column of a
@@ -13,14 +14,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ftrun.sharding.cuts import Held, Run, hold, round_up
+from ftrun.sharding.cuts import IndexRun, StoredRuns, hold, round_up
 from ftrun.sharding.mesh import Mesh
-from ftrun.sharding.rules import Cut, Flat
+from ftrun.sharding.rules import DimensionSplit, FlatBuffer
 from ftrun.snapshot.boxes import Box, Shape, overlap, strides_of, whole
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class PartBlock:
     """A box of the whole tensor, and where it begins in what is stored."""
 
     at: Shape
@@ -28,15 +29,15 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class StoredView:
     """What a rank stores of one tensor; what no block covers is padding."""
 
     shape: Shape
-    blocks: tuple[Block, ...]
+    blocks: tuple[PartBlock, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Patch:
+class StoredRegion:
     """A box of a whole tensor in a stored entry.
 
     Args:
@@ -54,7 +55,9 @@ class Patch:
     copy: int = 0
 
 
-def view_of(shape: Shape, cuts: Sequence[Cut], mesh: Mesh, where: Mapping[str, int]) -> View:
+def view_of(
+    shape: Shape, cuts: Sequence[DimensionSplit], mesh: Mesh, where: Mapping[str, int]
+) -> StoredView:
     """What the rank at these coordinates stores, one cut after the other.
 
     Args:
@@ -67,7 +70,7 @@ def view_of(shape: Shape, cuts: Sequence[Cut], mesh: Mesh, where: Mapping[str, i
         CutImpossible: a dimension cannot be cut so.
     """
     box = whole(shape)
-    view = View(shape, () if box.is_empty else (Block(box.offsets, box),))
+    view = StoredView(shape, () if box.is_empty else (PartBlock(box.offsets, box),))
     for cut in cuts:
         dim = cut.dim % len(shape)
         size = view.shape[dim]
@@ -76,19 +79,19 @@ def view_of(shape: Shape, cuts: Sequence[Cut], mesh: Mesh, where: Mapping[str, i
     return view
 
 
-def _cut(view: View, dim: int, held: Held) -> View:
+def _cut(view: StoredView, dim: int, held: StoredRuns) -> StoredView:
     shape = (*view.shape[:dim], held.size, *view.shape[dim + 1 :])
     blocks = [_within(block, dim, run) for run in held.runs for block in view.blocks]
-    return View(shape, tuple(block for block in blocks if block is not None))
+    return StoredView(shape, tuple(block for block in blocks if block is not None))
 
 
-def _within(block: Block, dim: int, run: Run) -> Block | None:
+def _within(block: PartBlock, dim: int, run: IndexRun) -> PartBlock | None:
     """What of a block lies in a run of a dimension, where the run is stored."""
     low = max(block.at[dim], run.start)
     high = min(block.at[dim] + block.box.shape[dim], run.start + run.size)
     if low >= high:
         return None
-    return Block(
+    return PartBlock(
         _with(block.at, dim, low - run.start + run.at),
         Box(
             _with(block.box.offsets, dim, block.box.offsets[dim] + low - block.at[dim]),
@@ -101,25 +104,26 @@ def _with(numbers: Shape, dim: int, number: int) -> Shape:
     return (*numbers[:dim], number, *numbers[dim + 1 :])
 
 
-def patches_of(tensor: str, view: View, *, copy: int = 0) -> tuple[Patch, ...]:
+def patches_of(tensor: str, view: StoredView, *, copy: int = 0) -> tuple[StoredRegion, ...]:
     """The patches of an entry that stores just this view."""
     strides = strides_of(view.shape)
     return tuple(
-        Patch(tensor, block.box, _item(block.at, strides), strides, copy) for block in view.blocks
+        StoredRegion(tensor, block.box, _item(block.at, strides), strides, copy)
+        for block in view.blocks
     )
 
 
 @dataclass(frozen=True, slots=True)
-class FlatPart:
+class FlatRange:
     """What a coordinate stores of a row of items: so many, padding included, and where from."""
 
     num_items: int
-    patches: tuple[Patch, ...]
+    patches: tuple[StoredRegion, ...]
 
 
 def flat_part(
-    members: Sequence[tuple[str, View]], flat: Flat, *, count: int, index: int
-) -> FlatPart:
+    members: Sequence[tuple[str, StoredView]], flat: FlatBuffer, *, count: int, index: int
+) -> FlatRange:
     """One coordinate's run of a row in which views lie one after the other.
 
     Args:
@@ -131,7 +135,7 @@ def flat_part(
     used = sum(math.prod(view.shape) for _, view in members)
     num_items = round_up(used, max(1, flat.pad_to) * count) // count
     start, end = index * num_items, (index + 1) * num_items
-    patches: list[Patch] = []
+    patches: list[StoredRegion] = []
     at = 0
     for name, view in members:
         size = math.prod(view.shape)
@@ -139,10 +143,10 @@ def flat_part(
         if low < high:
             patches += _run_patches(name, view, range(low, high), at - start)
         at += size
-    return FlatPart(num_items, tuple(patches))
+    return FlatRange(num_items, tuple(patches))
 
 
-def _run_patches(name: str, view: View, items: range, shift: int) -> list[Patch]:
+def _run_patches(name: str, view: StoredView, items: range, shift: int) -> list[StoredRegion]:
     """The patches of a run of a view's items, which lie `shift` further in the entry."""
     strides = strides_of(view.shape)
     found = []
@@ -153,7 +157,7 @@ def _run_patches(name: str, view: View, items: range, shift: int) -> list[Patch]
                 moved = zip(block.box.offsets, common.offsets, block.at, strict=True)
                 offsets = tuple(offset + at - begin for offset, at, begin in moved)
                 first = _item(common.offsets, strides) + shift
-                found.append(Patch(name, Box(offsets, common.shape), first, strides))
+                found.append(StoredRegion(name, Box(offsets, common.shape), first, strides))
     return found
 
 

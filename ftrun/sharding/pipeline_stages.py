@@ -18,12 +18,12 @@ Source: stages with several runs of layers are the interleaved schedule of Megat
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from ftrun.sharding.cuts import CutImpossible, divide
+from ftrun.sharding.cuts import SplitImpossible, divide
 from ftrun.sharding.mesh import Mesh
-from ftrun.sharding.rules import TURN, Home, Rules
+from ftrun.sharding.rules import TURN, ShardingRules, StagePlacement
 
 
-def runs_of(home: Home, size: int) -> list[range]:
+def runs_of(home: StagePlacement, size: int) -> list[range]:
     """The numbers of each run of layers, in the order of the pipeline.
 
     Args:
@@ -38,7 +38,7 @@ def runs_of(home: Home, size: int) -> list[range]:
     if sizes is None:
         return [range(*divide(home.count, count, index)) for index in range(count)]
     if len(sizes) != count or sum(sizes) != home.count:
-        raise CutImpossible(
+        raise SplitImpossible(
             f"sizes {list(sizes)} are {sum(sizes)} numbers for {len(sizes)} runs of layers, and "
             f"there are {home.count} for {count}: {home.axis} {size}, turns {home.turns}"
         )
@@ -46,7 +46,7 @@ def runs_of(home: Home, size: int) -> list[range]:
     return [range(*pair) for pair in pairwise(ends)]
 
 
-class EndNames:
+class FixedStageNames:
     """What lives at fixed coordinates, at one of them: in the first turn, or the last.
 
     Args:
@@ -54,7 +54,7 @@ class EndNames:
         coordinate: along its axis.
     """
 
-    def __init__(self, home: Home, coordinate: int) -> None:
+    def __init__(self, home: StagePlacement, coordinate: int) -> None:
         self.home = home
         self._where = f"{home.axis} {coordinate}"
         is_early = home.at is not None and coordinate in [at for at in home.at if at >= 0]
@@ -69,7 +69,7 @@ class EndNames:
         found = self.home.pattern.match(name)
         assert found is not None, name
         if found[TURN] != self._turn:
-            raise CutImpossible(
+            raise SplitImpossible(
                 f"its turn is {found[TURN]}, and that of {self._where} is {self._turn} by "
                 f"{self.home}, turns: {self.home.turns}"
             )
@@ -94,7 +94,7 @@ class StageNames:
         CutImpossible: its sizes are for another number of runs.
     """
 
-    def __init__(self, home: Home, size: int, coordinate: int) -> None:
+    def __init__(self, home: StagePlacement, size: int, coordinate: int) -> None:
         self.home = home
         self._where = f"{home.axis} {coordinate}"
         self._turns = runs_of(home, size)[coordinate::size]
@@ -109,14 +109,14 @@ class StageNames:
         numbers = self._numbers(name)
         turn, number = numbers.get(TURN, 0), numbers[self.home.word]
         if turn >= len(self._turns):
-            raise CutImpossible(f"its turn {turn} is not below turns: {len(self._turns)}")
+            raise SplitImpossible(f"its turn {turn} is not below turns: {len(self._turns)}")
         here = self._in_turn(turn)
         if self.home.is_anew:
             if number >= len(here):
-                raise CutImpossible(self._too_many(turn, number, len(here)))
+                raise SplitImpossible(self._too_many(turn, number, len(here)))
             number = here[number]
         elif number not in here:
-            raise CutImpossible(f"number {number} is not in turn {turn} of {self._where}")
+            raise SplitImpossible(f"number {number} is not in turn {turn} of {self._where}")
         return self._with(name, 0, number)
 
     def own(self, name: str) -> str:
@@ -155,7 +155,7 @@ class RankNames:
         stages: the homes that rename, where this rank is.
     """
 
-    def __init__(self, stages: Sequence[StageNames | EndNames] = ()) -> None:
+    def __init__(self, stages: Sequence[StageNames | FixedStageNames] = ()) -> None:
         self._stages = stages
 
     def whole(self, name: str, *, of: str | None = None) -> str:
@@ -180,13 +180,13 @@ class RankNames:
         stage = self._stage(name)
         return name if stage is None else stage.own(name)
 
-    def _stage(self, name: str) -> StageNames | EndNames | None:
+    def _stage(self, name: str) -> StageNames | FixedStageNames | None:
         found = [one for one in self._stages if one.home.pattern.match(name) is not None]
         # A name that is matched twice is told of by whoever looks for rules.
         return found[0] if len(found) == 1 else None
 
 
-def names_of_ranks(rules: Rules) -> list[RankNames]:
+def names_of_ranks(rules: ShardingRules) -> list[RankNames]:
     """The names of all ranks' tensors; ranks that have the same share one value.
 
     Raises:
@@ -205,7 +205,7 @@ def names_of_ranks(rules: Rules) -> list[RankNames]:
     return found
 
 
-def absent(rules: Rules, names: Iterable[str]) -> list[str]:
+def absent(rules: ShardingRules, names: Iterable[str]) -> list[str]:
     """In words, layers that should be somewhere and are nowhere.
 
     Args:
@@ -228,13 +228,13 @@ def absent(rules: Rules, names: Iterable[str]) -> list[str]:
     return found
 
 
-def _at(home: Home, mesh: Mesh, coordinate: int) -> StageNames | EndNames:
+def _at(home: StagePlacement, mesh: Mesh, coordinate: int) -> StageNames | FixedStageNames:
     if home.at is not None:
-        return EndNames(home, coordinate)
+        return FixedStageNames(home, coordinate)
     try:
         return StageNames(home, mesh.size_of(home.axis), coordinate)
-    except CutImpossible as error:
-        raise CutImpossible(f"{home}: {error}") from error
+    except SplitImpossible as error:
+        raise SplitImpossible(f"{home}: {error}") from error
 
 
 def _within(name: str, old: str, new: str) -> str:

@@ -24,7 +24,7 @@ from ftrun.sharding.rule_parser import carried
 from ftrun.sharding.world_layout import WorldLayout
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot import regroup
-from ftrun.snapshot.regroup import Resize
+from ftrun.snapshot.regroup import WorldResize
 
 Plain = dict[str, Any]
 
@@ -97,17 +97,17 @@ class RankValues:
         """Whether the data are shared by another number of ranks than before."""
         return self._source.num_batches != self._target.mesh.num_batches
 
-    def _resize(self, rank: int, old: int) -> tuple[Resize, list[int]]:
+    def _resize(self, rank: int, old: int) -> tuple[WorldResize, list[int]]:
         """A new rank among those that see different data, and the old ranks beside its own."""
         mesh: Mesh = self._target.mesh
         size = self._source.num_batches
-        resize = Resize(mesh.batch_index(rank), size, mesh.num_batches)
+        resize = WorldResize(mesh.batch_index(rank), size, mesh.num_batches)
         return resize, self._source.beside(old)
 
     def _all(self, ranks: Sequence[int], name: str) -> list[Any]:
         return [plain.decode(self._parts[rank][name]) for rank in ranks]
 
-    def _loaders(self, streams: Sequence[int], resize: Resize) -> Plain:
+    def _loaders(self, streams: Sequence[int], resize: WorldResize) -> Plain:
         states = self._all(streams, "loaders")
         own = states[resize.old_rank]
         if not self._moves:

@@ -15,13 +15,15 @@ from ftrun.snapshot.plain_values import TensorRef
 Plain = dict[str, Any]
 
 
-class Rename(Protocol):
+class RenameParameter(Protocol):
     """`RankNames.whole` or `RankNames.own`."""
 
     def __call__(self, name: str, *, of: str | None = None) -> str: ...
 
 
-def groups_renamed(groups: Mapping[str, Sequence[Plain]], rename: Rename) -> dict[str, list[Plain]]:
+def groups_renamed(
+    groups: Mapping[str, Sequence[Plain]], rename: RenameParameter
+) -> dict[str, list[Plain]]:
     """Parameter groups of optimizers."""
     return {
         name: [{**group, "params": [rename(one) for one in group["params"]]} for group in some]
@@ -29,7 +31,7 @@ def groups_renamed(groups: Mapping[str, Sequence[Plain]], rename: Rename) -> dic
     }
 
 
-def states_renamed(states: Plain, rename: Rename) -> Plain:
+def states_renamed(states: Plain, rename: RenameParameter) -> Plain:
     """State of optimizers, by parameter; a key that is none belongs to the optimizer as a whole."""
     return {
         name: {
@@ -41,13 +43,13 @@ def states_renamed(states: Plain, rename: Rename) -> Plain:
     }
 
 
-def _state_renamed(key: object, values: Any, rename: Rename) -> tuple[object, Any]:
+def _state_renamed(key: object, values: Any, rename: RenameParameter) -> tuple[object, Any]:
     if not isinstance(key, str):
         return key, _renamed(values, rename)
     return rename(key), _renamed(values, partial(rename, of=key))
 
 
-def modules_renamed(modules: Plain, rename: Rename) -> Plain:
+def modules_renamed(modules: Plain, rename: RenameParameter) -> Plain:
     """What modules keep beside tensors, by their paths."""
     return {
         rename(f"{path}.").removesuffix("."): _renamed(values, rename)
@@ -55,7 +57,7 @@ def modules_renamed(modules: Plain, rename: Rename) -> Plain:
     }
 
 
-def _renamed(values: Any, rename: Rename) -> Any:
+def _renamed(values: Any, rename: RenameParameter) -> Any:
     if isinstance(values, TensorRef):
         return replace(values, name=rename(values.name))
     if isinstance(values, dict):

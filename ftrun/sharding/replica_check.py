@@ -10,17 +10,17 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, product
 from typing import Protocol
 
-from ftrun.sharding.partition import Patch
-from ftrun.sharding.world_layout import Placed, WorldLayout
+from ftrun.sharding.partition import StoredRegion
+from ftrun.sharding.world_layout import PlacedEntry, WorldLayout
 from ftrun.snapshot.layout import ITEM_BYTES
-from ftrun.snapshot.shard_header import ShardHead
+from ftrun.snapshot.shard_header import ShardHeader
 
 
 class Shards(Protocol):
     """The shards of a version."""
 
     @property
-    def heads(self) -> Sequence[ShardHead]:
+    def heads(self) -> Sequence[ShardHeader]:
         """Of all ranks, from rank 0 on."""
         ...
 
@@ -69,7 +69,7 @@ def _is_same(shards: Shards, world: WorldLayout, name: str, one: int, other: int
     )
 
 
-def _runs(placed: Placed) -> Iterator[tuple[int, int]]:
+def _runs(placed: PlacedEntry) -> Iterator[tuple[int, int]]:
     """The bytes of an entry that are no padding: first, and how many."""
     item_bytes = ITEM_BYTES[placed.dtype]
     for patch in placed.patches:
@@ -77,7 +77,7 @@ def _runs(placed: Placed) -> Iterator[tuple[int, int]]:
             yield first * item_bytes, count * item_bytes
 
 
-def _item_runs(patch: Patch) -> Iterator[tuple[int, int]]:
+def _item_runs(patch: StoredRegion) -> Iterator[tuple[int, int]]:
     """Items of an entry that are neighbours in it, patch by patch; last dimensions are whole."""
     *outer, count = patch.box.shape
     *steps, _ = patch.strides

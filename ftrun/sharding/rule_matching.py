@@ -1,7 +1,7 @@
 """Which rule holds for which name.
 
 Runs in:  the process that converts checkpoints. Pure.
-Takes in: `Rules`, names of tensors and what they are state of.
+Takes in: `ShardingRules`, names of tensors and what they are state of.
 Gives:    for each name what holds for it, or RulesUnfit with all names that have no rule or two.
 
 State of an optimizer goes with its parameter, so rules need not name it: what has its parameter's
@@ -13,13 +13,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ftrun.errors import RulesUnfit
-from ftrun.sharding.cuts import CutImpossible
+from ftrun.errors import RulesMismatch
+from ftrun.sharding.cuts import SplitImpossible
 from ftrun.sharding.pipeline_stages import runs_of
-from ftrun.sharding.rules import REPLICATED, Home, Kind, Rule, Rules
+from ftrun.sharding.rules import (
+    REPLICATED,
+    ShardingRule,
+    ShardingRules,
+    SharingKind,
+    StagePlacement,
+)
 
 
-class Follows(Enum):
+class StateOwnership(Enum):
     """How a tensor of an optimizer's state belongs to its parameter."""
 
     LIKE = "like"
@@ -29,15 +35,15 @@ class Follows(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Kin:
+class OwningParameter:
     """The parameter that a tensor is state of, and how; `how` None: it needs a rule of its own."""
 
     parameter: str
-    how: Follows | None
+    how: StateOwnership | None
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class MatchedRule:
     """What holds for one name.
 
     Args:
@@ -46,8 +52,8 @@ class Sharing:
         numbers: what stood in the name at the words of the home's pattern.
     """
 
-    rule: Rule
-    home: Home | None = None
+    rule: ShardingRule
+    home: StagePlacement | None = None
     numbers: tuple[tuple[str, int], ...] = ()
 
     def homes(self, size: int) -> frozenset[int]:
@@ -63,16 +69,18 @@ class Sharing:
         if self.home.at is not None:
             found = frozenset(at % size if at < 0 else at for at in self.home.at)
             if max(found) >= size:
-                raise CutImpossible(f"it lives at {max(found)} of {self.home.axis} {size}")
+                raise SplitImpossible(f"it lives at {max(found)} of {self.home.axis} {size}")
             return found
         number = dict(self.numbers)[self.home.word]
         if number >= self.home.count:
-            raise CutImpossible(f"its number {number} is not below of: {self.home.count}")
+            raise SplitImpossible(f"its number {number} is not below of: {self.home.count}")
         runs = runs_of(self.home, size)
         return frozenset(at % size for at, run in enumerate(runs) if number in run)
 
 
-def match(rules: Rules, names: Iterable[tuple[str, Kin | None]]) -> dict[str, Sharing]:
+def match(
+    rules: ShardingRules, names: Iterable[tuple[str, OwningParameter | None]]
+) -> dict[str, MatchedRule]:
     """What holds for each name.
 
     Args:
@@ -83,7 +91,7 @@ def match(rules: Rules, names: Iterable[tuple[str, Kin | None]]) -> dict[str, Sh
         RulesUnfit: names that no rule matches, or two.
     """
     listed = list(names)
-    found: dict[str, Sharing] = {}
+    found: dict[str, MatchedRule] = {}
     twice: list[str] = []
     for name, _ in listed:
         matching = [one for one in rules.rules if one.pattern.match(name) is not None]
@@ -93,7 +101,7 @@ def match(rules: Rules, names: Iterable[tuple[str, Kin | None]]) -> dict[str, Sh
             home = homes[0] if homes else None
             numbers = home.pattern.match(name) if home is not None else None
             rule = matching[0] if matching else REPLICATED
-            found[name] = Sharing(rule, home, tuple((numbers or {}).items()))
+            found[name] = MatchedRule(rule, home, tuple((numbers or {}).items()))
     unmatched = []
     for name, kin in listed:
         if name in found:
@@ -104,35 +112,35 @@ def match(rules: Rules, names: Iterable[tuple[str, Kin | None]]) -> dict[str, Sh
         else:
             found[name] = inherited
     if twice or unmatched:
-        raise RulesUnfit(source=rules.source, problems=[*twice, *unmatched])
+        raise RulesMismatch(source=rules.source, problems=[*twice, *unmatched])
     return found
 
 
-def lives_at(rules: Rules, where: Mapping[str, int], name: str) -> bool:
+def lives_at(rules: ShardingRules, where: Mapping[str, int], name: str) -> bool:
     """Whether what is called so lives at these coordinates, as far as one home says where."""
     homes = [home for home in rules.homes if home.pattern.match(name) is not None]
     if len(homes) != 1:
         return True
     (home,) = homes
     numbers = home.pattern.match(name) or {}
-    found = Sharing(REPLICATED, home, tuple(numbers.items()))
+    found = MatchedRule(REPLICATED, home, tuple(numbers.items()))
     return where[home.axis] in found.homes(rules.mesh.size_of(home.axis))
 
 
-def _inherited(found: dict[str, Sharing], kin: Kin | None) -> Sharing | None:
+def _inherited(found: dict[str, MatchedRule], kin: OwningParameter | None) -> MatchedRule | None:
     if kin is None or kin.how is None or kin.parameter not in found:
         return None
     parents = found[kin.parameter]
-    if kin.how is Follows.LIKE or parents.rule.kind is Kind.OWN:
+    if kin.how is StateOwnership.LIKE or parents.rule.kind is SharingKind.OWN:
         return parents
-    return Sharing(REPLICATED, parents.home, parents.numbers)
+    return MatchedRule(REPLICATED, parents.home, parents.numbers)
 
 
 def _matched_twice(name: str, some: Sequence[object]) -> str:
     return f"{name} is matched by {' and by '.join(map(str, some))}"
 
 
-def _no_rule(name: str, kin: Kin | None) -> str:
+def _no_rule(name: str, kin: OwningParameter | None) -> str:
     if kin is not None and kin.how is None:
         return f"{name} is matched by no rule, and has not the shape of {kin.parameter}"
     return f"{name} is matched by no rule"

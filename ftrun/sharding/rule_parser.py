@@ -2,7 +2,8 @@
 
 Runs in:  the process that converts checkpoints. Pure.
 Takes in: YAML text.
-Gives:    `Rules`, or RulesInvalid with line, column, what was expected and what is there, for
+Gives:    `ShardingRules`, or RulesInvalid with line, column, what was expected and what is there,
+          for
           everything that is wrong with the file, not the first thing only.
 
 The YAML tree is walked as it is, never turned into objects: it still knows its lines, and an
@@ -20,14 +21,24 @@ import yaml
 from ftrun.errors import RulesInvalid
 from ftrun.sharding.mesh import Mesh
 from ftrun.sharding.name_patterns import NamePattern
-from ftrun.sharding.rules import TURN, Cut, Flat, FusedPart, Home, Kind, Rule, Rules, Uneven
+from ftrun.sharding.rules import (
+    TURN,
+    DimensionSplit,
+    FlatBuffer,
+    FusedPart,
+    ShardingRule,
+    ShardingRules,
+    SharingKind,
+    StagePlacement,
+    UnevenPolicy,
+)
 
 _CUT_KEYS = ("axis", "dim", "parts", "unit", "sizes", "share", "size", "pad_to", "uneven")
 _FRAGMENT_KEYS = ("parts", "unit", "sizes")
 _PART_KEYS = ("weight", "unit", "sizes", "share")
 _DEALT_KEYS = ("sizes", "numbered", "empty")
 _HOME_KEYS = ("name", "axis", "at", "of", "turns", *_DEALT_KEYS)
-_UNEVEN = {one.value: one for one in Uneven}
+_UNEVEN = {one.value: one for one in UnevenPolicy}
 _DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 """YAML has octal and sexagesimal numbers too, which nobody means here."""
 _SHORT = 40
@@ -38,7 +49,7 @@ class _NotThis(Exception):
     """A node is not what it should be; the problem is noted."""
 
 
-def read_rules(text: str, *, source: str) -> Rules:
+def read_rules(text: str, *, source: str) -> ShardingRules:
     """The rules in a text.
 
     Args:
@@ -60,12 +71,12 @@ def read_rules(text: str, *, source: str) -> Rules:
     return replace(found, text=text)
 
 
-def carried(rules: Rules) -> dict[str, object]:
+def carried(rules: ShardingRules) -> dict[str, object]:
     """What a snapshot carries of the layout that it is of: plain values."""
     return {"text": rules.text, "source": rules.source, "mesh": dict(rules.mesh.axes)}
 
 
-def read_carried(saved: Mapping[str, Any]) -> Rules:
+def read_carried(saved: Mapping[str, Any]) -> ShardingRules:
     """The rules that a snapshot carries, on the mesh that took it."""
     rules = read_rules(saved["text"], source=f"{saved['source']} of the snapshot")
     return rules.on(rules.mesh.having(saved["mesh"]))
@@ -78,21 +89,21 @@ class _Reader:
         self.problems: list[str] = []
         self._axes: tuple[str, ...] = ()
 
-    def read(self, root: yaml.Node | None, source: str) -> Rules:
+    def read(self, root: yaml.Node | None, source: str) -> ShardingRules:
         if root is None:
             self.problems.append("line 1, column 1: expected mesh and rules, and the file is empty")
             raise _NotThis
-        kinds = [kind.value for kind in Kind]
+        kinds = [kind.value for kind in SharingKind]
         parts = self._mapping(root, "rules", ("mesh", "batches", *kinds, "unique"), ["mesh"])
         mesh = self._mesh(parts["mesh"], parts.get("batches"))
-        rules: list[Rule] = []
-        for kind in Kind:
+        rules: list[ShardingRule] = []
+        for kind in SharingKind:
             for node in self._listed(parts.get(kind.value), f"a list of {kind.value} rules"):
                 rules += self._each(node, lambda node, kind=kind: self._rules(kind, node))  # type: ignore[misc]
-        homes: list[Home] = []
+        homes: list[StagePlacement] = []
         for node in self._listed(parts.get("unique"), "a list of unique rules"):
             homes += self._each(node, self._homes)
-        return Rules(source, mesh, tuple(rules), tuple(homes))
+        return ShardingRules(source, mesh, tuple(rules), tuple(homes))
 
     # --- the parts of a file ---------------------------------------------------------------
 
@@ -106,22 +117,24 @@ class _Reader:
             return Mesh(axes, tuple(name for name in self._axes if name == "dp"))
         return Mesh(axes, tuple(self._axis(one) for one in self._one_or_more(batches)))
 
-    def _rules(self, kind: Kind, node: yaml.Node) -> list[Rule]:
-        if kind in (Kind.REPLICATE, Kind.OWN):
+    def _rules(self, kind: SharingKind, node: yaml.Node) -> list[ShardingRule]:
+        if kind in (SharingKind.REPLICATE, SharingKind.OWN):
             return [self._rule(kind, one) for one in self._plain_names(node)]
         keys = {
-            Kind.AVERAGE: ("axis",),
-            Kind.FLAT: ("axis", "pad_to", "tensors"),
+            SharingKind.AVERAGE: ("axis",),
+            SharingKind.FLAT: ("axis", "pad_to", "tensors"),
         }.get(kind, ("cuts", *_CUT_KEYS))
-        needed = {Kind.AVERAGE: ["axis"], Kind.FLAT: ["axis", "tensors"]}.get(kind, [])
+        needed = {SharingKind.AVERAGE: ["axis"], SharingKind.FLAT: ["axis", "tensors"]}.get(
+            kind, []
+        )
         parts = self._mapping(
             node, f"a rule under {kind.value}", ("name", *keys), ["name", *needed]
         )
         names = self._one_or_more(parts["name"])
-        if kind is Kind.AVERAGE:
+        if kind is SharingKind.AVERAGE:
             axis = self._axis(parts["axis"])
             return [self._rule(kind, name, axis=axis) for name in names]
-        if kind is Kind.FLAT:
+        if kind is SharingKind.FLAT:
             flat = self._flat(parts)
             return [self._rule(kind, name, flat=flat) for name in names]
         cuts = self._cuts(kind, node, parts)
@@ -129,26 +142,26 @@ class _Reader:
 
     def _rule(
         self,
-        kind: Kind,
+        kind: SharingKind,
         name: yaml.Node,
         *,
-        cuts: tuple[Cut, ...] = (),
-        flat: Flat | None = None,
+        cuts: tuple[DimensionSplit, ...] = (),
+        flat: FlatBuffer | None = None,
         axis: str = "",
-    ) -> Rule:
+    ) -> ShardingRule:
         pattern = self._pattern(name)
-        return Rule(kind, pattern, name.start_mark.line + 1, cuts, flat, axis)
+        return ShardingRule(kind, pattern, name.start_mark.line + 1, cuts, flat, axis)
 
-    def _flat(self, parts: dict[str, yaml.Node]) -> Flat:
+    def _flat(self, parts: dict[str, yaml.Node]) -> FlatBuffer:
         what = "tensors with their shapes, such as {model.w: [4, 8]}"
         tensors = tuple(
             (key, tuple(self._integer(one) for one in self._items(value, "a shape")))
             for key, _, value in self._pairs(parts["tensors"], what)
         )
         pad_to = self._optional(parts, "pad_to", self._positive, 1)
-        return Flat(self._axis(parts["axis"]), pad_to, tensors)
+        return FlatBuffer(self._axis(parts["axis"]), pad_to, tensors)
 
-    def _homes(self, node: yaml.Node) -> list[Home]:
+    def _homes(self, node: yaml.Node) -> list[StagePlacement]:
         parts = self._mapping(node, "a rule under unique", _HOME_KEYS, ["name", "axis"])
         axis = self._axis(parts["axis"])
         if ("at" in parts) == ("of" in parts):
@@ -159,7 +172,7 @@ class _Reader:
             if dealt := [key for key in _DEALT_KEYS if key in parts]:
                 self._wrong(parts[dealt[0]], f"{dealt[0]} beside of:, not beside at:")
         empty = self._optional(parts, "empty", self._integers, None)
-        home = Home(
+        home = StagePlacement(
             NamePattern(""),
             0,
             axis,
@@ -172,7 +185,7 @@ class _Reader:
         )
         return [self._home(name, home) for name in self._one_or_more(parts["name"])]
 
-    def _home(self, name: yaml.Node, home: Home) -> Home:
+    def _home(self, name: yaml.Node, home: StagePlacement) -> StagePlacement:
         pattern = self._pattern(name)
         if home.at is None and len([word for word in pattern.words if word != TURN]) != 1:
             self._wrong(name, "one number in the name, such as model.layers.{n}.*, for of:")
@@ -187,7 +200,9 @@ class _Reader:
 
     # --- cuts --------------------------------------------------------------------------------
 
-    def _cuts(self, kind: Kind, node: yaml.Node, parts: dict[str, yaml.Node]) -> tuple[Cut, ...]:
+    def _cuts(
+        self, kind: SharingKind, node: yaml.Node, parts: dict[str, yaml.Node]
+    ) -> tuple[DimensionSplit, ...]:
         given = [key for key in _CUT_KEYS if key in parts]
         several = [(node, {key: parts[key] for key in given})]
         if "cuts" in parts:
@@ -196,14 +211,14 @@ class _Reader:
             items = self._items(parts["cuts"], "a list of cuts")
             several = [(one, self._mapping(one, "a cut", _CUT_KEYS, [])) for one in items]
         uneven = [one[key] for _, one in several for key in _FRAGMENT_KEYS if key in one]
-        if kind is Kind.FRAGMENT and not uneven:
+        if kind is SharingKind.FRAGMENT and not uneven:
             self._wrong(node, "parts, sizes or unit: without them the rule belongs under shard")
-        if kind is Kind.SHARD and uneven:
+        if kind is SharingKind.SHARD and uneven:
             keys = ", ".join(_FRAGMENT_KEYS)
             self._wrong(uneven[0], f"none of {keys} under shard: they belong under fragment")
         return tuple(self._cut(one, keys_there) for one, keys_there in several)
 
-    def _cut(self, node: yaml.Node, parts: dict[str, yaml.Node]) -> Cut:
+    def _cut(self, node: yaml.Node, parts: dict[str, yaml.Node]) -> DimensionSplit:
         for key in ("axis", "dim"):
             if key not in parts:
                 self._wrong(node, f"the key {key}, beside {', '.join(parts) or 'others'}")
@@ -216,13 +231,13 @@ class _Reader:
         else:
             items = self._items(parts["parts"], "a list of parts")
             fused = tuple(self._fused(one, common) for one in items)
-        return Cut(
+        return DimensionSplit(
             axis=self._axis(parts["axis"]),
             dim=self._integer(parts["dim"], least=None),
             parts=fused or (common,),
             size=size,
             pad_to=self._optional(parts, "pad_to", self._positive, 0),
-            uneven=self._optional(parts, "uneven", self._uneven, Uneven.BALANCED),
+            uneven=self._optional(parts, "uneven", self._uneven, UnevenPolicy.BALANCED),
         )
 
     def _fused(self, node: yaml.Node, common: FusedPart) -> FusedPart:
@@ -368,7 +383,7 @@ class _Reader:
             return words[node.value]
         return self._integer(node, least=None)
 
-    def _uneven(self, node: yaml.Node) -> Uneven:
+    def _uneven(self, node: yaml.Node) -> UnevenPolicy:
         name = self._text(node)
         if name not in _UNEVEN:
             self._wrong(node, " or ".join(_UNEVEN))

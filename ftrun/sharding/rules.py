@@ -2,7 +2,7 @@
 
 Runs in:  the process that converts checkpoints. Pure.
 Takes in: nothing; `rule_file` makes these values.
-Gives:    `Rules`.
+Gives:    `ShardingRules`.
 
 Source: the patterns are those of Universal Checkpointing (arXiv 2406.18820, section 3): Unique,
 Replicate, Partial (here `average`), Shard in one or several dimensions, Shard-NC (here `fragment`)
@@ -17,7 +17,7 @@ from ftrun.sharding.name_patterns import NamePattern
 from ftrun.snapshot.boxes import Shape
 
 
-class Kind(Enum):
+class SharingKind(Enum):
     """How ranks share what a rule names."""
 
     REPLICATE = "replicate"
@@ -34,7 +34,7 @@ class Kind(Enum):
     """Each has its own, which nobody else shares."""
 
 
-class Uneven(Enum):
+class UnevenPolicy(Enum):
     """Who gets more where a size does not divide."""
 
     BALANCED = "balanced"
@@ -61,7 +61,7 @@ class FusedPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class DimensionSplit:
     """How an axis of the mesh cuts a dimension.
 
     Args:
@@ -78,11 +78,11 @@ class Cut:
     parts: tuple[FusedPart, ...] = (FusedPart(),)
     size: int | None = None
     pad_to: int = 0
-    uneven: Uneven = Uneven.BALANCED
+    uneven: UnevenPolicy = UnevenPolicy.BALANCED
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
+class FlatBuffer:
     """A long row of items, shared along an axis.
 
     Args:
@@ -98,14 +98,14 @@ class Flat:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ShardingRule:
     """What holds for all names that match."""
 
-    kind: Kind
+    kind: SharingKind
     pattern: NamePattern
     line: int
-    cuts: tuple[Cut, ...] = ()
-    flat: Flat | None = None
+    cuts: tuple[DimensionSplit, ...] = ()
+    flat: FlatBuffer | None = None
     axis: str = ""
     """Along which copies went their own ways."""
 
@@ -116,11 +116,11 @@ class Rule:
 TURN = "turn"
 """The word of a pattern that stands for the turn in which a run of layers is."""
 
-REPLICATED = Rule(Kind.REPLICATE, NamePattern("*"), 0)
+REPLICATED = ShardingRule(SharingKind.REPLICATE, NamePattern("*"), 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class StagePlacement:
     """Where along an axis a tensor lives; it is nowhere else.
 
     Args:
@@ -158,7 +158,7 @@ class Home:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class ShardingRules:
     """One file of rules.
 
     Args:
@@ -171,11 +171,11 @@ class Rules:
 
     source: str
     mesh: Mesh
-    rules: tuple[Rule, ...] = ()
-    homes: tuple[Home, ...] = ()
+    rules: tuple[ShardingRule, ...] = ()
+    homes: tuple[StagePlacement, ...] = ()
     text: str = ""
 
-    def on(self, mesh: Mesh) -> "Rules":
+    def on(self, mesh: Mesh) -> "ShardingRules":
         """The same rules for another mesh of the same axes."""
         return replace(self, mesh=mesh)
 

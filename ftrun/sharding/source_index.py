@@ -2,7 +2,7 @@
 
 Runs in:  worker, where a version is restored into another number of ranks. Pure.
 Takes in: the head of every rank's shard.
-Gives:    a `WorldIndex`: by name, the whole tensor and its chunks, each with the ranks that hold
+Gives:    a `SourceIndex`: by name, the whole tensor and its chunks, each with the ranks that hold
           it; errors that name what is not there.
 
 Rule 1: what a chunk is part of is told by name and offsets, never by the number of its rank.
@@ -20,8 +20,8 @@ from functools import cached_property
 from ftrun.errors import LayoutUnknown, RanksDiffer, TensorIncomplete
 from ftrun.ids import Rank
 from ftrun.snapshot.boxes import Box, Shape, first_hole, whole
-from ftrun.snapshot.layout import Entry, When
-from ftrun.snapshot.shard_header import ShardHead
+from ftrun.snapshot.layout import CopyTiming, LayoutEntry
+from ftrun.snapshot.shard_header import ShardHeader
 
 OURS = "ftrun."
 """Entries with such names are padding and plain values, and no tensors of the script."""
@@ -32,7 +32,7 @@ class Holder:
     """A rank, and the entry of its shard that holds a chunk."""
 
     rank: Rank
-    entry: Entry
+    entry: LayoutEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class WholeTensor:
         return f"{self.dtype}{list(self.shape)}"
 
 
-class WorldIndex:
+class SourceIndex:
     """Every tensor of a version, by name.
 
     Args:
@@ -90,7 +90,7 @@ class WorldIndex:
         LayoutUnknown: a shard does not say what its tensors are parts of.
     """
 
-    def __init__(self, heads: Mapping[Rank, ShardHead], *, prefer: Rank) -> None:
+    def __init__(self, heads: Mapping[Rank, ShardHeader], *, prefer: Rank) -> None:
         unknown = [rank for rank, head in heads.items() if not head.layout.knows_parts]
         if unknown:
             raise LayoutUnknown(
@@ -139,7 +139,7 @@ class WorldIndex:
 
 def _put_together(name: str, holders: list[Holder]) -> WholeTensor:
     first = holders[0].entry
-    is_shared = any(h.entry.when is When.LAZY or h.entry.part is not None for h in holders)
+    is_shared = any(h.entry.when is CopyTiming.LAZY or h.entry.part is not None for h in holders)
     same = [h for h in holders if _kind(h.entry) == _kind(first)]
     if is_shared and len(same) < len(holders):
         other = next(h for h in holders if _kind(h.entry) != _kind(first))
@@ -160,9 +160,9 @@ def _put_together(name: str, holders: list[Holder]) -> WholeTensor:
     return WholeTensor(name, first.dtype, first.whole_shape, chunks, is_shared, tuple(unplaced))
 
 
-def _kind(entry: Entry) -> tuple[str, Shape]:
+def _kind(entry: LayoutEntry) -> tuple[str, Shape]:
     return entry.dtype, entry.whole_shape
 
 
-def _described(entry: Entry) -> str:
+def _described(entry: LayoutEntry) -> str:
     return f"{entry.dtype}{list(entry.whole_shape)}"

@@ -2,27 +2,27 @@
 
 Runs in:  the process that converts checkpoints; worker, where rules are used at a restore. Pure.
 Takes in: heads and plain values of all ranks' shards.
-Gives:    a `Stored` for each tensor of each rank, with the parameter that it is state of.
+Gives:    a `StoredEntry` for each tensor of each rank, with the parameter that it is state of.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ftrun.errors import RulesUnfit
+from ftrun.errors import RulesMismatch
 from ftrun.sharding.source_index import OURS
-from ftrun.sharding.world_layout import Stored
+from ftrun.sharding.world_layout import StoredEntry
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.layout import PLAIN_NAME
 from ftrun.snapshot.plain_values import TensorRef
-from ftrun.snapshot.shard_header import ShardHead
+from ftrun.snapshot.shard_header import ShardHeader
 
 Reads = Callable[[int, int], memoryview]
 """Given an offset into a shard's data and a number of bytes: these bytes."""
 
 
 def stored_entries(
-    heads: Sequence[ShardHead], parts: Sequence[Mapping[str, bytes]], *, source: str
-) -> list[list[Stored]]:
+    heads: Sequence[ShardHeader], parts: Sequence[Mapping[str, bytes]], *, source: str
+) -> list[list[StoredEntry]]:
     """What each rank stores.
 
     Args:
@@ -38,15 +38,15 @@ def stored_entries(
             "it was saved by ftrun.dcp, not by a session of ftrun.attach: dcp.load takes it into "
             "any layout, without rules and without converting"
         )
-        raise RulesUnfit(source=source, problems=[problem])
+        raise RulesMismatch(source=source, problems=[problem])
     found, sharded = [], []
     for head, plain_parts in zip(heads, parts, strict=True):
         owners = _owners(plain_parts)
         entries = [one for one in head.layout.entries if not one.name.startswith(OURS)]
         sharded += [one.name for one in entries if one.part is not None]
-        found.append([Stored(e.name, e.dtype, e.shape, owners.get(e.name)) for e in entries])
+        found.append([StoredEntry(e.name, e.dtype, e.shape, owners.get(e.name)) for e in entries])
     if sharded:
-        raise RulesUnfit(
+        raise RulesMismatch(
             source=source,
             problems=[
                 f"{name} is a DTensor: a run of any layout goes on from it by itself, without "
@@ -57,7 +57,7 @@ def stored_entries(
     return found
 
 
-def plain_bytes(head: ShardHead, read: "Reads") -> dict[str, bytes]:
+def plain_bytes(head: ShardHeader, read: "Reads") -> dict[str, bytes]:
     """The plain values of a shard: each part's bytes, by name.
 
     Args:

@@ -15,14 +15,20 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ftrun.errors import RulesUnfit
+from ftrun.errors import RulesMismatch
 from ftrun.sharding.box_copies import Stock
-from ftrun.sharding.cuts import CutImpossible
+from ftrun.sharding.cuts import SplitImpossible
 from ftrun.sharding.mesh import Mesh
-from ftrun.sharding.partition import Patch, View, flat_part, patches_of, view_of
+from ftrun.sharding.partition import StoredRegion, StoredView, flat_part, patches_of, view_of
 from ftrun.sharding.pipeline_stages import RankNames, absent, names_of_ranks
-from ftrun.sharding.rule_matching import Follows, Kin, Sharing, lives_at, match
-from ftrun.sharding.rules import Cut, Flat, Kind, Rules
+from ftrun.sharding.rule_matching import (
+    MatchedRule,
+    OwningParameter,
+    StateOwnership,
+    lives_at,
+    match,
+)
+from ftrun.sharding.rules import DimensionSplit, FlatBuffer, ShardingRules, SharingKind
 from ftrun.snapshot.boxes import Shape
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -30,7 +36,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredEntry:
     """One entry of a rank's shard; `of` is the parameter that it is state of."""
 
     name: str
@@ -40,13 +46,13 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedEntry:
     """A stored entry, and what lies in it."""
 
     name: str
     dtype: str
     shape: Shape
-    patches: tuple[Patch, ...]
+    patches: tuple[StoredRegion, ...]
 
     @property
     def num_items(self) -> int:
@@ -54,7 +60,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class GlobalTensor:
     """What is common to all that ranks store under a name.
 
     Args:
@@ -66,7 +72,7 @@ class Whole:
     name: str
     dtype: str
     shape: Shape
-    kin: Kin | None
+    kin: OwningParameter | None
     own_shapes: Mapping[int, Shape] = field(default_factory=dict)
 
 
@@ -82,11 +88,11 @@ class WorldLayout:
         entries: of each rank, by name.
     """
 
-    rules: Rules
-    wholes: dict[str, Whole]
-    sharing: dict[str, Sharing]
+    rules: ShardingRules
+    wholes: dict[str, GlobalTensor]
+    sharing: dict[str, MatchedRule]
     names: Sequence[RankNames]
-    entries: tuple[dict[str, Placed], ...] = field(default=())
+    entries: tuple[dict[str, PlacedEntry], ...] = field(default=())
 
     @property
     def mesh(self) -> Mesh:
@@ -110,7 +116,7 @@ class WorldLayout:
         return stock
 
 
-def read_world(rules: Rules, ranks: Sequence[Sequence[Stored]]) -> WorldLayout:
+def read_world(rules: ShardingRules, ranks: Sequence[Sequence[StoredEntry]]) -> WorldLayout:
     """What a world stores, as rules describe it.
 
     Args:
@@ -121,7 +127,7 @@ def read_world(rules: Rules, ranks: Sequence[Sequence[Stored]]) -> WorldLayout:
         RulesUnfit: they describe another one; the problems are listed.
     """
     if len(ranks) != rules.mesh.size:
-        raise RulesUnfit(
+        raise RulesMismatch(
             source=rules.source,
             problems=[
                 f"the mesh has {rules.mesh.size} ranks ({rules.mesh}), and {len(ranks)} ranks took "
@@ -140,7 +146,7 @@ def read_world(rules: Rules, ranks: Sequence[Sequence[Stored]]) -> WorldLayout:
     sharing = match(rules, kin.items())
     for problem in absent(rules, names):
         notes.add(problem)
-    wholes: dict[str, Whole] = {}
+    wholes: dict[str, GlobalTensor] = {}
     for name in names:
         held = {rank: stored[name] for rank, stored in enumerate(by_rank) if name in stored}
         found = notes.note(name, lambda n=name, h=held: _whole(rules, sharing[n], n, h, kin[n]))  # type: ignore[misc]
@@ -160,7 +166,7 @@ def read_world(rules: Rules, ranks: Sequence[Sequence[Stored]]) -> WorldLayout:
     return world
 
 
-def lay_out(rules: Rules, source: WorldLayout) -> WorldLayout:
+def lay_out(rules: ShardingRules, source: WorldLayout) -> WorldLayout:
     """What another world stores of the same tensors.
 
     Args:
@@ -178,7 +184,7 @@ def lay_out(rules: Rules, source: WorldLayout) -> WorldLayout:
         rows = [rule.flat.tensors if rule.flat else None for rule in (before, one.rule)]
         if rows[0] != rows[1]:
             notes.add(f"{name} is a flat row of other tensors by {before} than by {one.rule}")
-        if (before.kind is Kind.OWN) != (one.rule.kind is Kind.OWN):
+        if (before.kind is SharingKind.OWN) != (one.rule.kind is SharingKind.OWN):
             notes.add(f"{name} is each rank's own by only one of {before} and {one.rule}")
     rank_names = notes.names()
     notes.check()
@@ -190,7 +196,7 @@ def lay_out(rules: Rules, source: WorldLayout) -> WorldLayout:
 class _Problems:
     """Collects what does not fit."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: ShardingRules) -> None:
         self._rules = rules
         self._found: list[str] = []
 
@@ -198,10 +204,10 @@ class _Problems:
         if problem not in self._found:  # many ranks have the same one
             self._found.append(problem)
 
-    def note(self, name: str, make: Callable[[], "Whole"]) -> "Whole | None":
+    def note(self, name: str, make: Callable[[], "GlobalTensor"]) -> "GlobalTensor | None":
         try:
             return make()
-        except CutImpossible as error:
+        except SplitImpossible as error:
             self.add(f"{name}: {error}")
             return None
 
@@ -209,11 +215,11 @@ class _Problems:
         """What ranks call their entries."""
         try:
             return names_of_ranks(self._rules)
-        except CutImpossible as error:
+        except SplitImpossible as error:
             self.add(str(error))
             return [RankNames()] * self._rules.mesh.size
 
-    def renamed(self, stored: Sequence[Stored], own: RankNames) -> Iterator[Stored]:
+    def renamed(self, stored: Sequence[StoredEntry], own: RankNames) -> Iterator[StoredEntry]:
         """What a rank stores, by the names that all ranks know."""
         there = {one.name for one in stored}
         for one in stored:
@@ -221,33 +227,37 @@ class _Problems:
             try:
                 parameter = one.of if of is None else own.whole(of)
                 yield replace(one, name=own.whole(one.name, of=of), of=parameter)
-            except CutImpossible as error:
+            except SplitImpossible as error:
                 if of is None:  # a parameter speaks for its state
                     self.add(f"{one.name}: {error}")
 
     def check(self) -> None:
         if self._found:
-            raise RulesUnfit(source=self._rules.source, problems=self._found)
+            raise RulesMismatch(source=self._rules.source, problems=self._found)
 
 
 # --- the world that was -------------------------------------------------------------------------
 
 
-def _kin(name: str, by_rank: Sequence[Mapping[str, Stored]]) -> Kin | None:
+def _kin(name: str, by_rank: Sequence[Mapping[str, StoredEntry]]) -> OwningParameter | None:
     """What an entry is state of, and how, as all ranks that have it say."""
     held = [(stored[name], stored) for stored in by_rank if name in stored]
     parameter = held[0][0].of
     if parameter is None or any(parameter not in stored for _, stored in held):
         return None
     if all(one.shape == stored[parameter].shape for one, stored in held):
-        return Kin(parameter, Follows.LIKE)
+        return OwningParameter(parameter, StateOwnership.LIKE)
     is_number = all(math.prod(one.shape) == 1 for one, _ in held)
-    return Kin(parameter, Follows.NUMBER if is_number else None)
+    return OwningParameter(parameter, StateOwnership.NUMBER if is_number else None)
 
 
 def _whole(
-    rules: Rules, sharing: Sharing, name: str, held: Mapping[int, Stored], kin: Kin | None
-) -> Whole:
+    rules: ShardingRules,
+    sharing: MatchedRule,
+    name: str,
+    held: Mapping[int, StoredEntry],
+    kin: OwningParameter | None,
+) -> GlobalTensor:
     """The whole tensor of which ranks hold these parts.
 
     Raises:
@@ -255,36 +265,36 @@ def _whole(
     """
     dtypes = {one.dtype for one in held.values()}
     if len(dtypes) > 1:
-        raise CutImpossible(f"ranks have it as {' and as '.join(sorted(dtypes))}")
+        raise SplitImpossible(f"ranks have it as {' and as '.join(sorted(dtypes))}")
     expected = frozenset(_ranks_of(rules.mesh, sharing))
     if expected != held.keys():
         missing, extra = sorted(expected - held.keys()), sorted(held.keys() - expected)
         told = f"not on ranks {missing[:10]}" if missing else f"also on ranks {extra[:10]}"
-        raise CutImpossible(
+        raise SplitImpossible(
             f"it is {told}; rules under unique say where a tensor lives, and whether each stage "
             "numbers its layers anew"
         )
     first = next(iter(held.values()))
     rule = sharing.rule
-    if rule.kind is Kind.AVERAGE and first.dtype not in FLOATS:
-        raise CutImpossible(f"it is {first.dtype}, and only {', '.join(FLOATS)} have a mean")
+    if rule.kind is SharingKind.AVERAGE and first.dtype not in FLOATS:
+        raise SplitImpossible(f"it is {first.dtype}, and only {', '.join(FLOATS)} have a mean")
     if rule.flat is not None:
         shape: Shape = (sum(math.prod(shape) for _, shape in rule.flat.tensors),)
-    elif rule.kind in (Kind.SHARD, Kind.FRAGMENT):
+    elif rule.kind in (SharingKind.SHARD, SharingKind.FRAGMENT):
         shapes = {rank: one.shape for rank, one in held.items()}
         shape = _whole_shape(rules.mesh, rule.cuts, shapes)
     else:
         shape = first.shape
-    own = {rank: one.shape for rank, one in held.items()} if rule.kind is Kind.OWN else {}
-    return Whole(name, first.dtype, shape, kin, own)
+    own = {rank: one.shape for rank, one in held.items()} if rule.kind is SharingKind.OWN else {}
+    return GlobalTensor(name, first.dtype, shape, kin, own)
 
 
-def _whole_shape(mesh: Mesh, cuts: Sequence[Cut], held: Mapping[int, Shape]) -> Shape:
+def _whole_shape(mesh: Mesh, cuts: Sequence[DimensionSplit], held: Mapping[int, Shape]) -> Shape:
     """The shape of the whole tensor: along what is cut, as much as all ranks have."""
     ranks = iter(held.items())
     first, shape = next(ranks)
     if any(len(other) != len(shape) for other in held.values()):
-        raise CutImpossible("ranks have it with different numbers of dimensions")
+        raise SplitImpossible("ranks have it with different numbers of dimensions")
     whole = list(shape)
     for cut in cuts:
         _check_dim(cut, shape)
@@ -296,7 +306,7 @@ def _whole_shape(mesh: Mesh, cuts: Sequence[Cut], held: Mapping[int, Shape]) -> 
             whole[dim] = of_dim[0].size
             continue
         if any(cut.pad_to or any(part.is_shared for part in cut.parts) for cut in of_dim):
-            raise CutImpossible(
+            raise SplitImpossible(
                 f"dimension {dim} is padded or shared, so that its size cannot be told from what "
                 "ranks have: give it as size:"
             )
@@ -311,15 +321,17 @@ def _whole_shape(mesh: Mesh, cuts: Sequence[Cut], held: Mapping[int, Shape]) -> 
     return tuple(whole)
 
 
-def _check_dim(cut: Cut, shape: Shape) -> None:
+def _check_dim(cut: DimensionSplit, shape: Shape) -> None:
     if not -len(shape) <= cut.dim < len(shape):
-        raise CutImpossible(f"it has {len(shape)} dimensions, and dimension {cut.dim} is to be cut")
+        raise SplitImpossible(
+            f"it has {len(shape)} dimensions, and dimension {cut.dim} is to be cut"
+        )
 
 
 # --- any world ----------------------------------------------------------------------------------
 
 
-def _ranks_of(mesh: Mesh, sharing: Sharing) -> Iterable[int]:
+def _ranks_of(mesh: Mesh, sharing: MatchedRule) -> Iterable[int]:
     """The ranks that have a tensor."""
     if sharing.home is None:
         return range(mesh.size)
@@ -329,9 +341,9 @@ def _ranks_of(mesh: Mesh, sharing: Sharing) -> Iterable[int]:
 
 
 def _laid_out(
-    rules: Rules,
-    wholes: dict[str, Whole],
-    sharing: dict[str, Sharing],
+    rules: ShardingRules,
+    wholes: dict[str, GlobalTensor],
+    sharing: dict[str, MatchedRule],
     names: Sequence[RankNames],
     *,
     copies: bool,
@@ -348,10 +360,10 @@ def _laid_out(
         counterpart: the mesh whose ranks' own tensors are taken over; None: this one's.
     """
     notes = _Problems(rules)
-    entries: tuple[dict[str, Placed], ...] = tuple({} for _ in range(rules.mesh.size))
+    entries: tuple[dict[str, PlacedEntry], ...] = tuple({} for _ in range(rules.mesh.size))
     for name, whole in wholes.items():
         # Ranks that have the same share one value, which says so.
-        made: dict[tuple[object, ...], Placed] = {}
+        made: dict[tuple[object, ...], PlacedEntry] = {}
         try:
             for rank in _ranks_of(rules.mesh, sharing[name]):
                 old_rank = counterpart.counterpart(rules.mesh, rank) if counterpart else rank
@@ -360,7 +372,7 @@ def _laid_out(
                 if key not in made:
                     made[key] = placer.placed(copies=copies, old_rank=old_rank)
                 entries[rank][name] = made[key]
-        except CutImpossible as error:
+        except SplitImpossible as error:
             notes.add(f"{name}: {error}")
     notes.check()
     return WorldLayout(rules, wholes, sharing, names, entries)
@@ -369,7 +381,9 @@ def _laid_out(
 class _Placer:
     """Makes the entry that one rank has of one tensor."""
 
-    def __init__(self, rules: Rules, whole: Whole, sharing: Sharing, rank: int) -> None:
+    def __init__(
+        self, rules: ShardingRules, whole: GlobalTensor, sharing: MatchedRule, rank: int
+    ) -> None:
         self._rules = rules
         self._whole = whole
         self._rule = sharing.rule
@@ -377,7 +391,7 @@ class _Placer:
 
     def key(self, old_rank: int) -> tuple[object, ...]:
         """Equal for ranks whose entries are equal."""
-        if self._rule.kind is Kind.OWN:
+        if self._rule.kind is SharingKind.OWN:
             return (old_rank,)
         flat = self._rule.flat
         axes = {self._rule.axis, *(cut.axis for cut in self._rule.cuts)}
@@ -386,18 +400,20 @@ class _Placer:
             axes = {flat.axis, *(cut.axis for cut in inner)}
         return tuple(at for axis, at in self._where.items() if axis in axes)
 
-    def placed(self, *, copies: bool, old_rank: int) -> Placed:
+    def placed(self, *, copies: bool, old_rank: int) -> PlacedEntry:
         name, shape = self._whole.name, self._whole.shape
         if self._rule.flat is not None:
             return self._row(self._rule.flat)
-        if self._rule.kind is Kind.OWN:
+        if self._rule.kind is SharingKind.OWN:
             view = self._view(self._whole.own_shapes[old_rank], ())
             return self._entry(view.shape, patches_of(f"{name}@{old_rank}", view))
-        copy = self._where[self._rule.axis] if copies and self._rule.kind is Kind.AVERAGE else 0
+        copy = (
+            self._where[self._rule.axis] if copies and self._rule.kind is SharingKind.AVERAGE else 0
+        )
         view = self._view(shape, self._rule.cuts)
         return self._entry(view.shape, patches_of(name, view, copy=copy))
 
-    def _row(self, flat: Flat) -> Placed:
+    def _row(self, flat: FlatBuffer) -> PlacedEntry:
         members = [
             (f"{self._whole.name}/{name}", self._view(shape, self._cuts_of(name, flat)))
             for name, shape in flat.tensors
@@ -406,17 +422,17 @@ class _Placer:
         part = flat_part(members, flat, count=count, index=self._where[flat.axis])
         return self._entry((part.num_items,), part.patches)
 
-    def _cuts_of(self, name: str, flat: Flat) -> tuple[Cut, ...]:
+    def _cuts_of(self, name: str, flat: FlatBuffer) -> tuple[DimensionSplit, ...]:
         """How a tensor in a row is cut along axes other than the row's."""
         rules = [rule for rule in self._rules.rules if rule.pattern.match(name) is not None]
         if len(rules) > 1:
-            raise CutImpossible(f"{name} in it is matched by {rules[0]} and by {rules[1]}")
+            raise SplitImpossible(f"{name} in it is matched by {rules[0]} and by {rules[1]}")
         return tuple(cut for rule in rules for cut in rule.cuts if cut.axis != flat.axis)
 
-    def _view(self, shape: Shape, cuts: tuple[Cut, ...]) -> View:
+    def _view(self, shape: Shape, cuts: tuple[DimensionSplit, ...]) -> StoredView:
         for cut in cuts:
             _check_dim(cut, shape)
         return view_of(shape, cuts, self._rules.mesh, self._where)
 
-    def _entry(self, shape: Shape, patches: tuple[Patch, ...]) -> Placed:
-        return Placed(self._whole.name, self._whole.dtype, shape, patches)
+    def _entry(self, shape: Shape, patches: tuple[StoredRegion, ...]) -> PlacedEntry:
+        return PlacedEntry(self._whole.name, self._whole.dtype, shape, patches)

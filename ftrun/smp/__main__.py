@@ -22,7 +22,7 @@ from pathlib import Path
 from ftrun.errors import ExitCode
 from ftrun.ids import RunId
 from ftrun.linux import hide_memory, ignore_user_signals, name_process
-from ftrun.smp.server import Server, is_served, let_go_of_streams
+from ftrun.smp.server import SmpServer, is_served, let_go_of_streams
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def main() -> int:
     if is_served(path):
         _log.error("another SMP serves %s already", path)
         return ExitCode.TRY_AGAIN
-    server = Server(
+    server = SmpServer(
         RunId(arguments.run_id), path, orphan_s=arguments.orphan_s, adopt=arguments.adopt
     )
     with _signals(server):
@@ -65,7 +65,7 @@ def _seclude() -> None:
 
 
 @contextlib.contextmanager
-def _signals(server: Server) -> Iterator[None]:
+def _signals(server: SmpServer) -> Iterator[None]:
     """SIGTERM ends a server that has no agent; what a terminal or Slurm sends does not matter.
 
     Slurm signals every process of a step: with an agent it is the agent that ends the SMP, after

@@ -9,7 +9,7 @@ from enum import Enum
 
 from ftrun.errors import PeerError, ProtocolError
 from ftrun.wire.messages.envelope import AnyMessage
-from ftrun.wire.transport.channel import Channel, Received
+from ftrun.wire.transport.channel import Channel, ReceivedMessage
 
 SEND_DEADLINE_S = 2.0
 """A client that does not take its answer for this long loses its connection: while the server
@@ -18,7 +18,7 @@ waits for it, it serves nobody."""
 _log = logging.getLogger(__name__)
 
 
-class Role(Enum):
+class ClientRole(Enum):
     """Who is at the other end."""
 
     UNKNOWN = "unknown"
@@ -27,15 +27,15 @@ class Role(Enum):
     CLI = "cli"
 
 
-class Client:
+class ClientConnection:
     """A channel, who is behind it, and what waits to be handled."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.role = Role.UNKNOWN
+        self.role = ClientRole.UNKNOWN
         self.rank = -1
         self.is_gone = False
-        self.backlog: deque[Received] = deque()
+        self.backlog: deque[ReceivedMessage] = deque()
 
     def introduce(self, *, role: str, rank: int) -> None:
         """Take what its Hello says.
@@ -44,7 +44,7 @@ class Client:
             ProtocolError: there is no such role.
         """
         try:
-            self.role = Role(role)
+            self.role = ClientRole(role)
         except ValueError as error:
             raise ProtocolError(f"a client says it is a {role!r}") from error
         self.rank = rank
@@ -68,10 +68,10 @@ class Client:
         self.channel.close()
 
 
-class Asker:
+class Requester:
     """A client and what it has asked: the answer, however late it is, is told to be that."""
 
-    def __init__(self, client: Client, asked: Received) -> None:
+    def __init__(self, client: ClientConnection, asked: ReceivedMessage) -> None:
         self._client = client
         self._question = asked.envelope.question
 

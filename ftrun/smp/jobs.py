@@ -27,7 +27,7 @@ class _Job:
     failed: Finish
 
 
-class Jobs:
+class JobLanes:
     """Lanes of work and the way back into the server's loop."""
 
     def __init__(self) -> None:

@@ -13,14 +13,14 @@ import os
 
 from ftrun.errors import LayoutUnknown, ProtocolError
 from ftrun.ids import Rank, RunId, version
-from ftrun.smp.checkpoint.load import Loaded
-from ftrun.smp.checkpoint.service import Checkpoints
-from ftrun.smp.client import Asker, Client
-from ftrun.smp.jobs import Jobs
+from ftrun.smp.checkpoint.load import LoadedCheckpoint
+from ftrun.smp.checkpoint.service import CheckpointService
+from ftrun.smp.client import ClientConnection, Requester
+from ftrun.smp.jobs import JobLanes
 from ftrun.smp.memory.arena_requests import ArenaRequests, granted
-from ftrun.smp.memory.arenas import ArenaMemory
-from ftrun.smp.memory.commits import Commits
-from ftrun.smp.redundancy.coordinator import GroupWork
+from ftrun.smp.memory.arenas import ArenaStore
+from ftrun.smp.memory.commits import CommitCoordinator
+from ftrun.smp.redundancy.coordinator import RedundancyCoordinator
 from ftrun.smp.redundancy.group import parity_share, protecting_of
 from ftrun.smp.restore.images import open_images
 from ftrun.wire.crash_points import crash_point
@@ -28,8 +28,8 @@ from ftrun.wire.messages import checkpoint as checkpoint_messages
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
-from ftrun.wire.shared_memory.pages import Page
-from ftrun.wire.transport.channel import Received
+from ftrun.wire.shared_memory.pages import SharedPage
+from ftrun.wire.transport.channel import ReceivedMessage
 
 MAX_RUN_STATE_BYTES = (1 << 20) - (1 << 14)
 """What fits a HandedOver beside the ranks."""
@@ -37,17 +37,17 @@ MAX_RUN_STATE_BYTES = (1 << 20) - (1 << 14)
 _log = logging.getLogger(__name__)
 
 
-class Keeper:
+class MessageHandler:
     """The arenas, what is committed in them, and where both are shown."""
 
-    def __init__(self, run_id: RunId, jobs: Jobs) -> None:
-        self.memory = ArenaMemory()
-        self.commits = Commits(self.memory, self._tell_agent)
-        self.agent: Client | None = None
-        self.checkpoints = Checkpoints(
+    def __init__(self, run_id: RunId, jobs: JobLanes) -> None:
+        self.memory = ArenaStore()
+        self.commits = CommitCoordinator(self.memory, self._tell_agent)
+        self.agent: ClientConnection | None = None
+        self.checkpoints = CheckpointService(
             run_id, jobs, self.memory, self._loaded, lambda: self.agent is not None
         )
-        self.group_work = GroupWork(
+        self.group_work = RedundancyCoordinator(
             run_id,
             memory=self.memory,
             commits=self.commits,
@@ -81,11 +81,13 @@ class Keeper:
 
     def read_shards(
         self,
-        asker: Asker,
-        body: worker_messages.OpenImages | worker_messages.FetchHeads | worker_messages.FetchPieces,
+        asker: Requester,
+        body: worker_messages.OpenShards
+        | worker_messages.FetchShardHeaders
+        | worker_messages.FetchPieces,
     ) -> None:
         """Give a worker what another number of ranks has left: from here, or from elsewhere."""
-        if isinstance(body, worker_messages.OpenImages):
+        if isinstance(body, worker_messages.OpenShards):
             open_images(self.memory, asker, body)
         else:
             self.group_work.range_fetches.ask(asker, body)
@@ -93,7 +95,7 @@ class Keeper:
     # --- agent -----------------------------------------------------------------------------
 
     def begin_generation(
-        self, body: smp_messages.BeginGeneration, received: Received
+        self, body: smp_messages.BeginGeneration, received: ReceivedMessage
     ) -> messages.AnyMessage:
         if len(received.fds) != 1:
             raise ProtocolError("BeginGeneration comes with one descriptor, the command page")
@@ -101,7 +103,7 @@ class Keeper:
         if body.generation < before:
             return messages.Refused(f"generation {body.generation} is over, this is {before}")
         try:
-            page = Page(received.fds[0])
+            page = SharedPage(received.fds[0])
         except (OSError, ValueError) as error:
             raise ProtocolError(f"the command page cannot be mapped: {error}") from error
         group = protecting_of(body)
@@ -119,17 +121,19 @@ class Keeper:
             _log.info("%d slots and vaults later than %s are void", count, newest)
         return messages.Done()
 
-    def hand_over(self, asker: Asker) -> None:
+    def hand_over(self, asker: Requester) -> None:
         arenas = self.memory.all()
         vaults = self.group_work.vaults
         asker.tell(
-            smp_messages.HandedOver(
+            smp_messages.MemoryHandedOver(
                 [one.shape.rank for one in arenas], self._run_state, vaults.slots
             ),
             fds=(*(one.fd for one in arenas), *vaults.fds),
         )
 
-    def adopt(self, body: smp_messages.Adopt, received: Received) -> messages.AnyMessage:
+    def adopt(
+        self, body: smp_messages.AdoptMemory, received: ReceivedMessage
+    ) -> messages.AnyMessage:
         num_ranks, num_vaults = len(body.ranks), len(body.vault_slots)
         if len(received.fds) != num_ranks + num_vaults:
             raise ProtocolError(
@@ -153,7 +157,7 @@ class Keeper:
         crash_point("smp.adopted")
         return messages.Refused("; ".join(problems)) if problems else messages.Done()
 
-    def keep_run_state(self, body: smp_messages.KeepRunState) -> messages.AnyMessage:
+    def keep_run_state(self, body: smp_messages.PersistRunState) -> messages.AnyMessage:
         if len(body.run_state) > MAX_RUN_STATE_BYTES:
             return messages.Refused(
                 f"{len(body.run_state)} bytes of run state, at most {MAX_RUN_STATE_BYTES} are kept"
@@ -161,15 +165,15 @@ class Keeper:
         self._run_state = body.run_state
         return messages.Done()
 
-    def write_checkpoint(self, asker: Asker, body: checkpoint_messages.WriteCheckpoint) -> None:
+    def write_checkpoint(self, asker: Requester, body: checkpoint_messages.WriteCheckpoint) -> None:
         tracker = self.commits.world()
         if body.version is None and not tracker.sees_all:
             why = "not all ranks of the run are on this node, and no version is named"
-            asker.tell(checkpoint_messages.CheckpointRefused(why))
+            asker.tell(checkpoint_messages.CheckpointFailed(why))
         else:
             self.checkpoints.write(asker, body, tracker)
 
-    def _loaded(self, loaded: Loaded) -> None:
+    def _loaded(self, loaded: LoadedCheckpoint) -> None:
         """A checkpoint is in fresh arenas."""
         self.group_work.restores.share(loaded.rest)
         self.memory.put_instead(loaded.fds, self.commits.tracker.generation)
@@ -208,7 +212,7 @@ class Keeper:
                 for arena in self.memory.all()
             ],
         }
-        return messages.Status(json.dumps(document).encode())
+        return messages.StatusReply(json.dumps(document).encode())
 
     def free(self) -> None:
         """Give up what is under way, and all memory."""

@@ -28,9 +28,9 @@ from ftrun.smp.calm import calm_thread
 from ftrun.smp.link_rules import FETCH, PROTECT, LinkRules
 from ftrun.wire.cluster.rails import Rail
 from ftrun.wire.cluster.transfer import AnyTransfer, LinkHello
-from ftrun.wire.messages.protected import NodePlace
-from ftrun.wire.transport.address_race import Way, reach, source_to
-from ftrun.wire.transport.bulk_socket import Bytes, TransferSocket
+from ftrun.wire.messages.protected import NodeAddress
+from ftrun.wire.transport.address_race import PeerAddress, reach, source_to
+from ftrun.wire.transport.bulk_socket import BulkSocket, Bytes
 from ftrun.wire.transport.handshake import dial_handshake
 from ftrun.wire.transport.identity import PeerIdentity
 from ftrun.wire.transport.secret import Secret
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class OutgoingFrame:
     """A message, bytes behind it, and what to do when they are sent or never will be."""
 
     body: AnyTransfer
@@ -53,7 +53,7 @@ class Frame:
     release: Callable[[], None] | None = None
 
 
-class Stream(Protocol):
+class BulkStream(Protocol):
     """Bulk data for one link, made piece by piece. `take` runs in the link's thread only."""
 
     @property
@@ -61,13 +61,13 @@ class Stream(Protocol):
         """Nothing will come any more."""
         ...
 
-    def take(self) -> Frame | None:
+    def take(self) -> OutgoingFrame | None:
         """The next frame; None where there is none now, until the link is woken."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class LinkEnds:
+class LinkEndpoints:
     """Who talks to whom, and for what.
 
     Args:
@@ -77,7 +77,7 @@ class LinkEnds:
     """
 
     own: PeerIdentity
-    place: NodePlace
+    place: NodeAddress
     hello: LinkHello
     secret: Secret | None
     patience_s: float
@@ -85,14 +85,14 @@ class LinkEnds:
     own_rails: Sequence[Rail] = ()
 
     @property
-    def ways(self) -> list[Way]:
+    def ways(self) -> list[PeerAddress]:
         """Where the other one listens, the best first."""
         hosts = [rail.host for rail in self.place.rails] or [self.place.host]
         port = self.place.smp_port
-        return [Way(host, port, source_to(host, self.own_rails)) for host in hosts]
+        return [PeerAddress(host, port, source_to(host, self.own_rails)) for host in hosts]
 
 
-class Link:
+class PeerLink:
     """The sending end of a link; it is connected, and connected again, by its own thread.
 
     Args:
@@ -102,17 +102,17 @@ class Link:
     """
 
     def __init__(
-        self, ends: LinkEnds, *, lost: Callable[[str], None], linked: Callable[[], None]
+        self, ends: LinkEndpoints, *, lost: Callable[[str], None], linked: Callable[[], None]
     ) -> None:
         self._ends = ends
         self._lost = lost
         self._linked = linked
         self._lock = threading.Lock()
-        self._messages: deque[Frame] = deque()
-        self._streams: deque[Stream] = deque()
+        self._messages: deque[OutgoingFrame] = deque()
+        self._streams: deque[BulkStream] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_closed = False
-        self._socket: TransferSocket | None = None
+        self._socket: BulkSocket | None = None
         self._rules = LinkRules(
             dials_again_first=ends.hello.purpose == FETCH, patience_s=ends.patience_s
         )
@@ -123,7 +123,7 @@ class Link:
         )
 
     @property
-    def place(self) -> NodePlace:
+    def place(self) -> NodeAddress:
         return self._ends.place
 
     @property
@@ -144,7 +144,7 @@ class Link:
     def start(self) -> None:
         self._thread.start()
 
-    def tell(self, frame: Frame) -> None:
+    def tell(self, frame: OutgoingFrame) -> None:
         """Queue a frame."""
         with self._lock:
             is_closed = self._is_closed
@@ -155,7 +155,7 @@ class Link:
         else:
             self.wake()
 
-    def add(self, stream: Stream) -> None:
+    def add(self, stream: BulkStream) -> None:
         """Send what the stream gives, between messages, until it is over."""
         with self._lock:
             self._streams.append(stream)
@@ -215,20 +215,20 @@ class Link:
             self._pause(self._rules.pause_s())
         return False
 
-    def _dial(self) -> TransferSocket:
+    def _dial(self) -> BulkSocket:
         ends = self._ends
         made, way = reach(ends.ways, self._greet, deadline_s=ends.patience_s, next_s=_NEXT_WAY_S)
         _log.debug("linked to %s at %s", made.peer, way.host)
         return made
 
-    def _greet(self, sock: socket.socket, _: Way) -> TransferSocket:
+    def _greet(self, sock: socket.socket, _: PeerAddress) -> BulkSocket:
         ends = self._ends
         session = dial_handshake(sock, ends.own, ends.secret, admit=self._check_peer)
         # With another rail to go over it is no use to wait for long for this one.
         patience_s = min(ends.patience_s, USER_TIMEOUT_S) if len(ends.ways) > 1 else ends.patience_s
         tune(sock, bulk=True, user_timeout_s=patience_s)
         self._paces_itself = not pace(sock, ends.pace_bytes_s)
-        made = TransferSocket(sock, session, patience_s=ends.patience_s)
+        made = BulkSocket(sock, session, patience_s=ends.patience_s)
         made.send(ends.hello.generation, ends.hello)
         return made
 
@@ -238,7 +238,7 @@ class Link:
             return ""
         return f"node {place.node_id} was to listen here, in another life than this"
 
-    def _take_socket(self, made: TransferSocket) -> None:
+    def _take_socket(self, made: BulkSocket) -> None:
         with self._lock:
             self._socket = made
             if self._is_closed:
@@ -273,7 +273,7 @@ class Link:
             if frame.raw and self._ends.pace_bytes_s > 0 and self._paces_itself:
                 self._pause(sum(map(len, frame.raw)) / self._ends.pace_bytes_s)
 
-    def _next(self) -> Frame | None:
+    def _next(self) -> OutgoingFrame | None:
         with self._lock:
             if self._messages:
                 return self._messages.popleft()
@@ -331,6 +331,6 @@ class Link:
             os.eventfd_read(self._wake_fd)
 
 
-def _release(frame: Frame) -> None:
+def _release(frame: OutgoingFrame) -> None:
     if frame.release is not None:
         frame.release()

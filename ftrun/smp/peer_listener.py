@@ -22,11 +22,11 @@ from typing import Protocol
 from ftrun.errors import AddressTaken, PeerError, PeerLost, ProtocolError, UsageError
 from ftrun.smp.calm import calm_thread
 from ftrun.smp.link_rules import FETCH, PROTECT, admits
-from ftrun.smp.peer_link import Link, LinkEnds
+from ftrun.smp.peer_link import LinkEndpoints, PeerLink
 from ftrun.wire.cluster.rails import Rail
 from ftrun.wire.cluster.transfer import LinkHello, TransferEnvelope
-from ftrun.wire.messages.protected import NodePlace
-from ftrun.wire.transport.bulk_socket import TransferSocket
+from ftrun.wire.messages.protected import NodeAddress
+from ftrun.wire.transport.bulk_socket import BulkSocket
 from ftrun.wire.transport.doors import Door, Doors
 from ftrun.wire.transport.handshake import accept_handshake
 from ftrun.wire.transport.identity import PeerIdentity
@@ -41,18 +41,18 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Incoming:
+class IncomingLink:
     """The receiving end of a link."""
 
     node_id: str
     hello: LinkHello
-    socket: TransferSocket
+    socket: BulkSocket
 
 
 class PeerEvents(Protocol):
     """Who is told of what comes. All are called in threads of links."""
 
-    def received(self, source: Incoming, envelope: TransferEnvelope) -> None:
+    def received(self, source: IncomingLink, envelope: TransferEnvelope) -> None:
         """A message; the bytes behind it have to be read before this returns."""
         ...
 
@@ -66,7 +66,7 @@ class PeerEvents(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class PeerSession:
     """Who takes part from now on.
 
     Args:
@@ -86,7 +86,7 @@ class Session:
     own_rails: tuple[Rail, ...] = ()
 
 
-class Peers:
+class PeerListener:
     """All links of this SMP."""
 
     def __init__(self) -> None:
@@ -94,10 +94,10 @@ class Peers:
         self._secret: Secret | None = None
         self._listeners: list[socket.socket] = []
         self._at: tuple[Sequence[str], Secret | None] | None = None
-        self._session: Session | None = None
+        self._session: PeerSession | None = None
         self._changed = threading.Condition()
-        self._links: dict[tuple[str, str], Link] = {}
-        self._incoming: dict[tuple[str, str], Incoming] = {}
+        self._links: dict[tuple[str, str], PeerLink] = {}
+        self._incoming: dict[tuple[str, str], IncomingLink] = {}
         self._seen: set[tuple[str, str]] = set()
         self._doors = Doors(_MAX_HANDSHAKES)
 
@@ -129,7 +129,7 @@ class Peers:
                 ).start()
         return int(self._listeners[0].getsockname()[1])
 
-    def begin(self, session: Session) -> None:
+    def begin(self, session: PeerSession) -> None:
         """From now on only links of this session; all others end."""
         with self._changed:
             if self._session == session:
@@ -138,7 +138,7 @@ class Peers:
             self._session = session
             self._changed.notify_all()
 
-    def link(self, place: NodePlace, purpose: str) -> Link:
+    def link(self, place: NodeAddress, purpose: str) -> PeerLink:
         """The link to a node, made at its first use."""
         with self._changed:
             session = self._session
@@ -148,7 +148,7 @@ class Peers:
                 number = session.number if purpose == PROTECT else 0
                 hello = LinkHello(session.generation, purpose, number)
                 pace_bytes_s = session.pace_bytes_s if purpose == PROTECT else 0.0
-                ends = LinkEnds(
+                ends = LinkEndpoints(
                     session.own,
                     place,
                     hello,
@@ -157,7 +157,7 @@ class Peers:
                     pace_bytes_s,
                     session.own_rails,
                 )
-                link = Link(
+                link = PeerLink(
                     ends,
                     lost=lambda why: self._tell_lost(session, key, why),
                     linked=lambda: self._told.linked(*key),
@@ -166,10 +166,10 @@ class Peers:
                 link.start()
             return self._links[key]
 
-    def find(self, node_id: str, purpose: str) -> Link | None:
+    def find(self, node_id: str, purpose: str) -> PeerLink | None:
         return self._links.get((node_id, purpose))
 
-    def is_current(self, source: Incoming) -> bool:
+    def is_current(self, source: IncomingLink) -> bool:
         """Whether a frame of this link still counts."""
         return self._incoming.get((source.node_id, source.hello.purpose)) is source
 
@@ -196,7 +196,7 @@ class Peers:
         self._incoming.clear()
         self._seen.clear()
 
-    def _tell_lost(self, session: Session, key: tuple[str, str], why: str) -> None:
+    def _tell_lost(self, session: PeerSession, key: tuple[str, str], why: str) -> None:
         if self._session is session:
             self._told.lost(*key, why)
 
@@ -251,7 +251,7 @@ class Peers:
         finally:
             incoming.socket.close()
 
-    def _greet(self, sock: socket.socket, door: Door) -> Incoming | None:
+    def _greet(self, sock: socket.socket, door: Door) -> IncomingLink | None:
         """The link that has been opened, when it is one of the running session.
 
         Raises:
@@ -269,16 +269,16 @@ class Peers:
                 hello_s=door.hello_s,
             )
             tune(sock, bulk=True, user_timeout_s=session.patience_s)
-            made = TransferSocket(sock, proven, patience_s=session.patience_s)
+            made = BulkSocket(sock, proven, patience_s=session.patience_s)
             hello = made.receive(within_s=door.hello_s).body
         finally:
             door.leave()  # a peer of a coming generation waits without one
         if not isinstance(hello, LinkHello) or hello.purpose not in (PROTECT, FETCH):
             raise ProtocolError(f"{made.peer} does not begin with what the link is for")
-        incoming = Incoming(made.node_id, hello, made)
+        incoming = IncomingLink(made.node_id, hello, made)
         return incoming if self._let_in(incoming) else None
 
-    def _let_in(self, incoming: Incoming) -> bool:
+    def _let_in(self, incoming: IncomingLink) -> bool:
         """Wait until this side has heard of the session too; False where it is over."""
         hello, key = incoming.hello, (incoming.node_id, incoming.hello.purpose)
         with self._changed:
@@ -302,7 +302,7 @@ class Peers:
             return False
         return admits(hello, generation=session.generation, session=session.number)
 
-    def _receive(self, incoming: Incoming) -> None:
+    def _receive(self, incoming: IncomingLink) -> None:
         why, may_come_back = "", False
         try:
             while True:
@@ -322,14 +322,14 @@ class Peers:
         if self.is_current(incoming):
             self._told.lost(incoming.node_id, incoming.hello.purpose, why)
 
-    def _wait_for_next(self, incoming: Incoming) -> None:
+    def _wait_for_next(self, incoming: IncomingLink) -> None:
         """Until its node has connected again, or patience or the session is over."""
         with self._changed:
             if self._session is not None:
                 patience_s = self._session.patience_s
                 self._changed.wait_for(lambda: not self.is_current(incoming), patience_s)
 
-    def _may_come_back(self, incoming: Incoming) -> bool:
+    def _may_come_back(self, incoming: IncomingLink) -> bool:
         """Its node may connect again; our own link there finds out whether it is gone."""
         link = self._links.get((incoming.node_id, incoming.hello.purpose))
         return link is not None and link.dials_again_first
@@ -365,7 +365,7 @@ def _beside(first: socket.socket, hosts: Sequence[str]) -> list[socket.socket] |
     return found
 
 
-def _next(incoming: Incoming) -> TransferEnvelope:
+def _next(incoming: IncomingLink) -> TransferEnvelope:
     envelope = incoming.socket.receive()
     if envelope.generation != incoming.hello.generation:
         raise ProtocolError(f"{incoming.socket.peer} speaks of another generation")

@@ -2,7 +2,7 @@
 
 Runs in:  the SMP, in its only thread but for the jobs'.
 Takes in: connections on a unix socket, results of jobs, SIGTERM.
-Gives:    nothing by itself; see `Keeper` for what is answered.
+Gives:    nothing by itself; see `MessageHandler` for what is answered.
 Survives: its agent, for `orphan_s`; each client, whatever it sends.
 
 Rule 1: a client that breaks the protocol loses its connection, never the server.
@@ -21,47 +21,47 @@ from pathlib import Path
 from ftrun import clock
 from ftrun.errors import PeerLost, ProtocolError
 from ftrun.ids import Rank, RunId, version
-from ftrun.smp.client import Asker, Client, Role
-from ftrun.smp.jobs import Jobs
-from ftrun.smp.message_handler import Keeper
+from ftrun.smp.client import ClientConnection, ClientRole, Requester
+from ftrun.smp.jobs import JobLanes
+from ftrun.smp.message_handler import MessageHandler
 from ftrun.wire.messages import checkpoint as checkpoint_messages
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import message
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
-from ftrun.wire.transport.channel import Channel, Received, accept, listen, short_socket_path
+from ftrun.wire.transport.channel import Channel, ReceivedMessage, accept, listen, short_socket_path
 
-_ALLOWED: dict[Role, tuple[type[message.Message], ...]] = {
-    Role.UNKNOWN: (messages.Hello,),
-    Role.WORKER: (
+_ALLOWED: dict[ClientRole, tuple[type[message.Message], ...]] = {
+    ClientRole.UNKNOWN: (messages.Hello,),
+    ClientRole.WORKER: (
         worker_messages.ReserveMemory,
         worker_messages.RequestArena,
         worker_messages.ShardSealed,
         worker_messages.WithdrawShard,
         worker_messages.ShardSkipped,
         worker_messages.AwaitRestored,
-        worker_messages.OpenImages,
-        worker_messages.FetchHeads,
+        worker_messages.OpenShards,
+        worker_messages.FetchShardHeaders,
         worker_messages.FetchPieces,
     ),
-    Role.AGENT: (
+    ClientRole.AGENT: (
         smp_messages.ListenForPeers,
         smp_messages.BeginGeneration,
         smp_messages.CommitVersion,
         smp_messages.AbandonVersion,
-        smp_messages.TakeInventory,
+        smp_messages.InventoryRequest,
         smp_messages.VoidAfter,
-        smp_messages.HandOver,
-        smp_messages.Adopt,
-        smp_messages.KeepRunState,
+        smp_messages.HandOverMemory,
+        smp_messages.AdoptMemory,
+        smp_messages.PersistRunState,
         checkpoint_messages.WriteCheckpoint,
-        checkpoint_messages.HurryCheckpoint,
+        checkpoint_messages.ExpediteCheckpoint,
         checkpoint_messages.LoadCheckpoint,
         checkpoint_messages.EndCheckpoints,
-        messages.AskStatus,
+        messages.StatusRequest,
         smp_messages.Shutdown,
     ),
-    Role.CLI: (messages.AskStatus, smp_messages.Shutdown),
+    ClientRole.CLI: (messages.StatusRequest, smp_messages.Shutdown),
 }
 _OfWorker = (
     worker_messages.ReserveMemory
@@ -70,14 +70,14 @@ _OfWorker = (
     | worker_messages.WithdrawShard
     | worker_messages.ShardSkipped
     | worker_messages.AwaitRestored
-    | worker_messages.OpenImages
-    | worker_messages.FetchHeads
+    | worker_messages.OpenShards
+    | worker_messages.FetchShardHeaders
     | worker_messages.FetchPieces
 )
 _log = logging.getLogger(__name__)
 
 
-class Server:
+class SmpServer:
     """Listens at a path until it is told to end or has been alone for too long."""
 
     def __init__(self, run_id: RunId, path: Path, *, orphan_s: float, adopt: bool) -> None:
@@ -87,10 +87,10 @@ class Server:
         self._awaits_adoption = adopt
         self._orphaned_since_s: float | None = clock.now_s()
         self._is_ending = self._is_told_to_end = self._is_woken = False
-        self._clients: set[Client] = set()
+        self._clients: set[ClientConnection] = set()
         self._selector = selectors.DefaultSelector()
-        self._jobs = Jobs()
-        self._keeper = Keeper(run_id, self._jobs)
+        self._jobs = JobLanes()
+        self._keeper = MessageHandler(run_id, self._jobs)
         self._socket = listen(path)
         self._inode = path.stat().st_ino
         self._watch(self._socket, self._accept)
@@ -135,7 +135,9 @@ class Server:
             self._is_ending |= self._keeper.agent is None
         self._is_woken = False
 
-    def _watch(self, what: socket.socket | Jobs | Channel, action: Callable[[], object]) -> None:
+    def _watch(
+        self, what: socket.socket | JobLanes | Channel, action: Callable[[], object]
+    ) -> None:
         self._selector.register(what, selectors.EVENT_READ, action)
 
     def _timeout_s(self) -> float | None:
@@ -178,11 +180,11 @@ class Server:
         if channel is None:
             _log.warning("a connection of another user was refused")
             return
-        client = Client(channel)
+        client = ClientConnection(channel)
         self._clients.add(client)
         self._watch(client.channel, lambda: self._hear(client))
 
-    def _hear(self, client: Client) -> None:
+    def _hear(self, client: ClientConnection) -> None:
         try:
             client.backlog.extend(client.channel.receive_ready())
         except PeerLost:
@@ -192,7 +194,7 @@ class Server:
             client.is_gone = True
         self._drain(client)
 
-    def _drain(self, client: Client) -> None:
+    def _drain(self, client: ClientConnection) -> None:
         """Handle what has come, unless this is a worker that has to wait."""
         while client.backlog and not client.is_gone and not self._has_to_wait(client):
             received = client.backlog.popleft()
@@ -208,9 +210,9 @@ class Server:
             finally:
                 received.close()
 
-    def _has_to_wait(self, client: Client) -> bool:
+    def _has_to_wait(self, client: ClientConnection) -> bool:
         may_begin = self._keeper.has_begun and not self._awaits_adoption
-        return client.role is Role.WORKER and not may_begin
+        return client.role is ClientRole.WORKER and not may_begin
 
     def _sweep(self) -> None:
         """Let go of the clients that are gone, whoever found out."""
@@ -224,21 +226,21 @@ class Server:
                 _log.info("the agent is gone; the snapshots stay for %.0f s", self._orphan_s)
                 let_go_of_streams(2)  # whoever reads the run's output waits for us otherwise
 
-    def _handle(self, client: Client, received: Received) -> None:
+    def _handle(self, client: ClientConnection, received: ReceivedMessage) -> None:
         body = received.body
         if not isinstance(body, _ALLOWED[client.role]):
             raise ProtocolError(f"{type(body).__name__} is not for a client of this role")
-        if client.role is Role.UNKNOWN:
+        if client.role is ClientRole.UNKNOWN:
             self._meet(client, body)
-        elif client.role is Role.WORKER:
+        elif client.role is ClientRole.WORKER:
             self._serve_worker(client, received)
         else:
-            asker = Asker(client, received)
+            asker = Requester(client, received)
             answer = self._serve_agent(asker, received)
             if answer is not None:
                 asker.tell(answer)
 
-    def _meet(self, client: Client, body: messages.AnyMessage) -> None:
+    def _meet(self, client: ClientConnection, body: messages.AnyMessage) -> None:
         assert isinstance(body, messages.Hello)
         if body.protocol != messages.PROTOCOL_VERSION:
             client.tell(
@@ -246,17 +248,17 @@ class Server:
             )
             raise ProtocolError(f"it speaks protocol {body.protocol}")
         client.introduce(role=body.role, rank=body.rank)
-        if client.role is Role.AGENT:
+        if client.role is ClientRole.AGENT:
             if self._keeper.agent is not None:
                 _log.info("a newer agent (pid %d) replaces the old one", body.pid)
                 self._keeper.agent.is_gone = True
             self._keeper.agent = client
             self._orphaned_since_s = None
-        elif client.role is Role.WORKER and not self._has_to_wait(client):
+        elif client.role is ClientRole.WORKER and not self._has_to_wait(client):
             self._keeper.commits.hear_again(Rank(client.rank))
 
-    def _serve_worker(self, client: Client, received: Received) -> None:
-        keeper, body, asker = self._keeper, received.body, Asker(client, received)
+    def _serve_worker(self, client: ClientConnection, received: ReceivedMessage) -> None:
+        keeper, body, asker = self._keeper, received.body, Requester(client, received)
         assert isinstance(body, _OfWorker)
         if body.rank != client.rank:
             raise ProtocolError(f"it speaks for rank {body.rank}")
@@ -282,13 +284,15 @@ class Server:
                 wanted = version(body.generation, body.step)
                 keeper.group_work.restores.grant(asker, rank, wanted)
             case (
-                worker_messages.OpenImages()
-                | worker_messages.FetchHeads()
+                worker_messages.OpenShards()
+                | worker_messages.FetchShardHeaders()
                 | worker_messages.FetchPieces()
             ):
                 keeper.read_shards(asker, body)
 
-    def _serve_agent(self, asker: Asker, received: Received) -> messages.AnyMessage | None:  # noqa: C901, PLR0912
+    def _serve_agent(  # noqa: C901, PLR0912
+        self, asker: Requester, received: ReceivedMessage
+    ) -> messages.AnyMessage | None:
         keeper = self._keeper
         match received.body:
             case smp_messages.ListenForPeers() as body:
@@ -305,24 +309,24 @@ class Server:
                 asker.tell(answer)
                 self._let_workers_in()
                 return None
-            case smp_messages.TakeInventory() as body:
+            case smp_messages.InventoryRequest() as body:
                 return keeper.group_work.inventory(body)
             case smp_messages.VoidAfter() as body:
                 return keeper.void_after(body)
-            case smp_messages.HandOver():
+            case smp_messages.HandOverMemory():
                 keeper.hand_over(asker)
                 return None
-            case smp_messages.Adopt() as body:
+            case smp_messages.AdoptMemory() as body:
                 self._awaits_adoption = False
                 asker.tell(keeper.adopt(body, received))
                 self._let_workers_in()
                 return None
-            case smp_messages.KeepRunState() as body:
+            case smp_messages.PersistRunState() as body:
                 return keeper.keep_run_state(body)
             case checkpoint_messages.WriteCheckpoint() as body:
                 keeper.write_checkpoint(asker, body)
                 return None
-            case checkpoint_messages.HurryCheckpoint():
+            case checkpoint_messages.ExpediteCheckpoint():
                 keeper.checkpoints.hurry()
                 return None
             case checkpoint_messages.LoadCheckpoint() as body:
@@ -331,7 +335,7 @@ class Server:
             case checkpoint_messages.EndCheckpoints() as body:
                 keeper.checkpoints.end(asker, body)
                 return None
-            case messages.AskStatus():
+            case messages.StatusRequest():
                 return keeper.status(self._orphanhood())
             case smp_messages.Shutdown():
                 keeper.free()
@@ -342,7 +346,7 @@ class Server:
                 raise ProtocolError(f"{type(other).__name__} is no request")
 
     def _let_workers_in(self) -> None:
-        for client in [one for one in self._clients if one.role is Role.WORKER]:
+        for client in [one for one in self._clients if one.role is ClientRole.WORKER]:
             self._drain(client)
 
     def _orphanhood(self) -> dict[str, object]:

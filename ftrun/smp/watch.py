@@ -7,10 +7,10 @@ Gives:    calls in the server's thread.
 
 from collections.abc import Callable
 
-from ftrun.smp.jobs import Jobs
+from ftrun.smp.jobs import JobLanes
 
 
-class Watch:
+class IntervalTimer:
     """One interval at a time.
 
     Args:
@@ -18,7 +18,7 @@ class Watch:
         look: called there.
     """
 
-    def __init__(self, jobs: Jobs, look: Callable[[], None]) -> None:
+    def __init__(self, jobs: JobLanes, look: Callable[[], None]) -> None:
         self._jobs = jobs
         self._look = look
         self._end: Callable[[], None] | None = None

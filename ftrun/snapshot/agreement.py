@@ -25,7 +25,7 @@ class TensorContent:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class StateDifference:
     """Where two trees differ."""
 
     path: str
@@ -33,7 +33,7 @@ class Difference:
     other: str
 
 
-def difference(one: object, other: object, path: str) -> Difference | None:
+def difference(one: object, other: object, path: str) -> StateDifference | None:
     """The first difference of two trees; None where they are equal.
 
     Args:
@@ -47,28 +47,30 @@ def difference(one: object, other: object, path: str) -> Difference | None:
         return _of_sequences(one, other, path)  # type: ignore[arg-type]
     if type(one) is type(other) and (one == other or (one != one and other != other)):
         return None  # NaN is what differs from itself; two of them are alike here
-    return Difference(path, _shown(one), _shown(other))
+    return StateDifference(path, _shown(one), _shown(other))
 
 
 def _of_mappings(
     one: Mapping[object, object], other: Mapping[object, object], path: str
-) -> Difference | None:
+) -> StateDifference | None:
     for key, value in one.items():
         here = join(path, key)
         if key not in other:
-            return Difference(here, _shown(value), "missing")
+            return StateDifference(here, _shown(value), "missing")
         if (found := difference(value, other[key], here)) is not None:
             return found
     extra = next((key for key in other if key not in one), None)
     if extra is not None or len(one) != len(other):
-        return Difference(join(path, extra), "missing", _shown(other.get(extra)))
+        return StateDifference(join(path, extra), "missing", _shown(other.get(extra)))
     return None
 
 
-def _of_sequences(one: Sequence[object], other: Sequence[object], path: str) -> Difference | None:
+def _of_sequences(
+    one: Sequence[object], other: Sequence[object], path: str
+) -> StateDifference | None:
     if len(one) != len(other) or type(one) is not type(other):
         kinds = (f"a {type(s).__name__} of {len(s)}" for s in (one, other))
-        return Difference(path, *kinds)
+        return StateDifference(path, *kinds)
     for at, (mine, theirs) in enumerate(zip(one, other, strict=True)):
         if (found := difference(mine, theirs, f"{path}[{at}]")) is not None:
             return found

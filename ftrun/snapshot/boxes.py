@@ -106,7 +106,7 @@ def strides_of(shape: Shape) -> Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class StridedSpan:
     """A run of items of a chunk, and how the part wanted lies in it.
 
     Args:
@@ -122,7 +122,7 @@ class Span:
     strides: Shape
 
 
-def span_of(chunk: Shape, starts: Shape, shape: Shape) -> Span:
+def span_of(chunk: Shape, starts: Shape, shape: Shape) -> StridedSpan:
     """Where a part of a chunk lies in the chunk's items.
 
     Args:
@@ -133,7 +133,7 @@ def span_of(chunk: Shape, starts: Shape, shape: Shape) -> Span:
     strides = strides_of(chunk)
     first = sum(at * step for at, step in zip(starts, strides, strict=True))
     last = first + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
-    return Span(first, last - first + 1, shape, strides)
+    return StridedSpan(first, last - first + 1, shape, strides)
 
 
 def runs(shape: Shape, source: Shape, target: Shape) -> Iterator[tuple[int, int, int]]:
@@ -187,7 +187,7 @@ def _between(starts: Iterable[int], ends: Iterable[int]) -> Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """Of which tensor an entry is a part, and which part.
 
     Args:
@@ -204,7 +204,7 @@ class Part:
         return f"{','.join(map(str, self.shape))}@{offsets}"
 
 
-def parse_part(text: str) -> Part:
+def parse_part(text: str) -> TensorPart:
     """A part from its text.
 
     Raises:
@@ -213,7 +213,7 @@ def parse_part(text: str) -> Part:
     shape, at, offsets = text.partition("@")
     if not at:
         raise ValueError(f"{text!r} is no part of a tensor")
-    return Part(_numbers(shape), None if offsets == "?" else _numbers(offsets))
+    return TensorPart(_numbers(shape), None if offsets == "?" else _numbers(offsets))
 
 
 def _numbers(text: str) -> Shape:

@@ -22,7 +22,7 @@ from enum import Enum
 from functools import cached_property
 
 from ftrun.errors import LayoutUnknown
-from ftrun.snapshot.boxes import Box, Part, Shape, parse_part, whole
+from ftrun.snapshot.boxes import Box, Shape, TensorPart, parse_part, whole
 
 PLAIN_NAME = "ftrun.plain"
 """The entry that holds everything that is not a tensor: u64 length, then msgpack."""
@@ -50,7 +50,7 @@ ITEM_BYTES = {
 """Bytes of one item, by safetensors' name of the dtype."""
 
 
-class When(Enum):
+class CopyTiming(Enum):
     """When an entry is copied."""
 
     BOUNDARY = "boundary"
@@ -58,7 +58,7 @@ class When(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LayoutEntry:
     """One tensor of a shard. `offset` counts from the start of the data, behind the header.
 
     `part` says of which tensor it is a part; without one it is a whole tensor.
@@ -67,9 +67,9 @@ class Entry:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    when: When
+    when: CopyTiming
     offset: int = 0
-    part: Part | None = None
+    part: TensorPart | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -112,7 +112,7 @@ class Layout:
             versions of ftrun do not.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[LayoutEntry, ...]
     plain_capacity: int
     metadata: dict[str, str] = field(default_factory=dict)
     knows_parts: bool = True
@@ -150,7 +150,7 @@ class Layout:
         """The data, cut into what is hashed at once; without gaps, in order of offset."""
         found: list[Piece] = []
         pack_start: int | None = None
-        pack_when = When.BOUNDARY
+        pack_when = CopyTiming.BOUNDARY
         for entry in self.entries:
             joins = entry.is_small and entry.name != PLAIN_NAME
             if pack_start is not None and not (joins and entry.when is pack_when):
@@ -163,7 +163,7 @@ class Layout:
                 found.extend(cut(entry.offset, entry.num_bytes))
         return tuple(found)
 
-    def pieces_of(self, entry: Entry) -> range:
+    def pieces_of(self, entry: LayoutEntry) -> range:
         """Those that its bytes lie in, by index."""
         first = bisect_right(self._starts, entry.offset) - 1
         return range(first, bisect_left(self._starts, entry.offset + entry.num_bytes))
@@ -192,7 +192,7 @@ def cut(offset: int, num_bytes: int) -> list[Piece]:
 
 
 def make_layout(
-    entries: Sequence[Entry],
+    entries: Sequence[LayoutEntry],
     *,
     plain_bytes: int,
     metadata: dict[str, str] | None = None,
@@ -209,24 +209,24 @@ def make_layout(
     """
     # Wide items first, so that no item of a pack lies across its own size.
     ordered = sorted(
-        entries, key=lambda e: (e.when is When.LAZY, not e.is_small, -ITEM_BYTES[e.dtype])
+        entries, key=lambda e: (e.when is CopyTiming.LAZY, not e.is_small, -ITEM_BYTES[e.dtype])
     )
     tensor_bytes = sum(entry.num_bytes for entry in entries)
     room = max(PLAIN_BYTES, min(int(tensor_bytes * PLAIN_SHARE), PIECE_BYTES))
     room = max(room, _PLAIN_GROWTH * plain_bytes)
     capacity = plain_capacity or 1 << (room - 1).bit_length()
-    placed: list[Entry] = []
+    placed: list[LayoutEntry] = []
     offset = 0
     for entry in ordered:
         starts_pack = bool(placed) and entry.when is not placed[-1].when
         if (starts_pack or not entry.is_small) and offset % ALIGN_BYTES:
             # Safetensors wants no holes between entries, so the padding is an entry too.
             pad = -offset % ALIGN_BYTES
-            placed.append(Entry(f"ftrun.pad.{offset}", "U8", (pad,), placed[-1].when, offset))
+            placed.append(LayoutEntry(f"ftrun.pad.{offset}", "U8", (pad,), placed[-1].when, offset))
             offset += pad
         placed.append(replace(entry, offset=offset))
         offset += entry.num_bytes
-    placed.append(Entry(PLAIN_NAME, "U8", (capacity,), When.BOUNDARY, offset))
+    placed.append(LayoutEntry(PLAIN_NAME, "U8", (capacity,), CopyTiming.BOUNDARY, offset))
     return Layout(tuple(placed), capacity, metadata or {})
 
 
@@ -252,11 +252,11 @@ def parse_header(image: memoryview, *, image_bytes: int | None = None) -> tuple[
         told = metadata.pop("ftrun.parts", None)
         parts = _parse_parts(told or "", len(when))
         entries = tuple(
-            Entry(
+            LayoutEntry(
                 name,
                 entry["dtype"],
                 tuple(entry["shape"]),
-                When.LAZY if mark == "l" else When.BOUNDARY,
+                CopyTiming.LAZY if mark == "l" else CopyTiming.BOUNDARY,
                 entry["data_offsets"][0],
                 part,
             )
@@ -272,12 +272,12 @@ def parse_header(image: memoryview, *, image_bytes: int | None = None) -> tuple[
     return layout, 8 + length
 
 
-def _parse_parts(text: str, count: int) -> list[Part | None]:
+def _parse_parts(text: str, count: int) -> list[TensorPart | None]:
     found = [parse_part(one) if one else None for one in text.split(";")]
     return found + [None] * (count - len(found))
 
 
-def _check_parts(entries: Sequence[Entry]) -> None:
+def _check_parts(entries: Sequence[LayoutEntry]) -> None:
     for entry in entries:
         if entry.part is None:
             continue

@@ -24,7 +24,7 @@ Place = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class LoadShare:
     """What one node does.
 
     Args:
@@ -54,7 +54,7 @@ def share_of(
     ranks: Mapping[int, Sequence[int]],
     tables: Mapping[int, Sequence[int]],
     sizes: Mapping[int, Sequence[int]],
-) -> Share:
+) -> LoadShare:
     """What a node reads.
 
     Args:
@@ -82,7 +82,7 @@ def share_of(
                 own.append(place)
             else:
                 others.append((place, reader))
-    return Share(sorted(own), others, twins)
+    return LoadShare(sorted(own), others, twins)
 
 
 def _needed_by(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 import xxhash
 
-from ftrun.snapshot.layout import PIECE_BYTES, PLAIN_NAME, Entry, Layout, Piece, When
+from ftrun.snapshot.layout import PIECE_BYTES, PLAIN_NAME, CopyTiming, Layout, LayoutEntry, Piece
 
 
 class Section(msgspec.Struct, frozen=True, array_like=True):
@@ -108,18 +108,18 @@ def content_digests(places: Sequence[SectionPlace], table: memoryview) -> bytes:
     )  # fmt: skip
 
 
-def _of_entry(entry: Entry, first: int, count: int) -> SectionPlace:
+def _of_entry(entry: LayoutEntry, first: int, count: int) -> SectionPlace:
     section = Section(
         key=_key([entry]),
         first=first,
         count=count,
         num_bytes=entry.num_bytes,
-        may_repeat=entry.when is When.LAZY and entry.name != PLAIN_NAME,
+        may_repeat=entry.when is CopyTiming.LAZY and entry.name != PLAIN_NAME,
     )
     return SectionPlace(section, entry.offset)
 
 
-def _packed(small: Sequence[Entry], at: int, piece: Piece) -> tuple[list[Entry], int]:
+def _packed(small: Sequence[LayoutEntry], at: int, piece: Piece) -> tuple[list[LayoutEntry], int]:
     """The small entries in a piece, and where to go on."""
     found = []
     end = piece.offset + piece.num_bytes
@@ -129,12 +129,12 @@ def _packed(small: Sequence[Entry], at: int, piece: Piece) -> tuple[list[Entry],
     return found, at
 
 
-def _of_pack(packed: Sequence[Entry], first: int, piece: Piece) -> SectionPlace:
-    is_lazy = bool(packed) and all(entry.when is When.LAZY for entry in packed)
+def _of_pack(packed: Sequence[LayoutEntry], first: int, piece: Piece) -> SectionPlace:
+    is_lazy = bool(packed) and all(entry.when is CopyTiming.LAZY for entry in packed)
     return SectionPlace(Section(_key(packed), first, 1, piece.num_bytes, is_lazy), piece.offset)
 
 
-def _key(entries: Sequence[Entry]) -> int:
+def _key(entries: Sequence[LayoutEntry]) -> int:
     """What these entries are, and which parts of which tensors."""
     text = "".join(
         f"{len(e.name)}:{e.name} {e.dtype} {'x'.join(map(str, e.shape))} {e.part or ''};"

@@ -4,7 +4,7 @@ Runs in:  the SMP, one for as long as a group is what it is. Pure: all nodes of 
           the same, so all conclude the same.
 Takes in: what each node says of a version: which plan it goes by, what its replicas look like, and
           where that does not fit, its manifest.
-Gives:    a `Settled`: a plan, or whether manifests are needed for one.
+Gives:    a `PlanDecision`: a plan, or whether manifests are needed for one.
 
 A plan is made once, from the manifests of one version, and goes on for later ones as long as
 layouts stay as they are and replicas are replicas. Then a version costs each node one digest for
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ftrun.snapshot.manifest import NodeManifest, RankManifest
 from ftrun.snapshot.redundancy import (
     Groups,
-    Plan,
+    RedundancyPlan,
     changed_keys,
     differing,
     make_plan,
@@ -29,7 +29,7 @@ Told = tuple[int, Sequence[Sequence[tuple[int, int]]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class PlanDecision:
     """What follows from what the nodes have said.
 
     Args:
@@ -38,7 +38,7 @@ class Settled:
         differ: whose replicas are not what they were, as (place, rank), for the journal.
     """
 
-    plan: Plan | None
+    plan: RedundancyPlan | None
     needs_manifests: bool = False
     differ: frozenset[tuple[int, int]] = frozenset()
 
@@ -54,7 +54,7 @@ class GroupPlan:
     """
 
     def __init__(self, *, place: int, num_nodes: int, parity: int, small_state_bytes: int) -> None:
-        self.plan: Plan | None = None
+        self.plan: RedundancyPlan | None = None
         self._place = place
         self._num_nodes = num_nodes
         self._parity = parity
@@ -69,7 +69,9 @@ class GroupPlan:
             return 0, []
         return self.plan.id, replica_digests(self._groups, self._place, own)
 
-    def settle(self, told: Mapping[int, Told], manifests: Mapping[int, NodeManifest]) -> Settled:
+    def settle(
+        self, told: Mapping[int, Told], manifests: Mapping[int, NodeManifest]
+    ) -> PlanDecision:
         """Conclude, once every node has spoken.
 
         Args:
@@ -77,16 +79,16 @@ class GroupPlan:
             manifests: by place, those that have come.
         """
         if len(told) < self._num_nodes:
-            return Settled(None)
+            return PlanDecision(None)
         ids = {plan_id for plan_id, _ in told.values()}
         is_known = self.plan is not None and ids == {self.plan.id}
         differ: set[tuple[int, int]] = set()
         if is_known:
             differ = differing(self._groups, [told[at][1] for at in range(self._num_nodes)])
             if not differ:
-                return Settled(self.plan)
+                return PlanDecision(self.plan)
         if len(manifests) < self._num_nodes:
-            return Settled(None, needs_manifests=True)
+            return PlanDecision(None, needs_manifests=True)
         ordered = [manifests[at] for at in range(self._num_nodes)]
         if is_known:
             self._distrusted |= changed_keys(self._groups, ordered)
@@ -97,7 +99,7 @@ class GroupPlan:
             distrusted=self._distrusted,
         )
         self._shapes = [_shape(one) for one in ordered]
-        return Settled(self.plan, needs_manifests=True, differ=frozenset(differ))
+        return PlanDecision(self.plan, needs_manifests=True, differ=frozenset(differ))
 
 
 def _shape(manifest: NodeManifest) -> tuple[object, ...]:

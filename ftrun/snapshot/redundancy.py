@@ -3,7 +3,8 @@
 Runs in:  the SMP of every node of a group. Pure: all of them make the same plan of the same
           manifests, and know it by its digest.
 Takes in: the manifests of all nodes of the group, in its order.
-Gives:    a `Plan`; and, version by version, the digests by which nodes see that their replicas
+Gives:    a `RedundancyPlan`; and, version by version, the digests by which nodes see that their
+          replicas
           are replicas still.
 
 Rule 1: a section that more than m nodes hold with equal content needs no byte on the network:
@@ -33,43 +34,43 @@ _MIN_BLOCKS = 20
 """Blocks of a node in each of its k places of a stripe: fewer would waste parity memory."""
 
 
-class Run(msgspec.Struct, frozen=True, array_like=True):
+class PieceRun(msgspec.Struct, frozen=True, array_like=True):
     """Neighbouring pieces of one rank."""
 
     first: int
     count: int
 
 
-class Replicated(msgspec.Struct, frozen=True, array_like=True):
+class ReplicatedPieces(msgspec.Struct, frozen=True, array_like=True):
     """Pieces of one rank that other nodes hold too.
 
     Args:
-        holders: index into `Plan.holders`.
+        holders: index into `RedundancyPlan.holders`.
         runs: which pieces.
     """
 
     holders: int
-    runs: list[Run]
+    runs: list[PieceRun]
 
 
-class RankPlan(msgspec.Struct, frozen=True, array_like=True):
+class RankRedundancy(msgspec.Struct, frozen=True, array_like=True):
     """How each piece of one rank is safe."""
 
     rank: int
-    mirrored: list[Run]
-    coded: list[Run]
-    replicated: list[Replicated]
+    mirrored: list[PieceRun]
+    coded: list[PieceRun]
+    replicated: list[ReplicatedPieces]
 
 
-class NodePlan(msgspec.Struct, frozen=True, array_like=True):
+class NodeRedundancy(msgspec.Struct, frozen=True, array_like=True):
     """One node's part: its ranks, and how many bytes of them are mirrored and coded."""
 
-    ranks: list[RankPlan]
+    ranks: list[RankRedundancy]
     mirrored_bytes: int
     coded_bytes: int
 
 
-class Plan(msgspec.Struct, frozen=True, dict=True):
+class RedundancyPlan(msgspec.Struct, frozen=True, dict=True):
     """What is safe by what, for all nodes of a group.
 
     Args:
@@ -81,7 +82,7 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
 
     parity: int
     block_bytes: int
-    nodes: list[NodePlan]
+    nodes: list[NodeRedundancy]
     holders: list[list[int]]
 
     @cached_property
@@ -94,7 +95,7 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
         return [node.coded_bytes for node in self.nodes]
 
 
-class Replicas(msgspec.Struct, frozen=True):
+class ReplicaSet(msgspec.Struct, frozen=True):
     """Sections that a set of ranks holds with equal content.
 
     Args:
@@ -106,7 +107,7 @@ class Replicas(msgspec.Struct, frozen=True):
     keys: tuple[int, ...]
 
 
-Groups = tuple[Replicas, ...]
+Groups = tuple[ReplicaSet, ...]
 
 
 def make_plan(
@@ -115,7 +116,7 @@ def make_plan(
     parity: int,
     small_state_bytes: int,
     distrusted: Collection[int] = (),
-) -> tuple[Plan, Groups]:
+) -> tuple[RedundancyPlan, Groups]:
     """The plan, and the replicas it relies on.
 
     Args:
@@ -138,7 +139,7 @@ def make_plan(
         for place, node in enumerate(manifests)
     ]
     longest = max(node.coded_bytes for node in nodes)
-    return Plan(parity, block_bytes(longest, len(nodes) - parity), nodes, sets), groups
+    return RedundancyPlan(parity, block_bytes(longest, len(nodes) - parity), nodes, sets), groups
 
 
 def block_bytes(longest_bytes: int, k: int) -> int:
@@ -223,13 +224,13 @@ def _replicas(manifests: Sequence[NodeManifest], parity: int, distrusted: frozen
         if len({place for place, _ in held_by}) > parity:
             grouped[tuple(sorted(held_by))].append(key)
     return tuple(
-        Replicas(held_by, tuple(sorted(keys))) for held_by, keys in sorted(grouped.items())
+        ReplicaSet(held_by, tuple(sorted(keys))) for held_by, keys in sorted(grouped.items())
     )
 
 
 def _node_plan(
     ranks: Sequence[tuple[RankManifest, dict[int, int]]], small_state_bytes: int
-) -> NodePlan:
+) -> NodeRedundancy:
     plans = []
     mirrored_bytes = coded_bytes = 0
     for manifest, homes in ranks:
@@ -245,29 +246,29 @@ def _node_plan(
         coded = [section for section in own if section.key not in kept]
         mirrored_bytes += sum(section.num_bytes for section in mirrored)
         coded_bytes += sum(section.num_bytes for section in coded)
-        replicated: dict[int, list[Run]] = defaultdict(list)
+        replicated: dict[int, list[PieceRun]] = defaultdict(list)
         for section in manifest.sections:
             if section.key in homes:
-                replicated[homes[section.key]].append(Run(section.first, section.count))
+                replicated[homes[section.key]].append(PieceRun(section.first, section.count))
         plans.append(
-            RankPlan(
+            RankRedundancy(
                 rank=manifest.rank,
-                mirrored=_joined([Run(s.first, s.count) for s in mirrored]),
-                coded=_joined([Run(s.first, s.count) for s in coded]),
+                mirrored=_joined([PieceRun(s.first, s.count) for s in mirrored]),
+                coded=_joined([PieceRun(s.first, s.count) for s in coded]),
                 replicated=[
-                    Replicated(at, _joined(runs)) for at, runs in sorted(replicated.items())
+                    ReplicatedPieces(at, _joined(runs)) for at, runs in sorted(replicated.items())
                 ],
             )
         )
-    return NodePlan(plans, mirrored_bytes, coded_bytes)
+    return NodeRedundancy(plans, mirrored_bytes, coded_bytes)
 
 
-def _joined(runs: Sequence[Run]) -> list[Run]:
+def _joined(runs: Sequence[PieceRun]) -> list[PieceRun]:
     """Neighbours as one."""
-    found: list[Run] = []
+    found: list[PieceRun] = []
     for run in runs:
         if found and found[-1].first + found[-1].count == run.first:
-            found[-1] = Run(found[-1].first, found[-1].count + run.count)
+            found[-1] = PieceRun(found[-1].first, found[-1].count + run.count)
         else:
             found.append(run)
     return found

@@ -31,7 +31,7 @@ Plain = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Resize:
+class WorldResize:
     """One rank of the new world, and how many ranks there were and are."""
 
     rank: int
@@ -48,7 +48,7 @@ class Resize:
         return self.rank >= self.old_size
 
 
-def streams(taken: Sequence[Plain], resize: Resize) -> Plain:
+def streams(taken: Sequence[Plain], resize: WorldResize) -> Plain:
     """The random states of one rank, as `rng.put_back` takes them.
 
     Args:
@@ -62,7 +62,7 @@ def streams(taken: Sequence[Plain], resize: Resize) -> Plain:
     return {DERIVED: own, "number": resize.rank, "kept": kept}
 
 
-def generators(saved: Sequence[Mapping[str, bytes]], resize: Resize) -> dict[str, bytes | int]:
+def generators(saved: Sequence[Mapping[str, bytes]], resize: WorldResize) -> dict[str, bytes | int]:
     """State of each named generator of one rank; an int is a seed for one that is derived."""
     own = saved[resize.old_rank]
     return {
@@ -78,11 +78,11 @@ def _is_common(name: str, saved: Sequence[Mapping[str, Any]]) -> bool:
     return bool(others) and all(other.get(name) == first.get(name) for other in others)
 
 
-def loader(states: Sequence[Plain], resize: Resize) -> Plain:
-    """The state of one loader in one rank, as `Feed.load_state` takes it.
+def loader(states: Sequence[Plain], resize: WorldResize) -> Plain:
+    """The state of one loader in one rank, as `DataPosition.load_state` takes it.
 
     Args:
-        states: of each old rank, as `Feed.state` gives them.
+        states: of each old rank, as `DataPosition.state` gives them.
         resize: whose is wanted.
     """
     own = states[resize.old_rank]
@@ -108,7 +108,7 @@ def derived_seed(state: object, number: int) -> int:
     return xxhash.xxh3_64_intdigest(encode([state, number])) >> 1
 
 
-def batches_used(states: Sequence[Plain], resize: Resize) -> int:
+def batches_used(states: Sequence[Plain], resize: WorldResize) -> int:
     """Batches of the pass that count as used in each rank of the new world."""
     used: int = sum(state["handed_out"] for state in states)
     return -(-used // resize.size)
@@ -119,7 +119,7 @@ def ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
-def loader_note(name: str, states: Sequence[Plain], resize: Resize) -> str | None:
+def loader_note(name: str, states: Sequence[Plain], resize: WorldResize) -> str | None:
     """What happens to the position of a loader, in words; None between two passes."""
     used = sum(state["handed_out"] for state in states)
     if not used:

@@ -10,13 +10,13 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 
-from ftrun.snapshot.layout import Entry, Layout
+from ftrun.snapshot.layout import Layout, LayoutEntry
 
 Fingerprint = tuple[int, int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class ShardHead:
+class ShardHeader:
     """One shard without its data.
 
     Args:
@@ -30,7 +30,7 @@ class ShardHead:
     digests: memoryview
 
     @cached_property
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, LayoutEntry]:
         return {entry.name: entry for entry in self.layout.entries}
 
     def pieces_under(self, offset: int, num_bytes: int) -> range:
@@ -46,7 +46,7 @@ class ShardHead:
         last = found[pieces[-1]]
         return offset, last.offset + last.num_bytes - offset
 
-    def fingerprint(self, entry: Entry) -> Fingerprint:
+    def fingerprint(self, entry: LayoutEntry) -> Fingerprint:
         """Equal for two entries of equal shape: so are their bytes.
 
         Where they differ, a small entry's bytes may be equal all the same: its neighbours, which

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ftrun.errors import LayoutUnknown
 from ftrun.snapshot.layout import Piece
-from ftrun.snapshot.redundancy import NodePlan, Run
+from ftrun.snapshot.redundancy import NodeRedundancy, PieceRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class StripeSpace:
     """
 
     def __init__(
-        self, plan: NodePlan, pieces: Mapping[int, Sequence[Piece]], block_bytes: int
+        self, plan: NodeRedundancy, pieces: Mapping[int, Sequence[Piece]], block_bytes: int
     ) -> None:
         self.block_bytes = block_bytes
         self._pieces = pieces
@@ -103,7 +103,7 @@ class StripeSpace:
                 return list(range(start // self.block_bytes, last // self.block_bytes + 1))
         return []
 
-    def _stretch(self, start: int, rank: int, run: Run) -> _Stretch:
+    def _stretch(self, start: int, rank: int, run: PieceRun) -> _Stretch:
         pieces = self._pieces.get(rank, ())
         if not 0 < run.count <= len(pieces) - run.first:
             raise LayoutUnknown(f"rank {rank} has {len(pieces)} pieces and the plan has {run}")

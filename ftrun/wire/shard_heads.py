@@ -2,7 +2,7 @@
 
 Runs in:  SMP (writes, passes on), worker (reads). Pure.
 Takes in: the header of an image and its digest table.
-Gives:    one run of bytes, and a `PackedHead` out of it.
+Gives:    one run of bytes, and a `PackedShardHeader` out of it.
 
     u64 header bytes | u64 pieces | u64 image bytes | u64 layout id | u64 table digest
     header | digest table, u64 per piece
@@ -17,7 +17,7 @@ _HEAD = struct.Struct("<QQQQQ")
 
 
 @dataclass(frozen=True, slots=True)
-class PackedHead:
+class PackedShardHeader:
     """What is known of a shard without its data.
 
     Args:
@@ -35,14 +35,14 @@ class PackedHead:
     table_digest: int
 
 
-def pack_head(head: PackedHead) -> list[bytes | memoryview]:
+def pack_head(head: PackedShardHeader) -> list[bytes | memoryview]:
     """The bytes, in parts."""
     numbers = (len(head.header), len(head.table), head.image_bytes)
     front = _HEAD.pack(*numbers, head.layout_id, head.table_digest)
     return [front, head.header, head.table.cast("B")]
 
 
-def unpack_head(raw: memoryview) -> PackedHead:
+def unpack_head(raw: memoryview) -> PackedShardHeader:
     """The head that was packed; whether it is what was sealed is for the reader to find out.
 
     Raises:
@@ -58,4 +58,4 @@ def unpack_head(raw: memoryview) -> PackedHead:
             f"the head of a shard has {len(raw)} bytes and says {at + 8 * num_pieces}"
         )
     table = raw[at:].cast("Q")
-    return PackedHead(raw[_HEAD.size : at], table, image_bytes, layout_id, digest)
+    return PackedShardHeader(raw[_HEAD.size : at], table, image_bytes, layout_id, digest)

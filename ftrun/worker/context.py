@@ -16,7 +16,7 @@ import msgspec
 
 from ftrun.ids import Generation, Incarnation, Rank, RunId, Version, version
 from ftrun.wire import environment as env
-from ftrun.wire.shared_memory.pages import Page
+from ftrun.wire.shared_memory.pages import SharedPage
 from ftrun.wire.verify_records import VerifyPlan
 from ftrun.worker.state.unprotected import UnprotectedReasons
 
@@ -45,8 +45,8 @@ class WorkerContext:
     world_size: int
     generation: Generation
     incarnation: Incarnation
-    page: Page
-    commands: Page
+    page: SharedPage
+    commands: SharedPage
     arena_fd: int | None
     restore: Version | None
     smp_socket: Path
@@ -93,8 +93,8 @@ def worker_context() -> WorkerContext | None:
         world_size=int(os.environ["WORLD_SIZE"]),
         generation=Generation(int(os.environ[env.GENERATION])),
         incarnation=Incarnation(int(os.environ[env.INCARNATION])),
-        page=Page(int(os.environ[env.HEARTBEAT_FD])),
-        commands=Page(int(os.environ[env.COMMAND_FD])),
+        page=SharedPage(int(os.environ[env.HEARTBEAT_FD])),
+        commands=SharedPage(int(os.environ[env.COMMAND_FD])),
         arena_fd=int(arena_fd) if arena_fd else None,
         restore=version(*(int(part) for part in restore.split(":"))) if restore else None,
         smp_socket=Path(os.environ[env.SMP_SOCKET]),

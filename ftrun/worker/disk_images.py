@@ -2,7 +2,7 @@
 
 Runs in:  the process of ftrun.tools.export.__main__; any of its threads. Loads no torch.
 Takes in: where the files of all ranks are, and the digests that the checkpoint's index has.
-Gives:    an `ImageSource`: heads that are compared with the index, bytes that are not yet.
+Gives:    an `ShardSource`: heads that are compared with the index, bytes that are not yet.
 
 All files are opened at once, so that a run that removes the checkpoint meanwhile does no harm.
 """
@@ -15,10 +15,10 @@ from pathlib import Path
 
 from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank
-from ftrun.snapshot.shard_header import ShardHead
-from ftrun.wire.messages.export_facts import ShardPlace
+from ftrun.snapshot.shard_header import ShardHeader
+from ftrun.wire.messages.export_facts import ShardFileLocation
 from ftrun.wire.shared_memory.arena import SlotHeader, SlotState
-from ftrun.worker.reshard.source import Range, make_head
+from ftrun.worker.reshard.source import ByteRange, make_head
 
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 1 << 30
@@ -35,10 +35,10 @@ class DiskImages:
         CheckpointError: a file is not there, or is not what the index says.
     """
 
-    def __init__(self, places: Sequence[ShardPlace]) -> None:
+    def __init__(self, places: Sequence[ShardFileLocation]) -> None:
         self._places = {Rank(place.rank): place for place in places}
         self._fds: dict[Rank, int] = {}
-        self._heads: dict[Rank, ShardHead] = {}
+        self._heads: dict[Rank, ShardHeader] = {}
         _allow_files(len(places) + _SPARE_FDS)
         try:
             for rank, place in self._places.items():
@@ -55,10 +55,10 @@ class DiskImages:
         """The file that holds the data of a rank."""
         return self._places[rank].path
 
-    def headers(self) -> Mapping[Rank, ShardHead]:
+    def headers(self) -> Mapping[Rank, ShardHeader]:
         return self._heads
 
-    def expect(self, ranges: Sequence[Range]) -> None:
+    def expect(self, ranges: Sequence[ByteRange]) -> None:
         """Nothing to do: it is read when it is asked for."""
 
     def read(self, rank: Rank, offset: int, num_bytes: int) -> memoryview:
@@ -74,7 +74,7 @@ class DiskImages:
         self._fds.clear()
 
 
-def _head(fd: int, place: ShardPlace) -> ShardHead:
+def _head(fd: int, place: ShardFileLocation) -> ShardHeader:
     """What describes a shard, compared with the index."""
     size = os.fstat(fd).st_size
     if size != place.num_bytes:

@@ -20,7 +20,7 @@ from ftrun.errors import RanksDiffer
 from ftrun.sharding.source_index import Chunk, Holder, WholeTensor
 from ftrun.snapshot.boxes import Box, overlap
 from ftrun.snapshot.shard_header import Fingerprint
-from ftrun.worker.reshard.source import CheckedImages, Range
+from ftrun.worker.reshard.source import ByteRange, CheckedShards
 from ftrun.worker.state.parts import box_of
 
 
@@ -34,7 +34,7 @@ class _Pair:
 
 
 def check_replicas(
-    saved: Mapping[str, WholeTensor], wanted: Mapping[str, torch.Tensor], images: CheckedImages
+    saved: Mapping[str, WholeTensor], wanted: Mapping[str, torch.Tensor], images: CheckedShards
 ) -> None:
     """Compare the holders of all chunks that are about to be read.
 
@@ -60,7 +60,7 @@ def _touch(one: Box, other: Box | None) -> bool:
     return other is not None and overlap(one, other) is not None
 
 
-def _doubtful(name: str, chunk: Chunk, images: CheckedImages) -> list[_Pair]:
+def _doubtful(name: str, chunk: Chunk, images: CheckedShards) -> list[_Pair]:
     """The pair of holders to compare; none where the digests tell that all are equal.
 
     Raises:
@@ -77,11 +77,11 @@ def _doubtful(name: str, chunk: Chunk, images: CheckedImages) -> list[_Pair]:
     return [pair]
 
 
-def _fingerprint(holder: Holder, images: CheckedImages) -> Fingerprint:
+def _fingerprint(holder: Holder, images: CheckedShards) -> Fingerprint:
     return images.heads[holder.rank].fingerprint(holder.entry)
 
 
-def _compare(pairs: list[_Pair], images: CheckedImages) -> None:
+def _compare(pairs: list[_Pair], images: CheckedShards) -> None:
     ranges = {_range(holder) for pair in pairs for holder in (pair.one, pair.other)}
     in_order = sorted(ranges, key=lambda one: (one.rank, one.offset))
     images.expect(in_order)
@@ -94,8 +94,8 @@ def _compare(pairs: list[_Pair], images: CheckedImages) -> None:
             raise _difference(pair)
 
 
-def _range(holder: Holder) -> Range:
-    return Range(holder.rank, holder.entry.offset, holder.entry.num_bytes)
+def _range(holder: Holder) -> ByteRange:
+    return ByteRange(holder.rank, holder.entry.offset, holder.entry.num_bytes)
 
 
 def _difference(pair: _Pair) -> RanksDiffer:

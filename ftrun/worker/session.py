@@ -23,13 +23,13 @@ from ftrun.errors import UsageError
 from ftrun.worker.capture.host_copies import HostCopy
 from ftrun.worker.context import WorkerContext, worker_context
 from ftrun.worker.loop.loops import Loops, left_pass
-from ftrun.worker.state.attached import Attached, Skip, by_name
+from ftrun.worker.state.attached import AttachedState, Skip, by_name
 from ftrun.worker.state.checked_state import PlainCheck
-from ftrun.worker.state.data_position import Feed
+from ftrun.worker.state.data_position import DataPosition
 
 if TYPE_CHECKING:
-    from ftrun.worker.snapshot_session import Protection
-    from ftrun.worker.state.declared_layout import Declared
+    from ftrun.worker.snapshot_session import SnapshotSession
+    from ftrun.worker.state.declared_layout import DeclaredSharding
     from ftrun.worker.verify.recording import Recording
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def attach(  # noqa: PLR0913 - what a script has
     scaler: object = None,
     loader: object = None,
     warmup: Callable[[], object] | None = None,
-    layout: "str | Path | Declared | None" = None,
+    layout: "str | Path | DeclaredSharding | None" = None,
     mesh: Mapping[str, int] | None = None,
     cast: bool = False,
     skip: Sequence[str] = (),
@@ -64,7 +64,7 @@ def attach(  # noqa: PLR0913 - what a script has
         optimizer: one torch optimizer, or several in a dict or a list.
         scheduler: one object with a state_dict, or several in a dict or a list.
         scaler: the same, for a GradScaler.
-        loader: the loader given to `Session.batches`, or several; a `Feed` in its place.
+        loader: the loader given to `Session.batches`, or several; a `DataPosition` in its place.
         warmup: called once before a restore with DDP on more than two ranks, in place of the
             synthetic backward that puts DDP's buckets in order.
         layout: file of layout rules, where ranks have parts of plain tensors; a version of another
@@ -91,13 +91,13 @@ def attach(  # noqa: PLR0913 - what a script has
             "name. Call close() on the first session to begin anew"
         )
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    attached = Attached(casts=cast, skip=Skip([skip] if isinstance(skip, str) else skip))
+    attached = AttachedState(casts=cast, skip=Skip([skip] if isinstance(skip, str) else skip))
     _sort_in(attached, parts, named)
     context = worker_context()
     if layout is not None or mesh:
-        from ftrun.worker.state.declared_layout import Declared, declared
+        from ftrun.worker.state.declared_layout import DeclaredSharding, declared
 
-        if not isinstance(layout, Declared):
+        if not isinstance(layout, DeclaredSharding):
             layout = declared(layout, mesh, context.world_size if context else None)
         attached.layout = layout
     session = Session(attached, _feeds_of(loader), context, warmup)
@@ -105,7 +105,9 @@ def attach(  # noqa: PLR0913 - what a script has
     return session
 
 
-def _sort_in(attached: Attached, parts: Mapping[str, object], named: Mapping[str, object]) -> None:
+def _sort_in(
+    attached: AttachedState, parts: Mapping[str, object], named: Mapping[str, object]
+) -> None:
     """Add everything that was given.
 
     Raises:
@@ -125,9 +127,9 @@ def _sort_in(attached: Attached, parts: Mapping[str, object], named: Mapping[str
         attached.add(name, thing)
 
 
-def _feeds_of(loader: object) -> dict[str, Feed]:
+def _feeds_of(loader: object) -> dict[str, DataPosition]:
     return {
-        name: thing if isinstance(thing, Feed) else Feed(name, thing)
+        name: thing if isinstance(thing, DataPosition) else DataPosition(name, thing)
         for name, thing in by_name("loader", loader).items()
     }
 
@@ -143,8 +145,8 @@ class Session(Loops):
 
     def __init__(
         self,
-        attached: Attached,
-        feeds: dict[str, Feed],
+        attached: AttachedState,
+        feeds: dict[str, DataPosition],
         context: WorkerContext | None,
         warmup: Callable[[], object] | None,
     ) -> None:
@@ -158,7 +160,7 @@ class Session(Loops):
         self._waiting: dict[str, Any] = {}
         self._losses: deque[tuple[int, HostCopy]] = deque(maxlen=_LATE_LOSSES)
         """On their way from a device, with the steps they belong to."""
-        self._protection: Protection | None = None
+        self._protection: SnapshotSession | None = None
         self._check: PlainCheck | None = None
         self._explained_in = ""
         self._fresh_id = uuid.uuid4().hex[:12]
@@ -226,7 +228,7 @@ class Session(Loops):
         """Take one at the boundary that ends this turn, and wait for it. On every rank."""
         self._force = True
 
-    def phase(self, name: str) -> "Phase":
+    def phase(self, name: str) -> "SessionPhase":
         """Say what the script is doing; as a context manager, for the time of its block.
 
         A phase other than "train" begins once the snapshot under way is copied: until the next step
@@ -236,7 +238,7 @@ class Session(Loops):
         # A call at the top of each turn that says "train" once more must not end lazy copies.
         if self._protection is not None and not name == before == "train":
             self._protection.settle()
-        return Phase(self, before)
+        return SessionPhase(self, before)
 
     def report(self, *, loss: "float | torch.Tensor") -> None:
         """Show the loss in `ftrun status`. Never waits for a device.
@@ -285,19 +287,19 @@ class Session(Loops):
     def _protect(
         self,
         context: WorkerContext,
-        attached: Attached,
+        attached: AttachedState,
         warmup: Callable[[], object] | None,
     ) -> None:
         # Not at the top: memory mapping and sockets of that kind are Linux's.
         from ftrun.worker.capture import explicit_save as saver
-        from ftrun.worker.snapshot_session import Protection
+        from ftrun.worker.snapshot_session import SnapshotSession
 
         if saver.is_in_use():
             raise UsageError(
                 "attach was called in a script that saves or loads with ftrun.dcp, which takes the "
                 "snapshots then. Use one or the other"
             )
-        protection = self._protection = Protection(context, attached, warmup)
+        protection = self._protection = SnapshotSession(context, attached, warmup)
         try:
             self._restore(protection, context)
         except BaseException:
@@ -307,7 +309,7 @@ class Session(Loops):
             known = (self, *protection.known_optimizers())
             context.recording.attached(attached, self._own_state, known, self._step)
 
-    def _restore(self, protection: "Protection", context: WorkerContext) -> None:
+    def _restore(self, protection: "SnapshotSession", context: WorkerContext) -> None:
         saved = protection.restore()
         if saved is not None:
             self._restored = True
@@ -443,7 +445,7 @@ class Session(Loops):
         if self._protection is not None:
             self._protection.finish()
 
-    def _feed_of(self, loader: Any) -> Feed:
+    def _feed_of(self, loader: Any) -> DataPosition:
         for feed in self._feeds.values():
             if feed.loader is loader:
                 return feed
@@ -452,27 +454,27 @@ class Session(Loops):
                 "batches() was given a loader that is not attached: pass every loader whose "
                 "batches are trained on as attach(loader={'name': loader, ...})"
             )
-        feed = self._feeds["loader"] = Feed("loader", loader)
+        feed = self._feeds["loader"] = DataPosition("loader", loader)
         if "loader" in self._waiting:
             feed.load_state(self._waiting.pop("loader"))
             feed.leave_out(self._context.skip_batches if self._context is not None else 0)
         self._warn_of(feed)
         return feed
 
-    def _warn_of(self, feed: Feed) -> None:
+    def _warn_of(self, feed: DataPosition) -> None:
         rank = self._context.rank if self._context else 0
         if self._context is not None and rank == 0 and (text := feed.warning()):
             _log.warning("%s", text)
 
 
-class Phase:
+class SessionPhase:
     """What `Session.phase` gives; leaving its block goes back to the phase before."""
 
     def __init__(self, session: Session, before: str) -> None:
         self._session = session
         self._before = before
 
-    def __enter__(self) -> "Phase":
+    def __enter__(self) -> "SessionPhase":
         return self
 
     def __exit__(

@@ -22,21 +22,21 @@ from ftrun.wire.messages.envelope import AnyMessage, Done, Hello, Refused
 from ftrun.wire.messages.worker import (
     ArenaGranted,
     AwaitRestored,
-    FetchHeads,
     FetchPieces,
-    HeadsFetched,
-    ImagesOpened,
+    FetchShardHeaders,
     MemoryRefused,
-    OpenImages,
+    OpenShards,
     PiecesFetched,
     RequestArena,
     ReserveMemory,
+    ShardHeadersFetched,
     ShardSealed,
     ShardSkipped,
+    ShardsOpened,
     WithdrawShard,
 )
 from ftrun.wire.shared_memory.arena import arena_bytes
-from ftrun.wire.transport.channel import Channel, Received, connect
+from ftrun.wire.transport.channel import Channel, ReceivedMessage, connect
 from ftrun.worker.context import WorkerContext
 
 _CONNECT_S = 1.0
@@ -54,7 +54,7 @@ _LONGEST_REST_S = 600.0
 _FETCH_S = 24 * 3600.0
 
 
-class MemoryLink:
+class WorkerSmpClient:
     """Asks the SMP, and tells it."""
 
     def __init__(self, context: WorkerContext) -> None:
@@ -189,11 +189,11 @@ class MemoryLink:
             LayoutUnknown: the SMP refuses.
             PeerError: it cannot be asked.
         """
-        body = OpenImages(self._context.rank, wanted.generation, wanted.step, world_size)
+        body = OpenShards(self._context.rank, wanted.generation, wanted.step, world_size)
         received = self._ask(body)
         if isinstance(received.body, Refused):
             raise LayoutUnknown(f"the shards of {wanted} cannot be opened: {received.body.why}")
-        if not isinstance(received.body, ImagesOpened):
+        if not isinstance(received.body, ShardsOpened):
             raise ProtocolError(f"the SMP answered {received.body!r} to a question about shards")
         return dict(zip(map(Rank, received.body.ranks), received.fds, strict=True))
 
@@ -205,8 +205,8 @@ class MemoryLink:
             PeerError: the SMP cannot be asked.
         """
         rank = self._context.rank
-        body = FetchHeads(rank, wanted.generation, wanted.step, list(ranks))
-        return self._fetch(body, HeadsFetched, len(ranks))
+        body = FetchShardHeaders(rank, wanted.generation, wanted.step, list(ranks))
+        return self._fetch(body, ShardHeadersFetched, len(ranks))
 
     def fetch_pieces(self, wanted: Version, pieces: Sequence[tuple[int, int, int]]) -> int:
         """A descriptor of pieces of such shards, one after the other; raises as `fetch_heads`.
@@ -231,7 +231,7 @@ class MemoryLink:
         with self._lock:
             self._drop()
 
-    def _ask(self, body: AnyMessage, *, deadline_s: float = _ANSWER_S) -> Received:
+    def _ask(self, body: AnyMessage, *, deadline_s: float = _ANSWER_S) -> ReceivedMessage:
         with self._lock:
             try:
                 return self._connected().ask(body, deadline_s=deadline_s)
@@ -272,7 +272,7 @@ def allocation_limit_s(total_bytes: int) -> float:
     return _ANSWER_S + num_ranks * total_bytes / _SLOWEST_BYTES_S
 
 
-def _raise_if_refused(received: Received, frozen_bytes: int) -> None:
+def _raise_if_refused(received: ReceivedMessage, frozen_bytes: int) -> None:
     body = received.body
     if isinstance(body, MemoryRefused):
         raise MemoryTooSmall(

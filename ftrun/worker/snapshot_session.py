@@ -17,22 +17,22 @@ from ftrun import clock
 from ftrun.errors import MemoryTooSmall, PeerError
 from ftrun.ids import Version
 from ftrun.wire.shared_memory.arena import Arena
-from ftrun.wire.shared_memory.pages import Beat, Command
-from ftrun.worker.capture.accumulation import Accumulation
+from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
+from ftrun.worker.capture.accumulation import AccumulationTracker
 from ftrun.worker.capture.boundary_digests import BoundaryDigests
 from ftrun.worker.capture.capture import Capture
 from ftrun.worker.capture.slots import frozen_bytes, needed_bytes
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.process import heartbeat, lease
 from ftrun.worker.restore import early_restore, ready_memory
-from ftrun.worker.restore.loader import Restorable, SavedState
+from ftrun.worker.restore.loader import LocalState, RestorableVersion
 from ftrun.worker.restore.overwritten import RestoredMarks, RestoredSettings
-from ftrun.worker.smp_client import MemoryLink
-from ftrun.worker.state.attached import Attached
-from ftrun.worker.state.buckets import WrapperWatch, is_needed, ready_order, warm_buckets
+from ftrun.worker.smp_client import WorkerSmpClient
+from ftrun.worker.state.attached import AttachedState
+from ftrun.worker.state.buckets import DdpWrapperTracker, is_needed, ready_order, warm_buckets
 from ftrun.worker.state.checked_state import CheckedState
 from ftrun.worker.state.optimizer_watch import shown
-from ftrun.worker.state.state_tree import State
+from ftrun.worker.state.state_tree import BoundaryState
 
 _POLL_S = 0.02
 _STOP_WAIT_S = 600.0
@@ -43,24 +43,26 @@ _log = logging.getLogger(__name__)
 Warmup = Callable[[], object]
 
 
-class Protection:
+class SnapshotSession:
     """Snapshots and restores of one attached state."""
 
-    def __init__(self, context: WorkerContext, attached: Attached, warmup: Warmup | None) -> None:
+    def __init__(
+        self, context: WorkerContext, attached: AttachedState, warmup: Warmup | None
+    ) -> None:
         self._context = context
         self._attached = attached
         self._warmup = warmup
         self._checked = CheckedState(attached, context.unprotected, self._check_overwritten)
         self._inner, self._tree = self._checked.inner, self._checked.tree
-        self._link = MemoryLink(context)
+        self._link = WorkerSmpClient(context)
         stepping = [*attached.optimizers.values(), *self._inner.covered]
-        self._accumulation = Accumulation(
+        self._accumulation = AccumulationTracker(
             stepping, attached.stateful.values(), context.unprotected.guarded
         )
-        self._watch = WrapperWatch()
+        self._watch = DdpWrapperTracker()
         self.digests = BoundaryDigests(context.page, attached)
         self._capture: Capture | None = None
-        self._saved: Restorable | None = None
+        self._saved: RestorableVersion | None = None
         self._inherited: Arena | None = None
         self._marks: RestoredMarks | None = None
         self._settings: RestoredSettings | None = None
@@ -79,8 +81,8 @@ class Protection:
         """
         context = self._context
         lease.install(context)  # behind a wrapper nothing else has done it
-        context.page.set(Beat.ATTACHED, 1)
-        context.page.set(Beat.ATTACH_NS, clock.now_ns())
+        context.page.set(HeartbeatField.ATTACHED, 1)
+        context.page.set(HeartbeatField.ATTACH_NS, clock.now_ns())
         if torch.distributed.is_initialized() and not self._wrappers():
             self._watch.find_older()
         if context.restore is None:
@@ -92,23 +94,23 @@ class Protection:
         self._load()
         return own
 
-    def _open_own(self, wanted: Version) -> Restorable:
+    def _open_own(self, wanted: Version) -> RestorableVersion:
         """This rank's shard; or those of all ranks, where they had another layout."""
         ahead = early_restore.take(wanted)
         if ahead is None:
             self._inherited = self._arena_with(wanted)
-            saved = SavedState(self._inherited, wanted, self._context)
+            saved = LocalState(self._inherited, wanted, self._context)
         else:
             self._inherited = ahead.arena
             # Its thread may be in the middle of something: what is there by now counts.
             right, copied = frozenset(ahead.right), dict(ahead.copied)
-            saved = SavedState(self._inherited, wanted, self._context, right, copied)
+            saved = LocalState(self._inherited, wanted, self._context, right, copied)
         if self._is_of_this_layout(saved):
             return saved
         self._inherited = None
         return self._open_other()
 
-    def _is_of_this_layout(self, saved: SavedState) -> bool:
+    def _is_of_this_layout(self, saved: LocalState) -> bool:
         """Whether this rank's own shard is all that it needs."""
         layout = self._attached.layout
         if layout is not None and (layout.has_rules or not layout.is_that_of(saved.layout)):
@@ -121,7 +123,7 @@ class Protection:
         held = set(lasting.names.values())
         return saved.is_cut_like([one for one in lasting.entries if one.name in held])
 
-    def _open_other(self) -> Restorable:
+    def _open_other(self) -> RestorableVersion:
         # Here, because both import distributed checkpoints.
         layout = self._attached.layout
         if layout is not None and layout.has_rules:
@@ -196,7 +198,7 @@ class Protection:
             self._saved.close()
         self._saved = self._marks = self._settings = None
 
-    def _reserve(self, state: State) -> None:
+    def _reserve(self, state: BoundaryState) -> None:
         """Ask whether the state will fit; where it does not, each snapshot is tried all the same.
 
         Raises:
@@ -318,7 +320,7 @@ class Protection:
         is_between = not self._accumulation.boundary()
         self._checked.boundary()
         self._report_waiting()
-        stops = is_between and self._context.commands.get(Command.STOP_AFTER_STEP) <= step
+        stops = is_between and self._context.commands.get(CommandField.STOP_AFTER_STEP) <= step
         if self._capture is not None:
             self._capture.boundary(
                 step,
@@ -329,7 +331,7 @@ class Protection:
         if stops:
             self._halt(step)
 
-    def _collect(self, extra: dict[str, Any]) -> State:
+    def _collect(self, extra: dict[str, Any]) -> BoundaryState:
         return self._checked.collect({**extra, "orders": self._known_orders()})
 
     def keep(self, step: int, extra: Callable[[], dict[str, Any]]) -> None:
@@ -373,7 +375,7 @@ class Protection:
     def _is_good(self) -> bool:
         """Whether the state may replace an older one: not where a parameter is no number."""
         page = self._context.page
-        since = page.get(Beat.BAD_NUMBERS_STEP)
+        since = page.get(HeartbeatField.BAD_NUMBERS_STEP)
         if since and "bad numbers" not in self._context.unprotected:
             self._context.unprotected.add(
                 "bad numbers",
@@ -406,11 +408,11 @@ class Protection:
     def _halt(self, step: int) -> None:
         """Stand still until the agent ends this process, or takes the stop back."""
         commands = self._context.commands
-        self._context.page.set(Beat.STOPPED_AT_BOUNDARY, 1)
+        self._context.page.set(HeartbeatField.STOPPED_AT_BOUNDARY, 1)
         give_up_s = clock.now_s() + _STOP_WAIT_S
-        while commands.get(Command.STOP_AFTER_STEP) <= step and clock.now_s() < give_up_s:
+        while commands.get(CommandField.STOP_AFTER_STEP) <= step and clock.now_s() < give_up_s:
             clock.sleep(_POLL_S)  # short, so that a signal handler of the script can run
-        self._context.page.set(Beat.STOPPED_AT_BOUNDARY, 0)
+        self._context.page.set(HeartbeatField.STOPPED_AT_BOUNDARY, 0)
 
     # --- bucket order ------------------------------------------------------------------------
 

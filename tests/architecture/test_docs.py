@@ -168,11 +168,16 @@ def test_every_flag_of_its_own_is_there() -> None:
 
 def test_every_kind_of_journal_line_is_there() -> None:
     kinds = {k for text in PACKAGE.values() for k in re.findall(r'\.write\(\s*"(\w+)",', text)}
-    written = re.findall(r'\bNote\(\s*"(\w+)",', "".join(PACKAGE.values()))
+    written = re.findall(r'\bJournalEntry\(\s*"(\w+)",', "".join(PACKAGE.values()))
     parts = (*events.PartEvent.__args__, *commands.PartCommand.__args__)
-    orders = (commands.KillWorkers, commands.HoldRanks, commands.ReleaseRanks, commands.MovePeers)
-    ends = (commands.AskLastSnapshot, commands.SignalWorkers, commands.EndRun)
-    kinds |= {*written, *(kind.__name__ for kind in (*parts, *orders, *ends))}
+    orders = (
+        commands.KillWorkers,
+        commands.SuspendRanks,
+        commands.ResumeRanks,
+        commands.UpdatePeerPorts,
+    )
+    ends = (commands.RequestFinalSnapshot, commands.SignalWorkers, commands.EndRun)
+    kinds |= {*written, *(kind.journal_kind for kind in (*parts, *orders, *ends))}
     assert {kind for kind in kinds if f"`{kind}`" not in DOCS["operations.md"]} == set()
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 from bench_common import ROOT, Deadline
-from drill_nodes import STEPS, Undisturbed, job_words
+from drill_nodes import STEPS, BaselineRuns, job_words
 from etcd_server import Certificates, EtcdServer
 from etcd_server import available as etcd_available
 from nodes_run import NodesRun, environment
 from virtual_cluster import VirtualCluster, available
 
 from ftrun.tools.drill.drill_outcome import difference, outcome_of
-from ftrun.tools.drill.jobs import Job
+from ftrun.tools.drill.jobs import DrillJob
 
 if reason := available():
     pytest.skip(f"needs namespaces: {reason}", allow_module_level=True)
@@ -85,8 +85,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    return Undisturbed(tmp_path_factory.mktemp("undisturbed"))
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> BaselineRuns:
+    return BaselineRuns(tmp_path_factory.mktemp("undisturbed"))
 
 
 def one_or_two(make: Make, *flags: str, tls: bool = False) -> tuple[Cluster, NodesRun]:
@@ -107,13 +107,13 @@ def two_and_spares(make: Make, spares: int) -> tuple[Cluster, NodesRun]:
     return cluster, run
 
 
-def check(run: NodesRun, undisturbed: Undisturbed, members: int) -> None:
+def check(run: NodesRun, undisturbed: BaselineRuns, members: int) -> None:
     """It goes on; every loss and parameter is that of an undisturbed run of torchrun."""
     run.wait_for_generation(1)
     run.wait_for_more_steps(15)
     run.finish()
     names = tuple(f"rank{rank}.jsonl" for rank in range(members))
-    job = Job("ddp", tuple(job_words("ddp", Path("FOLDER"))), names, STEPS)
+    job = DrillJob("ddp", tuple(job_words("ddp", Path("FOLDER"))), names, STEPS)
     outcomes = [outcome_of(run.folder / name) for name in names]
     assert not difference(undisturbed.of(job, members), outcomes)
 
@@ -162,7 +162,7 @@ _TWO_AND_IT = "2 nodes and the witness decide about the next generation"
 
 @pytest.mark.full
 def test_half_of_four_nodes_goes_on_and_no_byte_differs(
-    make: Make, undisturbed: Undisturbed
+    make: Make, undisturbed: BaselineRuns
 ) -> None:
     _, run = two_and_spares(make, 2)
     lead = run.lead()
@@ -175,7 +175,7 @@ def test_half_of_four_nodes_goes_on_and_no_byte_differs(
 
 @pytest.mark.full
 def test_lead_lost_together_with_etcd_is_followed_by_the_majority(
-    make: Make, undisturbed: Undisturbed
+    make: Make, undisturbed: BaselineRuns
 ) -> None:
     cluster, run = two_and_spares(make, 1)
     cluster.nodes.kill(cluster.at)
@@ -192,7 +192,7 @@ def test_an_etcd_over_tls_breaks_the_tie_as_well(make: Make) -> None:
 
 @pytest.mark.full
 def test_a_lost_node_of_two_that_comes_back_costs_no_byte(
-    make: Make, undisturbed: Undisturbed
+    make: Make, undisturbed: BaselineRuns
 ) -> None:
     """Without a spare and with a fixed number of nodes, the other one waits for it."""
     _, run = two_and_spares(make, 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from bench_common import Deadline
 from drill_faults import FAULTS
-from drill_nodes import Undisturbed, drill, job_words
+from drill_nodes import BaselineRuns, drill, job_words
 from nodes_run import NodesRun
 from virtual_cluster import VirtualCluster, available
 
@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> Iterator[NodesRun]:
 
 @pytest.mark.full
 def test_a_lead_that_is_drained_leaves_and_another_one_leads(tmp_path: Path) -> None:
-    row = drill(FAULTS["lead-drained"], "fsdp2", tmp_path, Undisturbed(tmp_path))
+    row = drill(FAULTS["lead-drained"], "fsdp2", tmp_path, BaselineRuns(tmp_path))
     assert row.equal, row.problem
     assert row.steps_lost <= 1
 

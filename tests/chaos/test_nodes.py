@@ -14,12 +14,12 @@ import drill_faults
 import pytest
 from bench_common import ROOT, Deadline
 from drill_faults import FAULTS
-from drill_nodes import KINDS, STEPS, Undisturbed, drill, job_words
+from drill_nodes import KINDS, STEPS, BaselineRuns, drill, job_words
 from nodes_run import NodesRun
 from virtual_cluster import VirtualCluster, available
 
 from ftrun.tools.drill.drill_outcome import difference, outcome_of
-from ftrun.tools.drill.jobs import Job
+from ftrun.tools.drill.jobs import DrillJob
 from tests.kernel_hang import kernel_hang
 
 if reason := available():
@@ -47,8 +47,8 @@ Start = Callable[..., NodesRun]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    return Undisturbed(tmp_path_factory.mktemp("undisturbed"))
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> BaselineRuns:
+    return BaselineRuns(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_fault_changes_no_byte(
     name: str,
     kind: str,
     tmp_path: Path,
-    undisturbed: Undisturbed,
+    undisturbed: BaselineRuns,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(drill_faults, "NAMED_S", LOADED * drill_faults.NAMED_S)
@@ -97,7 +97,7 @@ def test_fault_changes_no_byte(
 
 
 def test_a_node_that_gets_sigterm_costs_no_step_and_a_short_pause(
-    tmp_path: Path, undisturbed: Undisturbed
+    tmp_path: Path, undisturbed: BaselineRuns
 ) -> None:
     name, kind = LEAVES
     row = drill(FAULTS[name], kind, tmp_path, undisturbed)
@@ -108,7 +108,7 @@ def test_a_node_that_gets_sigterm_costs_no_step_and_a_short_pause(
 
 
 def test_lost_node_without_protection_costs_the_steps_since_the_newest_whole_checkpoint(
-    nodes: Start, tmp_path: Path, undisturbed: Undisturbed
+    nodes: Start, tmp_path: Path, undisturbed: BaselineRuns
 ) -> None:
     """The newest checkpoint is damaged in the shard of the node that takes the lost one's place.
 
@@ -117,7 +117,7 @@ def test_lost_node_without_protection_costs_the_steps_since_the_newest_whole_che
     ranks = range(2)
     names = tuple(f"rank{rank}.jsonl" for rank in ranks)
     expected = undisturbed.of(
-        Job("fsdp2", tuple(job_words("fsdp2", Path("FOLDER"))), names, STEPS), 2
+        DrillJob("fsdp2", tuple(job_words("fsdp2", Path("FOLDER"))), names, STEPS), 2
     )
     saved = tmp_path / "saved"
     flags = ("--erasure", "none", "--checkpoint-dir", saved, "--checkpoint-every", 0.5)
@@ -153,12 +153,12 @@ def test_lost_node_without_protection_costs_the_steps_since_the_newest_whole_che
 
 @pytest.mark.full
 def test_more_lost_nodes_than_parity_bears_cost_the_steps_since_the_checkpoint(
-    nodes: Start, tmp_path: Path, undisturbed: Undisturbed
+    nodes: Start, tmp_path: Path, undisturbed: BaselineRuns
 ) -> None:
     """Two of three members at once, with 2+1."""
     names = tuple(f"rank{rank}.jsonl" for rank in range(3))
     expected = undisturbed.of(
-        Job("fsdp2", tuple(job_words("fsdp2", Path("FOLDER"))), names, STEPS), 3
+        DrillJob("fsdp2", tuple(job_words("fsdp2", Path("FOLDER"))), names, STEPS), 3
     )
     saved = tmp_path / "saved"
     flags = ("--erasure", "2+1", "--checkpoint-dir", saved, "--checkpoint-every", 0.5)
@@ -177,7 +177,7 @@ def test_more_lost_nodes_than_parity_bears_cost_the_steps_since_the_checkpoint(
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "kind"), IN_FULL)
 def test_other_fault_changes_no_byte(
-    name: str, kind: str, tmp_path: Path, undisturbed: Undisturbed
+    name: str, kind: str, tmp_path: Path, undisturbed: BaselineRuns
 ) -> None:
     row = drill(FAULTS[name], kind, tmp_path, undisturbed)
     assert row.equal, row.problem
@@ -188,12 +188,12 @@ def test_other_fault_changes_no_byte(
 
 @pytest.mark.full
 def test_a_rank_that_hangs_in_the_kernel_costs_its_node_and_no_memory(
-    nodes: Start, tmp_path: Path, undisturbed: Undisturbed
+    nodes: Start, tmp_path: Path, undisturbed: BaselineRuns
 ) -> None:
     """Nothing but the memory of its node has its shard; a spare takes its place with that."""
     names = ("rank0.jsonl", "rank1.jsonl")
     expected = undisturbed.of(
-        Job("fsdp2", tuple(job_words("fsdp2", Path("FOLDER"))), names, STEPS), 2
+        DrillJob("fsdp2", tuple(job_words("fsdp2", Path("FOLDER"))), names, STEPS), 2
     )
     words = job_words("fsdp2", tmp_path)
     run = nodes(2, "--erasure", "none", others=1, spares=1, words=words)
@@ -218,11 +218,11 @@ def test_a_rank_that_hangs_in_the_kernel_costs_its_node_and_no_memory(
 
 @pytest.mark.full
 def test_a_stopped_agent_of_the_only_member_trains_beside_nobody(
-    nodes: Start, tmp_path: Path, undisturbed: Undisturbed
+    nodes: Start, tmp_path: Path, undisturbed: BaselineRuns
 ) -> None:
     """Its rank runs on, and stands still before its successor on a spare begins."""
     words = job_words("ddp", Path("FOLDER"))
-    expected = undisturbed.of(Job("ddp", tuple(words), ("rank0.jsonl",), STEPS), 1)
+    expected = undisturbed.of(DrillJob("ddp", tuple(words), ("rank0.jsonl",), STEPS), 1)
     flags = ("--checkpoint-dir", tmp_path / "saved", "--checkpoint-every", 0.5)
     run = nodes(1, *flags, others=2, spares=2, words=job_words("ddp", tmp_path))
     run.start_all()

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from bench_common import Deadline
-from drill_nodes import STEPS, Undisturbed, job_words, steps_lost
+from drill_nodes import STEPS, BaselineRuns, job_words, steps_lost
 from nodes_run import NodesRun
 from virtual_cluster import VirtualCluster, available
 
 from ftrun.tools.drill.drill_outcome import difference, outcome_of
-from ftrun.tools.drill.jobs import Job
+from ftrun.tools.drill.jobs import DrillJob
 
 if reason := available():
     pytest.skip(f"needs namespaces: {reason}", allow_module_level=True)
@@ -72,8 +72,8 @@ def rail_in_use(run: NodesRun) -> int:
 def problems(run: NodesRun, folder: Path, steps: int = STEPS) -> str:
     """What differs from an undisturbed run."""
     names = tuple(f"rank{rank}.jsonl" for rank in range(MEMBERS))
-    job = Job("ddp", tuple(job_words("ddp", Path("FOLDER"), steps=steps)), names, steps)
-    expected = Undisturbed(folder / "torchrun").of(job, MEMBERS)
+    job = DrillJob("ddp", tuple(job_words("ddp", Path("FOLDER"), steps=steps)), names, steps)
+    expected = BaselineRuns(folder / "torchrun").of(job, MEMBERS)
     return difference(expected, [outcome_of(run.folder / name) for name in names])
 
 

@@ -12,7 +12,7 @@ from nodes_run import NodesRun
 from virtual_cluster import VirtualCluster, available
 
 from ftrun.tools.drill.drill_outcome import difference, outcome_of
-from ftrun.tools.drill.jobs import Job, Undisturbed
+from ftrun.tools.drill.jobs import BaselineRuns, DrillJob
 from tests.ftp_server import url_of
 
 if reason := available():
@@ -49,8 +49,8 @@ def test_all_nodes_lost_at_once_cost_what_came_after_the_last_checkpoint(
     cluster: VirtualCluster, store: str, tmp_path: Path
 ) -> None:
     names = tuple(f"rank{rank}.jsonl" for rank in range(MEMBERS))
-    job = Job("fsdp2", tuple(job_words("fsdp2", Path("FOLDER"))), names, STEPS)
-    expected = Undisturbed(tmp_path / "undisturbed").of(job, MEMBERS)
+    job = DrillJob("fsdp2", tuple(job_words("fsdp2", Path("FOLDER"))), names, STEPS)
+    expected = BaselineRuns(tmp_path / "undisturbed").of(job, MEMBERS)
     folder = tmp_path / "run"
     run = NodesRun(
         cluster,

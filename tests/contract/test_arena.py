@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import version
-from ftrun.snapshot.layout import PAGE_BYTES, Entry, When, make_layout
+from ftrun.snapshot.layout import PAGE_BYTES, CopyTiming, LayoutEntry, make_layout
 from ftrun.wire.shared_memory.arena import (
     EMPTY_HEADER,
     Arena,
@@ -29,7 +29,10 @@ from ftrun.wire.shared_memory.arena import (
 )
 
 LAYOUT = make_layout(
-    [Entry("weight", "F32", (100_000,), When.LAZY), Entry("bias", "F32", (9,), When.BOUNDARY)],
+    [
+        LayoutEntry("weight", "F32", (100_000,), CopyTiming.LAZY),
+        LayoutEntry("bias", "F32", (9,), CopyTiming.BOUNDARY),
+    ],
     plain_bytes=10,
 )
 SHAPE = ArenaShape(3, 4, LAYOUT.image_bytes, len(LAYOUT.pieces), 77)

@@ -13,8 +13,8 @@ import pytest
 from ftrun import clock
 from ftrun.errors import PeerLost, PeerTimeout, ProtocolError
 from ftrun.wire.messages.envelope import Done, Envelope, Hello, Refused
-from ftrun.wire.messages.smp import HandedOver, HandOver, KeepRunState
-from ftrun.wire.shared_memory.pages import Beat, Page, create_page
+from ftrun.wire.messages.smp import HandOverMemory, MemoryHandedOver, PersistRunState
+from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage, create_page
 from ftrun.wire.transport.channel import Channel, accept, connect, listen, peer_uid
 from ftrun.wire.transport.framing import encode
 
@@ -45,15 +45,15 @@ def test_descriptors_arrive_with_their_message(ends: tuple[Channel, Channel]) ->
     left, right = ends
     pages = [create_page("test"), create_page("test")]
     for number, fd in enumerate(pages):
-        Page(fd).set(Beat.STEP, number + 10)
+        SharedPage(fd).set(HeartbeatField.STEP, number + 10)
     left.send(Refused("none with this one"))
-    left.send(HandedOver([0, 1], b""), fds=tuple(pages))
+    left.send(MemoryHandedOver([0, 1], b""), fds=tuple(pages))
     left.send(Done())
     for fd in pages:
         os.close(fd)
     assert right.receive(deadline_s=PATIENCE_S).fds == ()
     received = right.receive(deadline_s=PATIENCE_S)
-    assert [Page(fd).get(Beat.STEP) for fd in received.fds] == [10, 11]
+    assert [SharedPage(fd).get(HeartbeatField.STEP) for fd in received.fds] == [10, 11]
     assert not any(os.get_inheritable(fd) for fd in received.fds)
     assert right.receive(deadline_s=PATIENCE_S).fds == ()
     for fd in received.fds:
@@ -65,8 +65,8 @@ def test_descriptors_that_nobody_took_are_closed_with_the_channel(
 ) -> None:
     left, right = ends
     fd = create_page("test")
-    left.send(HandedOver([0], b""), fds=(fd,))
-    left.send(HandedOver([0], b""), fds=(fd,))
+    left.send(MemoryHandedOver([0], b""), fds=(fd,))
+    left.send(MemoryHandedOver([0], b""), fds=(fd,))
     os.close(fd)
     os.close(right.receive(deadline_s=PATIENCE_S).fds[0])
 
@@ -84,7 +84,7 @@ def test_a_frame_that_comes_byte_by_byte_is_one_message() -> None:
 
 def test_a_message_longer_than_the_socket_buffer_arrives(ends: tuple[Channel, Channel]) -> None:
     left, right = ends
-    body = KeepRunState(bytes(900_000))
+    body = PersistRunState(bytes(900_000))
     sender = threading.Thread(target=left.send, args=(body,))
     sender.start()
     assert right.receive(deadline_s=PATIENCE_S).body == body
@@ -112,10 +112,10 @@ def test_an_answer_that_comes_late_is_not_taken_for_that_to_the_next_question(
 ) -> None:
     asker, answerer = ends
     with pytest.raises(PeerTimeout):
-        asker.ask(HandOver(), deadline_s=0.05)
+        asker.ask(HandOverMemory(), deadline_s=0.05)
     fd = create_page("test")
     late = answerer.receive(deadline_s=PATIENCE_S).envelope.question
-    answerer.send(HandedOver([0], b""), fds=(fd,), question=late)
+    answerer.send(MemoryHandedOver([0], b""), fds=(fd,), question=late)
     os.close(fd)
 
     def answer() -> None:
@@ -125,7 +125,7 @@ def test_an_answer_that_comes_late_is_not_taken_for_that_to_the_next_question(
 
     thread = threading.Thread(target=answer)
     thread.start()
-    assert asker.ask(KeepRunState(b"x"), deadline_s=PATIENCE_S).body == Done()
+    assert asker.ask(PersistRunState(b"x"), deadline_s=PATIENCE_S).body == Done()
     thread.join(PATIENCE_S)
     assert asker.receive(deadline_s=PATIENCE_S).body == Refused("nobody has asked")
 
@@ -139,7 +139,7 @@ def test_silence_is_a_timeout_after_the_deadline(ends: tuple[Channel, Channel]) 
 def test_a_peer_that_takes_nothing_is_a_timeout(ends: tuple[Channel, Channel]) -> None:
     left, _ = ends
     with pytest.raises(PeerTimeout):
-        left.send(KeepRunState(bytes(1_000_000)), deadline_s=0.05)
+        left.send(PersistRunState(bytes(1_000_000)), deadline_s=0.05)
 
 
 def test_a_closed_end_is_a_lost_peer_after_its_last_message(ends: tuple[Channel, Channel]) -> None:
@@ -175,8 +175,8 @@ def test_connect_says_hello_to_who_listens(tmp_path: Path) -> None:
     answerer = accept(server, run_id="run")
     assert answerer is not None
     assert answerer.receive(deadline_s=PATIENCE_S).body == Hello(role="cli", pid=7)
-    caller.send(HandOver())
-    assert answerer.receive(deadline_s=PATIENCE_S).body == HandOver()
+    caller.send(HandOverMemory())
+    assert answerer.receive(deadline_s=PATIENCE_S).body == HandOverMemory()
     answerer.send(Done())
     assert caller.receive(deadline_s=PATIENCE_S).body == Done()
     for end in (caller, answerer, server):

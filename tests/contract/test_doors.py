@@ -11,11 +11,11 @@ from queue import SimpleQueue
 import pytest
 
 from ftrun.agent.cluster import dialing as handshakes
-from ftrun.agent.cluster.dialing import Handshakes, Proven
+from ftrun.agent.cluster.dialing import AuthenticatedConnection, Handshakes
 from ftrun.errors import PeerTimeout
-from ftrun.membership.events import DialFailed
+from ftrun.membership.events import ConnectFailed
 from ftrun.smp import peer_listener as peers
-from ftrun.smp.peer_listener import Peers, Session
+from ftrun.smp.peer_listener import PeerListener, PeerSession
 from ftrun.wire.messages.envelope import PROTOCOL_VERSION
 from ftrun.wire.transport import doors, handshake
 from ftrun.wire.transport.doors import CROWDED_S, HELLO_S, Door, Doors
@@ -83,7 +83,7 @@ SECRET = make_secret()
 def agent_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Where an agent with few slots accepts connections."""
     monkeypatch.setattr(handshakes, "MAX_HANDSHAKES", SLOTS)
-    taken: SimpleQueue[Proven | DialFailed] = SimpleQueue()
+    taken: SimpleQueue[AuthenticatedConnection | ConnectFailed] = SimpleQueue()
     accepting = Handshakes(identity("a"), SECRET, take=taken.put, dialled=lambda *_: None)
     with contextlib.closing(listen_tcp(HOST, 0)) as listener:
         is_over = threading.Event()
@@ -102,7 +102,7 @@ def agent_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         thread.join()
     while not taken.empty():
         made = taken.get()
-        assert isinstance(made, Proven)
+        assert isinstance(made, AuthenticatedConnection)
         made.sock.close()
 
 
@@ -110,9 +110,9 @@ def agent_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 def smp(secret: Secret | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Where an SMP with few slots and much patience accepts connections."""
     monkeypatch.setattr(peers, "_MAX_HANDSHAKES", SLOTS)
-    listening = Peers()
+    listening = PeerListener()
     port = listening.listen([HOST], secret)
-    listening.begin(Session(PeerIdentity("run", "smp", "a", 1), 0, 7, patience_s=10 * WAIT_S))
+    listening.begin(PeerSession(PeerIdentity("run", "smp", "a", 1), 0, 7, patience_s=10 * WAIT_S))
     yield port
     listening.close()
 

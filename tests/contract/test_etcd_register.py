@@ -20,12 +20,12 @@ from etcd_server import Certificates, EtcdServer, available
 from ftrun import clock
 from ftrun.agent.cluster import etcd_witness as etcd_register
 from ftrun.agent.cluster import witness_thread
-from ftrun.agent.cluster.etcd_witness import ANSWER_S, TRY_S, EtcdAway, EtcdRegister
-from ftrun.agent.cluster.witness_thread import WitnessThread
+from ftrun.agent.cluster.etcd_witness import ANSWER_S, TRY_S, EtcdUnreachable, EtcdWitness
+from ftrun.agent.cluster.witness_thread import WitnessClient
 from ftrun.config import EtcdTls
 from ftrun.errors import ExitCode, UsageError
-from ftrun.membership.events import WitnessSaid
-from ftrun.recovery.commands import AskWitness, Wish
+from ftrun.membership.events import WitnessAnswered
+from ftrun.recovery.commands import QueryWitness, WitnessOperation
 from ftrun.wire.cluster.generation import NodeCard
 from tests.contract.answering import nobody_at
 from tests.unit.recovery.made import card, plan
@@ -98,20 +98,20 @@ def run_id(request: pytest.FixtureRequest) -> str:
 
 def register(
     *servers: EtcdServer, run_id: str, job: str = JOB, lease_s: float = LEASE_S
-) -> EtcdRegister:
+) -> EtcdWitness:
     at = [(one.host, one.port) for one in servers]
-    return EtcdRegister(at, run_id, job=job, lease_s=lease_s)
+    return EtcdWitness(at, run_id, job=job, lease_s=lease_s)
 
 
 class Node:
     """One agent's way there."""
 
-    def __init__(self, node_id: str, made: EtcdRegister, incarnation: int = 1) -> None:
+    def __init__(self, node_id: str, made: EtcdWitness, incarnation: int = 1) -> None:
         self.card: NodeCard = card(node_id, incarnation)
         self.register = made
 
-    def ask(self, wish: Wish, generation: int = -1, **also: object) -> WitnessSaid:
-        asked = AskWitness(wish, clock.now_s(), generation, **also)  # type: ignore[arg-type]
+    def ask(self, wish: WitnessOperation, generation: int = -1, **also: object) -> WitnessAnswered:
+        asked = QueryWitness(wish, clock.now_s(), generation, **also)  # type: ignore[arg-type]
         return self.register.ask(asked, self.card)
 
 
@@ -122,25 +122,25 @@ def two(server: EtcdServer, run_id: str, lease_s: float = LEASE_S) -> tuple[Node
 
 def test_first_to_claim_is_the_one_the_others_come_to(shared: EtcdServer, run_id: str) -> None:
     a, b = two(shared, run_id)
-    assert a.ask(Wish.CLAIM).granted
-    said = b.ask(Wish.CLAIM)
+    assert a.ask(WitnessOperation.CLAIM).granted
+    said = b.ask(WitnessOperation.CLAIM)
     assert (said.granted, said.lead, said.register) == (False, a.card, None)
 
 
 def test_number_is_promised_once_and_a_plan_is_remembered(shared: EtcdServer, run_id: str) -> None:
     a, b = two(shared, run_id)
-    first = a.ask(Wish.PROMISE, 4)
+    first = a.ask(WitnessOperation.PROMISE, 4)
     assert first.granted
     assert first.register is not None
     assert first.register.life > 0
     accepted = plan(4, "ab", witness=first.register.life)
-    assert a.ask(Wish.ACCEPT, 4, plan=accepted).granted
-    said = b.ask(Wish.PROMISE, 5)
+    assert a.ask(WitnessOperation.ACCEPT, 4, plan=accepted).granted
+    said = b.ask(WitnessOperation.PROMISE, 5)
     assert (said.granted, said.lead) == (False, a.card)
     assert said.register is not None
     assert said.register.plan == accepted
-    assert a.ask(Wish.FORGET).granted
-    assert b.ask(Wish.LOOK).register is None
+    assert a.ask(WitnessOperation.FORGET).granted
+    assert b.ask(WitnessOperation.LOOK).register is None
 
 
 def test_lease_that_is_not_renewed_ends_and_the_counter_stays(
@@ -148,25 +148,25 @@ def test_lease_that_is_not_renewed_ends_and_the_counter_stays(
 ) -> None:
     a, b = two(shared, run_id, SHORT_S)
     begun_s = time.monotonic()
-    assert a.ask(Wish.PROMISE, 4).granted
-    while not (said := b.ask(Wish.PROMISE, 5)).granted:
+    assert a.ask(WitnessOperation.PROMISE, 4).granted
+    while not (said := b.ask(WitnessOperation.PROMISE, 5)).granted:
         assert time.monotonic() - begun_s < WAIT_S
         time.sleep(0.05)
     assert time.monotonic() - begun_s > SHORT_S - 0.2
     assert said.lead == b.card
-    late = a.ask(Wish.ACCEPT, 4, plan=plan(4, "a"))
+    late = a.ask(WitnessOperation.ACCEPT, 4, plan=plan(4, "a"))
     assert (late.granted, late.lead) == (False, b.card)
-    assert not a.ask(Wish.KEEP, 4).granted
+    assert not a.ask(WitnessOperation.KEEP, 4).granted
 
 
 def test_lease_that_is_renewed_stays(shared: EtcdServer, run_id: str) -> None:
     lease_s = 2 * SHORT_S
     a, b = two(shared, run_id, lease_s)
-    assert a.ask(Wish.PROMISE, 4).granted
+    assert a.ask(WitnessOperation.PROMISE, 4).granted
     end_s = time.monotonic() + 2 * lease_s
     while time.monotonic() < end_s:
-        assert a.ask(Wish.KEEP, 4).granted
-        assert not b.ask(Wish.PROMISE, 5).granted
+        assert a.ask(WitnessOperation.KEEP, 4).granted
+        assert not b.ask(WitnessOperation.PROMISE, 5).granted
         time.sleep(0.2)
 
 
@@ -179,7 +179,7 @@ def test_of_many_who_ask_at_once_one_gets_each_number(shared: EtcdServer, run_id
         node = Node(node_id, register(shared, run_id=run_id))
         for number in range(rounds):
             gate.wait(WAIT_S)
-            if node.ask(Wish.PROMISE, number).granted:
+            if node.ask(WitnessOperation.PROMISE, number).granted:
                 took[number].append(node_id)
             gate.wait(WAIT_S)
             if node_id in took[number]:
@@ -196,7 +196,7 @@ def test_of_many_who_ask_at_once_one_gets_each_number(shared: EtcdServer, run_id
 
 def test_killed_and_started_again_it_remembers(own: EtcdServer, run_id: str) -> None:
     a, b = two(own, run_id)
-    assert a.ask(Wish.PROMISE, 4).granted
+    assert a.ask(WitnessOperation.PROMISE, 4).granted
     own.kill()
     said, took_s = quickest(a)
     assert took_s < ANSWER_S + 0.5
@@ -204,16 +204,16 @@ def test_killed_and_started_again_it_remembers(own: EtcdServer, run_id: str) -> 
     assert "the connection is refused" in said.why
     assert own.endpoint in said.why
     own.start()
-    assert a.ask(Wish.KEEP, 4).granted
-    assert not b.ask(Wish.PROMISE, 5).granted
+    assert a.ask(WitnessOperation.KEEP, 4).granted
+    assert not b.ask(WitnessOperation.PROMISE, 5).granted
 
 
-def quickest(node: Node) -> tuple[WitnessSaid, float]:
+def quickest(node: Node) -> tuple[WitnessAnswered, float]:
     """What is said of an etcd that is away, and after how long."""
     took_s = []
     while not took_s or (min(took_s) > ANSWER_S + 0.5 and len(took_s) < TRIES):
         begun_s = time.monotonic()
-        said = node.ask(Wish.KEEP, 4)
+        said = node.ask(WitnessOperation.KEEP, 4)
         took_s.append(time.monotonic() - begun_s)
     return said, min(took_s)
 
@@ -222,7 +222,7 @@ def test_one_that_does_not_answer_is_given_up_in_time(
     own: EtcdServer, run_id: str, request: pytest.FixtureRequest
 ) -> None:
     a, _ = two(own, run_id)
-    assert a.ask(Wish.PROMISE, 4).granted
+    assert a.ask(WitnessOperation.PROMISE, 4).granted
     own.pause()
     request.getfixturevalue("haste")
     said, took_s = quickest(a)
@@ -234,10 +234,10 @@ def test_another_register_after_it_lost_its_memory_has_another_life(
     own: EtcdServer, run_id: str
 ) -> None:
     a, _ = two(own, run_id)
-    before = a.ask(Wish.PROMISE, 4).register
+    before = a.ask(WitnessOperation.PROMISE, 4).register
     own.forget()
     own.start()
-    after = a.ask(Wish.PROMISE, 5).register
+    after = a.ask(WitnessOperation.PROMISE, 5).register
     assert before is not None
     assert after is not None
     assert before.life != after.life
@@ -246,9 +246,9 @@ def test_another_register_after_it_lost_its_memory_has_another_life(
 def test_next_endpoint_is_tried_where_one_is_dead(shared: EtcdServer, run_id: str) -> None:
     with nobody_at("127.0.0.1") as port:
         at = [("127.0.0.1", port), (shared.host, shared.port)]
-        made = EtcdRegister(at, run_id, job=JOB, lease_s=LEASE_S)
+        made = EtcdWitness(at, run_id, job=JOB, lease_s=LEASE_S)
         made.check()
-        assert Node("a", made).ask(Wish.CLAIM).granted
+        assert Node("a", made).ask(WitnessOperation.CLAIM).granted
 
 
 # --- what is known before training starts -----------------------------------------------------
@@ -256,8 +256,8 @@ def test_next_endpoint_is_tried_where_one_is_dead(shared: EtcdServer, run_id: st
 
 def test_nobody_there_is_told_with_where_and_after_how_long(run_id: str) -> None:
     with nobody_at("127.0.0.1") as port:
-        made = EtcdRegister([("127.0.0.1", port)], run_id, job=JOB, lease_s=LEASE_S)
-        with pytest.raises(EtcdAway) as caught:
+        made = EtcdWitness([("127.0.0.1", port)], run_id, job=JOB, lease_s=LEASE_S)
+        with pytest.raises(EtcdUnreachable) as caught:
             made.check(0.5)
     said = str(caught.value)
     at = re.escape(f"at 127.0.0.1:{port}: the connection is refused")
@@ -270,8 +270,8 @@ def test_nobody_there_is_told_with_where_and_after_how_long(run_id: str) -> None
 def test_somebody_who_is_silent_is_told(run_id: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         at = silent.getsockname()
-        made = EtcdRegister([(at[0], at[1])], run_id, job=JOB, lease_s=LEASE_S)
-        with pytest.raises(EtcdAway) as caught:
+        made = EtcdWitness([(at[0], at[1])], run_id, job=JOB, lease_s=LEASE_S)
+        with pytest.raises(EtcdUnreachable) as caught:
             made.check(0.5)
     assert "it does not answer in time" in str(caught.value)
 
@@ -318,7 +318,7 @@ def http_server(version: str) -> Iterator[tuple[str, int]]:
 )
 def test_what_is_no_etcd_v3_is_told_at_once(version: str, said: str, run_id: str) -> None:
     with http_server(version) as at:
-        made = EtcdRegister([at], run_id, job=JOB, lease_s=LEASE_S)
+        made = EtcdWitness([at], run_id, job=JOB, lease_s=LEASE_S)
         begun_s = time.monotonic()
         with pytest.raises(UsageError) as caught:
             made.check(30.0)
@@ -328,16 +328,16 @@ def test_what_is_no_etcd_v3_is_told_at_once(version: str, said: str, run_id: str
 
 def test_run_id_of_a_living_other_run_is_refused(shared: EtcdServer, run_id: str) -> None:
     a = Node("a", register(shared, run_id=run_id))
-    assert a.ask(Wish.CLAIM).granted
+    assert a.ask(WitnessOperation.CLAIM).granted
     other = register(shared, run_id=run_id, job="/home/other/train.py with --nnodes/--spares 2")
     with pytest.raises(UsageError) as caught:
         other.check()
     said = str(caught.value)
     assert f"run id {run_id} is taken" in said
     assert "node a at a.local runs /home/user/train.py" in said
-    final = Node("x", other).ask(Wish.CLAIM)
+    final = Node("x", other).ask(WitnessOperation.CLAIM)
     assert (final.is_final, final.why) == (True, said)
-    assert a.ask(Wish.KEEP, 0).granted
+    assert a.ask(WitnessOperation.KEEP, 0).granted
 
 
 # --- TLS --------------------------------------------------------------------------------------
@@ -365,9 +365,9 @@ def test_both_show_their_certificates(
     cert, key = certificates.of("node")
     tls = EtcdTls(ca=certificates.ca, cert=cert, key=key)
     at = [(secured.host, secured.port)]
-    made = EtcdRegister(at, run_id, job=JOB, lease_s=LEASE_S, tls=tls)
+    made = EtcdWitness(at, run_id, job=JOB, lease_s=LEASE_S, tls=tls)
     made.check()
-    assert Node("a", made).ask(Wish.CLAIM).granted
+    assert Node("a", made).ask(WitnessOperation.CLAIM).granted
 
 
 @pytest.mark.parametrize(
@@ -390,7 +390,7 @@ def test_whoever_is_not_known_is_told_at_once(
     tls = EtcdTls(ca=certificates.ca, cert=cert or None, key=key or None)
     tls = EtcdTls() if shows == "system's CAs" else tls
     at = [(secured.host, secured.port)]
-    made = EtcdRegister(at, run_id, job=JOB, lease_s=LEASE_S, tls=tls)
+    made = EtcdWitness(at, run_id, job=JOB, lease_s=LEASE_S, tls=tls)
     begun_s = time.monotonic()
     with pytest.raises(UsageError) as caught:
         made.check(30.0)
@@ -408,8 +408,8 @@ def test_tls_on_one_side_only_is_told(
         at = [(server.host, server.port)]
         # Where the rest of a question comes after the end, it is a reset that is seen.
         for _ in range(TRIES):
-            made = EtcdRegister(at, run_id, job=JOB, lease_s=LEASE_S, tls=tls)
-            with pytest.raises(EtcdAway) as caught:
+            made = EtcdWitness(at, run_id, job=JOB, lease_s=LEASE_S, tls=tls)
+            with pytest.raises(EtcdUnreachable) as caught:
                 made.check(0.5)
             if "ConnectionResetError" not in str(caught.value):
                 break
@@ -420,18 +420,20 @@ def test_tls_on_one_side_only_is_told(
 
 
 def test_questions_do_not_pile_up_while_it_is_silent(own: EtcdServer, run_id: str) -> None:
-    heard: list[WitnessSaid] = []
+    heard: list[WitnessAnswered] = []
     a, _ = two(own, run_id)
     own.pause()
-    thread = WitnessThread(a.register, a.card, heard.append)
+    thread = WitnessClient(a.register, a.card, heard.append)
     for number in range(100):
-        thread.ask(AskWitness(Wish.KEEP, clock.now_s(), number))
-    thread.ask(AskWitness(Wish.PROMISE, clock.now_s(), 7))
+        thread.ask(QueryWitness(WitnessOperation.KEEP, clock.now_s(), number))
+    thread.ask(QueryWitness(WitnessOperation.PROMISE, clock.now_s(), 7))
     thread.start()
     own.go_on()
-    thread.ask(AskWitness(Wish.FORGET, clock.now_s()))
+    thread.ask(QueryWitness(WitnessOperation.FORGET, clock.now_s()))
     thread.close()
     wishes = [one.asked.wish for one in heard]
-    assert wishes[-1] is Wish.FORGET
-    assert wishes.count(Wish.KEEP) == 1
-    assert [one.asked.generation for one in heard if one.asked.wish is Wish.KEEP] == [99]
+    assert wishes[-1] is WitnessOperation.FORGET
+    assert wishes.count(WitnessOperation.KEEP) == 1
+    assert [one.asked.generation for one in heard if one.asked.wish is WitnessOperation.KEEP] == [
+        99
+    ]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ftrun.errors import ProtocolError
 from ftrun.wire.messages.envelope import Done, Envelope, Refused
 from ftrun.wire.messages.protected import ShardOffer
-from ftrun.wire.messages.smp import Inventory, KeepRunState
+from ftrun.wire.messages.smp import Inventory, PersistRunState
 from ftrun.wire.transport.framing import MAX_FRAME_BYTES, FrameReader, encode
 
 MESSAGES = [
@@ -41,7 +41,7 @@ def test_a_length_over_the_limit_is_refused_before_its_bytes_come() -> None:
 
 def test_a_message_over_the_limit_is_not_sent() -> None:
     with pytest.raises(ProtocolError):
-        encode(Envelope("run", 0, 0, KeepRunState(b"x" * MAX_FRAME_BYTES)))
+        encode(Envelope("run", 0, 0, PersistRunState(b"x" * MAX_FRAME_BYTES)))
 
 
 @pytest.mark.parametrize(

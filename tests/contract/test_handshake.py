@@ -24,15 +24,15 @@ from ftrun.errors import (
     ProtocolError,
 )
 from ftrun.wire.transport import handshake
-from ftrun.wire.transport.handshake import Session, accept_handshake, dial_handshake
+from ftrun.wire.transport.handshake import AuthSession, accept_handshake, dial_handshake
 from ftrun.wire.transport.identity import PeerIdentity
 from ftrun.wire.transport.secret import Secret, make_secret
 from ftrun.wire.transport.tcp import listen_tcp
 
 PATIENCE_S = 30.0
 SECRET = Secret(b"canary-canary-canary-canary-0123")
-Outcome = Session | Exception
-Side = Callable[[socket.socket], Session]
+Outcome = AuthSession | Exception
+Side = Callable[[socket.socket], AuthSession]
 
 
 def who(node_id: str, **other: object) -> PeerIdentity:
@@ -90,9 +90,9 @@ def acceptor(own: PeerIdentity = B, secret: Secret | None = SECRET, **more: obje
     return lambda sock: accept_handshake(sock, own, secret, **how)
 
 
-def sessions(left: Outcome, right: Outcome) -> tuple[Session, Session]:
-    assert isinstance(left, Session), left
-    assert isinstance(right, Session), right
+def sessions(left: Outcome, right: Outcome) -> tuple[AuthSession, AuthSession]:
+    assert isinstance(left, AuthSession), left
+    assert isinstance(right, AuthSession), right
     return left, right
 
 
@@ -375,7 +375,7 @@ def through(touch: Callable[[str, int, bytes], bytes | None]) -> tuple[Outcome, 
 
 
 def closing(sock: socket.socket, side: Side) -> Side:
-    def run(_: socket.socket) -> Session:
+    def run(_: socket.socket) -> AuthSession:
         try:
             return side(sock)
         finally:

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from ftrun.agent.cluster import link_probe
-from ftrun.agent.cluster.link_probe import ProbeDesk, probe, serve_probe
-from ftrun.wire.cluster.messages import AskProbe, ProbeFound
+from ftrun.agent.cluster.link_probe import LinkProber, probe, serve_probe
+from ftrun.wire.cluster.messages import ProbeLinkRequest, ProbeLinkResult
 from ftrun.wire.transport.identity import PeerIdentity, Purpose, unfit
 from ftrun.wire.transport.secret import Secret, make_secret
 from tests.contract.answering import WAIT_S, answering, nobody_at
@@ -23,10 +23,10 @@ def who(node_id: str, purpose: Purpose = "agent") -> PeerIdentity:
 
 
 @contextmanager
-def agent(secret: Secret | None = SECRET, *, is_mute: bool = False) -> Iterator[AskProbe]:
+def agent(secret: Secret | None = SECRET, *, is_mute: bool = False) -> Iterator[ProbeLinkRequest]:
     """An agent that serves one probe."""
     with answering(who("there"), secret, serve_probe, is_mute=is_mute) as (host, port):
-        yield AskProbe(1, "there", host, port)
+        yield ProbeLinkRequest(1, "there", host, port)
 
 
 def test_a_probe_tells_round_trip_and_both_rates() -> None:
@@ -55,7 +55,7 @@ def test_who_does_not_answer_is_given_up() -> None:
 
 def test_nobody_there() -> None:
     with nobody_at("127.0.0.1") as port:
-        found = probe(AskProbe(3, "there", "127.0.0.1", port), who("here", "probe"), None)
+        found = probe(ProbeLinkRequest(3, "there", "127.0.0.1", port), who("here", "probe"), None)
     assert found.number == 3
     assert "refuses" in found.problem or found.problem
 
@@ -69,11 +69,11 @@ def test_a_prober_that_goes_away_is_an_error_of_the_server() -> None:
 
 def test_one_probe_at_a_time_and_a_pause_between_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_probe, "PAUSE_S", WAIT_S)  # it is not over, however busy the machine
-    desk = ProbeDesk(who("here"), SECRET)
-    found: list[ProbeFound] = []
+    desk = LinkProber(who("here"), SECRET)
+    found: list[ProbeLinkResult] = []
     came, may_end = threading.Event(), threading.Event()
 
-    def answer(one: ProbeFound) -> None:
+    def answer(one: ProbeLinkResult) -> None:
         found.append(one)
         came.set()
         may_end.wait(WAIT_S)

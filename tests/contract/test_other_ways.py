@@ -16,19 +16,19 @@ from typing import TypeVar
 
 import pytest
 
-from ftrun.agent.cluster.cluster_brain import ClusterBrain
-from ftrun.agent.cluster.connections import ClusterThread
-from ftrun.agent.cluster.other_ways import YOUNG_S, OtherWays
+from ftrun.agent.cluster.cluster_brain import ClusterControlLoop
+from ftrun.agent.cluster.connections import ClusterConnections
+from ftrun.agent.cluster.other_ways import YOUNG_S, ConnectionFailover
 from ftrun.errors import PeerError
-from ftrun.recovery.commands import Dial, Note
-from ftrun.recovery.settings import ClusterSettings, Wishes
+from ftrun.recovery.commands import Connect, JournalEntry
+from ftrun.recovery.settings import ClusterSize, MembershipSettings
 from ftrun.recovery.supervisor import Policy
 from ftrun.wire.cluster.generation import NodeCard
-from ftrun.wire.cluster.heartbeats import Beat
-from ftrun.wire.cluster.membership import Prepare, TurnedAway
+from ftrun.wire.cluster.heartbeats import Heartbeat
+from ftrun.wire.cluster.membership import JoinRejected, Prepare
 from ftrun.wire.cluster.messages import ClusterEnvelope, JournalLines
 from ftrun.wire.cluster.rails import Rail
-from ftrun.wire.transport.address_race import Way
+from ftrun.wire.transport.address_race import PeerAddress
 from ftrun.wire.transport.handshake import accept_handshake, dial_handshake
 from ftrun.wire.transport.identity import PeerIdentity
 from ftrun.wire.transport.peer_connection import PeerConnection
@@ -160,16 +160,16 @@ def lead(stack: ExitStack) -> Lead:
 class Agent:
     """The one that is tested."""
 
-    brain: ClusterBrain
-    thread: ClusterThread
+    brain: ClusterControlLoop
+    thread: ClusterConnections
     port: int
     asides: list[object]
     dialled: list[Callable[..., None]]
     """Called once each, when another agent was reached."""
 
-    def notes(self, kind: str) -> list[Note]:
+    def notes(self, kind: str) -> list[JournalEntry]:
         self._all.extend(iter(self.brain.next_order, None))
-        return [one for one in self._all if isinstance(one, Note) and one.kind == kind]
+        return [one for one in self._all if isinstance(one, JournalEntry) and one.kind == kind]
 
     def __post_init__(self) -> None:
         self._all: list[object] = []
@@ -188,13 +188,13 @@ def made_agent(
 ) -> Agent:
     listener = listen_tcp(ME.host, 0)
     endpoint = (FIRST, lead.port(FIRST))
-    settings = ClusterSettings(Wishes(2, 2, 0), endpoint, deadline_s=60.0, cut_off_s=30.0)
-    brain = ClusterBrain(
+    settings = MembershipSettings(ClusterSize(2, 2, 0), endpoint, deadline_s=60.0, cut_off_s=30.0)
+    brain = ClusterControlLoop(
         ME, settings, Policy(None, 3, 3600.0, 0.5, 60.0, 3, 30.0, 2.0), kept=None, took_effect=False
     )
     asides: list[object] = []
     dialled: list[Callable[..., None]] = []
-    thread = brain.thread = ClusterThread(
+    thread = brain.thread = ClusterConnections(
         brain,
         identity(ME.node_id, ME.incarnation),
         SECRET,
@@ -220,7 +220,7 @@ def followed(agent: Agent, lead: Lead) -> Connection:
 def follower_of(lead: Lead) -> Connection:
     connection = lead.accept(FIRST)
     connection.send(Prepare(0, lead.card, "the run begins", (-1, 0)))
-    heard(connection, Beat)
+    heard(connection, Heartbeat)
     return connection
 
 
@@ -238,7 +238,7 @@ def test_a_bug_in_a_call_does_not_make_a_node_undiallable(agent: Agent, lead: Le
     lead.accept(FIRST)
     second = lead.accept(FIRST)
     second.send(Prepare(0, lead.card, "the run begins", (-1, 0)))
-    heard(second, Beat)
+    heard(second, Heartbeat)
 
 
 def test_a_bug_in_the_thread_suspends_the_ranks_and_ends_the_agent(
@@ -280,7 +280,7 @@ def test_a_connection_that_is_cut_off_is_made_anew_over_another_rail() -> None:
         begun_s = stop_reading(agent)
         second = lead.accept(SECOND)
         took_s = time.monotonic() - begun_s
-        heard(second, Beat)
+        heard(second, Heartbeat)
         wait_for("the old one to be closed", lambda: is_closed(followed))
         (note,) = agent.notes("OtherRail")
         assert FIRST in note.text
@@ -298,7 +298,7 @@ def test_a_process_that_stands_still_is_not_dialled_anew(
     lead.listeners[SECOND].settimeout(QUIET_S)
     with pytest.raises(TimeoutError):
         lead.accept(SECOND)
-    heard(followed, Beat)
+    heard(followed, Heartbeat)
 
 
 @pytest.mark.slow
@@ -306,7 +306,7 @@ def test_a_node_with_one_rail_is_left_to_its_kernel(agent: Agent, lead: Lead) ->
     connection = lead.accept(FIRST)
     alone = card("lead", lead.incarnation, {FIRST: lead.port(FIRST)})
     connection.send(Prepare(0, alone, "the run begins", (-1, 0)))
-    heard(connection, Beat)
+    heard(connection, Heartbeat)
     stop_reading(agent)
     lead.listeners[FIRST].settimeout(QUIET_S)
     with pytest.raises(TimeoutError):
@@ -322,7 +322,7 @@ def test_a_closed_connection_is_dialled_over_any_rail() -> None:
         lead.cut(FIRST)
         followed.close()
         begun_s = time.monotonic()
-        heard(lead.accept(SECOND), Beat)
+        heard(lead.accept(SECOND), Heartbeat)
         took_s = time.monotonic() - begun_s
         assert not agent.notes("LeadLost")
         return took_s
@@ -352,7 +352,7 @@ def test_a_refusal_elsewhere_is_believed_only_where_the_agent_was_met_there(
     assert not agent.notes("LeadLost")
     lead.listen(SECOND, port)
     again = lead.accept(SECOND)
-    heard(again, Beat)
+    heard(again, Heartbeat)
     lead.leave(SECOND)
     again.close()
     wait_for("the lead to be lost", lambda: agent.notes("LeadLost"))
@@ -363,7 +363,7 @@ def test_an_agent_started_again_may_speak_from_another_rail_of_its_machine(
 ) -> None:
     lead.incarnation += 1
     stranger = lead.dial(agent.port, "127.0.0.77")
-    assert "--node-id" in heard(stranger, TurnedAway).why
+    assert "--node-id" in heard(stranger, JoinRejected).why
     again = lead.dial(agent.port, SECOND)
     wait_for("the old one to be closed", lambda: is_closed(followed))
     lead.incarnation -= 1
@@ -378,12 +378,12 @@ def test_whoever_else_listens_at_the_other_address_is_passed_over(
     sock, _ = lead.listeners[SECOND].accept()
     with sock, pytest.raises(PeerError, match="was to listen"):
         accept_handshake(sock, identity("another", 3), SECRET)
-    heard(lead.accept(SECOND), Beat)
+    heard(lead.accept(SECOND), Heartbeat)
 
 
 # --- the choice between two connections ---------------------------------------------------------
 
-SETTINGS = ClusterSettings(Wishes(2, 2, 0))
+SETTINGS = MembershipSettings(ClusterSize(2, 2, 0))
 
 
 @pytest.mark.parametrize("at_a", list(permutations("ab")))
@@ -394,7 +394,7 @@ def test_both_sides_keep_the_same_of_two_connections(
     """Each side dials the other at once; who has dialled names the connection."""
     kept = {}
     for me, other, order in (("a", "b", at_a), ("b", "a", at_b)):
-        ways = OtherWays(NodeCard(me, 1, "127.0.0.1", 1, 1), SETTINGS, lambda _: None)
+        ways = ConnectionFailover(NodeCard(me, 1, "127.0.0.1", 1, 1), SETTINGS, lambda _: None)
         for number, dialler in enumerate(order):
             now_s = 100.0 + 0.1 * number
             is_ours = dialler == me
@@ -405,7 +405,7 @@ def test_both_sides_keep_the_same_of_two_connections(
 
 
 def test_the_newest_connection_wins_but_for_that() -> None:
-    ways = OtherWays(NodeCard("b", 1, "127.0.0.1", 1, 1), SETTINGS, lambda _: None)
+    ways = ConnectionFailover(NodeCard("b", 1, "127.0.0.1", 1, 1), SETTINGS, lambda _: None)
     ways.made("a", 2, is_ours=False, now_s=100.0)
     assert ways.keeps("a", 2, is_ours=True, now_s=100.1)
     assert not ways.keeps("a", 2, is_ours=False, now_s=100.1), "it was dialled again"
@@ -417,14 +417,14 @@ def test_the_newest_connection_wins_but_for_that() -> None:
 
 def test_only_addresses_of_the_life_that_is_meant_are_dialled() -> None:
     known = card("lead", 5, {FIRST: 10, SECOND: 11})
-    ways = OtherWays(ME, SETTINGS, lambda node_id: known if node_id == "lead" else None)
-    first = Way(FIRST, 10, is_sure=True)
-    assert ways.of(Dial(FIRST, 10, "lead")) == [first, Way(SECOND, 11)]
-    assert ways.of(Dial(FIRST, 12, "lead")) == [Way(FIRST, 12, is_sure=True)]
-    assert ways.of(Dial(FIRST, 10)) == [first]
+    ways = ConnectionFailover(ME, SETTINGS, lambda node_id: known if node_id == "lead" else None)
+    first = PeerAddress(FIRST, 10, is_sure=True)
+    assert ways.of(Connect(FIRST, 10, "lead")) == [first, PeerAddress(SECOND, 11)]
+    assert ways.of(Connect(FIRST, 12, "lead")) == [PeerAddress(FIRST, 12, is_sure=True)]
+    assert ways.of(Connect(FIRST, 10)) == [first]
     ways.met(("lead", 4), SECOND, 11)
-    assert not ways.of(Dial(FIRST, 10, "lead"))[1].is_sure
+    assert not ways.of(Connect(FIRST, 10, "lead"))[1].is_sure
     ways.met(("lead", 5), SECOND, 11)
-    assert ways.of(Dial(FIRST, 10, "lead"))[1].is_sure
+    assert ways.of(Connect(FIRST, 10, "lead"))[1].is_sure
     assert ways.hosts_of("lead") == {FIRST, SECOND}
     assert ways.hosts_of("nobody") == set()

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from ftrun.errors import PeerLost, ProtocolError
 from ftrun.wire.messages.envelope import Done, Envelope, Refused
-from ftrun.wire.messages.smp import KeepRunState
+from ftrun.wire.messages.smp import PersistRunState
 from ftrun.wire.transport.framing import MAX_FRAME_BYTES, encode_body
-from ftrun.wire.transport.handshake import Session, accept_handshake, dial_handshake
+from ftrun.wire.transport.handshake import AuthSession, accept_handshake, dial_handshake
 from ftrun.wire.transport.identity import PeerIdentity
 from ftrun.wire.transport.peer_connection import PeerConnection
 from ftrun.wire.transport.sealing import PREFIX_BYTES, seal_header
@@ -39,7 +39,7 @@ def tcp_sockets() -> tuple[socket.socket, socket.socket]:
         return left, listener.accept()[0]
 
 
-def met(secret: Secret | None) -> tuple[socket.socket, Session, socket.socket, Session]:
+def met(secret: Secret | None) -> tuple[socket.socket, AuthSession, socket.socket, AuthSession]:
     """Two sockets with a handshake behind them."""
     left, right = tcp_sockets()
     with ThreadPoolExecutor(1) as pool:
@@ -70,7 +70,7 @@ def wait_for(connection: Connection, count: int) -> list[Envelope]:
 
 
 @pytest.fixture(scope="module")
-def sealed_with() -> Session:
+def sealed_with() -> AuthSession:
     """A's session with B, whose keys the tests below make frames with."""
     left, mine, right, _ = met(make_secret())
     left.close()
@@ -78,7 +78,7 @@ def sealed_with() -> Session:
     return mine
 
 
-def frames(session: Session, count: int, *, first: int = 0, **other: object) -> list[bytes]:
+def frames(session: AuthSession, count: int, *, first: int = 0, **other: object) -> list[bytes]:
     """What A would send: numbered messages."""
     known = {"run_id": "run", "generation": 1, "incarnation": A.incarnation, **other}
     return [
@@ -91,12 +91,12 @@ def frames(session: Session, count: int, *, first: int = 0, **other: object) -> 
     ]
 
 
-def swapped(session: Session) -> Session:
+def swapped(session: AuthSession) -> AuthSession:
     """The same session as B has it."""
-    return Session(B, A, session.receive_key, session.send_key, session.is_authenticated)
+    return AuthSession(B, A, session.receive_key, session.send_key, session.is_authenticated)
 
 
-def fed(session: Session, data: bytes) -> tuple[list[str], Exception | None]:
+def fed(session: AuthSession, data: bytes) -> tuple[list[str], Exception | None]:
     """What B makes of these bytes from A, and how it ends."""
     left, right = tcp_sockets()
     connection = PeerConnection(right, swapped(session), Envelope)
@@ -135,7 +135,7 @@ def test_messages_arrive_in_order_both_ways(secret: Secret | None) -> None:
 
 def test_a_message_longer_than_any_buffer_goes_in_parts() -> None:
     with ends(make_secret()) as (a, b):
-        body = KeepRunState(os.urandom(900_000))
+        body = PersistRunState(os.urandom(900_000))
         for _ in range(5):
             a.send(body)
         assert a.wants_write
@@ -163,13 +163,13 @@ def test_a_peer_that_takes_nothing_counts_as_lost_and_never_holds_us_up() -> Non
 
 def flood(connection: Connection) -> None:
     for _ in range(1000):
-        connection.send(KeepRunState(bytes(900_000)))
+        connection.send(PersistRunState(bytes(900_000)))
 
 
 def test_a_message_over_the_limit_is_refused_and_the_next_one_goes() -> None:
     with ends(make_secret()) as (a, b):
         with pytest.raises(ProtocolError):
-            a.send(KeepRunState(bytes(MAX_FRAME_BYTES)))
+            a.send(PersistRunState(bytes(MAX_FRAME_BYTES)))
         a.send(Done())
         assert wait_for(b, 1)[0].body == Done()
 
@@ -184,7 +184,7 @@ def test_one_talkative_peer_does_not_keep_us() -> None:
                 if a.wants_write:
                     a.flush()
                 else:
-                    a.send(KeepRunState(bytes(10_000)))
+                    a.send(PersistRunState(bytes(10_000)))
 
         talker = threading.Thread(target=talk)
         talker.start()
@@ -226,7 +226,7 @@ def test_a_reset_is_told_from_an_end() -> None:
 # --- what is not genuine --------------------------------------------------------------------
 
 
-def test_frames_of_this_session_are_taken(sealed_with: Session) -> None:
+def test_frames_of_this_session_are_taken(sealed_with: AuthSession) -> None:
     found, error = fed(sealed_with, b"".join(frames(sealed_with, 5)))
     assert found == words(5)
     assert isinstance(error, PeerLost)
@@ -234,7 +234,7 @@ def test_frames_of_this_session_are_taken(sealed_with: Session) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_they_may_come_in_any_pieces(sealed_with: Session, data: st.DataObject) -> None:
+def test_they_may_come_in_any_pieces(sealed_with: AuthSession, data: st.DataObject) -> None:
     stream = b"".join(frames(sealed_with, 3))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
     left, right = tcp_sockets()
@@ -252,9 +252,9 @@ def test_they_may_come_in_any_pieces(sealed_with: Session, data: st.DataObject) 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_flipped_bit_anywhere_is_never_a_message(
-    sealed_with: Session, data: st.DataObject
+    sealed_with: AuthSession, data: st.DataObject
 ) -> None:
-    for session in (sealed_with, Session(A, B, b"", b"", is_authenticated=False)):
+    for session in (sealed_with, AuthSession(A, B, b"", b"", is_authenticated=False)):
         sent = frames(session, 3)
         stream = bytearray(b"".join(sent))
         bit = data.draw(st.integers(0, 8 * len(stream) - 1))
@@ -269,7 +269,7 @@ def test_a_flipped_bit_anywhere_is_never_a_message(
 
 @settings(max_examples=150, deadline=None)
 @given(noise=st.binary(max_size=400), whole=st.integers(0, 2))
-def test_noise_is_never_a_message(sealed_with: Session, noise: bytes, whole: int) -> None:
+def test_noise_is_never_a_message(sealed_with: AuthSession, noise: bytes, whole: int) -> None:
     found, error = fed(sealed_with, b"".join(frames(sealed_with, whole)) + noise)
     assert found in (words(whole), [])
     assert isinstance(error, ProtocolError | PeerLost)
@@ -277,7 +277,9 @@ def test_noise_is_never_a_message(sealed_with: Session, noise: bytes, whole: int
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_a_cut_stream_gives_its_whole_messages(sealed_with: Session, data: st.DataObject) -> None:
+def test_a_cut_stream_gives_its_whole_messages(
+    sealed_with: AuthSession, data: st.DataObject
+) -> None:
     sent = frames(sealed_with, 3)
     stream = b"".join(sent)
     cut = data.draw(st.integers(0, len(stream)))
@@ -292,7 +294,7 @@ def test_a_cut_stream_gives_its_whole_messages(sealed_with: Session, data: st.Da
     ids=["twice", "replayed", "first lost", "lost", "reordered", "twice in between"],
 )
 def test_repeated_lost_and_reordered_frames_are_refused(
-    sealed_with: Session, order: list[int]
+    sealed_with: AuthSession, order: list[int]
 ) -> None:
     sent = frames(sealed_with, 3)
     found, error = fed(sealed_with, b"".join(sent[number] for number in order))
@@ -300,7 +302,7 @@ def test_repeated_lost_and_reordered_frames_are_refused(
     assert found == []
 
 
-def test_frames_of_another_session_are_refused(sealed_with: Session) -> None:
+def test_frames_of_another_session_are_refused(sealed_with: AuthSession) -> None:
     left, other, right, _ = met(make_secret())
     left.close()
     right.close()
@@ -308,7 +310,7 @@ def test_frames_of_another_session_are_refused(sealed_with: Session) -> None:
     assert (found, type(error)) == ([], ProtocolError)
 
 
-def test_our_own_frames_said_back_to_us_are_refused(sealed_with: Session) -> None:
+def test_our_own_frames_said_back_to_us_are_refused(sealed_with: AuthSession) -> None:
     # What A has sent, to A: the two directions have two keys.
     found, error = fed(swapped(sealed_with), frames(sealed_with, 1)[0])
     assert (found, type(error)) == ([], ProtocolError)
@@ -316,19 +318,19 @@ def test_our_own_frames_said_back_to_us_are_refused(sealed_with: Session) -> Non
 
 @pytest.mark.parametrize("other", [{"run_id": "other"}, {"incarnation": 4}], ids=repr)
 def test_another_run_or_incarnation_in_the_envelope_is_refused(
-    sealed_with: Session, other: dict[str, object]
+    sealed_with: AuthSession, other: dict[str, object]
 ) -> None:
     found, error = fed(sealed_with, frames(sealed_with, 1, **other)[0])
     assert (found, type(error)) == ([], ProtocolError)
 
 
 @pytest.mark.parametrize("text", [b"\xff\xfe", b"\xc1", b""])
-def test_what_is_sealed_and_no_message_is_refused(sealed_with: Session, text: bytes) -> None:
+def test_what_is_sealed_and_no_message_is_refused(sealed_with: AuthSession, text: bytes) -> None:
     found, error = fed(sealed_with, seal_header(sealed_with.send_key, 0, text))
     assert (found, type(error)) == ([], ProtocolError)
 
 
-def test_text_that_is_no_text_is_refused(sealed_with: Session) -> None:
+def test_text_that_is_no_text_is_refused(sealed_with: AuthSession) -> None:
     body = encode_body(Envelope("run", 1, A.incarnation, Refused("abcd")))
     body = body.replace(b"abcd", b"\xff\xfe\xfd\xfc")
     found, error = fed(sealed_with, seal_header(sealed_with.send_key, 0, body))
@@ -337,7 +339,7 @@ def test_text_that_is_no_text_is_refused(sealed_with: Session) -> None:
 
 @pytest.mark.parametrize("length", [MAX_FRAME_BYTES + 1, 0xFFFFFFFF])
 def test_a_length_over_the_limit_is_refused_before_anything_is_collected(
-    sealed_with: Session, length: int
+    sealed_with: AuthSession, length: int
 ) -> None:
     prefix = struct.pack("<IQ", length, 0) + bytes(16)
     assert len(prefix) == PREFIX_BYTES
@@ -345,7 +347,7 @@ def test_a_length_over_the_limit_is_refused_before_anything_is_collected(
     assert (found, type(error)) == ([], ProtocolError)
 
 
-def test_a_stream_of_large_forged_frames_costs_bounded_memory(sealed_with: Session) -> None:
+def test_a_stream_of_large_forged_frames_costs_bounded_memory(sealed_with: AuthSession) -> None:
     left, right = tcp_sockets()
     connection = PeerConnection(right, swapped(sealed_with), Envelope)
     forged = struct.pack("<IQ", MAX_FRAME_BYTES, 0) + bytes(16 + 3 * MAX_FRAME_BYTES)

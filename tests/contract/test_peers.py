@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from ftrun.smp.link_rules import FETCH
-from ftrun.smp.peer_listener import Peers, Session
-from ftrun.wire.cluster.transfer import LinkHello, Stored
-from ftrun.wire.messages.protected import NodePlace
-from ftrun.wire.transport.bulk_socket import TransferSocket
+from ftrun.smp.peer_listener import PeerListener, PeerSession
+from ftrun.wire.cluster.transfer import LinkHello, RoundStored
+from ftrun.wire.messages.protected import NodeAddress
+from ftrun.wire.transport.bulk_socket import BulkSocket
 from ftrun.wire.transport.handshake import accept_handshake, dial_handshake
 from ftrun.wire.transport.identity import PeerIdentity
 from ftrun.wire.transport.secret import make_secret
@@ -54,23 +54,23 @@ class Here:
 
     def __init__(self, patience_s: float) -> None:
         self.told = Told()
-        self.peers = Peers()
+        self.peers = PeerListener()
         self.peers.tell(self.told)
         self.port = self.peers.listen([HOST], SECRET)
-        self.peers.begin(Session(identity("a"), 0, 7, patience_s))
+        self.peers.begin(PeerSession(identity("a"), 0, 7, patience_s))
         self.b = listen_tcp(HOST, 0)
-        place = NodePlace("b", 1, HOST, self.b.getsockname()[1], [1])
+        place = NodeAddress("b", 1, HOST, self.b.getsockname()[1], [1])
         self.peers.link(place, FETCH)
         self.b.settimeout(WAIT_S)
         self.own, _ = self.b.accept()
         accept_handshake(self.own, identity("b"), SECRET, deadline_s=WAIT_S)
 
-    def linked_by_b(self) -> TransferSocket:
+    def linked_by_b(self) -> BulkSocket:
         sock = dial(HOST, self.port, WAIT_S)
         session = dial_handshake(sock, identity("b"), SECRET, deadline_s=WAIT_S)
-        made = TransferSocket(sock, session, patience_s=WAIT_S)
+        made = BulkSocket(sock, session, patience_s=WAIT_S)
         made.send(0, LinkHello(0, FETCH, 0))
-        made.send(0, Stored(0, 0, 0))
+        made.send(0, RoundStored(0, 0, 0))
         self.next("received")
         return made
 
@@ -125,7 +125,7 @@ def test_silent_strangers_of_one_address_keep_no_node_out(here: Here) -> None:
 
 def test_a_node_that_breaks_the_rules_is_lost_at_once(here: Here) -> None:
     made = here.linked_by_b()
-    made.send(1, Stored(0, 0, 0))
+    made.send(1, RoundStored(0, 0, 0))
     begun_s = time.monotonic()
     assert "another generation" in here.next("lost")
     assert time.monotonic() - begun_s < LONG_S / 2

@@ -9,12 +9,13 @@ CODE = """
 import os
 import torch.distributed
 from ftrun.agent.observe.flight_recorder import read_entries
-from ftrun.wire.shared_memory.pages import Beat, Page, create_page
+from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage, create_page
 from ftrun.worker.process.introspection import start_server
 
-page = Page(create_page("rank-0"))
+page = SharedPage(create_page("rank-0"))
 start_server(page)
-print(page.get(Beat.HAS_SERVER), read_entries(os.environ["FTRUN_RANK_SOCKET"]), flush=True)
+print(page.get(HeartbeatField.HAS_SERVER), read_entries(os.environ["FTRUN_RANK_SOCKET"]),
+flush=True)
 os._exit(0)
 """
 

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from ftrun.agent.cluster import path_probe as road_probe
-from ftrun.agent.cluster.path_probe import RoadDesk, serve_road, try_road
-from ftrun.membership.events import Happening, Heard
-from ftrun.recovery.commands import TryRoad
-from ftrun.wire.cluster.messages import AnyClusterMessage, AskRoad, RoadTried
+from ftrun.agent.cluster.path_probe import PathProber, serve_road, try_road
+from ftrun.membership.events import Happening, MessageReceived
+from ftrun.recovery.commands import ProbePath
+from ftrun.wire.cluster.messages import AnyClusterMessage, ProbePathRequest, ProbePathResult
 from ftrun.wire.transport.identity import PeerIdentity, Purpose
 from ftrun.wire.transport.secret import Secret, make_secret
 from tests.contract.answering import WAIT_S, answering, nobody_at
@@ -33,10 +33,10 @@ def who(node_id: str, purpose: Purpose = "agent") -> PeerIdentity:
 
 
 @contextmanager
-def agent(secret: Secret | None = SECRET, *, is_mute: bool = False) -> Iterator[AskRoad]:
+def agent(secret: Secret | None = SECRET, *, is_mute: bool = False) -> Iterator[ProbePathRequest]:
     """An agent that serves one road."""
     with answering(who("there"), secret, serve_road, is_mute=is_mute) as (host, port):
-        yield AskRoad(3, "there", "rail0", "lo", "127.0.0.1", host, port)
+        yield ProbePathRequest(3, "there", "rail0", "lo", "127.0.0.1", host, port)
 
 
 def test_a_road_has_a_round_trip_and_a_rate() -> None:
@@ -62,14 +62,14 @@ def test_a_short_try_sends_nothing_but_pings() -> None:
 
 def test_nobody_there_is_a_dead_road() -> None:
     with nobody_at("127.0.0.1") as port:
-        order = AskRoad(3, "there", "rail0", "lo", "127.0.0.1", "127.0.0.1", port)
+        order = ProbePathRequest(3, "there", "rail0", "lo", "127.0.0.1", "127.0.0.1", port)
         found = try_road(order, "here", who("here", "road"), SECRET)
     assert found.rtt_s == 0
     assert "refuses" in found.problem
 
 
 def test_an_address_that_is_not_of_this_node_is_a_dead_road() -> None:
-    order = AskRoad(3, "there", "rail0", "lo", "203.0.113.9", "127.0.0.1", 9)
+    order = ProbePathRequest(3, "there", "rail0", "lo", "203.0.113.9", "127.0.0.1", 9)
     assert try_road(order, "here", who("here", "road"), SECRET).problem
 
 
@@ -91,22 +91,22 @@ def test_who_does_not_answer_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("asks", ["here", "lead"])
 def test_the_desk_tells_whoever_asked(asks: str) -> None:
     told: SimpleQueue[tuple[str, Happening | AnyClusterMessage]] = SimpleQueue()
-    desk = RoadDesk(
+    desk = PathProber(
         who("here"),
         SECRET,
         tell=lambda event: told.put(("", event)),
         send=lambda node_id, body: told.put((node_id, body)),
     )
     with agent() as order:
-        desk.take(TryRoad(asks, order))
+        desk.take(ProbePath(asks, order))
         where, what = told.get(timeout=WAIT_S)
     if asks == "here":
-        assert isinstance(what, Heard)
+        assert isinstance(what, MessageReceived)
         assert what.node_id == "here"
         what = what.message
     else:
         assert where == "lead"
-    assert isinstance(what, RoadTried)
+    assert isinstance(what, ProbePathResult)
     assert (what.survey, what.found.destination) == (3, "there")
 
 
@@ -120,13 +120,17 @@ def test_a_desk_that_cannot_try_says_so_at_once(monkeypatch: pytest.MonkeyPatch,
     elif why == "bug":
         monkeypatch.setattr(road_probe, "try_road", breaks)
     told: SimpleQueue[AnyClusterMessage] = SimpleQueue()
-    desk = RoadDesk(who("here"), SECRET, tell=lambda _: None, send=lambda _, body: told.put(body))
+    desk = PathProber(who("here"), SECRET, tell=lambda _: None, send=lambda _, body: told.put(body))
     with monkeypatch.context() as patch:
         if why == "no threads":
             patch.setattr(threading.Thread, "start", breaks)
-        desk.take(TryRoad("lead", AskRoad(3, "there", "rail0", "lo", "127.0.0.1", "127.0.0.1", 1)))
+        desk.take(
+            ProbePath(
+                "lead", ProbePathRequest(3, "there", "rail0", "lo", "127.0.0.1", "127.0.0.1", 1)
+            )
+        )
     answer = told.get(timeout=WAIT_S)
-    assert isinstance(answer, RoadTried)
+    assert isinstance(answer, ProbePathResult)
     assert answer.is_untried
     assert (answer.survey, answer.found.destination) == (3, "there")
     assert answer.found.problem

@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 
 from ftrun.errors import PeerError, PeerLost, PeerTimeout, ProtocolError
-from ftrun.wire.cluster.transfer import BlockOf, LinkHello, Stored, TransferEnvelope
-from ftrun.wire.transport.bulk_socket import TransferSocket, digest_of
-from ftrun.wire.transport.handshake import Session
+from ftrun.wire.cluster.transfer import BlockData, LinkHello, RoundStored, TransferEnvelope
+from ftrun.wire.transport.bulk_socket import BulkSocket, digest_of
+from ftrun.wire.transport.handshake import AuthSession
 from ftrun.wire.transport.identity import PeerIdentity
 
 PATIENCE_S = 60.0
@@ -19,12 +19,12 @@ SHORT_S = 0.5
 """Where the patience of one side is to end."""
 
 KEY = bytes(range(32))
-Ends = tuple[TransferSocket, TransferSocket, socket.socket]
+Ends = tuple[BulkSocket, BulkSocket, socket.socket]
 
 
-def session(name: str, peer: str, key: bytes = KEY) -> Session:
+def session(name: str, peer: str, key: bytes = KEY) -> AuthSession:
     own = PeerIdentity("run", "smp", name, 1)
-    return Session(own, replace_name(own, peer), key, key, bool(key))
+    return AuthSession(own, replace_name(own, peer), key, key, bool(key))
 
 
 def replace_name(identity: PeerIdentity, name: str) -> PeerIdentity:
@@ -36,8 +36,8 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     """The sender, the receiver, and the raw socket under the sender."""
     patience_s = getattr(request, "param", PATIENCE_S)
     ours, theirs = socket.socketpair()
-    sender = TransferSocket(ours, session("a", "b"), patience_s=patience_s)
-    receiver = TransferSocket(theirs, session("b", "a"), patience_s=patience_s)
+    sender = BulkSocket(ours, session("a", "b"), patience_s=patience_s)
+    receiver = BulkSocket(theirs, session("b", "a"), patience_s=patience_s)
     yield sender, receiver, ours
     sender.close()
     receiver.close()
@@ -50,7 +50,7 @@ def test_bytes_go_from_many_buffers_to_many_others(ends: Ends) -> None:
     sender, receiver, _ = ends
     parts = [bytes([at % 251]) * (at * 37) for at in range(700)]
     whole = b"".join(parts)
-    body = BlockOf(0, 1, 1, b"header")
+    body = BlockData(0, 1, 1, b"header")
     thread = threading.Thread(
         target=lambda: sender.send(3, body, parts, raw_digest=digest_of(parts))
     )
@@ -67,38 +67,38 @@ def test_bytes_go_from_many_buffers_to_many_others(ends: Ends) -> None:
 
 def test_what_nobody_wants_is_skipped_and_the_next_frame_comes(ends: Ends) -> None:
     sender, receiver, _ = ends
-    sender.send(0, BlockOf(0, 1, 1, b""), [b"x" * 10_000])
-    sender.send(0, Stored(0, 1, 1))
+    sender.send(0, BlockData(0, 1, 1, b""), [b"x" * 10_000])
+    sender.send(0, RoundStored(0, 1, 1))
     first = receiver.receive()
     assert not receiver.receive_raw(first, None)
-    assert receiver.receive().body == Stored(0, 1, 1)
+    assert receiver.receive().body == RoundStored(0, 1, 1)
 
 
 def test_a_place_of_another_length_counts_as_none(ends: Ends) -> None:
     sender, receiver, _ = ends
-    sender.send(0, BlockOf(0, 1, 1, b""), [b"x" * 1000])
-    sender.send(0, Stored(0, 1, 1))
+    sender.send(0, BlockData(0, 1, 1, b""), [b"x" * 1000])
+    sender.send(0, RoundStored(0, 1, 1))
     room = memoryview(bytearray(999))
     assert not receiver.receive_raw(receiver.receive(), [room])
     assert not any(room)
-    assert receiver.receive().body == Stored(0, 1, 1)
+    assert receiver.receive().body == RoundStored(0, 1, 1)
 
 
 def test_bytes_that_do_not_match_cost_the_bytes_and_not_the_link(ends: Ends) -> None:
     sender, receiver, _ = ends
-    sender.send(0, BlockOf(0, 1, 1, b""), [b"x" * 1000], raw_digest=digest_of([b"y"]))
-    sender.send(0, Stored(0, 1, 1))
+    sender.send(0, BlockData(0, 1, 1, b""), [b"x" * 1000], raw_digest=digest_of([b"y"]))
+    sender.send(0, RoundStored(0, 1, 1))
     room = memoryview(bytearray(1000))
     assert not receiver.receive_raw(receiver.receive(), [room])
-    assert receiver.receive().body == Stored(0, 1, 1)
+    assert receiver.receive().body == RoundStored(0, 1, 1)
 
 
 @pytest.mark.parametrize("at", [0, 4, 12, 20, 40])
 def test_a_flipped_bit_in_a_message_ends_the_link(at: int) -> None:
     ours, theirs = socket.socketpair()
     between, last = socket.socketpair()
-    sender = TransferSocket(ours, session("a", "b"), patience_s=PATIENCE_S)
-    receiver = TransferSocket(last, session("b", "a"), patience_s=PATIENCE_S)
+    sender = BulkSocket(ours, session("a", "b"), patience_s=PATIENCE_S)
+    receiver = BulkSocket(last, session("b", "a"), patience_s=PATIENCE_S)
     try:
         sender.send(0, LinkHello(0, "protect", 5))
         data = bytearray(theirs.recv(1000))
@@ -114,18 +114,18 @@ def test_a_flipped_bit_in_a_message_ends_the_link(at: int) -> None:
 
 def test_a_repeated_frame_and_a_strange_key_end_the_link(ends: Ends) -> None:
     ours, theirs = socket.socketpair()
-    stranger = TransferSocket(ours, session("a", "b", bytes(32)), patience_s=PATIENCE_S)
-    receiver = TransferSocket(theirs, session("b", "a"), patience_s=PATIENCE_S)
-    stranger.send(0, Stored(0, 1, 1))
+    stranger = BulkSocket(ours, session("a", "b", bytes(32)), patience_s=PATIENCE_S)
+    receiver = BulkSocket(theirs, session("b", "a"), patience_s=PATIENCE_S)
+    stranger.send(0, RoundStored(0, 1, 1))
     with pytest.raises(ProtocolError):
         receiver.receive()
     stranger.close()
     receiver.close()
     sender, receiver, raw = ends
-    sender.send(0, Stored(0, 1, 1))
-    assert receiver.receive().body == Stored(0, 1, 1)
-    again = TransferSocket(raw, session("a", "b"), patience_s=PATIENCE_S)
-    again.send(0, Stored(0, 1, 1))
+    sender.send(0, RoundStored(0, 1, 1))
+    assert receiver.receive().body == RoundStored(0, 1, 1)
+    again = BulkSocket(raw, session("a", "b"), patience_s=PATIENCE_S)
+    again.send(0, RoundStored(0, 1, 1))
     with pytest.raises(ProtocolError):
         receiver.receive()
 
@@ -142,7 +142,7 @@ def test_a_peer_that_stops_in_the_midst_of_a_frame_is_given_up(ends: Ends) -> No
 def test_a_peer_that_takes_nothing_is_given_up(ends: Ends) -> None:
     sender, _, _ = ends
     with pytest.raises(PeerTimeout):
-        sender.send(0, BlockOf(0, 1, 1, b""), [bytes(1 << 26)])
+        sender.send(0, BlockData(0, 1, 1, b""), [bytes(1 << 26)])
 
 
 def test_a_closed_peer_is_lost_and_an_interrupt_ends_a_wait(ends: Ends) -> None:
@@ -154,7 +154,7 @@ def test_a_closed_peer_is_lost_and_an_interrupt_ends_a_wait(ends: Ends) -> None:
     waiting.join()
     receiver.close()
     with pytest.raises(PeerLost):
-        sender.send(0, Stored(0, 1, 1))
+        sender.send(0, RoundStored(0, 1, 1))
 
 
 def test_sessions_have_no_place_in_words() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from ftrun.errors import HandshakeRefused, PeerError, PeerLost
 from ftrun.wire.cluster.rails import Rail
-from ftrun.wire.transport.address_race import Way, reach, source_to
+from ftrun.wire.transport.address_race import PeerAddress, reach, source_to
 from ftrun.wire.transport.tcp import listen_tcp, pace, unacknowledged_bytes
 from tests.contract.answering import nobody_at, wait_until_full
 
@@ -21,13 +21,13 @@ TRIES = 5
 
 
 @contextmanager
-def listening(host: str) -> Iterator[Way]:
+def listening(host: str) -> Iterator[PeerAddress]:
     with listen_tcp(host, 0) as sock:
-        yield Way(host, sock.getsockname()[1])
+        yield PeerAddress(host, sock.getsockname()[1])
 
 
 @contextmanager
-def mute(host: str) -> Iterator[Way]:
+def mute(host: str) -> Iterator[PeerAddress]:
     """An address whose kernel answers no more, as if it was cut off: its queue is full."""
     with ExitStack() as stack:
         sock, one, two = (stack.enter_context(socket.socket()) for _ in range(3))
@@ -37,26 +37,26 @@ def mute(host: str) -> Iterator[Way]:
             client.setblocking(False)
             client.connect_ex(sock.getsockname())
         wait_until_full(sock)
-        yield Way(host, sock.getsockname()[1])
+        yield PeerAddress(host, sock.getsockname()[1])
 
 
 @contextmanager
-def nobody(host: str) -> Iterator[Way]:
+def nobody(host: str) -> Iterator[PeerAddress]:
     with nobody_at(host) as port:
-        yield Way(host, port)
+        yield PeerAddress(host, port)
 
 
-def sure(way: Way) -> Way:
-    return Way(way.host, way.port, way.source, is_sure=True)
+def sure(way: PeerAddress) -> PeerAddress:
+    return PeerAddress(way.host, way.port, way.source, is_sure=True)
 
 
-def take(sock: socket.socket, way: Way) -> str:
+def take(sock: socket.socket, way: PeerAddress) -> str:
     assert sock.gettimeout() is None
     with sock:
         return f"{sock.getpeername()[0]} from {sock.getsockname()[0]}"
 
 
-def lost(*ways: Way, deadline_s: float = PATIENCE_S) -> PeerLost:
+def lost(*ways: PeerAddress, deadline_s: float = PATIENCE_S) -> PeerLost:
     with pytest.raises(PeerLost) as caught:
         reach(ways, take, deadline_s=deadline_s)
     return caught.value
@@ -109,7 +109,7 @@ def test_a_refusal_at_an_address_that_is_not_sure_is_passed_over() -> None:
 
 
 def test_whoever_is_not_meant_is_passed_over() -> None:
-    def meet(sock: socket.socket, way: Way) -> str:
+    def meet(sock: socket.socket, way: PeerAddress) -> str:
         if way.host == "127.0.0.2":
             raise HandshakeRefused(peer="n1", why="it is another", is_ours=True)
         return take(sock, way)
@@ -130,7 +130,7 @@ def test_whoever_is_not_meant_is_passed_over() -> None:
 def test_sockets_of_a_race_are_closed() -> None:
     seen: list[socket.socket] = []
 
-    def break_off(sock: socket.socket, way: Way) -> None:
+    def break_off(sock: socket.socket, way: PeerAddress) -> None:
         seen.append(sock)
         raise PeerError("no")
 
@@ -151,8 +151,8 @@ def test_it_leaves_over_the_rail_that_was_meant() -> None:
     assert source_to("10.0.0.1", own) == source_to("not-an-address", own) == ""
     assert source_to("127.0.0.1", [Rail("lo", "127.0.0.9")]) == "", "its network is not known"
     with listening("127.0.0.2") as first, listening("127.0.0.3") as second:
-        bound = Way(first.host, first.port, source="127.0.0.9")
-        gone = Way(second.host, second.port, source="192.0.2.1")
+        bound = PeerAddress(first.host, first.port, source="127.0.0.9")
+        gone = PeerAddress(second.host, second.port, source="192.0.2.1")
         assert reach([bound, second], take, deadline_s=PATIENCE_S)[0] == "127.0.0.2 from 127.0.0.9"
         assert reach([gone, bound], take, deadline_s=PATIENCE_S)[1] == gone
 

@@ -15,14 +15,20 @@ from ftrun.wire.messages import protected
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
 from ftrun.wire.shared_memory.arena import Arena, verify
-from ftrun.wire.shared_memory.pages import Beat, Command, Page, create_command_page, create_page
-from ftrun.wire.transport.channel import Received, connect
+from ftrun.wire.shared_memory.pages import (
+    CommandField,
+    HeartbeatField,
+    SharedPage,
+    create_command_page,
+    create_page,
+)
+from ftrun.wire.transport.channel import ReceivedMessage, connect
 from ftrun.worker.capture.copying import entry_view
 from ftrun.worker.context import SnapshotSettings, WorkerContext
 from ftrun.worker.restore import early_restore, ready_memory
 from ftrun.worker.session import Session
-from ftrun.worker.state.attached import Attached, Skip, by_name
-from ftrun.worker.state.data_position import Feed
+from ftrun.worker.state.attached import AttachedState, Skip, by_name
+from ftrun.worker.state.data_position import DataPosition
 
 RUN = RunId("laziness")
 PATIENCE_S = 60.0
@@ -84,11 +90,11 @@ class Run:
     def _meet(self) -> None:
         self._connect()
         self.command_fd = create_command_page()
-        self.commands, self.page = Page(self.command_fd), Page(create_page("beat"))
+        self.commands, self.page = SharedPage(self.command_fd), SharedPage(create_page("beat"))
         self.ask(smp_messages.BeginGeneration(0, 1, [0]), self.command_fd)
         # A boundary waits for the SMP, however busy the machine is: none is skipped by chance.
         self.settings = SnapshotSettings(every=1, commit_wait_s=PATIENCE_S)
-        self.group: list[protected.NodePlace] = []
+        self.group: list[protected.NodeAddress] = []
 
     def attach(self, **given: object) -> Session:
         """The next generation's session; it restores what is committed, if anything is."""
@@ -101,7 +107,7 @@ class Run:
         generation = len(self.sessions)
         if generation:
             done = self.committed_version()
-            self.page = Page(create_page("beat"))
+            self.page = SharedPage(create_page("beat"))
             self.ask(smp_messages.VoidAfter(done.generation, done.step))
             self.begin(generation, done)
         return WorkerContext(
@@ -119,11 +125,11 @@ class Run:
         )
 
     def session_of(
-        self, context: WorkerContext, feeds: dict[str, Feed] | None = None, **given: object
+        self, context: WorkerContext, feeds: dict[str, DataPosition] | None = None, **given: object
     ) -> Session:
         if early_restore._begun is None:  # as the process of a rank does when it starts
             early_restore.begin(context)
-        attached = Attached(skip=Skip(given.pop("skip", ())))  # type: ignore[arg-type]
+        attached = AttachedState(skip=Skip(given.pop("skip", ())))  # type: ignore[arg-type]
         for argument, thing in given.items():
             models = ("model", "optimizer", "scheduler")
             found = by_name(argument, thing) if argument in models else {argument: thing}
@@ -136,7 +142,7 @@ class Run:
     def begin(self, generation: int, restored: Version | None = None) -> None:
         if self.group:
             self.command_fd = create_command_page()
-            self.commands = Page(self.command_fd)
+            self.commands = SharedPage(self.command_fd)
         body = smp_messages.BeginGeneration(
             generation,
             1,
@@ -151,19 +157,19 @@ class Run:
 
     def be_led(self) -> None:
         """From now on the SMP waits for a lead's word, as on several nodes."""
-        self.group = [protected.NodePlace("n0", 1, "127.0.0.1", 0, [0])]
+        self.group = [protected.NodeAddress("n0", 1, "127.0.0.1", 0, [0])]
         self.begin(0)
 
     def commit(self, step: int, *, take_from: int, generation: int = 0) -> None:
         """The lead's word, once this node is ready, and at which step to go on."""
-        self.commands.set(Command.TAKE_FROM, take_from)
+        self.commands.set(CommandField.TAKE_FROM, take_from)
         self.agent.send(smp_messages.CommitVersion(generation, step))
         give_up_s = clock.now_s() + PATIENCE_S
-        while self.commands.get(Command.COMMITTED_STEP) != step:
+        while self.commands.get(CommandField.COMMITTED_STEP) != step:
             assert clock.now_s() < give_up_s
             clock.sleep(0.001)
 
-    def ask(self, body: messages.AnyMessage, *fds: int) -> Received:
+    def ask(self, body: messages.AnyMessage, *fds: int) -> ReceivedMessage:
         """Ask the SMP; what it tells unasked is passed over."""
         self.agent.send(body, fds=fds)
         while True:
@@ -173,15 +179,18 @@ class Run:
 
     def committed_version(self) -> Version:
         """The newest seal, once it is committed."""
-        newest = version(self.page.get(Beat.SEALED_GENERATION), self.page.get(Beat.SEALED_STEP))
+        newest = version(
+            self.page.get(HeartbeatField.SEALED_GENERATION),
+            self.page.get(HeartbeatField.SEALED_STEP),
+        )
         give_up_s = clock.now_s() + PATIENCE_S
-        while self.commands.get(Command.COMMITTED_STEP) != newest.step:
+        while self.commands.get(CommandField.COMMITTED_STEP) != newest.step:
             assert clock.now_s() < give_up_s
             clock.sleep(0.001)
         return newest
 
     def arena_fd(self) -> int:
-        return self.ask(smp_messages.HandOver()).fds[-1]
+        return self.ask(smp_messages.HandOverMemory()).fds[-1]
 
     def saved(self) -> tuple[int, dict[str, torch.Tensor]]:
         """The newest committed step and its tensors, out of the SMP's memory."""

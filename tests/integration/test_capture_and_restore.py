@@ -25,8 +25,8 @@ from ftrun.ids import Version
 from ftrun.snapshot.layout import PIECE_BYTES
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.shared_memory.arena import Arena
-from ftrun.wire.shared_memory.pages import Beat, Command
-from ftrun.wire.transport.channel import Received
+from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
+from ftrun.wire.transport.channel import ReceivedMessage
 from ftrun.worker import smp_client as memory_link
 from ftrun.worker.capture.copying import SlotCopy
 from ftrun.worker.context import SnapshotSettings
@@ -88,8 +88,12 @@ def ended(name: str) -> None:
 
 def test_a_plain_loop_discards_nothing_and_skips_nothing(run: Run) -> None:
     train(run, *made())
-    assert run.page.get(Beat.SEALED_COUNT) == 8
-    assert run.page.get(Beat.DISCARDED_COUNT) == run.page.get(Beat.SKIPPED_COUNT) == 0
+    assert run.page.get(HeartbeatField.SEALED_COUNT) == 8
+    assert (
+        run.page.get(HeartbeatField.DISCARDED_COUNT)
+        == run.page.get(HeartbeatField.SKIPPED_COUNT)
+        == 0
+    )
 
 
 def test_an_smp_that_stands_still_costs_a_moment_once_in_a_while(
@@ -97,13 +101,13 @@ def test_an_smp_that_stands_still_costs_a_moment_once_in_a_while(
 ) -> None:
     model, optimizer = made()
     run.settings = SnapshotSettings(every=1, commit_wait_s=0.1)
-    asks, asked = memory_link.MemoryLink._ask, []
+    asks, asked = memory_link.WorkerSmpClient._ask, []
 
-    def ask(self: memory_link.MemoryLink, *given: Any, **how: Any) -> Received:
+    def ask(self: memory_link.WorkerSmpClient, *given: Any, **how: Any) -> ReceivedMessage:
         asked.append(given[0])
         return asks(self, *given, **how)
 
-    monkeypatch.setattr(memory_link.MemoryLink, "_ask", ask)
+    monkeypatch.setattr(memory_link.WorkerSmpClient, "_ask", ask)
     session = run.attach(model=model, optimizer=optimizer)
     for at in session.steps(60):
         if at == 4:
@@ -119,7 +123,7 @@ def test_an_smp_that_stands_still_costs_a_moment_once_in_a_while(
     assert stood_s > memory_link._WITHDRAW_S
     # Whatever else a busy machine takes, it asked once and went on.
     assert 1 <= num_asked <= 1 + stood_s / memory_link._REST_S
-    assert run.page.get(Beat.SKIPPED_COUNT) > 30
+    assert run.page.get(HeartbeatField.SKIPPED_COUNT) > 30
     assert run.saved()[0] > 50
 
 
@@ -127,8 +131,8 @@ def test_weights_clipped_through_data_before_the_forward_are_found(run: Run) -> 
     model, optimizer = made()
     weight = model[0].weight
     train(run, model, optimizer, before=lambda: weight.data.mul_(0.9))
-    assert run.page.get(Beat.DISCARDED_COUNT) == 0
-    assert run.page.get(Beat.SEALED_COUNT) == 8
+    assert run.page.get(HeartbeatField.DISCARDED_COUNT) == 0
+    assert run.page.get(HeartbeatField.SEALED_COUNT) == 8
     assert "model.0.weight" in run.page.note
 
 
@@ -153,7 +157,7 @@ def test_weights_copied_under_no_grad_before_the_forward_are_found(
     monkeypatch.setattr(SlotCopy, "copy_lazy", copy_late)
     run.settings = SnapshotSettings(every=1, commit_wait_s=PATIENCE_S, proof_first=0)
     train(run, model, optimizer, before=change)
-    assert 1 <= run.page.get(Beat.DISCARDED_COUNT) <= 2
+    assert 1 <= run.page.get(HeartbeatField.DISCARDED_COUNT) <= 2
     assert "model.0.weight" in run.page.note
 
 
@@ -175,7 +179,7 @@ def test_weights_clipped_after_the_step_are_no_harm(run: Run) -> None:
         model[0].weight.data.clamp_(-0.01, 0.01)
 
     train(run, model, optimizer, step=step)
-    assert run.page.get(Beat.DISCARDED_COUNT) == 0
+    assert run.page.get(HeartbeatField.DISCARDED_COUNT) == 0
 
 
 def test_a_softly_updated_target_network_is_copied_at_the_boundary(run: Run) -> None:
@@ -188,7 +192,7 @@ def test_a_softly_updated_target_network_is_copied_at_the_boundary(run: Run) -> 
                 mine.data.copy_(mine.data * 0.9 + theirs.data * 0.1)
 
     train(run, model, optimizer, before=update, target=target, watched={"target": target})
-    assert run.page.get(Beat.DISCARDED_COUNT) == 0
+    assert run.page.get(HeartbeatField.DISCARDED_COUNT) == 0
 
 
 def test_an_optimizer_inside_the_backward_waits_for_the_copy(run: Run) -> None:
@@ -210,7 +214,7 @@ def test_an_optimizer_inside_the_backward_waits_for_the_copy(run: Run) -> None:
     done, saved = run.saved()
     assert done == 6
     assert all(torch.equal(saved[name], tensor) for name, tensor in end.items())
-    assert run.page.get(Beat.DISCARDED_COUNT) == 0
+    assert run.page.get(HeartbeatField.DISCARDED_COUNT) == 0
 
 
 def test_a_step_that_no_hook_sees_is_found(run: Run) -> None:
@@ -231,7 +235,7 @@ def test_a_compiled_step_is_saved_right(run: Run, backend: str) -> None:
     model, optimizer = made()
     step = torch.compile(optimizer.step, backend=backend)
     train(run, model, optimizer, step=step)
-    assert run.page.get(Beat.SEALED_COUNT) >= 6
+    assert run.page.get(HeartbeatField.SEALED_COUNT) >= 6
 
 
 def test_batchnorm_and_an_average_of_the_model_are_saved_as_they_were(run: Run) -> None:
@@ -249,7 +253,7 @@ def test_batchnorm_and_an_average_of_the_model_are_saved_as_they_were(run: Run) 
         ema=average,
         watched={"ema": average},
     )
-    assert run.page.get(Beat.DISCARDED_COUNT) == 0
+    assert run.page.get(HeartbeatField.DISCARDED_COUNT) == 0
 
 
 def test_a_group_added_later_gets_new_memory(run: Run) -> None:
@@ -277,7 +281,7 @@ def test_nothing_is_taken_in_the_middle_of_an_accumulation(run: Run) -> None:
         if at % 4 == 3:
             optimizer.step()
             optimizer.zero_grad()
-    assert run.page.get(Beat.SEALED_COUNT) == 2
+    assert run.page.get(HeartbeatField.SEALED_COUNT) == 2
     assert run.saved()[0] == 8
 
 
@@ -292,7 +296,7 @@ def test_a_value_that_appears_later_and_cannot_be_stored_costs_protection_only(r
         model(torch.ones(4, WIDTH)).square().mean().backward()
         optimizer.step()
     assert session.step == 4
-    assert run.page.get(Beat.UNPROTECTED) == 1
+    assert run.page.get(HeartbeatField.UNPROTECTED) == 1
     assert "notes.fn" in run.page.note
 
 
@@ -364,7 +368,7 @@ def test_a_restored_run_goes_on_in_the_same_memory_and_ends_the_same(run: Run) -
     size = os.fstat(expected).st_size
     loop(session, model, optimizer, 6)
     assert os.fstat(run.arena_fd()).st_size == size
-    assert len(run.ask(smp_messages.HandOver()).fds) == 1
+    assert len(run.ask(smp_messages.HandOverMemory()).fds) == 1
     assert run.saved()[0] == 6
 
 
@@ -397,7 +401,7 @@ def test_a_corrupt_slot_is_never_loaded_and_is_told(run: Run) -> None:
     arena.image(slot)[-100_000] ^= 1
     with pytest.raises(SnapshotCorrupt):
         run.attach(model=model, optimizer=optimizer)
-    assert run.page.get(Beat.CORRUPT_SLOT) == 1 + slot
+    assert run.page.get(HeartbeatField.CORRUPT_SLOT) == 1 + slot
     assert "digest" in run.page.note
 
 
@@ -436,35 +440,35 @@ def test_snapshot_takes_one_whatever_the_interval_says(run: Run) -> None:
         if at == 2:
             session.snapshot()
         if at == 3:
-            assert run.page.get(Beat.SEALED_STEP) == 3
-            assert run.page.get(Beat.SEALED_COUNT) == 1
+            assert run.page.get(HeartbeatField.SEALED_STEP) == 3
+            assert run.page.get(HeartbeatField.SEALED_COUNT) == 1
 
 
 def test_auto_obeys_the_agent_from_the_step_it_names(run: Run) -> None:
     run.settings = SnapshotSettings(every="auto", commit_wait_s=PATIENCE_S)
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
-    run.commands.set(Command.EVERY_FROM_STEP, 4)
-    run.commands.set(Command.SNAPSHOT_EVERY, 5)
+    run.commands.set(CommandField.EVERY_FROM_STEP, 4)
+    run.commands.set(CommandField.SNAPSHOT_EVERY, 5)
     loop(session, model, optimizer, 16)
-    assert run.page.get(Beat.SEALED_COUNT) == 4 + 3 + 1  # and the last step of all
-    assert run.page.get(Beat.SEALED_STEP) == 16
-    assert run.page.get(Beat.WISHED_EVERY) >= 1
+    assert run.page.get(HeartbeatField.SEALED_COUNT) == 4 + 3 + 1  # and the last step of all
+    assert run.page.get(HeartbeatField.SEALED_STEP) == 16
+    assert run.page.get(HeartbeatField.WISHED_EVERY) >= 1
 
 
 def test_a_stop_takes_a_last_snapshot_and_waits_at_the_boundary(run: Run) -> None:
     run.settings = SnapshotSettings(every=100, commit_wait_s=PATIENCE_S)
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
-    run.commands.set(Command.STOP_AFTER_STEP, 2)
+    run.commands.set(CommandField.STOP_AFTER_STEP, 2)
     thread = threading.Thread(target=loop, args=(session, model, optimizer, 4), daemon=True)
     thread.start()
     give_up_s = clock.now_s() + PATIENCE_S
-    while not run.page.get(Beat.STOPPED_AT_BOUNDARY):
+    while not run.page.get(HeartbeatField.STOPPED_AT_BOUNDARY):
         assert clock.now_s() < give_up_s
         clock.sleep(0.001)
-    assert (run.page.get(Beat.STEP), run.page.get(Beat.SEALED_STEP)) == (2, 2)
-    run.commands.set(Command.STOP_AFTER_STEP, 1 << 60)
+    assert (run.page.get(HeartbeatField.STEP), run.page.get(HeartbeatField.SEALED_STEP)) == (2, 2)
+    run.commands.set(CommandField.STOP_AFTER_STEP, 1 << 60)
     thread.join(PATIENCE_S)
     assert session.step == 4
 
@@ -477,9 +481,9 @@ def test_a_seal_that_no_other_rank_follows_is_withdrawn_and_not_waited_for(
     run.settings = SnapshotSettings(every=1, commit_wait_s=0.01)
     model, optimizer = made()
     loop(run.attach(model=model, optimizer=optimizer), model, optimizer, 4)
-    assert run.page.get(Beat.SEALED_STEP) == 4
-    assert run.page.get(Beat.SKIPPED_COUNT) == 0
-    assert run.commands.get(Command.COMMITTED_STEP) == -1
+    assert run.page.get(HeartbeatField.SEALED_STEP) == 4
+    assert run.page.get(HeartbeatField.SKIPPED_COUNT) == 0
+    assert run.commands.get(CommandField.COMMITTED_STEP) == -1
 
 
 def test_what_is_read_ahead_of_attach_is_what_is_restored(run: Run) -> None:
@@ -541,7 +545,7 @@ def test_a_piece_that_is_not_right_is_found_by_attach_though_it_was_read_ahead(r
     ended("ftrun-early")
     with pytest.raises(SnapshotCorrupt):
         run.session_of(context, **dict(zip(("model", "optimizer"), wide(), strict=True)))
-    assert run.page.get(Beat.CORRUPT_SLOT) == 1 + slot
+    assert run.page.get(HeartbeatField.CORRUPT_SLOT) == 1 + slot
 
 
 def test_an_arena_that_is_none_costs_the_preparation_and_nothing_else(run: Run) -> None:
@@ -561,7 +565,7 @@ def test_a_run_that_is_over_before_its_memory_is_made_waits_for_it(run: Run) -> 
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
     loop(session, model, optimizer, 1)
-    assert run.page.get(Beat.SEALED_STEP) == 1
+    assert run.page.get(HeartbeatField.SEALED_STEP) == 1
 
 
 def test_an_smp_that_is_gone_costs_snapshots_and_not_the_run(run: Run) -> None:
@@ -573,8 +577,8 @@ def test_an_smp_that_is_gone_costs_snapshots_and_not_the_run(run: Run) -> None:
     run.smp.wait(20)
     loop(session, model, optimizer, 6)
     assert session.step == 6
-    assert run.page.get(Beat.SKIPPED_COUNT) >= 2
-    assert not run.page.get(Beat.UNPROTECTED)
+    assert run.page.get(HeartbeatField.SKIPPED_COUNT) >= 2
+    assert not run.page.get(HeartbeatField.UNPROTECTED)
 
 
 def test_what_falls_due_while_a_version_is_protected_is_skipped_and_not_waited_for(
@@ -585,15 +589,15 @@ def test_what_falls_due_while_a_version_is_protected_is_skipped_and_not_waited_f
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
     loop(session, model, optimizer, 4)
-    assert run.page.get(Beat.SEALED_COUNT) == 1
-    assert run.page.get(Beat.SKIPPED_COUNT) == 3
-    assert run.commands.get(Command.PROTECTING_STEP) == 1
-    assert run.commands.get(Command.ABANDONED_STEP) == -1
+    assert run.page.get(HeartbeatField.SEALED_COUNT) == 1
+    assert run.page.get(HeartbeatField.SKIPPED_COUNT) == 3
+    assert run.commands.get(CommandField.PROTECTING_STEP) == 1
+    assert run.commands.get(CommandField.ABANDONED_STEP) == -1
     run.commit(1, take_from=6)
     loop(session, model, optimizer, 6)
-    assert run.page.get(Beat.SEALED_STEP) == 6
-    assert run.page.get(Beat.SEALED_COUNT) == 2, "step 5 is before it"
-    assert run.page.get(Beat.SKIPPED_COUNT) == 3
+    assert run.page.get(HeartbeatField.SEALED_STEP) == 6
+    assert run.page.get(HeartbeatField.SEALED_COUNT) == 2, "step 5 is before it"
+    assert run.page.get(HeartbeatField.SKIPPED_COUNT) == 3
 
 
 def test_a_rank_that_has_skipped_what_others_may_have_taken_waits_for_a_later_step(
@@ -606,13 +610,13 @@ def test_a_rank_that_has_skipped_what_others_may_have_taken_waits_for_a_later_st
     loop(session, model, optimizer, 4)
     run.commit(1, take_from=3)  # heard too late: step 3 is over
     loop(session, model, optimizer, 5)
-    assert run.page.get(Beat.SEALED_STEP) == 1
+    assert run.page.get(HeartbeatField.SEALED_STEP) == 1
     told = run.agent.receive(deadline_s=PATIENCE_S).body
     while not isinstance(told, smp_messages.AbandonVersion) or told.step < 5:
         told = run.agent.receive(deadline_s=PATIENCE_S).body
-    run.commands.set(Command.TAKE_FROM, 7)
+    run.commands.set(CommandField.TAKE_FROM, 7)
     loop(session, model, optimizer, 7)
-    assert run.page.get(Beat.SEALED_STEP) == 7
+    assert run.page.get(HeartbeatField.SEALED_STEP) == 7
 
 
 def test_nothing_is_taken_after_a_restore_before_the_lead_has_committed_it(run: Run) -> None:
@@ -622,10 +626,10 @@ def test_nothing_is_taken_after_a_restore_before_the_lead_has_committed_it(run: 
     run.commit(1, take_from=2)
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
-    assert run.commands.get(Command.COMMITTED_IN) == -1
+    assert run.commands.get(CommandField.COMMITTED_IN) == -1
     loop(session, model, optimizer, 3)
-    assert run.page.get(Beat.SEALED_COUNT) == 0
-    assert run.page.get(Beat.SKIPPED_COUNT) == 2
+    assert run.page.get(HeartbeatField.SEALED_COUNT) == 0
+    assert run.page.get(HeartbeatField.SKIPPED_COUNT) == 2
     run.commit(1, take_from=4)
     loop(session, model, optimizer, 4)
-    assert run.page.get(Beat.SEALED_STEP) == 4
+    assert run.page.get(HeartbeatField.SEALED_STEP) == 4

@@ -11,14 +11,14 @@ import pytest
 import xxhash
 
 from ftrun.ids import Generation, Rank, RunId, Version, version
-from ftrun.smp.checkpoint.live_capture import Follow
-from ftrun.smp.checkpoint.storage.copy_room import CopyRoom
+from ftrun.smp.checkpoint.live_capture import CaptureFilter
+from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
 from ftrun.smp.checkpoint.storage.direct_file import BUFFER_BYTES
 from ftrun.smp.checkpoint.storage.local import Retention
 from ftrun.smp.checkpoint.storage.pace import Throttle
-from ftrun.smp.checkpoint.write_job import Means, WriteOrder
+from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext
 from ftrun.smp.checkpoint.writer import CheckpointWriter
-from ftrun.snapshot.layout import Entry, When, make_layout
+from ftrun.snapshot.layout import CopyTiming, LayoutEntry, make_layout
 from ftrun.wire.shared_memory.arena import (
     Arena,
     ArenaShape,
@@ -29,7 +29,7 @@ from ftrun.wire.shared_memory.arena import (
 )
 
 RANKS = 3
-LAYOUT = make_layout([Entry("weight", "F32", (5_000_000,), When.LAZY)], plain_bytes=10)
+LAYOUT = make_layout([LayoutEntry("weight", "F32", (5_000_000,), CopyTiming.LAZY)], plain_bytes=10)
 """More than two buffers of the disk."""
 STEP = version(0, 1)
 BYTES_PER_S = 2.5 * BUFFER_BYTES
@@ -79,10 +79,10 @@ def test_whichever_rank_seals_first_or_last_each_file_is_its_own(
 ) -> None:
     throttle = Throttle(threading.Event())
     throttle.bytes_per_s = BYTES_PER_S
-    writer = CheckpointWriter(Means(RunId("run"), CopyRoom(lambda: 1 << 40), throttle))
-    follow = Follow(Generation(0), lambda: False, lambda: False, 3.0)
+    writer = CheckpointWriter(WriterContext(RunId("run"), CopyBuffers(lambda: 1 << 40), throttle))
+    follow = CaptureFilter(Generation(0), lambda: False, lambda: False, 3.0)
     ranks = tuple(one.rank for one in workers)
-    order = WriteOrder(str(tmp_path), ranks, RANKS, Retention(3), follow=follow)
+    order = WriteJob(str(tmp_path), ranks, RANKS, Retention(3), follow=follow)
     if first != last:
         workers[first].seal()  # before the writer looks
     with ThreadPoolExecutor(1) as pool:

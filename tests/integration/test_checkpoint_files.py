@@ -17,15 +17,15 @@ from ftrun.errors import CheckpointError, MemoryTooSmall, NoneOfThisRun
 from ftrun.ids import Rank, RunId, version
 from ftrun.smp.checkpoint import late_copy
 from ftrun.smp.checkpoint.index import read_index
-from ftrun.smp.checkpoint.late_copy import LateCopy
-from ftrun.smp.checkpoint.load import Loaded, LoadOrder, load_checkpoint
-from ftrun.smp.checkpoint.slot_reader import Overwritten, find_shards
-from ftrun.smp.checkpoint.storage.copy_room import CopyRoom
+from ftrun.smp.checkpoint.late_copy import CopyBeforeOverwrite
+from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob, load_checkpoint
+from ftrun.smp.checkpoint.slot_reader import SlotOverwritten, find_shards
+from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
 from ftrun.smp.checkpoint.storage.local import Retention, prune
 from ftrun.smp.checkpoint.storage.pace import Throttle
-from ftrun.smp.checkpoint.write_job import TRIES, Means, WriteOrder
+from ftrun.smp.checkpoint.write_job import TRIES, WriteJob, WriterContext
 from ftrun.smp.checkpoint.writer import CheckpointWriter
-from ftrun.snapshot.layout import PAGE_BYTES, Entry, When, make_layout
+from ftrun.snapshot.layout import PAGE_BYTES, CopyTiming, LayoutEntry, make_layout
 from ftrun.wire.shared_memory.arena import (
     Arena,
     ArenaShape,
@@ -36,7 +36,7 @@ from ftrun.wire.shared_memory.arena import (
     verify,
 )
 
-LAYOUT = make_layout([Entry("weight", "F32", (150_000,), When.LAZY)], plain_bytes=10)
+LAYOUT = make_layout([LayoutEntry("weight", "F32", (150_000,), CopyTiming.LAZY)], plain_bytes=10)
 RANKS = [Rank(0), Rank(1)]
 
 
@@ -95,7 +95,9 @@ def writer(*, free_bytes: int = 1 << 40, stop: bool = False) -> CheckpointWriter
     event = threading.Event()
     if stop:
         event.set()
-    return CheckpointWriter(Means(RunId("run"), CopyRoom(lambda: free_bytes), Throttle(event)))
+    return CheckpointWriter(
+        WriterContext(RunId("run"), CopyBuffers(lambda: free_bytes), Throttle(event))
+    )
 
 
 def write(
@@ -105,16 +107,16 @@ def write(
     return Path(writer(free_bytes=free_bytes).write(arenas.fds, wanted).path)
 
 
-def order(directory: Path, keep: int = 3) -> WriteOrder:
-    return WriteOrder(str(directory), tuple(RANKS), 2, Retention(keep))
+def order(directory: Path, keep: int = 3) -> WriteJob:
+    return WriteJob(str(directory), tuple(RANKS), 2, Retention(keep))
 
 
-def load(directory: Path, world_size: int = 2, life: str = "") -> Loaded | None:
-    wanted = LoadOrder(world_size, RANKS, lambda needed_bytes: None, life=life)
+def load(directory: Path, world_size: int = 2, life: str = "") -> LoadedCheckpoint | None:
+    wanted = LoadJob(world_size, RANKS, lambda needed_bytes: None, life=life)
     return load_checkpoint(directory, wanted)
 
 
-def check(loaded: Loaded | None, step: int) -> list[str]:
+def check(loaded: LoadedCheckpoint | None, step: int) -> list[str]:
     """It is this step, bit for bit; the notes."""
     assert loaded is not None
     assert loaded.version == version(-1, step)
@@ -303,7 +305,7 @@ def test_too_little_memory_is_an_error_of_its_own(arenas: Arenas, tmp_path: Path
         raise MemoryTooSmall(needed_bytes=needed_bytes, available_bytes=1, limit="test")
 
     with pytest.raises(MemoryTooSmall):
-        load_checkpoint(tmp_path, LoadOrder(2, RANKS, refuse))
+        load_checkpoint(tmp_path, LoadJob(2, RANKS, refuse))
 
 
 def test_old_checkpoints_and_what_a_killed_writer_left_are_removed(
@@ -368,7 +370,7 @@ def test_a_slot_that_is_overwritten_again_and_again_is_given_up(
     arenas.seal(1)
     steps = iter(range(2, 20))
 
-    class Busy(CopyRoom):
+    class Busy(CopyBuffers):
         """The training goes on between the choice of the slots and their reading."""
 
         def lend(self, sizes: Sequence[int]) -> list[memoryview] | None:
@@ -376,7 +378,7 @@ def test_a_slot_that_is_overwritten_again_and_again_is_given_up(
             return super().lend(sizes)
 
     throttle = Throttle(threading.Event())
-    busy = CheckpointWriter(Means(RunId("run"), Busy(lambda: free_bytes), throttle))
+    busy = CheckpointWriter(WriterContext(RunId("run"), Busy(lambda: free_bytes), throttle))
     with pytest.raises(CheckpointError) as caught:
         busy.write(arenas.fds, order(tmp_path))
     assert "overwritten" in str(caught.value)
@@ -392,7 +394,9 @@ class Reading:
         self.shards = find_shards(arenas.fds, self.version, 2)
         self.images = [bytearray(LAYOUT.image_bytes) for _ in self.shards]
         self.num_copies = 0
-        self.late = LateCopy(self.version, self.shards, CopyRoom(self._free_bytes), gap_s=gap_s)
+        self.late = CopyBeforeOverwrite(
+            self.version, self.shards, CopyBuffers(self._free_bytes), gap_s=gap_s
+        )
 
     def read(self, begin: int, end: int) -> None:
         for shard, image in zip(self.shards, self.images, strict=True):
@@ -450,7 +454,7 @@ def test_a_slot_that_is_overwritten_before_it_is_copied_is_not_read_on(
     reading.read(0, HALF)
     arenas.seal(5, slot=1)
     arenas.seal(6)
-    with pytest.raises(Overwritten):
+    with pytest.raises(SlotOverwritten):
         reading.read(HALF, LAYOUT.image_bytes)
 
 

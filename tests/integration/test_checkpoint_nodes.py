@@ -26,7 +26,7 @@ from ftrun.errors import PeerError
 from ftrun.ids import Version, version
 from ftrun.smp.checkpoint.index import read_index
 from ftrun.smp.checkpoint.storage.local import LOCK_NAME
-from ftrun.snapshot.layout import Entry, Layout, When, make_layout
+from ftrun.snapshot.layout import CopyTiming, Layout, LayoutEntry, make_layout
 from ftrun.wire.messages import checkpoint as checkpoint_messages
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
@@ -50,7 +50,9 @@ def wait_until(claim: Callable[[], bool], what: str) -> None:
 
 
 def layout_of(rank: int) -> Layout:
-    return make_layout([Entry("weight", "F32", (150_000 + rank,), When.LAZY)], plain_bytes=10)
+    return make_layout(
+        [LayoutEntry("weight", "F32", (150_000 + rank,), CopyTiming.LAZY)], plain_bytes=10
+    )
 
 
 def image_of(rank: int, at: Version, salt: str = "") -> bytes:
@@ -91,7 +93,7 @@ class Node:
         self.agent = self.connect("agent")
         if self.arenas:
             fds = [self.arenas[rank] for rank in sorted(self.arenas)]
-            assert self.ask(smp_messages.Adopt(sorted(self.arenas)), *fds) == messages.Done()
+            assert self.ask(smp_messages.AdoptMemory(sorted(self.arenas)), *fds) == messages.Done()
 
     def connect(self, role: str, rank: int = -1) -> Channel:
         channel = connect(
@@ -243,7 +245,7 @@ def part(answer: messages.AnyMessage) -> checkpoint_messages.CheckpointWritten:
 
 
 def refused(answer: messages.AnyMessage) -> str:
-    assert isinstance(answer, checkpoint_messages.CheckpointRefused), answer
+    assert isinstance(answer, checkpoint_messages.CheckpointFailed), answer
     return answer.why
 
 
@@ -488,8 +490,8 @@ def test_a_checkpoint_of_several_nodes_is_loaded_by_others(make: Make, directory
     )
     node.begin(world_size=2)
     worker = node.connect("worker", 0)
-    got = worker.ask(worker_messages.OpenImages(0, -1, 1, WORLD), deadline_s=PATIENCE_S)
-    assert got.body == worker_messages.ImagesOpened([0, 1, 2, 3])
+    got = worker.ask(worker_messages.OpenShards(0, -1, 1, WORLD), deadline_s=PATIENCE_S)
+    assert got.body == worker_messages.ShardsOpened([0, 1, 2, 3])
     for rank, fd in enumerate(got.fds):
         check_arena(fd, rank, FIRST)
         os.close(fd)

@@ -48,7 +48,7 @@ def claim(directory: Path, node: Node, *, inherits: bool = True, num_nodes: int 
 def load_with_claim(
     directory: Path, node: Node, *, inherits: bool = True, num_nodes: int = 1
 ) -> checkpoint_messages.CheckpointLoaded:
-    """As `Generations.adopt` does it."""
+    """As `GenerationRunner.adopt` does it."""
     claimed = CheckpointClaim(str(directory), LIFE[node.name], num_nodes, inherits)
     body = checkpoint_messages.LoadCheckpoint(str(directory), WORLD, node.ranks, claim=claimed)
     answer = node.ask(body)

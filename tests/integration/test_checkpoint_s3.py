@@ -17,14 +17,14 @@ import xxhash
 
 from ftrun.errors import CheckpointError
 from ftrun.ids import Rank, RunId, version
-from ftrun.smp.checkpoint.load import Loaded, LoadOrder
-from ftrun.smp.checkpoint.storage.copy_room import CopyRoom
+from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob
+from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
 from ftrun.smp.checkpoint.storage.local import Retention
 from ftrun.smp.checkpoint.storage.pace import Throttle
 from ftrun.smp.checkpoint.url_checkpoint import UrlWriter
 from ftrun.smp.checkpoint.url_load import load_from_url
-from ftrun.smp.checkpoint.write_job import Means, WriteOrder, Written
-from ftrun.snapshot.layout import Entry, When, make_layout
+from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult
+from ftrun.snapshot.layout import CopyTiming, LayoutEntry, make_layout
 from ftrun.wire.shared_memory.arena import (
     Arena,
     ArenaShape,
@@ -40,7 +40,7 @@ for name in ("s3fs", "moto", "flask"):
 
 pytestmark = [pytest.mark.full, pytest.mark.slow]
 
-LAYOUT = make_layout([Entry("weight", "F32", (6_000_000,), When.LAZY)], plain_bytes=10)
+LAYOUT = make_layout([LayoutEntry("weight", "F32", (6_000_000,), CopyTiming.LAZY)], plain_bytes=10)
 """24 MB: an upload in two parts."""
 
 RANKS = [Rank(0), Rank(1)]
@@ -140,18 +140,18 @@ def arenas() -> Iterator[Arenas]:
 
 def writer(stop: threading.Event | None = None) -> UrlWriter:
     throttle = Throttle(stop or threading.Event())
-    return UrlWriter(Means(RunId("run"), CopyRoom(lambda: 1 << 40), throttle))
+    return UrlWriter(WriterContext(RunId("run"), CopyBuffers(lambda: 1 << 40), throttle))
 
 
-def write(arenas: Arenas, url: str, by: UrlWriter, *, keep: int = 3) -> Written:
-    return by.write(arenas.fds, WriteOrder(url, tuple(RANKS), 2, Retention(keep)))
+def write(arenas: Arenas, url: str, by: UrlWriter, *, keep: int = 3) -> WriteResult:
+    return by.write(arenas.fds, WriteJob(url, tuple(RANKS), 2, Retention(keep)))
 
 
-def load(url: str) -> Loaded | None:
-    return load_from_url(url, LoadOrder(2, RANKS, lambda needed_bytes: None), threading.Event())
+def load(url: str) -> LoadedCheckpoint | None:
+    return load_from_url(url, LoadJob(2, RANKS, lambda needed_bytes: None), threading.Event())
 
 
-def check(loaded: Loaded | None, step: int) -> None:
+def check(loaded: LoadedCheckpoint | None, step: int) -> None:
     assert loaded is not None
     assert (loaded.version.step, loaded.rejected) == (step, {})
     for rank, fd in zip(RANKS, loaded.fds, strict=True):
@@ -181,7 +181,7 @@ def test_the_index_is_the_commit(arenas: Arenas, store: Store) -> None:
     arenas.seal(2)
     nodes = [writer(), writer()]
     orders = [
-        WriteOrder(store.url, (rank,), 2, Retention(3), version(0, 2), "token") for rank in RANKS
+        WriteJob(store.url, (rank,), 2, Retention(3), version(0, 2), "token") for rank in RANKS
     ]
     half = nodes[0].write({RANKS[0]: arenas.fds[RANKS[0]]}, orders[0])
     assert half.missing_ranks == (1,)

@@ -19,16 +19,16 @@ import xxhash
 from ftrun.errors import CheckpointError, PeerError
 from ftrun.ids import Generation, Rank, RunId, Version, version
 from ftrun.smp.checkpoint import live_capture as checkpoint_stream
-from ftrun.smp.checkpoint.live_capture import Follow, LiveShard
-from ftrun.smp.checkpoint.load import LoadOrder, load_checkpoint
-from ftrun.smp.checkpoint.storage.copy_room import CopyRoom
+from ftrun.smp.checkpoint.live_capture import CaptureFilter, LiveSlot
+from ftrun.smp.checkpoint.load import LoadJob, load_checkpoint
+from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
 from ftrun.smp.checkpoint.storage.local import Retention
 from ftrun.smp.checkpoint.storage.pace import Throttle
 from ftrun.smp.checkpoint.url_checkpoint import UrlWriter
 from ftrun.smp.checkpoint.url_load import load_from_url
-from ftrun.smp.checkpoint.write_job import Means, WriteOrder, Written
+from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult
 from ftrun.smp.checkpoint.writer import CheckpointWriter
-from ftrun.snapshot.layout import Entry, When, make_layout
+from ftrun.snapshot.layout import CopyTiming, LayoutEntry, make_layout
 from ftrun.urls import is_url
 from ftrun.wire.messages import checkpoint as checkpoint_messages
 from ftrun.wire.shared_memory.arena import (
@@ -44,7 +44,7 @@ from tests.integration.test_checkpoint_nodes import WORLD, Make, image_of, make
 
 __all__ = ["make"]
 
-LAYOUT = make_layout([Entry("weight", "F32", (6_000_000,), When.LAZY)], plain_bytes=10)
+LAYOUT = make_layout([LayoutEntry("weight", "F32", (6_000_000,), CopyTiming.LAZY)], plain_bytes=10)
 NUM_PIECES, RANKS = len(LAYOUT.pieces), [Rank(0), Rank(1)]
 HALF = NUM_PIECES * 3 // 4
 """18 MB: more than what a file or an upload collects before it writes."""
@@ -108,17 +108,19 @@ class Writing:
         self.free_bytes = 1 << 40
         self.throttle = Throttle(threading.Event())
         self.workers = workers
-        means = Means(RunId("run"), CopyRoom(lambda: self.free_bytes), self.throttle)
+        means = WriterContext(RunId("run"), CopyBuffers(lambda: self.free_bytes), self.throttle)
         self._to_folder, self._to_url = CheckpointWriter(means), UrlWriter(means)
         self._pool = ThreadPoolExecutor(1)
 
-    def order(self, where: str, *, wait_s: float, generation: int) -> WriteOrder:
-        follow = Follow(Generation(generation), lambda: self.is_over, lambda: self.hurries, wait_s)
-        return WriteOrder(where, tuple(RANKS), 2, Retention(3), follow=follow)
+    def order(self, where: str, *, wait_s: float, generation: int) -> WriteJob:
+        follow = CaptureFilter(
+            Generation(generation), lambda: self.is_over, lambda: self.hurries, wait_s
+        )
+        return WriteJob(where, tuple(RANKS), 2, Retention(3), follow=follow)
 
     def begin(
         self, where: str = "", *, wait_s: float = 5.0, generation: int = 0
-    ) -> "Future[Written]":
+    ) -> "Future[WriteResult]":
         where = where or str(self.folder)
         fds = {one.rank: [one.fd] for one in self.workers}
         order = self.order(where, wait_s=wait_s, generation=generation)
@@ -163,7 +165,7 @@ def wait_until(claim: Callable[[], bool], what: str) -> None:
 
 def loaded_step(where: str) -> int:
     """Of the newest checkpoint that can be used, which must be what was captured, bit for bit."""
-    order = LoadOrder(2, RANKS, lambda needed_bytes: None)
+    order = LoadJob(2, RANKS, lambda needed_bytes: None)
     if is_url(where):
         loaded = load_from_url(where, order, threading.Event())
     else:
@@ -299,14 +301,14 @@ def test_what_was_read_too_early_is_found_at_the_seal(
     table = workers[0].arena.table(0)
     for index in range(HALF, NUM_PIECES):
         table[index] = 1
-    is_read, found = threading.Event(), LiveShard.found
+    is_read, found = threading.Event(), LiveSlot.found
 
-    def noted(self: LiveShard, index: int, digest: int) -> None:
+    def noted(self: LiveSlot, index: int, digest: int) -> None:
         found(self, index, digest)
         if index == NUM_PIECES - 1:
             is_read.set()
 
-    monkeypatch.setattr(LiveShard, "found", noted)
+    monkeypatch.setattr(LiveSlot, "found", noted)
     future = writing.begin()
     wait_until(lambda: writing.num_written() >= 16 << 20, "all but the last buffer is on disk")
     assert is_read.wait(PATIENCE_S)

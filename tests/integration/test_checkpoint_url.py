@@ -16,17 +16,17 @@ import pytest
 
 from ftrun.errors import CheckpointError
 from ftrun.ids import Rank, RunId, version
-from ftrun.smp.checkpoint.load import Loaded, LoadOrder
-from ftrun.smp.checkpoint.storage.copy_room import CopyRoom
+from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob
+from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
 from ftrun.smp.checkpoint.storage.direct_file import no_pace
-from ftrun.smp.checkpoint.storage.fsspec import UrlStore
+from ftrun.smp.checkpoint.storage.fsspec import FsspecStorage
 from ftrun.smp.checkpoint.storage.local import STALE_S, Retention
 from ftrun.smp.checkpoint.storage.pace import Throttle
 from ftrun.smp.checkpoint.storage.url_folders import read_folders
 from ftrun.smp.checkpoint.storage.url_upload import BLOCK_BYTES
 from ftrun.smp.checkpoint.url_checkpoint import UrlWriter
 from ftrun.smp.checkpoint.url_load import load_from_url
-from ftrun.smp.checkpoint.write_job import Means, WriteOrder, Written
+from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult
 from tests.ftp_server import FtpServer, ftp_server
 from tests.integration.test_checkpoint_files import LAYOUT, RANKS, Arenas, check, spoil
 
@@ -77,27 +77,27 @@ def url(request: pytest.FixtureRequest, root: Path) -> Iterator[str]:
 def writer(
     run_id: str = "run", *, free_bytes: int = 1 << 40, stop: threading.Event = NEVER
 ) -> UrlWriter:
-    return UrlWriter(Means(RunId(run_id), CopyRoom(lambda: free_bytes), Throttle(stop)))
+    return UrlWriter(WriterContext(RunId(run_id), CopyBuffers(lambda: free_bytes), Throttle(stop)))
 
 
 def write(
     found: Arenas, url: str, by: UrlWriter, *, keep: int = 3, keep_s: float = 0.0, life: str = ""
-) -> Written:
+) -> WriteResult:
     """All ranks are here."""
-    order = WriteOrder(url, tuple(RANKS), 2, Retention(keep, keep_s), life=life)
+    order = WriteJob(url, tuple(RANKS), 2, Retention(keep, keep_s), life=life)
     return by.write(found.fds, order)
 
 
 def write_part(
     found: Arenas, url: str, by: UrlWriter, rank: int, step: int, *, token: str = "5b6a"
-) -> Written:
+) -> WriteResult:
     """Of two nodes, one with this rank."""
-    order = WriteOrder(url, (Rank(rank),), 2, Retention(3), version(0, step), token)
+    order = WriteJob(url, (Rank(rank),), 2, Retention(3), version(0, step), token)
     return by.write({Rank(rank): found.fds[Rank(rank)]}, order)
 
 
-def load(url: str, *, only: str = "", life: str = "") -> Loaded | None:
-    order = LoadOrder(2, RANKS, lambda needed_bytes: None, only, life)
+def load(url: str, *, only: str = "", life: str = "") -> LoadedCheckpoint | None:
+    order = LoadJob(2, RANKS, lambda needed_bytes: None, only, life)
     return load_from_url(url, order, NEVER)
 
 
@@ -143,7 +143,7 @@ def test_what_was_loaded_is_not_sent_again(arenas: Arenas, url: str, root: Path)
     by = writer()
     by.remember(url, loaded.version, str(loaded.path))
     fds = {rank: [fd] for rank, fd in zip(RANKS, loaded.fds, strict=True)}
-    done = by.write(fds, WriteOrder(url, tuple(RANKS), 2, Retention(1)))
+    done = by.write(fds, WriteJob(url, tuple(RANKS), 2, Retention(1)))
     assert (done.version, done.total_bytes) == (version(-1, 4), 0)
     assert check(loaded, 4) == []
     assert steps(root) == [4]
@@ -154,7 +154,7 @@ def test_large_objects_go_and_come_in_blocks(url: str) -> None:
     size = 2 * BLOCK_BYTES + 12_345
     data = os.urandom(size)
     asked: list[int] = []
-    with UrlStore(url, NEVER) as store:
+    with FsspecStorage(url, NEVER) as store:
         store.make("folder")
         with store.uploaded("folder/large", size, asked.append) as file:
             at = 0
@@ -175,7 +175,7 @@ def test_large_objects_go_and_come_in_blocks(url: str) -> None:
 
 
 def test_a_file_that_is_given_up_is_not_there(url: str) -> None:
-    with UrlStore(url, NEVER) as store:
+    with FsspecStorage(url, NEVER) as store:
         store.make()
         with suppress(ZeroDivisionError), store.uploaded("one", 100, no_pace) as file:
             file.room()[:10] = bytes(10)
@@ -256,10 +256,10 @@ def test_a_store_that_hangs_is_told_of_and_never_waited_for(
             writing.result(PATIENCE_S)
         assert time.monotonic() - began_s < PATIENCE_S
     with pytest.raises(CheckpointError, match="has not answered for 0 s"):
-        UrlStore(server.url(), NEVER, answer_s=0.2)
+        FsspecStorage(server.url(), NEVER, answer_s=0.2)
     server.thaw()
     assert check(load(server.url()), 1) == []
-    with UrlStore(server.url(), NEVER) as store:
+    with FsspecStorage(server.url(), NEVER) as store:
         store._calls._answer_s = 0.2  # only now: a busy machine takes as long to log in
         server.freeze()
         for _ in range(2):
@@ -438,7 +438,7 @@ def test_two_that_publish_at_once_make_one_checkpoint(arenas: Arenas, url: str, 
             parts = [pool.submit(write_part, arenas, url, nodes[n], n, step) for n in (0, 1)]
             assert () in [part.result(60).missing_ranks for part in parts]
             assert check(load(url), step) == []
-    with UrlStore(url, NEVER) as store:
+    with FsspecStorage(url, NEVER) as store:
         folders = read_folders(store)
     assert [one.index.serial for one in folders if one.index] == [8, 7, 6]
     assert steps(root) == [6, 7, 8]

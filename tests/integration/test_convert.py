@@ -19,13 +19,13 @@ import xxhash
 
 from ftrun.ids import Rank, RunId
 from ftrun.smp.checkpoint.index import read_index
-from ftrun.smp.checkpoint.storage.copy_room import CopyRoom
+from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
 from ftrun.smp.checkpoint.storage.local import Retention
 from ftrun.smp.checkpoint.storage.pace import Throttle
-from ftrun.smp.checkpoint.write_job import Means, WriteOrder
+from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.snapshot import plain_values as plain
-from ftrun.snapshot.layout import PLAIN_NAME, Entry, When, make_layout, parse_header
+from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, LayoutEntry, make_layout, parse_header
 from ftrun.snapshot.plain_values import TensorRef
 from ftrun.tools.checkpoints.checkpoint_verify import verify_folder
 from ftrun.tools.checkpoints.convert import convert as converted
@@ -52,8 +52,10 @@ class World:
         self.ranks = [self._with_state(held) for held in ranks]
         fds = {Rank(rank): [self._arena(rank)] for rank in range(len(ranks))}
         throttle = Throttle(threading.Event())
-        writer = CheckpointWriter(Means(RunId("made"), CopyRoom(lambda: 1 << 40), throttle))
-        order = WriteOrder(
+        writer = CheckpointWriter(
+            WriterContext(RunId("made"), CopyBuffers(lambda: 1 << 40), throttle)
+        )
+        order = WriteJob(
             str(folder), ranks=tuple(fds), world_size=len(ranks), retention=Retention(3)
         )
         try:
@@ -94,7 +96,7 @@ class World:
     def _arena(self, rank: int) -> int:
         text = self._plain(rank)
         entries = [
-            Entry(name, NAMES[array.dtype], array.shape, When.LAZY)
+            LayoutEntry(name, NAMES[array.dtype], array.shape, CopyTiming.LAZY)
             for name, array in self.ranks[rank].items()
         ]
         layout = make_layout(entries, plain_bytes=len(text) + 8)

@@ -23,8 +23,8 @@ import pytest
 from ftrun.cli.runs import look_at
 from ftrun.errors import PeerError
 from ftrun.wire.fault_orders import make_cancel, make_order
-from ftrun.wire.messages.envelope import AnyMessage, AskStatus, Refused, Status
-from ftrun.wire.messages.faults import FaultTaken, InjectFault
+from ftrun.wire.messages.envelope import AnyMessage, Refused, StatusReply, StatusRequest
+from ftrun.wire.messages.faults import FaultAccepted, InjectFault
 from ftrun.wire.run_environment import RunId, run_folder
 from tests.integration.conftest import WAIT_S, Run, Start, is_gone
 
@@ -116,7 +116,7 @@ def order(run: Run, kind: str, **words: object) -> str:
     """Order a fault that must be taken; its id."""
     wanted = make_order(f"t{uuid.uuid4().hex[:6]}", kind, **words)  # type: ignore[arg-type]
     answer = tell(run, InjectFault(wanted))
-    assert isinstance(answer, FaultTaken), f"{kind}: {answer}"
+    assert isinstance(answer, FaultAccepted), f"{kind}: {answer}"
     assert answer.id == wanted.id
     return wanted.id
 
@@ -131,8 +131,8 @@ def tell(run: Run, message: AnyMessage) -> AnyMessage:
 
 
 def status(run: Run) -> dict[str, Any]:
-    answer = tell(run, AskStatus())
-    assert isinstance(answer, Status)
+    answer = tell(run, StatusRequest())
+    assert isinstance(answer, StatusReply)
     return dict(json.loads(answer.document))
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from ftrun.snapshot.layout import PIECE_BYTES
-from ftrun.wire.shared_memory.pages import Beat
+from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.capture import copying
-from ftrun.worker.capture.accumulation import Accumulation
+from ftrun.worker.capture.accumulation import AccumulationTracker
 from ftrun.worker.capture.laziness import LazyCopyCheck
 from ftrun.worker.context import SnapshotSettings
 from ftrun.worker.process import heartbeat
@@ -128,8 +128,8 @@ def train(
         end(at)
     seen[LAST] = state_of(model, optimizer)
     compare(run, seen)
-    assert run.page.get(Beat.SEALED_STEP) == LAST
-    assert not run.page.get(Beat.UNPROTECTED)
+    assert run.page.get(HeartbeatField.SEALED_STEP) == LAST
+    assert not run.page.get(HeartbeatField.UNPROTECTED)
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
@@ -190,8 +190,8 @@ def test_a_swap_that_outlasts_the_copy_is_discarded_and_named(
         weight.data.copy_(backup)
 
     train(run, model, optimizer, top=top, end=stop_the_snapshot_of(AT, gate, piece))
-    assert run.page.get(Beat.DISCARDED_COUNT) == 1
-    assert run.page.get(Beat.SEALED_COUNT) == LAST - 1
+    assert run.page.get(HeartbeatField.DISCARDED_COUNT) == 1
+    assert run.page.get(HeartbeatField.SEALED_COUNT) == LAST - 1
     for text in (run.page.note, caplog.text):
         assert f"model.0.weight changed while the snapshot of step {AT} was copied" in text
 
@@ -216,7 +216,7 @@ def test_a_swap_that_ends_during_the_copy_is_discarded(run: Run, gate: Gate) -> 
             gate.release()
 
     train(run, model, optimizer, top=top, end=end)
-    assert run.page.get(Beat.DISCARDED_COUNT) == 1
+    assert run.page.get(HeartbeatField.DISCARDED_COUNT) == 1
     assert "model.0.weight" in run.page.note
 
 
@@ -237,7 +237,7 @@ def test_a_swap_between_the_copy_of_a_piece_and_its_digest_is_no_harm(run: Run, 
 
     # Three tensors of five large pieces and a rest each: parameter, exp_avg, exp_avg_sq.
     train(run, model, optimizer, top=top, end=stop_the_snapshot_of(AT, gate, 15))
-    assert run.page.get(Beat.DISCARDED_COUNT) == 0
+    assert run.page.get(HeartbeatField.DISCARDED_COUNT) == 0
 
 
 def test_a_change_that_stays_after_the_copy_costs_no_snapshot(run: Run) -> None:
@@ -249,8 +249,8 @@ def test_a_change_that_stays_after_the_copy_costs_no_snapshot(run: Run) -> None:
             model[0].weight.data.mul_(0.9)
 
     train(run, model, optimizer, top=top)
-    assert run.page.get(Beat.DISCARDED_COUNT) == 0
-    assert run.page.get(Beat.SEALED_COUNT) == LAST
+    assert run.page.get(HeartbeatField.DISCARDED_COUNT) == 0
+    assert run.page.get(HeartbeatField.SEALED_COUNT) == LAST
     assert "model.0.weight changed between a step boundary and the optimizer step" in run.page.note
 
 
@@ -268,7 +268,7 @@ def test_a_swap_of_optimizer_state_is_discarded(run: Run, gate: Gate) -> None:
             tensor.data.copy_(backup)
 
     train(run, model, optimizer, top=top, end=stop_the_snapshot_of(AT, gate, 3))
-    assert run.page.get(Beat.DISCARDED_COUNT) == 1
+    assert run.page.get(HeartbeatField.DISCARDED_COUNT) == 1
     assert "optimizer.state.model.0.weight.exp_avg" in run.page.note
 
 
@@ -289,7 +289,7 @@ def test_other_memory_behind_a_weight_and_back_is_saved_right(run: Run, gate: Ga
             gate.release()
 
     train(run, model, optimizer, top=top, end=stop_the_snapshot_of(AT, gate, 2))
-    assert run.page.get(Beat.DISCARDED_COUNT) == 0
+    assert run.page.get(HeartbeatField.DISCARDED_COUNT) == 0
 
 
 def test_a_swap_of_a_weight_with_other_strides_is_discarded(run: Run, gate: Gate) -> None:
@@ -310,7 +310,7 @@ def test_a_swap_of_a_weight_with_other_strides_is_discarded(run: Run, gate: Gate
             weight.data.copy_(backup)
 
     train(run, model, optimizer, top=top, end=stop_the_snapshot_of(AT, gate, 0))
-    assert run.page.get(Beat.DISCARDED_COUNT) == 1
+    assert run.page.get(HeartbeatField.DISCARDED_COUNT) == 1
     assert "model.0.weight" in run.page.note
 
 
@@ -332,8 +332,8 @@ def test_small_tensors_are_copied_before_the_script_can_change_them(run: Run, ga
             parameter.data.copy_(saved)
 
     train(run, model, optimizer, top=top, end=stop_the_snapshot_of(AT, gate, 0))
-    assert run.page.get(Beat.DISCARDED_COUNT) == 0
-    assert run.page.get(Beat.SEALED_COUNT) == LAST
+    assert run.page.get(HeartbeatField.DISCARDED_COUNT) == 0
+    assert run.page.get(HeartbeatField.SEALED_COUNT) == LAST
     assert not run.page.note
 
 
@@ -355,7 +355,7 @@ def test_a_swap_inside_a_phase_waits_for_the_copy(
     monkeypatch.setattr(copying.SlotCopy, "copy_lazy", copy_late)
 
     def swap() -> None:
-        assert len(is_copied) == run.page.get(Beat.SEALED_COUNT) > 0
+        assert len(is_copied) == run.page.get(HeartbeatField.SEALED_COUNT) > 0
         backup = weight.detach().clone()
         weight.data.mul_(0.999)
         weight.data.copy_(backup)
@@ -379,8 +379,8 @@ def test_a_swap_inside_a_phase_waits_for_the_copy(
         is_about_to_swap.set() if at + 1 == LAST else None
 
     train(run, model, optimizer, top=top, end=end)
-    assert run.page.get(Beat.DISCARDED_COUNT) == 0
-    assert run.page.get(Beat.SEALED_COUNT) == LAST
+    assert run.page.get(HeartbeatField.DISCARDED_COUNT) == 0
+    assert run.page.get(HeartbeatField.SEALED_COUNT) == LAST
     assert not run.page.note
 
 
@@ -393,7 +393,7 @@ def test_a_turn_that_says_train_again_does_not_wait_for_the_copy(run: Run, gate:
             gate.release()
 
     train(run, model, optimizer, top=top, end=stop_the_snapshot_of(AT, gate, 0))
-    assert run.page.get(Beat.SEALED_COUNT) == LAST
+    assert run.page.get(HeartbeatField.SEALED_COUNT) == LAST
 
 
 BUG = "a bug in ftrun: KeyError: 'a broken part'"
@@ -411,13 +411,13 @@ def break_it(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (Accumulation, "_before_step"),
+        (AccumulationTracker, "_before_step"),
         (OptimizerWatch, "_before_step"),
         (LazyCopyCheck, "observe"),
         (copying.SlotCopy, "copy_lazy"),
         (copying.SlotCopy, "differing"),
         (heartbeat, "step_done"),
-        (Accumulation, "boundary"),
+        (AccumulationTracker, "boundary"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
@@ -436,7 +436,7 @@ def test_a_bug_in_ftrun_ends_protection_and_not_the_training(
         optimizer.step()
     assert session.step == LAST
     assert int(optimizer.state[model[0].weight]["step"]) == LAST
-    assert run.page.get(Beat.UNPROTECTED) == 1
+    assert run.page.get(HeartbeatField.UNPROTECTED) == 1
     assert BUG in run.page.note
 
 
@@ -517,7 +517,7 @@ def test_tied_scalar_and_empty_parameters_are_saved_right(run: Run) -> None:
     model = Odd()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     train(run, model, optimizer, top=lambda at, session: None)
-    assert run.page.get(Beat.DISCARDED_COUNT) == 0
+    assert run.page.get(HeartbeatField.DISCARDED_COUNT) == 0
     assert not run.page.note
 
 
@@ -549,7 +549,7 @@ def test_a_step_in_another_thread_waits_for_the_copy(run: Run, gate: Gate) -> No
             gate.wait()
 
     train(run, model, optimizer, top=top, end=stop_the_snapshot_of(AT, gate, 2))
-    assert run.page.get(Beat.DISCARDED_COUNT) == 0
+    assert run.page.get(HeartbeatField.DISCARDED_COUNT) == 0
 
 
 def test_a_forward_with_other_weights_by_functional_call_costs_nothing(
@@ -565,5 +565,5 @@ def test_a_forward_with_other_weights_by_functional_call_costs_nothing(
             gate.release()
 
     train(run, model, optimizer, top=top, end=stop_the_snapshot_of(AT, gate, 2))
-    assert run.page.get(Beat.DISCARDED_COUNT) == 0
+    assert run.page.get(HeartbeatField.DISCARDED_COUNT) == 0
     assert not run.page.note

@@ -92,11 +92,11 @@ class RelayedNode(Node):
     relay: ResettingRelay | None = None
 
     @property
-    def place(self) -> protected.NodePlace:
+    def place(self) -> protected.NodeAddress:
         plain = super().place
         if self.relay is None:
             return plain
-        return protected.NodePlace(plain.node_id, 1, self.relay_host, plain.smp_port, plain.ranks)
+        return protected.NodeAddress(plain.node_id, 1, self.relay_host, plain.smp_port, plain.ranks)
 
     @property
     def relay_host(self) -> str:

@@ -18,7 +18,7 @@ from torch import nn
 from ftrun import clock
 from ftrun.errors import MemoryTooSmall
 from ftrun.wire.shared_memory.arena import Arena, arena_bytes
-from ftrun.wire.shared_memory.pages import Beat, Command
+from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
 from ftrun.worker import smp_client as memory_link
 from ftrun.worker.capture import slots
 from ftrun.worker.context import SnapshotSettings
@@ -44,13 +44,13 @@ def run(tmp_path: Path) -> Iterator[Run]:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of one slot in each request for an arena."""
     found: list[int] = []
-    request = memory_link.MemoryLink.request_arena
+    request = memory_link.WorkerSmpClient.request_arena
 
-    def count(self: memory_link.MemoryLink, **how: int) -> int:
+    def count(self: memory_link.WorkerSmpClient, **how: int) -> int:
         found.append(how["image_bytes"])
         return request(self, **how)
 
-    monkeypatch.setattr(memory_link.MemoryLink, "request_arena", count)
+    monkeypatch.setattr(memory_link.WorkerSmpClient, "request_arena", count)
     return found
 
 
@@ -84,7 +84,7 @@ class Training:
             self.optimizer.step()
 
     def committed(self) -> int:
-        return self.run.commands.get(Command.COMMITTED_STEP)
+        return self.run.commands.get(CommandField.COMMITTED_STEP)
 
     def grow(self) -> None:
         """The state gets another shape."""
@@ -102,8 +102,8 @@ def test_memory_that_is_refused_costs_snapshots_until_it_is_there(
     seen: list[tuple[int, bool, str, int]] = []
 
     def act(at: int) -> None:
-        skipped = run.page.get(Beat.SKIPPED_COUNT)
-        seen.append((training.committed(), bool(run.page.get(Beat.UNPROTECTED)),
+        skipped = run.page.get(HeartbeatField.SKIPPED_COUNT)
+        seen.append((training.committed(), bool(run.page.get(HeartbeatField.UNPROTECTED)),
                      run.page.note, skipped))  # fmt: skip
         if at == 4:
             run.committed_version()
@@ -124,8 +124,8 @@ def test_memory_that_is_refused_costs_snapshots_until_it_is_there(
         assert "MB more on this node" in note
         assert "the kernel refused it" in note
     assert [skipped for _, _, _, skipped in seen[4:9]] == [0, 1, 2, 3, 4]
-    assert not run.page.get(Beat.UNPROTECTED)
-    assert run.page.get(Beat.SKIPPED_COUNT) == 4
+    assert not run.page.get(HeartbeatField.UNPROTECTED)
+    assert run.page.get(HeartbeatField.SKIPPED_COUNT) == 4
 
     again = Training(run, is_grown=True)  # what was sealed after the pause comes back
     assert_same(training.model, training.optimizer, again.model, again.optimizer)
@@ -140,7 +140,7 @@ def test_an_arena_that_cannot_be_mapped_costs_snapshots_until_it_can(
     notes: list[str] = []
 
     def act(at: int) -> None:
-        notes.append(run.page.note if run.page.get(Beat.UNPROTECTED) else "")
+        notes.append(run.page.note if run.page.get(HeartbeatField.UNPROTECTED) else "")
         if at == 3:
             training.model.register_buffer("large", torch.zeros(ADDRESSES // 4))
             size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -156,7 +156,7 @@ def test_an_arena_that_cannot_be_mapped_costs_snapshots_until_it_can(
     assert [bool(note) for note in notes[:7]] == [False] * 4 + [True] * 3
     assert all("Cannot allocate memory" in note for note in notes[4:7])
     assert run.saved()[0] == 9
-    assert not run.page.get(Beat.UNPROTECTED)
+    assert not run.page.get(HeartbeatField.UNPROTECTED)
 
 
 def test_refused_memory_is_not_asked_for_at_each_step(run: Run, asked: list[int]) -> None:
@@ -171,7 +171,7 @@ def test_refused_memory_is_not_asked_for_at_each_step(run: Run, asked: list[int]
     training.steps(40, act)
     # The first, one after each pause, and one at the last step.
     assert len(asked) <= 3 + (clock.now_s() - began_s) / slots._RETRY_S
-    assert run.page.get(Beat.SKIPPED_COUNT) >= 37
+    assert run.page.get(HeartbeatField.SKIPPED_COUNT) >= 37
 
 
 def test_a_state_that_fits_again_is_protected_at_once(run: Run) -> None:
@@ -179,7 +179,7 @@ def test_a_state_that_fits_again_is_protected_at_once(run: Run) -> None:
     protected: list[bool] = []
 
     def act(at: int) -> None:
-        protected.append(not run.page.get(Beat.UNPROTECTED))
+        protected.append(not run.page.get(HeartbeatField.UNPROTECTED))
         if at == 3:
             refuse_memory(run, is_short=True)
             training.grow()
@@ -211,7 +211,7 @@ def test_values_that_grow_at_each_step_keep_their_arena(run: Run, asked: list[in
     training = Training(run, progress=losses)
     training.steps(6, lambda at: losses["losses"].extend([0.5] * 1500))
     assert len(asked) == 1
-    assert run.page.get(Beat.SKIPPED_COUNT) == 0
+    assert run.page.get(HeartbeatField.SKIPPED_COUNT) == 0
 
 
 def test_values_that_have_grown_go_into_the_arena_of_the_rank_before(
@@ -248,7 +248,7 @@ def test_an_smp_that_dies_while_it_makes_an_arena_is_followed_by_one_that_is_ask
     def act(at: int) -> None:
         if at == 3:
             assert run.smp.wait(PATIENCE_S)
-            assert not run.page.get(Beat.SEALED_COUNT)
+            assert not run.page.get(HeartbeatField.SEALED_COUNT)
             run.next_smp()
 
     training.steps(6, act)
@@ -276,7 +276,7 @@ def test_a_node_that_takes_long_for_its_arenas_is_waited_for(
 
     monkeypatch.setattr(memory_link.Channel, "ask", note)
     monkeypatch.setattr(memory_link, "_SLOWEST_BYTES_S", 1000.0)
-    link = memory_link.MemoryLink(run.next_context())
+    link = memory_link.WorkerSmpClient(run.next_context())
     os.close(link.request_arena(image_bytes=MB, num_pieces=4, layout_id=1))
     link.close()
     assert waits_s == [memory_link.allocation_limit_s(arena_bytes(MB, 4))]
@@ -294,9 +294,9 @@ def test_what_will_not_fit_is_told_at_attach_and_protected_when_there_is_room(ru
         with pytest.raises(MemoryTooSmall, match="two slots for 1 rank"):
             Training(run, width=1200)
         run.settings = wanted
-        run.page.set(Beat.UNPROTECTED, 0)
+        run.page.set(HeartbeatField.UNPROTECTED, 0)
         training = Training(run, width=1200)
-        assert run.page.get(Beat.UNPROTECTED)
+        assert run.page.get(HeartbeatField.UNPROTECTED)
         note = run.page.note
         assert str(group.folder) in note
         assert "two slots for 1 rank" in note
@@ -304,13 +304,13 @@ def test_what_will_not_fit_is_told_at_attach_and_protected_when_there_is_room(ru
 
         def act(at: int) -> None:
             if at == 3:
-                assert run.page.get(Beat.SEALED_COUNT) == 0
+                assert run.page.get(HeartbeatField.SEALED_COUNT) == 0
                 group.limit(200 * MB)
                 clock.sleep(slots._RECHECK_S)
 
         training.steps(6, act)
         assert run.saved()[0] == 6
-        assert not run.page.get(Beat.UNPROTECTED)
+        assert not run.page.get(HeartbeatField.UNPROTECTED)
 
 
 class Hoarder(torch.optim.SGD):
@@ -333,10 +333,10 @@ def test_a_state_larger_than_was_guessed_is_told_before_the_first_snapshot(run: 
         model = nn.Linear(WIDTH, WIDTH)
         optimizer = Hoarder(model.parameters(), lr=0.1)
         session = run.attach(model=model, optimizer=optimizer)
-        assert not run.page.get(Beat.UNPROTECTED)
+        assert not run.page.get(HeartbeatField.UNPROTECTED)
         for at in session.steps(3):
             if at == 1:
-                assert run.page.get(Beat.UNPROTECTED)
+                assert run.page.get(HeartbeatField.UNPROTECTED)
                 assert "MB of state" in run.page.note
             model(torch.ones(4, WIDTH)).square().mean().backward()
             optimizer.step()

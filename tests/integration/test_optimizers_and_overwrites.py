@@ -17,11 +17,11 @@ from torch.optim.optimizer import Optimizer, _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader
 
 from ftrun.errors import UsageError, ValueNotStorable
-from ftrun.wire.shared_memory.pages import Beat
+from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.context import SnapshotSettings
 from ftrun.worker.process import lease
 from ftrun.worker.session import Session
-from ftrun.worker.state.data_position import Feed
+from ftrun.worker.state.data_position import DataPosition
 from tests.integration.in_process_worker import Run
 
 WIDTH = 8
@@ -227,7 +227,7 @@ def test_an_inner_optimizer_comes_back(run: Run, kind: str) -> None:
             turn(model, optimizer, at)
             scheduler.step()
         run.committed_version()
-        assert not run.page.get(Beat.UNPROTECTED), run.page.note
+        assert not run.page.get(HeartbeatField.UNPROTECTED), run.page.note
     assert session.restored
     assert all(map(torch.equal, values(model), calm_values(make, 10)))
 
@@ -243,7 +243,7 @@ def test_the_gradients_of_an_inner_optimizer_count_as_accumulation(run: Run, kin
         if at % 4 == 3:
             optimizer.step()
             optimizer.zero_grad()
-    assert run.page.get(Beat.SEALED_COUNT) == 2
+    assert run.page.get(HeartbeatField.SEALED_COUNT) == 2
 
 
 def test_one_optimizer_behind_two_wrappers_is_captured_once(run: Run) -> None:
@@ -265,7 +265,7 @@ def test_tensors_outside_of_an_optimizers_state_are_reported(run: Run) -> None:
     session = run.attach(model=model, optimizer=optimizer)
     for at in session.steps(2):
         turn(model, optimizer, at)
-    assert run.page.get(Beat.UNPROTECTED)
+    assert run.page.get(HeartbeatField.UNPROTECTED)
     assert "keeps tensors in slow" in run.page.note
 
 
@@ -277,7 +277,7 @@ def test_momentum_of_a_sparse_gradient_is_reported_by_its_name(run: Run) -> None
         model(torch.tensor([1, 2])).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert run.page.get(Beat.UNPROTECTED)
+    assert run.page.get(HeartbeatField.UNPROTECTED)
     assert "momentum_buffer" in run.page.note
     assert "bug" not in run.page.note
 
@@ -313,7 +313,7 @@ def test_gradients_that_stay_while_others_step_are_reported(run: Run) -> None:
     optimizers = {"first": adam(first), "last": adam(last)}
     session = run.attach(model=model, optimizer=optimizers)
     for at in session.steps(104):
-        assert bool(run.page.get(Beat.UNPROTECTED)) == (100 <= at < 103)
+        assert bool(run.page.get(HeartbeatField.UNPROTECTED)) == (100 <= at < 103)
         loss_of(model, at).backward()
         optimizers["last"].step()
         optimizers["last"].zero_grad()
@@ -336,7 +336,7 @@ def test_an_optimizer_that_rests_after_a_restart_keeps_no_snapshot_from_being_ta
             last.requires_grad_(at >= 3)
             if at != 4:  # a turn in which nothing steps
                 turn(model, optimizers["first" if at < 3 else "last"], at)
-        assert run.page.get(Beat.SEALED_COUNT) == 3
+        assert run.page.get(HeartbeatField.SEALED_COUNT) == 3
         run.committed_version()
     assert session.restored
 
@@ -346,7 +346,7 @@ def test_gradients_of_the_turn_before_are_reported(run: Run) -> None:
     optimizer = adam(model)
     session = run.attach(model=model, optimizer=optimizer)
     for at in session.steps(4):
-        assert bool(run.page.get(Beat.UNPROTECTED)) == (at == 3)
+        assert bool(run.page.get(HeartbeatField.UNPROTECTED)) == (at == 3)
         optimizer.step()
         optimizer.zero_grad()
         loss_of(model, at).backward()
@@ -376,9 +376,9 @@ def test_a_second_optimizer_that_takes_over_is_reported_before_its_state_is_lost
     with caplog.at_level(logging.WARNING):
         for at in session.steps(8):
             if at == 4:
-                assert not run.page.get(Beat.UNPROTECTED)
+                assert not run.page.get(HeartbeatField.UNPROTECTED)
             if at == 6:
-                assert run.page.get(Beat.UNPROTECTED)
+                assert run.page.get(HeartbeatField.UNPROTECTED)
             turn(model, first if at < 4 else second, at)
     assert (
         "optimizer SGD, which updates model.0.weight and 3 more, is not attached: its state is in "
@@ -409,7 +409,7 @@ def test_an_optimizer_without_state_that_lives_for_one_turn_is_not_reported(run:
         inner = torch.optim.SGD(model.parameters(), lr=0.01)
         turn(model, inner, at)
         turn(model, optimizer, at)
-    assert not run.page.get(Beat.UNPROTECTED)
+    assert not run.page.get(HeartbeatField.UNPROTECTED)
 
 
 def test_an_optimizer_of_a_model_that_is_not_attached_is_logged_once(
@@ -422,7 +422,7 @@ def test_an_optimizer_of_a_model_that_is_not_attached_is_logged_once(
         for at in session.steps(4):
             turn(model, optimizer, at)
             turn(other, its, at)
-    assert not run.page.get(Beat.UNPROTECTED)
+    assert not run.page.get(HeartbeatField.UNPROTECTED)
     assert caplog.text.count("4 parameters that are not attached") == 1
 
 
@@ -433,11 +433,11 @@ def test_a_loader_that_is_attached_and_iterated_by_hand_is_reported(run: Run) ->
     model = network()
     optimizer = adam(model)
     loader = DataLoader(range(64))
-    feeds = {"loader.train": Feed("loader.train", loader)}
+    feeds = {"loader.train": DataPosition("loader.train", loader)}
     session = run.session_of(run.next_context(), feeds, model=model, optimizer=optimizer)
     by_hand = iter(loader)
     for at in session.steps(3):
-        assert bool(run.page.get(Beat.UNPROTECTED)) == (at == 2)
+        assert bool(run.page.get(HeartbeatField.UNPROTECTED)) == (at == 2)
         next(by_hand)
         turn(model, optimizer, at)
     assert "loader.train has given no batch" in run.page.note
@@ -446,25 +446,25 @@ def test_a_loader_that_is_attached_and_iterated_by_hand_is_reported(run: Run) ->
     for at in session.steps(5):
         next(batches)
         turn(model, optimizer, at)
-    assert not run.page.get(Beat.UNPROTECTED)
+    assert not run.page.get(HeartbeatField.UNPROTECTED)
 
 
 def test_a_second_loader_may_wait_for_its_time(run: Run) -> None:
     model = network()
     optimizer = adam(model)
     loaders = {name: DataLoader(range(64)) for name in ("train", "val")}
-    feeds = {f"loader.{name}": Feed(f"loader.{name}", one) for name, one in loaders.items()}
+    feeds = {f"loader.{name}": DataPosition(f"loader.{name}", one) for name, one in loaders.items()}
     session = run.session_of(run.next_context(), feeds, model=model, optimizer=optimizer)
     for at, _ in zip(range(4), session.batches(loaders["train"]), strict=False):
         turn(model, optimizer, at)
-    assert not run.page.get(Beat.UNPROTECTED)
+    assert not run.page.get(HeartbeatField.UNPROTECTED)
 
 
 def test_a_second_loader_that_is_iterated_by_hand_is_reported(run: Run) -> None:
     model = network()
     optimizer = adam(model)
     loaders = {name: DataLoader(range(64)) for name in ("train", "unlabeled", "val", "rare")}
-    feeds = {f"loader.{name}": Feed(f"loader.{name}", one) for name, one in loaders.items()}
+    feeds = {f"loader.{name}": DataPosition(f"loader.{name}", one) for name, one in loaders.items()}
     session = run.session_of(run.next_context(), feeds, model=model, optimizer=optimizer)
     by_hand, rare = iter(loaders["unlabeled"]), iter(loaders["rare"])
     for at, _ in zip(range(12), session.batches(loaders["train"]), strict=False):
@@ -477,7 +477,7 @@ def test_a_second_loader_that_is_iterated_by_hand_is_reported(run: Run) -> None:
     assert run.page.note.count("has given no batch") == 1
     for _ in zip(range(2), session.batches(loaders["unlabeled"]), strict=False):
         turn(model, optimizer, session.step)
-    assert not run.page.get(Beat.UNPROTECTED)
+    assert not run.page.get(HeartbeatField.UNPROTECTED)
 
 
 class Flaky:
@@ -503,7 +503,7 @@ def test_a_loader_whose_own_state_dict_fails_is_named_and_costs_those_snapshots_
     model = network()
     optimizer = adam(model)
     loader = Flaky()
-    feeds = {"loader": Feed("loader", loader)}
+    feeds = {"loader": DataPosition("loader", loader)}
     session = run.session_of(run.next_context(), feeds, model=model, optimizer=optimizer)
     batches = session.batches(loader)
     for at in session.steps(6):
@@ -511,13 +511,13 @@ def test_a_loader_whose_own_state_dict_fails_is_named_and_costs_those_snapshots_
         loader.is_broken = at in (2, 3)
         turn(model, optimizer, at)
         if at == 4:
-            assert run.page.get(Beat.UNPROTECTED)
+            assert run.page.get(HeartbeatField.UNPROTECTED)
             assert run.page.note == (
                 "no snapshots until this is over: Flaky.state_dict() of loader, which the script "
                 "has attached, raised KeyError: 'worker 3'"
             )
-    assert not run.page.get(Beat.UNPROTECTED)
-    assert run.page.get(Beat.SEALED_COUNT) == 4
+    assert not run.page.get(HeartbeatField.UNPROTECTED)
+    assert run.page.get(HeartbeatField.SEALED_COUNT) == 4
 
 
 # --- loads after attach ----------------------------------------------------------------------
@@ -566,7 +566,7 @@ def test_what_is_loaded_after_attach_gives_way_to_the_restored_state(
         assert_goes_on(session, model, optimizer)
     assert "the script has overwritten the restored model." in caplog.text
     assert "the state of step 5 is put back; load before attach" in caplog.text
-    assert not run.page.get(Beat.UNPROTECTED)
+    assert not run.page.get(HeartbeatField.UNPROTECTED)
 
 
 def test_an_optimizer_that_is_loaded_after_attach_gives_way_too(
@@ -613,7 +613,7 @@ def test_a_loop_of_the_scripts_own_reports_what_it_cannot_put_back(run: Run, wha
     model, optimizer, session = trained(run)
     load_others(model, optimizer, what)
     own_loop(session, model, optimizer, 7)
-    assert run.page.get(Beat.UNPROTECTED)
+    assert run.page.get(HeartbeatField.UNPROTECTED)
     assert f"the restored {'optimizer' if what == 'optimizer' else 'model'}." in run.page.note
     assert "does not continue from step 5; load before attach" in run.page.note
 
@@ -629,7 +629,7 @@ def test_a_loop_of_the_scripts_own_without_a_load_reports_nothing(
     with torch.no_grad():  # a layer that the loop normalizes is not a load
         model[2].bias.mul_(0.5)  # type: ignore[index]
     own_loop(session, model, optimizer, 7)
-    assert not run.page.get(Beat.UNPROTECTED)
+    assert not run.page.get(HeartbeatField.UNPROTECTED)
 
 
 # --- flags and groups that are set after attach ------------------------------------------------

@@ -25,7 +25,7 @@ import xxhash
 
 from ftrun.errors import PeerError
 from ftrun.ids import Version, version
-from ftrun.snapshot.layout import Entry, Layout, When, make_layout
+from ftrun.snapshot.layout import CopyTiming, Layout, LayoutEntry, make_layout
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import protected
 from ftrun.wire.messages import smp as smp_messages
@@ -38,9 +38,9 @@ from ftrun.wire.shared_memory.arena import (
     table_digest,
     verify,
 )
-from ftrun.wire.shared_memory.pages import Command, Page, create_command_page
-from ftrun.wire.shared_memory.parity_region import Vault, VaultState
-from ftrun.wire.transport.channel import Channel, Received, connect
+from ftrun.wire.shared_memory.pages import CommandField, SharedPage, create_command_page
+from ftrun.wire.shared_memory.parity_region import ParityRegion, ParityRegionState
+from ftrun.wire.transport.channel import Channel, ReceivedMessage, connect
 from ftrun.wire.transport.secret import SECRET_BYTES
 from tests.stopping import stop
 
@@ -69,13 +69,13 @@ class Model:
 
     def layout(self, rank: int) -> Layout:
         entries = [
-            Entry("bias", "F32", (9,), When.LAZY),
-            Entry("mean", "F64", (self.fixed,), When.BOUNDARY),
+            LayoutEntry("bias", "F32", (9,), CopyTiming.LAZY),
+            LayoutEntry("mean", "F64", (self.fixed,), CopyTiming.BOUNDARY),
         ]
         if self.shared:
-            entries.append(Entry("shared", "F32", (self.shared,), When.LAZY))
+            entries.append(LayoutEntry("shared", "F32", (self.shared,), CopyTiming.LAZY))
         if self.own:
-            entries.append(Entry("own", "F32", (self.own + 1000 * rank,), When.LAZY))
+            entries.append(LayoutEntry("own", "F32", (self.own + 1000 * rank,), CopyTiming.LAZY))
         return make_layout(entries, plain_bytes=100, metadata={"ftrun.rank": str(rank)})
 
     def image(self, rank: int, at: Version) -> bytes:
@@ -171,8 +171,8 @@ class Node:
         return self.process is not None and self.process.poll() is None
 
     @property
-    def place(self) -> protected.NodePlace:
-        return protected.NodePlace(
+    def place(self) -> protected.NodeAddress:
+        return protected.NodeAddress(
             self.node_id, 1, self.host, self.port if self.is_up else 0, self.ranks
         )
 
@@ -197,7 +197,7 @@ class Node:
         if adopt:
             fds = [self.arenas[rank] for rank in sorted(self.arenas)]
             fds += [self.vaults[slot] for slot in sorted(self.vaults)]
-            body = smp_messages.Adopt(sorted(self.arenas), sorted(self.vaults))
+            body = smp_messages.AdoptMemory(sorted(self.arenas), sorted(self.vaults))
             assert self.ask(body, messages.Done, *fds) == messages.Done()
         self.listen(secret)
 
@@ -234,13 +234,13 @@ class Node:
                 return received.body
             assert self._take(received), received.body
 
-    def _take(self, received: Received) -> bool:
+    def _take(self, received: ReceivedMessage) -> bool:
         """Keep what the SMP says unasked, as an agent does."""
         body = received.body
         match body:
             case worker_messages.ArenaGranted():
                 self._keep(self.arenas, body.rank, *received.fds)
-            case smp_messages.VaultMade():
+            case smp_messages.ParityRegionCreated():
                 self._keep(self.vaults, body.slot, *received.fds)
             case smp_messages.VaultFreed():
                 if body.slot in self.vaults:
@@ -277,7 +277,7 @@ class Node:
         return [body for body in self.told if isinstance(body, kind)]
 
     def status(self) -> dict[str, object]:
-        answer = self.ask(messages.AskStatus(), messages.Status)
+        answer = self.ask(messages.StatusRequest(), messages.StatusReply)
         found = json.loads(answer.document)
         assert isinstance(found, dict)
         return found
@@ -329,7 +329,7 @@ class Cluster:
     nodes: list[Node] = field(default_factory=list)
     generation: int = -1
     committed: Version | None = None
-    old_group: protected.OldGroup | None = None
+    old_group: protected.PreviousGroup | None = None
 
     def start(self, count: int, *, ranks_per_node: int = 1, crash_at: str = "") -> None:
         for at in range(count):
@@ -342,7 +342,7 @@ class Cluster:
         return sum(len(node.ranks) for node in self.nodes)
 
     @property
-    def places(self) -> list[protected.NodePlace]:
+    def places(self) -> list[protected.NodeAddress]:
         return [node.place for node in self.nodes]
 
     def begin(self, *, restored: Version | None = None, protected_in: int = -1) -> None:
@@ -361,15 +361,15 @@ class Cluster:
         for node in only if only is not None else self.nodes:
             held = self.held(node, restored)
             missing = [rank for rank in node.ranks if rank not in held]
-            page = Page(node.page_fd) if node.page_fd >= 0 else None
+            page = SharedPage(node.page_fd) if node.page_fd >= 0 else None
             if page is None or node.generation != self.generation:
                 if node.page_fd >= 0:
                     os.close(node.page_fd)
                 node.page_fd = create_command_page()
-                page = Page(node.page_fd)
+                page = SharedPage(node.page_fd)
                 if restored is not None:
-                    page.set(Command.COMMITTED_GENERATION, restored.generation)
-                    page.set(Command.COMMITTED_STEP, restored.step)
+                    page.set(CommandField.COMMITTED_GENERATION, restored.generation)
+                    page.set(CommandField.COMMITTED_STEP, restored.step)
                 node.generation = self.generation
             body = smp_messages.BeginGeneration(
                 generation=self.generation,
@@ -457,9 +457,11 @@ class Cluster:
         self.committed = at
 
     def shown(self, node: Node) -> tuple[Version, int]:
-        page = Page(node.page_fd)
-        found = version(page.get(Command.COMMITTED_GENERATION), page.get(Command.COMMITTED_STEP))
-        return found, page.get(Command.COMMITTED_IN)
+        page = SharedPage(node.page_fd)
+        found = version(
+            page.get(CommandField.COMMITTED_GENERATION), page.get(CommandField.COMMITTED_STEP)
+        )
+        return found, page.get(CommandField.COMMITTED_IN)
 
     def protect(self, *steps: int) -> Version:
         at = version(-1, -1)
@@ -479,7 +481,7 @@ class Cluster:
     ) -> None:
         """Put a fresh SMP in the place of each lost node, and begin from a version."""
         made_in = self.protected_in(wanted) if protected_in is None else protected_in
-        self.old_group = protected.OldGroup(self.places, self.parity, made_in)
+        self.old_group = protected.PreviousGroup(self.places, self.parity, made_in)
         for node in self.nodes:
             for worker in node.workers:
                 worker.channel.close()
@@ -727,10 +729,10 @@ def test_a_generation_that_fails_before_its_commit_restores_from_the_one_before(
 
 
 def inventory(node: Node) -> smp_messages.Inventory:
-    return node.ask(smp_messages.TakeInventory(), smp_messages.Inventory)
+    return node.ask(smp_messages.InventoryRequest(), smp_messages.Inventory)
 
 
-def committed_parts(node: Node) -> list[protected.Protected]:
+def committed_parts(node: Node) -> list[protected.ProtectionPart]:
     return [part for part in inventory(node).protected if part.is_committed]
 
 
@@ -776,12 +778,12 @@ def flip_in_slot(node: Node, rank: int, wanted: Version, entry_name: str) -> Non
         arena.close()
 
 
-def vault_of(node: Node, wanted: Version) -> Vault:
+def vault_of(node: Node, wanted: Version) -> ParityRegion:
     """The node's vault with this version, through the descriptor that its agent keeps."""
     node.hear()
     for fd in node.vaults.values():
-        vault = Vault(os.dup(fd))
-        is_whole = vault.state in (VaultState.COMPLETE, VaultState.COMMITTED)
+        vault = ParityRegion(os.dup(fd))
+        is_whole = vault.state in (ParityRegionState.COMPLETE, ParityRegionState.COMMITTED)
         if is_whole and vault.record is not None and vault.record.version == wanted:
             return vault
         vault.close()
@@ -907,7 +909,7 @@ def test_a_slot_that_is_damaged_before_it_is_protected_is_abandoned(cluster: Clu
     node = cluster.nodes[1]
     wait_until(lambda: bool(node.has_told(smp_messages.AbandonVersion)), "it is abandoned")
     assert node.has_told(smp_messages.AbandonVersion) == [smp_messages.AbandonVersion(0, 2)]
-    assert Page(node.page_fd).get(Command.ABANDONED_STEP) == 2
+    assert SharedPage(node.page_fd).get(CommandField.ABANDONED_STEP) == 2
     for other in cluster.nodes:
         assert other.agent is not None
         other.agent.send(smp_messages.AbandonVersion(0, 2))
@@ -981,7 +983,7 @@ def test_a_replacement_killed_while_it_fetches_is_replaced(cluster: Cluster, poi
     at = cluster.protect(1)
     cluster.lose(0)
     node = cluster.nodes[0]
-    cluster.old_group = protected.OldGroup(cluster.places, cluster.parity, 0)
+    cluster.old_group = protected.PreviousGroup(cluster.places, cluster.parity, 0)
     node.start(secret=cluster.secret, crash_at=point)
     node.generation = -1
     cluster.begin(restored=at, protected_in=0)
@@ -1000,7 +1002,7 @@ def test_a_survivor_killed_while_it_gives_is_done_without(cluster: Cluster, poin
     at = cluster.protect(1)
     cluster.lose(3)
     victim = cluster.nodes[3]
-    cluster.old_group = protected.OldGroup(cluster.places, cluster.parity, 0)
+    cluster.old_group = protected.PreviousGroup(cluster.places, cluster.parity, 0)
     victim.start(secret=cluster.secret)
     victim.generation = -1
     for node in cluster.nodes:
@@ -1023,7 +1025,7 @@ def test_a_frozen_survivor_is_done_without(cluster: Cluster) -> None:
     at = cluster.protect(1)
     cluster.lose(0)
     fresh = cluster.nodes[0]
-    cluster.old_group = protected.OldGroup(cluster.places, cluster.parity, 0)
+    cluster.old_group = protected.PreviousGroup(cluster.places, cluster.parity, 0)
     fresh.start(secret=cluster.secret)
     fresh.generation = -1
     cluster.generation += 1
@@ -1093,7 +1095,7 @@ def test_what_was_told_for_the_next_generation_stays_until_it_begins(cluster: Cl
     cluster.employ()
     at = cluster.protect(1, 2)
     node, *others = cluster.nodes
-    told = node.ask(smp_messages.TakeInventory(stand_still=True), smp_messages.Inventory)
+    told = node.ask(smp_messages.InventoryRequest(stand_still=True), smp_messages.Inventory)
     cluster.seal(3)
     for other in others:
         wait_until(lambda other=other: "'step': 3" in str(other.work()["under_way"]), "step 3")  # type: ignore[misc]
@@ -1111,7 +1113,7 @@ def test_a_worker_waits_for_the_arena_that_is_on_its_way(cluster: Cluster) -> No
     at = cluster.protect(1)
     cluster.lose(0)
     fresh = cluster.nodes[0]
-    cluster.old_group = protected.OldGroup(cluster.places, cluster.parity, 0)
+    cluster.old_group = protected.PreviousGroup(cluster.places, cluster.parity, 0)
     fresh.start(secret=cluster.secret)
     fresh.generation = -1
     with contextlib.closing(fresh.connect("worker", 0)) as channel:
@@ -1136,8 +1138,8 @@ def test_a_skipped_step_is_abandoned_once_nothing_older_is_pending(cluster: Clus
     node.workers[0].channel.send(worker_messages.ShardSkipped(0, 0, 3))
     cluster.wait_ready(at)
     assert not node.has_told(smp_messages.AbandonVersion)
-    assert Page(node.page_fd).get(Command.ABANDONED_STEP) == -1
-    assert Page(node.page_fd).get(Command.PROTECTING_STEP) == 2
+    assert SharedPage(node.page_fd).get(CommandField.ABANDONED_STEP) == -1
+    assert SharedPage(node.page_fd).get(CommandField.PROTECTING_STEP) == 2
     refused = (
         node.workers[0]
         .channel.ask(worker_messages.WithdrawShard(0, 0, 2), deadline_s=PATIENCE_S)
@@ -1153,7 +1155,9 @@ def test_a_skipped_step_is_abandoned_once_nothing_older_is_pending(cluster: Clus
     assert other.agent is not None
     other.agent.send(smp_messages.AbandonVersion(0, 3))
     other.workers[0].tell_sealed(version(0, 3))
-    wait_until(lambda: Page(other.page_fd).get(Command.ABANDONED_STEP) == 3, "it hears of it")
+    wait_until(
+        lambda: SharedPage(other.page_fd).get(CommandField.ABANDONED_STEP) == 3, "it hears of it"
+    )
     cluster.protect(4)
 
 
@@ -1165,9 +1169,9 @@ def test_nothing_new_is_committed_before_the_restored_version_is(cluster: Cluste
     cluster.lose(0)
     cluster.restore(at)
     for node in cluster.nodes:
-        page = Page(node.page_fd)
-        assert page.get(Command.COMMITTED_IN) == -1
-        assert page.get(Command.COMMITTED_STEP) == 1
+        page = SharedPage(node.page_fd)
+        assert page.get(CommandField.COMMITTED_IN) == -1
+        assert page.get(CommandField.COMMITTED_STEP) == 1
     cluster.wait_ready(at)
     cluster.commit(at)
 
@@ -1192,7 +1196,7 @@ def test_a_rank_that_has_moved_is_fetched_from_where_it_was(cluster: Cluster) ->
     spare = Node("n9", "127.0.0.19", [2], cluster.folder)
     cluster.nodes.append(spare)
     spare.start(secret=cluster.secret)
-    cluster.old_group = protected.OldGroup(cluster.places[:3], cluster.parity, 0)
+    cluster.old_group = protected.PreviousGroup(cluster.places[:3], cluster.parity, 0)
     moved = cluster.nodes.pop(2)
     try:
         cluster.begin(restored=at, protected_in=0)
@@ -1243,9 +1247,9 @@ def test_a_node_that_runs_no_ranks_any_more_gives_what_it_holds(
             own=replaced.place,
         )
         replaced.ask(body, messages.Done, page_fd)
-        cluster.old_group = protected.OldGroup(old_places, cluster.parity, made_in)
+        cluster.old_group = protected.PreviousGroup(old_places, cluster.parity, made_in)
         if not is_relied_on:
-            cluster.old_group = protected.OldGroup([replaced.place], 0, -1)
+            cluster.old_group = protected.PreviousGroup([replaced.place], 0, -1)
         group = [cluster.nodes[0].place, newcomer.place]
         newcomer.page_fd = create_command_page()
         assert newcomer.agent is not None

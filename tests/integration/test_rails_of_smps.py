@@ -95,12 +95,12 @@ class RailedNode(Node):
     has_rails = False
 
     @property
-    def place(self) -> protected.NodePlace:
+    def place(self) -> protected.NodeAddress:
         plain = super().place
         if not self.has_rails:
             return plain
         rails = [Rail("eth0", f"127.0.1.{self.ranks[0] + 1}"), Rail("eth1", self.host)]
-        return protected.NodePlace(
+        return protected.NodeAddress(
             plain.node_id, 1, rails[0].host, plain.smp_port, plain.ranks, rails
         )
 

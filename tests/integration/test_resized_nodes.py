@@ -25,8 +25,13 @@ from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import protected
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
-from ftrun.wire.shared_memory.pages import Command, Page, create_command_page, create_page
-from ftrun.wire.transport.channel import Channel, Received, connect
+from ftrun.wire.shared_memory.pages import (
+    CommandField,
+    SharedPage,
+    create_command_page,
+    create_page,
+)
+from ftrun.wire.transport.channel import Channel, ReceivedMessage, connect
 from tests.integration.test_resized_world import assert_same
 
 RUN = RunId("resized-nodes")
@@ -69,8 +74,8 @@ class Node:
     def is_up(self) -> bool:
         return self.process.poll() is None
 
-    def place(self, ranks: list[int]) -> protected.NodePlace:
-        return protected.NodePlace(
+    def place(self, ranks: list[int]) -> protected.NodeAddress:
+        return protected.NodeAddress(
             self.node_id, 1, self.host, self.port if self.is_up else 0, ranks
         )
 
@@ -86,7 +91,7 @@ class Node:
             for received in self.agent.receive_ready():
                 assert self.took(received), received.body
 
-    def took(self, received: Received) -> bool:
+    def took(self, received: ReceivedMessage) -> bool:
         """Whether it was said unasked."""
         for fd in received.fds:
             os.close(fd)  # nobody but the SMP keeps a node's memory
@@ -97,7 +102,7 @@ class Node:
                 self.failed.append(body.why)
             case (
                 worker_messages.ArenaGranted()
-                | smp_messages.VaultMade()
+                | smp_messages.ParityRegionCreated()
                 | smp_messages.VaultFreed()
                 | smp_messages.VersionCommitted()
                 | smp_messages.AbandonVersion()
@@ -115,8 +120,8 @@ class Node:
         self.process.wait(PATIENCE_S)
 
     def num_arena_bytes(self) -> int:
-        answer = self.ask(messages.AskStatus())
-        assert isinstance(answer, messages.Status)
+        answer = self.ask(messages.StatusRequest())
+        assert isinstance(answer, messages.StatusReply)
         return int(json.loads(answer.document)["bytes"])
 
 
@@ -144,7 +149,7 @@ class Cluster:
         )
         self.nodes: list[Node] = []
         self.members: list[Node] = []
-        self.shown: list[Page] = []
+        self.shown: list[SharedPage] = []
         self.generation = -1
         self.newest: Version | None = None
         self.narrow = False
@@ -167,13 +172,13 @@ class Cluster:
         self.generation += 1
         old = [node.place([rank]) for rank, node in enumerate(self.members)]
         old_generation = self.generation - 1
-        protection = protected.OldGroup(old, min(1, len(old) - 1), old_generation)
+        protection = protected.PreviousGroup(old, min(1, len(old) - 1), old_generation)
         group = [node.place([rank]) for rank, node in enumerate(members)]
         restored = self.newest
         self.shown, variables = [], []
         for rank, node in enumerate(members):
             page_fd = next(self.pages)
-            self.shown.append(Page(page_fd))
+            self.shown.append(SharedPage(page_fd))
             if restored is not None:
                 assert (
                     node.ask(smp_messages.VoidAfter(restored.generation, restored.step))
@@ -244,7 +249,7 @@ class Cluster:
 
     def is_committed(self, wanted: Version) -> bool:
         return all(
-            (page.get(Command.COMMITTED_GENERATION), page.get(Command.COMMITTED_STEP))
+            (page.get(CommandField.COMMITTED_GENERATION), page.get(CommandField.COMMITTED_STEP))
             == (wanted.generation, wanted.step)
             for page in self.shown
         )

@@ -26,8 +26,14 @@ from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
 from ftrun.wire.shared_memory.arena import Arena, open_slot, read_shape, void_slots
-from ftrun.wire.shared_memory.pages import Beat, Command, Page, create_command_page, create_page
-from ftrun.wire.transport.channel import Received, connect
+from ftrun.wire.shared_memory.pages import (
+    CommandField,
+    HeartbeatField,
+    SharedPage,
+    create_command_page,
+    create_page,
+)
+from ftrun.wire.transport.channel import ReceivedMessage, connect
 
 RUN = RunId("resized")
 SCRIPT = Path(__file__).parent / "scripts" / "resizable_training.py"
@@ -144,14 +150,16 @@ class Node:
     def beat_fd(self, rank: int) -> int:
         return self.beats[self.generation * MOST_RANKS + rank]
 
-    def beat(self, rank: int) -> Page:
-        return Page(self.beat_fd(rank))
+    def beat(self, rank: int) -> SharedPage:
+        return SharedPage(self.beat_fd(rank))
 
     def shown(self) -> Version:
-        page = Page(self.commands[self.generation])
-        return version(page.get(Command.COMMITTED_GENERATION), page.get(Command.COMMITTED_STEP))
+        page = SharedPage(self.commands[self.generation])
+        return version(
+            page.get(CommandField.COMMITTED_GENERATION), page.get(CommandField.COMMITTED_STEP)
+        )
 
-    def ask(self, body: messages.AnyMessage, *fds: int) -> Received:
+    def ask(self, body: messages.AnyMessage, *fds: int) -> ReceivedMessage:
         """Ask the SMP; what it tells unasked is passed over."""
         self.agent.send(body, fds=fds, deadline_s=PATIENCE_S)
         while True:
@@ -169,7 +177,7 @@ class Node:
 
     def arenas(self) -> list[tuple[int, int, int]]:
         """Descriptor, rank and world size of each arena that the SMP holds."""
-        shapes = [(fd, read_shape(fd)) for fd in self.ask(smp_messages.HandOver()).fds]
+        shapes = [(fd, read_shape(fd)) for fd in self.ask(smp_messages.HandOverMemory()).fds]
         return [(fd, shape.rank, shape.world_size) for fd, shape in shapes]
 
     def sizes(self) -> list[tuple[int, int]]:
@@ -460,10 +468,10 @@ def test_a_corrupt_shard_of_another_rank_is_never_loaded_and_is_told(node: Node)
     assert node.run(2, 2) == [0, 0], node.log()
     flip_a_bit(node, of_rank=1)
     assert any(node.run(3, 4))
-    told = [node.beat(rank).get(Beat.CORRUPT_RANK) for rank in range(3)]
+    told = [node.beat(rank).get(HeartbeatField.CORRUPT_RANK) for rank in range(3)]
     assert told[1] == 2
     assert set(told) <= {0, 2}
-    assert node.beat(1).get(Beat.CORRUPT_SLOT)
+    assert node.beat(1).get(HeartbeatField.CORRUPT_SLOT)
     assert "digest" in node.beat(1).note
     assert error_of(node, 1).startswith("SnapshotCorrupt")
 

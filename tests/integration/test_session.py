@@ -17,7 +17,12 @@ from ftrun.wire import environment as env
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
-from ftrun.wire.shared_memory.pages import Beat, Page, create_command_page, create_page
+from ftrun.wire.shared_memory.pages import (
+    HeartbeatField,
+    SharedPage,
+    create_command_page,
+    create_page,
+)
 from ftrun.wire.transport.channel import Channel, connect
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -38,8 +43,8 @@ class Node:
         self.world_size = world_size
         self.generation = -1
         self.command_fd = create_command_page()
-        self.commands = Page(self.command_fd)
-        self.beats: list[Page] = []
+        self.commands = SharedPage(self.command_fd)
+        self.beats: list[SharedPage] = []
         self.arenas: dict[int, int] = {}
         self.socket = folder / "smp.sock"
         self._store: TCPStore | None = None
@@ -75,7 +80,7 @@ class Node:
                 return received.body
 
     def restore_point(self) -> Version | None:
-        inventory = self.ask(smp_messages.TakeInventory())
+        inventory = self.ask(smp_messages.InventoryRequest())
         assert isinstance(inventory, smp_messages.Inventory)
         held = [
             {version(o.generation, o.step) for o in inventory.offers if o.rank == rank}
@@ -97,7 +102,7 @@ class Node:
             smp_messages.BeginGeneration(self.generation, self.world_size, ranks), self.command_fd
         )
         fds = [create_page(f"beat-{rank}") for rank in ranks]
-        self.beats = [Page(fd) for fd in fds]
+        self.beats = [SharedPage(fd) for fd in fds]
         workers = [
             subprocess.Popen(
                 [sys.executable, str(SCRIPTS / script), str(self.folder), *arguments],
@@ -188,7 +193,7 @@ def assert_same_as_undisturbed(
         for step in die_at:
             assert any(hit.run("small_training.py", "3", *switches, f"die={step}"))
         assert hit.run("small_training.py", "3", *switches) == [0] * world_size
-        assert hit.beats[0].get(Beat.RESTORED_STEP) >= sum(die_at) - 2 * len(die_at)
+        assert hit.beats[0].get(HeartbeatField.RESTORED_STEP) >= sum(die_at) - 2 * len(die_at)
         for rank in range(world_size):
             assert hit.losses(rank) == calm.losses(rank)
             step, tensors = hit.end(rank)

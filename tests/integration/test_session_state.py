@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 import ftrun
 from ftrun import clock
 from ftrun.errors import UsageError
-from ftrun.wire.shared_memory.pages import Beat, Command
+from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
 from ftrun.worker.context import SnapshotSettings
 from ftrun.worker.session import Session
 from tests.integration.in_process_worker import PATIENCE_S, Run
@@ -54,16 +54,16 @@ def test_a_boundary_waits_for_the_lease_where_no_optimizer_steps(run: Run) -> No
     session, *_ = begin(run)
     turns = iter(session.steps(3))
     next(turns)
-    run.commands.set(Command.LEASE_NS, 1)
+    run.commands.set(CommandField.LEASE_NS, 1)
     turning = threading.Thread(target=next, args=(turns,), daemon=True)
     turning.start()
     turning.join(0.3)
     assert turning.is_alive()
-    assert run.page.get(Beat.STEP) == 0
-    run.commands.set(Command.LEASE_NS, clock.now_ns() + 10**12)
+    assert run.page.get(HeartbeatField.STEP) == 0
+    run.commands.set(CommandField.LEASE_NS, clock.now_ns() + 10**12)
     turning.join(PATIENCE_S)
     assert not turning.is_alive()
-    run.commands.set(Command.LEASE_NS, 0)
+    run.commands.set(CommandField.LEASE_NS, 0)
 
 
 def test_the_state_of_a_session_comes_back_as_it_was_at_the_boundary(run: Run) -> None:
@@ -465,7 +465,7 @@ def test_a_value_that_cannot_be_stored_costs_the_snapshots_while_it_is_there(
     session, model, optimizer = begin(run, counter=counter)
     notes: list[str] = []
     for step in session.steps(9):
-        notes.append(run.page.note if run.page.get(Beat.UNPROTECTED) else "")
+        notes.append(run.page.note if run.page.get(HeartbeatField.UNPROTECTED) else "")
         train(model, optimizer)
         if step in (3, 6):
             bad = step == 3
@@ -477,8 +477,8 @@ def test_a_value_that_cannot_be_stored_costs_the_snapshots_while_it_is_there(
     assert [bool(note) for note in notes[:7]] == [False] * 4 + [True] * 3
     named = {"value": "session.state.lock holds a _thread.lock", "state_dict": "Counter.state_dict"}
     assert all(named[error] in note for note in notes[4:7])
-    assert not run.page.get(Beat.UNPROTECTED)
-    assert run.page.get(Beat.SKIPPED_COUNT) == 3
+    assert not run.page.get(HeartbeatField.UNPROTECTED)
+    assert run.page.get(HeartbeatField.SKIPPED_COUNT) == 3
 
 
 def test_the_index_of_a_batch_goes_on_in_the_middle_of_a_pass(run: Run) -> None:

@@ -17,7 +17,7 @@ import xxhash
 
 from ftrun.errors import PeerError
 from ftrun.ids import version
-from ftrun.snapshot.layout import Entry, Layout, When, make_layout
+from ftrun.snapshot.layout import CopyTiming, Layout, LayoutEntry, make_layout
 from ftrun.snapshot.load_shares import ranks_at
 from ftrun.wire.messages import checkpoint as checkpoint_messages
 from ftrun.wire.messages import envelope as messages
@@ -41,8 +41,8 @@ WEIGHTS, OWN = 3_000_000, 100_000
 
 def layout_of(rank: int) -> Layout:
     entries = [
-        Entry("weights", "F32", (WEIGHTS,), When.LAZY),
-        Entry("own", "F32", (OWN,), When.LAZY),
+        LayoutEntry("weights", "F32", (WEIGHTS,), CopyTiming.LAZY),
+        LayoutEntry("own", "F32", (OWN,), CopyTiming.LAZY),
     ]
     return make_layout(entries, plain_bytes=10, metadata={"ftrun.rank": str(rank)})
 
@@ -94,9 +94,9 @@ class Node(nodes_of.Node):
             (self.arenas[rank],) = got.fds
         self.seal(FIRST)
 
-    def place(self, ranks: list[int]) -> protected.NodePlace:
+    def place(self, ranks: list[int]) -> protected.NodeAddress:
         alive = self.process is not None and self.process.poll() is None
-        return protected.NodePlace(self.name, 1, "127.0.0.1", self.port if alive else 0, ranks)
+        return protected.NodeAddress(self.name, 1, "127.0.0.1", self.port if alive else 0, ranks)
 
     def num_read(self) -> int:
         """Bytes that its process has read of files; what comes over sockets is not among them."""
@@ -195,8 +195,8 @@ def begin(node: Node, company: list[Node], *, old_world_size: int = 0) -> None:
         node_id=node.name,
         restored=(LOADED.generation, LOADED.step),
         restored_world_size=old_world_size,
-        restore_from=[protected.OldGroup(loaded, 0, -1)] if old_world_size else [],
-        read_from=[protected.OldGroup(own, 0, -1)],
+        restore_from=[protected.PreviousGroup(loaded, 0, -1)] if old_world_size else [],
+        read_from=[protected.PreviousGroup(own, 0, -1)],
         patience_s=20.0,
     )
     assert node.agent is not None

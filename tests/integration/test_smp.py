@@ -21,18 +21,18 @@ import pytest
 import xxhash
 
 from ftrun.agent.launch.elastic import FtrunElasticAgent
-from ftrun.agent.launch.generation import Generations
+from ftrun.agent.launch.generation import GenerationRunner
 from ftrun.agent.launch.warm_start import WorkerStarter
 from ftrun.agent.launch.worker_group import WorkerGroup
-from ftrun.agent.snapshots.kept_state import KeptState
-from ftrun.agent.snapshots.smp_client import SmpLink
-from ftrun.agent.snapshots.stub_link import StubLink
+from ftrun.agent.snapshots.kept_state import PersistedAgentState
+from ftrun.agent.snapshots.smp_client import AgentSmpClient
+from ftrun.agent.snapshots.stub_link import StubClient
 from ftrun.config import CheckpointConfig, Profile, RunSpec
 from ftrun.errors import PeerError, PeerLost, PeerTimeout, SnapshotError
 from ftrun.ids import Version, version
 from ftrun.journal import Journal
-from ftrun.snapshot.layout import Entry, Layout, When, make_layout
-from ftrun.wire.cluster.generation import NodeCard, Plan, PlanNode
+from ftrun.snapshot.layout import CopyTiming, Layout, LayoutEntry, make_layout
+from ftrun.wire.cluster.generation import GenerationPlan, NodeCard, PlanMember
 from ftrun.wire.messages import checkpoint as checkpoint_messages
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
@@ -46,8 +46,8 @@ from ftrun.wire.shared_memory.arena import (
     table_digest,
     verify,
 )
-from ftrun.wire.shared_memory.pages import Command, Page, create_command_page
-from ftrun.wire.transport.channel import Channel, Received, connect
+from ftrun.wire.shared_memory.pages import CommandField, SharedPage, create_command_page
+from ftrun.wire.transport.channel import Channel, ReceivedMessage, connect
 from tests.stopping import stop
 
 RUN_ID = "test-run"
@@ -67,9 +67,9 @@ def wait_until(claim: Callable[[], bool], what: str) -> None:
 def layout_of(size: int) -> Layout:
     return make_layout(
         [
-            Entry("weight", "F32", (size,), When.LAZY),
-            Entry("bias", "F32", (8,), When.LAZY),
-            Entry("mean", "F64", (4,), When.BOUNDARY),
+            LayoutEntry("weight", "F32", (size,), CopyTiming.LAZY),
+            LayoutEntry("bias", "F32", (8,), CopyTiming.LAZY),
+            LayoutEntry("mean", "F64", (4,), CopyTiming.BOUNDARY),
         ],
         plain_bytes=100,
     )
@@ -167,7 +167,7 @@ class World:
     channels: list[Channel] = field(default_factory=list)
     workers: list[Worker] = field(default_factory=list)
     fds: list[int] = field(default_factory=list)
-    unasked: list[Received] = field(default_factory=list)
+    unasked: list[ReceivedMessage] = field(default_factory=list)
     page_fd: int = -1
 
     @property
@@ -257,8 +257,10 @@ class World:
         self.ask(agent, body, messages.Done, self.page_fd)
 
     def shown(self) -> Version:
-        page = Page(self.page_fd)
-        return version(page.get(Command.COMMITTED_GENERATION), page.get(Command.COMMITTED_STEP))
+        page = SharedPage(self.page_fd)
+        return version(
+            page.get(CommandField.COMMITTED_GENERATION), page.get(CommandField.COMMITTED_STEP)
+        )
 
     def granted_fds(self, agent: Channel, count: int) -> dict[int, int]:
         """The duplicates that the agent is given unasked: by rank, the newest."""
@@ -361,7 +363,7 @@ def test_a_version_that_all_ranks_have_sealed_is_committed(world: World) -> None
     world.start()
     agent, workers = world.train()
     workers[0].seal(version(0, 1))
-    inventory = world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)
+    inventory = world.ask(agent, smp_messages.InventoryRequest(), smp_messages.Inventory)
     assert offered(inventory) == {(0, 0, 1)}
     assert world.shown() == version(-1, -1)
     workers[1].seal(version(0, 1))
@@ -369,7 +371,7 @@ def test_a_version_that_all_ranks_have_sealed_is_committed(world: World) -> None
         0, 1
     )
     assert world.shown() == version(0, 1)
-    assert Page(world.page_fd).get(Command.COMMIT_COUNT) == 1
+    assert SharedPage(world.page_fd).get(CommandField.COMMIT_COUNT) == 1
 
 
 def test_the_agent_has_a_duplicate_of_each_arena_unasked(world: World) -> None:
@@ -397,17 +399,19 @@ def test_memory_outlives_a_killed_smp_and_the_next_snapshot_goes_on(world: World
     agent = world.connect("agent")
     again = world.worker(0)
     answer = world.ask(
-        agent, smp_messages.Adopt(ranks=list(granted)), messages.Done, *granted.values()
+        agent, smp_messages.AdoptMemory(ranks=list(granted)), messages.Done, *granted.values()
     )
     assert answer == messages.Done()
     world.begin(agent)
     assert world.shown() == version(0, 3)
-    inventory = world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)
+    inventory = world.ask(agent, smp_messages.InventoryRequest(), smp_messages.Inventory)
     assert offered(inventory) == {(rank, 0, step) for rank in (0, 1) for step in (2, 3)}
     for fd in granted.values():
         check_bytes(fd, version(0, 3))
-    world.ask(agent, smp_messages.Adopt(ranks=list(granted)), messages.Done, *granted.values())
-    assert world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory) == inventory, (
+    world.ask(
+        agent, smp_messages.AdoptMemory(ranks=list(granted)), messages.Done, *granted.values()
+    )
+    assert world.ask(agent, smp_messages.InventoryRequest(), smp_messages.Inventory) == inventory, (
         "nothing is kept twice"
     )
 
@@ -424,7 +428,7 @@ def test_a_seal_that_died_with_the_smp_is_heard_at_the_workers_return(world: Wor
     agent, workers = world.train(1)
     workers[0].seal(version(0, 2))
     workers[1].capture(version(0, 2))
-    world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)
+    world.ask(agent, smp_messages.InventoryRequest(), smp_messages.Inventory)
     assert world.shown() == version(0, 1)
     world.worker(1)
     wait_until(lambda: world.shown() == version(0, 2), "the seal is found in the slot")
@@ -433,24 +437,24 @@ def test_a_seal_that_died_with_the_smp_is_heard_at_the_workers_return(world: Wor
 def test_an_orphan_hands_its_memory_to_the_next_agent(world: World) -> None:
     world.start()
     agent, _ = world.train(1, 2)
-    world.ask(agent, smp_messages.KeepRunState(b"what the next agent must know"), messages.Done)
+    world.ask(agent, smp_messages.PersistRunState(b"what the next agent must know"), messages.Done)
     agent.close()
     cli = world.connect("cli")
     wait_until(lambda: orphaned_for_s(cli) is not None, "the SMP knows that it is an orphan")
 
     agent = world.connect("agent")
-    agent.send(smp_messages.HandOver())
+    agent.send(smp_messages.HandOverMemory())
     received = agent.receive(deadline_s=PATIENCE_S)
     world.fds.extend(received.fds)
-    assert received.body == smp_messages.HandedOver([0, 1], b"what the next agent must know")
+    assert received.body == smp_messages.MemoryHandedOver([0, 1], b"what the next agent must know")
     for fd in received.fds:
         check_bytes(fd, version(0, 2))
     assert orphaned_for_s(cli) is None
 
 
 def orphaned_for_s(cli: Channel) -> float | None:
-    answer = cli.ask(messages.AskStatus(), deadline_s=PATIENCE_S).body
-    assert isinstance(answer, messages.Status)
+    answer = cli.ask(messages.StatusRequest(), deadline_s=PATIENCE_S).body
+    assert isinstance(answer, messages.StatusReply)
     document = json.loads(answer.document)
     found = document["orphaned_for_s"]
     assert found is None or isinstance(found, float)
@@ -486,7 +490,7 @@ def test_no_signal_ends_it_while_it_has_an_agent_and_sigterm_does_without(world:
     agent, _ = world.train(1)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
         world.smp.send_signal(number)
-    assert offered(world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)) == {
+    assert offered(world.ask(agent, smp_messages.InventoryRequest(), smp_messages.Inventory)) == {
         (0, 0, 1),
         (1, 0, 1),
     }
@@ -510,12 +514,12 @@ def test_a_signal_that_comes_while_python_ends_does_not_make_a_good_end_a_kill(
         "import os, sys\n"
         "from pathlib import Path\n"
         "from ftrun.smp.__main__ import _signals\n"
-        "from ftrun.smp.server import Server\n"
+        "from ftrun.smp.server import SmpServer\n"
         "class Late:\n"
         "    def __del__(self, kill=os.kill, pid=os.getpid()):\n"
         "        kill(pid, 15)\n"
         "late = Late()\n"
-        "server = Server('test-run', Path(sys.argv[1]), orphan_s=1.0, adopt=False)\n"
+        "server = SmpServer('test-run', Path(sys.argv[1]), orphan_s=1.0, adopt=False)\n"
         "with _signals(server):\n"
         "    server.end()\n"
         "    server.serve()\n"
@@ -540,14 +544,16 @@ def test_memory_that_does_not_exist_is_refused_with_numbers(world: World) -> Non
         assert answer.limit
     small = worker_messages.ReserveMemory(rank=0, image_bytes=10**6)
     assert workers[0].channel.ask(small, deadline_s=PATIENCE_S).body == messages.Done()
-    assert offered(world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)) == set()
+    assert (
+        offered(world.ask(agent, smp_messages.InventoryRequest(), smp_messages.Inventory)) == set()
+    )
 
 
 def test_voided_versions_never_come_back(world: World) -> None:
     world.start()
     agent, workers = world.train(1, 2)
     world.ask(agent, smp_messages.VoidAfter(generation=0, step=1), messages.Done)
-    assert offered(world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)) == {
+    assert offered(world.ask(agent, smp_messages.InventoryRequest(), smp_messages.Inventory)) == {
         (0, 0, 1),
         (1, 0, 1),
     }
@@ -589,13 +595,13 @@ def test_a_new_layout_replaces_the_old_at_its_first_commit(world: World) -> None
         worker.layout = layout_of(300_000)
         worker.request()
         worker.slot = 0
-    agent.send(smp_messages.HandOver())
-    received = world.wait_for(agent, smp_messages.HandedOver)
+    agent.send(smp_messages.HandOverMemory())
+    received = world.wait_for(agent, smp_messages.MemoryHandedOver)
     assert received.ranks == [0, 0, 1, 1]
     world.commit(workers, version(0, 2))
-    received = world.ask(agent, smp_messages.HandOver(), smp_messages.HandedOver)
+    received = world.ask(agent, smp_messages.HandOverMemory(), smp_messages.MemoryHandedOver)
     assert received.ranks == [0, 1]
-    assert offered(world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)) == {
+    assert offered(world.ask(agent, smp_messages.InventoryRequest(), smp_messages.Inventory)) == {
         (0, 0, 2),
         (1, 0, 2),
     }
@@ -619,10 +625,10 @@ def test_a_client_that_breaks_the_protocol_loses_only_its_connection(
     with pytest.raises(PeerError):
         bad.receive(deadline_s=PATIENCE_S)
     stranger = world.connect("worker", 0)
-    stranger.send(smp_messages.TakeInventory())
+    stranger.send(smp_messages.InventoryRequest())
     with pytest.raises(PeerLost):
         stranger.receive(deadline_s=PATIENCE_S)
-    assert offered(world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)) == {
+    assert offered(world.ask(agent, smp_messages.InventoryRequest(), smp_messages.Inventory)) == {
         (0, 0, 1),
         (1, 0, 1),
     }
@@ -642,7 +648,7 @@ def test_an_agent_brings_the_smp_it_finds_what_the_last_agent_did_not(
     world.start(adopt=True)
     folder = world.folder / RUN_ID
     folder.symlink_to(world.folder)
-    link = SmpLink(RunFolder(folder), orphan_s=60.0)
+    link = AgentSmpClient(RunFolder(folder), orphan_s=60.0)
     try:
         assert link.find() is not None
         link.complete(fds)
@@ -663,7 +669,7 @@ def test_an_agent_does_not_take_a_late_answer_for_that_to_its_next_question(worl
     world.start(adopt=True)
     folder = world.folder / RUN_ID
     folder.symlink_to(world.folder)
-    link = SmpLink(RunFolder(folder), orphan_s=60.0)
+    link = AgentSmpClient(RunFolder(folder), orphan_s=60.0)
     try:
         assert link.find() is not None
         link.complete([])
@@ -697,7 +703,7 @@ def test_only_a_run_without_a_checkpoint_directory_is_advised_to_give_one(
     world.start(adopt=True)
     folder = world.folder / RUN_ID
     folder.symlink_to(world.folder)
-    link = SmpLink(RunFolder(folder), orphan_s=60.0)
+    link = AgentSmpClient(RunFolder(folder), orphan_s=60.0)
     where = str(world.folder)
     profile = Profile(checkpoint=CheckpointConfig(directory=directory))
     spec = RunSpec(
@@ -710,12 +716,12 @@ def test_only_a_run_without_a_checkpoint_directory_is_advised_to_give_one(
     )
     journal = Journal(world.folder, who="agent")
     workers = WorkerGroup(spec, smp=link, starter=WorkerStarter(None, journal))
-    stub, kept = StubLink(), KeptState()
-    generations = Generations(
+    stub, kept = StubClient(), PersistedAgentState()
+    generations = GenerationRunner(
         spec, "a", journal=journal, smp=link, stub=stub, workers=workers, kept=kept
     )
-    members = [PlanNode(NodeCard("a", 1, "", 0, WORLD), 0)]
-    plan = Plan(1, "a", "a loss", members, [], None, "its node is lost", "", 0, life="1")
+    members = [PlanMember(NodeCard("a", 1, "", 0, WORLD), 0)]
+    plan = GenerationPlan(1, "a", "a loss", members, [], None, "its node is lost", "", 0, life="1")
     try:
         assert link.find() is not None
         link.complete([])
@@ -732,16 +738,18 @@ def test_what_is_no_arena_is_not_adopted(world: World) -> None:
     agent = world.connect("agent")
     fd = create_command_page()
     world.fds.append(fd)
-    refused = world.ask(agent, smp_messages.Adopt(ranks=[1]), messages.Refused, fd)
+    refused = world.ask(agent, smp_messages.AdoptMemory(ranks=[1]), messages.Refused, fd)
     assert "rank 1" in refused.why
-    assert offered(world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)) == set()
+    assert (
+        offered(world.ask(agent, smp_messages.InventoryRequest(), smp_messages.Inventory)) == set()
+    )
 
 
 def test_a_newer_agent_replaces_the_older(world: World) -> None:
     world.start()
     old, _ = world.train(1)
     new = world.connect("agent")
-    assert offered(world.ask(new, smp_messages.TakeInventory(), smp_messages.Inventory)) == {
+    assert offered(world.ask(new, smp_messages.InventoryRequest(), smp_messages.Inventory)) == {
         (0, 0, 1),
         (1, 0, 1),
     }
@@ -771,7 +779,7 @@ def test_a_seal_that_is_withdrawn_is_never_committed(world: World) -> None:
     withdrawal = worker_messages.WithdrawShard(rank=0, generation=0, step=2)
     assert workers[0].channel.ask(withdrawal, deadline_s=PATIENCE_S).body == messages.Done()
     workers[1].tell_sealed(version(0, 2))
-    inventory = world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)
+    inventory = world.ask(agent, smp_messages.InventoryRequest(), smp_messages.Inventory)
     assert offered(inventory) == {(0, 0, 1), (1, 0, 1), (1, 0, 2)}
     for worker in workers:
         worker.slot = 1
@@ -789,7 +797,7 @@ def test_a_request_of_a_generation_that_is_over_is_refused(world: World) -> None
     again = world.worker(0, generation=1)
     assert isinstance(again.request(), worker_messages.ArenaGranted)
     check_bytes(again.fd, version(0, 1))
-    world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)
+    world.ask(agent, smp_messages.InventoryRequest(), smp_messages.Inventory)
     assert len(world.all_granted()) == WORLD, "what the agent has is not sent again"
 
 
@@ -828,7 +836,7 @@ def test_an_smp_killed_at_any_point_of_a_run_loses_no_sealed_version(
         world.start(adopt=True)
         agent = world.connect("agent")
         ranks, fds = [rank for rank, _ in granted], [fd for _, fd in granted]
-        world.ask(agent, smp_messages.Adopt(ranks=ranks), messages.Done, *fds)
+        world.ask(agent, smp_messages.AdoptMemory(ranks=ranks), messages.Done, *fds)
         world.begin(agent)
         assert world.shown() == captured >= shown, point
         world.smp.kill()
@@ -887,7 +895,7 @@ def test_a_checkpoint_survives_the_death_of_everything(world: World, tmp_path: P
     agent = world.connect("agent")
     loaded = world.ask(agent, load(directory), checkpoint_messages.CheckpointLoaded)
     assert loaded == checkpoint_messages.CheckpointLoaded(-1, 2, written.path)
-    inventory = world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)
+    inventory = world.ask(agent, smp_messages.InventoryRequest(), smp_messages.Inventory)
     assert offered(inventory) == {(0, -1, 2), (1, -1, 2)}
     for fd in world.granted_fds(agent, WORLD).values():
         check_loaded(fd, version(0, 2))
@@ -993,15 +1001,15 @@ def test_what_cannot_be_written_or_loaded_is_refused_in_words(world: World, tmp_
     refused = world.ask(
         agent,
         checkpoint_messages.WriteCheckpoint(str(directory), keep=1),
-        checkpoint_messages.CheckpointRefused,
+        checkpoint_messages.CheckpointFailed,
     )
     assert "nothing to write" in refused.why
     world.commit(workers, version(0, 1))
     (tmp_path / "file").touch()
     bad = checkpoint_messages.WriteCheckpoint(str(tmp_path / "file" / "below"), keep=1)
-    assert "Not a directory" in world.ask(agent, bad, checkpoint_messages.CheckpointRefused).why
+    assert "Not a directory" in world.ask(agent, bad, checkpoint_messages.CheckpointFailed).why
     full = checkpoint_messages.WriteCheckpoint("/proc/sys/kernel", keep=1)
-    assert "not written" in world.ask(agent, full, checkpoint_messages.CheckpointRefused).why
+    assert "not written" in world.ask(agent, full, checkpoint_messages.CheckpointFailed).why
     world.ask(
         agent,
         checkpoint_messages.WriteCheckpoint(str(directory), keep=1),
@@ -1014,7 +1022,7 @@ def test_what_cannot_be_written_or_loaded_is_refused_in_words(world: World, tmp_
     assert (none.path, list(none.rejected)) == ("", [broken.name])
     assert "can be used" in none.problem
     assert "its index is not one" in none.problem
-    assert offered(world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)) == {
+    assert offered(world.ask(agent, smp_messages.InventoryRequest(), smp_messages.Inventory)) == {
         (0, 0, 1),
         (1, 0, 1),
     }

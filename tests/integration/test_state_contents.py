@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ftrun.errors import ShapeChanged, ValueNotStorable
-from ftrun.wire.shared_memory.pages import Beat
+from ftrun.wire.shared_memory.pages import HeartbeatField
 from tests.integration.in_process_worker import Run
 
 KILLED_AT, END = 3, 6
@@ -50,7 +50,7 @@ def ends_the_same(
     assert (session.restored, session.step) == (True, KILLED_AT)
     for at in session.steps(END):
         turn(things, at)
-    assert not run.page.get(Beat.UNPROTECTED), run.page.note
+    assert not run.page.get(HeartbeatField.UNPROTECTED), run.page.note
     for name, thing in calm.items():
         assert_equal(state_of(things[name]), state_of(thing), name)
     return things, calm
@@ -377,7 +377,7 @@ def test_a_function_that_a_group_gets_later_costs_protection_and_is_named(run: R
     for at in run.attach(**things).steps(3):
         step(things, at)
         things["optimizer"].param_groups[0]["norm"] = torch.linalg.norm
-    assert run.page.get(Beat.UNPROTECTED)
+    assert run.page.get(HeartbeatField.UNPROTECTED)
     assert "optimizer[0].norm" in run.page.note
 
 
@@ -505,7 +505,7 @@ def test_a_key_that_no_module_takes_back_costs_protection_once_it_changes(
     things = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
     for at in run.attach(**things).steps(2):
         step(things, at)
-    assert run.page.get(Beat.UNPROTECTED)
+    assert run.page.get(HeartbeatField.UNPROTECTED)
     assert "model.1.state_dict().count" in run.page.note
 
 
@@ -696,12 +696,12 @@ def test_what_a_rebuilt_script_could_not_take_is_said_and_the_last_snapshot_stay
 
     things = build()
     for at in run.attach(**things).steps(4):
-        assert bool(run.page.get(Beat.UNPROTECTED)) == (at == 3)
+        assert bool(run.page.get(HeartbeatField.UNPROTECTED)) == (at == 3)
         step(things, at)
         if at == 2:
             change(things)
             things["model"].forward = lambda x: things["model"][0](x)
-    assert run.page.get(Beat.UNPROTECTED)
+    assert run.page.get(HeartbeatField.UNPROTECTED)
     assert named in run.page.note
     assert run.attach(**build()).step == 2
 
@@ -714,9 +714,9 @@ def test_a_parameter_that_is_added_and_removed_again_leaves_no_trace(run: Run) -
         if at == 1:
             add_parameter(things)
         if at == 2:
-            assert run.page.get(Beat.UNPROTECTED)
+            assert run.page.get(HeartbeatField.UNPROTECTED)
             del model.late
-    assert not run.page.get(Beat.UNPROTECTED)
+    assert not run.page.get(HeartbeatField.UNPROTECTED)
 
 
 def test_a_parameter_of_another_shape_is_refused(run: Run) -> None:

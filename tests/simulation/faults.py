@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from simulation.run import Simulation
 
 _FIRST_S = 3.0
-_ANYWHERE = (do.Quiesce, do.Adopt, do.RunGeneration, do.Commit, do.KillWorkers)
+_ANYWHERE = (do.Quiesce, do.InstallGeneration, do.StartRanks, do.CommitSnapshot, do.KillWorkers)
 
 
 class Faults:

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 
 from ftrun.errors import ExitCode
 from ftrun.ids import Version
-from ftrun.membership.events import Happening, Heard
+from ftrun.membership.events import Happening, MessageReceived
 from ftrun.recovery import commands as do
-from ftrun.wire.cluster.generation import Edition, Plan
-from ftrun.wire.cluster.heartbeats import LeadBeat
-from ftrun.wire.cluster.membership import Announce, Prepare, Promise
+from ftrun.wire.cluster.generation import Edition, GenerationPlan
+from ftrun.wire.cluster.heartbeats import LeaderHeartbeat
+from ftrun.wire.cluster.membership import Accept, Prepare, Promise
 from simulation.memory import Memory, can_have
 from simulation.snapshots import as_version
 from simulation.training import Group, Ranks, beginning
@@ -34,10 +34,11 @@ if TYPE_CHECKING:
     from simulation.run import Simulation
 
 _ORDERS = (
-    do.RunGeneration, do.Commit, do.Abandon, do.TakeFrom, do.SetInterval, do.AskLastSnapshot,
-    do.SignalWorkers, do.MovePeers, do.KillWorkers,
+    do.StartRanks, do.CommitSnapshot, do.AbandonStep, do.SetFirstSnapshotStep,
+    do.SetSnapshotInterval, do.RequestFinalSnapshot,
+    do.SignalWorkers, do.UpdatePeerPorts, do.KillWorkers,
 )  # fmt: skip
-_ACTS = (do.Quiesce, do.Adopt, *_ORDERS)
+_ACTS = (do.Quiesce, do.InstallGeneration, *_ORDERS)
 _SAID = ("is lost", "cannot be", "has kept its memory")
 """How a plan says that it goes back, or begins anew."""
 _STABLE_S = 6.0
@@ -63,9 +64,9 @@ class Invariants:
     def __init__(self, simulation: "Simulation") -> None:
         self.simulation = simulation
         self.world = simulation.world
-        self.effective: dict[int, Plan] = {}
-        self.newest: Plan | None = None
-        self.accepted: dict[Edition, Plan] = {}
+        self.effective: dict[int, GenerationPlan] = {}
+        self.newest: GenerationPlan | None = None
+        self.accepted: dict[Edition, GenerationPlan] = {}
         """Plans that somebody has accepted, whether they took effect or not."""
         self.states: dict[Version, int] = {}
         self.records: dict[Version, Record] = {}
@@ -99,23 +100,23 @@ class Invariants:
     ) -> None:
         """An agent has decided; `before` is the generation it knew before that."""
         node = agent.node
-        if isinstance(event, Heard):
+        if isinstance(event, MessageReceived):
             self._check_message(agent, event, before, found)
         for command in found:
             if isinstance(command, do.Send):
                 if isinstance(command.message, Promise):
                     self._promises(node)
-                elif isinstance(command.message, Announce):
+                elif isinstance(command.message, Accept):
                     self._announces(command.message.plan)
-            elif isinstance(command, do.Adopt):
+            elif isinstance(command, do.InstallGeneration):
                 self.accepted.setdefault(command.plan.edition, command.plan)
                 self._adopted_s.setdefault(command.plan.generation, self.world.now_s)
-            elif isinstance(command, do.KeepPlan):
+            elif isinstance(command, do.PersistPlan):
                 self.accepted.setdefault(command.plan.edition, command.plan)
-            elif isinstance(command, do.Note):
+            elif isinstance(command, do.JournalEntry):
                 self._notes(agent, command)
 
-    def _notes(self, agent: "Agent", command: do.Note) -> None:
+    def _notes(self, agent: "Agent", command: do.JournalEntry) -> None:
         if command.kind == "TransitionRefused":
             self.fail(f"the life of a run goes from state to state only: {command.fields}")
         if command.kind not in ("Generation", "Roster"):
@@ -128,15 +129,15 @@ class Invariants:
             self._other_voters(agent.member.lead.plan)
 
     def _check_message(
-        self, agent: "Agent", event: Heard, before: int, found: list[do.Command]
+        self, agent: "Agent", event: MessageReceived, before: int, found: list[do.Command]
     ) -> None:
         body, sender = event.message, event.node_id
         acts = [command for command in found if isinstance(command, _ACTS)]
-        if isinstance(body, LeadBeat | Prepare) and body.generation < before and acts:
+        if isinstance(body, LeaderHeartbeat | Prepare) and body.generation < before and acts:
             self.fail(f"{agent.node.node_id} does {acts} on the word of an older generation")
-        if isinstance(body, Announce) and body.plan.generation < before and acts:
+        if isinstance(body, Accept) and body.plan.generation < before and acts:
             self.fail(f"{agent.node.node_id} does {acts} on a plan of an older generation")
-        if isinstance(body, LeadBeat) and any(isinstance(one, _ORDERS) for one in found):
+        if isinstance(body, LeaderHeartbeat) and any(isinstance(one, _ORDERS) for one in found):
             first = self._leads.setdefault(body.generation, sender)
             if first != sender:
                 self.fail(f"{first} and {sender} are both obeyed in generation {body.generation}")
@@ -145,7 +146,7 @@ class Invariants:
         if node.ranks is not None and node.ranks.are_alive:
             self.fail(f"{node.node_id} promises while its ranks live")
 
-    def _announces(self, plan: Plan) -> None:
+    def _announces(self, plan: GenerationPlan) -> None:
         for member in plan.members:
             agent = self.simulation.network.nodes[member.node_id].agent
             if agent is None or agent.card.incarnation != member.card.incarnation:
@@ -157,11 +158,11 @@ class Invariants:
         if wanted is not None and not self._is_on_timeline(wanted, self._newest_known(plan)):
             self.fail(f"generation {plan.generation} wants {wanted}, which was left behind")
 
-    def _newest_known(self, plan: Plan) -> Plan | None:
+    def _newest_known(self, plan: GenerationPlan) -> GenerationPlan | None:
         older = [one for at, one in self.effective.items() if at < plan.generation]
         return max(older, key=lambda one: one.generation, default=None)
 
-    def _takes_effect(self, plan: Plan, node: "Node") -> None:
+    def _takes_effect(self, plan: GenerationPlan, node: "Node") -> None:
         previous = self.newest
         if previous is not None and plan.generation < previous.generation:
             self._took_effect_before(plan)
@@ -184,14 +185,14 @@ class Invariants:
             self._unknown_to(plan, other, node)
         self.effective[plan.generation] = self.newest = plan
 
-    def _took_effect_before(self, plan: Plan) -> None:
+    def _took_effect_before(self, plan: GenerationPlan) -> None:
         """Its proposer hears late that it was accepted: whoever came after must have known it."""
         later = [one for at, one in self.effective.items() if at > plan.generation]
         is_known = any(voters.edition == plan.edition for one in later for voters in one.decided_by)
         if not is_known or self.accepted.get(plan.edition) != plan:
             self._unknown_to(plan, later[0], self.simulation.network.nodes[plan.lead])
 
-    def _other_voters(self, plan: Plan) -> None:
+    def _other_voters(self, plan: GenerationPlan) -> None:
         """Others vote in a generation that runs: its successor must have known it."""
         self.rosters += 1
         newest = self.newest
@@ -203,7 +204,7 @@ class Invariants:
         if later is plan:
             self.effective[plan.generation] = self.newest = plan
 
-    def _unknown_to(self, plan: Plan, previous: Plan, node: "Node") -> None:
+    def _unknown_to(self, plan: GenerationPlan, previous: GenerationPlan, node: "Node") -> None:
         """Whoever could not know of a run begins another one; whoever could have, must not."""
         is_first = self._is_first(plan)
         knowing = [
@@ -231,14 +232,14 @@ class Invariants:
         self.is_second_run = True
         self.world.is_over = True
 
-    def _is_first(self, plan: Plan) -> bool:
+    def _is_first(self, plan: GenerationPlan) -> bool:
         """Nobody who decided about it has ever been a voter of a run, as far as they know."""
         if all(voters.generation < 0 for voters in plan.decided_by):
             return True
         before = {card.identity for one in self.effective.values() for card in one.voters}
         return not any(before & set(voters.who) for voters in plan.decided_by)
 
-    def _beside(self, plan: Plan) -> Plan | None:
+    def _beside(self, plan: GenerationPlan) -> GenerationPlan | None:
         """Somebody has accepted a plan that the first one to take effect does not know."""
         known = {plan.edition} | {voters.edition for voters in plan.decided_by}
         agents = [node.agent for node in self.simulation.nodes]
@@ -258,7 +259,7 @@ class Invariants:
     def _is_blank(node: "Node") -> bool:
         return node.memory.kept is None
 
-    def _check_restore(self, plan: Plan, previous: Plan) -> None:
+    def _check_restore(self, plan: GenerationPlan, previous: GenerationPlan) -> None:
         wanted = as_version(plan.restore)
         if wanted is not None and not self._is_on_timeline(wanted, previous):
             self.fail(f"generation {plan.generation} starts from {wanted}, which was left behind")
@@ -277,7 +278,7 @@ class Invariants:
                 f"committed; lost memory since: {sorted(newest.lost)}; said: {plan.restore_why!r}"
             )
 
-    def _goes_on_without(self, plan: Plan) -> None:
+    def _goes_on_without(self, plan: GenerationPlan) -> None:
         """Of what is older than its start, no more is kept for nodes that are not here."""
         here = {card.node_id for card in plan.voters}
         start = as_version(plan.restore)
@@ -285,7 +286,7 @@ class Invariants:
             if start is not None and record.version < start:
                 record.lost |= {one for nodes, _ in record.groups for one in nodes} - here
 
-    def _was_heard(self, record: Record, plan: Plan) -> bool:
+    def _was_heard(self, record: Record, plan: GenerationPlan) -> bool:
         """Some node of the new generation was told of this commit."""
         for card in plan.voters:
             agent = self.simulation.network.nodes[card.node_id].agent
@@ -294,7 +295,7 @@ class Invariants:
                 return True
         return False
 
-    def _check_budget(self, plan: Plan, previous: Plan) -> None:
+    def _check_budget(self, plan: GenerationPlan, previous: GenerationPlan) -> None:
         limit = self.simulation.scenario.policy.budget
         if len(plan.history.spent_ages_s) > limit:
             self.fail(f"{len(plan.history.spent_ages_s)} restarts, and {limit} are allowed")
@@ -303,7 +304,7 @@ class Invariants:
 
     # --- versions -----------------------------------------------------------------------------
 
-    def _is_on_timeline(self, wanted: Version, newest: Plan | None) -> bool:
+    def _is_on_timeline(self, wanted: Version, newest: GenerationPlan | None) -> bool:
         """Whether the newest generation made this version, or has come from it."""
         while newest is not None:
             if wanted.generation == newest.generation:
@@ -316,7 +317,7 @@ class Invariants:
             newest = self.effective.get(start.generation)
         return False
 
-    def _newest_committed(self, plan: Plan | None) -> Record | None:
+    def _newest_committed(self, plan: GenerationPlan | None) -> Record | None:
         found = [
             one
             for one in self.records.values()
@@ -332,7 +333,9 @@ class Invariants:
     def has_sealed(self, generation: int) -> bool:
         return any(taken.generation == generation for taken in self._sealed_s)
 
-    def restored(self, node: "Node", plan: Plan, version: Version | None, state: int) -> None:
+    def restored(
+        self, node: "Node", plan: GenerationPlan, version: Version | None, state: int
+    ) -> None:
         """A node's ranks have read what they start from."""
         self.restores += version is not None
         first = self._started.setdefault(plan.generation, version)
@@ -469,7 +472,7 @@ class Invariants:
             if self.newest is not None
         )
 
-    def _has_older(self, plan: Plan) -> bool:
+    def _has_older(self, plan: GenerationPlan) -> bool:
         """There is something that a run may resume from instead of a lost commit."""
         is_unknown = "may have been committed" in plan.restore_why
         return self.simulation.scenario.has_checkpoints or plan.restore is not None or is_unknown

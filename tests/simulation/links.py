@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ftrun.smp.link_rules import FETCH, PROTECT, LinkRules, admits
-from ftrun.smp.peer_link import SILENT_S, Frame
+from ftrun.smp.peer_link import SILENT_S, OutgoingFrame
 from ftrun.wire.cluster.transfer import LinkHello
-from ftrun.wire.messages.protected import NodePlace
+from ftrun.wire.messages.protected import NodeAddress
 
 if TYPE_CHECKING:
-    from ftrun.smp.peer_listener import PeerEvents, Session
+    from ftrun.smp.peer_listener import PeerEvents, PeerSession
     from simulation.snapshots import Smp
 
 _RESEND_S = 0.5
@@ -33,7 +33,7 @@ class Incoming:
         self.hello = link.hello
         self.is_open = True
         self.is_admitted = False
-        self.waiting: list[Frame] = []
+        self.waiting: list[OutgoingFrame] = []
         """What has come before this side has heard of the session."""
 
 
@@ -42,7 +42,7 @@ class Envelope:
 
     __slots__ = ("_raw", "body", "generation", "raw_bytes", "raw_digest", "socket")
 
-    def __init__(self, generation: int, frame: Frame) -> None:
+    def __init__(self, generation: int, frame: OutgoingFrame) -> None:
         self.generation = generation
         self.body = frame.body
         self._raw = b"".join(frame.raw) if frame.raw else b""
@@ -71,7 +71,9 @@ class Source:
 class Link:
     """The sending end; it dials by itself."""
 
-    def __init__(self, peers: "Peers", place: NodePlace, purpose: str, session: "Session") -> None:
+    def __init__(
+        self, peers: "Peers", place: NodeAddress, purpose: str, session: "PeerSession"
+    ) -> None:
         number = session.number if purpose == PROTECT else 0
         self.peers = peers
         self.place = place
@@ -81,7 +83,7 @@ class Link:
         self._patience_s = session.patience_s
         self._rules = LinkRules(dials_again_first=purpose == FETCH, patience_s=session.patience_s)
         self._there: Incoming | None = None
-        self._frames: list[Frame] = []
+        self._frames: list[OutgoingFrame] = []
         self._streams: list[Any] = []
         self._is_awake = False
         self._last_s = 0.0
@@ -112,7 +114,7 @@ class Link:
         self._rules.begin_dialing(self._now_s)
         self._later(0.0, self._dial)
 
-    def tell(self, frame: Frame) -> None:
+    def tell(self, frame: OutgoingFrame) -> None:
         if self.is_closed:
             _release(frame)
             return
@@ -226,14 +228,14 @@ class Link:
             scenario, random = self.peers.smp.node.simulation.scenario, self.peers.smp.random
             self._send(there, bulk, 0.01 + scenario.transfer_s * random.random())
 
-    def _send(self, there: Incoming, frames: list[Frame], delay_s: float) -> None:
+    def _send(self, there: Incoming, frames: list[OutgoingFrame], delay_s: float) -> None:
         now_s = self._now_s
         self._last_s = max(self._last_s, now_s + delay_s)
         self.peers.smp.world.after(self._last_s - now_s, self._arrive, there, frames)
         for frame in frames:
             _release(frame)
 
-    def _arrive(self, there: Incoming, frames: list[Frame]) -> None:
+    def _arrive(self, there: Incoming, frames: list[OutgoingFrame]) -> None:
         network = self.peers.smp.node.network
         if not network.passes(self.peers.smp.node.node_id, self.place.node_id):
             # Sent again for as long as the sender lives and has patience.
@@ -276,7 +278,7 @@ class Peers:
 
     def __init__(self, smp: "Smp") -> None:
         self.smp = smp
-        self.session: Session | None = None
+        self.session: PeerSession | None = None
         self.events: PeerEvents
         self._links: dict[tuple[str, str], Link] = {}
         self._incoming: dict[tuple[str, str], Incoming] = {}
@@ -286,7 +288,7 @@ class Peers:
     def tell(self, events: "PeerEvents") -> None:
         self.events = events
 
-    def begin(self, session: "Session") -> None:
+    def begin(self, session: "PeerSession") -> None:
         if self.session == session:
             return
         self._drop()
@@ -295,7 +297,7 @@ class Peers:
         for incoming in parked:
             self._let_in(incoming)
 
-    def link(self, place: NodePlace, purpose: str) -> Link:
+    def link(self, place: NodeAddress, purpose: str) -> Link:
         key = (place.node_id, purpose)
         if key not in self._links:
             assert self.session is not None
@@ -362,7 +364,7 @@ class Peers:
             waiting, incoming.waiting = incoming.waiting, []
             self._take(incoming, waiting)
 
-    def arrive(self, incoming: Incoming, frames: list[Frame]) -> None:
+    def arrive(self, incoming: Incoming, frames: list[OutgoingFrame]) -> None:
         if not self.smp.is_alive or not incoming.is_open:
             self._reset(incoming)
         elif incoming.is_admitted:
@@ -370,7 +372,7 @@ class Peers:
         else:
             incoming.waiting += frames
 
-    def _take(self, incoming: Incoming, frames: list[Frame]) -> None:
+    def _take(self, incoming: Incoming, frames: list[OutgoingFrame]) -> None:
         generation = incoming.hello.generation
         for frame in frames:
             envelope = Envelope(generation, frame)
@@ -412,6 +414,6 @@ class Peers:
             link.peers.smp.later(delay_s, link.ended, incoming)
 
 
-def _release(frame: Frame) -> None:
+def _release(frame: OutgoingFrame) -> None:
     if frame.release is not None:
         frame.release()

@@ -12,19 +12,19 @@ import xxhash
 
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Generation, Rank, Version
-from ftrun.smp.memory.arenas import ArenaMemory, HeldArena
-from ftrun.smp.memory.parity_store import Vaults
+from ftrun.smp.memory.arenas import ArenaStore, SmpArena
+from ftrun.smp.memory.parity_store import ParityStore
 from ftrun.snapshot.manifest import NodeManifest, RankManifest, Section
-from ftrun.wire.cluster.generation import Plan
+from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.shared_memory.arena import ArenaShape, SlotHeader, SlotState
-from ftrun.wire.shared_memory.parity_region import VaultRecord, VaultState
+from ftrun.wire.shared_memory.parity_region import ParityRecord, ParityRegionState
 
 STATE_BYTES = 8
 BLOCK_BYTES = 4096
 BLOCKS_PER_RANK = 2
 """Length of a shard, and the number of blocks it is rebuilt from; each holds the state."""
 
-_WHOLE = (VaultState.COMPLETE, VaultState.COMMITTED)
+_WHOLE = (ParityRegionState.COMPLETE, ParityRegionState.COMMITTED)
 
 Removed = Callable[[Version], None]
 
@@ -96,7 +96,7 @@ class Arena:
         return len(found)
 
 
-class HeldHere(HeldArena):
+class HeldHere(SmpArena):
     """An arena as the SMP's code sees it."""
 
     __slots__ = ()
@@ -117,19 +117,19 @@ class HeldHere(HeldArena):
         self.fd.void(lambda _: True)
 
 
-class Arenas(ArenaMemory):
+class Arenas(ArenaStore):
     """What the SMP knows of the arenas of its node."""
 
     def __init__(self, memory: "Memory") -> None:
         super().__init__()
         self._node_memory = memory
 
-    def _held(self, fd: Arena, generation: Generation) -> HeldArena:
+    def _held(self, fd: Arena, generation: Generation) -> SmpArena:
         if fd not in self._node_memory.arenas:
             self._node_memory.arenas.append(fd)
         return HeldHere(fd, fd.shape, generation)
 
-    def _free(self, arena: HeldArena) -> None:
+    def _free(self, arena: SmpArena) -> None:
         super()._free(arena)
         self._node_memory.arenas.remove(arena.fd)
 
@@ -187,8 +187,8 @@ class Vault:
 
     def __init__(self, memory: "Memory") -> None:
         self.size = 1 << 40
-        self.state = VaultState.EMPTY
-        self.record: VaultRecord | None = None
+        self.state = ParityRegionState.EMPTY
+        self.record: ParityRecord | None = None
         self.given: dict[str, int] = {}
         """State that each node has brought in."""
         self.digests: dict[str, int] = {}
@@ -226,16 +226,19 @@ class Vault:
 
     @property
     def holds_something(self) -> bool:
-        return self.record is not None and self.state not in (VaultState.EMPTY, VaultState.VOID)
+        return self.record is not None and self.state not in (
+            ParityRegionState.EMPTY,
+            ParityRegionState.VOID,
+        )
 
-    def begin(self, record: VaultRecord) -> None:
+    def begin(self, record: ParityRecord) -> None:
         self._lose()
-        self.record, self.state = record, VaultState.FILLING
+        self.record, self.state = record, ParityRegionState.FILLING
         self.given, self.digests, self.mirrored = {}, {}, set()
         self.is_damaged = False
 
-    def mark(self, state: VaultState) -> None:
-        if state in (VaultState.VOID, VaultState.EMPTY):
+    def mark(self, state: ParityRegionState) -> None:
+        if state in (ParityRegionState.VOID, ParityRegionState.EMPTY):
             self._lose()
         self.state = state
 
@@ -287,11 +290,11 @@ class Memory:
         self.arenas: list[Arena] = []
         self.vaults: dict[int, Vault] = {}
         """Duplicates that the agent has, by the slot that the SMP has named."""
-        self.kept: tuple[Plan, bool] | None = None
+        self.kept: tuple[GenerationPlan, bool] | None = None
         """What the last agent knew: the plan it accepted, and whether that took effect."""
-        self._mapped = Vaults()
+        self._mapped = ParityStore()
 
-    def map_vaults(self, vaults: Vaults) -> None:
+    def map_vaults(self, vaults: ParityStore) -> None:
         """Another SMP has come, and is given what the agent has."""
         self._mapped = vaults
         for slot, vault in sorted(self.vaults.items()):
@@ -306,7 +309,7 @@ class Memory:
         self._drop([*self.vaults])
 
     def smp_died(self) -> None:
-        mapped, self._mapped = self._mapped.fds, Vaults()
+        mapped, self._mapped = self._mapped.fds, ParityStore()
         for vault in mapped:
             vault.close()
 
@@ -339,7 +342,7 @@ class Memory:
         return next((a for a in self.arenas if a.rank == rank and a.find(version)), None)
 
     def holds(self, rank: int, version: Version) -> bool:
-        """As the agent's `HeldMemory` does it."""
+        """As the agent's `RetainedMemory` does it."""
         return self.arena_of(rank, version) is not None
 
 
@@ -378,7 +381,7 @@ def _can_have(world_size: int, held: dict[int, set[str]], parts: list[tuple[str,
     lost = [rank for rank in range(world_size) if rank not in held]
     if not lost:
         return True
-    groups: dict[tuple[object, ...], tuple[VaultRecord, set[str], set[str]]] = {}
+    groups: dict[tuple[object, ...], tuple[ParityRecord, set[str], set[str]]] = {}
     for node_id, part in parts:
         record = part.record
         assert record is not None
@@ -391,7 +394,7 @@ def _can_have(world_size: int, held: dict[int, set[str]], parts: list[tuple[str,
 
 
 def _rebuilds(
-    rank: int, held: dict[int, set[str]], record: VaultRecord, whole: set[str], mirrors: set[str]
+    rank: int, held: dict[int, set[str]], record: ParityRecord, whole: set[str], mirrors: set[str]
 ) -> bool:
     owner = next((one.node_id for one in record.members if rank in one.ranks), None)
     missing = sum(

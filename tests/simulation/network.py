@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ftrun.membership.events import Closed, DialFailed, Heard, Opened
+from ftrun.membership.events import (
+    ConnectFailed,
+    ConnectionClosed,
+    ConnectionOpened,
+    MessageReceived,
+)
 from ftrun.wire.cluster.messages import AnyClusterMessage, ClusterEnvelope
 
 if TYPE_CHECKING:
@@ -134,7 +139,7 @@ class Network:
             return
         agent.dialling.discard((host, port))
         why = f"{host} is refused" if refused else f"{host} is silent"
-        agent.happens(DialFailed(host, port, node_id, refused, why))
+        agent.happens(ConnectFailed(host, port, node_id, refused, why))
 
     def _dialled(self, end: End, host: str, port: int) -> None:
         if not end.agent.is_alive:
@@ -153,7 +158,7 @@ class Network:
             self.hang_up(agent, peer.node.node_id)
         agent.ends[peer.node.node_id] = end
         end.is_ready = True
-        agent.happens(Opened(peer.node.node_id, peer.card.incarnation))
+        agent.happens(ConnectionOpened(peer.node.node_id, peer.card.incarnation))
         early, end.early = end.early, []
         for data in early:
             self._deliver(end, data)
@@ -183,7 +188,7 @@ class Network:
         end.is_open = False
         agent, node_id = end.agent, end.peer.agent.node.node_id
         if agent.is_alive and end.is_ready:
-            agent.happens_to(end, Closed(node_id))
+            agent.happens_to(end, ConnectionClosed(node_id))
 
     def process_died(self, agent: "Agent") -> None:
         """Its kernel closes what it had open."""
@@ -260,7 +265,7 @@ class Network:
             end.early.append(data)
             return
         sender = end.peer.agent.node.node_id
-        agent.happens_to(end, Heard(sender, self._decode(agent, data)))
+        agent.happens_to(end, MessageReceived(sender, self._decode(agent, data)))
 
     def _decode(self, agent: "Agent", data: bytes) -> AnyClusterMessage:
         return _decode(data).body

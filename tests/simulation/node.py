@@ -10,29 +10,29 @@ import msgspec
 from ftrun.agent.launch.generation import NOTHING
 from ftrun.agent.snapshots.standing_orders import StandingOrders
 from ftrun.agent.snapshots.topology import begin_generation
-from ftrun.events import Kind, WorkerExit
+from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Version
-from ftrun.membership.discovery import Role
+from ftrun.membership.discovery import MemberRole
 from ftrun.membership.events import (
-    Adopted,
-    Checked,
-    Closed,
+    ConnectionClosed,
+    GenerationInstalled,
     Happening,
-    Heard,
-    HereIs,
+    MessageReceived,
+    NodeChecked,
+    NodeReported,
     Passing,
-    PlanKept,
+    PlanPersisted,
     Quiesced,
 )
 from ftrun.membership.member import Member
-from ftrun.monitor.node_fitness import Fitness, Outcome
+from ftrun.monitor.node_fitness import CheckOutcome, NodeFitness
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery import commands as do
-from ftrun.recovery.generation_monitor import Oversight
-from ftrun.wire.cluster.generation import NodeCard, Plan
-from ftrun.wire.cluster.heartbeats import Beat, RankReport
+from ftrun.recovery.generation_monitor import GenerationMonitor
+from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
+from ftrun.wire.cluster.heartbeats import Heartbeat, RankReport
 from ftrun.wire.messages import smp as smp_messages
-from ftrun.wire.shared_memory.pages import Command
+from ftrun.wire.shared_memory.pages import CommandField
 from simulation.memory import Memory
 from simulation.network import End
 from simulation.smp_link import SmpLink
@@ -242,7 +242,7 @@ class Node:
         if self.agent is not None:
             self.agent.call(self.agent.hands.told_by_smp, body)
 
-    def ranks_ended(self, ranks: Ranks, kind: Kind) -> None:
+    def ranks_ended(self, ranks: Ranks, kind: ExitKind) -> None:
         if self.agent is not None and self.ranks is ranks:
             delay_s = 0.005 + 0.05 * self.random.random()
             self.later(delay_s, self.agent.hands.saw_exits, ranks, kind)
@@ -281,7 +281,7 @@ class Agent:
         self.member = Member(
             self.card,
             scenario.settings,
-            lambda: Oversight(scenario.policy, scenario.settings, pairs=PairCheck()),
+            lambda: GenerationMonitor(scenario.policy, scenario.settings, pairs=PairCheck()),
             now_s=self.now_s,
             kept=kept[0] if kept is not None else None,
             took_effect=kept is not None and kept[1],
@@ -302,15 +302,15 @@ class Agent:
     def begin(self) -> None:
         unfit_s = self.node.simulation.unfit_s
         if unfit_s is not None:
-            self._check(Outcome.FAIL if self.node.node_id in unfit_s else Outcome.PASS, 1)
+            self._check(CheckOutcome.FAIL if self.node.node_id in unfit_s else CheckOutcome.PASS, 1)
             self.node.later(
-                unfit_s.get(self.node.node_id, 0.0), self.call, self._check, Outcome.PASS, 2
+                unfit_s.get(self.node.node_id, 0.0), self.call, self._check, CheckOutcome.PASS, 2
             )
         self._tick()
 
-    def _check(self, outcome: Outcome, number: int) -> None:
-        if outcome is Outcome.PASS or self.member.follower.fitness is None:
-            self.happens(Checked(Fitness(outcome, problems=("a test",), number=number)))
+    def _check(self, outcome: CheckOutcome, number: int) -> None:
+        if outcome is CheckOutcome.PASS or self.member.follower.fitness is None:
+            self.happens(NodeChecked(NodeFitness(outcome, problems=("a test",), number=number)))
 
     def die(self) -> None:
         self.is_alive = False
@@ -351,11 +351,11 @@ class Agent:
             what(*args)
 
     def _take(self, end: End | None, event: Happening) -> None:
-        if end is not None and isinstance(event, Heard | Closed):
+        if end is not None and isinstance(event, MessageReceived | ConnectionClosed):
             # An older connection was closed without a word.
             if self.ends.get(event.node_id) is not end:
                 return
-            if isinstance(event, Closed):
+            if isinstance(event, ConnectionClosed):
                 del self.ends[event.node_id]
         self.think(event)
 
@@ -380,17 +380,17 @@ class Agent:
         for command in found:
             if isinstance(command, do.Send):
                 network.send(self, command.node_id, command.message)
-            elif isinstance(command, do.Dial):
+            elif isinstance(command, do.Connect):
                 network.dial(self, command.host, command.port, command.node_id)
-            elif isinstance(command, do.HangUp):
+            elif isinstance(command, do.Disconnect):
                 network.hang_up(self, command.node_id)
-            elif isinstance(command, do.AskWitness):
+            elif isinstance(command, do.QueryWitness):
                 assert simulation.witness is not None
                 simulation.witness.ask(self, command)
-            elif isinstance(command, do.TryRoad):
+            elif isinstance(command, do.ProbePath):
                 simulation.try_road(self, command)
-            elif isinstance(command, do.CheckAgain):
-                self.node.later(0.5, self.call, self._check, Outcome.PASS, command.number)
+            elif isinstance(command, do.RepeatNodeCheck):
+                self.node.later(0.5, self.call, self._check, CheckOutcome.PASS, command.number)
             else:
                 self.hands.take(command)
         self.hands.renew_lease()
@@ -406,7 +406,7 @@ class Hands:
         self.random = agent.node.random
         self.exits: list[WorkerExit] = []
         self.smp = SmpLink()
-        self.plan: Plan | None = None
+        self.plan: GenerationPlan | None = None
         """The generation whose ranks run here, or are about to."""
         self.is_over = True
         """The plan's ranks are dead, and another generation is on its way."""
@@ -426,14 +426,14 @@ class Hands:
     def take(self, command: do.NodeCommand) -> None:
         trace = self.node.world.trace
         match command:
-            case do.Note():
+            case do.JournalEntry():
                 trace(self.node.node_id, f"note {command.kind}: {command.text}")
                 return
-            case do.HoldRanks() | do.ReleaseRanks():
+            case do.SuspendRanks() | do.ResumeRanks():
                 trace(self.node.node_id, type(command).__name__)
                 ranks = self.node.ranks
                 if ranks is not None:
-                    ranks.are_held = isinstance(command, do.HoldRanks)
+                    ranks.are_held = isinstance(command, do.SuspendRanks)
                 return
         self._queue.append(command)
         if not self._is_busy:
@@ -456,13 +456,15 @@ class Hands:
                     self.node.end_ranks()
                 delay_s = 0.02 + 0.3 * self.random.random()
                 delay_s += max(0.0, self.node.stuck_until_s - self.node.world.now_s)
-            case do.Adopt(plan) if plan.restore is None and self._reads_checkpoint(plan):
+            case do.InstallGeneration(plan) if plan.restore is None and self._reads_checkpoint(
+                plan
+            ):
                 delay_s = 0.01 + self.node.simulation.scenario.load_s * self.random.random()
-            case do.Adopt() | do.RunGeneration():
+            case do.InstallGeneration() | do.StartRanks():
                 delay_s = 0.01 + 0.1 * self.random.random()
         self.node.later(delay_s, self.agent.call, self._do, command)
 
-    def _reads_checkpoint(self, plan: Plan) -> bool:
+    def _reads_checkpoint(self, plan: GenerationPlan) -> bool:
         simulation = self.node.simulation
         is_there = simulation.scenario.has_checkpoints and bool(simulation.checkpoints)
         return is_there and plan.member(self.node.node_id) is not None
@@ -479,29 +481,31 @@ class Hands:
                 self.wants_ranks, self.is_over = False, True
                 answer = Quiesced(command.generation, smp.inventory(), 29500, smp.port)
                 self.agent.think(answer)
-            case do.Adopt():
+            case do.InstallGeneration():
                 self._adopt(command.plan, smp)
-            case do.KeepPlan():
+            case do.PersistPlan():
                 self.node.memory.kept = (command.plan, command.took_effect)
-                self.agent.think(PlanKept(command.plan.edition))
-            case do.RunGeneration():
+                self.agent.think(PlanPersisted(command.plan.edition))
+            case do.StartRanks():
                 self._run(command.plan)
-            case do.Commit():
+            case do.CommitSnapshot():
                 if self.plan is not None and len(self.plan.members) > 1:
                     self._tell_order(command, smp)
-            case do.Abandon():
+            case do.AbandonStep():
                 if self.plan is not None:
                     self._tell_order(command, smp)
-            case do.TakeFrom():
+            case do.SetFirstSnapshotStep():
                 page = self.node.page
                 if page is not None and self.plan is not None and len(self.plan.members) > 1:
-                    page.set(Command.TAKE_FROM, max(command.step, page.get(Command.TAKE_FROM)))
-            case do.MovePeers():
+                    page.set(
+                        CommandField.TAKE_FROM, max(command.step, page.get(CommandField.TAKE_FROM))
+                    )
+            case do.UpdatePeerPorts():
                 if self.plan is not None:
                     ports = {**self.plan.smp_ports, **command.ports}
                     self.plan = msgspec.structs.replace(self.plan, smp_ports=ports)
                     self._tell_smp()
-            case do.AskLastSnapshot():
+            case do.RequestFinalSnapshot():
                 if self.node.ranks is not None:
                     # Ranks that have passed that boundary stop at the next one.
                     after = self.node.ranks.step + 1
@@ -514,30 +518,30 @@ class Hands:
                 ranks = self.node.ranks
                 if ranks is not None and ranks.are_alive:
                     ranks.kill()
-                    self.saw_exits(ranks, Kind.SIGNAL)
+                    self.saw_exits(ranks, ExitKind.SIGNAL)
             case do.EndRun():
                 self._end(command)
         if self.agent.is_alive:
             self._next()
 
     def repeat(self) -> None:
-        """As `NodeOrders.repeat`."""
+        """As `CommandExecutor.repeat`."""
         page, plan, smp = self.node.page, self.plan, self.node.smp
         if page is None or plan is None or self.is_over or smp is None or not smp.is_alive:
             return
         for order in self._standing.unheard(page, plan.generation, now_s=self.node.world.now_s):
             self._tell_order(order, smp)
 
-    def _tell_order(self, order: do.Commit | do.Abandon, smp: Smp) -> None:
+    def _tell_order(self, order: do.CommitSnapshot | do.AbandonStep, smp: Smp) -> None:
         assert self.plan is not None
         generation = self.plan.generation
         self._standing.keep(order, generation, now_s=self.node.world.now_s)
-        if isinstance(order, do.Commit):
+        if isinstance(order, do.CommitSnapshot):
             smp.commit(order.version)
         else:
             smp.abandon(generation, order.step)
 
-    def _adopt(self, plan: Plan, smp: Smp) -> None:
+    def _adopt(self, plan: GenerationPlan, smp: Smp) -> None:
         node = self.node
         self.exits.clear()
         self._awaits_boundary = self.is_over = False
@@ -553,9 +557,9 @@ class Hands:
         self._tell_smp()
         node.memory.kept = (plan, False)
         pair = (int(restored.generation), int(restored.step)) if restored is not None else None
-        self.agent.think(Adopted(plan.generation, pair, problem, name, rejected))
+        self.agent.think(GenerationInstalled(plan.generation, pair, problem, name, rejected))
 
-    def _run(self, plan: Plan) -> None:
+    def _run(self, plan: GenerationPlan) -> None:
         node = self.node
         node.memory.kept = (plan, True)
         self.wants_ranks = True
@@ -578,7 +582,7 @@ class Hands:
             smp.hear_again(ranks.locals)
 
     def _tell_smp(self) -> None:
-        """As `Generations.tell_smp` does it."""
+        """As `GenerationRunner.tell_smp` does it."""
         plan, smp, node = self.plan, self.node.smp, self.node
         assert plan is not None
         if smp is None or not smp.is_alive:
@@ -646,10 +650,10 @@ class Hands:
         self.node.simulation.invariants.restored(self.node, plan, restored, ranks.state)
         ranks.group.joined(ranks)
 
-    def saw_exits(self, ranks: Ranks, kind: Kind) -> None:
+    def saw_exits(self, ranks: Ranks, kind: ExitKind) -> None:
         self.agent.call(self._saw_exits, ranks, kind)
 
-    def _saw_exits(self, ranks: Ranks, kind: Kind) -> None:
+    def _saw_exits(self, ranks: Ranks, kind: ExitKind) -> None:
         if self.node.ranks is not ranks or self.exits:
             return
         node = ranks.plan.member(self.node.node_id)
@@ -687,7 +691,7 @@ class Hands:
         if not is_urgent and step == self._step_told:
             return
         self._step_told = step
-        beat = Beat(
+        beat = Heartbeat(
             generation=generation,
             state="running" if runs else "idle",
             step=step,
@@ -710,7 +714,7 @@ class Hands:
             unprotected=says.unprotected,
             ranks=self._reports(ranks, ranks.locals) if ranks is not None and matches else (),
         )
-        self.agent.think(HereIs(beat, is_urgent))
+        self.agent.think(NodeReported(beat, is_urgent))
 
     def _reports(self, ranks: Ranks, own: tuple[int, ...]) -> tuple[RankReport, ...]:
         if not self.node.simulation.scenario.has_reports:
@@ -733,13 +737,13 @@ class Hands:
 
 def _in_words(command: do.NodeCommand) -> str:
     match command:
-        case do.Adopt():
+        case do.InstallGeneration():
             return f"Adopt {_plan(command.plan)}"
-        case do.KeepPlan():
+        case do.PersistPlan():
             voters = " ".join(card.node_id for card in command.plan.voters)
             effect = "in effect" if command.took_effect else "asked for"
             return f"KeepPlan {command.plan.edition} {effect}: voters {voters}"
-        case do.RunGeneration():
+        case do.StartRanks():
             return f"RunGeneration {command.plan.generation}"
         case do.Quiesce():
             return f"Quiesce {command.generation}: {command.why}"
@@ -747,7 +751,7 @@ def _in_words(command: do.NodeCommand) -> str:
             return str(command)[:160]
 
 
-def _plan(plan: Plan) -> str:
+def _plan(plan: GenerationPlan) -> str:
     members = " ".join(f"{one.node_id}@{one.first_rank}" for one in plan.members)
     spares = " ".join(card.node_id for card in plan.spares)
     return (
@@ -756,4 +760,4 @@ def _plan(plan: Plan) -> str:
     )
 
 
-ENDED = Role.ENDED
+ENDED = MemberRole.ENDED

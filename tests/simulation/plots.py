@@ -13,7 +13,7 @@ unfinished  a node is cut off while the others protect again what they start fro
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ftrun.wire.cluster.generation import Plan
+from ftrun.wire.cluster.generation import GenerationPlan
 
 if TYPE_CHECKING:
     from simulation.faults import Faults
@@ -35,7 +35,7 @@ class Plots:
         self._simulation = faults.simulation
         self._world = faults.world
         self._random = faults.random
-        self._plots: dict[str, Callable[[Plan], None]] = {
+        self._plots: dict[str, Callable[[GenerationPlan], None]] = {
             "forgotten": self._forgotten,
             "outvoted": self._outvoted,
             "unexpected": self._unexpected,
@@ -58,7 +58,7 @@ class Plots:
 
     # --- plots --------------------------------------------------------------------------------
 
-    def _forgotten(self, plan: Plan) -> None:
+    def _forgotten(self, plan: GenerationPlan) -> None:
         voters = self._voters(plan)
         lead = self._simulation.network.nodes[plan.lead]
         stale = lead if self._random.random() < 0.5 else self._random.choice(voters)
@@ -66,7 +66,7 @@ class Plots:
         self._faults.cut("cut off", stale, [stale], rest, for_s=LASTS_S)
         self._await_next(plan, [stale], self._random.random() * 2)
 
-    def _await_next(self, plan: Plan, stale: list["Node"], later_s: float) -> None:
+    def _await_next(self, plan: GenerationPlan, stale: list["Node"], later_s: float) -> None:
         """Others have gone on without these: some of them lose their memory."""
         newest = self._simulation.invariants.newest
         if self._faults.are_over:
@@ -76,7 +76,7 @@ class Plots:
         else:
             self._world.after(later_s, self._meet_again, plan, stale)
 
-    def _meet_again(self, plan: Plan, stale: list["Node"]) -> None:
+    def _meet_again(self, plan: GenerationPlan, stale: list["Node"]) -> None:
         if self._faults.are_over:
             return
         voters = self._voters(plan)
@@ -93,35 +93,35 @@ class Plots:
         for node in others:
             self._faults.wipe(node)
 
-    def _outvoted(self, plan: Plan) -> None:
+    def _outvoted(self, plan: GenerationPlan) -> None:
         members = [self._simulation.network.nodes[one.node_id] for one in plan.members]
         rest = [node for node in self._nodes() if node not in members]
         self._faults.cut("members cut off", members[0], members, rest, for_s=LASTS_S)
         if self._random.random() < 0.5:
             self._await_next(plan, members, self._random.random() * 2)
 
-    def _unexpected(self, plan: Plan) -> None:
+    def _unexpected(self, plan: GenerationPlan) -> None:
         endpoint = self._nodes()[0]
         self._faults.wipe(endpoint)
 
-    def _unfinished(self, plan: Plan) -> None:
+    def _unfinished(self, plan: GenerationPlan) -> None:
         members = [self._simulation.network.nodes[one.node_id] for one in plan.members]
         if len(members) < 2:
             return  # the others are not fit
         self._faults.kill_rank(self._random.choice(members))
         self._on_plan_after(plan, self._random.uniform(0.3, 0.9), self._cut_off, members)
 
-    def _cut_off(self, plan: Plan, members: list["Node"]) -> None:
+    def _cut_off(self, plan: GenerationPlan, members: list["Node"]) -> None:
         away, lost = self._random.sample(members, 2)
         rest = [node for node in self._nodes() if node is not away]
         self._faults.cut("cut off", away, [away], rest, for_s=9.0)
         self._on_plan_after(plan, self._random.uniform(0.2, 1.0), self._lose, lost)
 
-    def _lose(self, plan: Plan, lost: "Node") -> None:
+    def _lose(self, plan: GenerationPlan, lost: "Node") -> None:
         self._faults.power_cycle(lost)
 
     def _on_plan_after(
-        self, plan: Plan, later_s: float, what: Callable[..., None], *args: object
+        self, plan: GenerationPlan, later_s: float, what: Callable[..., None], *args: object
     ) -> None:
         """Somebody has accepted a plan after this one: something happens, so much later."""
         newest = max(self._simulation.invariants.accepted.values(), key=lambda one: one.edition)
@@ -137,5 +137,5 @@ class Plots:
     def _nodes(self) -> list["Node"]:
         return self._simulation.nodes
 
-    def _voters(self, plan: Plan) -> list["Node"]:
+    def _voters(self, plan: GenerationPlan) -> list["Node"]:
         return [self._simulation.network.nodes[card.node_id] for card in plan.voters]

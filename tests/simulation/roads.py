@@ -4,10 +4,10 @@ answers.
 
 from typing import TYPE_CHECKING
 
-from ftrun.membership.events import Heard
-from ftrun.recovery.commands import TryRoad
-from ftrun.wire.cluster.messages import RoadTried
-from ftrun.wire.cluster.rails import Rail, RoadFound
+from ftrun.membership.events import MessageReceived
+from ftrun.recovery.commands import ProbePath
+from ftrun.wire.cluster.messages import ProbePathResult
+from ftrun.wire.cluster.rails import PathMeasurement, Rail
 
 if TYPE_CHECKING:
     from random import Random
@@ -32,7 +32,7 @@ class Tries:
             for rail in range(self._num_rails)
         ]
 
-    def take(self, agent: "Agent", command: TryRoad) -> None:
+    def take(self, agent: "Agent", command: ProbePath) -> None:
         """A node tries a road; it may die meanwhile, and the lead too."""
         self.asked += 1
         order, delay_s, problem = command.order, 0.01 + 0.03 * self._random.random(), ""
@@ -42,7 +42,7 @@ class Tries:
                 return
             delay_s, problem = (0.4, "no answer") if what == 1 else (5 * self._random.random(), "")
         rate = 0.0 if problem else 1e8 * (0.1 + self._random.random())
-        found = RoadFound(
+        found = PathMeasurement(
             agent.node.node_id,
             order.destination,
             order.rail,
@@ -54,9 +54,9 @@ class Tries:
             delay_s, agent.call, self._answer, agent, command.asks, found, order.survey
         )
 
-    def _answer(self, agent: "Agent", asks: str, found: RoadFound, survey: int) -> None:
-        answer = RoadTried(survey, found)
+    def _answer(self, agent: "Agent", asks: str, found: PathMeasurement, survey: int) -> None:
+        answer = ProbePathResult(survey, found)
         if asks == agent.node.node_id:
-            agent.happens(Heard(asks, answer))
+            agent.happens(MessageReceived(asks, answer))
         else:
             agent.node.network.send(agent, asks, answer)

@@ -11,10 +11,10 @@ from random import Random
 from ftrun.errors import ExitCode
 from ftrun.ids import Version, version
 from ftrun.membership.ballots import carries, electorate
-from ftrun.membership.discovery import Role
+from ftrun.membership.discovery import MemberRole
 from ftrun.membership.leader.failure_detector import AWAIT_SILENT_S
 from ftrun.recovery import commands as do
-from ftrun.wire.cluster.generation import Plan
+from ftrun.wire.cluster.generation import GenerationPlan
 from simulation.faults import Faults
 from simulation.invariants import Invariants
 from simulation.memory import Arena, can_have
@@ -112,12 +112,12 @@ class Simulation:
         self._incarnation += 1
         return self._incarnation
 
-    def try_road(self, agent: Agent, command: do.TryRoad) -> None:
+    def try_road(self, agent: Agent, command: do.ProbePath) -> None:
         """Without roads, the answer never comes."""
         if self.tries is not None:
             self.tries.take(agent, command)
 
-    def group_of(self, plan: Plan) -> Group:
+    def group_of(self, plan: GenerationPlan) -> Group:
         return self._groups.setdefault(plan.generation, Group(self, plan))
 
     def agent_ended(self, node: Node, command: do.EndRun) -> None:
@@ -132,7 +132,9 @@ class Simulation:
             self.is_ending = True
             self.world.after(_ENDING_S, self._stop)
 
-    def load_checkpoint(self, node: Node, plan: Plan) -> tuple[Version | None, str, dict[str, str]]:
+    def load_checkpoint(
+        self, node: Node, plan: GenerationPlan
+    ) -> tuple[Version | None, str, dict[str, str]]:
         """Fill the arenas from the newest checkpoint that no node has rejected.
 
         The version, the name of the checkpoint, and what this node has rejected now.
@@ -247,7 +249,10 @@ class Simulation:
         here = sum(
             node.agent is not None
             and node.node_id not in barred
-            and (endpoint is not None or node.agent.member.role in (Role.FOLLOWING, Role.LEADING))
+            and (
+                endpoint is not None
+                or node.agent.member.role in (MemberRole.FOLLOWING, MemberRole.LEADING)
+            )
             for node in self.nodes
         )
         return len(newest.members) == min(here, wishes.max_nodes)
@@ -363,7 +368,7 @@ class Simulation:
         return lead.pause.given_up(now_s=agent.now_s + _MEETS_WITHIN_S) is not None
 
     @staticmethod
-    def _can_decide(plan: Plan, here: list[Node]) -> bool:
+    def _can_decide(plan: GenerationPlan, here: list[Node]) -> bool:
         voters = electorate(plan.voters)
         cards = [node.agent.card for node in here if node.agent is not None]
         agreed = {card.identity for card in cards}

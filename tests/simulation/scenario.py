@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from random import Random
 
-from ftrun.recovery.settings import ClusterSettings, Wishes
+from ftrun.recovery.settings import ClusterSize, MembershipSettings
 from ftrun.recovery.supervisor import Policy
 from simulation.plots import LASTS_S, PLOTS
 
@@ -21,7 +21,7 @@ class Scenario:
     late_nodes: int
     """Of these, so many come only after a while."""
     num_ranks: int
-    settings: ClusterSettings
+    settings: MembershipSettings
     policy: Policy
     every: int
     transfer_s: float
@@ -54,14 +54,14 @@ def draw(seed: int, mode: str) -> Scenario:
     spares = random.choices((0, 1, 2), (5, 4, 2) if nodes > 2 else (3, 2, 4))[0]
     is_elastic = nodes > 1 and random.random() < 0.4
     fewest = random.randint(1, nodes) if is_elastic else nodes
-    wishes = Wishes(fewest, nodes, spares)
+    wishes = ClusterSize(fewest, nodes, spares)
     is_live = mode == "liveness"
     is_strict = not is_live and random.random() < _STRICT
     has_checkpoints = random.random() < (0.5 if spares > nodes else 0.15)
     total = nodes + spares
     late = random.randint(0, nodes - fewest) if is_elastic and random.random() < 0.5 else 0
     late += random.random() < 0.2
-    settings = ClusterSettings(
+    settings = MembershipSettings(
         wishes=wishes,
         endpoint=("n0", 29400),
         heartbeat_s=0.5,
@@ -113,12 +113,17 @@ def _with_plot(scenario: Scenario, random: Random) -> Scenario:
     has_checkpoints = scenario.has_checkpoints
     if plot == "outvoted":
         # What the members hold in memory is not to be had, and without it nobody goes on.
-        wishes, has_checkpoints = random.choice((Wishes(1, 1, 2), Wishes(2, 2, 3))), True
+        wishes, has_checkpoints = random.choice((ClusterSize(1, 1, 2), ClusterSize(2, 2, 3))), True
     elif plot == "unfinished":
-        wishes = random.choice((Wishes(1, 4, 0), Wishes(2, 5, 0), Wishes(3, 6, 0)))
+        wishes = random.choice((ClusterSize(1, 4, 0), ClusterSize(2, 5, 0), ClusterSize(3, 6, 0)))
     else:
-        choices = (Wishes(2, 2, 1), Wishes(1, 3, 0), Wishes(2, 3, 0), Wishes(2, 2, 2))
-        wishes = random.choice((*choices, Wishes(3, 5, 0), Wishes(3, 3, 2)))
+        choices = (
+            ClusterSize(2, 2, 1),
+            ClusterSize(1, 3, 0),
+            ClusterSize(2, 3, 0),
+            ClusterSize(2, 2, 2),
+        )
+        wishes = random.choice((*choices, ClusterSize(3, 5, 0), ClusterSize(3, 3, 2)))
     settings = replace(scenario.settings, wishes=wishes, has_checkpoints=has_checkpoints)
     return replace(
         scenario,

@@ -1,6 +1,7 @@
 """One SMP: its own code, over memory and links of the simulation.
 
-`Commits`, `Protector`, `Rounds`, `Exchange`, `Vaults`, `ArenaMemory`, `Restores` and `Receiving`
+`CommitCoordinator`, `Protector`, `ProtectionRounds`, `Exchange`, `ParityStore`, `ArenaStore`,
+`RestoreCoordinator` and `PeerDispatch`
 are those of `ftrun/smp`. Here are the things below them: timers and jobs in virtual time, an
 exchange of whole shards instead of blocks, and reads of a version for ranks that did not take it.
 """
@@ -17,25 +18,25 @@ from ftrun.erasure.fragments import FragmentHeader, StripeId, block_digest, pack
 from ftrun.erasure.stripes import Stripes
 from ftrun.errors import FetchFailed, FragmentRefused, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Generation, Rank, RunId, Version, version
-from ftrun.smp.memory.commits import Commits
-from ftrun.smp.memory.parity_store import Vaults
-from ftrun.smp.peer_link import Frame
-from ftrun.smp.redundancy.block_sender import Sending
-from ftrun.smp.redundancy.coordinator import Engines, GroupWork
+from ftrun.smp.memory.commits import CommitCoordinator
+from ftrun.smp.memory.parity_store import ParityStore
+from ftrun.smp.peer_link import OutgoingFrame
+from ftrun.smp.redundancy.block_sender import BlockSender
+from ftrun.smp.redundancy.coordinator import Engines, RedundancyCoordinator
 from ftrun.smp.redundancy.exchange import Exchange, Prepared
-from ftrun.smp.redundancy.group import Protecting, protecting_of
-from ftrun.smp.redundancy.parity_writer import FillEvents, RowOut, stripes_of
-from ftrun.smp.restore.downloader import BLOCK, PIECE, Item
+from ftrun.smp.redundancy.group import LocalGroup, protecting_of
+from ftrun.smp.redundancy.parity_writer import OutgoingRow, ParityEvents, stripes_of
+from ftrun.smp.restore.downloader import BLOCK, PIECE, DownloadItem
 from ftrun.smp.restore.fetch import Fetcher
-from ftrun.smp.restore.lost_node import FetchWork, LostNode
+from ftrun.smp.restore.lost_node import LostNode, LostNodeRestore
 from ftrun.smp.restore.restore_server import group_of
 from ftrun.smp.waits import Steps, Wait
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.messages import smp as smp_messages
-from ftrun.wire.messages.protected import OldGroup
+from ftrun.wire.messages.protected import PreviousGroup
 from ftrun.wire.messages.smp import BeginGeneration
-from ftrun.wire.shared_memory.pages import Command
-from ftrun.wire.shared_memory.parity_region import VaultRecord
+from ftrun.wire.shared_memory.pages import CommandField
+from ftrun.wire.shared_memory.parity_region import ParityRecord
 from simulation import memory
 from simulation.links import Peers
 from simulation.memory import (
@@ -64,31 +65,31 @@ class Page:
     """As in `ftrun.wire.shared_memory.pages`; it lasts as long as the agent or a rank does."""
 
     def __init__(self, restored: Version | None, kept: Version | None) -> None:
-        self._words = [0] * len(Command)
+        self._words = [0] * len(CommandField)
         kept = kept if kept is not None else version(-1, -1)
-        self.set(Command.KEPT_GENERATION, kept.generation)
-        self.set(Command.KEPT_STEP, kept.step)
+        self.set(CommandField.KEPT_GENERATION, kept.generation)
+        self.set(CommandField.KEPT_STEP, kept.step)
         at = restored if restored is not None else version(-1, -1)
-        self.set(Command.COMMITTED_GENERATION, at.generation)
-        self.set(Command.COMMITTED_STEP, at.step)
-        for word in (Command.ABANDONED_STEP, Command.COMMITTED_IN):
+        self.set(CommandField.COMMITTED_GENERATION, at.generation)
+        self.set(CommandField.COMMITTED_STEP, at.step)
+        for word in (CommandField.ABANDONED_STEP, CommandField.COMMITTED_IN):
             self.set(word, -1)
-        for word in (Command.PROTECTING_STEP, Command.TAKE_FROM):
+        for word in (CommandField.PROTECTING_STEP, CommandField.TAKE_FROM):
             self.set(word, -1)
 
-    def get(self, at: Command) -> int:
+    def get(self, at: CommandField) -> int:
         return self._words[at]
 
-    def set(self, at: Command, value: int) -> None:
+    def set(self, at: CommandField, value: int) -> None:
         self._words[at] = value
 
     @property
     def committed(self) -> tuple[int, int] | None:
         """As `WorkerGroup.committed`."""
-        found = (self.get(Command.COMMITTED_GENERATION), self.get(Command.COMMITTED_STEP))
+        found = (self.get(CommandField.COMMITTED_GENERATION), self.get(CommandField.COMMITTED_STEP))
         return found if found[1] >= 0 else None
 
-    def add(self, at: Command, value: int) -> None:
+    def add(self, at: CommandField, value: int) -> None:
         self._words[at] += value
 
 
@@ -167,26 +168,26 @@ class WholeExchange(Exchange):
 
     _shards: HeldShards
 
-    def _prepare(self, record: VaultRecord, *, needs_memory: bool) -> Prepared:
+    def _prepare(self, record: ParityRecord, *, needs_memory: bool) -> Prepared:
         ranks = [rank.rank for rank in record.own.ranks]
         raw = _bytes(self._shards.state(ranks))
         vault = Vault(self._tools.peers.smp.node.memory) if needs_memory else None
         return Prepared(vault, None, [raw])
 
-    def _filled(self, vault: Vault, events: FillEvents) -> "WholeFill":
+    def _filled(self, vault: Vault, events: ParityEvents) -> "WholeFill":
         return WholeFill(vault, self._group, events)
 
     def _own_blocks(self, space: object) -> SimpleNamespace:
         return SimpleNamespace(shards=self._shards)
 
-    def _block_stream(self, sending: Sending, place: int) -> "WholeStream":
+    def _block_stream(self, sending: BlockSender, place: int) -> "WholeStream":
         return WholeStream(sending, self._mirror[0])
 
 
 class WholeStream:
     """This node's state, once."""
 
-    def __init__(self, sending: Sending, raw: bytes) -> None:
+    def __init__(self, sending: BlockSender, raw: bytes) -> None:
         self._sending = sending
         self._raw = raw
         self._is_sent = False
@@ -199,13 +200,13 @@ class WholeStream:
     def let(self, below: int) -> None:
         self._may_send |= below > 0
 
-    def take(self) -> Frame | None:
+    def take(self) -> OutgoingFrame | None:
         if self.is_over or not self._may_send:
             return None
         self._is_sent = True
         at = self._sending.blocks.shards.version
-        body = t.BlockOf(at.generation, at.step, self._sending.attempt, b"state")
-        return Frame(body, [self._raw])
+        body = t.BlockData(at.generation, at.step, self._sending.attempt, b"state")
+        return OutgoingFrame(body, [self._raw])
 
 
 class WholeFill:
@@ -216,7 +217,7 @@ class WholeFill:
 
     num_bytes = STATE_BYTES
 
-    def __init__(self, vault: Vault, group: Protecting, events: FillEvents) -> None:
+    def __init__(self, vault: Vault, group: LocalGroup, events: ParityEvents) -> None:
         record = vault.record
         assert record is not None
         self._vault = vault
@@ -267,7 +268,7 @@ class WholeFill:
 
     def _send_on(self) -> None:
         for place in self._group.parity_places(self._group.place):
-            out = RowOut(place, b"row", bytearray(STATE_BYTES))
+            out = OutgoingRow(place, b"row", bytearray(STATE_BYTES))
             self._events.forward(out, lambda: None)
 
     def _count(self) -> None:
@@ -291,7 +292,14 @@ class Served:
     """The restored version, as this node can give it to others."""
 
     def __init__(
-        self, run: int, wanted: Version, *, maps: ArenaMaps, vaults: Vaults, fds: Any, **_: object
+        self,
+        run: int,
+        wanted: Version,
+        *,
+        maps: ArenaMaps,
+        vaults: ParityStore,
+        fds: Any,
+        **_: object,
     ) -> None:
         self.version = wanted
         self._run = run
@@ -309,14 +317,14 @@ class Served:
     def shards(self) -> HeldShards:
         return self._maps.hold(self._fds, self.version)
 
-    def vault(self, ask: t.Ask) -> tuple[Vault, VaultRecord]:
+    def vault(self, ask: t.FetchRequest) -> tuple[Vault, ParityRecord]:
         found = self._vaults.find(version(ask.generation, ask.step), ask.protected_in)
         record = found.record if found is not None else None
         if record is None or group_of(record).id != ask.group:
             raise LayoutUnknown("this node has no whole part of it")
         return found, record
 
-    def mirror(self, ask: t.AskMirror) -> list[bytes]:
+    def mirror(self, ask: t.GetMirror) -> list[bytes]:
         """The digest of a node's state, as digest tables are in a mirror."""
         vault, record = self.vault(ask)
         member = record.members[ask.place]
@@ -334,7 +342,7 @@ class Served:
                 return _bytes(self.shards.state([rank]))
         raise LayoutUnknown("no piece with this digest is here")
 
-    def unit(self, ask: t.AskUnit) -> tuple[bytes, list[bytes]]:
+    def unit(self, ask: t.GetBlock) -> tuple[bytes, list[bytes]]:
         vault, record = self.vault(ask)
         stripes = stripes_of(record)
         if stripes.block_of(record.place, ask.stripe) is None:
@@ -342,7 +350,7 @@ class Served:
         raw = _bytes(self.shards.state(record.members[record.place].ranks))
         return self._header(record, ask.stripe, raw), [raw]
 
-    def row(self, vault: Vault, record: VaultRecord, stripe: int) -> tuple[bytes, list[bytes]]:
+    def row(self, vault: Vault, record: ParityRecord, stripe: int) -> tuple[bytes, list[bytes]]:
         """Parity of what others have brought in."""
         stripes = stripes_of(record)
         codec = Codecs().get(stripes.k, stripes.m)
@@ -359,7 +367,7 @@ class Served:
             codec.update(stripes.index(stripe, place), block, parity_row, row, first=not at)
         return self._header(record, stripe, row), [row]
 
-    def _header(self, record: VaultRecord, stripe: int, raw: bytes | bytearray) -> bytes:
+    def _header(self, record: ParityRecord, stripe: int, raw: bytes | bytearray) -> bytes:
         header = FragmentHeader(
             StripeId(self._run, record.version, group_of(record).id, stripe),
             Generation(record.protected_in),
@@ -416,28 +424,28 @@ class Fetch(Fetcher):
 class WholeWork:
     """The state of one lost node on its way: from its owner, or in blocks that are rebuilt."""
 
-    question = FetchWork.question
-    describe = FetchWork.describe
+    question = LostNodeRestore.question
+    describe = LostNodeRestore.describe
 
     def __init__(self, lost: LostNode, digest: int, arenas: dict[Rank, Arena]) -> None:
         self._lost = lost
         self._digest = digest
         self._arenas = arenas
         self._room = bytearray(STATE_BYTES)
-        self._blocks: list[Item] = []
+        self._blocks: list[DownloadItem] = []
 
     @property
     def has_blocks(self) -> bool:
         return bool(self._blocks)
 
-    def items(self) -> list[Item]:
+    def items(self) -> list[DownloadItem]:
         owner = self._lost.owner
         if owner is None:
             return self.block_items()
         sources, view = deque([owner.node_id]), memoryview(self._room)
-        return [Item(PIECE, self._digest, STATE_BYTES, [view], sources, self._digest, True)]
+        return [DownloadItem(PIECE, self._digest, STATE_BYTES, [view], sources, self._digest, True)]
 
-    def block_items(self) -> list[Item]:
+    def block_items(self) -> list[DownloadItem]:
         lost = self._lost
         stripes = Stripes(len(lost.group.nodes), lost.group.parity, BLOCK_BYTES)
         self._blocks = []
@@ -446,13 +454,13 @@ class WholeWork:
             keepers = [at for at in stripes.parity_nodes(stripe) if at in lost.alive_places]
             names = deque(lost.group.nodes[at].node_id for at in keepers)
             room = memoryview(bytearray(BLOCK_BYTES))
-            self._blocks.append(Item(BLOCK, stripe, BLOCK_BYTES, [room], names))
+            self._blocks.append(DownloadItem(BLOCK, stripe, BLOCK_BYTES, [room], names))
         return self._blocks
 
     def copy_twins(self) -> None:
         pass
 
-    def bad_items(self) -> list[Item]:
+    def bad_items(self) -> list[DownloadItem]:
         return [item for item in self._blocks if not self._is_good(item.views[0][:STATE_BYTES])]
 
     def seal(self) -> None:
@@ -518,7 +526,7 @@ class Smp:
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._is_busy = False
         self.arenas = Arenas(self.memory)
-        self.commits = Commits(self.arenas, self._tell_agent)
+        self.commits = CommitCoordinator(self.arenas, self._tell_agent)
         self.peers = Peers(self)
         self.runner = Runner(self)
         engines = Engines(
@@ -532,7 +540,7 @@ class Smp:
             old_shards=OldShards,
             replica_watch=Watch,
         )
-        self.work = GroupWork(
+        self.work = RedundancyCoordinator(
             RUN,
             memory=self.arenas,
             commits=self.commits,
@@ -557,7 +565,7 @@ class Smp:
     def committed(self) -> Version | None:
         """As the command page shows it, in this generation."""
         page = self.node.page
-        if page is None or page.get(Command.COMMITTED_IN) < self.generation:
+        if page is None or page.get(CommandField.COMMITTED_IN) < self.generation:
             return None
         return self.commits.tracker.committed
 
@@ -593,7 +601,7 @@ class Smp:
 
     def _tell_agent(self, body: Any, *, fds: tuple[Any, ...] = ()) -> None:
         match body:
-            case smp_messages.VaultMade():
+            case smp_messages.ParityRegionCreated():
                 if self.node.agent is not None:
                     self.memory.keep_vault(body.slot, *fds)
             case smp_messages.VaultFreed():
@@ -626,7 +634,7 @@ class Smp:
 
     def inventory(self) -> smp_messages.Inventory:
         found: list[smp_messages.Inventory] = []
-        body = smp_messages.TakeInventory(stand_still=True)
+        body = smp_messages.InventoryRequest(stand_still=True)
         self.run(lambda: found.append(self.work.inventory(body)))
         return found[0]
 
@@ -671,14 +679,14 @@ class Smp:
 
     # --- other nodes' memory --------------------------------------------------------------------
 
-    def read_old(self, wanted: Version, groups: Iterable[OldGroup]) -> int | None:
+    def read_old(self, wanted: Version, groups: Iterable[PreviousGroup]) -> int | None:
         """The state, read by ranks of another world from wherever its shards lie."""
         groups = list(groups)
         ranks = [rank for group in groups for node in group.nodes for rank in node.ranks]
         return self.state_of(wanted, ranks, groups)
 
     def state_of(
-        self, wanted: Version, ranks: Iterable[int], groups: Iterable[OldGroup]
+        self, wanted: Version, ranks: Iterable[int], groups: Iterable[PreviousGroup]
     ) -> int | None:
         """The state in the shards of these ranks; None if one is not had."""
         groups = list(groups)
@@ -688,7 +696,7 @@ class Smp:
         # What a rank reads is the digest's business; that all read the same is the run's.
         return max(state for state in states if state is not None)
 
-    def _shard(self, rank: int, wanted: Version, groups: list[OldGroup]) -> int | None:
+    def _shard(self, rank: int, wanted: Version, groups: list[PreviousGroup]) -> int | None:
         for group in groups:
             held = next((at for at, node in enumerate(group.nodes) if rank in node.ranks), None)
             if held is None:
@@ -701,7 +709,7 @@ class Smp:
                 return state
         return None
 
-    def _rebuild(self, owner: int, wanted: Version, group: OldGroup) -> int | None:
+    def _rebuild(self, owner: int, wanted: Version, group: PreviousGroup) -> int | None:
         """A lost node's state from the rest of its group."""
         if group.parity < 1:
             return None
@@ -745,7 +753,7 @@ class Smp:
         self.arenas.void(Rank(rank), wanted)
         self.world.trace(self.node.node_id, f"sets its slot of {wanted} aside")
 
-    def good_part(self, wanted: Version, group: OldGroup) -> Vault | None:
+    def good_part(self, wanted: Version, group: PreviousGroup) -> Vault | None:
         part = self.work.vaults.find(wanted, group.generation)
         record = part.record if part is not None else None
         if part is None or record is None:

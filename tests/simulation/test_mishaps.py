@@ -13,16 +13,16 @@ from ftrun.errors import ExitCode
 from ftrun.ids import Version
 from ftrun.membership import ballots
 from ftrun.membership.ballots import Electorate
-from ftrun.membership.holding import Holding
+from ftrun.membership.holding import RankSuspension
 from ftrun.membership.leader import leader as lead
 from ftrun.membership.leader import reconfiguration as enrolment
 from ftrun.membership.leader.checkpoint_agreement import disagreement
 from ftrun.recovery.commands import EndRun
 from ftrun.recovery.restore_point import _Held
-from ftrun.recovery.settings import Wishes
-from ftrun.recovery.snapshot_coordination import Reports
-from ftrun.smp.memory.commits import Commits
-from ftrun.wire.cluster.generation import Plan
+from ftrun.recovery.settings import ClusterSize
+from ftrun.recovery.snapshot_coordination import MemberReports
+from ftrun.smp.memory.commits import CommitCoordinator
+from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.cluster.membership import Accepted
 from simulation.mishaps import has_mishaps
 from simulation.run import Outcome, Simulation, run_seed
@@ -77,7 +77,7 @@ def test_nothing_goes_wrong_in_worlds_that_no_run_of_the_tests_has_seen(
 # --- the proof that it can fail ---------------------------------------------------------------
 
 
-def quiet(seed: int, wishes: Wishes) -> Scenario:
+def quiet(seed: int, wishes: ClusterSize) -> Scenario:
     """A world in which nothing goes wrong but what a test does."""
     scenario = draw(seed, "safety")
     # With more spares than members the run goes on from a checkpoint without the members.
@@ -164,7 +164,7 @@ def split_while_the_voters_change(simulation: Simulation) -> None:
 
 
 def _lease_without_end(patch: Patch) -> None:
-    patch.setattr(Holding, "_lease_s", lambda *_: None)
+    patch.setattr(RankSuspension, "_lease_s", lambda *_: None)
 
 
 def _unanswered_is_dead(patch: Patch) -> None:
@@ -181,7 +181,7 @@ def _unanswered_is_dead(patch: Patch) -> None:
 
 
 def _a_bad_checkpoint_ends_the_run(patch: Patch) -> None:
-    def ends(plan: Plan, answers: dict[str, Accepted]) -> EndRun | dict[str, str] | None:
+    def ends(plan: GenerationPlan, answers: dict[str, Accepted]) -> EndRun | dict[str, str] | None:
         found = disagreement(plan, answers)
         return EndRun(ExitCode.STATE_LOST, f"{found}") if found else None
 
@@ -199,20 +199,20 @@ def _new_voters_decide_alone(patch: Patch) -> None:
 
 CASES = [
     pytest.param(
-        Wishes(1, 1, 2), freeze_the_only_member, _lease_without_end, "makes a step", id="lease"
+        ClusterSize(1, 1, 2), freeze_the_only_member, _lease_without_end, "makes a step", id="lease"
     ),
     pytest.param(
-        Wishes(1, 3, 0), refuse_each_other, _unanswered_is_dead, "does not know", id="refusals"
+        ClusterSize(1, 3, 0), refuse_each_other, _unanswered_is_dead, "does not know", id="refusals"
     ),
     pytest.param(
-        Wishes(2, 2, 3),
+        ClusterSize(2, 2, 3),
         lose_all_with_a_bad_checkpoint,
         _a_bad_checkpoint_ends_the_run,
         "loads on all nodes",
         id="checkpoints",
     ),
     pytest.param(
-        Wishes(2, 2, 3),
+        ClusterSize(2, 2, 3),
         split_while_the_voters_change,
         _new_voters_decide_alone,
         "does not know",
@@ -224,7 +224,7 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("wishes", "prepare", "break_it", "words"), CASES)
 def test_a_rule_that_is_left_out_is_missed(
-    wishes: Wishes,
+    wishes: ClusterSize,
     prepare: Callable[[Simulation], None],
     break_it: Callable[[Patch], None],
     words: str,
@@ -260,7 +260,7 @@ def test_commits_do_not_stop_when_a_node_passes_a_step_that_others_take(
 
     assert [*islice(two_nodes_live(pass_one), 3)] == [""] * 3
     with monkeypatch.context() as patch:
-        patch.setattr(Reports, "missed_step", lambda self, beat: -1)
+        patch.setattr(MemberReports, "missed_step", lambda self, beat: -1)
         assert any("no run after" in problem for problem in two_nodes_live(pass_one))
 
 
@@ -269,10 +269,10 @@ def test_commits_do_not_stop_when_an_order_to_commit_is_lost(monkeypatch: Patch)
     """An SMP that ends loses what its agent has sent it."""
 
     def lose_one(simulation: Simulation) -> None:
-        real = Commits.commit
-        lost: list[Commits] = []
+        real = CommitCoordinator.commit
+        lost: list[CommitCoordinator] = []
 
-        def commit(self: Commits, wanted: Version) -> None:
+        def commit(self: CommitCoordinator, wanted: Version) -> None:
             smp = simulation.nodes[1].smp
             is_its = smp is not None and smp.commits is self
             if is_its and not lost and simulation.world.now_s > BEGINS_S:
@@ -280,7 +280,7 @@ def test_commits_do_not_stop_when_an_order_to_commit_is_lost(monkeypatch: Patch)
             else:
                 real(self, wanted)
 
-        monkeypatch.setattr(Commits, "commit", commit)
+        monkeypatch.setattr(CommitCoordinator, "commit", commit)
 
     assert [*islice(two_nodes_live(lose_one), 3)] == [""] * 3
     with monkeypatch.context() as patch:
@@ -305,6 +305,6 @@ def two_nodes_live(prepare: Callable[[Simulation], None]) -> Iterator[str]:
     """What is wrong in worlds of two nodes, one after the other; all must go on at the end."""
     for seed in range(8):
         scenario = replace(
-            quiet(seed, Wishes(2, 2, 0)), mode="liveness", every=1, faults_end_s=14.0
+            quiet(seed, ClusterSize(2, 2, 0)), mode="liveness", every=1, faults_end_s=14.0
         )
         yield run_seed(seed, "liveness", prepare=prepare, scenario=scenario).problem

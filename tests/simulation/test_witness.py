@@ -14,8 +14,8 @@ import pytest
 from ftrun.membership import ballots
 from ftrun.membership import witness as witness_rules
 from ftrun.membership.leader import failure_detector as attendance
-from ftrun.recovery.commands import AskWitness
-from ftrun.recovery.settings import Wishes
+from ftrun.recovery.commands import QueryWitness
+from ftrun.recovery.settings import ClusterSize
 from simulation.run import Outcome, Simulation, run_seed
 from simulation.scenario import MODES, Scenario
 from simulation.test_mishaps import BEGINS_S, quiet
@@ -28,8 +28,20 @@ RUNS_TO_FIND = 1500
 HALVED_S = 30.0
 """Worlds that are split in halves go on for so long before their faults end."""
 WISHES = [
-    *(Wishes(1, 2, 0), Wishes(1, 2, 0), Wishes(1, 1, 1), Wishes(1, 1, 1), Wishes(2, 2, 0)),
-    *(Wishes(1, 2, 1), Wishes(2, 2, 1), Wishes(2, 4, 0), Wishes(2, 2, 2), Wishes(3, 3, 1)),
+    *(
+        ClusterSize(1, 2, 0),
+        ClusterSize(1, 2, 0),
+        ClusterSize(1, 1, 1),
+        ClusterSize(1, 1, 1),
+        ClusterSize(2, 2, 0),
+    ),
+    *(
+        ClusterSize(1, 2, 1),
+        ClusterSize(2, 2, 1),
+        ClusterSize(2, 4, 0),
+        ClusterSize(2, 2, 2),
+        ClusterSize(3, 3, 1),
+    ),
 ]
 
 
@@ -132,7 +144,7 @@ def test_the_witness_breaks_ties() -> None:
         seen = simulation.invariants
         real = seen._takes_effect
 
-        def takes_effect(plan: ballots.Plan, node: object) -> None:
+        def takes_effect(plan: ballots.GenerationPlan, node: object) -> None:
             agreed = ballots.electorate(plan.voters)
             for voters in plan.decided_by:
                 who = [one for one in voters.who if one[0] != ballots.WITNESS]
@@ -165,18 +177,18 @@ def _swaps_anyway(patch: pytest.MonkeyPatch) -> None:
 
 def _promises_anybody(patch: pytest.MonkeyPatch) -> None:
     def rule(
-        asked: AskWitness,
+        asked: QueryWitness,
         me: ballots.NodeCard,
-        register: witness_rules.Register | None,
+        register: witness_rules.WitnessRegister | None,
         lead: ballots.NodeCard | None,
         *,
         new_life: int,
-    ) -> witness_rules.Ruling:
+    ) -> witness_rules.WitnessDecision:
         life = register.life if register is not None else new_life
         known = register.plan if register is not None else None
         who = me.identity
-        kept = witness_rules.Register(life, asked.generation, who, asked.plan or known)
-        return witness_rules.Ruling(True, kept, lead or me)
+        kept = witness_rules.WitnessRegister(life, asked.generation, who, asked.plan or known)
+        return witness_rules.WitnessDecision(True, kept, lead or me)
 
     patch.setattr("simulation.witness.rule", rule)
 
@@ -203,7 +215,7 @@ def test_a_lead_that_is_cut_off_from_the_witness_too_is_not_sure(
     def problems() -> list[str]:
         found = []
         for seed in range(8):
-            scenario = quiet(seed, Wishes(1, 1, 1))
+            scenario = quiet(seed, ClusterSize(1, 1, 1))
             settings = replace(
                 scenario.settings, witness=True, endpoint=("", 0), has_checkpoints=True
             )
@@ -213,7 +225,7 @@ def test_a_lead_that_is_cut_off_from_the_witness_too_is_not_sure(
 
     assert problems() == [""] * 8
     with monkeypatch.context() as patch:
-        patch.setattr(attendance.Witness, "holds", lambda self, life, limit_s, now_s: True)
+        patch.setattr(attendance.WitnessView, "holds", lambda self, life, limit_s, now_s: True)
         assert any("makes a step" in problem for problem in problems())
 
 

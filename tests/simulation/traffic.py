@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ftrun.recovery.settings import ClusterSettings, Wishes
+from ftrun.recovery.settings import ClusterSize, MembershipSettings
 from ftrun.recovery.supervisor import Policy
 from ftrun.wire.cluster.messages import AnyClusterMessage, ClusterEnvelope
 from ftrun.wire.transport.framing import MAX_FRAME_BYTES, decode_body, encode_body
@@ -179,8 +179,8 @@ def quiet(num_nodes: int) -> Scenario:
         num_nodes=num_nodes,
         late_nodes=0,
         num_ranks=RANKS_PER_NODE,
-        settings=ClusterSettings(
-            Wishes(num_nodes, num_nodes, 0), endpoint=("n0", 29400), heartbeat_s=HEARTBEAT_S
+        settings=MembershipSettings(
+            ClusterSize(num_nodes, num_nodes, 0), endpoint=("n0", 29400), heartbeat_s=HEARTBEAT_S
         ),
         policy=Policy(None, 3, 3600.0, 0.5, 60.0, 3, 30.0, 2.0),
         every=SNAPSHOT_EVERY,

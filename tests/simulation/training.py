@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from ftrun.events import Kind, WorkerExit
+from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Rank, Version, version
-from ftrun.wire.cluster.generation import Plan
-from ftrun.wire.shared_memory.pages import Command
-from ftrun.worker.capture.settling import Settling
+from ftrun.wire.cluster.generation import GenerationPlan
+from ftrun.wire.shared_memory.pages import CommandField
+from ftrun.worker.capture.settling import CommitWait
 from simulation.memory import Arena
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def next_state(state: int, generation: int, step: int) -> int:
 class Ranks:
     """The workers of one node in one generation."""
 
-    def __init__(self, node: "Node", plan: Plan, group: "Group") -> None:
+    def __init__(self, node: "Node", plan: GenerationPlan, group: "Group") -> None:
         self.node = node
         self.plan = plan
         self.group = group
@@ -52,7 +52,7 @@ class Ranks:
         assert node.page is not None
         self.page = node.page
         restored = node.restored_in.get(plan.generation)
-        self.settling = Settling(self.page, plan.generation, restored)
+        self.settling = CommitWait(self.page, plan.generation, restored)
         self.passes = 0
         """Due snapshots that it takes none of and says nothing: it heard late of an interval."""
         self.newest_seals: dict[Rank, int] = {}
@@ -88,7 +88,7 @@ class Ranks:
 class Group:
     """All ranks of one generation."""
 
-    def __init__(self, simulation: "Simulation", plan: Plan) -> None:
+    def __init__(self, simulation: "Simulation", plan: GenerationPlan) -> None:
         self.simulation = simulation
         self.plan = plan
         self.ranks: dict[str, Ranks] = {}
@@ -194,13 +194,13 @@ class Group:
         for ranks in members:
             ranks.has_finished = True
             ranks.are_alive = False
-            ranks.node.ranks_ended(ranks, Kind.FINISHED)
+            ranks.node.ranks_ended(ranks, ExitKind.FINISHED)
         self.is_broken = True
 
     def fail(self, ranks: Ranks) -> None:
         """One node's rank was killed; the others may notice."""
         ranks.kill()
-        ranks.node.ranks_ended(ranks, Kind.SIGNAL)
+        ranks.node.ranks_ended(ranks, ExitKind.SIGNAL)
         for node_id in sorted(self.ranks):
             other = self.ranks[node_id]
             has_moved = self.step > other.first_step
@@ -211,14 +211,14 @@ class Group:
     def _raises(self, ranks: Ranks) -> None:
         if ranks.are_alive:
             ranks.are_alive = False
-            ranks.node.ranks_ended(ranks, Kind.EXCEPTION)
+            ranks.node.ranks_ended(ranks, ExitKind.EXCEPTION)
 
 
 def is_due(ranks: Ranks, step: int, every: int) -> bool:
     """As `ftrun.worker.capture.boundaries` does it."""
     if ranks.stop_after == step:
         return True
-    return step % every == 0 and step >= ranks.page.get(Command.TAKE_FROM)
+    return step % every == 0 and step >= ranks.page.get(CommandField.TAKE_FROM)
 
 
 def is_free(ranks: Ranks) -> bool:
@@ -230,8 +230,8 @@ def slot_to_overwrite(ranks: Ranks, arena: Arena) -> int:
     return ranks.settling.slot_to_fill(arena.place_of)
 
 
-def exit_of(ranks: Ranks, rank: int, kind: Kind) -> WorkerExit:
-    code = {Kind.FINISHED: 0, Kind.SIGNAL: -9}.get(kind, 1)
+def exit_of(ranks: Ranks, rank: int, kind: ExitKind) -> WorkerExit:
+    code = {ExitKind.FINISHED: 0, ExitKind.SIGNAL: -9}.get(kind, 1)
     text = f"rank {rank} of node {ranks.node.node_id}: {kind.value}"
     return WorkerExit(Rank(rank), kind, code, text, "", f"{kind.value} {ranks.step}")
 

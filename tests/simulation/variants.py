@@ -14,28 +14,28 @@ from ftrun.agent.launch.generation import NOTHING
 from ftrun.ids import Version, version
 from ftrun.membership import ballots
 from ftrun.membership import voter as follower
-from ftrun.membership.fencing import Waiting
+from ftrun.membership.fencing import SelfFencing
 from ftrun.membership.leader import draining, planning
 from ftrun.membership.leader import leader as lead
 from ftrun.membership.leader import proposer as election
-from ftrun.membership.leader.failure_detector import Peers
+from ftrun.membership.leader.failure_detector import FailureDetector
 from ftrun.recovery import restore_point as restore_choice
 from ftrun.recovery.commands import Command
-from ftrun.recovery.restore_point import Choice
-from ftrun.recovery.snapshot_coordination import Reports
-from ftrun.smp.memory.commits import Commits
-from ftrun.smp.memory.parity_store import Vaults
-from ftrun.smp.redundancy.coordinator import GroupWork
+from ftrun.recovery.restore_point import RestoreChoice
+from ftrun.recovery.snapshot_coordination import MemberReports
+from ftrun.smp.memory.commits import CommitCoordinator
+from ftrun.smp.memory.parity_store import ParityStore
+from ftrun.smp.redundancy.coordinator import RedundancyCoordinator
 from ftrun.smp.redundancy.protector import Protector
-from ftrun.smp.redundancy.rounds import Round
+from ftrun.smp.redundancy.rounds import ProtectionRound
 from ftrun.snapshot.commit_tracker import CommitTracker
-from ftrun.wire.cluster.generation import Plan, VersionPair
-from ftrun.wire.cluster.heartbeats import Beat, LeadBeat
+from ftrun.wire.cluster.generation import GenerationPlan, VersionPair
+from ftrun.wire.cluster.heartbeats import Heartbeat, LeaderHeartbeat
 from ftrun.wire.cluster.transfer import RoundMessage
-from ftrun.wire.messages.protected import Protected
+from ftrun.wire.messages.protected import ProtectionPart
 from ftrun.wire.messages.smp import Inventory
-from ftrun.wire.shared_memory.pages import Command as Word
-from ftrun.worker.capture.settling import Settling
+from ftrun.wire.shared_memory.pages import CommandField as Word
+from ftrun.worker.capture.settling import CommitWait
 from simulation import memory, training
 from simulation.memory import Arena, Vault
 from simulation.training import Ranks
@@ -69,33 +69,33 @@ def _older_slot_overwritten_before_commit(patch: Patch) -> None:
 
 
 def _capture_before_the_restored_version_is_protected(patch: Patch) -> None:
-    patch.setattr(Settling, "_awaits_recommit", False)
-    patch.setattr(Commits, "_awaits_recommit", False)
+    patch.setattr(CommitWait, "_awaits_recommit", False)
+    patch.setattr(CommitCoordinator, "_awaits_recommit", False)
     patch.setattr(training, "slot_to_overwrite", _older)
 
 
 def _abandoned_timeline_comes_back(patch: Patch) -> None:
-    patch.setattr(GroupWork, "void_after", lambda self, newest: 0)
+    patch.setattr(RedundancyCoordinator, "void_after", lambda self, newest: 0)
     patch.setattr(restore_choice, "is_valid", lambda held, newest_plan: True)
 
 
 def _generation_not_checked(patch: Patch) -> None:
-    def obey(self: follower.Follower, sender: str, body: LeadBeat, **_: Any) -> list[Command]:
+    def obey(self: follower.Voter, sender: str, body: LeaderHeartbeat, **_: Any) -> list[Command]:
         found = self._learn_of_effect(sender, body)
         return found + (self._new_orders(body) if self.plan is not None else [])
 
-    def took_effect(self: follower.Follower, plan: Plan) -> list[Command]:
+    def took_effect(self: follower.Voter, plan: GenerationPlan) -> list[Command]:
         self._effective(plan)
-        return [follower.RunGeneration(plan)] if self.is_member else []
+        return [follower.StartRanks(plan)] if self.is_member else []
 
-    def learn(self: follower.Follower, sender: str, body: LeadBeat) -> list[Command]:
+    def learn(self: follower.Voter, sender: str, body: LeaderHeartbeat) -> list[Command]:
         accepted = self.vote.accepted
         if accepted is None or accepted.generation <= self.generation:
             return []
         return took_effect(self, accepted)
 
-    patch.setattr(follower.Follower, "obey", obey)
-    patch.setattr(follower.Follower, "_learn_of_effect", learn)
+    patch.setattr(follower.Voter, "obey", obey)
+    patch.setattr(follower.Voter, "_learn_of_effect", learn)
 
 
 def _no_majority_needed(patch: Patch) -> None:
@@ -130,13 +130,13 @@ def _parity_of_another_step_accepted(patch: Patch) -> None:
                         held.add_part(node_id, part)
         return found
 
-    def find(self: Vaults, wanted: Version, protected_in: int) -> Vault | None:
+    def find(self: ParityStore, wanted: Version, protected_in: int) -> Vault | None:
         whole = [part for part in self.fds if part.is_complete]
         fits = [part for part in whole if part.record.protected_in == protected_in]
         return min(fits, key=lambda part: part.version != wanted, default=None)
 
     patch.setattr(restore_choice, "_collect", collect)
-    patch.setattr(Vaults, "find", find)
+    patch.setattr(ParityStore, "find", find)
 
 
 def _restore_point_from_one_record(patch: Patch) -> None:
@@ -144,11 +144,11 @@ def _restore_point_from_one_record(patch: Patch) -> None:
 
     def choose(
         holdings: Mapping[str, Inventory],
-        newest_plan: Plan | None,
+        newest_plan: GenerationPlan | None,
         *,
         committed: Collection[VersionPair] = (),
         **also: Any,
-    ) -> Choice:
+    ) -> RestoreChoice:
         told = [version(*pair) for pair in committed]
         own = next(iter(sorted(holdings)))
         told += [version(one.generation, one.step) for one in holdings[own].offers]
@@ -159,41 +159,41 @@ def _restore_point_from_one_record(patch: Patch) -> None:
 
 
 def _promise_before_ranks_are_dead(patch: Patch) -> None:
-    real = follower.Follower.prepare
+    real = follower.Voter.prepare
 
-    def prepare(self: follower.Follower, *args: Any, **also: Any) -> list[Command]:
+    def prepare(self: follower.Voter, *args: Any, **also: Any) -> list[Command]:
         found = real(self, *args, **also)
         if found and isinstance(found[0], follower.Quiesce):
             self._quiesced = follower.Quiesced(found[0].generation, Inventory([]), 0, 0)
             found += self._promise()
         return found
 
-    patch.setattr(follower.Follower, "prepare", prepare)
+    patch.setattr(follower.Voter, "prepare", prepare)
 
 
 def _ranks_go_on_without_a_lead(patch: Patch) -> None:
-    patch.setattr(Waiting, "why", lambda self, now_s: "")
-    patch.setattr(Peers, "may_decide_without_me", lambda self, plan, now_s: False)
+    patch.setattr(SelfFencing, "why", lambda self, now_s: "")
+    patch.setattr(FailureDetector, "may_decide_without_me", lambda self, plan, now_s: False)
 
 
 def _commit_when_one_node_is_ready(patch: Patch) -> None:
-    def ready_with(self: Reports, beat: Beat) -> VersionPair | None:
+    def ready_with(self: MemberReports, beat: Heartbeat) -> VersionPair | None:
         return beat.ready
 
-    patch.setattr(Reports, "ready_with", ready_with)
+    patch.setattr(MemberReports, "ready_with", ready_with)
 
 
 def _endpoint_is_not_told_of_the_run(patch: Patch) -> None:
-    patch.setattr(Peers, "endpoints_without_agent", lambda self: [])
+    patch.setattr(FailureDetector, "endpoints_without_agent", lambda self: [])
 
-    def opened(self: lead.Lead, node_id: str, incarnation: int, *, now_s: float) -> list[Command]:
+    def opened(self: lead.Leader, node_id: str, incarnation: int, *, now_s: float) -> list[Command]:
         peer = self.known.get(node_id)
         if peer is None:
             return []
         self.known.opened(peer, now_s=now_s)
         return self._election.ask(peer, now_s=now_s)
 
-    patch.setattr(lead.Lead, "opened", opened)
+    patch.setattr(lead.Leader, "opened", opened)
 
 
 def _lost_memory_counts_as_memory(patch: Patch) -> None:
@@ -221,14 +221,14 @@ def _newest_protection_is_relied_on(patch: Patch) -> None:
 
 def _newest_of_equal_protections_is_relied_on(patch: Patch) -> None:
     patch.setattr(restore_choice._Group, "is_committed", False)
-    patch.setattr(Vaults, "_newest_committed", lambda self: None)
+    patch.setattr(ParityStore, "_newest_committed", lambda self: None)
 
 
 # --- the SMP ----------------------------------------------------------------------------------
 
 
 def _ready_before_all_nodes_have_stored(patch: Patch) -> None:
-    def stored(self: Protector, round_: Round, place: int) -> None:
+    def stored(self: Protector, round_: ProtectionRound, place: int) -> None:
         round_.stored.add(place)
         if not round_.is_ready:
             self._ready(round_)
@@ -237,10 +237,10 @@ def _ready_before_all_nodes_have_stored(patch: Patch) -> None:
 
 
 def _vault_overwritten_before_commit(patch: Patch) -> None:
-    def free_slot(self: Vaults) -> int:
+    def free_slot(self: ParityStore) -> int:
         return self._kept if self._kept is not None else 0
 
-    patch.setattr(Vaults, "free_slot", free_slot)
+    patch.setattr(ParityStore, "free_slot", free_slot)
 
 
 def _round_of_the_attempt_before_counts(patch: Patch) -> None:
@@ -256,12 +256,12 @@ def _round_of_the_attempt_before_counts(patch: Patch) -> None:
 
 
 def _incomplete_part_is_offered_as_whole(patch: Patch) -> None:
-    real = Vaults.parts
+    real = ParityStore.parts
 
-    def parts(self: Vaults) -> list[Protected]:
+    def parts(self: ParityStore) -> list[ProtectionPart]:
         return [structs.replace(part, is_complete=True) for part in real(self)]
 
-    patch.setattr(Vaults, "parts", parts)
+    patch.setattr(ParityStore, "parts", parts)
 
 
 def _seal_of_one_rank_counts_for_all(patch: Patch) -> None:
@@ -277,16 +277,16 @@ def _nothing_begins_again_when_a_link_is_back(patch: Patch) -> None:
 
 def _whoever_leaves_is_let_go_at_once(patch: Patch) -> None:
     def let_go(
-        self: draining.Draining, plan: Plan | None, now_s: float, *, is_settled: bool
+        self: draining.NodeDraining, plan: GenerationPlan | None, now_s: float, *, is_settled: bool
     ) -> None:
         members = {node.node_id for node in plan.members} if plan is not None else set()
         self._freed = frozenset(who for who in self._leaving if who[0] not in members)
 
-    patch.setattr(draining.Draining, "_let_go", let_go)
+    patch.setattr(draining.NodeDraining, "_let_go", let_go)
 
 
 def _stale_lead_stays(patch: Patch) -> None:
-    patch.setattr(election.Election, "again_s", None)
+    patch.setattr(election.Proposer, "again_s", None)
 
 
 VARIANTS = [

@@ -7,9 +7,9 @@ them: it reads, finds its answer, and writes it where nothing has changed since 
 from random import Random
 from typing import TYPE_CHECKING
 
-from ftrun.membership.events import WitnessSaid
-from ftrun.membership.witness import Register, Ruling, rule
-from ftrun.recovery.commands import AskWitness
+from ftrun.membership.events import WitnessAnswered
+from ftrun.membership.witness import WitnessDecision, WitnessRegister, rule
+from ftrun.recovery.commands import QueryWitness
 from ftrun.wire.cluster.generation import NodeCard
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class WitnessModel:
         self.granted = 0
         self.refused = 0
         self._random = random
-        self._register: Register | None = None
+        self._register: WitnessRegister | None = None
         self._lead: NodeCard | None = None
         self._ends_s = -1.0
         self._revision = 0
@@ -45,7 +45,7 @@ class WitnessModel:
         self._register, self._lead = None, None
         self._revision += 1
 
-    def ask(self, agent: "Agent", asked: AskWitness) -> None:
+    def ask(self, agent: "Agent", asked: QueryWitness) -> None:
         """A question leaves; its answer comes, or the word that there is none."""
         self.world.after(self._way_s(), self._read, agent, asked)
 
@@ -61,20 +61,22 @@ class WitnessModel:
             self._revision += 1
         return self._lead
 
-    def _read(self, agent: "Agent", asked: AskWitness) -> None:
+    def _read(self, agent: "Agent", asked: QueryWitness) -> None:
         if not self._reaches(agent):
-            said = WitnessSaid(asked, is_reached=False, why="the witness is out of reach")
+            said = WitnessAnswered(asked, is_reached=False, why="the witness is out of reach")
             self.world.after(ANSWER_S, self._say, agent, said)
             return
         self._lives += 1
         lead = self._lead_now()
         ruling = rule(asked, agent.card, self._register, lead, new_life=7000 + self._lives)
-        seen = WitnessSaid(asked, True, ruling.granted, self._register, lead)
+        seen = WitnessAnswered(asked, True, ruling.granted, self._register, lead)
         self.world.after(self._way_s() * 2, self._write, agent, ruling, self._revision, seen)
 
-    def _write(self, agent: "Agent", ruling: Ruling, read: int, seen: WitnessSaid) -> None:
+    def _write(
+        self, agent: "Agent", ruling: WitnessDecision, read: int, seen: WitnessAnswered
+    ) -> None:
         if not self._reaches(agent):
-            said = WitnessSaid(seen.asked, is_reached=False, why="the witness is out of reach")
+            said = WitnessAnswered(seen.asked, is_reached=False, why="the witness is out of reach")
             self.world.after(ANSWER_S, self._say, agent, said)
             return
         self._lead_now()
@@ -91,11 +93,11 @@ class WitnessModel:
         self._register, self._lead = ruling.register, ruling.lead
         if ruling.lead is not None and ruling.lead.identity == agent.card.identity:
             self._ends_s = self.world.now_s + LEASE_S
-        said = WitnessSaid(seen.asked, True, True, self._register, self._lead)
+        said = WitnessAnswered(seen.asked, True, True, self._register, self._lead)
         # The answer may be lost on its way, and what was asked is done all the same.
         self.world.after(self._way_s(), self._say, agent, said)
 
-    def _say(self, agent: "Agent", said: WitnessSaid) -> None:
+    def _say(self, agent: "Agent", said: WitnessAnswered) -> None:
         if said.is_reached and not self._reaches(agent):
-            said = WitnessSaid(said.asked, is_reached=False, why="the witness is out of reach")
+            said = WitnessAnswered(said.asked, is_reached=False, why="the witness is out of reach")
         agent.happens(said)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ftrun import clock
-from ftrun.agent.cluster.control_loop import Brain
+from ftrun.agent.cluster.control_loop import ControlLoop
 from ftrun.agent.publish.cluster_status import cluster_status
 from ftrun.agent.publish.incident_status import incidents_of, lateness_of, life_of
-from ftrun.recovery.supervisor import State
+from ftrun.recovery.supervisor import SupervisorState
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class BrainStatus:
     lead_id: str
     """The node that leads, as far as this node knows; empty: none."""
     lead_host: str
-    state: State
+    state: SupervisorState
     lateness_s: Mapping[int, float]
     """By rank."""
     suspicion: tuple[float, str] | None
@@ -36,7 +36,7 @@ class BrainStatus:
     """JSON: the field `cluster` of the status; `null` in a run on one node."""
 
 
-def brain_status(brain: Brain, *, is_alone: bool) -> BrainStatus:
+def brain_status(brain: ControlLoop, *, is_alone: bool) -> BrainStatus:
     """Build it; only the brain's own thread may."""
     now_s = clock.now_s()
     leads, lead = brain.leads, brain.member.lead_card

@@ -5,18 +5,18 @@ Takes in: happenings.
 Gives:    orders for the hands; ranks stopped and let go at once.
 """
 
-from ftrun.agent.cluster.connections import ClusterThread
-from ftrun.agent.cluster.control_loop import Brain, NetworkCommand
-from ftrun.agent.cluster.witness_thread import WitnessThread
+from ftrun.agent.cluster.connections import ClusterConnections
+from ftrun.agent.cluster.control_loop import ControlLoop, NetworkCommand
+from ftrun.agent.cluster.witness_thread import WitnessClient
 from ftrun.membership.events import Happening
-from ftrun.recovery.commands import Command, HoldRanks, ReleaseRanks
+from ftrun.recovery.commands import Command, ResumeRanks, SuspendRanks
 
 
-class ClusterBrain(Brain):
+class ClusterControlLoop(ControlLoop):
     """A brain in a thread of its own: the hands' events cross over to it."""
 
-    thread: ClusterThread | None = None
-    witness_thread: WitnessThread | None = None
+    thread: ClusterConnections | None = None
+    witness_thread: WitnessClient | None = None
 
     def tell(self, event: Happening) -> None:
         assert self.thread is not None
@@ -42,6 +42,6 @@ class ClusterBrain(Brain):
 
     def _sort(self, command: Command, network: list[NetworkCommand]) -> None:
         # Ranks are stopped before anybody could have replaced them, whatever the hands do now.
-        if isinstance(command, HoldRanks | ReleaseRanks) and self.thread is not None:
-            self.thread.hold_now(isinstance(command, HoldRanks))
+        if isinstance(command, SuspendRanks | ResumeRanks) and self.thread is not None:
+            self.thread.hold_now(isinstance(command, SuspendRanks))
         super()._sort(command, network)

@@ -22,22 +22,29 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from ftrun import clock
-from ftrun.agent.cluster.control_loop import Brain, NetworkCommand, Wake
-from ftrun.agent.cluster.dialing import Call, Dialled, Handshakes, Proven
-from ftrun.agent.cluster.other_ways import OtherWays
+from ftrun.agent.cluster.control_loop import ControlLoop, NetworkCommand, Wake
+from ftrun.agent.cluster.dialing import AuthenticatedConnection, Dialled, Handshakes, PendingDial
+from ftrun.agent.cluster.other_ways import ConnectionFailover
 from ftrun.errors import FtrunError, PeerError, PeerLost
-from ftrun.membership.events import Closed, DialFailed, Happening, Heard, Opened, Passing
-from ftrun.recovery.commands import Dial, Note, Send
-from ftrun.wire.cluster.membership import TurnedAway
+from ftrun.membership.events import (
+    ConnectFailed,
+    ConnectionClosed,
+    ConnectionOpened,
+    Happening,
+    MessageReceived,
+    Passing,
+)
+from ftrun.recovery.commands import Connect, JournalEntry, Send
+from ftrun.wire.cluster.membership import JoinRejected
 from ftrun.wire.cluster.messages import (
     AnyClusterMessage,
-    AskClusterStatus,
-    AskProbe,
     ClusterEnvelope,
-    ClusterStatus,
+    ClusterStatusReply,
+    ClusterStatusRequest,
     JournalLines,
+    ProbeLinkRequest,
 )
-from ftrun.wire.messages.faults import FaultAnswer, FaultOrdered
+from ftrun.wire.messages.faults import ForwardFault, ForwardFaultReply
 from ftrun.wire.transport.identity import PeerIdentity
 from ftrun.wire.transport.peer_connection import PeerConnection
 from ftrun.wire.transport.secret import Secret
@@ -56,7 +63,8 @@ Aside = Callable[[str, AnyClusterMessage], None]
 """Takes a message that asks for no decision, and its sender; in this thread, without waiting."""
 
 _ASIDES = (
-    JournalLines, AskClusterStatus, ClusterStatus, FaultOrdered, FaultAnswer, AskProbe,
+    JournalLines, ClusterStatusRequest, ClusterStatusReply, ForwardFault, ForwardFaultReply,
+    ProbeLinkRequest,
 )  # fmt: skip
 """What asks for no decision about the run."""
 
@@ -74,15 +82,15 @@ class _Spoil:
     """A bit flips in the next frame to each other agent, see `ftrun inject-fault`."""
 
 
-_Inbox = Happening | Proven | _Out | _Spoil | None
+_Inbox = Happening | AuthenticatedConnection | _Out | _Spoil | None
 
 
-class ClusterThread:
+class ClusterConnections:
     """One agent's connections to the others, with its brain among them."""
 
     def __init__(  # noqa: PLR0913 - whom its work concerns
         self,
-        brain: Brain,
+        brain: ControlLoop,
         identity: PeerIdentity,
         secret: Secret | None,
         listeners: list[socket.socket],
@@ -102,7 +110,7 @@ class ClusterThread:
         self._aside = aside
         self._each_turn = each_turn
         self._handshakes = Handshakes(identity, secret, take=self._put, dialled=dialled)
-        self.ways = OtherWays(brain.member.me, brain.settings, brain.card_of)
+        self.ways = ConnectionFailover(brain.member.me, brain.settings, brain.card_of)
         self._selector = selectors.DefaultSelector()
         self._inbox: SimpleQueue[_Inbox] = SimpleQueue()
         self._connections: dict[str, Connection] = {}
@@ -161,7 +169,7 @@ class ClusterThread:
                 self._lease(self.brain.member.holding.lease_s)
                 now_s = clock.now_s()
                 for call in self.ways.silent(self._connections, now_s=now_s):
-                    self._handshakes.call(Call(*call))
+                    self._handshakes.call(PendingDial(*call))
                 self._each_turn(now_s)
         except Exception as error:  # noqa: BLE001 - any of them ends this agent
             _log.exception("the thread that speaks with the other nodes ended in a bug of ftrun")
@@ -186,7 +194,7 @@ class ClusterThread:
                 what = self._inbox.get_nowait()
                 if what is None:
                     self._is_over = True
-                elif isinstance(what, Proven):
+                elif isinstance(what, AuthenticatedConnection):
                     self._made(what)
                 elif isinstance(what, _Out):
                     self._send(what.node_id, what.message)
@@ -194,7 +202,7 @@ class ClusterThread:
                     for connection in self._connections.values():
                         connection.is_spoilt = True
                 else:
-                    if isinstance(what, DialFailed):
+                    if isinstance(what, ConnectFailed):
                         self._handshakes.ended((what.host, what.port))
                     self._think(what)
 
@@ -208,7 +216,7 @@ class ClusterThread:
 
     def _carry_out(self, command: NetworkCommand) -> None:
         match command:
-            case Dial():
+            case Connect():
                 self._dial(command)
             case Send():
                 self._send(command.node_id, command.message)
@@ -231,11 +239,11 @@ class ClusterThread:
 
     # --- connections --------------------------------------------------------------------------
 
-    def _dial(self, command: Dial) -> None:
+    def _dial(self, command: Connect) -> None:
         if command.node_id not in self._connections:
-            self._handshakes.call(Call(command, self.ways.of(command)))
+            self._handshakes.call(PendingDial(command, self.ways.of(command)))
 
-    def _made(self, made: Proven) -> None:
+    def _made(self, made: AuthenticatedConnection) -> None:
         """A handshake has succeeded."""
         if made.call is not None:
             self._handshakes.ended(made.call.at)
@@ -260,7 +268,7 @@ class ClusterThread:
         self.ways.made(node_id, incarnation, is_ours=is_ours, now_s=now_s)
         self._selector.register(connection, selectors.EVENT_READ)
         self._say_which_way(node_id, made)
-        self._think(Opened(node_id, incarnation))
+        self._think(ConnectionOpened(node_id, incarnation))
 
     def _turn_away(self, connection: Connection, address: str) -> None:
         text = (
@@ -269,7 +277,7 @@ class ClusterThread:
         )
         self._handshakes.say_once(text)
         with suppress(PeerError):
-            connection.send(TurnedAway(text))
+            connection.send(JoinRejected(text))
         connection.close()
 
     def _hear_out(self, node_id: str, old: Connection, new: Connection) -> None:
@@ -280,7 +288,7 @@ class ClusterThread:
                     self._heard(node_id, envelope.body)
         self._drop(node_id)
 
-    def _say_which_way(self, node_id: str, made: Proven) -> None:
+    def _say_which_way(self, node_id: str, made: AuthenticatedConnection) -> None:
         """Another rail than the one a node is known by is news for the operator."""
         call, way = made.call, made.way
         if call is None or way is None or way.host == call.dial.host:
@@ -289,7 +297,7 @@ class ClusterThread:
             f"node {node_id} does not answer at {call.dial.host}; it is spoken with at {way.host}"
         )
         fields: dict[str, object] = {"to": node_id, "host": way.host, "instead_of": call.dial.host}
-        self.brain.orders.put(Note("OtherRail", text, fields, say=True))
+        self.brain.orders.put(JournalEntry("OtherRail", text, fields, say=True))
         self._wake_hands()
 
     def _serve(self, connection: Connection, mask: int) -> None:
@@ -315,12 +323,12 @@ class ClusterThread:
         if isinstance(message, _ASIDES):
             self._aside(node_id, message)
         else:
-            self._think(Heard(node_id, message))
+            self._think(MessageReceived(node_id, message))
 
     def _lost(self, node_id: str, connection: Connection) -> None:
         if self._connections.get(node_id) is connection:
             self._drop(node_id)
-            self._think(Closed(node_id))
+            self._think(ConnectionClosed(node_id))
 
     def _drop(self, node_id: str) -> None:
         connection = self._connections.pop(node_id, None)

@@ -16,44 +16,44 @@ from ftrun.membership.events import Happening, Passing
 from ftrun.membership.member import Member
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import (
-    AskWitness,
-    CheckAgain,
     Command,
-    Dial,
-    HangUp,
+    Connect,
+    Disconnect,
     NodeCommand,
+    ProbePath,
+    QueryWitness,
+    RepeatNodeCheck,
     Send,
-    TryRoad,
 )
-from ftrun.recovery.generation_monitor import Oversight
-from ftrun.recovery.settings import ClusterSettings
-from ftrun.recovery.supervisor import Policy, State
-from ftrun.wire.cluster.generation import NodeCard, Plan
+from ftrun.recovery.generation_monitor import GenerationMonitor
+from ftrun.recovery.settings import MembershipSettings
+from ftrun.recovery.supervisor import Policy, SupervisorState
+from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
 
-NetworkCommand = Dial | Send | HangUp
+NetworkCommand = Connect | Send | Disconnect
 
 
-class Brain:
+class ControlLoop:
     """Decides for one node; and, while it leads, for the run."""
 
     def __init__(
         self,
         me: NodeCard,
-        settings: ClusterSettings,
+        settings: MembershipSettings,
         policy: Policy,
         *,
-        kept: Plan | None,
+        kept: GenerationPlan | None,
         took_effect: bool,
     ) -> None:
         self.settings = settings
         self.orders: SimpleQueue[NodeCommand] = SimpleQueue()
-        self.oversight = Oversight(policy, settings, me.node_id, pairs=PairCheck())
+        self.oversight = GenerationMonitor(policy, settings, me.node_id, pairs=PairCheck())
         """The newest one; it counts only while this agent leads."""
         self.check_again: Callable[[int], None] = _nobody
         """Begins a check of this node, up to this number; never waits."""
-        self.ask_witness: Callable[[AskWitness], None] = _no_witness
+        self.ask_witness: Callable[[QueryWitness], None] = _no_witness
         """Takes a question for the outside witness; never waits."""
-        self.try_road: Callable[[TryRoad], None] = _no_roads
+        self.try_road: Callable[[ProbePath], None] = _no_roads
         """Tries a road from this node; never waits."""
         self._policy = policy
         self._me = me.node_id
@@ -83,7 +83,7 @@ class Brain:
             return None
 
     @property
-    def plan(self) -> Plan | None:
+    def plan(self) -> GenerationPlan | None:
         """The newest generation that has taken effect, as far as this node knows."""
         return self.member.follower.plan
 
@@ -106,7 +106,7 @@ class Brain:
     @property
     def is_hurried(self) -> bool:
         """Something is due sooner than the next tick of a quiet run."""
-        return self.oversight.supervisor.state is State.LAST_SNAPSHOT
+        return self.oversight.supervisor.state is SupervisorState.LAST_SNAPSHOT
 
     def close(self) -> None:
         """The run is over on this node."""
@@ -124,19 +124,19 @@ class Brain:
         return network
 
     def _sort(self, command: Command, network: list[NetworkCommand]) -> None:
-        if isinstance(command, Dial | Send | HangUp):
+        if isinstance(command, Connect | Send | Disconnect):
             network.append(command)
-        elif isinstance(command, CheckAgain):
+        elif isinstance(command, RepeatNodeCheck):
             self.check_again(command.number)
-        elif isinstance(command, TryRoad):
+        elif isinstance(command, ProbePath):
             self.try_road(command)
-        elif isinstance(command, AskWitness):
+        elif isinstance(command, QueryWitness):
             self.ask_witness(command)
         else:
             self.orders.put(command)
 
-    def _new_oversight(self) -> Oversight:
-        self.oversight = Oversight(self._policy, self.settings, self._me, pairs=PairCheck())
+    def _new_oversight(self) -> GenerationMonitor:
+        self.oversight = GenerationMonitor(self._policy, self.settings, self._me, pairs=PairCheck())
         return self.oversight
 
 
@@ -144,11 +144,11 @@ def _nobody(_: int) -> None:
     """A run on one node asks for no checks."""
 
 
-def _no_roads(_: TryRoad) -> None:
+def _no_roads(_: ProbePath) -> None:
     """A run on one node has none."""
 
 
-def _no_witness(_: AskWitness) -> None:
+def _no_witness(_: QueryWitness) -> None:
     """Most runs have none."""
 
 

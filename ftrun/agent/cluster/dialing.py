@@ -20,11 +20,11 @@ from functools import partial
 from ftrun.agent.cluster.link_probe import serve_probe
 from ftrun.agent.cluster.path_probe import serve_road
 from ftrun.errors import HandshakeRefused, PeerError, PeerLost
-from ftrun.membership.events import DialFailed
-from ftrun.recovery.commands import Dial
-from ftrun.wire.transport.address_race import Way, reach
+from ftrun.membership.events import ConnectFailed
+from ftrun.recovery.commands import Connect
+from ftrun.wire.transport.address_race import PeerAddress, reach
 from ftrun.wire.transport.doors import Door, Doors
-from ftrun.wire.transport.handshake import Session, accept_handshake, dial_handshake
+from ftrun.wire.transport.handshake import AuthSession, accept_handshake, dial_handshake
 from ftrun.wire.transport.identity import PeerIdentity
 from ftrun.wire.transport.secret import Secret
 from ftrun.wire.transport.tcp import tune
@@ -47,11 +47,11 @@ _PROBES: dict[str, Callable[[socket.socket], None]] = {"probe": serve_probe, "ro
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class PendingDial:
     """Whom to reach, and by which ways."""
 
-    dial: Dial
-    ways: list[Way]
+    dial: Connect
+    ways: list[PeerAddress]
 
     @property
     def at(self) -> tuple[str, int]:
@@ -59,18 +59,18 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Proven:
+class AuthenticatedConnection:
     """A connection that a handshake has proven."""
 
     sock: socket.socket
-    session: Session
-    call: Call | None = None
+    session: AuthSession
+    call: PendingDial | None = None
     """What it answers; None: the other side has dialled."""
-    way: Way | None = None
+    way: PeerAddress | None = None
     """By which it was made."""
 
 
-Take = Callable[[Proven | DialFailed], None]
+Take = Callable[[AuthenticatedConnection | ConnectFailed], None]
 """Takes what has come of a handshake; from any thread."""
 
 
@@ -111,7 +111,7 @@ class Handshakes:
             sock.close()
             door.leave()
 
-    def call(self, call: Call) -> None:
+    def call(self, call: PendingDial) -> None:
         """Reach an agent."""
         if call.at in self._calling:
             return
@@ -150,14 +150,14 @@ class Handshakes:
         else:
             serve = _PROBES.get(session.peer.purpose)
             if serve is None:
-                self._take(Proven(sock, session))
+                self._take(AuthenticatedConnection(sock, session))
             else:
                 with sock, suppress(OSError):
                     serve(sock)
         finally:
             door.leave()
 
-    def _called(self, call: Call) -> None:
+    def _called(self, call: PendingDial) -> None:
         command = call.dial
         try:
             (sock, session), way = reach(
@@ -171,16 +171,20 @@ class Handshakes:
             refused = isinstance(error, PeerLost) and error.how == "refused"
             final = isinstance(error, HandshakeRefused)
             what = (command.host, command.port, command.node_id)
-            self._take(DialFailed(*what, refused, str(error), final))
+            self._take(ConnectFailed(*what, refused, str(error), final))
         except Exception:  # noqa: BLE001
             # See Rule 2: a bug must not make that for good.
             _log.exception("the call to node %s ended in a bug of ftrun", command.node_id)
             why = "a bug in ftrun; the agent's log has it"
-            self._take(DialFailed(command.host, command.port, command.node_id, False, why, False))
+            self._take(
+                ConnectFailed(command.host, command.port, command.node_id, False, why, False)
+            )
         else:
-            self._take(Proven(sock, session, call, way))
+            self._take(AuthenticatedConnection(sock, session, call, way))
 
-    def _greet(self, node_id: str, sock: socket.socket, way: Way) -> tuple[socket.socket, Session]:
+    def _greet(
+        self, node_id: str, sock: socket.socket, way: PeerAddress
+    ) -> tuple[socket.socket, AuthSession]:
         """The handshake; at an address beside the one a node is known by it must be that node."""
 
         def admit(peer: PeerIdentity) -> str:

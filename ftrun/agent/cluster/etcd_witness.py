@@ -1,6 +1,6 @@
 """The outside witness's register, in an etcd v3 cluster.
 
-Runs in:  agent, in the main thread before the run begins, then in `WitnessThread` only.
+Runs in:  agent, in the main thread before the run begins, then in `WitnessClient` only.
 Takes in: one question at a time.
 Gives:    the answer that witness_rules.py finds, written where nothing has changed since.
 Survives: an endpoint that is gone: the next one is tried; etcd's restart: the lease is taken anew.
@@ -25,9 +25,9 @@ import msgspec
 from ftrun import clock
 from ftrun.config import EtcdTls
 from ftrun.errors import PeerError, UsageError
-from ftrun.membership.events import WitnessSaid
-from ftrun.membership.witness import Register, Ruling, rule
-from ftrun.recovery.commands import AskWitness, Wish
+from ftrun.membership.events import WitnessAnswered
+from ftrun.membership.witness import WitnessDecision, WitnessRegister, rule
+from ftrun.recovery.commands import QueryWitness, WitnessOperation
 from ftrun.wire.cluster.generation import NodeCard
 
 ANSWER_S = 1.5
@@ -59,7 +59,7 @@ _Answer = TypeVar("_Answer")
 _JSON = dict[str, Any]
 
 
-class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LeaderLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whose the lease is."""
 
     card: NodeCard
@@ -67,21 +67,21 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What it runs, in words; two runs of one id must not meet."""
 
 
-class EtcdAway(PeerError):
+class EtcdUnreachable(PeerError):
     """No endpoint of the cluster answers as it should."""
 
 
 class _Seen(msgspec.Struct, frozen=True):
     """The two keys at one moment."""
 
-    register: Register | None
+    register: WitnessRegister | None
     register_revision: int
-    claim: Claim | None
+    claim: LeaderLease | None
     claim_revision: int
     claim_lease: int
 
 
-class EtcdRegister:
+class EtcdWitness:
     """One node's way to the register."""
 
     def __init__(
@@ -145,14 +145,14 @@ class EtcdRegister:
         while True:
             try:
                 seen = self._on_any(self._read, TRY_S * len(self._clients))
-            except EtcdAway as error:
+            except EtcdUnreachable as error:
                 waited_s = clock.now_s() - begun_s
                 is_there, version = self._version()
                 text = self._not_usable(error, waited_s, version)
                 if is_there or str(error) in _TLS_WORDS.values():
                     raise UsageError(text) from error
                 if waited_s >= wait_s:
-                    raise EtcdAway(text) from error
+                    raise EtcdUnreachable(text) from error
                 clock.sleep(CHECK_EVERY_S)
             else:
                 if why := self._taken(seen):
@@ -174,7 +174,7 @@ class EtcdRegister:
         # A new enough one may be without a leader just now, and is worth a wait.
         return numbers < (3, 4), version
 
-    def _not_usable(self, error: EtcdAway, waited_s: float, version: str) -> str:
+    def _not_usable(self, error: EtcdUnreachable, waited_s: float, version: str) -> str:
         if version:
             what = f"etcd {version} answers"
             todo = "ftrun needs etcd 3.4 or newer, with a leader, without users"
@@ -194,28 +194,28 @@ class EtcdRegister:
 
     # --- a question ---------------------------------------------------------------------------
 
-    def ask(self, asked: AskWitness, me: NodeCard) -> WitnessSaid:
+    def ask(self, asked: QueryWitness, me: NodeCard) -> WitnessAnswered:
         """Its answer; also where nobody gives one."""
         try:
             return self._on_any(lambda: self._answer(asked, me), ANSWER_S)
-        except EtcdAway as error:
+        except EtcdUnreachable as error:
             why = f"etcd is out of reach at {self.name}: {error}"
-            return WitnessSaid(asked, is_reached=False, why=why)
+            return WitnessAnswered(asked, is_reached=False, why=why)
 
-    def _answer(self, asked: AskWitness, me: NodeCard) -> WitnessSaid:
+    def _answer(self, asked: QueryWitness, me: NodeCard) -> WitnessAnswered:
         while True:
             # Before the read: what it then shows to be this agent's is so for the lease's time.
             self._renew()
             seen = self._read()
-            newcomer = asked.wish in (Wish.CLAIM, Wish.LOOK)
+            newcomer = asked.wish in (WitnessOperation.CLAIM, WitnessOperation.LOOK)
             if newcomer and (why := self._taken(seen)):
-                return WitnessSaid(asked, is_reached=True, why=why, is_final=True)
+                return WitnessAnswered(asked, is_reached=True, why=why, is_final=True)
             lead = seen.claim.card if seen.claim is not None else None
             ruling = rule(asked, me, seen.register, lead, new_life=secrets.randbits(62))
             if not ruling.granted:
-                return WitnessSaid(asked, True, False, seen.register, lead)
+                return WitnessAnswered(asked, True, False, seen.register, lead)
             if self._swap(seen, ruling, me):
-                return WitnessSaid(asked, True, True, ruling.register, ruling.lead)
+                return WitnessAnswered(asked, True, True, ruling.register, ruling.lead)
 
     def _taken(self, seen: _Seen) -> str:
         """Why this run id cannot be ours: somebody lives by it and runs something else."""
@@ -240,9 +240,9 @@ class EtcdRegister:
         register, register_meta = found.get(f"{self._folder}register", (None, {}))
         claim, claim_meta = found.get(f"{self._folder}lead", (None, {}))
         return _Seen(
-            msgspec.json.decode(register, type=Register) if register is not None else None,
+            msgspec.json.decode(register, type=WitnessRegister) if register is not None else None,
             int(register_meta.get("mod_revision", 0)),
-            msgspec.json.decode(claim, type=Claim) if claim is not None else None,
+            msgspec.json.decode(claim, type=LeaderLease) if claim is not None else None,
             int(claim_meta.get("mod_revision", 0)),
             int(claim_meta.get("lease", 0)),
         )
@@ -251,7 +251,7 @@ class EtcdRegister:
         found: list[tuple[bytes, _JSON]] = self._clients[self._at].get_prefix(self._folder)
         return found
 
-    def _swap(self, seen: _Seen, ruling: Ruling, me: NodeCard) -> bool:
+    def _swap(self, seen: _Seen, ruling: WitnessDecision, me: NodeCard) -> bool:
         """Write what was granted, where nothing has changed since it was read."""
         register, lead = f"{self._folder}register", f"{self._folder}lead"
         changes: list[_JSON] = []
@@ -264,7 +264,7 @@ class EtcdRegister:
         elif ruling.lead is not None and ruling.lead.identity == me.identity:
             lease = self._lease_id()
             if seen.claim_lease != lease or seen.claim is None or seen.claim.card != me:
-                changes.append(_put(lead, Claim(me, self.job), lease))
+                changes.append(_put(lead, LeaderLease(me, self.job), lease))
         if not changes:
             return True
         compare = [_is_at(register, seen.register_revision), _is_at(lead, seen.claim_revision)]
@@ -300,7 +300,7 @@ class EtcdRegister:
             except Exception as error:  # noqa: BLE001 - whatever a client library or a server does
                 why = _in_words(error)
                 self._at = (self._at + 1) % len(self._clients)
-        raise EtcdAway(why)
+        raise EtcdUnreachable(why)
 
 
 def _in_words(error: Exception) -> str:
@@ -338,7 +338,7 @@ def _is_at(key: str, revision: int) -> _JSON:
     return {"key": _text(key), "result": "EQUAL", "target": "MOD", "mod_revision": revision}
 
 
-def _put(key: str, value: Register | Claim, lease: int = 0) -> _JSON:
+def _put(key: str, value: WitnessRegister | LeaderLease, lease: int = 0) -> _JSON:
     put: _JSON = {"key": _text(key), "value": _text(msgspec.json.encode(value))}
     return {"request_put": put | ({"lease": lease} if lease else {})}
 

@@ -10,9 +10,9 @@ Survives: a directory that cannot be read: the node continues to look for the ot
 import logging
 import threading
 
-from ftrun.agent.cluster.control_loop import Brain
+from ftrun.agent.cluster.control_loop import ControlLoop
 from ftrun.config import RunSpec
-from ftrun.membership.discovery import Role
+from ftrun.membership.discovery import MemberRole
 from ftrun.membership.events import RunFinished
 from ftrun.urls import is_url
 from ftrun.wire.finished_run import has_finished, read_owner
@@ -25,7 +25,7 @@ _log = logging.getLogger("ftrun")
 class FinishedWatch:
     """Of one agent. Checkpoints behind a URL are not looked at."""
 
-    def __init__(self, spec: RunSpec, brain: Brain) -> None:
+    def __init__(self, spec: RunSpec, brain: ControlLoop) -> None:
         self._spec = spec
         self._brain = brain
         directory = spec.checkpoint_directory
@@ -53,7 +53,7 @@ class FinishedWatch:
         lead = self._brain.member.lead
         if lead is not None:
             return lead.pause.is_on
-        return self._brain.member.role in (Role.JOINING, Role.SEEKING)
+        return self._brain.member.role in (MemberRole.JOINING, MemberRole.SEEKING)
 
     def _read(self) -> None:
         assert self._directory is not None

@@ -2,7 +2,7 @@
 
 Runs in:  agent.
 Takes in: getifaddrs(3); the ethtool questions that anyone may ask; /sys/class.
-Gives:    one `Interface` for each device that has an address.
+Gives:    one `NetworkInterface` for each device that has an address.
 Survives: devices and drivers that do not answer: what they do not tell stays empty.
 Source:   getifaddrs(3), netdevice(7), linux/ethtool.h.
 
@@ -31,7 +31,7 @@ _DUPLEX = {0: "half", 1: "full"}
 
 
 @dataclass(slots=True)
-class Interface:
+class NetworkInterface:
     """One network device. Empty or 0: it is not known."""
 
     name: str
@@ -53,7 +53,7 @@ class Interface:
         return next((bits for address, bits in self.addresses if address == host), None)
 
 
-def interfaces(system: Path = Path("/sys")) -> list[Interface]:
+def interfaces(system: Path = Path("/sys")) -> list[NetworkInterface]:
     """All that have an address, in the kernel's order.
 
     Args:
@@ -62,9 +62,9 @@ def interfaces(system: Path = Path("/sys")) -> list[Interface]:
     Raises:
         OSError: the kernel does not tell.
     """
-    found: dict[str, Interface] = {}
+    found: dict[str, NetworkInterface] = {}
     for name, flags, host, bits in _addresses():
-        one = found.setdefault(name, Interface(name))
+        one = found.setdefault(name, NetworkInterface(name))
         one.is_up = bool(flags & _UP and flags & _RUNNING)
         one.is_loopback = bool(flags & _LOOPBACK)
         one.addresses.append((host, bits))

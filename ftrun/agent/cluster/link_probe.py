@@ -3,7 +3,7 @@
 Runs in:  agent; each side in a thread that lives for one probe.
 Takes in: another agent's address. The connection is one of its own, so that no heartbeat waits
           behind it; it is proven as any other (`ftrun.wire.transport.handshake`, purpose "probe").
-Gives:    a `ProbeFound`.
+Gives:    a `ProbeLinkResult`.
 Survives: whatever lies between: each side gives up after `PROBE_S`, and says how far it came.
 
     prober                              agent
@@ -23,7 +23,7 @@ import msgspec
 
 from ftrun import clock
 from ftrun.errors import PeerError
-from ftrun.wire.cluster.messages import AskProbe, ProbeFound
+from ftrun.wire.cluster.messages import ProbeLinkRequest, ProbeLinkResult
 from ftrun.wire.transport.handshake import dial_handshake
 from ftrun.wire.transport.identity import PeerIdentity
 from ftrun.wire.transport.secret import Secret
@@ -40,7 +40,7 @@ PAUSE_S = 1.0
 _BYTE = b"\0"
 
 
-class ProbeDesk:
+class LinkProber:
     """Carries out one probe at a time; the lead asks for them."""
 
     def __init__(self, identity: PeerIdentity, secret: Secret | None) -> None:
@@ -49,7 +49,7 @@ class ProbeDesk:
         self._busy = threading.Lock()
         self._last_s = float("-inf")
 
-    def take(self, order: AskProbe, answer: Callable[[ProbeFound], None]) -> bool:
+    def take(self, order: ProbeLinkRequest, answer: Callable[[ProbeLinkResult], None]) -> bool:
         """Begin, from any thread, without waiting. False: another one is under way.
 
         Args:
@@ -72,7 +72,7 @@ class ProbeDesk:
             return False
         return True
 
-    def _work(self, order: AskProbe, answer: Callable[[ProbeFound], None]) -> None:
+    def _work(self, order: ProbeLinkRequest, answer: Callable[[ProbeLinkResult], None]) -> None:
         try:
             answer(probe(order, self._identity, self._secret))
         finally:
@@ -80,8 +80,8 @@ class ProbeDesk:
 
 
 def probe(
-    order: AskProbe, own: PeerIdentity, secret: Secret | None, *, limit_s: float = PROBE_S
-) -> ProbeFound:
+    order: ProbeLinkRequest, own: PeerIdentity, secret: Secret | None, *, limit_s: float = PROBE_S
+) -> ProbeLinkResult:
     """Measure one link, from this node. What did not come to its end is 0, with `problem`.
 
     Args:
@@ -90,7 +90,7 @@ def probe(
         secret: the run's.
         limit_s: for what is measured once the connection is there.
     """
-    found = ProbeFound(number=order.number, receiver=order.receiver)
+    found = ProbeLinkResult(number=order.number, receiver=order.receiver)
     sock: socket.socket | None = None
     try:
         sock = dial(order.host, order.port, DIAL_S)
@@ -121,7 +121,7 @@ def serve_probe(sock: socket.socket) -> None:
     _give(sock, BULK_BYTES, give_up_s)
 
 
-def _measure(sock: socket.socket, found: ProbeFound, limit_s: float) -> ProbeFound:
+def _measure(sock: socket.socket, found: ProbeLinkResult, limit_s: float) -> ProbeLinkResult:
     give_up_s = clock.now_s() + limit_s
     rounds_s: list[float] = []
     to_bytes_per_s = from_bytes_per_s = 0.0

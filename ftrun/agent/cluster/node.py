@@ -2,7 +2,7 @@
 
 Runs in:  agent, main thread, before the run begins.
 Takes in: the run's spec, what the last agent of this node kept.
-Gives:    a `NodeCard`; a `Brain`, with a thread of its own where there are other nodes.
+Gives:    a `NodeCard`; a `ControlLoop`, with a thread of its own where there are other nodes.
 """
 
 import logging
@@ -18,25 +18,25 @@ from typing import TYPE_CHECKING
 from msgspec.structs import asdict
 
 from ftrun import clock
-from ftrun.agent.cluster.cluster_brain import ClusterBrain
-from ftrun.agent.cluster.connections import ClusterThread
-from ftrun.agent.cluster.control_loop import Brain
-from ftrun.agent.cluster.etcd_witness import EtcdRegister
-from ftrun.agent.cluster.link_probe import ProbeDesk
+from ftrun.agent.cluster.cluster_brain import ClusterControlLoop
+from ftrun.agent.cluster.connections import ClusterConnections
+from ftrun.agent.cluster.control_loop import ControlLoop
+from ftrun.agent.cluster.etcd_witness import EtcdWitness
+from ftrun.agent.cluster.link_probe import LinkProber
 from ftrun.agent.cluster.own_rails import listen_on, own_rails
-from ftrun.agent.cluster.path_probe import RoadDesk
-from ftrun.agent.cluster.rail_heartbeat import RailPulse
-from ftrun.agent.cluster.witness_thread import WitnessThread
+from ftrun.agent.cluster.path_probe import PathProber
+from ftrun.agent.cluster.rail_heartbeat import RailHeartbeat
+from ftrun.agent.cluster.witness_thread import WitnessClient
 from ftrun.agent.launch.rendezvous import LOOPBACK
-from ftrun.agent.observe.node_check import PreflightDesk
-from ftrun.agent.snapshots.kept_state import KeptState
-from ftrun.agent.snapshots.smp_client import SmpLink
+from ftrun.agent.observe.node_check import NodeCheck
+from ftrun.agent.snapshots.kept_state import PersistedAgentState
+from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.agent.snapshots.stub_link import last_agent_ended_s
 from ftrun.config import NodesSpec, RunSpec
 from ftrun.errors import AddressTaken, PeerError, PeerLost, UsageError
 from ftrun.monitor.deadlines import HangSettings
 from ftrun.network.detect.rail_variables import VARIABLES
-from ftrun.recovery.settings import ClusterSettings, NetworkSettings, SlowSettings, Wishes
+from ftrun.recovery.settings import ClusterSize, MembershipSettings, NetworkSettings, SlowSettings
 from ftrun.recovery.supervisor import Policy
 from ftrun.wire.cluster.generation import NodeCard
 from ftrun.wire.transport.identity import PeerIdentity
@@ -53,18 +53,18 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class Node:
+class LocalNode:
     """One node of a run; of a run on one node, the only one."""
 
     spec: RunSpec
     card: NodeCard
     secret: Secret | None = None
     listeners: list[socket.socket] = field(default_factory=list)
-    register: EtcdRegister | None = None
+    register: EtcdWitness | None = None
     """Of the outside witness, where there is one."""
 
     @classmethod
-    def of(cls, spec: RunSpec, num_ranks: int, kept: KeptState) -> "Node":
+    def of(cls, spec: RunSpec, num_ranks: int, kept: PersistedAgentState) -> "LocalNode":
         """Find this node's address and open its port.
 
         Raises:
@@ -111,8 +111,8 @@ class Node:
     def is_alone(self) -> bool:
         return self.spec.nodes is None
 
-    def brain(self, policy: Policy, kept: KeptState) -> Brain:
-        kind = Brain if self.is_alone else ClusterBrain
+    def brain(self, policy: Policy, kept: PersistedAgentState) -> ControlLoop:
+        kind = ControlLoop if self.is_alone else ClusterControlLoop
         brain = kind(
             self.card,
             _settings(self.spec),
@@ -123,15 +123,15 @@ class Node:
         brain.member.follower.agent_lost_s = last_agent_ended_s()
         return brain
 
-    def introduce(self, smp: SmpLink) -> None:
+    def introduce(self, smp: AgentSmpClient) -> None:
         """Have the SMP listen for those of the other nodes."""
         if not self.is_alone:
             others = [rail.host for rail in self.card.rails if rail.host != self.card.host]
             smp.listen_for_peers(self.card.host, self.secret, others)
 
-    def start(self, run: "RunLoop", preflight: PreflightDesk) -> None:
+    def start(self, run: "RunLoop", preflight: NodeCheck) -> None:
         """Begin to speak with the other nodes."""
-        if not isinstance(run.brain, ClusterBrain) or run.desk is None:
+        if not isinstance(run.brain, ClusterControlLoop) or run.desk is None:
             return
         identity = PeerIdentity(
             run_id=self.spec.run_id,
@@ -140,7 +140,7 @@ class Node:
             incarnation=self.card.incarnation,
             torch=_torch_version(),
         )
-        thread = ClusterThread(
+        thread = ClusterConnections(
             run.brain,
             identity,
             self.secret,
@@ -153,20 +153,20 @@ class Node:
             each_turn=run.desk.brain.look,
         )
         run.brain.thread = run.desk.thread = thread
-        run.desk.prober = ProbeDesk(identity, self.secret)
-        run.brain.try_road = RoadDesk(
+        run.desk.prober = LinkProber(identity, self.secret)
+        run.brain.try_road = PathProber(
             identity, self.secret, tell=run.brain.tell, send=thread.send
         ).take
         run.brain.check_again = preflight.again
         if self.register is not None:
-            witness = WitnessThread(self.register, self.card, run.brain.tell)
+            witness = WitnessClient(self.register, self.card, run.brain.tell)
             run.brain.witness_thread, run.brain.ask_witness = witness, witness.ask
             witness.start()
         preflight.join(identity, self.secret, run.brain.tell)
         self._say_where()
         thread.start()
         if self.spec.profile.network.plan != "off":
-            RailPulse(self.spec.run_id, self.card, self.secret, run.brain).start()
+            RailHeartbeat(self.spec.run_id, self.card, self.secret, run.brain).start()
 
     def forget_secret(self, *, is_over: bool) -> None:
         """Remove the secret that ftrun has made for this run, once it is over for all nodes."""
@@ -200,23 +200,23 @@ class Node:
             )
 
 
-def _known_host(nodes: NodesSpec, kept: KeptState) -> str | None:
+def _known_host(nodes: NodesSpec, kept: PersistedAgentState) -> str | None:
     """The address that the last agent of this node had; the endpoint may be gone by now."""
     card = kept.plan.card(nodes.node_id) if kept.plan is not None else None
     return card.host if card is not None and is_local_address(card.host) else None
 
 
-def _register(spec: RunSpec, nodes: NodesSpec, kept: KeptState) -> EtcdRegister | None:
+def _register(spec: RunSpec, nodes: NodesSpec, kept: PersistedAgentState) -> EtcdWitness | None:
     """The outside witness, looked at once; not by an agent that was started again."""
     if not nodes.etcd:
         return None
     endpoints = [(host, int(port)) for host, _, port in (at.rpartition(":") for at in nodes.etcd)]
-    wishes = Wishes(nodes.min_nodes, nodes.max_nodes, nodes.spares)
+    wishes = ClusterSize(nodes.min_nodes, nodes.max_nodes, nodes.spares)
     job = f"{spec.script} with --nnodes/--spares {wishes}"
     # A job that is queued again may be on other nodes, and those of its last life do not come.
     name = f"{spec.run_id}.{nodes.etcd_life}" if nodes.etcd_life else spec.run_id
     times = spec.profile.nodes
-    found = EtcdRegister(endpoints, name, job=job, lease_s=times.deadline_s, tls=nodes.etcd_tls)
+    found = EtcdWitness(endpoints, name, job=job, lease_s=times.deadline_s, tls=nodes.etcd_tls)
     if kept.plan is None:
         found.check()
     return found
@@ -282,7 +282,7 @@ def _endpoint(nodes: NodesSpec, host: str) -> tuple[int, socket.socket | None]:
     return 0, None
 
 
-def _own_port(host: str, node_id: str, kept: KeptState) -> socket.socket:
+def _own_port(host: str, node_id: str, kept: PersistedAgentState) -> socket.socket:
     """A port of this node; the one its last agent had, so that the others find it there."""
     card = kept.plan.card(node_id) if kept.plan is not None else None
     if card is not None and card.host == host:
@@ -293,16 +293,18 @@ def _own_port(host: str, node_id: str, kept: KeptState) -> socket.socket:
     return listen_tcp(host, 0)
 
 
-def _settings(spec: RunSpec) -> ClusterSettings:
+def _settings(spec: RunSpec) -> MembershipSettings:
     nodes, profile = spec.nodes, spec.profile
     has_checkpoints = spec.checkpoint_directory is not None
     hang = HangSettings(**asdict(profile.hang))
     if nodes is None:
-        alone = Wishes(1, 1, 0)
-        return ClusterSettings(alone, blank_wait_s=0.0, has_checkpoints=has_checkpoints, hang=hang)
+        alone = ClusterSize(1, 1, 0)
+        return MembershipSettings(
+            alone, blank_wait_s=0.0, has_checkpoints=has_checkpoints, hang=hang
+        )
     times = profile.nodes
-    return ClusterSettings(
-        wishes=Wishes(nodes.min_nodes, nodes.max_nodes, nodes.spares),
+    return MembershipSettings(
+        wishes=ClusterSize(nodes.min_nodes, nodes.max_nodes, nodes.spares),
         endpoint=("", 0) if nodes.etcd else (nodes.endpoint_host, nodes.endpoint_port),
         more_endpoints=tuple(nodes.more_endpoints),
         witness=bool(nodes.etcd),

@@ -18,11 +18,11 @@ Rule 4: a node with one rail is left alone, with whatever its kernel makes of it
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ftrun.recovery.commands import Dial
-from ftrun.recovery.settings import ClusterSettings
+from ftrun.recovery.commands import Connect
+from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import Identity, NodeCard
 from ftrun.wire.cluster.messages import ClusterEnvelope
-from ftrun.wire.transport.address_race import Way, source_to
+from ftrun.wire.transport.address_race import PeerAddress, source_to
 from ftrun.wire.transport.peer_connection import PeerConnection
 from ftrun.wire.transport.tcp import unacknowledged_bytes
 
@@ -58,10 +58,10 @@ class _Line:
     """When it was last dialled anew."""
 
 
-class OtherWays:
+class ConnectionFailover:
     """Of one agent to all others."""
 
-    def __init__(self, me: NodeCard, settings: ClusterSettings, card_of: CardOf) -> None:
+    def __init__(self, me: NodeCard, settings: MembershipSettings, card_of: CardOf) -> None:
         self._me = me
         self._card_of = card_of
         beat_s = settings.heartbeat_s
@@ -74,15 +74,15 @@ class OtherWays:
 
     # --- where to dial ------------------------------------------------------------------------
 
-    def of(self, command: Dial) -> list[Way]:
+    def of(self, command: Connect) -> list[PeerAddress]:
         """The address that was named, and then the node's others."""
-        first = Way(command.host, command.port, is_sure=True)
+        first = PeerAddress(command.host, command.port, is_sure=True)
         card = self._card_of(command.node_id) if command.node_id else None
         if card is None or (card.host, card.port) != (command.host, command.port):
             return [first]  # of another life of that node, or nobody knows
         who = (card.node_id, card.incarnation)
         others = [
-            Way(
+            PeerAddress(
                 rail.host,
                 rail.port,
                 source=source_to(rail.host, self._me.rails),
@@ -136,7 +136,7 @@ class OtherWays:
 
     def silent(
         self, connections: Mapping[str, PeerConnection[ClusterEnvelope]], *, now_s: float
-    ) -> list[tuple[Dial, list[Way]]]:
+    ) -> list[tuple[Connect, list[PeerAddress]]]:
         """Whom to dial anew, and by which ways: that of now last.
 
         Args:
@@ -155,7 +155,7 @@ class OtherWays:
             card = self._card_of(node_id)
             if card is None or card.incarnation != line.incarnation:
                 continue
-            command = Dial(card.host, card.port, node_id)
+            command = Connect(card.host, card.port, node_id)
             ways = self.of(command)
             if len(ways) > 1:
                 here = connection.address

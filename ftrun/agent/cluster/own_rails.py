@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ftrun.agent.cluster.interfaces import Interface, interfaces
+from ftrun.agent.cluster.interfaces import NetworkInterface, interfaces
 from ftrun.errors import AddressTaken, UsageError
 from ftrun.wire.cluster.generation import NodeCard
 from ftrun.wire.cluster.rails import Rail
@@ -67,7 +67,7 @@ def own_rails(
 
 
 def rails_among(
-    found: Sequence[Interface],
+    found: Sequence[NetworkInterface],
     host: str,
     named: Sequence[str],
     *,
@@ -126,8 +126,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _named(
-    found: Sequence[Interface], named: Sequence[str], host: str, *, is_again: bool
-) -> list[Interface]:
+    found: Sequence[NetworkInterface], named: Sequence[str], host: str, *, is_again: bool
+) -> list[NetworkInterface]:
     by_name = {one.name: one for one in found}
     usable = []
     for name in dict.fromkeys(named):
@@ -145,12 +145,12 @@ def _named(
     return usable
 
 
-def _is_inner(one: Interface) -> bool:
+def _is_inner(one: NetworkInterface) -> bool:
     is_inner = one.driver in _INNER_DRIVERS or _INNER_NAMES.match(one.name) is not None
     return one.is_loopback or not one.is_up or is_inner
 
 
-def _address(one: Interface, like: str, *, is_named: bool) -> str | None:
+def _address(one: NetworkInterface, like: str, *, is_named: bool) -> str | None:
     """The address of an interface that others reach, of the kind of the card's."""
     card = ipaddress.ip_address(like)
     for host in (ipaddress.ip_address(text) for text, _ in one.addresses):
@@ -160,7 +160,7 @@ def _address(one: Interface, like: str, *, is_named: bool) -> str | None:
     return None
 
 
-def _rail(one: Interface, host: str) -> Rail:
+def _rail(one: NetworkInterface, host: str) -> Rail:
     return Rail(
         name=one.name,
         host=host,

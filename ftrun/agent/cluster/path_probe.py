@@ -3,7 +3,7 @@
 Runs in:  agent; each side in a thread that lives for one probe.
 Takes in: an interface of this node, the other one's address on that rail. The connection is one of
           its own, bound to the interface, and proven as any other (purpose "road").
-Gives:    a `RoadFound`.
+Gives:    a `PathMeasurement`.
 Survives: whatever lies between: the dialler gives up after `DIAL_S` and `TRY_S`, and the other
           side after `SERVE_S`.
 
@@ -31,10 +31,10 @@ import msgspec
 
 from ftrun import clock
 from ftrun.errors import PeerError, PeerLost
-from ftrun.membership.events import Happening, Heard
-from ftrun.recovery.commands import TryRoad
-from ftrun.wire.cluster.messages import AnyClusterMessage, AskRoad, RoadTried
-from ftrun.wire.cluster.rails import RoadFound
+from ftrun.membership.events import Happening, MessageReceived
+from ftrun.recovery.commands import ProbePath
+from ftrun.wire.cluster.messages import AnyClusterMessage, ProbePathRequest, ProbePathResult
+from ftrun.wire.cluster.rails import PathMeasurement
 from ftrun.wire.transport.handshake import dial_handshake
 from ftrun.wire.transport.identity import PeerIdentity
 from ftrun.wire.transport.secret import Secret
@@ -68,7 +68,7 @@ SendTo = Callable[[str, AnyClusterMessage], None]
 """Takes a node id and what was found, from any thread."""
 
 
-class RoadDesk:
+class PathProber:
     """Carries out what a lead asks for."""
 
     def __init__(
@@ -81,7 +81,7 @@ class RoadDesk:
         self._secret = secret
         self._room = threading.BoundedSemaphore(MAX_AT_ONCE)
 
-    def take(self, command: TryRoad) -> None:
+    def take(self, command: ProbePath) -> None:
         """Begin, from any thread, without waiting."""
         if not self._room.acquire(blocking=False):
             self._untried(command, f"this node tries {MAX_AT_ONCE} roads already")
@@ -93,29 +93,31 @@ class RoadDesk:
             self._room.release()
             self._untried(command, str(error))
 
-    def _work(self, command: TryRoad) -> None:
+    def _work(self, command: ProbePath) -> None:
         try:
             found = try_road(command.order, self._node_id, self._identity, self._secret)
         except Exception as error:  # noqa: BLE001 - the lead waits for an answer
             self._untried(command, f"a bug of ftrun: {type(error).__name__}: {error}")
         else:
-            self._answer(command, RoadTried(command.order.survey, found))
+            self._answer(command, ProbePathResult(command.order.survey, found))
         finally:
             self._room.release()
 
-    def _untried(self, command: TryRoad, problem: str) -> None:
+    def _untried(self, command: ProbePath, problem: str) -> None:
         order = command.order
-        found = RoadFound(self._node_id, order.destination, order.rail, problem=problem)
-        self._answer(command, RoadTried(order.survey, found, is_untried=True))
+        found = PathMeasurement(self._node_id, order.destination, order.rail, problem=problem)
+        self._answer(command, ProbePathResult(order.survey, found, is_untried=True))
 
-    def _answer(self, command: TryRoad, answer: RoadTried) -> None:
+    def _answer(self, command: ProbePath, answer: ProbePathResult) -> None:
         if command.asks == self._node_id:
-            self._tell(Heard(self._node_id, answer))
+            self._tell(MessageReceived(self._node_id, answer))
         else:
             self._send(command.asks, answer)
 
 
-def try_road(order: AskRoad, node_id: str, own: PeerIdentity, secret: Secret | None) -> RoadFound:
+def try_road(
+    order: ProbePathRequest, node_id: str, own: PeerIdentity, secret: Secret | None
+) -> PathMeasurement:
     """Try it now. What did not come to its end is 0, with `problem`.
 
     Args:
@@ -124,7 +126,7 @@ def try_road(order: AskRoad, node_id: str, own: PeerIdentity, secret: Secret | N
         own: who we are, with the purpose "road".
         secret: the run's.
     """
-    found = RoadFound(node_id, order.destination, order.rail)
+    found = PathMeasurement(node_id, order.destination, order.rail)
     sock: socket.socket | None = None
     try:
         wait_s = SHORT_DIAL_S if order.is_short else DIAL_S
@@ -165,7 +167,9 @@ def serve_road(sock: socket.socket) -> None:
             return
 
 
-def _measure(sock: socket.socket, found: RoadFound, order: AskRoad, give_up_s: float) -> RoadFound:
+def _measure(
+    sock: socket.socket, found: PathMeasurement, order: ProbePathRequest, give_up_s: float
+) -> PathMeasurement:
     rtts_s: list[float] = []
     bytes_per_s, problem = 0.0, ""
     try:

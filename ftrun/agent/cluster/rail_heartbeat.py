@@ -2,7 +2,7 @@
 
 Runs in:  agent, a thread of its own.
 Takes in: the plan of the generation that runs; datagrams of two neighbours over each rail.
-Gives:    datagrams for two neighbours; `RoadSilent` for the lead, while one that was heard over a
+Gives:    datagrams for two neighbours; `RailSilent` for the lead, while one that was heard over a
           rail is heard no more.
 Survives: lost datagrams, firewalls: who was never heard is not missed.
 
@@ -26,11 +26,11 @@ from hashlib import sha256
 import msgspec
 
 from ftrun import clock
-from ftrun.agent.cluster.cluster_brain import ClusterBrain
-from ftrun.membership.events import Heard
+from ftrun.agent.cluster.cluster_brain import ClusterControlLoop
+from ftrun.membership.events import MessageReceived
 from ftrun.network.detect.rails import match_rails
-from ftrun.wire.cluster.generation import NodeCard, Plan
-from ftrun.wire.cluster.messages import RoadSilent
+from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
+from ftrun.wire.cluster.messages import RailSilent
 from ftrun.wire.cluster.rails import Rail
 from ftrun.wire.transport.secret import Secret
 from ftrun.wire.transport.tcp import is_local_address
@@ -62,11 +62,11 @@ Key = tuple[str, str]
 """Node id, and the run's name for a rail."""
 
 
-class RailPulse:
+class RailHeartbeat:
     """Of one node."""
 
     def __init__(
-        self, run_id: str, card: NodeCard, secret: Secret | None, brain: ClusterBrain
+        self, run_id: str, card: NodeCard, secret: Secret | None, brain: ClusterControlLoop
     ) -> None:
         self._run_id = run_id
         self._card = card
@@ -79,7 +79,7 @@ class RailPulse:
         self._newest: dict[Key, tuple[int, int]] = {}
         self._said_s: dict[Key, float] = {}
         self._number = 0
-        self._plan: Plan | None = None
+        self._plan: GenerationPlan | None = None
         self._out: list[tuple[socket.socket, str, Rail]] = []
         self._expected: dict[Key, int] = {}
         """And the incarnation that it comes from."""
@@ -201,13 +201,13 @@ class RailPulse:
                 del self._heard[key]
             elif silent_s >= SILENT_S and now_s - self._said_s.get(key, 0.0) >= SAY_EVERY_S:
                 self._said_s[key] = now_s
-                self._say(RoadSilent(*key, silent_s))
+                self._say(RailSilent(*key, silent_s))
 
-    def _say(self, body: RoadSilent) -> None:
+    def _say(self, body: RailSilent) -> None:
         brain, me = self._brain, self._card.node_id
         lead = brain.member.lead_card
         if brain.leads:
-            brain.tell(Heard(me, body))
+            brain.tell(MessageReceived(me, body))
         elif lead is not None and brain.thread is not None:
             brain.thread.send(lead.node_id, body)
 

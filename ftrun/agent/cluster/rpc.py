@@ -16,20 +16,20 @@ from typing import Any
 
 from ftrun import clock
 from ftrun.agent.cluster.brain_status import brain_status
-from ftrun.agent.cluster.connections import ClusterThread
-from ftrun.agent.cluster.control_loop import Brain
-from ftrun.agent.cluster.link_probe import ProbeDesk
-from ftrun.agent.faults.controller import NOT_ALLOWED, FaultDesk
+from ftrun.agent.cluster.connections import ClusterConnections
+from ftrun.agent.cluster.control_loop import ControlLoop
+from ftrun.agent.cluster.link_probe import LinkProber
+from ftrun.agent.faults.controller import NOT_ALLOWED, FaultController
 from ftrun.agent.publish.published import Published
 from ftrun.journal import Journal
 from ftrun.wire.cluster.messages import (
     AnyClusterMessage,
-    AskClusterStatus,
-    AskProbe,
-    ClusterStatus,
+    ClusterStatusReply,
+    ClusterStatusRequest,
     JournalLines,
+    ProbeLinkRequest,
 )
-from ftrun.wire.messages.faults import FaultAnswer, FaultOrdered
+from ftrun.wire.messages.faults import ForwardFault, ForwardFaultReply
 
 ANSWER_S = 2.0
 LINES_EVERY_S = 1.0
@@ -39,14 +39,14 @@ MAX_LINES_BYTES = 256 << 10
 """In one message, well below the limit of a frame."""
 
 
-class ClusterDesk:
+class ClusterRpc:
     """One node's counter for the others' questions."""
 
-    def __init__(self, brain: Brain, journal: Journal, merged_folder: Path) -> None:
-        self.thread: ClusterThread | None = None
-        self.faults: FaultDesk | None = None
+    def __init__(self, brain: ControlLoop, journal: Journal, merged_folder: Path) -> None:
+        self.thread: ClusterConnections | None = None
+        self.faults: FaultController | None = None
         """Who takes orders for faults; None: this node takes none."""
-        self.prober: ProbeDesk | None = None
+        self.prober: LinkProber | None = None
         """Who tries links, where the lead asks for it."""
         self.brain = Published(
             partial(brain_status, brain, is_alone=False), wake=self._wake, every_s=BRAIN_EVERY_S
@@ -69,21 +69,21 @@ class ClusterDesk:
     def take(self, sender: str, message: AnyClusterMessage) -> None:
         """Answer at once, or put by for another thread; never waits."""
         match message:
-            case AskClusterStatus() if self.thread is not None:
+            case ClusterStatusRequest() if self.thread is not None:
                 self.brain.publish()
                 document = self.brain.last().value.cluster
-                self.thread.send(sender, ClusterStatus(message.number, document))
-            case ClusterStatus():
+                self.thread.send(sender, ClusterStatusReply(message.number, document))
+            case ClusterStatusReply():
                 with self._answered:
                     self._answer = (message.number, message.document)
                     self._answered.notify_all()
             case JournalLines():
                 self._lines.extend(message.lines)
-            case FaultOrdered() | FaultAnswer() if self.faults is not None:
+            case ForwardFault() | ForwardFaultReply() if self.faults is not None:
                 self.faults.take(sender, message)
-            case FaultOrdered(order=order) if self.thread is not None:
-                self.thread.send(sender, FaultAnswer(order.id, refused=NOT_ALLOWED))
-            case AskProbe() if self.prober is not None and self.thread is not None:
+            case ForwardFault(order=order) if self.thread is not None:
+                self.thread.send(sender, ForwardFaultReply(order.id, refused=NOT_ALLOWED))
+            case ProbeLinkRequest() if self.prober is not None and self.thread is not None:
                 answer = partial(self.thread.send, sender)
                 self.prober.take(message, answer)
             case _:
@@ -102,7 +102,7 @@ class ClusterDesk:
         if brain.leads or not brain.lead_id or self.thread is None:
             return own
         self._number += 1
-        self.thread.send(brain.lead_id, AskClusterStatus(self._number))
+        self.thread.send(brain.lead_id, ClusterStatusRequest(self._number))
         with self._answered:
             has_come = self._answered.wait_for(lambda: self._answer[0] == self._number, ANSWER_S)
             data = self._answer[1]

@@ -2,7 +2,7 @@
 
 Runs in:  agent, a thread of its own: what it asks may block, and heartbeats must not.
 Takes in: questions of the brain, in a queue.
-Gives:    `WitnessSaid` to the brain, for each question or a later one of its kind.
+Gives:    `WitnessAnswered` to the brain, for each question or a later one of its kind.
 Survives: a witness that never answers: questions pile up to one of each kind.
 """
 
@@ -12,24 +12,24 @@ from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
-from ftrun.agent.cluster.etcd_witness import ANSWER_S, EtcdRegister
-from ftrun.membership.events import WitnessSaid
-from ftrun.recovery.commands import AskWitness, Wish
+from ftrun.agent.cluster.etcd_witness import ANSWER_S, EtcdWitness
+from ftrun.membership.events import WitnessAnswered
+from ftrun.recovery.commands import QueryWitness, WitnessOperation
 from ftrun.wire.cluster.generation import NodeCard
 
 _log = logging.getLogger(__name__)
 
 
-class WitnessThread:
+class WitnessClient:
     """One agent's questions, one after the other."""
 
     def __init__(
-        self, register: EtcdRegister, me: NodeCard, tell: Callable[[WitnessSaid], None]
+        self, register: EtcdWitness, me: NodeCard, tell: Callable[[WitnessAnswered], None]
     ) -> None:
         self._register = register
         self._me = me
         self._tell = tell
-        self._questions: SimpleQueue[AskWitness | None] = SimpleQueue()
+        self._questions: SimpleQueue[QueryWitness | None] = SimpleQueue()
         self.failure: Exception | None = None
         """What has ended this thread; the leader has no witness then, and the agent must end."""
         self._is_over = False
@@ -38,7 +38,7 @@ class WitnessThread:
     def start(self) -> None:
         self._thread.start()
 
-    def ask(self, asked: AskWitness) -> None:
+    def ask(self, asked: QueryWitness) -> None:
         """For any thread; never waits."""
         self._questions.put(asked)
 
@@ -56,9 +56,9 @@ class WitnessThread:
             _log.exception("the thread that speaks with the witness ended in a bug of ftrun")
             self.failure = error
 
-    def _next(self) -> list[AskWitness]:
+    def _next(self) -> list[QueryWitness]:
         """What was asked since the last look: of each kind the newest, in order."""
-        kept: dict[Wish, AskWitness] = {}
+        kept: dict[WitnessOperation, QueryWitness] = {}
         found = self._questions.get()
         with suppress(Empty):
             while found is not None:

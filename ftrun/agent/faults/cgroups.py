@@ -18,7 +18,7 @@ ROOT = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
-class FaultGroup:
+class FaultCgroup:
     """One cgroup of a fault."""
 
     path: Path
@@ -56,7 +56,7 @@ def check_free(pid: int) -> None:
         )
 
 
-def make_group(controller: str, name: str, pid: int) -> FaultGroup:
+def make_group(controller: str, name: str, pid: int) -> FaultCgroup:
     """A cgroup of this controller, beneath or beside the one that a process is in.
 
     Raises:
@@ -70,7 +70,7 @@ def make_group(controller: str, name: str, pid: int) -> FaultGroup:
         except OSError as error:
             problems.append(f"{path}: {error.strerror}")
             continue
-        group = FaultGroup(path, home, is_v2)
+        group = FaultCgroup(path, home, is_v2)
         if is_v2 and controller not in group.get("cgroup.controllers").split():
             problems.append(f"{path}: no {controller} controller there")
             group.remove()

@@ -3,7 +3,7 @@
 Runs in:  agent: `ask` in a thread for each order, `take` in the cluster thread, the rest in the
           main thread, once per turn of the loop. It exists only in a run with --allow-faults.
 Takes in: orders of this machine's operator, and of other nodes where the run has a secret.
-Gives:    faults on this node; `FaultOrdered`, `FaultFired` and `FaultEnded` in the journal.
+Gives:    faults on this node; `ForwardFault`, `FaultFired` and `FaultEnded` in the journal.
 Survives: ranks: an order that a rank has not come to waits for its next process.
 
 Rule 1: an order is written down when it is taken, and again when it has really fired. One that
@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ftrun import clock
-from ftrun.agent.cluster.cluster_brain import ClusterBrain
-from ftrun.agent.faults.injectors import FaultActs
-from ftrun.agent.faults.reverter import Deed, Healing
+from ftrun.agent.cluster.cluster_brain import ClusterControlLoop
+from ftrun.agent.faults.injectors import FaultInjectors
+from ftrun.agent.faults.reverter import FaultAction, RunningFault
 from ftrun.errors import FaultRefused, FtrunError
-from ftrun.wire.cluster.generation import Plan
+from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.fault_catalog import fault_kind
 from ftrun.wire.fault_orders import FaultPage
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import faults as fault_messages
-from ftrun.wire.messages.faults import FaultAnswer, FaultOrder, FaultOrdered
-from ftrun.wire.shared_memory.pages import Beat, Page
+from ftrun.wire.messages.faults import FaultOrder, ForwardFault, ForwardFaultReply
+from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 
 if TYPE_CHECKING:
     from ftrun.agent.loop import RunLoop
@@ -78,7 +78,7 @@ class _Running:
     """An order that was taken on this node and is not over."""
 
     order: FaultOrder
-    deed: Deed | None = None
+    deed: FaultAction | None = None
     """What the agent does; None where the rank does it to itself."""
     number: int = 0
     """On the rank's page."""
@@ -87,15 +87,15 @@ class _Running:
     has_fired: bool = False
     pid: int = 0
     """Of the rank that has done it to itself, where that lasts."""
-    healing: Healing | None = None
+    healing: RunningFault | None = None
 
 
-class FaultDesk:
+class FaultController:
     """One node's counter for orders."""
 
     def __init__(self, run: "RunLoop") -> None:
         self._run = run
-        self._acts = FaultActs(run)
+        self._acts = FaultInjectors(run)
         self._tickets: SimpleQueue[_Ticket] = SimpleQueue()
         self._sent: dict[str, _Ticket] = {}
         """Passed on to other nodes, by id."""
@@ -118,7 +118,7 @@ class FaultDesk:
             self._run.wake()
         else:
             self._sent[order.id] = ticket
-            self._send(node_id, FaultOrdered(order))
+            self._send(node_id, ForwardFault(order))
         if not ticket.answered.wait(ANSWER_S):
             ticket.is_given_up = True
             who = "this node's agent" if is_here else f"node {node_id}"
@@ -131,7 +131,7 @@ class FaultDesk:
             return messages.Refused(ticket.refused)
         if len(self._node_of) < _MAX_KNOWN:
             self._node_of[order.id] = node_id
-        return fault_messages.FaultTaken(order.id, node_id or self._own_id, ticket.how)
+        return fault_messages.FaultAccepted(order.id, node_id or self._own_id, ticket.how)
 
     def _resolve(self, order: FaultOrder) -> tuple[str, FaultOrder]:
         """The node where it is to be done.
@@ -157,7 +157,7 @@ class FaultDesk:
             raise FaultRefused(f"which node? --node N, one of {names}")
         return self._own_id, order
 
-    def _of_rank(self, plan: Plan, order: FaultOrder) -> tuple[str, FaultOrder]:
+    def _of_rank(self, plan: GenerationPlan, order: FaultOrder) -> tuple[str, FaultOrder]:
         size = plan.world_size
         if order.rank < 0:
             if size > 1:
@@ -177,9 +177,9 @@ class FaultDesk:
 
     # --- cluster thread -----------------------------------------------------------------------
 
-    def take(self, sender: str, message: FaultOrdered | FaultAnswer) -> None:
+    def take(self, sender: str, message: ForwardFault | ForwardFaultReply) -> None:
         """An order from another node, or the answer to one of ours; never waits."""
-        if isinstance(message, FaultAnswer):
+        if isinstance(message, ForwardFaultReply):
             ticket = self._sent.get(message.id)
             if ticket is not None:
                 ticket.how, ticket.refused = message.how, message.refused
@@ -187,14 +187,14 @@ class FaultDesk:
             return
         nodes = self._run.spec.nodes
         if nodes is None or nodes.secret_file is None:
-            self._send(sender, FaultAnswer(message.order.id, refused=_UNAUTHENTICATED))
+            self._send(sender, ForwardFaultReply(message.order.id, refused=_UNAUTHENTICATED))
             return
         self._tickets.put(_Ticket(message.order, asked_by=sender))
         self._run.wake()
 
-    def _send(self, node_id: str, message: FaultOrdered | FaultAnswer) -> None:
+    def _send(self, node_id: str, message: ForwardFault | ForwardFaultReply) -> None:
         brain = self._run.brain
-        if isinstance(brain, ClusterBrain) and brain.thread is not None:
+        if isinstance(brain, ClusterControlLoop) and brain.thread is not None:
             brain.thread.send(node_id, message)
 
     # --- main thread --------------------------------------------------------------------------
@@ -298,7 +298,9 @@ class FaultDesk:
 
     def _answer(self, ticket: _Ticket) -> None:
         if ticket.asked_by:
-            self._send(ticket.asked_by, FaultAnswer(ticket.order.id, ticket.how, ticket.refused))
+            self._send(
+                ticket.asked_by, ForwardFaultReply(ticket.order.id, ticket.how, ticket.refused)
+            )
         ticket.answered.set()
 
     def _prepare(self, order: FaultOrder) -> _Running:
@@ -432,12 +434,12 @@ class FaultDesk:
         return next((_step_on(place.page) for place in places if place.rank == rank), 0)
 
 
-def _step_on(page: Page) -> int:
+def _step_on(page: SharedPage) -> int:
     """Steps done; the page of a new process says nothing before its first boundary."""
-    return page.get(Beat.STEP) or page.get(Beat.RESTORED_STEP)
+    return page.get(HeartbeatField.STEP) or page.get(HeartbeatField.RESTORED_STEP)
 
 
-def _node_named(plan: Plan, text: str) -> str:
+def _node_named(plan: GenerationPlan, text: str) -> str:
     """A node by its name, or by its place among the nodes of the run.
 
     Raises:

@@ -16,9 +16,9 @@ from ftrun.errors import FaultRefused, LayoutUnknown
 from ftrun.ids import Rank, Version
 from ftrun.snapshot.layout import parse_header
 from ftrun.wire.shared_memory.arena import NUM_SLOTS, Arena, SlotState, read_slot_headers
-from ftrun.wire.shared_memory.parity_region import Vault, VaultState
+from ftrun.wire.shared_memory.parity_region import ParityRegion, ParityRegionState
 
-_WHOLE = (VaultState.COMPLETE, VaultState.COMMITTED)
+_WHOLE = (ParityRegionState.COMPLETE, ParityRegionState.COMMITTED)
 
 
 def newest_common(arenas: Mapping[Rank, Sequence[int]], ranks: Sequence[int]) -> Version:
@@ -108,16 +108,16 @@ def make_stale(vaults: Sequence[int]) -> None:
             vault.close()
 
 
-def _open(fd: int) -> Vault:
+def _open(fd: int) -> ParityRegion:
     copy = os.dup(fd)
     try:
-        return Vault(copy)
+        return ParityRegion(copy)
     except LayoutUnknown:
         os.close(copy)
         raise FaultRefused("what is kept for other nodes here is being made just now") from None
 
 
-def _contents(vault: Vault) -> list[memoryview]:
+def _contents(vault: ParityRegion) -> list[memoryview]:
     """The parity and mirrors that have come."""
     if vault.state not in _WHOLE or vault.record is None:
         return []

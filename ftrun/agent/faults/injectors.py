@@ -2,7 +2,7 @@
 
 Runs in:  agent, main thread.
 Takes in: an order that is for this node.
-Gives:    a `Deed`, ready to be done; FaultRefused with what is missing.
+Gives:    a `FaultAction`, ready to be done; FaultRefused with what is missing.
 
 Rule 1: what can be checked is checked when the order is taken, not when it falls due.
 Rule 2: what lasts is taken back by a healer, which outlives the agent.
@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftrun import clock
-from ftrun.agent.cluster.cluster_brain import ClusterBrain
+from ftrun.agent.cluster.cluster_brain import ClusterControlLoop
 from ftrun.agent.faults import corruption as spoiling
-from ftrun.agent.faults.cgroups import FaultGroup, check_free, make_group
+from ftrun.agent.faults.cgroups import FaultCgroup, check_free, make_group
 from ftrun.agent.faults.machine import clock_jump, cpu_starve, fd_limit, fill, pid_limit
 from ftrun.agent.faults.network import link_fault
-from ftrun.agent.faults.reverter import Deed, Healing
+from ftrun.agent.faults.reverter import FaultAction, RunningFault
 from ftrun.agent.faults.reverter_process import named
 from ftrun.agent.launch.warm_start import WorkerHandle
 from ftrun.agent.observe.process_facts import cores_used
@@ -42,12 +42,12 @@ _KILL_WAIT_S = 10.0
 _MIB = 1 << 20
 
 
-class FaultActs:
+class FaultInjectors:
     """Every fault that an agent makes."""
 
     def __init__(self, run: "RunLoop") -> None:
         self._run = run
-        self._makers: dict[str, Callable[[FaultOrder], Deed]] = {
+        self._makers: dict[str, Callable[[FaultOrder], FaultAction]] = {
             "rank-kill": lambda order: self._signal_rank(order, signal.SIGKILL),
             "stop": lambda order: self._signal_rank(order, signal.SIGSTOP),
             "slow": self._slow,
@@ -73,7 +73,7 @@ class FaultActs:
             **dict.fromkeys(("partition", "one-way", "slow-link", "lossy-link"), self._link),
         }
 
-    def deed(self, order: FaultOrder) -> Deed:
+    def deed(self, order: FaultOrder) -> FaultAction:
         """How this fault is made here.
 
         Raises:
@@ -92,7 +92,7 @@ class FaultActs:
                 return handle
         raise FaultRefused(f"rank {rank} does not run on this node just now; ask again")
 
-    def make_room_for_oom(self, order: FaultOrder) -> Healing:
+    def make_room_for_oom(self, order: FaultOrder) -> RunningFault:
         """A memory cgroup in which this rank can allocate without harm to anything else."""
         pid = self.rank(order.rank).pid
         limit_bytes = int(order.amount * _MIB)
@@ -117,26 +117,26 @@ class FaultActs:
 
     # --- ranks --------------------------------------------------------------------------------
 
-    def _signal_rank(self, order: FaultOrder, number: int) -> Deed:
+    def _signal_rank(self, order: FaultOrder, number: int) -> FaultAction:
         handle, is_stop = self.rank(order.rank), number == signal.SIGSTOP
 
-        def do() -> Healing | None:
+        def do() -> RunningFault | None:
             since_s = clock.now_s()
             handle.child.signal(number)
             return self.continue_rank(handle, order, since_s) if is_stop else None
 
-        return Deed(f"{signal.Signals(number).name} to pid {handle.pid}", do)
+        return FaultAction(f"{signal.Signals(number).name} to pid {handle.pid}", do)
 
     def continue_rank(
         self, handle: WorkerHandle, order: FaultOrder, since_s: float
-    ) -> Healing | None:
+    ) -> RunningFault | None:
         """SIGCONT to a rank that was stopped then. Its killer counts from the same moment."""
         try:
             return continue_later(named(handle.pid), order.for_s, since_s=since_s)
         finally:
             self._run.workers.stopped_by_order(handle, since_s)
 
-    def _slow(self, order: FaultOrder) -> Deed:
+    def _slow(self, order: FaultOrder) -> FaultAction:
         handle = self.rank(order.rank)
         if not 0 < order.amount < 1024:
             raise FaultRefused(f"--amount is a part of a core above 0, not {order.amount:g}")
@@ -147,7 +147,7 @@ class FaultActs:
         except FaultRefused:
             return self._slow_by_signals(order, handle)
 
-        def do() -> Healing:
+        def do() -> RunningFault:
             made = make_group("cpu", f"{FAULT_PREFIX}{order.id}", handle.pid)
             quota_us = max(1000, int(_PERIOD_US * order.amount))
             try:
@@ -168,34 +168,34 @@ class FaultActs:
                 f". The rank uses {uses:.2f} of a core now, so this slows nothing: give a smaller "
                 f"--amount, such as {max(0.01, uses / 2):.2f}"
             )
-        return Deed(how, do)
+        return FaultAction(how, do)
 
-    def _slow_by_signals(self, order: FaultOrder, handle: WorkerHandle) -> Deed:
+    def _slow_by_signals(self, order: FaultOrder, handle: WorkerHandle) -> FaultAction:
         if order.amount >= 1:
             raise FaultRefused(
                 "without a cpu cgroup of its own a rank can be slowed to less than 1 core only"
             )
 
-        def do() -> Healing:
+        def do() -> RunningFault:
             who = named(handle.pid)
-            return Healing(
+            return RunningFault(
                 [["beat", order.amount]],
                 [["signal", signal.SIGCONT, who]],
                 for_s=order.for_s,
                 targets=who,
             )
 
-        return Deed(f"SIGSTOP for {1 - order.amount:.0%} of the time (no cpu cgroup)", do)
+        return FaultAction(f"SIGSTOP for {1 - order.amount:.0%} of the time (no cpu cgroup)", do)
 
     def _put_into(
-        self, group: FaultGroup, pids: list[int], *, for_s: float, whose: list[int]
-    ) -> Healing:
+        self, group: FaultCgroup, pids: list[int], *, for_s: float, whose: list[int]
+    ) -> RunningFault:
         """Move processes to a cgroup, whose healer takes them out again and removes it.
 
         It does so at the latest when all whose it is have ended.
         """
         try:
-            return Healing(
+            return RunningFault(
                 [["write", f"{group.path}/cgroup.procs", str(pid)] for pid in pids],
                 [group.undo],
                 for_s=for_s,
@@ -207,23 +207,23 @@ class FaultActs:
 
     # --- parts of ftrun -----------------------------------------------------------------------
 
-    def _smp_kill(self, _: FaultOrder) -> Deed:
+    def _smp_kill(self, _: FaultOrder) -> FaultAction:
         pid = self._smp_pid()
 
         def do() -> None:
             os.kill(pid, signal.SIGKILL)
 
-        return Deed(f"SIGKILL to pid {pid}", do)
+        return FaultAction(f"SIGKILL to pid {pid}", do)
 
-    def _smp_stop(self, order: FaultOrder) -> Deed:
+    def _smp_stop(self, order: FaultOrder) -> FaultAction:
         who = named(self._smp_pid())
 
-        def do() -> Healing | None:
+        def do() -> RunningFault | None:
             since_s = clock.now_s()
             os.kill(who[0][0], signal.SIGSTOP)
             return continue_later(who, order.for_s, since_s=since_s)
 
-        return Deed(f"SIGSTOP to pid {who[0][0]}, SIGCONT after {order.for_s:g} s", do)
+        return FaultAction(f"SIGSTOP to pid {who[0][0]}, SIGCONT after {order.for_s:g} s", do)
 
     def _smp_pid(self) -> int:
         smp = self._run.smp
@@ -235,29 +235,29 @@ class FaultActs:
             found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         return int(struct.unpack("3i", found)[0])
 
-    def _agent_kill(self, _: FaultOrder) -> Deed:
+    def _agent_kill(self, _: FaultOrder) -> FaultAction:
         def do() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        return Deed(f"SIGKILL to pid {os.getpid()}", do, is_last=True)
+        return FaultAction(f"SIGKILL to pid {os.getpid()}", do, is_last=True)
 
-    def _lead_kill(self, order: FaultOrder) -> Deed:
+    def _lead_kill(self, order: FaultOrder) -> FaultAction:
         if not self._run.brain.leads:
             raise FaultRefused("this node does not lead any more; ask again")
         return self._agent_kill(order)
 
-    def _agent_zombie(self, order: FaultOrder) -> Deed:
+    def _agent_zombie(self, order: FaultOrder) -> FaultAction:
         who = named(os.getpid())
 
-        def do() -> Healing:
+        def do() -> RunningFault:
             stop, go_on = signal.SIGSTOP, signal.SIGCONT
-            return Healing(
+            return RunningFault(
                 [["signal", stop, who]], [["signal", go_on, who]], for_s=order.for_s, waits=False
             )
 
-        return Deed(f"SIGSTOP to pid {os.getpid()} for {order.for_s:g} s", do, is_last=True)
+        return FaultAction(f"SIGSTOP to pid {os.getpid()} for {order.for_s:g} s", do, is_last=True)
 
-    def _zygote_kill(self, _: FaultOrder) -> Deed:
+    def _zygote_kill(self, _: FaultOrder) -> FaultAction:
         zygote = self._run.zygote
         child = zygote.child if zygote is not None else None
         if child is None or child.status is not None:
@@ -266,14 +266,14 @@ class FaultActs:
         def do() -> None:
             child.signal(signal.SIGKILL)
 
-        return Deed(f"SIGKILL to pid {child.pid}", do)
+        return FaultAction(f"SIGKILL to pid {child.pid}", do)
 
     # --- the node -----------------------------------------------------------------------------
 
     def _stub_pid(self) -> int:
         return int(os.environ.get("FTRUN_STUB_PID", os.getppid()))
 
-    def _node_loss(self, _: FaultOrder) -> Deed:
+    def _node_loss(self, _: FaultOrder) -> FaultAction:
         stub = self._stub_pid()
         if stub == 1:
             raise FaultRefused(
@@ -282,29 +282,29 @@ class FaultActs:
             )
         smp = self._smp_or_nobody()
 
-        def do() -> Healing:
+        def do() -> RunningFault:
             kill = signal.SIGKILL
             # An SMP that has outlived a launcher is no descendant of this one.
             steps = [["signal", signal.SIGSTOP, smp], ["tree", kill, stub], ["signal", kill, smp]]
-            return Healing(steps, [], waits=False)
+            return RunningFault(steps, [], waits=False)
 
-        return Deed(f"SIGKILL to all of this run, stub {stub} included", do, is_last=True)
+        return FaultAction(f"SIGKILL to all of this run, stub {stub} included", do, is_last=True)
 
-    def _freeze(self, order: FaultOrder) -> Deed:
+    def _freeze(self, order: FaultOrder) -> FaultAction:
         stub = self._stub_pid()
         root = os.getpid() if stub == 1 else stub
         smp = self._smp_or_nobody()
 
-        def do() -> Healing:
+        def do() -> RunningFault:
             stop, go_on = signal.SIGSTOP, signal.SIGCONT
-            return Healing(
+            return RunningFault(
                 [["tree", stop, root], ["signal", stop, smp]],
                 [["signal", go_on, smp], ["tree", go_on, root]],
                 for_s=order.for_s,
                 waits=False,
             )
 
-        return Deed(f"SIGSTOP to all of this run for {order.for_s:g} s", do, is_last=True)
+        return FaultAction(f"SIGSTOP to all of this run for {order.for_s:g} s", do, is_last=True)
 
     def _smp_or_nobody(self) -> list[tuple[int, int]]:
         with suppress(FaultRefused):
@@ -319,7 +319,7 @@ class FaultActs:
 
     # --- links --------------------------------------------------------------------------------
 
-    def _link(self, order: FaultOrder) -> Deed:
+    def _link(self, order: FaultOrder) -> FaultAction:
         spec, plan = self._run.spec, self._run.brain.plan
         if spec.nodes is None or plan is None:
             raise FaultRefused("this run has one node, and so no link to another")
@@ -328,25 +328,25 @@ class FaultActs:
             raise FaultRefused("this node takes no part in the run just now; ask again")
         fault = link_fault(order, host=card.host, is_allowed_anywhere=spec.allow_network_faults)
 
-        def do() -> Healing:
-            return Healing(fault.do, fault.undo, for_s=order.for_s)
+        def do() -> RunningFault:
+            return RunningFault(fault.do, fault.undo, for_s=order.for_s)
 
-        return Deed(fault.how, do, is_answered_first=order.kind in ("partition", "one-way"))
+        return FaultAction(fault.how, do, is_answered_first=order.kind in ("partition", "one-way"))
 
-    def _bitflip_wire(self, _: FaultOrder) -> Deed:
+    def _bitflip_wire(self, _: FaultOrder) -> FaultAction:
         brain = self._run.brain
-        thread = brain.thread if isinstance(brain, ClusterBrain) else None
+        thread = brain.thread if isinstance(brain, ClusterControlLoop) else None
         if thread is None:
             raise FaultRefused("this run has one node: nothing goes over a wire")
 
         def do() -> None:
             thread.spoil_next()
 
-        return Deed("the last bit of the next frame to each other agent", do)
+        return FaultAction("the last bit of the next frame to each other agent", do)
 
     # --- data ---------------------------------------------------------------------------------
 
-    def _bitflip_shm(self, order: FaultOrder) -> Deed:
+    def _bitflip_shm(self, order: FaultOrder) -> FaultAction:
         handle = self.rank(order.rank)
         arenas = self._run.smp.memory.arenas
         local = [place.rank for place in self._run.workers.places]
@@ -359,9 +359,11 @@ class FaultActs:
                 raise FaultRefused(f"rank {order.rank} has not died, so its memory is its own")
             spoiling.flip_from(arenas, order.rank, spoiling.newest_common(arenas, local))
 
-        return Deed(f"rank {order.rank} dies, one bit flips in step {newest.step} or later", do)
+        return FaultAction(
+            f"rank {order.rank} dies, one bit flips in step {newest.step} or later", do
+        )
 
-    def _fragments(self, order: FaultOrder) -> Deed:
+    def _fragments(self, order: FaultOrder) -> FaultAction:
         vaults = list(self._run.smp.memory.vaults.values())
         spoil = spoiling.truncate if order.kind == "fragment-truncate" else spoiling.make_stale
         spoiling.check_kept(vaults, at_least=1 if spoil is spoiling.truncate else 2)
@@ -369,9 +371,9 @@ class FaultActs:
         def do() -> None:
             spoil(vaults)
 
-        return Deed("in the memory that is kept for other nodes", do)
+        return FaultAction("in the memory that is kept for other nodes", do)
 
-    def _corrupt_checkpoint(self, _: FaultOrder) -> Deed:
+    def _corrupt_checkpoint(self, _: FaultOrder) -> FaultAction:
         directory = self._run.spec.checkpoint_directory
         if directory is None:
             raise FaultRefused("this run writes no checkpoints: --checkpoint-dir DIR")
@@ -382,12 +384,14 @@ class FaultActs:
         def do() -> None:
             spoiling.flip_in_file(spoiling.newest_file(Path(directory)))
 
-        return Deed(f"one bit in the newest checkpoint in {directory}", do)
+        return FaultAction(f"one bit in the newest checkpoint in {directory}", do)
 
 
-def continue_later(who: list[tuple[int, int]], for_s: float, *, since_s: float) -> Healing | None:
+def continue_later(
+    who: list[tuple[int, int]], for_s: float, *, since_s: float
+) -> RunningFault | None:
     """SIGCONT to a process that was stopped at `since_s`, so long after that; 0: never."""
     if not for_s:
         return None
     undo = [["signal", signal.SIGCONT, who]]
-    return Healing([], undo, for_s=for_s, since_s=since_s, targets=who)
+    return RunningFault([], undo, for_s=for_s, since_s=since_s, targets=who)

@@ -2,7 +2,8 @@
 
 Runs in:  agent, main thread.
 Takes in: an order that is for this node.
-Gives:    a `Deed`, ready to be done; FaultRefused where it would harm what is not this run's.
+Gives:    a `FaultAction`, ready to be done; FaultRefused where it would harm what is not this
+          run's.
 """
 
 import os
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ftrun.agent.faults.cgroups import check_free, make_group
-from ftrun.agent.faults.reverter import Deed, Healing
+from ftrun.agent.faults.reverter import FaultAction, RunningFault
 from ftrun.agent.faults.reverter_process import named
 from ftrun.errors import FaultRefused
 from ftrun.wire.fault_orders import FAULT_PREFIX
@@ -20,7 +21,7 @@ from ftrun.wire.messages.faults import FaultOrder
 MAX_FILL_BYTES = 4 << 30
 
 
-def fill(order: FaultOrder, folder: Path, what: str) -> Deed:
+def fill(order: FaultOrder, folder: Path, what: str) -> FaultAction:
     """Take all that is free on a file system, if that is a small one of its own.
 
     Raises:
@@ -32,26 +33,28 @@ def fill(order: FaultOrder, folder: Path, what: str) -> Deed:
     check_may_be_filled(folder, what, limit_bytes)
     path = folder / f"{FAULT_PREFIX}{order.id}"
 
-    def do() -> Healing:
+    def do() -> RunningFault:
         check_may_be_filled(folder, what, limit_bytes)  # --at-step: it may be another by now
-        return Healing([["fill", str(path)]], [["unlink", str(path)]], for_s=order.for_s or 10.0)
+        return RunningFault(
+            [["fill", str(path)]], [["unlink", str(path)]], for_s=order.for_s or 10.0
+        )
 
-    return Deed(f"all that is free taken by {path}", do)
+    return FaultAction(f"all that is free taken by {path}", do)
 
 
-def fd_limit(order: FaultOrder) -> Deed:
+def fd_limit(order: FaultOrder) -> FaultAction:
     """Leave this agent no descriptor beside those it has."""
     (me,) = named(os.getpid())
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
 
-    def do() -> Healing:
+    def do() -> RunningFault:
         undo = [["limit", me, resource.RLIMIT_NOFILE, soft]]
-        return Healing([["cap files", me]], undo, for_s=order.for_s)
+        return RunningFault([["cap files", me]], undo, for_s=order.for_s)
 
-    return Deed("RLIMIT_NOFILE of the agent at what it has open", do)
+    return FaultAction("RLIMIT_NOFILE of the agent at what it has open", do)
 
 
-def pid_limit(order: FaultOrder, pids: Sequence[int]) -> Deed:
+def pid_limit(order: FaultOrder, pids: Sequence[int]) -> FaultAction:
     """Put this agent and these processes into a cgroup that takes no more.
 
     Raises:
@@ -60,21 +63,21 @@ def pid_limit(order: FaultOrder, pids: Sequence[int]) -> Deed:
     check_free(os.getpid())
     make_group("pids", f"{FAULT_PREFIX}{order.id}", os.getpid()).remove()
 
-    def do() -> Healing:
+    def do() -> RunningFault:
         group = make_group("pids", f"{FAULT_PREFIX}{order.id}", os.getpid())
         moved = [os.getpid(), *pids]
         steps = [["write", f"{group.path}/cgroup.procs", str(pid)] for pid in moved]
         capped = [*steps, ["cap processes", str(group.path)]]
         try:
-            return Healing(capped, [group.undo], for_s=order.for_s, targets=named(*moved))
+            return RunningFault(capped, [group.undo], for_s=order.for_s, targets=named(*moved))
         except FaultRefused:
             group.remove()
             raise
 
-    return Deed("a pids cgroup that is full", do)
+    return FaultAction("a pids cgroup that is full", do)
 
 
-def cpu_starve(order: FaultOrder) -> Deed:
+def cpu_starve(order: FaultOrder) -> FaultAction:
     """Keep the processors busy.
 
     Raises:
@@ -85,13 +88,13 @@ def cpu_starve(order: FaultOrder) -> Deed:
         raise FaultRefused(f"--amount is 1 to {4096 // cores} processes per core")
     count = int(order.amount * cores)
 
-    def do() -> Healing:
-        return Healing([["burn", count]], [], for_s=order.for_s)
+    def do() -> RunningFault:
+        return RunningFault([["burn", count]], [], for_s=order.for_s)
 
-    return Deed(f"{count} busy processes on {cores} cores", do)
+    return FaultAction(f"{count} busy processes on {cores} cores", do)
 
 
-def clock_jump(order: FaultOrder) -> Deed:
+def clock_jump(order: FaultOrder) -> FaultAction:
     """Have the wall clock of this run jump, as libfaketime shows it.
 
     Raises:
@@ -110,11 +113,11 @@ def clock_jump(order: FaultOrder) -> Deed:
             "FAKETIME_DONT_FAKE_MONOTONIC=1 is not set: no machine's monotonic clock jumps"
         )
 
-    def do() -> Healing:
+    def do() -> RunningFault:
         steps = [["write", path, f"{order.amount:+.0f}\n"]]
-        return Healing(steps, [["write", path, "+0\n"]], for_s=order.for_s)
+        return RunningFault(steps, [["write", path, "+0\n"]], for_s=order.for_s)
 
-    return Deed(f"{order.amount:+.0f} s by libfaketime", do)
+    return FaultAction(f"{order.amount:+.0f} s by libfaketime", do)
 
 
 def check_may_be_filled(folder: Path, what: str, limit_bytes: int) -> None:

@@ -2,7 +2,8 @@
 
 Runs in:  agent, main thread.
 Takes in: steps to do and to undo, see healer.py.
-Gives:    a `Healing`; a `Deed` that makes one; or a refusal in the words of what could not be done.
+Gives:    a `RunningFault`; a `FaultAction` that makes one; or a refusal in the words of what could
+          not be done.
 """
 
 import json
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ftrun.agent.faults.reverter_process import Process
-from ftrun.agent.launch.process import Child, python_command
+from ftrun.agent.launch.process import ChildProcess, python_command
 from ftrun.errors import FaultRefused
 
 _READY_S = 20.0
@@ -22,7 +23,7 @@ _END_S = 10.0
 Step = Sequence[object]
 
 
-class Healing:
+class RunningFault:
     """A fault that lasts, and the process that takes it back."""
 
     def __init__(
@@ -58,7 +59,7 @@ class Healing:
             env={name: text for name, text in os.environ.items() if name != "LD_PRELOAD"},
         )
         started.returncode = 0  # Child reads the status
-        self.child = Child(started.pid, "healer")
+        self.child = ChildProcess(started.pid, "healer")
         assert started.stdin is not None
         assert started.stdout is not None
         # Kept open: where it takes away what can be opened, closing them would give some back.
@@ -103,7 +104,7 @@ def _line(fd: int) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Deed:
+class FaultAction:
     """A fault that can be made.
 
     Args:
@@ -114,6 +115,6 @@ class Deed:
     """
 
     how: str
-    do: Callable[[], Healing | None]
+    do: Callable[[], RunningFault | None]
     is_last: bool = False
     is_answered_first: bool = False

@@ -64,7 +64,7 @@ def named(*pids: int) -> list[Process]:
     return [(pid, start_time(pid)) for pid in pids]
 
 
-class Healer:
+class FaultReverter:
     """One fault's beginning and end."""
 
     def __init__(self, order: dict[str, Any]) -> None:
@@ -320,4 +320,4 @@ def _say(text: str) -> None:
 
 if __name__ == "__main__":
     name_process(_COMM)
-    sys.exit(Healer(json.loads(sys.argv[1])).run())
+    sys.exit(FaultReverter(json.loads(sys.argv[1])).run())

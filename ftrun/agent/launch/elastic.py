@@ -29,11 +29,11 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 from torch.distributed.launcher import api as launcher_api
 
-from ftrun.agent.launch.rendezvous import BACKEND, Placement, PlanHandler
+from ftrun.agent.launch.rendezvous import BACKEND, NodePlacement, PlanRendezvousHandler
 from ftrun.agent.launch.warm_start import WorkerStarter
 from ftrun.config import RunSpec
 from ftrun.errors import UsageError
-from ftrun.wire.cluster.generation import Plan
+from ftrun.wire.cluster.generation import GenerationPlan
 
 # Torch registers handlers that raise in the middle of anything. We queue signals instead, so
 # torch gets one to handle that is never sent to a process without a terminal.
@@ -50,10 +50,10 @@ class FtrunElasticAgent(local_elastic_agent.LocalElasticAgent):
         ranks = [worker.global_rank for worker in self._worker_group.workers]
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
 
-    def place_in(self, plan: Plan, node_id: str) -> None:
+    def place_in(self, plan: GenerationPlan, node_id: str) -> None:
         """Take this node's ranks from a plan."""
         group_rank = next(i for i, one in enumerate(plan.members) if one.node_id == node_id)
-        PlanHandler.placement = Placement(
+        PlanRendezvousHandler.placement = NodePlacement(
             group_rank=group_rank,
             num_nodes=len(plan.members),
             first_rank=plan.members[group_rank].first_rank,
@@ -67,7 +67,7 @@ class FtrunElasticAgent(local_elastic_agent.LocalElasticAgent):
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
         """Ranks as the plan has them. Torch's own would wait for every other agent."""
-        at = PlanHandler.placement
+        at = PlanRendezvousHandler.placement
         return [
             Worker(
                 local_rank=local_rank,

@@ -2,7 +2,7 @@
 
 Runs in:  agent, main thread.
 Takes in: a plan: first to get ready for it, then, once it has taken effect, to start its ranks.
-Gives:    running workers, journal lines, a `Restart` with measured phases.
+Gives:    running workers, journal lines, a `RestartTimings` with measured phases.
 Survives: this agent: what the next one must know is kept with the SMP and the stub before a plan
           is accepted.
 """
@@ -21,10 +21,10 @@ from ftrun.agent.announcements import Announcements
 from ftrun.agent.launch.elastic import FtrunElasticAgent
 from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.observe.repeated_steps import RepeatedSteps
-from ftrun.agent.snapshots.kept_state import KeptState
+from ftrun.agent.snapshots.kept_state import PersistedAgentState
 from ftrun.agent.snapshots.resume import sources_of
-from ftrun.agent.snapshots.smp_client import SmpLink
-from ftrun.agent.snapshots.stub_link import StubLink
+from ftrun.agent.snapshots.smp_client import AgentSmpClient
+from ftrun.agent.snapshots.stub_link import StubClient
 from ftrun.agent.snapshots.topology import begin_generation, claim_of, load_order
 from ftrun.config import RunSpec
 from ftrun.errors import DirectoryTaken, PeerError, SnapshotError
@@ -33,10 +33,10 @@ from ftrun.journal import Journal
 from ftrun.network.detect.rail_variables import env_for
 from ftrun.network.detect.rails import match_rails, rails_of_node
 from ftrun.urls import without_password
-from ftrun.wire.cluster.generation import Plan
+from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.cluster.heartbeats import RestartTimes
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.shared_memory.pages import Beat
+from ftrun.wire.shared_memory.pages import HeartbeatField
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ NOTHING = version(-9, -1)
 
 
 @dataclass
-class Restart:
+class RestartTimings:
     """One restart, as it was measured; times in seconds on the monotonic clock."""
 
     generation: int
@@ -59,7 +59,7 @@ class Restart:
     """Once every rank has completed a step; they follow one another, from `noticed_s` on."""
 
 
-class Generations:
+class GenerationRunner:
     """One generation after the other, as they concern this node."""
 
     def __init__(
@@ -68,10 +68,10 @@ class Generations:
         node_id: str,
         *,
         journal: Journal,
-        smp: SmpLink,
-        stub: StubLink,
+        smp: AgentSmpClient,
+        stub: StubClient,
         workers: WorkerGroup,
-        kept: KeptState,
+        kept: PersistedAgentState,
     ) -> None:
         """No generation has begun.
 
@@ -85,8 +85,8 @@ class Generations:
             kept: what the last agent of this node knew.
         """
         self.number = -1
-        self.restarts: deque[Restart] = deque(maxlen=100)
-        self.plan: Plan | None = None
+        self.restarts: deque[RestartTimings] = deque(maxlen=100)
+        self.plan: GenerationPlan | None = None
         """The one whose ranks run here, or are about to."""
         self.is_over = False
         """Its ranks are dead, what is here was told, and another generation is on its way."""
@@ -118,7 +118,7 @@ class Generations:
         return self.plan is not None and self.plan.member(self._node_id) is not None
 
     @property
-    def newest_plan(self) -> Plan | None:
+    def newest_plan(self) -> GenerationPlan | None:
         """The newest one that this node has accepted, be it by its last agent."""
         return self.plan or self._kept.plan
 
@@ -156,7 +156,7 @@ class Generations:
         plan = self.newest_plan
         return plan.life if plan is not None else ""
 
-    def adopt(self, agent: FtrunElasticAgent, plan: Plan) -> Version | None:
+    def adopt(self, agent: FtrunElasticAgent, plan: GenerationPlan) -> Version | None:
         """Get ready: void what is later, load a checkpoint if need be, tell the SMP.
 
         Raises:
@@ -204,7 +204,7 @@ class Generations:
             _log.info("%s", self.announcements.beginning(plan.why, self.number, start))
             decided_s = self._decided_s
             times = (noticed_s or decided_s, decided_s, stopped_s or decided_s, clock.now_s())
-            self.restarts.append(Restart(self.number, plan.why, *times, text))
+            self.restarts.append(RestartTimings(self.number, plan.why, *times, text))
         self._journal.write(
             "StartGeneration",
             why=plan.why,
@@ -252,20 +252,21 @@ class Generations:
         if restart is None or restart.phases_s is not None or restart.generation != self.number:
             return
         pages = [place.page for place in self._workers.places]
-        if not pages or not all(page.get(Beat.FIRST_STEP_NS) for page in pages):
+        if not pages or not all(page.get(HeartbeatField.FIRST_STEP_NS) for page in pages):
             return
 
-        def last_s(at: Beat) -> float:
+        def last_s(at: HeartbeatField) -> float:
             return max(page.get(at) for page in pages) / 1e9
 
-        script_s = last_s(Beat.STARTED_NS)
-        group_s = max(last_s(Beat.INIT_GROUP_NS), script_s)
-        restored_s = max(last_s(Beat.RESTORE_END_NS), group_s)
+        script_s = last_s(HeartbeatField.STARTED_NS)
+        group_s = max(last_s(HeartbeatField.INIT_GROUP_NS), script_s)
+        restored_s = max(last_s(HeartbeatField.RESTORE_END_NS), group_s)
         restoring_s = max(
-            (page.get(Beat.RESTORE_END_NS) - page.get(Beat.RESTORE_BEGIN_NS)) / 1e9
+            (page.get(HeartbeatField.RESTORE_END_NS) - page.get(HeartbeatField.RESTORE_BEGIN_NS))
+            / 1e9
             for page in pages
         )
-        first_step_s = last_s(Beat.FIRST_STEP_NS)
+        first_step_s = last_s(HeartbeatField.FIRST_STEP_NS)
         restart.phases_s = {
             "decide": restart.decided_s - restart.stopped_s,
             "stop": restart.stopped_s - restart.noticed_s,
@@ -292,7 +293,7 @@ class Generations:
             first_step_s=phases_s["first_step"],
         )
 
-    def _restore_point(self, plan: Plan) -> Version | None:
+    def _restore_point(self, plan: GenerationPlan) -> Version | None:
         found = version(*plan.restore) if plan.restore is not None else None
         why = plan.restore_why
         self._old_world_size = plan.restore_world_size if plan.is_resized else 0
@@ -334,7 +335,7 @@ class Generations:
             self._reject({self.checkpoint: self._smp.restore_failed})
             raise SnapshotError(f"the checkpoint cannot be read: {self._smp.restore_failed}")
 
-    def _load_checkpoint(self, plan: Plan, why: str) -> tuple[Version | None, str]:
+    def _load_checkpoint(self, plan: GenerationPlan, why: str) -> tuple[Version | None, str]:
         """The version that disk had, and why this one; None where there is none to go on from."""
         node = plan.member(self._node_id)
         had = self._smp.committed is not None
@@ -380,9 +381,9 @@ class Generations:
         """Give the stub whatever memory has come or gone; cheap when nothing has."""
         self._stub.keep([fd for _, fd in self._smp.memory.held], self._kept)
 
-    def keep_plan(self, plan: Plan, *, took_effect: bool) -> None:
+    def keep_plan(self, plan: GenerationPlan, *, took_effect: bool) -> None:
         """Have the next agent of this node know who else votes now; the ranks' plan stays."""
-        self._kept = KeptState(plan, took_effect=took_effect)
+        self._kept = PersistedAgentState(plan, took_effect=took_effect)
         self.keep_arenas()
         self._remember()
 
@@ -397,7 +398,7 @@ class Generations:
             self._journal.write("smp_not_told", why=str(error))
 
 
-def _road_variables(plan: Plan, node_id: str) -> dict[str, str]:
+def _road_variables(plan: GenerationPlan, node_id: str) -> dict[str, str]:
     """What tells this node's ranks over which rails they speak; never what the user has set."""
     if plan.roads is None or plan.member(node_id) is None:
         return {}

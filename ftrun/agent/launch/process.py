@@ -2,7 +2,7 @@
 
 Runs in:  agent, main thread.
 Takes in: pids of children, own or adopted (a zygote's grandchildren come here to be reaped).
-Gives:    `Child`ren with a pidfd that becomes readable at their end.
+Gives:    `ChildProcess`ren with a pidfd that becomes readable at their end.
 
 A pidfd names one process for ever, so a signal never reaches a stranger that got the number
 later. The status is read with waitid on that very pid: nothing here reaps a child of torch's.
@@ -25,7 +25,7 @@ awaited: set[int] = set()
 """Pids of programs whose end another thread waits for, such as a hook's."""
 
 
-class Child:
+class ChildProcess:
     """One child process, from its pid to its exit status."""
 
     def __init__(self, pid: int, name: str, *, leads_group: bool = False) -> None:
@@ -109,7 +109,7 @@ def spawn(
     pass_fds: Sequence[int] = (),
     streams: Sequence[IO[str] | None] = (None, None),
     new_session: bool = False,
-) -> Child:
+) -> ChildProcess:
     """Start a program with our stdin, and our stdout and stderr where `streams` has none."""
     started = subprocess.Popen(
         list(argv),
@@ -121,7 +121,7 @@ def spawn(
     )
     # Child reads the status; a Popen that is collected without one warns and keeps the pid.
     started.returncode = 0
-    return Child(started.pid, name, leads_group=new_session)
+    return ChildProcess(started.pid, name, leads_group=new_session)
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
@@ -130,7 +130,7 @@ def python_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-u", *safe_path, "-m", module, *arguments]
 
 
-def reap_strangers(known: Sequence[Child]) -> None:
+def reap_strangers(known: Sequence[ChildProcess]) -> None:
     """Read the status of orphans that were given to us, so that no zombie stays.
 
     A known child that ends between the two looks is reaped as itself.

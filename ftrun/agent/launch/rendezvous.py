@@ -166,7 +166,7 @@ class StorePool:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class NodePlacement:
     """This node in a generation, as torch wants to know it."""
 
     group_rank: int
@@ -179,10 +179,10 @@ class Placement:
     """Where the store of this node listens, if its ranks meet on a rail that was chosen."""
 
 
-class PlanHandler(RendezvousHandler):
+class PlanRendezvousHandler(RendezvousHandler):
     """Rendezvous that has happened already: the plan says who takes part."""
 
-    placement = Placement(0, 1, 0, 1, LOOPBACK, 0)
+    placement = NodePlacement(0, 1, 0, 1, LOOPBACK, 0)
 
     def __init__(self, run_id: str, pool: StorePool) -> None:
         self._run_id = run_id
@@ -226,6 +226,6 @@ def register(pool: StorePool) -> None:
     """Make `--rdzv-backend ftrun` known to torch."""
 
     def create(params: RendezvousParameters, *_: Any) -> RendezvousHandler:
-        return PlanHandler(params.run_id, pool)
+        return PlanRendezvousHandler(params.run_id, pool)
 
     rendezvous_handler_registry.register(BACKEND, create)

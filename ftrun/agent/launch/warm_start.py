@@ -13,21 +13,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from ftrun.agent.launch.process import Child, python_command, spawn
-from ftrun.agent.launch.zygote_link import ZygoteLink, ZygoteUnfit
+from ftrun.agent.launch.process import ChildProcess, python_command, spawn
+from ftrun.agent.launch.zygote_link import ZygoteClient, ZygoteUnavailable
 from ftrun.journal import Journal
 from ftrun.wire import environment as env
 from ftrun.wire.messages.launch_order import LaunchOrder
-from ftrun.wire.shared_memory.pages import Beat, Page
+from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 
 
 @dataclass(slots=True)
-class Place:
+class LaunchSlot:
     """What a generation has ready for one rank before its process is there."""
 
     rank: int
     page_fd: int
-    page: Page
+    page: SharedPage
     stack_fd: int
     """A file for its stacks, which it writes on a signal."""
     socket: str
@@ -42,8 +42,8 @@ class WorkerHandle:
     """One worker, with the methods that torch's SubprocessContext calls."""
 
     local_rank_id: int
-    child: Child
-    place: Place
+    child: ChildProcess
+    place: LaunchSlot
     start: str
     """`warm` or `fresh`."""
     streams: list[IO[str]] = field(default_factory=list)
@@ -66,7 +66,7 @@ class WorkerHandle:
             return "finished" if self.child.status == 0 else "ended"
         if self.stopped_since_s is not None:
             return "stopped"
-        return "running" if self.place.page.get(Beat.FIRST_STEP_NS) else "starting"
+        return "running" if self.place.page.get(HeartbeatField.FIRST_STEP_NS) else "starting"
 
     @property
     def has_ended(self) -> bool:
@@ -97,10 +97,10 @@ class WorkerHandle:
 class WorkerStarter:
     """Starts the workers of one generation; replaces torch's `get_subprocess_handler`."""
 
-    zygote: ZygoteLink | None
+    zygote: ZygoteClient | None
     journal: Journal
     command_fd: int = -1
-    places: dict[int, Place] = field(default_factory=dict)
+    places: dict[int, LaunchSlot] = field(default_factory=dict)
     handles: dict[int, WorkerHandle] = field(default_factory=dict)
 
     def __call__(
@@ -130,15 +130,15 @@ class WorkerStarter:
         argv: list[str],
         variables: dict[str, str],
         streams: Sequence[IO[str] | None],
-        place: Place,
+        place: LaunchSlot,
         numa_options: object,
-    ) -> tuple[Child, str]:
+    ) -> tuple[ChildProcess, str]:
         python = entrypoint == sys.executable and argv[:1] == ["-u"]
         why_fresh = self._why_fresh(entrypoint, python=python, numa_options=numa_options)
         if why_fresh is None and self.zygote is not None:
             try:
                 return self._warm(self.zygote, argv[1:], variables, streams, place), "warm"
-            except ZygoteUnfit as error:
+            except ZygoteUnavailable as error:
                 why_fresh = str(error)
         self.journal.write("fresh_start", rank=place.rank, why=why_fresh)
         return self._fresh(entrypoint, argv, variables, streams, place, python=python), "fresh"
@@ -154,12 +154,12 @@ class WorkerStarter:
 
     def _warm(
         self,
-        zygote: ZygoteLink,
+        zygote: ZygoteClient,
         argv: list[str],
         variables: dict[str, str],
         streams: Sequence[IO[str] | None],
-        place: Place,
-    ) -> Child:
+        place: LaunchSlot,
+    ) -> ChildProcess:
         named = [("stdout", streams[0] or 1), ("stderr", streams[1] or 2)]
         fds = [at if isinstance(at, int) else at.fileno() for _, at in named]
         names = [name for name, _ in named]
@@ -176,10 +176,10 @@ class WorkerStarter:
         argv: list[str],
         variables: dict[str, str],
         streams: Sequence[IO[str] | None],
-        place: Place,
+        place: LaunchSlot,
         *,
         python: bool,
-    ) -> Child:
+    ) -> ChildProcess:
         if python:
             kind = ["module", *argv[2:]] if argv[1] == "-m" else ["script", *argv[1:]]
         else:
@@ -195,7 +195,7 @@ class WorkerStarter:
             new_session=True,
         )
 
-    def _descriptors(self, place: Place) -> list[tuple[str, int]]:
+    def _descriptors(self, place: LaunchSlot) -> list[tuple[str, int]]:
         found = [
             (env.HEARTBEAT_FD, place.page_fd),
             (env.COMMAND_FD, self.command_fd),

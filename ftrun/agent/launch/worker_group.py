@@ -18,23 +18,29 @@ import msgspec
 
 from ftrun import clock, events, process_tree
 from ftrun.agent.launch.elastic import FtrunElasticAgent
-from ftrun.agent.launch.process import Child, has_ended
-from ftrun.agent.launch.warm_start import Place, WorkerHandle, WorkerStarter
+from ftrun.agent.launch.process import ChildProcess, has_ended
+from ftrun.agent.launch.warm_start import LaunchSlot, WorkerHandle, WorkerStarter
 from ftrun.agent.observe.introspection import as_traceback, parse_dump
-from ftrun.agent.snapshots.smp_client import SmpLink
+from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.config import RunSpec
 from ftrun.ids import Rank, Step, Version
 from ftrun.monitor.page_values import quantile_s
 from ftrun.monitor.worker_exits import ExitFacts, explain
 from ftrun.wire import environment as env
-from ftrun.wire.cluster.generation import Plan
+from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.cluster.heartbeats import RankReport
 from ftrun.wire.fault_orders import FaultPages
-from ftrun.wire.shared_memory.pages import Beat, Command, Page, create_command_page, create_page
+from ftrun.wire.shared_memory.pages import (
+    CommandField,
+    HeartbeatField,
+    SharedPage,
+    create_command_page,
+    create_page,
+)
 from ftrun.wire.shared_memory.stack_file import create_stack_file, stacks
 
 KILL_WAIT_S = 20.0
-"""The leader waits longer than this for the answer of a node: `ClusterSettings.answer_s`."""
+"""The leader waits longer than this for the answer of a node: `MembershipSettings.answer_s`."""
 
 _ORPHANS_WAIT_S = 1.0
 _FULL_BYTES = 1 << 16
@@ -52,7 +58,12 @@ class WorkerGroup:
     """All ranks of one node in one generation."""
 
     def __init__(
-        self, spec: RunSpec, *, smp: SmpLink, starter: WorkerStarter, stuck_pids: Sequence[int] = ()
+        self,
+        spec: RunSpec,
+        *,
+        smp: AgentSmpClient,
+        starter: WorkerStarter,
+        stuck_pids: Sequence[int] = (),
     ) -> None:
         """Make a group without ranks.
 
@@ -69,13 +80,13 @@ class WorkerGroup:
         self._skip_batches = 0
         self._roads: Mapping[str, str] = {}
         self.restored: Version | None = None
-        self.commands: Page | None = None
+        self.commands: SharedPage | None = None
         self.command_fd = -1
         self._spec = spec
         self._smp = smp
         self._error_files: dict[int, str] = {}
         self.is_held = False
-        self._stuck: list[Child] = []
+        self._stuck: list[ChildProcess] = []
         """Processes that have not ended within `KILL_WAIT_S` of SIGKILL."""
         self._stuck_before: list[tuple[int, int]] = []
         """The same of an earlier agent, whose pidfds alone show their end: (pid, pidfd)."""
@@ -91,7 +102,7 @@ class WorkerGroup:
 
     def prepare(
         self,
-        plan: Plan,
+        plan: GenerationPlan,
         ranks: range,
         restored: Version | None,
         *,
@@ -115,14 +126,14 @@ class WorkerGroup:
         self._close_places()
         self.is_held = False
         self.command_fd = create_command_page()
-        self.commands = Page(self.command_fd)
+        self.commands = SharedPage(self.command_fd)
         self.lease(None if self._spec.nodes is None else 0.0)
         if restored is not None:
-            self.commands.set(Command.COMMITTED_GENERATION, restored.generation)
-            self.commands.set(Command.COMMITTED_STEP, restored.step)
+            self.commands.set(CommandField.COMMITTED_GENERATION, restored.generation)
+            self.commands.set(CommandField.COMMITTED_STEP, restored.step)
         if plan.committed is not None:
-            self.commands.set(Command.KEPT_GENERATION, plan.committed[0])
-            self.commands.set(Command.KEPT_STEP, plan.committed[1])
+            self.commands.set(CommandField.KEPT_GENERATION, plan.committed[0])
+            self.commands.set(CommandField.KEPT_STEP, plan.committed[1])
         self.starter.command_fd = self.command_fd
         self.starter.places = {
             local: self._place(Rank(rank), restored) for local, rank in enumerate(ranks)
@@ -155,7 +166,7 @@ class WorkerGroup:
             if clock.now_s() > give_up_s:
                 for pid in left:
                     with suppress(ProcessLookupError):
-                        self._stuck.append(Child(pid, "what a rank has started"))
+                        self._stuck.append(ChildProcess(pid, "what a rank has started"))
             clock.sleep(_LOOK_AGAIN_S)
         return self.stuck()
 
@@ -200,48 +211,52 @@ class WorkerGroup:
     def ask_last_snapshot(self, after_step: int) -> None:
         """Have every rank stop at this boundary; -1: the first that none of them has passed."""
         if self.commands is not None:
-            furthest = max((place.page.get(Beat.STEP) for place in self.places), default=0)
+            furthest = max(
+                (place.page.get(HeartbeatField.STEP) for place in self.places), default=0
+            )
             self.commands.set(
-                Command.STOP_AFTER_STEP, after_step if after_step >= 0 else furthest + 1
+                CommandField.STOP_AFTER_STEP, after_step if after_step >= 0 else furthest + 1
             )
 
     def sealed(self) -> tuple[int, int] | None:
         """Steps of the newest seal of each rank, in this generation: the smallest, the largest."""
         pages = [place.page for place in self.places]
         steps = [
-            page.get(Beat.SEALED_STEP)
+            page.get(HeartbeatField.SEALED_STEP)
             for page in pages
-            if page.get(Beat.SEALED_COUNT) and page.get(Beat.SEALED_GENERATION) == self.generation
+            if page.get(HeartbeatField.SEALED_COUNT)
+            and page.get(HeartbeatField.SEALED_GENERATION) == self.generation
         ]
         return (min(steps), max(steps)) if steps else None
 
     def committed(self) -> tuple[int, int] | None:
         """The newest version that the ranks here know to be committed: (generation, step)."""
-        if self.commands is None or self.commands.get(Command.COMMITTED_STEP) < 0:
+        if self.commands is None or self.commands.get(CommandField.COMMITTED_STEP) < 0:
             return None
         step, generation = (
-            self.commands.get(at) for at in (Command.COMMITTED_STEP, Command.COMMITTED_GENERATION)
+            self.commands.get(at)
+            for at in (CommandField.COMMITTED_STEP, CommandField.COMMITTED_GENERATION)
         )
         return (generation, step)
 
     def take_from(self, step: int) -> None:
         """Ranks take no snapshot before this step."""
         if self.commands is not None:
-            step = max(step, self.commands.get(Command.TAKE_FROM))  # a new lead begins low
-            self.commands.set(Command.TAKE_FROM, step)
+            step = max(step, self.commands.get(CommandField.TAKE_FROM))  # a new lead begins low
+            self.commands.set(CommandField.TAKE_FROM, step)
 
     def set_interval(self, every: int, from_step: int) -> None:
         """Announced ahead of time, because ranks are not at the same step when they read it."""
         if self.commands is not None:
-            self.commands.set(Command.EVERY_FROM_STEP, from_step)
-            self.commands.set(Command.SNAPSHOT_EVERY, every)
+            self.commands.set(CommandField.EVERY_FROM_STEP, from_step)
+            self.commands.set(CommandField.SNAPSHOT_EVERY, every)
 
     def lease(self, until_s: float | None) -> None:
         """Let the ranks step until then; None: without a limit. From any thread."""
         if self.commands is not None:
             # The first nanosecond has passed; 0 is no limit.
             until_ns = 0 if until_s is None else max(1, round(until_s * 1e9))
-            self.commands.set(Command.LEASE_NS, until_ns)
+            self.commands.set(CommandField.LEASE_NS, until_ns)
 
     def hold(self, on: bool) -> None:
         """Stop every rank where it stands, or let it go on; from any thread."""
@@ -263,7 +278,7 @@ class WorkerGroup:
         return [handle for _, handle in sorted(self.starter.handles.items())]
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[LaunchSlot]:
         return [place for _, place in sorted(self.starter.places.items())]
 
     def alive(self) -> list[WorkerHandle]:
@@ -284,9 +299,9 @@ class WorkerGroup:
         page = handle.place.page
         message, traceback, failed_at_ns = self._error(handle)
         traceback = traceback or _last_stack(handle)
-        corrupt = page.get(Beat.CORRUPT_SLOT)
+        corrupt = page.get(HeartbeatField.CORRUPT_SLOT)
         if corrupt:
-            other = page.get(Beat.CORRUPT_RANK)
+            other = page.get(HeartbeatField.CORRUPT_RANK)
             rank = other - 1 if other else handle.place.rank
             self._smp.memory.void_slot(Rank(rank), self.restored)
         facts = ExitFacts(
@@ -295,7 +310,7 @@ class WorkerGroup:
             status=handle.child.ended_with,
             message=message,
             traceback=traceback,
-            failed_at_ns=page.get(Beat.FAILED_NS) or failed_at_ns,
+            failed_at_ns=page.get(HeartbeatField.FAILED_NS) or failed_at_ns,
             oom_kills=oom_kills,
             stopped_s=handle.killed_for_s,
             full_disk=self._full_disk(handle),
@@ -309,16 +324,18 @@ class WorkerGroup:
 
     def progress(self) -> events.Progress:
         first = self.restored.step if self.restored is not None else 0
-        step = max((place.page.get(Beat.STEP) for place in self.places), default=0)
+        step = max((place.page.get(HeartbeatField.STEP) for place in self.places), default=0)
         here = max(
             (
-                step - first if place.page.get(Beat.ATTACHED) else place.page.get(Beat.STEP)
+                step - first
+                if place.page.get(HeartbeatField.ATTACHED)
+                else place.page.get(HeartbeatField.STEP)
                 for place in self.places
-                if place.page.get(Beat.FIRST_STEP_NS)
+                if place.page.get(HeartbeatField.FIRST_STEP_NS)
             ),
             default=0,
         )
-        attached = any(place.page.get(Beat.ATTACHED) for place in self.places)
+        attached = any(place.page.get(HeartbeatField.ATTACHED) for place in self.places)
         return events.Progress(Step(step), here, attached)
 
     def reports(self, now_s: float) -> tuple[RankReport, ...]:
@@ -328,13 +345,13 @@ class WorkerGroup:
                 rank=handle.place.rank,
                 pid=handle.pid,
                 state=handle.state,
-                step=handle.place.page.get(Beat.STEP),
-                age_s=round(now_s - handle.place.page.get(Beat.BEAT_NS) / 1e9, 3)
-                if handle.place.page.get(Beat.BEAT_NS)
+                step=handle.place.page.get(HeartbeatField.STEP),
+                age_s=round(now_s - handle.place.page.get(HeartbeatField.BEAT_NS) / 1e9, 3)
+                if handle.place.page.get(HeartbeatField.BEAT_NS)
                 else -1.0,
                 phase=handle.place.page.phase,
-                loss=handle.place.page.loss if handle.place.page.get(Beat.LOSS) else None,
-                bad_step=handle.place.page.get(Beat.BAD_NUMBERS_STEP),
+                loss=handle.place.page.loss if handle.place.page.get(HeartbeatField.LOSS) else None,
+                bad_step=handle.place.page.get(HeartbeatField.BAD_NUMBERS_STEP),
                 p50_s=quantile_s(handle.place.page.step_times, 0.5),
                 p99_s=quantile_s(handle.place.page.step_times, 0.99),
             )
@@ -343,7 +360,9 @@ class WorkerGroup:
 
     def all_at_boundary(self) -> bool:
         alive = self.alive()
-        return bool(alive) and all(h.place.page.get(Beat.STOPPED_AT_BOUNDARY) for h in alive)
+        return bool(alive) and all(
+            h.place.page.get(HeartbeatField.STOPPED_AT_BOUNDARY) for h in alive
+        )
 
     def kill_long_stopped(self, now_s: float, limit_s: float) -> None:
         """Act on workers that somebody has stopped: a stopped rank holds up all the others.
@@ -368,11 +387,13 @@ class WorkerGroup:
         """The longest interval between snapshots that any rank here asks for; 0: none does."""
         if self._spec.profile.snapshot.every != "auto":
             return 0
-        return max((place.page.get(Beat.WISHED_EVERY) for place in self.places), default=0)
+        return max(
+            (place.page.get(HeartbeatField.WISHED_EVERY) for place in self.places), default=0
+        )
 
     # --- details ------------------------------------------------------------------------------
 
-    def _place(self, rank: Rank, restored: Version | None) -> Place:
+    def _place(self, rank: Rank, restored: Version | None) -> LaunchSlot:
         page_fd = create_page(f"rank-{rank}")
         snapshot = self._spec.profile.snapshot
         variables = {
@@ -400,7 +421,9 @@ class WorkerGroup:
         arena = None if self._old_world_size else self._smp.memory.arena_for(rank, restored)
         stack_fd = create_stack_file(str(rank))
         fault_fd = self.fault_pages.fd_of(rank) if self.fault_pages is not None else None
-        return Place(rank, page_fd, Page(page_fd), stack_fd, socket, arena, variables, fault_fd)
+        return LaunchSlot(
+            rank, page_fd, SharedPage(page_fd), stack_fd, socket, arena, variables, fault_fd
+        )
 
     def _close_places(self) -> None:
         for place in self.places:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ftrun import clock
-from ftrun.agent.launch.process import Child, python_command, spawn
+from ftrun.agent.launch.process import ChildProcess, python_command, spawn
 from ftrun.wire.messages.launch_order import LaunchOrder, encode_order
 
 _log = logging.getLogger(__name__)
@@ -30,15 +30,15 @@ class Standby:
     """A forked process that waits for an order on a socket of its own."""
 
     orders: socket.socket
-    child: Child | None = None
+    child: ChildProcess | None = None
     """Known once the standby has said hello, which it does when it is our child."""
 
 
-class ZygoteUnfit(Exception):
+class ZygoteUnavailable(Exception):
     """No worker can be forked now; a fresh process must do."""
 
 
-class ZygoteLink:
+class ZygoteClient:
     """One zygote and its standbys."""
 
     def __init__(self, *, preload: Sequence[str]) -> None:
@@ -47,12 +47,12 @@ class ZygoteLink:
         self._standbys: deque[Standby] = deque()
         self._control: socket.socket | None = None
         self._ordered = 0
-        self.child: Child | None = None
+        self.child: ChildProcess | None = None
         self.unfit = ""
         """Why the last fork was refused; empty when it was not."""
 
     @property
-    def children(self) -> list[Child]:
+    def children(self) -> list[ChildProcess]:
         """The zygote and the standbys that have said hello."""
         found = [standby.child for standby in self._standbys]
         return [child for child in [self.child, *found] if child is not None]
@@ -65,7 +65,7 @@ class ZygoteLink:
         self.adopt(mine, spawn(argv, name="zygote", variables=os.environ, pass_fds=[its.fileno()]))
         its.close()
 
-    def adopt(self, control: socket.socket, child: Child) -> None:
+    def adopt(self, control: socket.socket, child: ChildProcess) -> None:
         """Use this zygote from now on."""
         if self._control is not None:
             self._control.close()
@@ -86,7 +86,7 @@ class ZygoteLink:
             with contextlib.suppress(OSError):
                 self._control.send(json.dumps({"count": missing}).encode())
 
-    def launch(self, order: LaunchOrder, fds: Sequence[int]) -> Child:
+    def launch(self, order: LaunchOrder, fds: Sequence[int]) -> ChildProcess:
         """Turn a standby into a worker.
 
         Raises:
@@ -136,9 +136,11 @@ class ZygoteLink:
             self.refill()
         while not self._standbys:
             if self.unfit or self.child is None or self.child.reap():
-                raise ZygoteUnfit(self.unfit or "the warm process has ended")
+                raise ZygoteUnavailable(self.unfit or "the warm process has ended")
             if clock.now_s() > give_up_s:
-                raise ZygoteUnfit(f"the warm process was not ready within {READY_WAIT_S:.0f} s")
+                raise ZygoteUnavailable(
+                    f"the warm process was not ready within {READY_WAIT_S:.0f} s"
+                )
             self._receive(0.2)
         return self._standbys.popleft()
 
@@ -168,7 +170,7 @@ class ZygoteLink:
             _log.warning("--preload %s: there is no such module", name)
         return True
 
-    def _hello(self, standby: Standby) -> Child | None:
+    def _hello(self, standby: Standby) -> ChildProcess | None:
         standby.orders.settimeout(10.0)
         try:
             return _child_of(standby.orders.recv(4096))
@@ -176,7 +178,7 @@ class ZygoteLink:
             return None
 
 
-def _child_of(hello: bytes) -> Child | None:
+def _child_of(hello: bytes) -> ChildProcess | None:
     if not hello:
         return None
-    return Child(json.loads(hello)["pid"], "standby", leads_group=True)
+    return ChildProcess(json.loads(hello)["pid"], "standby", leads_group=True)

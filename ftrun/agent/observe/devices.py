@@ -81,7 +81,7 @@ class DeviceCounters:
         return found
 
 
-class RecentTroubles:
+class RecentDeviceErrors:
     """What was told in the last minutes, for verdicts that may come of it; in the main thread."""
 
     def __init__(self) -> None:

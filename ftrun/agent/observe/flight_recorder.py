@@ -3,7 +3,7 @@
 Runs in:  agent, the thread of the eyes.
 Takes in: the unix socket of torch's worker server in the rank; its C++ thread answers, also while
           the rank hangs with the interpreter's lock held.
-Gives:    `Entry`s, the oldest first.
+Gives:    `RecordedCollective`s, the oldest first.
 Source:   handler `fr_trace_json`; read in torch 2.13, where 64 entries take 1 ms. With gloo an
           entry has no start and no end, only `retired` once it is over.
 """
@@ -24,7 +24,7 @@ _REQUEST = (
 )
 
 
-class Entry(msgspec.Struct, frozen=True):
+class RecordedCollective(msgspec.Struct, frozen=True):
     """One collective as this rank has called it."""
 
     process_group: tuple[str, str]
@@ -56,13 +56,13 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class _Trace(msgspec.Struct):
-    entries: list[Entry] = []
+    entries: list[RecordedCollective] = []
 
 
 _decoder = msgspec.json.Decoder(_Trace)
 
 
-def read_entries(path: str, *, deadline_s: float = ANSWER_S) -> list[Entry] | None:
+def read_entries(path: str, *, deadline_s: float = ANSWER_S) -> list[RecordedCollective] | None:
     """All entries of a rank; None where it does not answer.
 
     Args:
@@ -82,7 +82,7 @@ def read_entries(path: str, *, deadline_s: float = ANSWER_S) -> list[Entry] | No
     return parse_entries(body) if b" 200 " in head[:32] else None
 
 
-def parse_entries(trace: bytes) -> list[Entry] | None:
+def parse_entries(trace: bytes) -> list[RecordedCollective] | None:
     """The entries of a trace; None where it is torn or empty."""
     try:
         return _decoder.decode(trace).entries

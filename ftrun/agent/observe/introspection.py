@@ -2,7 +2,8 @@
 
 Runs in:  agent, the diagnosis thread.
 Takes in: a pid; the rank's stack file, for where the first way is not allowed.
-Gives:    a `Stack`: the main thread's frames, the innermost first, and whether it holds the GIL.
+Gives:    a `RankStack`: the main thread's frames, the innermost first, and whether it holds the
+          GIL.
 Source:   py-spy reads another process's memory (10 to 30 ms here); a container may forbid that.
           faulthandler's C code writes all stacks of its own process on a signal, also while the
           GIL is held, but not while the process is stopped.
@@ -27,7 +28,7 @@ MAX_FRAMES = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class RankStack:
     """One look."""
 
     frames: tuple[Frame, ...]
@@ -42,7 +43,7 @@ def spy_program() -> str | None:
     return str(beside) if beside.exists() else shutil.which("py-spy")
 
 
-def take_stack(pid: int, *, dumper: int, stack_fd: int) -> Stack | None:
+def take_stack(pid: int, *, dumper: int, stack_fd: int) -> RankStack | None:
     """The stack of a rank's main thread; None where neither way works.
 
     Args:
@@ -56,7 +57,7 @@ def take_stack(pid: int, *, dumper: int, stack_fd: int) -> Stack | None:
     return found
 
 
-def _spied(pid: int) -> Stack | None:
+def _spied(pid: int) -> RankStack | None:
     program = spy_program()
     if program is None:
         return None
@@ -74,7 +75,7 @@ def _spied(pid: int) -> Stack | None:
     if not main:
         return None
     frames = [f"{one['filename']}:{one['line']} in {one['name']}" for one in main[0]["frames"]]
-    return Stack(tuple(frames[:MAX_FRAMES]), bool(main[0].get("owns_gil")), is_spied=True)
+    return RankStack(tuple(frames[:MAX_FRAMES]), bool(main[0].get("owns_gil")), is_spied=True)
 
 
 def spy_fault() -> str:
@@ -97,7 +98,7 @@ def spy_fault() -> str:
     )
 
 
-def _dumped(pid: int, dumper: int, stack_fd: int) -> Stack | None:
+def _dumped(pid: int, dumper: int, stack_fd: int) -> RankStack | None:
     """Ask the process itself. Its main thread is the last one that faulthandler writes."""
     clear_stacks(stack_fd)
     try:
@@ -115,7 +116,7 @@ def _dumped(pid: int, dumper: int, stack_fd: int) -> Stack | None:
     return parse_dump(before)
 
 
-def parse_dump(text: str) -> Stack | None:
+def parse_dump(text: str) -> RankStack | None:
     """The main thread of a faulthandler dump: the current one, or else the last."""
     threads: list[list[Frame]] = []
     current = -1
@@ -130,10 +131,10 @@ def parse_dump(text: str) -> Stack | None:
             threads[-1].append(f"{path}:{number} in {name}")
     if not threads:
         return None
-    return Stack(tuple(threads[current if current >= 0 else -1][:MAX_FRAMES]))
+    return RankStack(tuple(threads[current if current >= 0 else -1][:MAX_FRAMES]))
 
 
-def as_traceback(stack: Stack) -> str:
+def as_traceback(stack: RankStack) -> str:
     """In the form of an exception's, the innermost frame last."""
     lines = []
     for frame in reversed(stack.frames):

@@ -3,7 +3,7 @@
 Runs in:  agent: the main thread at the start, then a thread of its own for each further check;
           `dialled` in the thread of a handshake.
 Takes in: the profile's floors; which agent this one has reached.
-Gives:    `Checked` for the brain, a `PreFlight` line in the journal, words for the operator.
+Gives:    `NodeChecked` for the brain, a `PreFlight` line in the journal, words for the operator.
 Survives: a check that hangs, as on a dead disk or driver: it is killed, and the node is told apart
           by a warning.
 
@@ -29,9 +29,9 @@ from ftrun.agent.launch.process import awaited, python_command
 from ftrun.agent.observe.preflight import room
 from ftrun.config import RunSpec
 from ftrun.journal import Journal
-from ftrun.membership.events import Checked
-from ftrun.monitor.node_fitness import Figures, Fitness, Floors, judge
-from ftrun.wire.cluster.messages import AskProbe, ProbeFound
+from ftrun.membership.events import NodeChecked
+from ftrun.monitor.node_fitness import Floors, NodeFitness, NodeMeasurements, judge
+from ftrun.wire.cluster.messages import ProbeLinkRequest, ProbeLinkResult
 from ftrun.wire.transport.identity import PeerIdentity
 from ftrun.wire.transport.secret import Secret
 
@@ -47,11 +47,11 @@ READ_S = 0.5
 _log = logging.getLogger(__name__)
 
 
-class PreflightDesk:
+class NodeCheck:
     """All checks of one agent."""
 
     def __init__(self, spec: RunSpec, journal: Journal) -> None:
-        self.fitness: Fitness | None = None
+        self.fitness: NodeFitness | None = None
         """Of the newest check; None: none is made."""
         self._settings = settings = spec.profile.preflight
         self._floors = Floors(
@@ -63,12 +63,12 @@ class PreflightDesk:
         self._child: subprocess.Popen[bytes] | None = None
         self._begun_s = 0.0
         self._number = 0
-        self._tell: Callable[[Checked], None] | None = None
+        self._tell: Callable[[NodeChecked], None] | None = None
         self._identity: PeerIdentity | None = None
         self._secret: Secret | None = None
         self._link: tuple[str, str, int] | None = None
         """Node id, host and port of the agent that was reached last."""
-        self._link_figures = Figures()
+        self._link_figures = NodeMeasurements()
         self._is_link_due = False
         self._busy = threading.Lock()
         self._stop = threading.Event()
@@ -98,7 +98,7 @@ class PreflightDesk:
             _log.warning("this machine may not be fit for the run: %s", self.fitness)
 
     def join(
-        self, identity: PeerIdentity, secret: Secret | None, tell: Callable[[Checked], None]
+        self, identity: PeerIdentity, secret: Secret | None, tell: Callable[[NodeChecked], None]
     ) -> None:
         """From now on the brain is told; before the first connection is made.
 
@@ -110,7 +110,7 @@ class PreflightDesk:
         self._identity = msgspec.structs.replace(identity, purpose="probe")
         self._secret, self._tell = secret, tell
         if self.fitness is not None:
-            tell(Checked(self.fitness))
+            tell(NodeChecked(self.fitness))
             self._repeat_until_fit()
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class PreflightDesk:
         if self._link is None or self._identity is None:
             return
         node_id, host, port = self._link
-        order = AskProbe(0, node_id, host, port)
+        order = ProbeLinkRequest(0, node_id, host, port)
         self._link_figures = _link_figures(
             probe(order, self._identity, self._secret, limit_s=LINK_S)
         )
@@ -185,7 +185,7 @@ class PreflightDesk:
             return
         awaited.add(self._child.pid)
 
-    def _collect(self) -> Figures:
+    def _collect(self) -> NodeMeasurements:
         child, limit_s = self._child, self._settings.limit_s
         if child is None:
             why = "its process could not be started"
@@ -193,7 +193,7 @@ class PreflightDesk:
         try:
             left_s = max(READ_S, self._begun_s + limit_s - clock.now_s())
             data, _ = child.communicate(timeout=left_s)
-            return msgspec.json.decode(data, type=Figures)
+            return msgspec.json.decode(data, type=NodeMeasurements)
         except (subprocess.TimeoutExpired, msgspec.MsgspecError):
             why = f"the check was not done within {limit_s:g} s"
             return msgspec.structs.replace(room(self._folder), not_done=why)
@@ -209,7 +209,7 @@ class PreflightDesk:
             child.communicate()
         awaited.discard(child.pid)
 
-    def _note(self, figures: Figures, *, is_whole: bool, number: int = 1) -> None:
+    def _note(self, figures: NodeMeasurements, *, is_whole: bool, number: int = 1) -> None:
         """Judge, and tell everyone whom it concerns."""
         link = self._link_figures
         figures = msgspec.structs.replace(
@@ -227,15 +227,15 @@ class PreflightDesk:
         if str(found) != "fit" and (before is None or str(before) != str(found)):
             _log.warning("the check of this node: %s", found)
         if self._tell is not None:
-            self._tell(Checked(found))
+            self._tell(NodeChecked(found))
             if before is not None and before.is_fit:
                 self._repeat_until_fit()
 
 
-def _link_figures(found: ProbeFound) -> Figures:
+def _link_figures(found: ProbeLinkResult) -> NodeMeasurements:
     both = [rate for rate in (found.to_bytes_per_s, found.from_bytes_per_s) if rate > 0]
     problem = f"the link to {found.receiver} was not measured: {found.problem}"
-    return Figures(
+    return NodeMeasurements(
         link_to=found.receiver,
         link_rtt_s=found.rtt_s,
         link_bytes_per_s=min(both, default=0.0),

@@ -4,7 +4,7 @@ Runs in:  a process of its own, `python -m ftrun.agent.observe.preflight FOLDER`
           of
           torch; in a run on one node `room` alone, in the agent.
 Takes in: the folder of the logs.
-Gives:    `Figures`, as JSON on stdout. ftrun.monitor.node_fitness judges them.
+Gives:    `NodeMeasurements`, as JSON on stdout. ftrun.monitor.node_fitness judges them.
 
 A process of its own, because an import of torch holds the GIL for parts of a second, which would
 be measured; and because a driver that hangs must not hang an agent.
@@ -27,7 +27,7 @@ import msgspec
 from ftrun import clock
 from ftrun.agent.cgroup_room import cgroup_room
 from ftrun.agent.observe import nvidia
-from ftrun.monitor.node_fitness import Figures
+from ftrun.monitor.node_fitness import NodeMeasurements
 
 BLOCK_BYTES = 32 << 20
 """Larger than most caches; two of them are taken, of a quarter of what is free at most."""
@@ -55,7 +55,7 @@ def main() -> int:
     return 0
 
 
-def measure(folder: Path) -> Figures:
+def measure(folder: Path) -> NodeMeasurements:
     """All that one machine can tell about itself.
 
     Args:
@@ -95,13 +95,13 @@ def _used_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def room(folder: Path) -> Figures:
+def room(folder: Path) -> NodeMeasurements:
     """What can be read at once."""
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     disk = -1
     with suppress(OSError):
         disk = shutil.disk_usage(_existing(folder)).free
-    return Figures(
+    return NodeMeasurements(
         free_memory_bytes=free_memory(),
         free_disk_bytes=disk,
         open_files=open_files if open_files != resource.RLIM_INFINITY else -1,

@@ -3,7 +3,7 @@
 Runs in:  agent, the eyes thread.
 Takes in: pids of the ranks; /proc/PID/fd for the sockets that are theirs, and one netlink query
           (sock_diag with TCP_INFO) for what the kernel has counted in each.
-Gives:    `SocketFigures` of each established connection; a `LinkSample` for each address that the
+Gives:    `SocketCounters` of each established connection; a `LinkSample` for each address that the
           ranks speak with, of what has happened since the last look.
 Survives: a kernel or container that does not answer such queries: `error` says why, and no figures
           come. Root is not needed: /proc/PID/fd is readable for ranks of the same user, and the
@@ -48,7 +48,7 @@ delivery_rate, busy_time, rwnd_limited, sndbuf_limited, bytes_sent."""
 
 
 @dataclass(frozen=True, slots=True)
-class SocketFigures:
+class SocketCounters:
     """One established connection; the counts are from its beginning."""
 
     inode: int
@@ -78,7 +78,7 @@ class SocketStats:
         """Why there are no figures; empty where there are some."""
         self._inodes: dict[int, frozenset[int]] = {}
         self._scanned_s = float("-inf")
-        self._before: dict[int, SocketFigures] = {}
+        self._before: dict[int, SocketCounters] = {}
         self._moved_s: dict[int, float] = {}
         """When each connection with something on its way last got further."""
 
@@ -100,12 +100,12 @@ class SocketStats:
         self._moved_s = {inode: at for inode, at in self._moved_s.items() if inode in self._before}
         return [LinkSample.together(parts[host]) for host in sorted(parts)]
 
-    def figures(self, pids: Iterable[int], now_s: float) -> list[SocketFigures]:
+    def figures(self, pids: Iterable[int], now_s: float) -> list[SocketCounters]:
         """Every established TCP connection of these processes, as it is now."""
         inodes = self._sockets_of(tuple(pids), now_s)
         if not inodes:
             return []
-        found: list[SocketFigures] = []
+        found: list[SocketCounters] = []
         try:
             for family in (socket.AF_INET, socket.AF_INET6):
                 found += _established(family, inodes)
@@ -122,7 +122,7 @@ class SocketStats:
             self._inodes = {pid: _socket_inodes(pid) for pid in pids}
         return frozenset().union(*self._inodes.values())
 
-    def _stalled_s(self, one: SocketFigures, before: SocketFigures | None, now_s: float) -> float:
+    def _stalled_s(self, one: SocketCounters, before: SocketCounters | None, now_s: float) -> float:
         is_waiting = one.unacked_segments > 0 or one.notsent_bytes > 0
         moved = before is None or one.bytes_acked != before.bytes_acked
         if moved or not is_waiting:
@@ -130,7 +130,7 @@ class SocketStats:
         return now_s - self._moved_s.setdefault(one.inode, now_s)
 
 
-def _difference(now: SocketFigures, before: SocketFigures | None, stalled_s: float) -> LinkSample:
+def _difference(now: SocketCounters, before: SocketCounters | None, stalled_s: float) -> LinkSample:
     sent = now.bytes_acked - (before.bytes_acked if before else 0)
     return LinkSample(
         to_host=now.remote[0],
@@ -161,7 +161,7 @@ def _socket_inodes(pid: int) -> frozenset[int]:
     return frozenset(found)
 
 
-def _established(family: int, inodes: frozenset[int]) -> Iterator[SocketFigures]:
+def _established(family: int, inodes: frozenset[int]) -> Iterator[SocketCounters]:
     body = _QUERY.pack(
         family, socket.IPPROTO_TCP, 1 << (_INET_DIAG_INFO - 1), 0, 1 << _ESTABLISHED, bytes(48)
     )
@@ -191,7 +191,7 @@ def _messages(data: bytes) -> Iterator[tuple[int, int, int]]:
         at += (length + 3) & ~3
 
 
-def _figures(family: int, inode: int, data: bytes, start: int, end: int) -> SocketFigures:
+def _figures(family: int, inode: int, data: bytes, start: int, end: int) -> SocketCounters:
     size = 4 if family == socket.AF_INET else 16
     local_port, remote_port = _PORTS.unpack_from(data, start + 4)
     local = data[start + 8 : start + 8 + size]
@@ -199,7 +199,7 @@ def _figures(family: int, inode: int, data: bytes, start: int, end: int) -> Sock
     unacked, rtt_us, again, acked, received, notsent, rate, busy_us, no_room_us, _, sent = (
         _INFO.unpack(_tcp_info(data, start + _DIAG_BYTES, end))
     )
-    return SocketFigures(
+    return SocketCounters(
         inode=inode,
         local=(_address(family, local), local_port),
         remote=(_address(family, remote), remote_port),

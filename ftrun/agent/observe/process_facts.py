@@ -2,7 +2,7 @@
 
 Runs in:  agent, the thread of the eyes.
 Takes in: pids of this machine.
-Gives:    `ProcessFacts`; None where the process has ended.
+Gives:    `ProcessState`; None where the process has ended.
 
 Source: proc(5). Processor time is counted in ticks of 10 ms.
 """
@@ -19,7 +19,7 @@ _BAD_STATES = {"T": "is stopped", "D": "hangs in the kernel"}
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessFacts:
+class ProcessState:
     """One process at one moment."""
 
     state: str
@@ -35,12 +35,12 @@ class ProcessFacts:
     """Grows with all that its descendants compute, read and write."""
 
 
-def process_facts(pid: int) -> ProcessFacts | None:
+def process_facts(pid: int) -> ProcessState | None:
     """Look at one process."""
     fields = _stat(pid)
     if fields is None:
         return None
-    return ProcessFacts(
+    return ProcessState(
         state=fields[0],
         cpu_s=(int(fields[11]) + int(fields[12])) * _TICK_S,
         io_bytes=_io_bytes(pid),

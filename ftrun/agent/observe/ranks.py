@@ -21,16 +21,16 @@ import msgspec
 from ftrun import clock
 from ftrun.agent.launch.warm_start import WorkerHandle
 from ftrun.agent.observe.devices import DeviceCounters
-from ftrun.agent.observe.flight_recorder import Entry, parse_entries, read_entries
-from ftrun.agent.observe.introspection import Stack, take_stack
-from ftrun.agent.observe.process_facts import ProcessFacts, process_facts
+from ftrun.agent.observe.flight_recorder import RecordedCollective, parse_entries, read_entries
+from ftrun.agent.observe.introspection import RankStack, take_stack
+from ftrun.agent.observe.process_facts import ProcessState, process_facts
 from ftrun.agent.observe.sampler import Sampler
-from ftrun.monitor.deadlines import Deadlines, HangSettings
-from ftrun.monitor.evidence import Call, Frame, GroupView, RankView, own_functions
+from ftrun.monitor.deadlines import HangDeadlines, HangSettings
+from ftrun.monitor.evidence import CollectiveCall, Frame, ProcessGroupView, RankView, own_functions
 from ftrun.monitor.page_values import quantile_s
 from ftrun.monitor.process_groups import decode_groups
 from ftrun.monitor.slow.samples import NodeSample
-from ftrun.wire.shared_memory.pages import Beat
+from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.wire.shared_memory.stack_file import left_calls
 
 _log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class _Memory:
     """What the last look at a rank has shown."""
 
     pid: int
-    facts: ProcessFacts
+    facts: ProcessState
     frames: tuple[Frame, ...]
     functions: tuple[str, ...]
     at_s: float
@@ -69,7 +69,7 @@ class _Memory:
     spins_since_s: float
 
 
-class Eyes:
+class RankObserver:
     """The looks of one agent."""
 
     def __init__(self, unused_fds: "SimpleQueue[int]", settings: HangSettings) -> None:
@@ -136,7 +136,7 @@ class Eyes:
         for trouble in self._devices.look(clock.now_s(), on_device=on_device):
             self.troubles.put(trouble)
         self.p99_s = max([_p99_s(handle) for handle in handles], default=0.0) or self.p99_s
-        deadlines = Deadlines.of(self.p99_s, self._settings)
+        deadlines = HangDeadlines.of(self.p99_s, self._settings)
         now_s = clock.now_s()
         silent_s = max([self._silent_s(handle, now_s) for handle in handles], default=0.0)
         if silent_s < deadlines.look_s:
@@ -152,9 +152,9 @@ class Eyes:
 
     def _silent_s(self, handle: WorkerHandle, now_s: float) -> float:
         page = handle.place.page
-        if not page.get(Beat.FIRST_STEP_NS) or handle.child.status == 0:
+        if not page.get(HeartbeatField.FIRST_STEP_NS) or handle.child.status == 0:
             return 0.0
-        return now_s - max(page.get(Beat.BEAT_NS) / 1e9, self._awake_since_s)
+        return now_s - max(page.get(HeartbeatField.BEAT_NS) / 1e9, self._awake_since_s)
 
     def _view(self, handle: WorkerHandle) -> RankView:
         page, rank = handle.place.page, handle.place.rank
@@ -164,18 +164,18 @@ class Eyes:
             rank=rank,
             pid=handle.pid,
             process=facts.state if facts is not None else "",
-            step=page.get(Beat.STEP),
+            step=page.get(HeartbeatField.STEP),
             silent_s=round(silent_s, 2),
             phase=page.phase,
-            has_stepped=bool(page.get(Beat.FIRST_STEP_NS)),
+            has_stepped=bool(page.get(HeartbeatField.FIRST_STEP_NS)),
             is_finished=handle.child.status == 0,
         )
         if facts is None:
             return view
         stack = take_stack(
-            handle.pid, dumper=page.get(Beat.HAS_DUMPER), stack_fd=handle.place.stack_fd
-        ) or Stack(())
-        entries = read_entries(handle.place.socket) if page.get(Beat.HAS_SERVER) else None
+            handle.pid, dumper=page.get(HeartbeatField.HAS_DUMPER), stack_fd=handle.place.stack_fd
+        ) or RankStack(())
+        entries = read_entries(handle.place.socket) if page.get(HeartbeatField.HAS_SERVER) else None
         cpu, still_s, spins_s = self._compare(rank, handle.pid, facts, stack)
         return msgspec.structs.replace(
             view,
@@ -191,7 +191,7 @@ class Eyes:
         )
 
     def _compare(
-        self, rank: int, pid: int, facts: ProcessFacts, stack: Stack
+        self, rank: int, pid: int, facts: ProcessState, stack: RankStack
     ) -> tuple[float, float, float]:
         """Cores used since the last look; for how long it has stood still, and run in circles."""
         now_s = clock.now_s()
@@ -228,26 +228,26 @@ def _p99_s(handle: WorkerHandle) -> float:
 def _last_calls(handle: WorkerHandle) -> RankView:
     """Of a rank that runs, from its server; of one that has failed, what it has left behind."""
     page, place = handle.place.page, handle.place
-    entries: list[Entry] | None = None
+    entries: list[RecordedCollective] | None = None
     if handle.child.status is not None:
         entries = parse_entries(left_calls(place.stack_fd))
-    elif page.get(Beat.HAS_SERVER):
+    elif page.get(HeartbeatField.HAS_SERVER):
         entries = read_entries(place.socket, deadline_s=QUICK_S)
     return RankView(
         rank=place.rank,
         pid=handle.pid,
         process="" if handle.child.status is not None else "S",
-        step=page.get(Beat.STEP),
+        step=page.get(HeartbeatField.STEP),
         silent_s=0.0,
         is_finished=handle.child.status == 0,
         groups=_groups(entries or [], page.groups),
     )
 
 
-def _groups(entries: list[Entry], published: str) -> tuple[GroupView, ...]:
+def _groups(entries: list[RecordedCollective], published: str) -> tuple[ProcessGroupView, ...]:
     """The collectives of each group, as this rank has called them."""
     ranks, now_ns = decode_groups(published), clock.wall_s() * 1e9
-    by_name: dict[str, list[Entry]] = {}
+    by_name: dict[str, list[RecordedCollective]] = {}
     for entry in entries:
         if not entry.is_p2p:
             by_name.setdefault(entry.group, []).append(entry)
@@ -255,9 +255,11 @@ def _groups(entries: list[Entry], published: str) -> tuple[GroupView, ...]:
     for name, own in by_name.items():
         own.sort(key=lambda entry: entry.collective_seq_id)
         inside = [entry for entry in own if not entry.retired]
-        calls = [Call(one.collective_seq_id, one.op, one.sizes) for one in own[-SHOWN_CALLS:]]
+        calls = [
+            CollectiveCall(one.collective_seq_id, one.op, one.sizes) for one in own[-SHOWN_CALLS:]
+        ]
         found.append(
-            GroupView(
+            ProcessGroupView(
                 name=name,
                 desc=own[-1].process_group[1],
                 ranks=ranks.get(name, ()),

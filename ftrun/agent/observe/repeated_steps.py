@@ -15,8 +15,8 @@ from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.ids import Version
 from ftrun.journal import Journal
 from ftrun.monitor.repeat_check import Execution, RankRecords, Repeat, RepeatCheck
-from ftrun.wire.cluster.generation import Plan
-from ftrun.wire.shared_memory.pages import Beat, Page
+from ftrun.wire.cluster.generation import GenerationPlan
+from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class RepeatedSteps:
         self._journal = journal
         self._workers = workers
         self._check = RepeatCheck()
-        self._pages: dict[int, Page] = {}
+        self._pages: dict[int, SharedPage] = {}
         self._steps: dict[int, int] = {}
         """By rank the step of its page when its records were read last."""
         self._next: Execution | None = None
@@ -47,7 +47,9 @@ class RepeatedSteps:
             f"after the restart to generation {found[-1][0]}: {found[-1][1].text}" if found else ""
         )
 
-    def prepare(self, plan: Plan, ranks: range, restored: Version | None, *, resized: bool) -> None:
+    def prepare(
+        self, plan: GenerationPlan, ranks: range, restored: Version | None, *, resized: bool
+    ) -> None:
         """Another generation is made ready; it may never be launched.
 
         Args:
@@ -97,7 +99,7 @@ class RepeatedSteps:
         if not self._read():
             return
         result = self._result()
-        has_begun = all(page.get(Beat.FIRST_STEP_NS) for page in self._pages.values())
+        has_begun = all(page.get(HeartbeatField.FIRST_STEP_NS) for page in self._pages.values())
         if has_begun and (self._check.is_over() or not self._is_attached()):
             self._is_open = False
             self._tell(result)
@@ -118,7 +120,7 @@ class RepeatedSteps:
         assert now is not None
         has_new = False
         for rank, page in self._pages.items():
-            step = page.get(Beat.STEP)
+            step = page.get(HeartbeatField.STEP)
             if step != self._steps.get(rank):
                 self._steps[rank] = step
                 has_new = True
@@ -128,7 +130,7 @@ class RepeatedSteps:
         return has_new
 
     def _is_attached(self) -> bool:
-        return any(page.get(Beat.ATTACHED) for page in self._pages.values())
+        return any(page.get(HeartbeatField.ATTACHED) for page in self._pages.values())
 
     def _result(self) -> Repeat:
         return self._check.result(attached=self._is_attached())

@@ -16,7 +16,7 @@ from ftrun.agent.observe.flight_recorder import read_entries
 from ftrun.agent.observe.proc import SocketStats
 from ftrun.agent.observe.process_facts import resident_bytes, room_bytes
 from ftrun.monitor.slow.samples import Entered, NodeSample, RankSample, thinned
-from ftrun.wire.shared_memory.pages import Beat
+from ftrun.wire.shared_memory.pages import HeartbeatField
 
 EVERY_S = 1.0
 DEVICE_EVERY_S = 15.0
@@ -64,7 +64,7 @@ class Sampler:
         """One rank; `ahead_s`: so much is the wall clock ahead of the monotonic one."""
         page, rank = handle.place.page, handle.place.rank
         entered: list[Entered] = []
-        if page.get(Beat.HAS_SERVER) and handle.child.status is None:
+        if page.get(HeartbeatField.HAS_SERVER) and handle.child.status is None:
             for entry in read_entries(handle.place.socket) or ():
                 seq = entry.collective_seq_id
                 self.on_device |= not entry.profiling_name.startswith("gloo:")
@@ -74,7 +74,7 @@ class Sampler:
             self._told[rank, group] = max(seq, self._told.get((rank, group), 0))
         return RankSample(
             rank=rank,
-            step=page.get(Beat.STEP),
+            step=page.get(HeartbeatField.STEP),
             entered=thinned(entered),
             groups=page.groups,
             is_training=page.phase in ("", "train"),

@@ -9,22 +9,22 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ftrun import clock
-from ftrun.agent.cluster.control_loop import Brain
+from ftrun.agent.cluster.control_loop import ControlLoop
 from ftrun.agent.publish.incident_status import incidents_of, last_collectives, lateness_of, life_of
 from ftrun.agent.publish.summary_line import Activity, Protection, activity_words, next_loss_words
 from ftrun.ids import version
 from ftrun.membership.ballots import electorate
-from ftrun.membership.leader.failure_detector import Peer
-from ftrun.membership.leader.leader import Lead
+from ftrun.membership.leader.failure_detector import PeerState
+from ftrun.membership.leader.leader import Leader
 from ftrun.monitor.numerics import finite
 from ftrun.recovery.past import Gone
-from ftrun.wire.cluster.generation import Plan
-from ftrun.wire.cluster.heartbeats import Beat
+from ftrun.wire.cluster.generation import GenerationPlan
+from ftrun.wire.cluster.heartbeats import Heartbeat
 
 WARNINGS_SHOWN = 3
 
 
-def cluster_status(brain: Brain) -> dict[str, Any]:
+def cluster_status(brain: ControlLoop) -> dict[str, Any]:
     """What this agent knows of the run; the lead's is whole."""
     plan, lead = brain.plan, brain.member.lead
     known: dict[str, Any] = {
@@ -72,7 +72,7 @@ def cluster_status(brain: Brain) -> dict[str, Any]:
     }
 
 
-def _warnings(beats: Mapping[str, Beat]) -> list[str]:
+def _warnings(beats: Mapping[str, Heartbeat]) -> list[str]:
     """Of the first nodes; the others find the same, as a rule."""
     found = [
         f"node {node_id}: {beat.repeat_warning}"
@@ -85,7 +85,7 @@ def _warnings(beats: Mapping[str, Beat]) -> list[str]:
     return found
 
 
-def _witness(brain: Brain, plan: Plan | None) -> dict[str, Any] | None:
+def _witness(brain: ControlLoop, plan: GenerationPlan | None) -> dict[str, Any] | None:
     """The outside witness, as this agent reaches it; only a lead asks it all the time."""
     witness = brain.member.witness
     if not witness.is_used:
@@ -99,7 +99,7 @@ def _witness(brain: Brain, plan: Plan | None) -> dict[str, Any] | None:
     }
 
 
-def _state(brain: Brain, lead: Lead) -> str:
+def _state(brain: ControlLoop, lead: Leader) -> str:
     if lead.ending is not None:
         return "ending"
     if lead.pause.is_on:
@@ -109,7 +109,7 @@ def _state(brain: Brain, lead: Lead) -> str:
     return "stopping" if brain.oversight.is_stopping else "running"
 
 
-def _place(peer: Peer, plan: Plan | None) -> tuple[int, str]:
+def _place(peer: PeerState, plan: GenerationPlan | None) -> tuple[int, str]:
     """In the order of ranks, then those that stand by, then all others."""
     order = [card.node_id for card in plan.voters] if plan is not None else []
     node_id = peer.card.node_id
@@ -117,9 +117,9 @@ def _place(peer: Peer, plan: Plan | None) -> tuple[int, str]:
 
 
 def _node(
-    peer: Peer,
-    plan: Plan | None,
-    beats: dict[str, Beat],
+    peer: PeerState,
+    plan: GenerationPlan | None,
+    beats: dict[str, Heartbeat],
     lateness_s: Mapping[int, float],
     now_s: float,
 ) -> dict[str, Any]:
@@ -178,7 +178,9 @@ def _gone(gone: Gone, now_s: float) -> dict[str, Any]:
     }
 
 
-def _protection(brain: Brain, plan: Plan | None, beats: dict[str, Beat]) -> dict[str, Any]:
+def _protection(
+    brain: ControlLoop, plan: GenerationPlan | None, beats: dict[str, Heartbeat]
+) -> dict[str, Any]:
     committed = brain.oversight.orders.committed
     members = [] if plan is None else [beats.get(node.node_id) for node in plan.members]
     survives = min((beat.survives if beat is not None else 0 for beat in members), default=0)
@@ -193,10 +195,10 @@ def _protection(brain: Brain, plan: Plan | None, beats: dict[str, Beat]) -> dict
 
 
 def _verdict(
-    brain: Brain,
-    lead: Lead,
-    plan: Plan | None,
-    beats: dict[str, Beat],
+    brain: ControlLoop,
+    lead: Leader,
+    plan: GenerationPlan | None,
+    beats: dict[str, Heartbeat],
     has: dict[str, Any],
     now_s: float,
 ) -> str:
@@ -237,20 +239,20 @@ def _verdict(
     return text + (f"; lost: {', '.join(lost)}" if lost else "") + away
 
 
-def _living_votes(brain: Brain, lead: Lead, plan: Plan) -> int:
+def _living_votes(brain: ControlLoop, lead: Leader, plan: GenerationPlan) -> int:
     """Voters that could promise the next generation now; a restarted agent has lost its vote."""
     here = {peer.card.identity for peer in lead.known if not peer.lost}
     is_witnessed = plan.witness != 0 and brain.member.witness.is_reached
     return len(electorate(plan.voters) & here) + is_witnessed
 
 
-def _usable_spares(brain: Brain, lead: Lead, plan: Plan, now_s: float) -> int:
+def _usable_spares(brain: ControlLoop, lead: Leader, plan: GenerationPlan, now_s: float) -> int:
     """Nodes that could take a lost node's place now."""
     out = set(lead.screening.told) | brain.oversight.set_aside(now_s=now_s)
     return len(standing_by(lead.known, plan) - out)
 
 
-def standing_by(peers: Iterable[Peer], plan: Plan) -> set[str]:
+def standing_by(peers: Iterable[PeerState], plan: GenerationPlan) -> set[str]:
     """Nodes without ranks that are here.
 
     A node that has come since this generation began has no vote where its vote bears no more
@@ -267,7 +269,11 @@ def standing_by(peers: Iterable[Peer], plan: Plan) -> set[str]:
 
 
 def _activity(
-    brain: Brain, lead: Lead, plan: Plan, beats: dict[str, Beat], now_s: float
+    brain: ControlLoop,
+    lead: Leader,
+    plan: GenerationPlan,
+    beats: dict[str, Heartbeat],
+    now_s: float,
 ) -> Activity:
     incidents = brain.oversight.incidents
     incident = incidents.open if incidents.is_suspected else None
@@ -283,7 +289,7 @@ def _activity(
     )
 
 
-def _without_lead(brain: Brain) -> str:
+def _without_lead(brain: ControlLoop) -> str:
     member = brain.member
     if member.lead_card is not None:
         return f"{member.role.value} {member.lead_card.node_id}"

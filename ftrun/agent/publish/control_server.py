@@ -97,7 +97,7 @@ class ControlServer:
 
     def _tell_status(self) -> messages.AnyMessage:
         try:
-            return messages.Status(self._status())
+            return messages.StatusReply(self._status())
         except PeerError as error:
             return messages.Refused(str(error))
 
@@ -137,9 +137,9 @@ class ControlServer:
             for received in channel.receive_ready():
                 number = received.envelope.question
                 match received.body:
-                    case messages.AskStatus():
+                    case messages.StatusRequest():
                         channel.send(self._tell_status(), question=number)
-                    case messages.StopRun():
+                    case messages.StopRequest():
                         channel.send(self._stop(), question=number)
                     case fault_messages.InjectFault(order=order):
                         self._inject(channel, order, number)

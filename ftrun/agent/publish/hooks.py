@@ -25,7 +25,7 @@ from queue import Empty, Full, Queue
 from typing import Any, NoReturn
 
 from ftrun import clock
-from ftrun.agent.launch.process import Child, awaited
+from ftrun.agent.launch.process import ChildProcess, awaited
 from ftrun.config import HooksConfig
 from ftrun.journal import Journal
 
@@ -185,7 +185,7 @@ def run_command(
 def _wait(started: "subprocess.Popen[bytes]", limit_s: float) -> str:
     awaited.add(started.pid)
     started.returncode = 0  # Child reads the status, see processes.spawn
-    child = Child(started.pid, "hook", leads_group=True)
+    child = ChildProcess(started.pid, "hook", leads_group=True)
     try:
         if not child.wait(limit_s):
             child.signal_group(signal.SIGKILL)

@@ -8,7 +8,7 @@ Gives:    plain values for a JSON document; docs/operations.md describes it.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ftrun.agent.cluster.control_loop import Brain
+from ftrun.agent.cluster.control_loop import ControlLoop
 from ftrun.monitor.evidence import RankView
 from ftrun.recovery.incidents import Incident
 
@@ -16,7 +16,7 @@ SHOWN = 5
 """Closed ones, the newest first; beside the one that is open."""
 
 
-def incidents_of(brain: Brain, *, now_s: float) -> list[dict[str, Any]]:
+def incidents_of(brain: ControlLoop, *, now_s: float) -> list[dict[str, Any]]:
     """The one that is open, then the last that were closed."""
     known = brain.oversight.incidents
     closed = list(known.closed)[-SHOWN:][::-1]
@@ -27,12 +27,12 @@ def incidents_of(brain: Brain, *, now_s: float) -> list[dict[str, Any]]:
     return found
 
 
-def life_of(brain: Brain) -> str:
+def life_of(brain: ControlLoop) -> str:
     """State of the life cycle, such as `run` or `suspect`."""
     return brain.oversight.incidents.life.state.value
 
 
-def lateness_of(brain: Brain) -> Mapping[int, float]:
+def lateness_of(brain: ControlLoop) -> Mapping[int, float]:
     """How late each rank comes to the collectives of a step, in seconds; where that is known."""
     return brain.oversight.watching.slow.lateness_s
 

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 _WHEN = ("RoadsProbed", "RoadsPlan", "Generation")
 
 
-class KeptNetwork:
+class NetworkFile:
     """Of one agent."""
 
     def __init__(self, brain: Published[BrainStatus] | None, folder: Path) -> None:

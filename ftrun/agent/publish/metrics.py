@@ -1,7 +1,7 @@
 """A run's figures in Prometheus' form.
 
 Runs in:  agent, threads of the metrics server. Imported only where metrics are switched on.
-Takes in: the status of this node, what the lead knows of the others, `Figures`.
+Takes in: the status of this node, what the lead knows of the others, `RunCounters`.
 Gives:    the text of one scrape. On the node that leads: the whole run; else this node.
 
 Every name begins with ftrun_; docs/operations.md lists them, docs/grafana-dashboard.json shows
@@ -22,8 +22,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ftrun import __version__
-from ftrun.agent.publish.run_figures import Figures, cumulated
-from ftrun.recovery.lifecycle import Life
+from ftrun.agent.publish.run_figures import RunCounters, cumulated
+from ftrun.recovery.lifecycle import LifecycleState
 
 Status = Mapping[str, Any]
 
@@ -31,7 +31,7 @@ Status = Mapping[str, Any]
 class RunCollector(Collector):
     """Asks the run anew at each scrape."""
 
-    def __init__(self, status: Callable[[], Status], figures: Callable[[], Figures]) -> None:
+    def __init__(self, status: Callable[[], Status], figures: Callable[[], RunCounters]) -> None:
         self._status = status
         self._figures = figures
 
@@ -46,7 +46,7 @@ def text_of(collector: Collector) -> bytes:
     return generate_latest(registry)
 
 
-def families(status: Status, figures: Figures) -> Iterator[Metric]:
+def families(status: Status, figures: RunCounters) -> Iterator[Metric]:
     """All of them.
 
     Args:
@@ -159,7 +159,7 @@ def _snapshots(status: Status, step: int) -> Iterator[Metric]:
                       written.get("age_s"))  # fmt: skip
 
 
-def _trouble(status: Status, figures: Figures) -> Iterator[Metric]:
+def _trouble(status: Status, figures: RunCounters) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "ftrun_restarts", "Ranks were started again, by this agent.", value=figures.restarts
     )
@@ -174,7 +174,7 @@ def _trouble(status: Status, figures: Figures) -> Iterator[Metric]:
         yield from _gauge("ftrun_incident_open", "1: there is an incident now.", float(is_open))
         life = GaugeMetricFamily("ftrun_life", "1: the state that the run is in.",
                                  labels=("state",))  # fmt: skip
-        for state in Life:
+        for state in LifecycleState:
             life.add_metric((state.value,), float(state.value == status["life"]))
         yield life
     recovery = HistogramMetricFamily(

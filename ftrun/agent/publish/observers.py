@@ -2,7 +2,7 @@
 
 Runs in:  agent, main thread; what can wait for others has threads of its own.
 Takes in: the run, each turn of its loop; the lines of this node's journal.
-Gives:    `Pulse` lines, /metrics, commands and webhooks told of incidents.
+Gives:    `ProgressLog` lines, /metrics, commands and webhooks told of incidents.
 Survives: all of their failures: a run goes on as if nobody looked.
 """
 
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from ftrun.agent.loop import RunLoop
 from ftrun.agent.publish.hooks import Hooks
 from ftrun.agent.publish.incident_status import lateness_of
-from ftrun.agent.publish.kept_network import KeptNetwork
-from ftrun.agent.publish.pulse import Pulse
-from ftrun.agent.publish.run_figures import RunFigures
+from ftrun.agent.publish.kept_network import NetworkFile
+from ftrun.agent.publish.pulse import ProgressLog
+from ftrun.agent.publish.run_figures import RunMetrics
 from ftrun.agent.publish.status import StatusDesk
 
 if TYPE_CHECKING:
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ftrun")
 
 
-class Onlookers:
+class Observers:
     """All of one agent."""
 
     def __init__(self, run: RunLoop) -> None:
         self.status = StatusDesk(run)
         self._run = run
         self._node_id = run.brain.member.me.node_id
-        self._pulse = Pulse(run.journal, run.workers)
-        self._figures = RunFigures(run)
+        self._pulse = ProgressLog(run.journal, run.workers)
+        self._figures = RunMetrics(run)
         self._hooks = Hooks(
             run.spec.profile.hooks, run.journal, facts=self._facts, cwd=run.spec.cwd
         )
         brain = run.desk.brain if run.desk is not None else None
-        self._network = KeptNetwork(brain, Path(run.spec.log_folder))
+        self._network = NetworkFile(brain, Path(run.spec.log_folder))
         self._server: MetricsServer | None = None
         run.journal.watch(self._figures.take)
         run.journal.watch(self._hooks.take)

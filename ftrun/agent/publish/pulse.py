@@ -2,7 +2,7 @@
 
 Runs in:  agent, main thread, once per turn of the loop.
 Takes in: heartbeat pages and the command page.
-Gives:    `Pulse` lines, from which the report draws a run that had no incident.
+Gives:    `ProgressLog` lines, from which the report draws a run that had no incident.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.journal import Journal
 from ftrun.monitor.page_values import quantile_s
-from ftrun.wire.shared_memory.pages import Beat, Command, Page
+from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField, SharedPage
 
 EVERY_S = 10.0
 
 
-class Pulse:
+class ProgressLog:
     """Writes down one node's progress now and then."""
 
     def __init__(self, journal: Journal, workers: WorkerGroup) -> None:
@@ -46,44 +46,48 @@ class Pulse:
             p50_s=quantile_s(counts, 0.5),
             p99_s=quantile_s(counts, 0.99),
             blocked_s=round(blocked_s(pages), 6),
-            taken=most(pages, Beat.SEALED_COUNT),
-            skipped=most(pages, Beat.SKIPPED_COUNT),
-            discarded=most(pages, Beat.DISCARDED_COUNT),
+            taken=most(pages, HeartbeatField.SEALED_COUNT),
+            skipped=most(pages, HeartbeatField.SKIPPED_COUNT),
+            discarded=most(pages, HeartbeatField.DISCARDED_COUNT),
             committed=committed_in(self._workers.commands),
             loss=loss_in(pages),
             ranks=[
-                [int(place.rank), place.page.get(Beat.STEP), _rounded(lateness_s.get(place.rank))]
+                [
+                    int(place.rank),
+                    place.page.get(HeartbeatField.STEP),
+                    _rounded(lateness_s.get(place.rank)),
+                ]
                 for place in places
             ],
         )
 
 
-def step_counts(pages: Sequence[Page]) -> list[int]:
+def step_counts(pages: Sequence[SharedPage]) -> list[int]:
     """How often a step took how long, over all these ranks."""
     return [sum(counts) for counts in zip(*(page.step_times for page in pages), strict=True)]
 
 
-def most(pages: Sequence[Page], at: Beat) -> int:
+def most(pages: Sequence[SharedPage], at: HeartbeatField) -> int:
     """The largest of all ranks; they take and skip snapshots together."""
     return max((page.get(at) for page in pages), default=0)
 
 
-def blocked_s(pages: Sequence[Page]) -> float:
+def blocked_s(pages: Sequence[SharedPage]) -> float:
     """So long the ranks of this generation have stood still for snapshots."""
-    return most(pages, Beat.BLOCKED_NS) / 1e9
+    return most(pages, HeartbeatField.BLOCKED_NS) / 1e9
 
 
-def loss_in(pages: Sequence[Page]) -> float | None:
+def loss_in(pages: Sequence[SharedPage]) -> float | None:
     """As the script has reported it; of the first rank that has."""
-    return next((page.loss for page in pages if page.get(Beat.LOSS)), None)
+    return next((page.loss for page in pages if page.get(HeartbeatField.LOSS)), None)
 
 
-def committed_in(commands: Page | None) -> tuple[int, int] | None:
+def committed_in(commands: SharedPage | None) -> tuple[int, int] | None:
     """The newest committed version that the ranks of this node were told of."""
-    if commands is None or commands.get(Command.COMMITTED_GENERATION) < -1:
+    if commands is None or commands.get(CommandField.COMMITTED_GENERATION) < -1:
         return None
-    step = commands.get(Command.COMMITTED_STEP)
-    return (commands.get(Command.COMMITTED_GENERATION), step) if step >= 0 else None
+    step = commands.get(CommandField.COMMITTED_STEP)
+    return (commands.get(CommandField.COMMITTED_GENERATION), step) if step >= 0 else None
 
 
 def _rounded(seconds: float | None) -> float | None:

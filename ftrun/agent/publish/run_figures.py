@@ -16,16 +16,16 @@ from typing import Any
 from ftrun import clock
 from ftrun.agent.loop import RunLoop
 from ftrun.agent.publish.pulse import blocked_s
-from ftrun.monitor.time_book import DETECTION, PRODUCTIVE, TimeBook
+from ftrun.monitor.time_book import DETECTION, PRODUCTIVE, TimeAccounting
 from ftrun.recovery.incidents import Incident
-from ftrun.recovery.lifecycle import Life
+from ftrun.recovery.lifecycle import LifecycleState
 
 DOWNTIME_PARTS = ("total", "detection", "restart", "restore", "first_step")
 BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
 @dataclass
-class Spread:
+class DurationHistogram:
     """How long something took, each time: the counts of a histogram."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
@@ -38,28 +38,28 @@ class Spread:
 
 
 @dataclass
-class Figures:
+class RunCounters:
     """Copied whole for whoever shows them."""
 
     restarts: int = 0
     hooks_failed: int = 0
     incidents: dict[str, int] = field(default_factory=dict)
     """How many were closed, by kind of their verdict."""
-    recovery: dict[str, Spread] = field(default_factory=dict)
+    recovery: dict[str, DurationHistogram] = field(default_factory=dict)
     """Downtime of incidents: in all, and its parts."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """By class; empty on a node that does not lead."""
     goodput: float | None = None
 
 
-class RunFigures:
+class RunMetrics:
     """Collects them."""
 
     def __init__(self, run: RunLoop) -> None:
         self._run = run
         self._lock = threading.Lock()
-        self._figures = Figures()
-        self._book: TimeBook | None = None
+        self._figures = RunCounters()
+        self._book: TimeAccounting | None = None
         self._began_s: float | None = run.started_s
         """Where this agent leads from the beginning; None: that was a while ago."""
 
@@ -90,7 +90,7 @@ class RunFigures:
                 self._book = self._began_s = None
                 return
             if self._book is None:
-                self._book = TimeBook(self._began_s or now_s)
+                self._book = TimeAccounting(self._began_s or now_s)
             self._began_s = None
             incidents = brain.oversight.incidents
             pages = [place.page for place in self._run.workers.places]
@@ -102,16 +102,16 @@ class RunFigures:
                 now_s=now_s,
             )
 
-    def copy(self) -> Figures:
+    def copy(self) -> RunCounters:
         with self._lock:
             known, book = self._figures, self._book
             now_s = clock.now_s()
-            return Figures(
+            return RunCounters(
                 restarts=known.restarts,
                 hooks_failed=known.hooks_failed,
                 incidents=dict(known.incidents),
                 recovery={
-                    phase: Spread(list(spread.counts), spread.sum_s)
+                    phase: DurationHistogram(list(spread.counts), spread.sum_s)
                     for phase, spread in known.recovery.items()
                 },
                 seconds=book.counters(now_s) if book is not None else {},
@@ -121,11 +121,11 @@ class RunFigures:
     def _add_downtime(self, fields: Mapping[str, Any]) -> None:
         for phase in DOWNTIME_PARTS:
             if (took_s := fields.get(f"{phase}_s")) is not None:
-                self._figures.recovery.setdefault(phase, Spread()).add(took_s)
+                self._figures.recovery.setdefault(phase, DurationHistogram()).add(took_s)
 
 
-def _has_stepped(life: Life, incident: Incident | None) -> bool:
-    return life is Life.VERIFY and incident is not None and incident.downtime is not None
+def _has_stepped(life: LifecycleState, incident: Incident | None) -> bool:
+    return life is LifecycleState.VERIFY and incident is not None and incident.downtime is not None
 
 
 def cumulated(counts: Sequence[int]) -> list[tuple[str, float]]:

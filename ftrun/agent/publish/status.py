@@ -20,10 +20,10 @@ from ftrun.agent.publish.pulse import blocked_s, committed_in, most
 from ftrun.journal import FILE_NAME
 from ftrun.monitor.numerics import finite
 from ftrun.monitor.page_values import quantile_s
-from ftrun.recovery.supervisor import STOPPING, State
+from ftrun.recovery.supervisor import STOPPING, SupervisorState
 from ftrun.urls import without_password
 from ftrun.wire.shared_memory.arena import SlotState, read_shape, read_slot_headers
-from ftrun.wire.shared_memory.pages import Beat, Command, Page
+from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField, SharedPage
 
 STALE_S = 2.0
 """The summary line names the age of a status that is older."""
@@ -173,9 +173,9 @@ def _state(run: RunLoop, brain: BrainStatus) -> str:
     state = brain.state
     if state in STOPPING:
         return "stopping"
-    if state is State.RUNNING:
+    if state is SupervisorState.RUNNING:
         return "running"
-    if state is State.ENDED:
+    if state is SupervisorState.ENDED:
         return "ending"
     return "restarting" if run.generations.restarts or run.smp.was_adopted else "starting"
 
@@ -214,17 +214,17 @@ def _ranks(run: RunLoop, lateness_s: Mapping[int, float], now_s: float) -> list[
     calls = last_collectives(run.eyes.views)
     for handle in run.workers.handles:
         page = handle.place.page
-        beat_ns = page.get(Beat.BEAT_NS)
+        beat_ns = page.get(HeartbeatField.BEAT_NS)
         times = page.step_times
         found.append(
             {
                 "rank": handle.place.rank,
                 "pid": handle.pid,
                 "state": handle.state,
-                "step": page.get(Beat.STEP) if beat_ns else None,
+                "step": page.get(HeartbeatField.STEP) if beat_ns else None,
                 "beat_age_s": now_s - beat_ns / 1e9 if beat_ns else None,
                 "phase": page.phase,
-                "loss": finite(page.loss) if page.get(Beat.LOSS) else None,
+                "loss": finite(page.loss) if page.get(HeartbeatField.LOSS) else None,
                 "start": handle.start,
                 "step_p50_s": quantile_s(times, 0.5) or None,
                 "step_p99_s": quantile_s(times, 0.99) or None,
@@ -239,13 +239,13 @@ def _snapshots(run: RunLoop, now_s: float) -> dict[str, Any]:
     pages = [place.page for place in run.workers.places]
     commands = run.workers.commands
     committed = committed_in(commands)
-    lost = [page.note for page in pages if page.get(Beat.UNPROTECTED)]
+    lost = [page.note for page in pages if page.get(HeartbeatField.UNPROTECTED)]
     notes = [*lost, *(page.note for page in pages if page.note)]
-    attached = any(page.get(Beat.ATTACHED) for page in pages)
+    attached = any(page.get(HeartbeatField.ATTACHED) for page in pages)
     why = run.caretaker.smp_given_up or (lost[0] if lost else "")
     # ftrun.dcp takes snapshots without it.
     is_bare = not attached and committed is None
-    if is_bare and not why and any(page.get(Beat.BEAT_NS) for page in pages):
+    if is_bare and not why and any(page.get(HeartbeatField.BEAT_NS) for page in pages):
         why = "the script does not call ftrun.attach"
     return {
         "protected": committed is not None and not why,
@@ -254,24 +254,24 @@ def _snapshots(run: RunLoop, now_s: float) -> dict[str, Any]:
         "step": committed[1] if committed else None,
         "generation": committed[0] if committed else None,
         "age_s": _age_s(run, committed, now_s) if committed else None,
-        "bytes_per_rank": most(pages, Beat.IMAGE_BYTES),
+        "bytes_per_rank": most(pages, HeartbeatField.IMAGE_BYTES),
         "memory_bytes": _memory_bytes(run) + _for_others_bytes(run),
         "for_others_bytes": _for_others_bytes(run),
-        "taken": most(pages, Beat.SEALED_COUNT),
-        "skipped": most(pages, Beat.SKIPPED_COUNT),
-        "discarded": most(pages, Beat.DISCARDED_COUNT),
+        "taken": most(pages, HeartbeatField.SEALED_COUNT),
+        "skipped": most(pages, HeartbeatField.SKIPPED_COUNT),
+        "discarded": most(pages, HeartbeatField.DISCARDED_COUNT),
         "blocked_s": blocked_s(pages),
-        "every": _every(run, commands, furthest=most(pages, Beat.STEP)),
+        "every": _every(run, commands, furthest=most(pages, HeartbeatField.STEP)),
     }
 
 
-def _every(run: RunLoop, commands: Page | None, *, furthest: int) -> int:
+def _every(run: RunLoop, commands: SharedPage | None, *, furthest: int) -> int:
     """Steps between two snapshots now; 0: another interval is announced, and not yet begun."""
     every = run.spec.profile.snapshot.every
     if isinstance(every, int):
         return every
-    announced = commands.get(Command.SNAPSHOT_EVERY) if commands else 0
-    if commands and announced > 0 and furthest <= commands.get(Command.EVERY_FROM_STEP):
+    announced = commands.get(CommandField.SNAPSHOT_EVERY) if commands else 0
+    if commands and announced > 0 and furthest <= commands.get(CommandField.EVERY_FROM_STEP):
         return 0
     return max(1, announced)
 

@@ -7,13 +7,13 @@ Gives:    bytes for the SMP and for the stub, which keep them and do not look in
 
 import msgspec
 
-from ftrun.wire.cluster.generation import Plan
+from ftrun.wire.cluster.generation import GenerationPlan
 
 
-class KeptState(msgspec.Struct, frozen=True):
+class PersistedAgentState(msgspec.Struct, frozen=True):
     """The end of one agent's knowledge."""
 
-    plan: Plan | None = None
+    plan: GenerationPlan | None = None
     took_effect: bool = False
     """The plan is known to have; else it may have."""
 
@@ -21,7 +21,7 @@ class KeptState(msgspec.Struct, frozen=True):
         return msgspec.json.encode(self)
 
 
-def newer(one: KeptState, other: KeptState) -> KeptState:
+def newer(one: PersistedAgentState, other: PersistedAgentState) -> PersistedAgentState:
     """Of what the SMP and what the stub has kept: one of them may have missed the last word."""
     plan_of = (one.plan, other.plan)
     ages = [(plan.edition if plan is not None else (-1, 0)) for plan in plan_of]
@@ -29,11 +29,11 @@ def newer(one: KeptState, other: KeptState) -> KeptState:
     return one if is_first else other
 
 
-def decode_state(data: bytes) -> KeptState:
+def decode_state(data: bytes) -> PersistedAgentState:
     """The state again; nothing known where there is none, or where another version wrote it."""
     if not data:
-        return KeptState()
+        return PersistedAgentState()
     try:
-        return msgspec.json.decode(data, type=KeptState)
+        return msgspec.json.decode(data, type=PersistedAgentState)
     except msgspec.MsgspecError:
-        return KeptState()
+        return PersistedAgentState()

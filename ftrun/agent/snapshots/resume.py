@@ -18,7 +18,7 @@ from ftrun.wire.messages.checkpoint import INDEX_NAME
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CheckpointSource:
     """A directory of checkpoints, or its URL, and which of them count."""
 
     directory: str
@@ -36,7 +36,7 @@ class Source:
         return f"no checkpoint in {where} yet"
 
 
-def sources_of(spec: RunSpec, life: str, *, has_committed: bool) -> list[Source]:
+def sources_of(spec: RunSpec, life: str, *, has_committed: bool) -> list[CheckpointSource]:
     """Where to look, in order.
 
     Args:
@@ -47,20 +47,20 @@ def sources_of(spec: RunSpec, life: str, *, has_committed: bool) -> list[Source]
     """
     directory, path = spec.checkpoint_directory, spec.resume_path
     is_auto = spec.profile.checkpoint.resume == "auto"
-    found = [Source(directory, life="" if is_auto else life)] if directory else []
+    found = [CheckpointSource(directory, life="" if is_auto else life)] if directory else []
     if path is not None and (directory or not has_committed):
         found.append(_named(path))
     return found
 
 
-def _named(path: str) -> Source:
+def _named(path: str) -> CheckpointSource:
     """One checkpoint, or a directory of them. A URL says by its last part which of the two."""
     if is_url(path):
         directory, _, name = path.rstrip("/").rpartition("/")
         is_one = name == "latest" or name.startswith("step-")
-        return Source(directory, only=name) if is_one else Source(path)
+        return CheckpointSource(directory, only=name) if is_one else CheckpointSource(path)
     real = os.path.realpath(path)  # DIR/latest is a link
     if os.path.exists(os.path.join(real, INDEX_NAME)):
         directory, name = os.path.split(real)
-        return Source(directory, only=name)
-    return Source(real)
+        return CheckpointSource(directory, only=name)
+    return CheckpointSource(real)

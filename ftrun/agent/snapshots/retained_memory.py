@@ -16,7 +16,7 @@ from ftrun.wire.messages.protected import ShardOffer
 from ftrun.wire.shared_memory.arena import SlotState, read_shape, read_slot_headers, void_slots
 
 
-class HeldMemory:
+class RetainedMemory:
     """Descriptors, all of them ours to close."""
 
     def __init__(self) -> None:

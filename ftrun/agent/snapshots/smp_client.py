@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ftrun import clock
-from ftrun.agent.launch.process import Child, python_command, spawn
-from ftrun.agent.snapshots.retained_memory import HeldMemory
+from ftrun.agent.launch.process import ChildProcess, python_command, spawn
+from ftrun.agent.snapshots.retained_memory import RetainedMemory
 from ftrun.config import CheckpointConfig
 from ftrun.errors import FtrunError, PeerError, PeerLost, PeerTimeout
 from ftrun.ids import Rank, Version, version
@@ -23,7 +23,7 @@ from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
 from ftrun.wire.run_environment import RunFolder
-from ftrun.wire.transport.channel import Channel, Received, connect
+from ftrun.wire.transport.channel import Channel, ReceivedMessage, connect
 from ftrun.wire.transport.secret import Secret
 
 START_WAIT_S = 20.0
@@ -34,12 +34,12 @@ END_WAIT_S = 5.0
 
 
 @dataclass
-class SmpLink:
+class AgentSmpClient:
     """One SMP at a time, and the memory of all of them."""
 
     folder: RunFolder
     orphan_s: float
-    child: Child | None = None
+    child: ChildProcess | None = None
     """None also where the SMP was found alive: then it is the stub's child, not ours."""
     channel: Channel | None = None
     committed: Version | None = None
@@ -51,7 +51,7 @@ class SmpLink:
     """The memory comes from an earlier `ftrun` of this run."""
     refused: str = ""
     """Why the last checkpoint could not be written."""
-    memory: HeldMemory = field(default_factory=HeldMemory)
+    memory: RetainedMemory = field(default_factory=RetainedMemory)
     ready_version: Version | None = None
     """The newest version that this node holds and its group protects, in this generation."""
     survives: int = 0
@@ -76,7 +76,7 @@ class SmpLink:
     writing: bool = False
 
     @property
-    def children(self) -> list[Child]:
+    def children(self) -> list[ChildProcess]:
         return [self.child] if self.child is not None else []
 
     def find(self) -> bytes | None:
@@ -86,10 +86,10 @@ class SmpLink:
         """
         try:
             self.channel = self._connect(1.0)
-            handed = self.channel.ask(smp_messages.HandOver(), deadline_s=self.answer_wait_s)
+            handed = self.channel.ask(smp_messages.HandOverMemory(), deadline_s=self.answer_wait_s)
         except PeerError:
             return None
-        if not isinstance(handed.body, smp_messages.HandedOver):
+        if not isinstance(handed.body, smp_messages.MemoryHandedOver):
             return None
         arenas = handed.fds[: len(handed.body.ranks)]
         for rank, fd in zip(handed.body.ranks, arenas, strict=True):
@@ -136,7 +136,7 @@ class SmpLink:
         if self.memory.held or self.memory.vaults:
             self._hand_over()
         if self._run_state:
-            self._ask(smp_messages.KeepRunState(self._run_state))
+            self._ask(smp_messages.PersistRunState(self._run_state))
 
     def complete(self, fds: list[int]) -> None:
         """Bring the SMP that was found what its own agent did not live to bring it.
@@ -158,7 +158,7 @@ class SmpLink:
 
     def _hand_over(self) -> None:
         memory = self.memory
-        body = smp_messages.Adopt([rank for rank, _ in memory.held], sorted(memory.vaults))
+        body = smp_messages.AdoptMemory([rank for rank, _ in memory.held], sorted(memory.vaults))
         self._ask(body, fds=(*(fd for _, fd in memory.held), *memory.vault_fds))
 
     def listen_for_peers(self, host: str, secret: Secret | None, others: Sequence[str] = ()) -> int:
@@ -209,7 +209,7 @@ class SmpLink:
         """
         if self.channel is not None:
             with suppress(PeerError):
-                answer = self._ask(smp_messages.TakeInventory(stand_still=True)).body
+                answer = self._ask(smp_messages.InventoryRequest(stand_still=True)).body
                 if isinstance(answer, smp_messages.Inventory):
                     return answer
         return smp_messages.Inventory(self.memory.offers())
@@ -217,7 +217,7 @@ class SmpLink:
     def keep_run_state(self, state: bytes) -> None:
         self._run_state = state
         if self.channel is not None:
-            self._ask(smp_messages.KeepRunState(state))
+            self._ask(smp_messages.PersistRunState(state))
 
     @property
     def whole_versions(self) -> list[Version]:
@@ -270,7 +270,7 @@ class SmpLink:
         """Wait for the checkpoint that is being written, so long at most; whether it is over."""
         give_up_s = clock.now_s() + limit_s
         if self.writing and self.channel is not None:
-            self.channel.send(checkpoint_messages.HurryCheckpoint())
+            self.channel.send(checkpoint_messages.ExpediteCheckpoint())
         while self.writing and self.channel is not None:
             if is_cancelled() or clock.now_s() > give_up_s:
                 self.refused = "it was not done in time; the one before stays"
@@ -346,7 +346,7 @@ class SmpLink:
         *,
         fds: tuple[int, ...] = (),
         deadline_s: float = 0.0,
-    ) -> Received:
+    ) -> ReceivedMessage:
         """Ask, and take in whatever the SMP says unasked before its answer.
 
         Args:
@@ -368,7 +368,7 @@ class SmpLink:
                 return received
             self._take(received)
 
-    def _take(self, received: Received) -> None:
+    def _take(self, received: ReceivedMessage) -> None:
         """Deal with what was not asked for, or not any more."""
         body = received.body
         if received.envelope.question:
@@ -390,16 +390,16 @@ class SmpLink:
                 self.last_part = None  # of a newer version that not all nodes hold
                 self.num_checkpoints += 1
                 self.last_checkpoint_s = clock.now_s()
-            case checkpoint_messages.CheckpointRefused():
+            case checkpoint_messages.CheckpointFailed():
                 self.refused, self.writing = body.why, False
             case _:
                 self._take_of_protection(received)
 
-    def _take_of_protection(self, received: Received) -> None:
+    def _take_of_protection(self, received: ReceivedMessage) -> None:
         """The same for what the SMP says of other nodes."""
         body = received.body
         match body:
-            case smp_messages.VaultMade():
+            case smp_messages.ParityRegionCreated():
                 self.memory.keep_vault(body.slot, *received.fds)
             case smp_messages.VaultFreed():
                 self.memory.drop_vault(body.slot)

@@ -9,8 +9,8 @@ repeat this node would wait for good for a commit that the other nodes have seen
 """
 
 from ftrun.ids import Version, version
-from ftrun.recovery.commands import Abandon, Commit
-from ftrun.wire.shared_memory.pages import Command, Page
+from ftrun.recovery.commands import AbandonStep, CommitSnapshot
+from ftrun.wire.shared_memory.pages import CommandField, SharedPage
 
 REPEAT_S = 1.0
 
@@ -24,26 +24,30 @@ class StandingOrders:
         self._abandoned_step = -1
         self._due_s = 0.0
 
-    def keep(self, order: Commit | Abandon, generation: int, *, now_s: float) -> None:
+    def keep(self, order: CommitSnapshot | AbandonStep, generation: int, *, now_s: float) -> None:
         """It was sent to the SMP now."""
         if generation != self._generation:
             self._generation, self._committed, self._abandoned_step = generation, None, -1
-        if isinstance(order, Commit):
+        if isinstance(order, CommitSnapshot):
             self._committed = order.version
         else:
             self._abandoned_step = order.step
         self._due_s = now_s + REPEAT_S
 
-    def unheard(self, page: Page, generation: int, *, now_s: float) -> list[Commit | Abandon]:
+    def unheard(
+        self, page: SharedPage, generation: int, *, now_s: float
+    ) -> list[CommitSnapshot | AbandonStep]:
         """What the SMP of this generation has not carried out, at most every `REPEAT_S`."""
         if now_s < self._due_s or generation != self._generation:
             return []
         self._due_s = now_s + REPEAT_S
-        found: list[Commit | Abandon] = []
-        shown = version(page.get(Command.COMMITTED_GENERATION), page.get(Command.COMMITTED_STEP))
-        is_current = page.get(Command.COMMITTED_IN) >= generation
+        found: list[CommitSnapshot | AbandonStep] = []
+        shown = version(
+            page.get(CommandField.COMMITTED_GENERATION), page.get(CommandField.COMMITTED_STEP)
+        )
+        is_current = page.get(CommandField.COMMITTED_IN) >= generation
         if self._committed is not None and not (is_current and shown >= self._committed):
-            found.append(Commit(self._committed))
-        if page.get(Command.ABANDONED_STEP) < self._abandoned_step:
-            found.append(Abandon(self._abandoned_step))
+            found.append(CommitSnapshot(self._committed))
+        if page.get(CommandField.ABANDONED_STEP) < self._abandoned_step:
+            found.append(AbandonStep(self._abandoned_step))
         return found

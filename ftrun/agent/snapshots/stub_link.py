@@ -14,11 +14,11 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ftrun.agent.snapshots.kept_state import KeptState, decode_state
+from ftrun.agent.snapshots.kept_state import PersistedAgentState, decode_state
 from ftrun.wire.messages.agent_start import AGENT_LOST_S, KEPT_FDS, STUB_SOCKET, decode_numbers
 
 
-class StubLink:
+class StubClient:
     """One end of the socket between stub and agent; does nothing where there is no stub."""
 
     def __init__(self) -> None:
@@ -26,9 +26,9 @@ class StubLink:
         self._socket = socket.socket(fileno=int(number)) if number else None
         if self._socket is not None:
             self._socket.set_inheritable(False)
-        self._sent: tuple[tuple[int, ...], KeptState | None] = ((), None)
+        self._sent: tuple[tuple[int, ...], PersistedAgentState | None] = ((), None)
 
-    def keep(self, fds: Sequence[int], state: KeptState) -> None:
+    def keep(self, fds: Sequence[int], state: PersistedAgentState) -> None:
         """Have the stub hold duplicates of exactly these descriptors, and this state."""
         now = (tuple(fds), state)
         if self._socket is None or (now[0] == self._sent[0] and state is self._sent[1]):
@@ -47,11 +47,11 @@ def last_agent_ended_s() -> float | None:
     return float(os.environ.pop(AGENT_LOST_S, "0")) or None
 
 
-def kept() -> tuple[list[int], KeptState]:
+def kept() -> tuple[list[int], PersistedAgentState]:
     """What the stub has kept from the last agent: descriptors, now ours, and state."""
     numbers = decode_numbers(os.environ.pop(KEPT_FDS, ""))
     if not numbers:
-        return [], KeptState()
+        return [], PersistedAgentState()
     first, *fds = numbers
     for fd in fds:
         os.set_inheritable(fd, False)

@@ -11,26 +11,26 @@ Rule: SMPs name themselves by a digest of their group with its places. So a plac
 
 from collections.abc import Mapping
 
-from ftrun.agent.snapshots.resume import Source
-from ftrun.agent.snapshots.smp_client import SmpLink
+from ftrun.agent.snapshots.resume import CheckpointSource
+from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.config import RunSpec
 from ftrun.ids import Rank, Version
 from ftrun.network.detect.rails import match_rails
 from ftrun.snapshot.load_shares import ranks_at
 from ftrun.wire.checkpoint_owner import CheckpointClaim
-from ftrun.wire.cluster.generation import NodeCard, Plan
+from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
 from ftrun.wire.cluster.rails import Rail
 from ftrun.wire.messages.checkpoint import LoadCheckpoint
-from ftrun.wire.messages.protected import NodePlace, OldGroup
+from ftrun.wire.messages.protected import NodeAddress, PreviousGroup
 from ftrun.wire.messages.smp import BeginGeneration
 
 
 def begin_generation(
-    plan: Plan,
+    plan: GenerationPlan,
     node_id: str,
     spec: RunSpec,
     restored: Version | None,
-    smp: SmpLink,
+    smp: AgentSmpClient,
     *,
     old_world_size: int,
 ) -> BeginGeneration:
@@ -69,7 +69,7 @@ def begin_generation(
     )
 
 
-def claim_of(plan: Plan, node_id: str, spec: RunSpec) -> CheckpointClaim | None:
+def claim_of(plan: GenerationPlan, node_id: str, spec: RunSpec) -> CheckpointClaim | None:
     """On the node of rank 0: what it claims the run's directory of checkpoints with."""
     node, directory = plan.member(node_id), spec.checkpoint_directory
     if directory is None or node is None or 0 not in node.ranks:
@@ -79,7 +79,11 @@ def claim_of(plan: Plan, node_id: str, spec: RunSpec) -> CheckpointClaim | None:
 
 
 def load_order(
-    plan: Plan, node_id: str, source: Source, smp: SmpLink, claim: CheckpointClaim | None
+    plan: GenerationPlan,
+    node_id: str,
+    source: CheckpointSource,
+    smp: AgentSmpClient,
+    claim: CheckpointClaim | None,
 ) -> LoadCheckpoint:
     """What the SMP of this node is to load, together with those of the other members.
 
@@ -110,22 +114,22 @@ def load_order(
 class _Places:
     """Where the SMPs of a plan's nodes are."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: GenerationPlan) -> None:
         self.plan = plan
         wanted = plan.roads.snapshot_rail if plan.roads is not None else ""
         of_nodes = {card.node_id: card.rails for card in plan.voters} if wanted else {}
         self._first: Mapping[str, Rail] = match_rails(of_nodes).get(wanted, {})
 
-    def of(self, node_id: str, ranks: list[int] | None = None) -> NodePlace:
+    def of(self, node_id: str, ranks: list[int] | None = None) -> NodeAddress:
         """Where a node's SMP is now; a port of 0 where the node is not here."""
         card = self.plan.card(node_id)
         if card is None:
-            return NodePlace(node_id, 0, "", 0, ranks or [])
+            return NodeAddress(node_id, 0, "", 0, ranks or [])
         held = ranks if ranks is not None else _ranks(self.plan, card)
         port = self.plan.smp_ports.get(node_id, 0)
         rails = self._rails(card)
         host = rails[0].host if rails else card.host
-        return NodePlace(node_id, card.incarnation, host, port, held, rails)
+        return NodeAddress(node_id, card.incarnation, host, port, held, rails)
 
     def _rails(self, card: NodeCard) -> list[Rail]:
         """The one for snapshots first, then that of the node's address, then the others."""
@@ -136,8 +140,12 @@ class _Places:
 
 
 def _sources(
-    places: _Places, ranks: list[int], restored: Version | None, smp: SmpLink, old_world_size: int
-) -> list[OldGroup]:
+    places: _Places,
+    ranks: list[int],
+    restored: Version | None,
+    smp: AgentSmpClient,
+    old_world_size: int,
+) -> list[PreviousGroup]:
     """The groups that held those of our ranks whose restored version is not in our memory."""
     plan = places.plan
     if restored is None:
@@ -154,14 +162,14 @@ def _sources(
     ]
 
 
-def _loaders(places: _Places, old_world_size: int) -> list[OldGroup]:
+def _loaders(places: _Places, old_world_size: int) -> list[PreviousGroup]:
     """The nodes that have loaded a checkpoint of another number of ranks, a part each."""
     plan = places.plan
     count = len(plan.members)
     if not old_world_size or count < 2:
         return []
     return [
-        OldGroup(
+        PreviousGroup(
             [
                 places.of(node.node_id, list(ranks_at(at, count, old_world_size)))
                 for at, node in enumerate(plan.members)
@@ -172,7 +180,7 @@ def _loaders(places: _Places, old_world_size: int) -> list[OldGroup]:
     ]
 
 
-def _readable(places: _Places, ranks: list[int], restored: Version | None) -> list[OldGroup]:
+def _readable(places: _Places, ranks: list[int], restored: Version | None) -> list[PreviousGroup]:
     """Who holds what any rank has saved of the restored version, or has it from now on.
 
     The nodes of this generation come first: each gets or has loaded the shards of its own ranks,
@@ -181,14 +189,14 @@ def _readable(places: _Places, ranks: list[int], restored: Version | None) -> li
     plan = places.plan
     if restored is None or not ranks or plan.is_resized or len(plan.members) < 2:
         return []
-    members = OldGroup([places.of(node.node_id) for node in plan.members], 0, -1)
+    members = PreviousGroup([places.of(node.node_id) for node in plan.members], 0, -1)
     return [members, *(_old_groups(places) if restored.generation >= 0 else [])]
 
 
-def _old_groups(places: _Places) -> list[OldGroup]:
+def _old_groups(places: _Places) -> list[PreviousGroup]:
     """The groups that held the restored version."""
     return [
-        OldGroup(
+        PreviousGroup(
             nodes=[
                 places.of(one, held)
                 for one, held in zip(source.node_ids, source.ranks, strict=True)
@@ -200,6 +208,6 @@ def _old_groups(places: _Places) -> list[OldGroup]:
     ]
 
 
-def _ranks(plan: Plan, card: NodeCard) -> list[int]:
+def _ranks(plan: GenerationPlan, card: NodeCard) -> list[int]:
     node = plan.member(card.node_id)
     return list(node.ranks) if node is not None else []

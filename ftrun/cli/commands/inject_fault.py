@@ -7,13 +7,13 @@ import json
 import os
 from collections.abc import Sequence
 
-from ftrun.cli.runs import Life, choose
+from ftrun.cli.runs import RunLiveness, choose
 from ftrun.cli.screen import terminal as render
 from ftrun.errors import ExitCode, FaultRefused, FtrunError, ProtocolError, UsageError
 from ftrun.wire.fault_catalog import FAULTS, TARGETS, FaultKind
 from ftrun.wire.fault_orders import duration_s, make_cancel, make_order
 from ftrun.wire.messages.envelope import Refused
-from ftrun.wire.messages.faults import FaultOrder, FaultTaken, InjectFault
+from ftrun.wire.messages.faults import FaultAccepted, FaultOrder, InjectFault
 
 _ANSWER_S = 40.0
 """The agent itself waits for another node, and for what brings the fault about."""
@@ -73,7 +73,7 @@ def inject_fault(order: FaultOrder, run_id: str | None, *, as_json: bool) -> int
     """
     command = f"inject-fault {order.kind or f'--cancel {order.cancels}'}"
     run = choose(run_id, command=command)
-    if run.life is not Life.RUNNING:
+    if run.life is not RunLiveness.RUNNING:
         raise FtrunError(f"run {run.name} is {run.life.value}: it has nobody who takes orders")
     channel = run.to_agent()
     try:
@@ -82,7 +82,7 @@ def inject_fault(order: FaultOrder, run_id: str | None, *, as_json: bool) -> int
         channel.close()
     if isinstance(body, Refused):
         raise FaultRefused(body.why)
-    if not isinstance(body, FaultTaken):
+    if not isinstance(body, FaultAccepted):
         raise ProtocolError(f"the agent answered with a {type(body).__name__}")
     if as_json:
         render.write_plain(json.dumps({"id": body.id, "node": body.node, "how": body.how}))
@@ -91,7 +91,7 @@ def inject_fault(order: FaultOrder, run_id: str | None, *, as_json: bool) -> int
     return ExitCode.DONE
 
 
-def _taken(order: FaultOrder, taken: FaultTaken) -> str:
+def _taken(order: FaultOrder, taken: FaultAccepted) -> str:
     if order.cancels:
         return f"{order.cancels} on node {taken.node}: {taken.how}"
     whom = f"rank {order.rank}" if order.rank >= 0 else f"node {taken.node}"

@@ -15,9 +15,9 @@ from typing import Any
 
 from ftrun import clock
 from ftrun.cli.commands.status import document_of
-from ftrun.cli.runs import FoundRun, Life, choose, look_at
-from ftrun.cli.screen.status_page import Styled, page
-from ftrun.cli.screen.terminal import LiveScreen, write_plain
+from ftrun.cli.runs import FoundRun, RunLiveness, choose, look_at
+from ftrun.cli.screen.status_page import StyledLine, page
+from ftrun.cli.screen.terminal import LiveTerminal, write_plain
 from ftrun.errors import ExitCode, FtrunError, UsageError
 
 MIN_EVERY_S, MAX_EVERY_S = 0.1, 3600.0
@@ -53,15 +53,15 @@ class _Looks:
         self._run = run
         self._before: tuple[float, int] | None = None
 
-    def next(self, width: int, height: int) -> list[Styled] | None:
+    def next(self, width: int, height: int) -> list[StyledLine] | None:
         """The page now; None: the run is over."""
         run = look_at(self._run.folder)
-        if run.life is Life.GONE:
+        if run.life is RunLiveness.GONE:
             return None
         try:
             document = document_of(run)
         except (FtrunError, OSError) as error:
-            if look_at(self._run.folder).life is Life.GONE:
+            if look_at(self._run.folder).life is RunLiveness.GONE:
                 return None
             document = {"run_id": run.run_id, "verdict": f"no answer: {error}", "state": "starting"}
         if "uptime_s" in document:  # an agent has said it
@@ -85,7 +85,7 @@ class _Looks:
 
 def _on_terminal(run: FoundRun, every_s: float) -> str:
     looks = _Looks(run)
-    with LiveScreen() as screen:
+    with LiveTerminal() as screen:
         signal.signal(signal.SIGTSTP, lambda _number, _frame: _step_aside(screen))
         while (lines := looks.next(*screen.size)) is not None:
             screen.show(lines)
@@ -106,7 +106,7 @@ def _plain(run: FoundRun, every_s: float) -> str:
     return f"it is over. Last seen: {looks.verdict}"
 
 
-def _step_aside(screen: LiveScreen) -> None:
+def _step_aside(screen: LiveTerminal) -> None:
     """^Z: the shell gets its terminal as it was, and we get ours anew."""
     screen.pause()
     os.kill(os.getpid(), signal.SIGSTOP)

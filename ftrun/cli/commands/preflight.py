@@ -17,9 +17,9 @@ from ftrun.cli.launch.profiles import resolve
 from ftrun.cli.screen import terminal as render
 from ftrun.errors import FtrunError
 from ftrun.monitor.node_fitness import (
-    Figures,
-    Fitness,
     Floors,
+    NodeFitness,
+    NodeMeasurements,
     judge,
     rate_in_words,
     size_in_words,
@@ -60,12 +60,12 @@ def check(profile: str | None, *, as_json: bool) -> int:
     return 0 if found.is_fit else 1
 
 
-def _measure(limit_s: float) -> Figures:
+def _measure(limit_s: float) -> NodeMeasurements:
     safe_path = ["-P"] if sys.flags.safe_path else []
     command = [sys.executable, *safe_path, "-m", "ftrun.agent.observe.preflight", os.getcwd()]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, timeout=limit_s, check=True)
-        return msgspec.json.decode(done.stdout, type=Figures)
+        return msgspec.json.decode(done.stdout, type=NodeMeasurements)
     except subprocess.TimeoutExpired as error:
         raise FtrunError(
             f"the check was not done within {limit_s:g} s: a disk or a driver hangs, or the "
@@ -86,7 +86,7 @@ def _spy_fault(limit_s: float) -> str:
     return "py-spy has not answered"
 
 
-def _rows(has: Figures, least: Floors) -> list[tuple[str, str]]:
+def _rows(has: NodeMeasurements, least: Floors) -> list[tuple[str, str]]:
     return [
         ("memory copied", _rate(has.memory_bytes_per_s, least.min_memory_gb_s * 1e9)),
         ("loopback", _rate(has.loopback_bytes_per_s, least.min_loopback_mb_s * 1e6)),
@@ -113,7 +113,7 @@ def _count(count: int, least: int) -> str:
     return "no limit" if count < 0 else f"{count:,}, at least {least:,}"
 
 
-def _verdict(found: Fitness) -> list[str]:
+def _verdict(found: NodeFitness) -> list[str]:
     lines = [f"WARNING: {one}" for one in found.warnings]
     lines += [f"NOT FIT: {one}" for one in found.problems]
     if found.is_fit:

@@ -6,7 +6,7 @@ Runs in: cli.
 import os
 
 from ftrun.cli.launch.profiles import (
-    Resolved,
+    ResolvedProfile,
     about_key,
     find_profile,
     known_keys,
@@ -44,7 +44,7 @@ def show_profile(name: str, *, with_origin: bool) -> None:
     render.show_profile(_rows(resolved, with_origin=with_origin))
 
 
-def _rows(resolved: Resolved, *, with_origin: bool) -> list[tuple[str, str, str, str]]:
+def _rows(resolved: ResolvedProfile, *, with_origin: bool) -> list[tuple[str, str, str, str]]:
     rows = []
     for section, key in known_keys():
         part = getattr(resolved.profile, section)

@@ -6,10 +6,10 @@ Runs in: cli.
 import json
 from typing import Any
 
-from ftrun.cli.runs import FoundRun, Life, choose
+from ftrun.cli.runs import FoundRun, RunLiveness, choose
 from ftrun.cli.screen import terminal as render
 from ftrun.errors import ExitCode, PeerError, ProtocolError
-from ftrun.wire.messages.envelope import AskStatus, Refused, Status
+from ftrun.wire.messages.envelope import Refused, StatusReply, StatusRequest
 from ftrun.wire.transport.channel import Channel
 
 _ANSWER_S = 10.0
@@ -32,13 +32,13 @@ def status(run_id: str | None, *, as_json: bool) -> int:
 
 
 def document_of(run: FoundRun) -> dict[str, Any]:
-    if run.life is Life.RUNNING:
+    if run.life is RunLiveness.RUNNING:
         try:
             return _ask(run.to_agent())
         except PeerError:
             if run.folder.agent_socket.exists():
                 raise
-    if run.life is Life.ORPHANED:
+    if run.life is RunLiveness.ORPHANED:
         return _orphan(run)
     return _between_agents(run)
 
@@ -102,11 +102,11 @@ def _held_by_smp(
 
 def _ask(channel: Channel) -> dict[str, Any]:
     try:
-        body = channel.ask(AskStatus(), deadline_s=_ANSWER_S).body
+        body = channel.ask(StatusRequest(), deadline_s=_ANSWER_S).body
     finally:
         channel.close()
     match body:
-        case Status(document=document):
+        case StatusReply(document=document):
             found: dict[str, Any] = json.loads(document)
             return found
         case Refused(why=why):

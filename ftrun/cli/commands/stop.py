@@ -8,11 +8,11 @@ import json
 import os
 
 from ftrun import clock, process_tree
-from ftrun.cli.runs import FoundRun, Life, choose, look_at, sweep
+from ftrun.cli.runs import FoundRun, RunLiveness, choose, look_at, sweep
 from ftrun.cli.screen import terminal as render
 from ftrun.cli.stub import answers, shut_down_smp
 from ftrun.errors import ExitCode, FtrunError, PeerTimeout, ProtocolError
-from ftrun.wire.messages.envelope import Done, Refused, StopRun
+from ftrun.wire.messages.envelope import Done, Refused, StopRequest
 
 _ANSWER_S = 10.0
 _SPARE_S = 20.0
@@ -32,7 +32,7 @@ def stop(run_id: str | None) -> int:
     """
     sweep()
     run = choose(run_id, command="stop")
-    if run.life is Life.ORPHANED:
+    if run.life is RunLiveness.ORPHANED:
         _free_orphan(run)
         render.write_plain(
             f"run {run.name}: the processes of the lost run have ended, and its memory is free"
@@ -46,14 +46,14 @@ def stop(run_id: str | None) -> int:
 
 
 def _ask_agent(run: FoundRun, give_up_s: float) -> None:
-    while look_at(run.folder).life is Life.STARTING:  # between two agents
+    while look_at(run.folder).life is RunLiveness.STARTING:  # between two agents
         _check_time(run, give_up_s)
         clock.sleep(_LOOK_AGAIN_S)
-    if look_at(run.folder).life is not Life.RUNNING:
+    if look_at(run.folder).life is not RunLiveness.RUNNING:
         return
     channel = run.to_agent()
     try:
-        body = channel.ask(StopRun(), deadline_s=_ANSWER_S).body
+        body = channel.ask(StopRequest(), deadline_s=_ANSWER_S).body
     finally:
         channel.close()
     if isinstance(body, Refused):

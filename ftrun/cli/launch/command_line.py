@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ftrun.cli.launch.torchrun_flags import TORCHRUN_FLAGS, Flag
+from ftrun.cli.launch.torchrun_flags import TORCHRUN_FLAGS, CliFlag
 from ftrun.errors import UsageError
 
 _RUN = "The run"
@@ -24,62 +24,68 @@ _CHECKPOINTS = "Checkpoints on disk"
 _NODES = "Several nodes"
 _FAILURES = "Starting, stopping, failing"
 
-OWN_FLAGS: tuple[Flag, ...] = (
-    Flag("profile", "settings by name or file; see ftrun profiles", "NAME|FILE", group=_RUN),
-    Flag("set", "one key of the profile", "SECTION.KEY=VALUE", group=_RUN, is_repeatable=True),
-    Flag("run-id", "name of the run (default: --rdzv-id, else a fresh one)", "ID", group=_RUN),
-    Flag("quiet", "write only what needs attention", short="q", group=_RUN),
-    Flag("debug", "write everything, tracebacks of ftrun itself too", group=_RUN),
-    Flag("metrics-port", "serve figures for Prometheus there", "PORT", group=_RUN),
-    Flag("snapshot-every", "steps between two, or auto: by their cost", "auto|N", group=_SNAPSHOTS),
-    Flag("snapshot-required", "stop where memory for them is lacking", group=_SNAPSHOTS),
-    Flag("no-snapshots", "take none", group=_SNAPSHOTS),
-    Flag("orphan", "keep them so long without a launcher", "SECONDS", group=_SNAPSHOTS),
-    Flag("checkpoint-dir", "write them there, and resume from there", "DIR", group=_CHECKPOINTS),
-    Flag(
+OWN_FLAGS: tuple[CliFlag, ...] = (
+    CliFlag("profile", "settings by name or file; see ftrun profiles", "NAME|FILE", group=_RUN),
+    CliFlag("set", "one key of the profile", "SECTION.KEY=VALUE", group=_RUN, is_repeatable=True),
+    CliFlag("run-id", "name of the run (default: --rdzv-id, else a fresh one)", "ID", group=_RUN),
+    CliFlag("quiet", "write only what needs attention", short="q", group=_RUN),
+    CliFlag("debug", "write everything, tracebacks of ftrun itself too", group=_RUN),
+    CliFlag("metrics-port", "serve figures for Prometheus there", "PORT", group=_RUN),
+    CliFlag(
+        "snapshot-every", "steps between two, or auto: by their cost", "auto|N", group=_SNAPSHOTS
+    ),
+    CliFlag("snapshot-required", "stop where memory for them is lacking", group=_SNAPSHOTS),
+    CliFlag("no-snapshots", "take none", group=_SNAPSHOTS),
+    CliFlag("orphan", "keep them so long without a launcher", "SECONDS", group=_SNAPSHOTS),
+    CliFlag("checkpoint-dir", "write them there, and resume from there", "DIR", group=_CHECKPOINTS),
+    CliFlag(
         "resume",
         "from the newest there (auto), from the beginning (never), from this one",
         "auto|never|PATH",
         group=_CHECKPOINTS,
     ),
-    Flag("checkpoint-every", "time between two (default 600)", "SECONDS", group=_CHECKPOINTS),
-    Flag("checkpoint-keep", "how many stay (default 2)", "N", group=_CHECKPOINTS),
-    Flag("spares", "nodes beside --nnodes that stand by, warm", "S", group=_NODES),
-    Flag(
+    CliFlag("checkpoint-every", "time between two (default 600)", "SECONDS", group=_CHECKPOINTS),
+    CliFlag("checkpoint-keep", "how many stay (default 2)", "N", group=_CHECKPOINTS),
+    CliFlag("spares", "nodes beside --nnodes that stand by, warm", "S", group=_NODES),
+    CliFlag(
         "erasure",
         "snapshots survive the loss of any M of K+M nodes (default auto)",
         "K+M|none",
         group=_NODES,
     ),
-    Flag("node-id", "name of this node (default: the machine's)", "NAME", group=_NODES),
-    Flag("bind", "address of this node that the others reach", "ADDRESS", group=_NODES),
-    Flag("secret-file", "what only nodes of this run know; the same on each", "FILE", group=_NODES),
-    Flag("fault-domain", "what fails together with this node, as a rack", "NAME", group=_NODES),
-    Flag(
+    CliFlag("node-id", "name of this node (default: the machine's)", "NAME", group=_NODES),
+    CliFlag("bind", "address of this node that the others reach", "ADDRESS", group=_NODES),
+    CliFlag(
+        "secret-file", "what only nodes of this run know; the same on each", "FILE", group=_NODES
+    ),
+    CliFlag("fault-domain", "what fails together with this node, as a rack", "NAME", group=_NODES),
+    CliFlag(
         "network-plan",
         "train over the best rails and order of nodes (on), or only say so (default report)",
         "off|report|on",
         group=_NODES,
     ),
-    Flag("topology", "which nodes share a switch: YAML or topology.conf", "FILE", group=_NODES),
-    Flag("pause-limit", "with too few nodes, wait so long (default 900)", "SECONDS", group=_NODES),
-    Flag(
+    CliFlag("topology", "which nodes share a switch: YAML or topology.conf", "FILE", group=_NODES),
+    CliFlag(
+        "pause-limit", "with too few nodes, wait so long (default 900)", "SECONDS", group=_NODES
+    ),
+    CliFlag(
         "start",
         "ranks forked from a process that has torch, or new processes",
         choices=("warm", "fresh"),
         group=_FAILURES,
     ),
-    Flag(
+    CliFlag(
         "preload",
         "import it once, before the ranks are forked",
         "MODULE",
         group=_FAILURES,
         is_repeatable=True,
     ),
-    Flag("grace", "from the first SIGTERM to SIGKILL (default 30)", "SECONDS", group=_FAILURES),
-    Flag("allow-faults", "ftrun inject-fault may break this run", group=_FAILURES),
-    Flag("allow-network-faults", "the same, and cut this node's network", group=_FAILURES),
-    Flag(
+    CliFlag("grace", "from the first SIGTERM to SIGKILL (default 30)", "SECONDS", group=_FAILURES),
+    CliFlag("allow-faults", "ftrun inject-fault may break this run", group=_FAILURES),
+    CliFlag("allow-network-faults", "the same, and cut this node's network", group=_FAILURES),
+    CliFlag(
         "forward-signals",
         "pass these on to the ranks instead of acting on them",
         "USR1,...",
@@ -91,7 +97,7 @@ _SURE_LETTERS = len("--nproc")
 _NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 
 
-def _by_spelling(flags: Sequence[Flag]) -> dict[str, Flag]:
+def _by_spelling(flags: Sequence[CliFlag]) -> dict[str, CliFlag]:
     return {spelling: flag for flag in flags for spelling in flag.spellings}
 
 
@@ -104,7 +110,7 @@ _ALL = _TORCHRUN | _OWN
 class CommandLine:
     """The typed words by meaning. Values are text; "1" stands for a flag that takes none."""
 
-    torchrun: list[tuple[Flag, str | None]] = field(default_factory=list)
+    torchrun: list[tuple[CliFlag, str | None]] = field(default_factory=list)
     own: dict[str, list[str]] = field(default_factory=dict)
     tail: list[str] = field(default_factory=list)
     """The script and all behind it; a `--` before it too."""
@@ -138,7 +144,7 @@ class CommandLine:
         return [*flags, *([] if "--" in self.tail else ["--"]), *self.tail]
 
 
-def parse(words: Sequence[str], *, more: Sequence[Flag] = ()) -> CommandLine:
+def parse(words: Sequence[str], *, more: Sequence[CliFlag] = ()) -> CommandLine:
     """Take the words after `ftrun run` apart.
 
     Args:
@@ -167,7 +173,7 @@ def parse(words: Sequence[str], *, more: Sequence[Flag] = ()) -> CommandLine:
 
 
 def _take_long(
-    found: CommandLine, word: str, rest: list[str], of_command: Mapping[str, Flag]
+    found: CommandLine, word: str, rest: list[str], of_command: Mapping[str, CliFlag]
 ) -> None:
     name, equals, value = word.partition("=")
     flag = of_command.get(name) or _named(name, of_command)
@@ -180,7 +186,7 @@ def _take_long(
 
 
 def _take_short(
-    found: CommandLine, word: str, rest: list[str], of_command: Mapping[str, Flag]
+    found: CommandLine, word: str, rest: list[str], of_command: Mapping[str, CliFlag]
 ) -> None:
     """`-r 3`, `-r3`, `-r=3`, and flags without value in one word: `-qm`."""
     letters = word[1:]
@@ -196,7 +202,7 @@ def _take_short(
         _keep(found, flag, None)
 
 
-def _next_value(name: str, flag: Flag, rest: list[str]) -> str:
+def _next_value(name: str, flag: CliFlag, rest: list[str]) -> str:
     is_flag = rest and rest[0].startswith("-") and not _NEGATIVE_NUMBER.fullmatch(rest[0])
     if not rest or (is_flag and " " not in rest[0] and rest[0] != "-"):
         wanted = flag.metavar or "|".join(flag.choices)
@@ -204,7 +210,7 @@ def _next_value(name: str, flag: Flag, rest: list[str]) -> str:
     return rest.pop(0)
 
 
-def _keep(found: CommandLine, flag: Flag, value: str | None) -> None:
+def _keep(found: CommandLine, flag: CliFlag, value: str | None) -> None:
     if value is not None and flag.choices and value not in flag.choices:
         message = f"--{flag.name} is one of {', '.join(flag.choices)}, not {value!r}"
         if flag.name == "start" and value in ("spawn", "fork", "forkserver"):
@@ -216,7 +222,7 @@ def _keep(found: CommandLine, flag: Flag, value: str | None) -> None:
         found.own.setdefault(flag.name, []).append("1" if value is None else value)
 
 
-def _named(name: str, of_command: Mapping[str, Flag]) -> Flag:
+def _named(name: str, of_command: Mapping[str, CliFlag]) -> CliFlag:
     if name in _ALL:
         return _ALL[name]
     for table in (_TORCHRUN, _OWN):
@@ -228,7 +234,7 @@ def _named(name: str, of_command: Mapping[str, Flag]) -> Flag:
     raise UsageError(_unknown(name, of_command))
 
 
-def _unknown(name: str, of_command: Mapping[str, Flag]) -> str:
+def _unknown(name: str, of_command: Mapping[str, CliFlag]) -> str:
     long = [f"--{flag.name}" for flag in (*of_command.values(), *TORCHRUN_FLAGS, *OWN_FLAGS)]
     # A typo is seldom in the first letters: `--nprocs` is nearer to --nproc-per-node than
     # to --nnodes, whatever the number of letters that differ.

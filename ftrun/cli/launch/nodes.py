@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ftrun.cli.launch.command_line import CommandLine
 from ftrun.cli.launch.etcd_files import etcd_tls
-from ftrun.cli.launch.profiles import Setting, plain_value
+from ftrun.cli.launch.profiles import SettingValue, plain_value
 from ftrun.cli.launch.slurm import SlurmStep, leaf_switch
 from ftrun.cli.launch.topology_files import read_topology
 from ftrun.config import NodesSpec, Profile
@@ -113,14 +113,14 @@ def num_nodes(line: CommandLine, variables: Mapping[str, str]) -> tuple[int, int
     return _count(_Given(line, variables), None) or (1, 1, 0)
 
 
-def rdzv_settings(conf: str | None, origin: str) -> list[Setting]:
+def rdzv_settings(conf: str | None, origin: str) -> list[SettingValue]:
     """What --rdzv-conf says about waiting, as keys of a profile; the rest of it is torch's."""
-    found: dict[str, Setting] = {}
+    found: dict[str, SettingValue] = {}
     for pair in (conf or "").split(","):
         name, _, text = pair.partition("=")
         key = _RDZV_CONF.get(name.strip())
         if key is not None and (key not in found or name.strip() != "timeout"):
-            found[key] = Setting("nodes", key, plain_value(text), f"{origin} {name.strip()}")
+            found[key] = SettingValue("nodes", key, plain_value(text), f"{origin} {name.strip()}")
     return list(found.values())
 
 

@@ -58,7 +58,7 @@ INTERNAL_NAMES = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class SettingValue:
     """One key's value, and who says so."""
 
     section: str
@@ -71,16 +71,16 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class ProfileLayer:
     """Settings from one source, with what could not even be read as a setting."""
 
     source: str
-    settings: tuple[Setting, ...] = ()
+    settings: tuple[SettingValue, ...] = ()
     problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
+class ResolvedProfile:
     """A checked profile; `origins` by `section.key`."""
 
     profile: Profile
@@ -136,9 +136,9 @@ def resolve(
     name: str | None,
     *,
     variables: Mapping[str, str],
-    torchrun: Sequence[Setting] = (),
-    flags: Sequence[Setting] = (),
-) -> Resolved:
+    torchrun: Sequence[SettingValue] = (),
+    flags: Sequence[SettingValue] = (),
+) -> ResolvedProfile:
     """All layers together.
 
     Args:
@@ -152,9 +152,9 @@ def resolve(
         ProfileInvalid: unknown keys or values of the wrong kind, all of them listed.
     """
     layers = [
-        Layer("PET_ variables", tuple(torchrun)),
+        ProfileLayer("PET_ variables", tuple(torchrun)),
         _environment_layer(variables),
-        Layer("the command line", tuple(flags)),
+        ProfileLayer("the command line", tuple(flags)),
     ]
     if name is not None:
         layers.insert(0, read_profile(find_profile(name)))
@@ -170,7 +170,7 @@ def resolve(
         for setting in layer.settings:
             merged.setdefault(setting.section, {})[setting.key] = setting.value
             origins[str(setting)] = setting.origin
-    return Resolved(msgspec.convert(merged, Profile), origins)
+    return ResolvedProfile(msgspec.convert(merged, Profile), origins)
 
 
 @cache
@@ -205,7 +205,7 @@ def variable_name(section: str, key: str) -> str:
     return f"FTRUN_{section}_{key}".upper()
 
 
-def setting_from_text(text: str) -> Setting:
+def setting_from_text(text: str) -> SettingValue:
     """`section.key=value` as given to --set; the value is read as YAML.
 
     Raises:
@@ -215,7 +215,7 @@ def setting_from_text(text: str) -> Setting:
     section, dot, key = name.strip().partition(".")
     if not equals or not dot or not key:
         raise UsageError(f"--set takes section.key=value, such as snapshot.every=5, not {text!r}")
-    return Setting(section, key, plain_value(value), f"--set {text}")
+    return SettingValue(section, key, plain_value(value), f"--set {text}")
 
 
 def plain_value(text: str) -> object:
@@ -226,12 +226,12 @@ def plain_value(text: str) -> object:
         return text
 
 
-def read_profile(path: Path) -> Layer:
+def read_profile(path: Path) -> ProfileLayer:
     """The settings of a file, with their lines; what cannot be read is in `problems`."""
     source = shown_path(path)
     data = path.read_bytes()
     if len(data) > MAX_PROFILE_BYTES:
-        return Layer(
+        return ProfileLayer(
             source,
             problems=(f"it has {len(data)} bytes, and a profile has {MAX_PROFILE_BYTES} at most",),
         )
@@ -239,15 +239,15 @@ def read_profile(path: Path) -> Layer:
         loader = PlainLoader(data)
         node = loader.get_single_node()
     except yaml.YAMLError as error:
-        return Layer(source, problems=(_yaml_problem(error),))
+        return ProfileLayer(source, problems=(_yaml_problem(error),))
     if node is None:
-        return Layer(source)
+        return ProfileLayer(source)
     reader = _NodeReader(source, loader)
     try:
         reader.read(node)
     except yaml.YAMLError as error:
         reader.problems.append(_yaml_problem(error))
-    return Layer(source, tuple(reader.settings), tuple(reader.problems))
+    return ProfileLayer(source, tuple(reader.settings), tuple(reader.problems))
 
 
 class PlainLoader(yaml.SafeLoader):
@@ -269,7 +269,7 @@ class _NodeReader:
     def __init__(self, source: str, loader: PlainLoader) -> None:
         self._source = source
         self._loader = loader
-        self.settings: list[Setting] = []
+        self.settings: list[SettingValue] = []
         self.problems: list[str] = []
 
     def read(self, root: yaml.Node) -> None:
@@ -279,7 +279,7 @@ class _NodeReader:
             for key, value in self._entries(node, section):
                 origin = f"{self._source}:{value.start_mark.line + 1}"
                 plain = self._loader.construct_document(value)
-                self.settings.append(Setting(section, key, plain, origin))
+                self.settings.append(SettingValue(section, key, plain, origin))
 
     def _entries(self, node: yaml.Node, what: str) -> Iterator[tuple[str, yaml.Node]]:
         line = node.start_mark.line + 1
@@ -297,17 +297,17 @@ class _NodeReader:
             yield key, value
 
 
-def _environment_layer(variables: Mapping[str, str]) -> Layer:
+def _environment_layer(variables: Mapping[str, str]) -> ProfileLayer:
     settings = []
     for section, key in known_keys():
         for name in (*_SHORT_NAMES.get((section, key), ()), variable_name(section, key)):
             if name in variables and name not in INTERNAL_NAMES:
                 value = plain_value(variables[name])
-                settings.append(Setting(section, key, value, f"environment {name}"))
-    return Layer("the environment", tuple(settings))
+                settings.append(SettingValue(section, key, value, f"environment {name}"))
+    return ProfileLayer("the environment", tuple(settings))
 
 
-def _problems(layer: Layer) -> list[str]:
+def _problems(layer: ProfileLayer) -> list[str]:
     nested: dict[str, dict[str, object]] = {}
     for setting in layer.settings:
         nested.setdefault(setting.section, {})[setting.key] = setting.value

@@ -13,10 +13,10 @@ import msgspec
 
 from ftrun.errors import FtrunError
 from ftrun.urls import without_password
-from ftrun.wire.messages.shelf_facts import ShelfFacts
+from ftrun.wire.messages.shelf_facts import CatalogReport
 
 
-def ask(*words: str, limit_s: float | None = None) -> ShelfFacts:
+def ask(*words: str, limit_s: float | None = None) -> CatalogReport:
     """What the process of ftrun.tools.checkpoints.catalog says.
 
     Raises:
@@ -30,7 +30,7 @@ def ask(*words: str, limit_s: float | None = None) -> ShelfFacts:
         where = without_password(words[1])
         raise FtrunError(f"{where} has not answered for {limit_s:.0f} s") from error
     try:
-        found = msgspec.json.decode(done.stdout, type=ShelfFacts)
+        found = msgspec.json.decode(done.stdout, type=CatalogReport)
     except msgspec.MsgspecError as error:
         raise FtrunError(f"the checkpoints could not be read (exit {done.returncode})") from error
     if found.problem:

@@ -13,7 +13,7 @@ _OLDEST = (2, 8)
 
 
 @dataclass(frozen=True, slots=True)
-class Flag:
+class CliFlag:
     """One flag: `name` without the leading hyphens, `metavar` None where it takes no value."""
 
     name: str
@@ -50,18 +50,18 @@ _SCRIPT = "The script"
 _LOGS = "Output of the ranks"
 _WORKERS = "Starting and stopping"
 
-TORCHRUN_FLAGS: tuple[Flag, ...] = (
-    Flag("nproc-per-node", "ranks to start: a number, auto, cpu, gpu or xpu", "N", group=_PLACE),
-    Flag("nnodes", "nodes of the run; MIN:MAX shrinks and grows", "N|MIN:MAX", group=_PLACE),
-    Flag("node-rank", "number of this node among several", "N", group=_PLACE),
-    Flag("role", "name of the ranks' role in logs and errors", "NAME", group=_PLACE),
-    Flag(
+TORCHRUN_FLAGS: tuple[CliFlag, ...] = (
+    CliFlag("nproc-per-node", "ranks to start: a number, auto, cpu, gpu or xpu", "N", group=_PLACE),
+    CliFlag("nnodes", "nodes of the run; MIN:MAX shrinks and grows", "N|MIN:MAX", group=_PLACE),
+    CliFlag("node-rank", "number of this node among several", "N", group=_PLACE),
+    CliFlag("role", "name of the ranks' role in logs and errors", "NAME", group=_PLACE),
+    CliFlag(
         "virtual-local-rank",
         "every rank sees LOCAL_RANK=0 and only its own device",
         since=(2, 10),
         group=_PLACE,
     ),
-    Flag(
+    CliFlag(
         "numa-binding",
         "bind each rank to the processors near its GPU",
         choices=("node", "socket", "exclusive", "core-complex"),
@@ -69,96 +69,102 @@ TORCHRUN_FLAGS: tuple[Flag, ...] = (
         group=_PLACE,
         is_from_environment=False,
     ),
-    Flag("standalone", "one node, with a rendezvous of its own on a free port", group=_MEETING),
-    Flag(
+    CliFlag("standalone", "one node, with a rendezvous of its own on a free port", group=_MEETING),
+    CliFlag(
         "rdzv-backend",
         "c10d and static both mean ftrun's own; etcd: in an etcd v3 cluster",
         "NAME",
         group=_MEETING,
     ),
-    Flag(
+    CliFlag(
         "rdzv-endpoint",
         "one of the nodes, where they meet, or several; or the etcd",
         "HOST[:PORT],...",
         group=_MEETING,
     ),
-    Flag(
+    CliFlag(
         "rdzv-id", "name of the rendezvous; also the run id, unless --run-id", "ID", group=_MEETING
     ),
-    Flag("rdzv-conf", "more settings of the backend", "KEY=VALUE,...", group=_MEETING),
-    Flag("master-addr", "address of node 0", "HOST", group=_MEETING),
-    Flag("master-port", "port on node 0", "PORT", group=_MEETING),
-    Flag("local-addr", "address under which others reach this node", "HOST", group=_MEETING),
-    Flag("module", "the script is a module, as in python -m", short="m", group=_SCRIPT),
-    Flag("no-python", "the script is a command: start it without python", group=_SCRIPT),
-    Flag("run-path", "run the script with runpy.run_path in the started process", group=_SCRIPT),
-    Flag(
+    CliFlag("rdzv-conf", "more settings of the backend", "KEY=VALUE,...", group=_MEETING),
+    CliFlag("master-addr", "address of node 0", "HOST", group=_MEETING),
+    CliFlag("master-port", "port on node 0", "PORT", group=_MEETING),
+    CliFlag("local-addr", "address under which others reach this node", "HOST", group=_MEETING),
+    CliFlag("module", "the script is a module, as in python -m", short="m", group=_SCRIPT),
+    CliFlag("no-python", "the script is a command: start it without python", group=_SCRIPT),
+    CliFlag("run-path", "run the script with runpy.run_path in the started process", group=_SCRIPT),
+    CliFlag(
         "max-restarts",
         "at most this many restarts, 0 for none (default: the profile's budget)",
         "N",
         group=_WORKERS,
     ),
-    Flag("monitor-interval", "accepted; ftrun sees a failure by event", "SECONDS", group=_WORKERS),
-    Flag(
+    CliFlag(
+        "monitor-interval", "accepted; ftrun sees a failure by event", "SECONDS", group=_WORKERS
+    ),
+    CliFlag(
         "start-method",
         "how torch's multiprocessing starts processes",
         choices=("spawn", "fork", "forkserver"),
         group=_WORKERS,
     ),
-    Flag(
+    CliFlag(
         "signals-to-handle",
         "signals on which torch's launcher stops the ranks",
         "SIGTERM,...",
         since=(2, 10),
         group=_WORKERS,
     ),
-    Flag(
+    CliFlag(
         "shutdown-timeout",
         "seconds that torch's launcher waits for the ranks to stop",
         "SECONDS",
         since=(2, 12),
         group=_WORKERS,
     ),
-    Flag("event-log-handler", "name of a handler for torch's own events", "NAME", group=_WORKERS),
-    Flag("log-dir", "folder for the ranks' log files", "DIR", group=_LOGS),
-    Flag(
+    CliFlag(
+        "event-log-handler", "name of a handler for torch's own events", "NAME", group=_WORKERS
+    ),
+    CliFlag("log-dir", "folder for the ranks' log files", "DIR", group=_LOGS),
+    CliFlag(
         "redirects",
         "write to log files: 1 stdout, 2 stderr, 3 both; or 0:3,1:1 by rank",
         "STREAMS",
         short="r",
         group=_LOGS,
     ),
-    Flag("tee", "as --redirects, and show on the terminal too", "STREAMS", short="t", group=_LOGS),
-    Flag("local-ranks-filter", "show only these local ranks", "0,2,...", group=_LOGS),
-    Flag(
+    CliFlag(
+        "tee", "as --redirects, and show on the terminal too", "STREAMS", short="t", group=_LOGS
+    ),
+    CliFlag("local-ranks-filter", "show only these local ranks", "0,2,...", group=_LOGS),
+    CliFlag(
         "duplicate-stdout-filters",
         "copy matching lines of stdout to a file of their own",
         "FILTERS",
         since=(2, 10),
         group=_LOGS,
     ),
-    Flag(
+    CliFlag(
         "duplicate-stderr-filters",
         "the same for stderr",
         "FILTERS",
         since=(2, 10),
         group=_LOGS,
     ),
-    Flag(
+    CliFlag(
         "log-line-prefix-template",
         "what stands before each line that --tee shows",
         "TEMPLATE",
         since=(2, 14),
         group=_LOGS,
     ),
-    Flag(
+    CliFlag(
         "logs-specs",
         "name of a torchrun.logs_specs plug-in",
         "NAME",
         group=_LOGS,
         is_from_environment=False,
     ),
-    Flag(
+    CliFlag(
         "print-completion",
         "torchrun's completion; ftrun's own: ftrun --show-completion",
         "SHELL",

@@ -2,7 +2,7 @@
 
 Runs in:  cli. Pure.
 Takes in: the status document, how wide and how high the terminal is.
-Gives:    `Styled` lines: the verdict, nodes and ranks, snapshots, incidents.
+Gives:    `StyledLine` lines: the verdict, nodes and ranks, snapshots, incidents.
 
 Where it is narrow, columns go, the least telling first; where it is low, old incidents go, then
 rows are folded.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ftrun.cli.screen.report_clean import clean
-from ftrun.cli.screen.watch_rows import Row, rows_of, short_time
+from ftrun.cli.screen.watch_rows import StatusRow, rows_of, short_time
 
 _GAP = "  "
 _MIN_ROWS = 3
@@ -44,7 +44,7 @@ _MARK = {"running": "ok", "restarting": "warn", "starting": "warn", "stopping": 
 
 
 @dataclass(frozen=True, slots=True)
-class Styled:
+class StyledLine:
     """One line; `style` is `ok`, `warn`, `bad`, `head`, `dim` or nothing."""
 
     text: str
@@ -53,7 +53,7 @@ class Styled:
 
 def page(
     document: Mapping[str, Any], *, width: int, height: int, steps_per_s: float | None
-) -> list[Styled]:
+) -> list[StyledLine]:
     """The whole page.
 
     Args:
@@ -71,12 +71,12 @@ def page(
     rows = rows_of(document, max_rows=max(_MIN_ROWS, room - sum(map(len, incidents))))
     lines = [*head]
     if rows:
-        lines += [Styled(""), *_table(rows, width)]
-    lines += [Styled(""), *below, *(line for part in incidents for line in part)]
+        lines += [StyledLine(""), *_table(rows, width)]
+    lines += [StyledLine(""), *below, *(line for part in incidents for line in part)]
     return lines
 
 
-def _head(document: Mapping[str, Any], width: int, steps_per_s: float | None) -> list[Styled]:
+def _head(document: Mapping[str, Any], width: int, steps_per_s: float | None) -> list[StyledLine]:
     verdict = clean(str(document.get("verdict") or ""), _MAX_TEXT).replace("\n", " ")
     is_open = any(one.get("state") != "closed" for one in document.get("incidents") or ())
     mark = _MARK.get(str(document.get("state")), "")
@@ -91,16 +91,16 @@ def _head(document: Mapping[str, Any], width: int, steps_per_s: float | None) ->
         parts.append(f"life: {life}")
     if restarts := document.get("restarts"):
         parts.append(f"{len(restarts)} restart{'s' if len(restarts) > 1 else ''}")
-    first = [Styled(line, mark) for line in _wrapped(verdict, width, most=3)]
+    first = [StyledLine(line, mark) for line in _wrapped(verdict, width, most=3)]
     warnings = [
-        Styled(line, "warn")
+        StyledLine(line, "warn")
         for one in (document.get("warnings") or ())[:3]
         for line in _wrapped(f"WARNING: {clean(str(one), _MAX_TEXT)}", width, most=2)
     ]
-    return [*first, *warnings, Styled(_cut(_GAP.join(parts), width), "dim")]
+    return [*first, *warnings, StyledLine(_cut(_GAP.join(parts), width), "dim")]
 
 
-def _table(rows: Sequence[Row], width: int) -> list[Styled]:
+def _table(rows: Sequence[StatusRow], width: int) -> list[StyledLine]:
     columns: list[_Column] = [
         (heading, [getattr(row, field) for row in rows], weight)
         for field, heading, weight in _COLUMNS
@@ -109,13 +109,13 @@ def _table(rows: Sequence[Row], width: int) -> list[Styled]:
     columns = _that_fit(columns, width)
     sizes = [_width(one) - len(_GAP) for one in columns]
     heading = _line([name for name, _, _ in columns], columns, sizes)
-    found = [Styled(_cut(heading, width), "head")]
+    found = [StyledLine(_cut(heading, width), "head")]
     for number, row in enumerate(rows):
         cells = [cells[number] or "-" for _, cells, _ in columns]
         if not row.state:  # the line that says how many are left out
             cells = [cell if cell != "-" else "" for cell in cells]
         text = _line(cells, columns, sizes)
-        found.append(Styled(_cut(text, width), "warn" if row.is_odd else ""))
+        found.append(StyledLine(_cut(text, width), "warn" if row.is_odd else ""))
     return found
 
 
@@ -145,7 +145,7 @@ def _width(column: _Column) -> int:
     return max(len(heading), *(len(cell) for cell in cells)) + len(_GAP)
 
 
-def _snapshots(document: Mapping[str, Any], width: int) -> list[Styled]:
+def _snapshots(document: Mapping[str, Any], width: int) -> list[StyledLine]:
     has = document.get("snapshots") or {}
     if not has:
         return []
@@ -164,7 +164,7 @@ def _snapshots(document: Mapping[str, Any], width: int) -> list[Styled]:
     if why:
         text += f"; UNPROTECTED: {why}"
     lines = _wrapped(f"snapshot   {text}", width, most=2)
-    return [Styled(line, "" if has.get("protected") else "warn") for line in lines]
+    return [StyledLine(line, "" if has.get("protected") else "warn") for line in lines]
 
 
 def incident_line(incident: Mapping[str, Any]) -> str:
@@ -177,16 +177,16 @@ def incident_line(incident: Mapping[str, Any]) -> str:
     return f"incident {incident.get('incident')}  {when}: {kind}{_cost(incident)}: {text}"
 
 
-def _incidents(document: Mapping[str, Any], width: int) -> list[list[Styled]]:
+def _incidents(document: Mapping[str, Any], width: int) -> list[list[StyledLine]]:
     """Each with its lines; the open one first."""
     found = []
     for one in document.get("incidents") or ():
         line = incident_line(one)
         if one.get("state") == "closed":
-            found.append([Styled(_cut(line, width), "dim")])
+            found.append([StyledLine(_cut(line, width), "dim")])
         else:
-            found.append([Styled(part, "bad") for part in _wrapped(line, width, most=3)])
-    return found or [[Styled("no incidents", "dim")]]
+            found.append([StyledLine(part, "bad") for part in _wrapped(line, width, most=3)])
+    return found or [[StyledLine("no incidents", "dim")]]
 
 
 def _cost(incident: Mapping[str, Any]) -> str:

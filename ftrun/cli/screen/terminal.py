@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ftrun.cli.screen.status_page import Styled, incident_line
+from ftrun.cli.screen.status_page import StyledLine, incident_line
 from ftrun.ids import version
 
 NO_WIDTH = 1_000_000
@@ -41,7 +41,7 @@ _LINE_STYLE = {
 }
 
 
-class LiveScreen:
+class LiveTerminal:
     """A page that takes the whole terminal, which is as before when it is left."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class LiveScreen:
     def resume(self) -> None:
         self._live.start()
 
-    def show(self, lines: Sequence[Styled]) -> None:
+    def show(self, lines: Sequence[StyledLine]) -> None:
         texts = (
             Text(line.text, _LINE_STYLE.get(line.style, ""), no_wrap=True, overflow="ellipsis")
             for line in lines

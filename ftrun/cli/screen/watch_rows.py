@@ -2,7 +2,8 @@
 
 Runs in:  cli. Pure.
 Takes in: the status document.
-Gives:    `Row`s: one per rank where there is room; else ranks that do alike share one, then nodes.
+Gives:    `StatusRow`s: one per rank where there is room; else ranks that do alike share one, then
+          nodes.
 
 Ranks do alike when they differ in nothing that would make one look at one of them: a step more
 or less, some milliseconds, are no difference.
@@ -31,7 +32,7 @@ Signature = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StatusRow:
     """One line; text is ready to be shown, and empty where nothing is known."""
 
     node: str
@@ -49,7 +50,7 @@ class Row:
     """It differs from most others, or something is wrong with it."""
 
 
-def rows_of(document: Mapping[str, Any], *, max_rows: int) -> list[Row]:
+def rows_of(document: Mapping[str, Any], *, max_rows: int) -> list[StatusRow]:
     """All nodes and ranks, in no more rows than this, as far as they can be folded."""
     nodes = _nodes(document)
     usual = _Usual(rank for node in nodes for rank in node["ranks"])
@@ -65,7 +66,7 @@ def rows_of(document: Mapping[str, Any], *, max_rows: int) -> list[Row]:
     # What is odd is what one looks for.
     rows.sort(key=lambda row: not row.is_odd)
     left_out = len(rows) - max_rows + 1
-    return [*rows[: max_rows - 1], Row("", f"... {left_out} more rows", "", is_odd=False)]
+    return [*rows[: max_rows - 1], StatusRow("", f"... {left_out} more rows", "", is_odd=False)]
 
 
 def in_ranges(numbers: Iterable[int]) -> str:
@@ -141,7 +142,7 @@ def _nodes(document: Mapping[str, Any]) -> list[Node]:
     return [{"node": "", "place": "rank", "ranks": ranks}] if ranks else []
 
 
-def _rows(node: Node, usual: _Usual, *, folds: bool) -> list[Row]:
+def _rows(node: Node, usual: _Usual, *, folds: bool) -> list[StatusRow]:
     ranks = node["ranks"]
     name = clean(str(node.get("node", "")), MAX_NAME)
     remark = clean(str(node.get("why") or node.get("unprotected") or ""), 200)
@@ -149,7 +150,7 @@ def _rows(node: Node, usual: _Usual, *, folds: bool) -> list[Row]:
         heard_s = node.get("heard_s_ago")
         seen = "" if heard_s is None else short_time(float(heard_s))
         place = str(node.get("place", ""))
-        return [Row(name, "", place, seen=seen, remark=remark, is_odd=place == "lost")]
+        return [StatusRow(name, "", place, seen=seen, remark=remark, is_odd=place == "lost")]
     groups = _alike(ranks, usual) if folds else [[rank] for rank in ranks]
     return [replace(_row(group, usual), node=name, remark=remark) for group in groups]
 
@@ -161,7 +162,7 @@ def _alike(ranks: Sequence[Rank], usual: _Usual) -> list[list[Rank]]:
     return list(groups.values())
 
 
-def _row(ranks: Sequence[Rank], usual: _Usual) -> Row:
+def _row(ranks: Sequence[Rank], usual: _Usual) -> StatusRow:
     """Ranks that do alike, in one row."""
     first = ranks[0]
     steps = [rank["step"] for rank in ranks if rank.get("step") is not None]
@@ -173,7 +174,7 @@ def _row(ranks: Sequence[Rank], usual: _Usual) -> Row:
     time = short_time(median(times)) if times else ""
     if time and slowest:
         time += f" (p99 {short_time(max(slowest))})"
-    return Row(
+    return StatusRow(
         node="",
         ranks=in_ranges(rank["rank"] for rank in ranks),
         state=clean(str(first.get("state") or ""), MAX_NAME),
@@ -188,7 +189,9 @@ def _row(ranks: Sequence[Rank], usual: _Usual) -> Row:
     )
 
 
-def _fold_nodes(nodes: Sequence[Node], rows: Sequence[list[Row]], usual: _Usual) -> list[Row]:
+def _fold_nodes(
+    nodes: Sequence[Node], rows: Sequence[list[StatusRow]], usual: _Usual
+) -> list[StatusRow]:
     """Nodes whose ranks all do alike share their rows."""
     groups: dict[Signature, list[int]] = {}
     for number, node in enumerate(nodes):
@@ -197,7 +200,7 @@ def _fold_nodes(nodes: Sequence[Node], rows: Sequence[list[Row]], usual: _Usual)
             tuple((usual.signature(rank)) for rank in node["ranks"]),
         )  # fmt: skip
         groups.setdefault(key, []).append(number)
-    found: list[Row] = []
+    found: list[StatusRow] = []
     for members in groups.values():
         if len(members) == 1:
             found += rows[members[0]]

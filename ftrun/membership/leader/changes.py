@@ -18,17 +18,17 @@ Rule 4: a node that was asked to leave trains on until it is clear that the run 
 
 from collections.abc import Collection
 
-from ftrun.membership.leader.failure_detector import Peer, Peers
-from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind
-from ftrun.recovery.generation_monitor import Oversight
-from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.cluster.generation import Plan
+from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
+from ftrun.recovery.generation_monitor import GenerationMonitor
+from ftrun.recovery.settings import MembershipSettings
+from ftrun.wire.cluster.generation import GenerationPlan
 
 
-class Changes:
+class BoundaryReconfiguration:
     """One lead's plans to take nodes in, and to send nodes away."""
 
-    def __init__(self, settings: ClusterSettings) -> None:
+    def __init__(self, settings: MembershipSettings) -> None:
         self._settings = settings
         self._boundary = -1
         self._asked_s = 0.0
@@ -48,10 +48,10 @@ class Changes:
 
     def look(
         self,
-        plan: Plan,
-        peers: Peers,
+        plan: GenerationPlan,
+        peers: FailureDetector,
         aside: Collection[str],
-        oversight: Oversight,
+        oversight: GenerationMonitor,
         *,
         now_s: float,
     ) -> str:
@@ -82,7 +82,11 @@ class Changes:
         return ""
 
     def _at_boundary(
-        self, plan: Plan, newcomers: list[Peer], oversight: Oversight, now_s: float
+        self,
+        plan: GenerationPlan,
+        newcomers: list[PeerState],
+        oversight: GenerationMonitor,
+        now_s: float,
     ) -> str:
         if oversight.is_stopping or oversight.awaits_notices:
             return ""
@@ -106,7 +110,9 @@ class Changes:
         why = f"{why}, without a snapshot at step {self._boundary}"
         return self._go(why, plan, oversight, now_s)
 
-    def _go(self, why: str, plan: Plan, oversight: Oversight, now_s: float) -> str:
+    def _go(
+        self, why: str, plan: GenerationPlan, oversight: GenerationMonitor, now_s: float
+    ) -> str:
         if self._out is not None:
             oversight.evict(self._out, _node_out(self._out, plan), why, now_s=now_s)
         if _departure(plan, oversight):
@@ -115,20 +121,24 @@ class Changes:
 
     # --- growth -------------------------------------------------------------------------------
 
-    def _wish_to_grow(self, plan: Plan, newcomers: list[Peer], now_s: float) -> str:
+    def _wish_to_grow(self, plan: GenerationPlan, newcomers: list[PeerState], now_s: float) -> str:
         if len(plan.members) >= self._settings.wishes.max_nodes or not newcomers:
             return ""
         has_settled = now_s - max(peer.here_s for peer in newcomers) >= self._settings.settle_s
         return self._growth(plan, newcomers) if has_settled else ""
 
-    def _growth(self, plan: Plan, newcomers: list[Peer]) -> str:
+    def _growth(self, plan: GenerationPlan, newcomers: list[PeerState]) -> str:
         count = min(self._settings.wishes.max_nodes, len(plan.members) + len(newcomers))
         return f"grows from {len(plan.members)} to {count} nodes"
 
     # --- eviction -----------------------------------------------------------------------------
 
     def _to_evict(
-        self, plan: Plan, newcomers: list[Peer], oversight: Oversight, now_s: float
+        self,
+        plan: GenerationPlan,
+        newcomers: list[PeerState],
+        oversight: GenerationMonitor,
+        now_s: float,
     ) -> Verdict | None:
         """Who has held the others up for long enough, while somebody else stands by."""
         slow = self._settings.slow
@@ -136,18 +146,20 @@ class Changes:
             return None
         lasting = oversight.watching.slow.lasting(slow.evict_after_s, now_s=now_s)
         kinds = (VerdictKind.SLOW_COMPUTATION, VerdictKind.SLOW_COMMUNICATION)
-        found = [one for one in lasting if one.kind in kinds and one.sure is not Sure.POSSIBLE]
+        found = [
+            one for one in lasting if one.kind in kinds and one.sure is not Confidence.POSSIBLE
+        ]
         return next((one for one in found if _node_out(one, plan)), None)
 
 
-def _is_newcomer(peer: Peer, plan: Plan, aside: Collection[str]) -> bool:
+def _is_newcomer(peer: PeerState, plan: GenerationPlan, aside: Collection[str]) -> bool:
     if peer.lost or peer.is_mute or not peer.linked or peer.card.node_id in aside:
         return False
     node = plan.member(peer.card.node_id)
     return node is None or node.card.identity != peer.card.identity
 
 
-def _departure(plan: Plan, oversight: Oversight) -> str:
+def _departure(plan: GenerationPlan, oversight: GenerationMonitor) -> str:
     """Which members leave, in words; empty while none does."""
     nodes = [one for one in sorted(oversight.asked_to_leave) if plan.member(one) is not None]
     if not nodes:
@@ -155,7 +167,7 @@ def _departure(plan: Plan, oversight: Oversight) -> str:
     return f"node{'s' if nodes[1:] else ''} {', '.join(nodes)} asked to leave"
 
 
-def _node_out(verdict: Verdict, plan: Plan) -> str:
+def _node_out(verdict: Verdict, plan: GenerationPlan) -> str:
     """The node to evict; of a link its second end: where it was the first, that is found next."""
     members = [one for one in verdict.nodes if plan.member(one) is not None]
     is_one = len(members) == 1
@@ -163,5 +175,5 @@ def _node_out(verdict: Verdict, plan: Plan) -> str:
     return members[-1] if is_one or is_link else ""
 
 
-def _eviction(verdict: Verdict, plan: Plan) -> str:
+def _eviction(verdict: Verdict, plan: GenerationPlan) -> str:
     return f"node {_node_out(verdict, plan)} is evicted: {verdict.text}"

@@ -18,12 +18,14 @@ from collections.abc import Mapping
 
 from ftrun.errors import ExitCode
 from ftrun.ids import version
-from ftrun.recovery.commands import EndRun, Note
-from ftrun.wire.cluster.generation import Plan
+from ftrun.recovery.commands import EndRun, JournalEntry
+from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.cluster.membership import Accepted
 
 
-def disagreement(plan: Plan, answers: Mapping[str, Accepted]) -> EndRun | dict[str, str] | None:
+def disagreement(
+    plan: GenerationPlan, answers: Mapping[str, Accepted]
+) -> EndRun | dict[str, str] | None:
     """Why the plan cannot be carried out: the end, or checkpoints to set aside and their reasons.
 
     Args:
@@ -55,7 +57,7 @@ def disagreement(plan: Plan, answers: Mapping[str, Accepted]) -> EndRun | dict[s
 
 
 def blind_nodes(
-    plan: Plan, answers: Mapping[str, Accepted], differ: EndRun | dict[str, str]
+    plan: GenerationPlan, answers: Mapping[str, Accepted], differ: EndRun | dict[str, str]
 ) -> dict[str, str]:
     """Members that cannot load what other members can, and their problems.
 
@@ -76,9 +78,9 @@ def blind_nodes(
     return problems if len(problems) < len(accepted) else {}
 
 
-def notes_of_blind(blind: Mapping[str, str]) -> list[Note]:
+def notes_of_blind(blind: Mapping[str, str]) -> list[JournalEntry]:
     return [
-        Note(
+        JournalEntry(
             "Unfit",
             f"node {node_id} may not run ranks for an hour: it cannot load the checkpoint: {why}",
             {"about": node_id},

@@ -9,20 +9,20 @@ Rule 2: where the doubt stays, only a ballot ends it: nodes do not come back, or
         started again and cannot say what the ones before them have promised.
 """
 
-from ftrun.membership.leader.failure_detector import Peers
-from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.cluster.generation import Plan
+from ftrun.membership.leader.failure_detector import FailureDetector
+from ftrun.recovery.settings import MembershipSettings
+from ftrun.wire.cluster.generation import GenerationPlan
 
 
-class Doubt:
+class LeadershipLease:
     """One lead's doubt about itself."""
 
-    def __init__(self, settings: ClusterSettings) -> None:
+    def __init__(self, settings: MembershipSettings) -> None:
         self.is_on = False
         self._settings = settings
         self._since_s = 0.0
 
-    def look(self, plan: Plan | None, peers: Peers, *, now_s: float) -> bool:
+    def look(self, plan: GenerationPlan | None, peers: FailureDetector, *, now_s: float) -> bool:
         """Whether there is news.
 
         Args:

@@ -26,13 +26,13 @@ Rule 6: a leaver is let go only after the leader has had the time to change the 
 import msgspec
 
 from ftrun.membership.ballots import electorate
-from ftrun.membership.leader.failure_detector import Peers
-from ftrun.membership.leader.reconfiguration import Enrolment
-from ftrun.recovery.commands import Note, SupervisorCommand
-from ftrun.recovery.generation_monitor import Oversight
-from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.cluster.generation import Identity, NodeCard, Plan
-from ftrun.wire.cluster.heartbeats import Beat, LeadBeat
+from ftrun.membership.leader.failure_detector import FailureDetector
+from ftrun.membership.leader.reconfiguration import VoterReconfiguration
+from ftrun.recovery.commands import JournalEntry, SupervisorCommand
+from ftrun.recovery.generation_monitor import GenerationMonitor
+from ftrun.recovery.settings import MembershipSettings
+from ftrun.wire.cluster.generation import GenerationPlan, Identity, NodeCard
+from ftrun.wire.cluster.heartbeats import Heartbeat, LeaderHeartbeat
 
 NOTICE_S = 2.0
 """Schedulers signal all nodes of a job within less: `scancel` does so at once, Kubernetes deletes
@@ -42,15 +42,15 @@ LIMIT_S = 10.0
 _SIGTERM = 15
 
 
-class Draining:
+class NodeDraining:
     """One lead's view of who was asked to leave."""
 
     def __init__(
         self,
-        settings: ClusterSettings,
-        peers: Peers,
-        oversight: Oversight,
-        enrolment: Enrolment,
+        settings: MembershipSettings,
+        peers: FailureDetector,
+        oversight: GenerationMonitor,
+        enrolment: VoterReconfiguration,
     ) -> None:
         self._settings = settings
         self._peers = peers
@@ -74,15 +74,15 @@ class Draining:
         """A ballot begins: nobody may go by what was found before."""
         self._safe_s, self._freed = None, frozenset()
 
-    def note(self, card: NodeCard, beat: Beat, *, now_s: float) -> None:
+    def note(self, card: NodeCard, beat: Heartbeat, *, now_s: float) -> None:
         """Keep that this agent was asked to leave; it says so in each heartbeat."""
         if beat.leaves and card.identity not in self._asked_s:
             self._asked_s[card.identity] = self._last_s = now_s
             self._tell_oversight()
 
     def look(
-        self, plan: Plan | None, unfit: set[str], *, is_settled: bool, now_s: float
-    ) -> tuple[list[Note], list[SupervisorCommand]]:
+        self, plan: GenerationPlan | None, unfit: set[str], *, is_settled: bool, now_s: float
+    ) -> tuple[list[JournalEntry], list[SupervisorCommand]]:
         """Decide, once it is clear.
 
         Args:
@@ -95,7 +95,7 @@ class Draining:
         self._asked_s = {who: at_s for who, at_s in self._asked_s.items() if who in here}
         asked = frozenset(self._asked_s)
         self._leaving &= asked
-        notes: list[Note] = []
+        notes: list[JournalEntry] = []
         new = asked - self._leaving
         why = self._why_to_stop(plan, here, unfit) if asked else ""
         if not why and new and now_s - self._last_s >= NOTICE_S:
@@ -103,7 +103,7 @@ class Draining:
             self._safe_s = None  # a leaver votes: the roster without it comes first, rule 6
             names = ", ".join(sorted(node_id for node_id, _ in new))
             text = f"asked to leave: {names}; the run goes on without"
-            notes.append(Note("Leaving", text, say=True))
+            notes.append(JournalEntry("Leaving", text, say=True))
         elif new and now_s - min(self._asked_s[who] for who in new) >= LIMIT_S:
             why = why or "one node after the other is asked to stop"
         for peer in self._peers:
@@ -120,14 +120,16 @@ class Draining:
             return notes, []
         return notes, self._oversight.stop(_SIGTERM, why, now_s=now_s)
 
-    def tell(self, body: LeadBeat) -> LeadBeat:
+    def tell(self, body: LeaderHeartbeat) -> LeaderHeartbeat:
         """The same heartbeat, with those who may go."""
         # A node that has left may be back: its new agent was not asked.
         here = self._freed & {peer.card.identity for peer in self._peers}
         leave = tuple(sorted(node_id for node_id, _ in here))
         return msgspec.structs.replace(body, leave=leave) if leave else body
 
-    def _why_to_stop(self, plan: Plan | None, here: set[Identity], unfit: set[str]) -> str:
+    def _why_to_stop(
+        self, plan: GenerationPlan | None, here: set[Identity], unfit: set[str]
+    ) -> str:
         """Why this is the end of the run; empty where it may go on."""
         asked, wishes = self._asked_s.keys(), self._settings.wishes
         if here <= asked:
@@ -142,7 +144,7 @@ class Draining:
             return f"asked to leave: {names}; {deciding} of {len(voters)} that decide would stay"
         return ""
 
-    def _let_go(self, plan: Plan | None, now_s: float, *, is_settled: bool) -> None:
+    def _let_go(self, plan: GenerationPlan | None, now_s: float, *, is_settled: bool) -> None:
         """Find out who may go: rules 4 and 5."""
         is_safe = is_settled and self._is_safe()
         if not is_safe or self._enrolment.wanted is not None:

@@ -19,12 +19,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ftrun.membership.ballots import electorate_of
-from ftrun.membership.witness_votes import Witness
-from ftrun.monitor.node_fitness import Fitness
+from ftrun.membership.witness_votes import WitnessView
+from ftrun.monitor.node_fitness import NodeFitness
 from ftrun.monitor.slow.clock_offsets import ClockOffset
-from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.cluster.generation import Identity, NodeCard, Plan
-from ftrun.wire.cluster.heartbeats import Beat
+from ftrun.recovery.settings import MembershipSettings
+from ftrun.wire.cluster.generation import GenerationPlan, Identity, NodeCard
+from ftrun.wire.cluster.heartbeats import Heartbeat
 
 AWAIT_SILENT_S = 10.0
 """After a good end the lead stays so long for nodes that fell silent shortly before."""
@@ -33,7 +33,7 @@ _LONG_AGO_S = -1e9
 
 
 @dataclass
-class Peer:
+class PeerState:
     """What the lead knows of another agent, or of its own."""
 
     card: NodeCard
@@ -66,18 +66,18 @@ class Peer:
     """It was asked to leave, and the run goes on without it."""
     has_left: bool = False
     """It has left: it counts as lost, and as no failure."""
-    fitness: Fitness | None = None
+    fitness: NodeFitness | None = None
     """Of its newest check; None: it has made none, or has not said yet."""
 
 
 @dataclass
-class Peers:
+class FailureDetector:
     """All agents that the lead knows of, its own included."""
 
     me: NodeCard
-    settings: ClusterSettings
-    witness: Witness = field(default_factory=Witness)
-    by_id: dict[str, Peer] = field(default_factory=dict)
+    settings: MembershipSettings
+    witness: WitnessView = field(default_factory=WitnessView)
+    by_id: dict[str, PeerState] = field(default_factory=dict)
     has_met: bool = True
     """This agent has been with others since it was started."""
     _number: int = 0
@@ -88,7 +88,7 @@ class Peers:
     _faithful: set[Identity] = field(default_factory=set)
     """Agents that are dead, and had not stopped hearing this lead."""
 
-    def __iter__(self) -> Iterator[Peer]:
+    def __iter__(self) -> Iterator[PeerState]:
         return iter(list(self.by_id.values()))
 
     @property
@@ -104,10 +104,10 @@ class Peers:
         is_late = now_s - peer.heard_s >= 2 * self.settings.heartbeat_s
         return node_id == self.me.node_id or not is_late
 
-    def get(self, node_id: str) -> Peer | None:
+    def get(self, node_id: str) -> PeerState | None:
         return self.by_id.get(node_id)
 
-    def put(self, card: NodeCard, *, now_s: float, linked: bool, has_answered: bool) -> Peer:
+    def put(self, card: NodeCard, *, now_s: float, linked: bool, has_answered: bool) -> PeerState:
         """Know this agent from now on, and no other one of its node.
 
         Args:
@@ -121,7 +121,7 @@ class Peers:
         if old is not None and old.card.incarnation != card.incarnation:
             self._died(old, now_s)
         acked_s = now_s if has_answered else _LONG_AGO_S
-        peer = Peer(card, now_s, acked_s, met_s=now_s, here_s=now_s, linked=linked)
+        peer = PeerState(card, now_s, acked_s, met_s=now_s, here_s=now_s, linked=linked)
         self.by_id[card.node_id] = peer
         return peer
 
@@ -160,11 +160,11 @@ class Peers:
                 found.add(one.card.node_id)
         return found
 
-    def _died(self, peer: Peer, now_s: float) -> None:
+    def _died(self, peer: PeerState, now_s: float) -> None:
         if now_s - peer.acked_s < self.settings.cut_off_s:
             self._faithful.add(peer.card.identity)
 
-    def opened(self, peer: Peer, *, now_s: float) -> None:
+    def opened(self, peer: PeerState, *, now_s: float) -> None:
         if not peer.linked:
             peer.here_s = now_s
         peer.linked, peer.refused, peer.closed_s = True, False, 0.0
@@ -205,7 +205,7 @@ class Peers:
             del self._left_s[next(iter(self._left_s))]
         return self._number
 
-    def beat(self, peer: Peer, beat: Beat, *, now_s: float) -> bool:
+    def beat(self, peer: PeerState, beat: Heartbeat, *, now_s: float) -> bool:
         """Whether this heartbeat says something newer than the last one."""
         left_s = self._left_s.get(beat.heard, _LONG_AGO_S)
         peer.acked_s = max(peer.acked_s, left_s)
@@ -224,12 +224,12 @@ class Peers:
 
     # --- silence ------------------------------------------------------------------------------
 
-    def silent_s(self, peer: Peer, *, now_s: float) -> float:
+    def silent_s(self, peer: PeerState, *, now_s: float) -> float:
         """For how long it was not heard, or has not heard us."""
         since_s = max(min(peer.heard_s, peer.acked_s), peer.met_s, self._awake_s)
         return now_s - since_s
 
-    def is_member_late(self, plan: Plan, *, now_s: float) -> bool:
+    def is_member_late(self, plan: GenerationPlan, *, now_s: float) -> bool:
         """Whether a node that runs ranks has missed a heartbeat, and may be about to be lost."""
         late_s = 2 * self.settings.heartbeat_s
         members = [self.by_id.get(node.node_id) for node in plan.members]
@@ -241,13 +241,13 @@ class Peers:
             for peer in members
         )
 
-    def is_to_be_dialled(self, peer: Peer, *, now_s: float) -> bool:
+    def is_to_be_dialled(self, peer: PeerState, *, now_s: float) -> bool:
         if peer.linked or now_s - peer.dialled_s < self.settings.redial_s:
             return False
         peer.dialled_s = now_s
         return True
 
-    def may_decide_without_me(self, plan: Plan, *, now_s: float) -> bool:
+    def may_decide_without_me(self, plan: GenerationPlan, *, now_s: float) -> bool:
         """Whether the voters that may have stopped hearing this lead could replace it."""
         limit_s = self.settings.cut_off_s
         unheard = 0

@@ -8,14 +8,14 @@ Gives:    the lead's own end, once it may end too; the outside witness forgets t
 from collections.abc import Collection
 
 from ftrun.errors import ExitCode
-from ftrun.membership.leader.failure_detector import Peers
-from ftrun.recovery.commands import Command, EndRun, Wish
+from ftrun.membership.leader.failure_detector import FailureDetector
+from ftrun.recovery.commands import Command, EndRun, WitnessOperation
 
 
-class Farewell:
+class RunShutdown:
     """One lead's end."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: FailureDetector) -> None:
         self.ending: EndRun | None = None
         """How the run ends, once that is known."""
         self.is_for_all = False
@@ -60,5 +60,7 @@ class Farewell:
         if any(self.is_told(node_id) for node_id in others):
             return []
         # Not before: an agent that is being started again finds us there, and hears of the end.
-        forget = self._peers.witness.ask(Wish.FORGET, now_s=now_s) if self.is_for_all else []
+        forget = (
+            self._peers.witness.ask(WitnessOperation.FORGET, now_s=now_s) if self.is_for_all else []
+        )
         return [*forget, self.ending]

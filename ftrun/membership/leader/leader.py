@@ -2,51 +2,49 @@
 
 Runs in:  the agent that leads or proposes itself. Pure.
 Takes in: connections, promises, heartbeats, time.
-Gives:    messages and dials, and through `Oversight` the decisions of the supervisor.
+Gives:    messages and dials, and through `GenerationMonitor` the decisions of the supervisor.
 
 Rule 1: one ballot at a time. If a node of it is lost, the next ballot has a higher number.
 Rule 2: the loss of a node leads to a ballot first. Only a promised ballot may end the run, because
         the others may continue without a leader that was cut off.
-Rule 3: a leader that its voters do not hear may have been replaced. It suspends all ranks before
-        that can happen, and decides nothing.
-Rule 4: if the newest committed version is missing and so are nodes that may hold it, the run waits
-        for these nodes. It never starts from the beginning without a word.
+Rule 3: a leader without its voters may have been replaced: it suspends all ranks before that.
+Rule 4: if the newest commit and nodes that may hold it are missing, the run waits for these nodes.
 """
 
 from collections.abc import Collection, Mapping
 
 from ftrun.errors import ExitCode
 from ftrun.membership.ballots import Ballot, runs_ranks
-from ftrun.membership.events import WitnessSaid
-from ftrun.membership.leader.changes import Changes
+from ftrun.membership.events import WitnessAnswered
+from ftrun.membership.leader.changes import BoundaryReconfiguration
 from ftrun.membership.leader.checkpoint_agreement import blind_nodes, disagreement, notes_of_blind
-from ftrun.membership.leader.doubt import Doubt
-from ftrun.membership.leader.draining import Draining
-from ftrun.membership.leader.failure_detector import Peer, Peers
-from ftrun.membership.leader.farewell import Farewell
-from ftrun.membership.leader.pausing import Pause
-from ftrun.membership.leader.planning import StateMissing, make_plan, notes_of
-from ftrun.membership.leader.proposer import Election, Stage
-from ftrun.membership.leader.rank_assignment import NotEnough
-from ftrun.membership.leader.reconfiguration import Enrolment, note_of
-from ftrun.membership.leader.screening import Screening
+from ftrun.membership.leader.doubt import LeadershipLease
+from ftrun.membership.leader.draining import NodeDraining
+from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
+from ftrun.membership.leader.farewell import RunShutdown
+from ftrun.membership.leader.pausing import NodeWait
+from ftrun.membership.leader.planning import RestoreStateMissing, make_plan, notes_of
+from ftrun.membership.leader.proposer import BallotStage, Proposer
+from ftrun.membership.leader.rank_assignment import TooFewNodes
+from ftrun.membership.leader.reconfiguration import VoterReconfiguration, note_of
+from ftrun.membership.leader.screening import Admission
 from ftrun.membership.succession import place_of
-from ftrun.membership.witness_votes import Witness
-from ftrun.network.failover.road_guard import GuardedRoads
+from ftrun.membership.witness_votes import WitnessView
+from ftrun.network.failover.road_guard import GuardedPathMonitor
 from ftrun.recovery.commands import (
     Command,
-    Dial,
+    Connect,
     EndRun,
+    JournalEntry,
     KillWorkers,
-    Note,
     Send,
     SupervisorCommand,
 )
-from ftrun.recovery.generation_monitor import Oversight
-from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.cluster.generation import NodeCard, Plan
-from ftrun.wire.cluster.heartbeats import Beat, LeadBeat
-from ftrun.wire.cluster.membership import Accepted, LeadIs, NotPromised, Promise
+from ftrun.recovery.generation_monitor import GenerationMonitor
+from ftrun.recovery.settings import MembershipSettings
+from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
+from ftrun.wire.cluster.heartbeats import Heartbeat, LeaderHeartbeat
+from ftrun.wire.cluster.membership import Accepted, LeaderInfo, PrepareRejected, Promise
 from ftrun.wire.cluster.messages import RoadWord
 
 _RESTARTED = "its agent was started again"
@@ -54,19 +52,19 @@ _ASK_AGAIN_PLACE = 4
 """Place in the order of proposers that sets the wait before nodes are asked again."""
 
 
-class Lead:
+class Leader:
     """One agent's leadership, from the moment it proposes itself."""
 
     def __init__(
         self,
         me: NodeCard,
-        settings: ClusterSettings,
-        oversight: Oversight,
-        plan: Plan | None,
-        unsure: Plan | None,
+        settings: MembershipSettings,
+        oversight: GenerationMonitor,
+        plan: GenerationPlan | None,
+        unsure: GenerationPlan | None,
         *,
         links: Mapping[str, int],
-        witness: Witness,
+        witness: WitnessView,
     ) -> None:
         # `unsure` is the newest plan that this agent has accepted: it may have taken effect.
         # `links` has the incarnations of the agents that are connected, by node id.
@@ -75,22 +73,22 @@ class Lead:
         self.oversight = oversight
         self.plan = plan
         self.unsure = unsure
-        self.known = Peers(me, settings, witness)
+        self.known = FailureDetector(me, settings, witness)
         self._links = links
         oversight.watching.slow.clocks = self.known.clocks
-        self.pause = Pause(settings.pause_limit_s)
-        self.farewell = Farewell(self.known)
-        self._election = Election(me, settings, self.known)
-        self._changes = Changes(settings)
-        self._enrolment = Enrolment(settings)
-        self.screening = Screening(settings, self.known)
-        self.roads = GuardedRoads(me.node_id, settings.network, self.known)
+        self.pause = NodeWait(settings.pause_limit_s)
+        self.farewell = RunShutdown(self.known)
+        self._election = Proposer(me, settings, self.known)
+        self._changes = BoundaryReconfiguration(settings)
+        self._enrolment = VoterReconfiguration(settings)
+        self.screening = Admission(settings, self.known)
+        self.roads = GuardedPathMonitor(me.node_id, settings.network, self.known)
         self._history_of = -1
         """The newest generation whose lead's history this one goes on from."""
-        self._draining = Draining(settings, self.known, oversight, self._enrolment)
+        self._draining = NodeDraining(settings, self.known, oversight, self._enrolment)
         self._is_effective = False
         """A generation of this lead has taken effect."""
-        self._doubt = Doubt(settings)
+        self._doubt = LeadershipLease(settings)
         self._untold: dict[str, str] = {}
         """Why members were lost of which the supervisor does not know yet."""
         self._look_s = 0.0
@@ -125,7 +123,9 @@ class Lead:
             peer = self.known.put(card, now_s=now_s, linked=linked, has_answered=False)
             self.pause.put_off(now_s=now_s)
             self.oversight.past.returns(card.node_id)
-            found.append(Note("NodeJoined", f"node {card.node_id} has come", {"host": card.host}))
+            found.append(
+                JournalEntry("NodeJoined", f"node {card.node_id} has come", {"host": card.host})
+            )
             found += self._election.joined(peer, now_s=now_s)
         if self._election.is_beside(knows):
             found += self.propose(f"node {card.node_id} knows of a run", now_s=now_s)
@@ -156,13 +156,13 @@ class Lead:
         told = [Send(node_id, self._heartbeat(now_s))] if self.farewell.is_told(node_id) else []
         return [*self._election.ask(peer, now_s=now_s), *told]
 
-    def back_again(self, peer: Peer, *, now_s: float) -> list[Command]:
+    def back_again(self, peer: PeerState, *, now_s: float) -> list[Command]:
         """A node that was lost is heard again: it comes in anew, beside what has gone on."""
         return [*self.add(peer.card, now_s=now_s, linked=True), self._lead_is(peer.card.node_id)]
 
     def _lead_is(self, node_id: str) -> Send:
         known = self.plan.generation if self.plan is not None else -1
-        return Send(node_id, LeadIs(self.me, known, self.is_settled))
+        return Send(node_id, LeaderInfo(self.me, known, self.is_settled))
 
     def closed(self, node_id: str, *, now_s: float) -> list[Command]:
         peer = self.known.get(node_id)
@@ -172,7 +172,7 @@ class Lead:
         if peer.lost:
             return []
         peer.dialled_s = now_s
-        return [Dial(peer.card.host, peer.card.port, node_id)]
+        return [Connect(peer.card.host, peer.card.port, node_id)]
 
     def dial_failed(self, node_id: str, *, refused: bool, now_s: float) -> list[Command]:
         peer = self.known.get(node_id)
@@ -190,7 +190,7 @@ class Lead:
         self.known.stood_still(now_s=now_s)
         self._doubt_oneself(now_s)
 
-    def _lose(self, peer: Peer, why: str, now_s: float) -> list[Command]:
+    def _lose(self, peer: PeerState, why: str, now_s: float) -> list[Command]:
         node_id = peer.card.node_id
         peer.lost, peer.lost_s = why, now_s
         self.roads.lost(node_id)
@@ -244,7 +244,7 @@ class Lead:
                 found += self.meet(card, now_s=now_s)
         return found + self._check(now_s)
 
-    def not_promised(self, body: NotPromised, *, now_s: float) -> list[Command]:
+    def not_promised(self, body: PrepareRejected, *, now_s: float) -> list[Command]:
         self._election.not_promised(body, place_of(self.me.node_id, self.plan), now_s=now_s)
         return []
 
@@ -271,7 +271,7 @@ class Lead:
         leads = self.is_settled or self.farewell.is_for_all
         return self._election.keep_witness(self.plan if leads else None, now_s=now_s)
 
-    def witness_said(self, event: WitnessSaid, *, now_s: float) -> list[Command]:
+    def witness_said(self, event: WitnessAnswered, *, now_s: float) -> list[Command]:
         place = place_of(self.me.node_id, self.plan)
         named = self._election.witness_said(event, place, now_s=now_s)
         return [one for card in named for one in self.meet(card, now_s=now_s)] + self._check(now_s)
@@ -282,13 +282,13 @@ class Lead:
         if ballot is None or self.ending is not None:
             return []
         match self._election.stage():
-            case Stage.PROMISED:
+            case BallotStage.PROMISED:
                 return self._plan_it(ballot, now_s)
-            case Stage.SHORT:
+            case BallotStage.SHORT:
                 return self.pause.begin(ballot.shortage(), now_s=now_s)
-            case Stage.CARRIED:
+            case BallotStage.CARRIED:
                 return self._take_effect(ballot, now_s)
-            case Stage.BROKEN:
+            case BallotStage.BROKEN:
                 return self.propose(ballot.why, now_s=now_s)
             case _:
                 return self._election.hold_up(now_s=now_s)
@@ -306,7 +306,7 @@ class Lead:
         here = [promise.card for promise in ballot.promises.values()]
         aside = self.oversight.set_aside(now_s=now_s)
         places = self.screening.assign(here, previous, aside)
-        if isinstance(places, NotEnough):
+        if isinstance(places, TooFewNodes):
             return self.pause.begin(str(places), now_s=now_s)
         if (held_up := self.roads.hold_up(here, previous, now_s=now_s)) is not None:
             return held_up
@@ -320,7 +320,7 @@ class Lead:
             history=self.oversight.history(now_s=now_s),
             waited_s=self.pause.waited_s(now_s=now_s),
         )
-        if isinstance(plan, StateMissing):
+        if isinstance(plan, RestoreStateMissing):
             # What a node has told of its memory may have changed: SMPs go on with what they began.
             self._election.begin_again(ballot.why, _ASK_AGAIN_PLACE, now_s=now_s)
             return self.pause.begin(plan.why, now_s=now_s, end=plan.end)
@@ -352,7 +352,7 @@ class Lead:
         notes = self.oversight.incidents.take_notes() + self.screening.compare(plan)
         return [*notes_of(plan), *notes, *self.heartbeat(now_s=now_s)]
 
-    def _take_history(self, plan: Plan | None, now_s: float, known_s: float) -> None:
+    def _take_history(self, plan: GenerationPlan | None, now_s: float, known_s: float) -> None:
         if plan is not None and plan.generation > self._history_of:
             self._history_of = plan.generation
             self.oversight.succeed(plan.history, now_s=now_s, known_s=known_s)
@@ -367,7 +367,7 @@ class Lead:
 
     # --- a generation -------------------------------------------------------------------------
 
-    def beat(self, node_id: str, body: Beat, *, now_s: float) -> list[Command]:
+    def beat(self, node_id: str, body: Heartbeat, *, now_s: float) -> list[Command]:
         """How things are on a node."""
         peer = self.known.get(node_id)
         if peer is None or not self.known.beat(peer, body, now_s=now_s):
@@ -390,7 +390,7 @@ class Lead:
         body = self._heartbeat(now_s)
         return [Send(one, body) for one in self.known.linked if self.farewell.is_told(one)]
 
-    def _heartbeat(self, now_s: float) -> LeadBeat:
+    def _heartbeat(self, now_s: float) -> LeaderHeartbeat:
         known = self.plan.edition if self.plan is not None else (-1, 0)
         is_held = self.is_doubtful and self.ending is None
         number = self.known.next_number(now_s=now_s)
@@ -439,14 +439,14 @@ class Lead:
         """Whether this lead may have been replaced; True where that is news."""
         return self._doubt.look(self.plan if self.ballot is None else None, self.known, now_s=now_s)
 
-    def _watch(self, peer: Peer, now_s: float) -> list[Command]:
+    def _watch(self, peer: PeerState, now_s: float) -> list[Command]:
         silent_s = self.known.silent_s(peer, now_s=now_s)
         found: list[Command] = []
         if not peer.lost and silent_s >= self.settings.deadline_s:
             peer.was_silent = True
             found += self._lose(peer, f"silent for {silent_s:.1f} s", now_s)
         if (not peer.lost or self.pause.is_on) and self.known.is_to_be_dialled(peer, now_s=now_s):
-            found.append(Dial(peer.card.host, peer.card.port, peer.card.node_id))
+            found.append(Connect(peer.card.host, peer.card.port, peer.card.node_id))
         return found
 
     def _go_on(self, now_s: float) -> list[Command]:

@@ -8,7 +8,7 @@ Gives:    a line for the operator where the reason is news; the end, once the li
 from dataclasses import replace
 
 from ftrun.errors import ExitCode
-from ftrun.recovery.commands import Command, EndRun, Note
+from ftrun.recovery.commands import Command, EndRun, JournalEntry
 
 PUT_OFF_S = 10.0
 """A node that has come gets this long to make the run go on."""
@@ -29,7 +29,7 @@ _GONE_ADVICE = (
 )
 
 
-class Pause:
+class NodeWait:
     """One lead's wait for nodes."""
 
     def __init__(self, limit_s: float) -> None:
@@ -59,7 +59,7 @@ class Pause:
             return []
         self.why = why
         text = f"PAUSED: {why}; gives up after {self._limit_s:.0f} s"
-        return [Note("Paused", text, {}, say=True)]
+        return [JournalEntry("Paused", text, {}, say=True)]
 
     def put_off(self, *, now_s: float) -> None:
         """A node has come: the wait may be about to end."""

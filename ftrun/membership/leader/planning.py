@@ -2,30 +2,31 @@
 
 Runs in:  the agent that leads. Pure.
 Takes in: the promises of a ballot, the places of its nodes, the last plan.
-Gives:    a `Plan`; or what state is missing; or the end of the run, where it cannot be had.
+Gives:    a `GenerationPlan`; or what state is missing; or the end of the run, where it cannot be
+          had.
 """
 
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from ftrun.erasure.groups import Group as ErasureGroup
+from ftrun.erasure.groups import ProtectionGroup as ErasureGroup
 from ftrun.erasure.groups import default_parity, next_groups
 from ftrun.errors import ExitCode
 from ftrun.ids import Version, version
 from ftrun.membership.ballots import Ballot
-from ftrun.membership.leader.rank_assignment import Assignment
+from ftrun.membership.leader.rank_assignment import RankAssignment
 from ftrun.network.detect.leaves import group_domains
 from ftrun.network.detect.rails import match_rails, rails_of_node
-from ftrun.recovery.commands import EndRun, Note
-from ftrun.recovery.restore_point import Choice, ancestry, choose
-from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.cluster.generation import History, Plan, PlanNode
+from ftrun.recovery.commands import EndRun, JournalEntry
+from ftrun.recovery.restore_point import RestoreChoice, ancestry, choose
+from ftrun.recovery.settings import MembershipSettings
+from ftrun.wire.cluster.generation import FailureHistory, GenerationPlan, PlanMember
 from ftrun.wire.cluster.membership import Promise
 
 
 @dataclass(frozen=True, slots=True)
-class StateMissing:
+class RestoreStateMissing:
     """There was something to go on from, and nodes that may hold it are not here."""
 
     why: str
@@ -35,14 +36,14 @@ class StateMissing:
 
 def make_plan(
     ballot: Ballot,
-    places: Assignment,
-    previous: Plan | None,
-    settings: ClusterSettings,
+    places: RankAssignment,
+    previous: GenerationPlan | None,
+    settings: MembershipSettings,
     *,
     lead: str,
-    history: History,
+    history: FailureHistory,
     waited_s: float,
-) -> Plan | StateMissing | EndRun:
+) -> GenerationPlan | RestoreStateMissing | EndRun:
     """The generation that this ballot is to bring about.
 
     Args:
@@ -64,11 +65,11 @@ def make_plan(
         if obstacle is not None:
             return obstacle
     groups = _groups(places, previous, settings)
-    return Plan(
+    return GenerationPlan(
         generation=ballot.generation,
         lead=lead,
         why=ballot.why,
-        members=[*map(PlanNode, places.members, places.first_ranks)],
+        members=[*map(PlanMember, places.members, places.first_ranks)],
         spares=list(places.spares),
         restore=_pair(choice.version),
         restore_why=_why(choice, problem, previous),
@@ -91,11 +92,14 @@ def make_plan(
 
 
 def _choose(
-    promises: Mapping[str, Promise], places: Assignment, previous: Plan | None, history: History
-) -> Choice:
+    promises: Mapping[str, Promise],
+    places: RankAssignment,
+    previous: GenerationPlan | None,
+    history: FailureHistory,
+) -> RestoreChoice:
     """The version to resume from, that also the nodes with new ranks can get."""
 
-    def of(nodes: Collection[str]) -> Choice:
+    def of(nodes: Collection[str]) -> RestoreChoice:
         return choose(
             {node_id: promises[node_id].holdings for node_id in nodes},
             previous,
@@ -122,7 +126,9 @@ def _choose(
     return second if second.version is not None else first
 
 
-def _skipped_batches(choice: Choice, previous: Plan | None, history: History) -> int:
+def _skipped_batches(
+    choice: RestoreChoice, previous: GenerationPlan | None, history: FailureHistory
+) -> int:
     """What came after the version and led to bad numbers; again where that did not get anywhere."""
     if choice.version is None:
         return 0
@@ -132,8 +138,8 @@ def _skipped_batches(choice: Choice, previous: Plan | None, history: History) ->
 
 
 def _cannot_begin(
-    choice: Choice, problem: str, settings: ClusterSettings, waited_s: float
-) -> StateMissing | EndRun | None:
+    choice: RestoreChoice, problem: str, settings: MembershipSettings, waited_s: float
+) -> RestoreStateMissing | EndRun | None:
     """What is lost is waited for, or is the end; nothing where something older will do.
 
     With checkpoints the wait is for nodes that are only started again. An older version in
@@ -151,11 +157,13 @@ def _cannot_begin(
         else_from = f"; without them the run resumes from {older}" if has_older else ""
     if choice.holders and waited_s < limit_s:
         away = ", ".join(sorted(choice.holders))
-        return StateMissing(f"{problem}. {away} may hold it, and cannot be reached{else_from}", end)
+        return RestoreStateMissing(
+            f"{problem}. {away} may hold it, and cannot be reached{else_from}", end
+        )
     return None if has_older or settings.has_checkpoints else end
 
 
-def _why(choice: Choice, problem: str, previous: Plan | None) -> str:
+def _why(choice: RestoreChoice, problem: str, previous: GenerationPlan | None) -> str:
     if choice.version is not None:
         return choice.why
     if not problem and previous is not None and previous.restore is None:
@@ -164,7 +172,7 @@ def _why(choice: Choice, problem: str, previous: Plan | None) -> str:
     return problem or choice.why
 
 
-def _what_is_lost(choice: Choice, ballot: Ballot, previous: Plan | None) -> str:
+def _what_is_lost(choice: RestoreChoice, ballot: Ballot, previous: GenerationPlan | None) -> str:
     """What there was to go on from and cannot be had, in words; empty where there is nothing."""
     if choice.wanted is not None:
         if choice.version is not None:
@@ -192,7 +200,7 @@ def _pair(version: Version | None) -> tuple[int, int] | None:
     return None if version is None else (version.generation, version.step)
 
 
-def _store_host(places: Assignment) -> str:
+def _store_host(places: RankAssignment) -> str:
     """The address of the first node at which the ranks of all nodes meet."""
     first, roads = places.members[0], places.roads
     if roads is None or not roads.rails:
@@ -206,7 +214,7 @@ def _store_host(places: Assignment) -> str:
 
 
 def _groups(
-    places: Assignment, previous: Plan | None, settings: ClusterSettings
+    places: RankAssignment, previous: GenerationPlan | None, settings: MembershipSettings
 ) -> list[ErasureGroup]:
     """Protection groups; a replacement takes the place of the node whose ranks it runs."""
     node_ids = [card.node_id for card in places.members]
@@ -243,16 +251,16 @@ def _lost(problem: str) -> EndRun:
     return EndRun(ExitCode.STATE_LOST, f"the state of the run is lost: {problem}", advice=advice)
 
 
-def notes_of(plan: Plan) -> list[Note]:
+def notes_of(plan: GenerationPlan) -> list[JournalEntry]:
     """What the journal, and of the first generation the user, should know."""
     text = f"generation {plan.generation}: {len(plan.members)} nodes, {plan.world_size} ranks"
     why = {"why": plan.why, "restored": str(plan.restore), "restore_why": plan.restore_why}
     left_out = {"skip_batches": plan.skip_batches} if plan.skip_batches else {}
-    notes = [Note("Generation", text, {**why, **left_out})]
+    notes = [JournalEntry("Generation", text, {**why, **left_out})]
     if plan.generation > 0 or len(plan.voters) != 2 or plan.witness:
         return notes
     text = (
         "two nodes and no spare: where one does not answer, the other cannot know whether it is "
         "dead or cut off, and pauses. A spare (--spares 1) decides it, and so does an etcd"
     )
-    return [*notes, Note("TwoVoters", text, {}, say=True)]
+    return [*notes, JournalEntry("TwoVoters", text, {}, say=True)]

@@ -2,7 +2,7 @@
 
 Runs in:  the agent that leads, or that tries to. Pure.
 Takes in: answers to its ballot, lost nodes, time.
-Gives:    prepares and announcements; at which `Stage` the ballot is.
+Gives:    prepares and announcements; at which `BallotStage` the ballot is.
 Source:   see ballots.py.
 
 Rule 1: whoever is here is heard before anything is announced, as it may hold what is to be
@@ -19,12 +19,12 @@ from collections.abc import Collection
 from enum import Enum, auto
 
 from ftrun.membership.ballots import Ballot, electorate_of, runs_ranks
-from ftrun.membership.events import WitnessSaid
-from ftrun.membership.leader.failure_detector import Peer, Peers
-from ftrun.recovery.commands import Command, Dial, Note, Send, Wish
-from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.cluster.generation import Edition, NodeCard, Plan
-from ftrun.wire.cluster.membership import Accepted, Announce, NotPromised, Prepare, Promise
+from ftrun.membership.events import WitnessAnswered
+from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
+from ftrun.recovery.commands import Command, Connect, JournalEntry, Send, WitnessOperation
+from ftrun.recovery.settings import MembershipSettings
+from ftrun.wire.cluster.generation import Edition, GenerationPlan, NodeCard
+from ftrun.wire.cluster.membership import Accept, Accepted, Prepare, PrepareRejected, Promise
 
 WITNESS_WAIT_S = 2.0
 """Longer than whoever asks the outside witness tries to reach it."""
@@ -32,7 +32,7 @@ WITNESS_WAIT_S = 2.0
 _PATIENCE_S, _PATIENCE_BY_PLACE_S, _MAX_DOUBLINGS = 0.2, 0.5, 4
 
 
-class Stage(Enum):
+class BallotStage(Enum):
     """How far a ballot is."""
 
     ASKED = auto()
@@ -49,10 +49,10 @@ class Stage(Enum):
     """It cannot take effect any more."""
 
 
-class Election:
+class Proposer:
     """The ballots of one proposer."""
 
-    def __init__(self, me: NodeCard, settings: ClusterSettings, peers: Peers) -> None:
+    def __init__(self, me: NodeCard, settings: MembershipSettings, peers: FailureDetector) -> None:
         self.ballot: Ballot | None = None
         self.highest = -1
         """The highest number that anybody is known to have promised."""
@@ -65,7 +65,7 @@ class Election:
         """Who has not answered yet, and since when."""
         self._needed: set[str] = set()
         """Members of the announced plan that have not accepted."""
-        self._given_up: list[Plan] = []
+        self._given_up: list[GenerationPlan] = []
         """Announced by this proposer, and not carried."""
         self._slow: list[str] = []
         """Of which that was said."""
@@ -83,8 +83,8 @@ class Election:
         self,
         why: str,
         *,
-        plan: Plan | None,
-        unsure: Plan | None,
+        plan: GenerationPlan | None,
+        unsure: GenerationPlan | None,
         void: Collection[Edition] = (),
         now_s: float,
     ) -> list[Command]:
@@ -114,12 +114,12 @@ class Election:
         self.again_s = self._witness_asked_s = None
         self._awaited = {peer.card.node_id: now_s for peer in self._peers if not peer.lost}
         self._needed.clear()
-        found: list[Command] = [Note("Ballot", why, {"generation": self.highest})]
+        found: list[Command] = [JournalEntry("Ballot", why, {"generation": self.highest})]
         for peer in self._peers:
             found += self.ask(peer, now_s=now_s)
         return found + self._ask_witness(now_s, waits=True)
 
-    def announce(self, plan: Plan, *, now_s: float) -> list[Command]:
+    def announce(self, plan: GenerationPlan, *, now_s: float) -> list[Command]:
         """Ask everyone who has promised to accept this."""
         assert self.ballot is not None
         self.ballot.announce(plan)
@@ -127,27 +127,27 @@ class Election:
         self.again_s = None  # what was missing, and to be asked for again, is not any more
         self._awaited = dict.fromkeys(self.ballot.promises, now_s)
         self._needed, self._slow = {node.node_id for node in plan.members}, []
-        found: list[Command] = [Send(one, Announce(plan)) for one in self.ballot.promises]
+        found: list[Command] = [Send(one, Accept(plan)) for one in self.ballot.promises]
         return found + self._ask_witness(now_s, waits=True)
 
-    def joined(self, peer: Peer, *, now_s: float) -> list[Command]:
+    def joined(self, peer: PeerState, *, now_s: float) -> list[Command]:
         """Another agent is here."""
         if self.ballot is not None and self.ballot.plan is None:
             self._awaited[peer.card.node_id] = now_s
         return self.ask(peer, now_s=now_s)
 
-    def ask(self, peer: Peer, *, now_s: float) -> list[Command]:
+    def ask(self, peer: PeerState, *, now_s: float) -> list[Command]:
         """Whatever this agent has to answer for the ballot to go on."""
         ballot, node_id = self.ballot, peer.card.node_id
         if ballot is None or node_id not in self._awaited:
             return []
         if not peer.linked:
             dials = self._peers.is_to_be_dialled(peer, now_s=now_s)
-            return [Dial(peer.card.host, peer.card.port, node_id)] if dials else []
+            return [Connect(peer.card.host, peer.card.port, node_id)] if dials else []
         if ballot.plan is None:
             return self._prepare(ballot, peer, now_s)
         peer.asked_s = now_s
-        return [Send(node_id, Announce(ballot.plan))]
+        return [Send(node_id, Accept(ballot.plan))]
 
     def repeat(self, *, now_s: float) -> list[Command]:
         """Ask again what was not answered, and give up what has waited for too long."""
@@ -192,7 +192,7 @@ class Election:
         self._awaited.pop(body.card.node_id, None)
         return True
 
-    def keep_witness(self, plan: Plan | None, *, now_s: float) -> list[Command]:
+    def keep_witness(self, plan: GenerationPlan | None, *, now_s: float) -> list[Command]:
         """Have the outside witness promise nobody else anything for now.
 
         Args:
@@ -205,26 +205,33 @@ class Election:
             return witness.say_who_leads(plan, now_s=now_s)
         if ballot is None or not ballot.witness:
             return []
-        if ballot.plan is None and self.stage() is not Stage.PROMISED:
+        if ballot.plan is None and self.stage() is not BallotStage.PROMISED:
             return []  # the ballot asks by itself; who is short of votes is in nobody's way
-        return witness.ask(Wish.KEEP, generation=ballot.generation, now_s=now_s)
+        return witness.ask(WitnessOperation.KEEP, generation=ballot.generation, now_s=now_s)
 
-    def witness_said(self, event: WitnessSaid, place: int, *, now_s: float) -> list[NodeCard]:
+    def witness_said(self, event: WitnessAnswered, place: int, *, now_s: float) -> list[NodeCard]:
         """What the outside witness has answered to this ballot; whom it has named."""
         ballot, asked, register = self.ballot, event.asked, event.register
         if ballot is None:
             return []
         found = [event.lead] if event.lead is not None else []
-        if asked.generation == ballot.generation and asked.wish in (Wish.PROMISE, Wish.ACCEPT):
+        if asked.generation == ballot.generation and asked.wish in (
+            WitnessOperation.PROMISE,
+            WitnessOperation.ACCEPT,
+        ):
             self._witness_asked_s = None
             self._answered(ballot, event, place, now_s)
-            if asked.wish is Wish.PROMISE and register is not None and register.plan is not None:
+            if (
+                asked.wish is WitnessOperation.PROMISE
+                and register is not None
+                and register.plan is not None
+            ):
                 found += register.plan.voters
         return found
 
-    def _answered(self, ballot: Ballot, event: WitnessSaid, place: int, now_s: float) -> None:
+    def _answered(self, ballot: Ballot, event: WitnessAnswered, place: int, now_s: float) -> None:
         register = event.register
-        if event.asked.wish is Wish.ACCEPT:
+        if event.asked.wish is WitnessOperation.ACCEPT:
             ballot.is_witnessed = ballot.is_witnessed or event.granted
         elif event.granted and ballot.plan is None and register is not None:
             ballot.take_witness(register.life, register.plan)
@@ -246,17 +253,19 @@ class Election:
         number = ballot.generation
         if ballot.plan is None and not ballot.witness:
             begins = ballot.needs_witness
-            found = witness.ask(Wish.PROMISE, generation=number, begins=begins, now_s=now_s)
+            found = witness.ask(
+                WitnessOperation.PROMISE, generation=number, begins=begins, now_s=now_s
+            )
         elif ballot.plan is not None and ballot.witness and not ballot.is_witnessed:
             plan = ballot.plan
-            found = witness.ask(Wish.ACCEPT, generation=number, plan=plan, now_s=now_s)
+            found = witness.ask(WitnessOperation.ACCEPT, generation=number, plan=plan, now_s=now_s)
         else:
             return []
         if waits and found and witness.is_reached:
             self._witness_asked_s = now_s
         return found
 
-    def not_promised(self, body: NotPromised, place: int, *, now_s: float) -> None:
+    def not_promised(self, body: PrepareRejected, place: int, *, now_s: float) -> None:
         """Somebody has promised a higher number, or this one to another proposer."""
         self.highest = max(self.highest, body.promised)
         if self.ballot is not None and body.generation == self.ballot.generation:
@@ -283,7 +292,13 @@ class Election:
         return True
 
     def note_promise(
-        self, peer: Peer, promised: int, plan: Plan | None, place: int, *, now_s: float
+        self,
+        peer: PeerState,
+        promised: int,
+        plan: GenerationPlan | None,
+        place: int,
+        *,
+        now_s: float,
     ) -> None:
         """A member that has promised a later generation to another has no ranks any more.
 
@@ -327,7 +342,7 @@ class Election:
             return []
         self._slow = slow
         text = f"generation {self.ballot.generation} waits for {', '.join(slow)} to get ready"
-        return [Note("Waiting", f"{text}, as where a checkpoint is read", say=True)]
+        return [JournalEntry("Waiting", f"{text}, as where a checkpoint is read", say=True)]
 
     def lost(self, node_id: str) -> None:
         """This agent answers nothing any more."""
@@ -341,7 +356,7 @@ class Election:
         plan = self.ballot.plan if self.ballot is not None else None
         return plan is not None and plan.member(node_id) is not None
 
-    def won(self) -> Plan:
+    def won(self) -> GenerationPlan:
         """The plan that takes effect; the ballot is over."""
         assert self.ballot is not None
         assert self.ballot.plan is not None
@@ -351,19 +366,19 @@ class Election:
         self._witness_asked_s = None
         return plan
 
-    def stage(self) -> Stage:
+    def stage(self) -> BallotStage:
         ballot = self.ballot
         assert ballot is not None
         if ballot.plan is None:
             if self._awaited or self._witness_asked_s is not None:
-                return Stage.ASKED
-            return Stage.PROMISED if ballot.is_promised() else Stage.SHORT
+                return BallotStage.ASKED
+            return BallotStage.PROMISED if ballot.is_promised() else BallotStage.SHORT
         if not self._needed and ballot.is_accepted():
-            return Stage.CARRIED
+            return BallotStage.CARRIED
         waits = self._awaited or self._witness_asked_s is not None
-        return Stage.ANNOUNCED if waits else Stage.BROKEN
+        return BallotStage.ANNOUNCED if waits else BallotStage.BROKEN
 
-    def _prepare(self, ballot: Ballot, peer: Peer, now_s: float) -> list[Command]:
+    def _prepare(self, ballot: Ballot, peer: PeerState, now_s: float) -> list[Command]:
         peer.asked_s = now_s
         # Nobody need send a plan that is as old as the base.
         body = Prepare(ballot.generation, self._me, ballot.why, ballot.base)

@@ -2,7 +2,7 @@
 
 Runs in:  the agent that leads. Pure.
 Takes in: the nodes that are here, and the last generation.
-Gives:    an `Assignment`, or how many nodes are missing.
+Gives:    an `RankAssignment`, or how many nodes are missing.
 
 Rule 1: ranks are stable. A node that stays keeps its place, one that comes back gets its old
         place if that is free, and a spare takes a lost node's.
@@ -16,18 +16,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from ftrun.recovery.settings import Wishes
-from ftrun.wire.cluster.generation import NodeCard, Plan
-from ftrun.wire.cluster.rails import RoadsPlan
+from ftrun.recovery.settings import ClusterSize
+from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
+from ftrun.wire.cluster.rails import NetworkPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
+class RankAssignment:
     """Members in the order of their ranks, and who stands by."""
 
     members: tuple[NodeCard, ...]
     spares: tuple[NodeCard, ...]
-    roads: RoadsPlan | None = None
+    roads: NetworkPlan | None = None
     """How the ways between them are used; None: as the user's libraries do."""
 
     @property
@@ -38,7 +38,7 @@ class Assignment:
             rank += card.num_ranks
         return found
 
-    def along(self, roads: RoadsPlan | None) -> "Assignment":
+    def along(self, roads: NetworkPlan | None) -> "RankAssignment":
         """The same in the order of a plan of roads, with the plan."""
         if roads is None:
             return self
@@ -47,7 +47,7 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
-class NotEnough:
+class TooFewNodes:
     """Too few nodes for the smallest generation the run may have."""
 
     here: int
@@ -67,11 +67,11 @@ class NotEnough:
 
 def assign(
     here: Sequence[NodeCard],
-    previous: Plan | None,
-    wishes: Wishes,
+    previous: GenerationPlan | None,
+    wishes: ClusterSize,
     aside: Collection[str] = (),
     unfit: Mapping[str, str] = MappingProxyType({}),
-) -> Assignment | NotEnough:
+) -> RankAssignment | TooFewNodes:
     """Give each of these nodes a place, or have it stand by.
 
     Args:
@@ -87,7 +87,7 @@ def assign(
         away = tuple(sorted(card.node_id for card in here if card.node_id in aside))
         why = {card.node_id: unfit[card.node_id] for card in here if card.node_id in unfit}
         words = tuple(f"{node_id} ({why[node_id]})" for node_id in sorted(why))
-        return NotEnough(len(usable), wishes.min_nodes, away, words)
+        return TooFewNodes(len(usable), wishes.min_nodes, away, words)
     order = _in_order(usable, previous)
     if previous is not None and num_members == len(previous.members):
         members = _same_places(order, previous)
@@ -95,7 +95,7 @@ def assign(
         members = order[:num_members]
     chosen = {card.node_id for card in members}
     spares = [card for card in _in_order(here, previous) if card.node_id not in chosen]
-    return Assignment(tuple(members), tuple(spares))
+    return RankAssignment(tuple(members), tuple(spares))
 
 
 def first_order(cards: Sequence[NodeCard]) -> list[NodeCard]:
@@ -112,7 +112,7 @@ def first_order(cards: Sequence[NodeCard]) -> list[NodeCard]:
     )
 
 
-def _in_order(cards: Sequence[NodeCard], previous: Plan | None) -> list[NodeCard]:
+def _in_order(cards: Sequence[NodeCard], previous: GenerationPlan | None) -> list[NodeCard]:
     """Members of the last generation by place, then its spares, then whoever is new."""
     if previous is None:
         return first_order(cards)
@@ -122,7 +122,7 @@ def _in_order(cards: Sequence[NodeCard], previous: Plan | None) -> list[NodeCard
     return sorted(known, key=lambda card: at[card.node_id]) + first_order(new)
 
 
-def _same_places(order: Sequence[NodeCard], previous: Plan) -> list[NodeCard]:
+def _same_places(order: Sequence[NodeCard], previous: GenerationPlan) -> list[NodeCard]:
     """As many members as before: who was one stays in its place, the others fill the gaps."""
     by_id = {card.node_id: card for card in order}
     member_ids = [node.node_id for node in previous.members]

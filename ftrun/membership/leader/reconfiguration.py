@@ -25,27 +25,27 @@ from collections.abc import Collection
 import msgspec
 
 from ftrun.membership.ballots import carries, electorate, electorate_of
-from ftrun.membership.leader.failure_detector import Peer, Peers
-from ftrun.recovery.commands import Command, Note, Send
-from ftrun.recovery.generation_monitor import Oversight
-from ftrun.recovery.settings import ClusterSettings
+from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
+from ftrun.recovery.commands import Command, JournalEntry, Send
+from ftrun.recovery.generation_monitor import GenerationMonitor
+from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import (
     WITNESS,
     Edition,
-    History,
+    FailureHistory,
+    GenerationPlan,
     Identity,
     NodeCard,
-    Plan,
-    Voters,
+    VoterSet,
 )
-from ftrun.wire.cluster.membership import Accepted, Announce
+from ftrun.wire.cluster.membership import Accept, Accepted
 
 
-class Enrolment:
+class VoterReconfiguration:
     """One lead's changes of the roster, one after the other."""
 
-    def __init__(self, settings: ClusterSettings) -> None:
-        self.wanted: Plan | None = None
+    def __init__(self, settings: MembershipSettings) -> None:
+        self.wanted: GenerationPlan | None = None
         """What was announced and has not taken effect."""
         self._settings = settings
         self.void: set[Edition] = set()
@@ -64,7 +64,13 @@ class Enrolment:
             self.wanted = None
 
     def look_beside(
-        self, plan: Plan, peers: Peers, oversight: Oversight, is_leaving: bool, *, now_s: float
+        self,
+        plan: GenerationPlan,
+        peers: FailureDetector,
+        oversight: GenerationMonitor,
+        is_leaving: bool,
+        *,
+        now_s: float,
     ) -> list[Command]:
         """Have spares that have come vote; not where they are about to get ranks.
 
@@ -80,7 +86,9 @@ class Enrolment:
             return []
         return self.look(plan, peers, oversight.history(now_s=now_s), now_s=now_s)
 
-    def look(self, plan: Plan, peers: Peers, history: History, *, now_s: float) -> list[Command]:
+    def look(
+        self, plan: GenerationPlan, peers: FailureDetector, history: FailureHistory, *, now_s: float
+    ) -> list[Command]:
         """Begin a change that is worth it; go on asking for the one that is wanted."""
         if now_s < self._look_s:
             return []
@@ -101,7 +109,9 @@ class Enrolment:
             self._asked_s = -1e9
         return self._ask(peers, now_s)
 
-    def accepted(self, card: NodeCard, body: Accepted, plan: Plan, peers: Peers) -> Plan | None:
+    def accepted(
+        self, card: NodeCard, body: Accepted, plan: GenerationPlan, peers: FailureDetector
+    ) -> GenerationPlan | None:
         """The plan that takes effect by this acceptance, if one does.
 
         Args:
@@ -121,7 +131,7 @@ class Enrolment:
         self.wanted = None
         return wanted
 
-    def _ask(self, peers: Peers, now_s: float) -> list[Command]:
+    def _ask(self, peers: FailureDetector, now_s: float) -> list[Command]:
         wanted = self.wanted
         if wanted is None or now_s - self._asked_s < 2 * self._settings.heartbeat_s:
             return []
@@ -130,12 +140,14 @@ class Enrolment:
             who for voters in wanted.decided_by for who in voters.who
         }
         return [
-            Send(peer.card.node_id, Announce(wanted))
+            Send(peer.card.node_id, Accept(wanted))
             for peer in peers
             if peer.linked and peer.card.identity in asked - self._agreed
         ]
 
-    def _witness(self, plan: Plan, peers: Peers, num_nodes: int, now_s: float) -> int:
+    def _witness(
+        self, plan: GenerationPlan, peers: FailureDetector, num_nodes: int, now_s: float
+    ) -> int:
         """The life of the outside witness where it is to vote beside so many nodes; or 0."""
         witness, for_s = peers.witness, self._settings.settle_s
         if num_nodes % 2 or num_nodes < 2:
@@ -145,7 +157,9 @@ class Enrolment:
         holds = witness.holds(witness.life, self._settings.cut_off_s, now_s=now_s)
         return witness.life if holds and witness.has_been_there(for_s, now_s=now_s) else 0
 
-    def _standing_by(self, plan: Plan, peers: Peers, now_s: float) -> list[NodeCard]:
+    def _standing_by(
+        self, plan: GenerationPlan, peers: FailureDetector, now_s: float
+    ) -> list[NodeCard]:
         """Who could vote beside the members: the spares of now first."""
         order = [card.node_id for card in plan.spares]
         members = {node.node_id for node in plan.members}
@@ -157,14 +171,14 @@ class Enrolment:
         found = known + sorted(new, key=lambda card: card.node_id)
         return found[: self._settings.wishes.spares]
 
-    def _may_vote(self, peer: Peer, plan: Plan, now_s: float) -> bool:
+    def _may_vote(self, peer: PeerState, plan: GenerationPlan, now_s: float) -> bool:
         if peer.lost or peer.is_mute or peer.is_leaving or not peer.linked:
             return False
         has_stayed = now_s - peer.here_s >= self._settings.settle_s
         return has_stayed and peer.promised <= plan.generation
 
 
-def _alive(peers: Peers, plan: Plan) -> set[Identity]:
+def _alive(peers: FailureDetector, plan: GenerationPlan) -> set[Identity]:
     nodes = {peer.card.identity for peer in peers if not (peer.lost or peer.is_leaving)}
     is_there = plan.witness and plan.witness == peers.witness.life and not peers.witness.why
     return nodes | ({(WITNESS, plan.witness)} if is_there else set())
@@ -176,18 +190,18 @@ def _bears(voters: Collection[Identity], alive: Collection[Identity]) -> int:
 
 
 def _with_voters(
-    plan: Plan, spares: list[NodeCard], witness: int, roster: int, history: History
-) -> Plan:
-    before = Voters(plan.generation, sorted(electorate_of(plan)), plan.roster)
+    plan: GenerationPlan, spares: list[NodeCard], witness: int, roster: int, history: FailureHistory
+) -> GenerationPlan:
+    before = VoterSet(plan.generation, sorted(electorate_of(plan)), plan.roster)
     return msgspec.structs.replace(
         plan, spares=spares, witness=witness, roster=roster, decided_by=[before], history=history
     )
 
 
-def note_of(plan: Plan) -> Note:
+def note_of(plan: GenerationPlan) -> JournalEntry:
     """What the journal should know of a roster that has taken effect."""
     spares = ", ".join(card.node_id for card in plan.spares)
     beside = f" and {WITNESS}" if plan.witness else ""
     text = f"{len(plan.voters)} nodes{beside} decide about the next generation"
     text += f"; standing by: {spares}" if spares else ""
-    return Note("Roster", text, {"roster": plan.roster})
+    return JournalEntry("Roster", text, {"roster": plan.roster})

@@ -2,7 +2,7 @@
 
 Runs in:  the agent that leads. Pure.
 Takes in: the results of the nodes' own checks; who is set aside after too many failures.
-Gives:    places for those that may; which nodes are to check themselves again; `Note`s.
+Gives:    places for those that may; which nodes are to check themselves again; `JournalEntry`s.
 Survives: nothing. Who leads next learns of an unfit node from its promise, or its next heartbeat;
           that a node was set aside it finds in the plan's history.
 Source:   TRANSOM (arXiv 2310.10046): a node that fails its self-test is replaced by a spare, and
@@ -19,13 +19,13 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from ftrun.membership.ballots import Ballot
-from ftrun.membership.leader.failure_detector import Peer, Peers
-from ftrun.membership.leader.rank_assignment import Assignment, NotEnough, assign
+from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
+from ftrun.membership.leader.rank_assignment import RankAssignment, TooFewNodes, assign
 from ftrun.monitor.node_fitness import far_below
-from ftrun.recovery.commands import Note
-from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.cluster.generation import NodeCard, Plan
-from ftrun.wire.cluster.heartbeats import LeadBeat
+from ftrun.recovery.commands import JournalEntry
+from ftrun.recovery.settings import MembershipSettings
+from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
+from ftrun.wire.cluster.heartbeats import LeaderHeartbeat
 
 _LEAVES = "it was asked to leave"
 _FIGURE = re.compile(r"[\d.,]*\d")
@@ -33,10 +33,10 @@ _Check = tuple[int, int]
 """Incarnation of an agent, and the number of a check among its own."""
 
 
-class Screening:
+class Admission:
     """One lead's view of who is fit."""
 
-    def __init__(self, settings: ClusterSettings, peers: Peers) -> None:
+    def __init__(self, settings: MembershipSettings, peers: FailureDetector) -> None:
         self._settings = settings
         self._peers = peers
         self._aside_at: dict[str, _Check] = {}
@@ -79,8 +79,8 @@ class Screening:
         return {*aside, *self.unfit(aside)}
 
     def assign(
-        self, here: Sequence[NodeCard], previous: Plan | None, aside: Collection[str]
-    ) -> Assignment | NotEnough:
+        self, here: Sequence[NodeCard], previous: GenerationPlan | None, aside: Collection[str]
+    ) -> RankAssignment | TooFewNodes:
         """Places for those of these nodes that may have one; see places.py."""
         return assign(here, previous, self._settings.wishes, aside, self.unfit(aside))
 
@@ -88,15 +88,15 @@ class Screening:
         self,
         nodes: Collection[str],
         ballot: Ballot,
-        previous: Plan | None,
+        previous: GenerationPlan | None,
         aside: Collection[str],
     ) -> bool:
         """Whether enough nodes of this ballot may run ranks without those."""
         here = [promise.card for promise in ballot.promises.values()]
         places = self.assign(here, previous, {*aside, *nodes})
-        return not isinstance(places, NotEnough)
+        return not isinstance(places, TooFewNodes)
 
-    def look(self, aside: Collection[str]) -> list[Note]:
+    def look(self, aside: Collection[str]) -> list[JournalEntry]:
         """Find out who is to be asked for a check, and what is new about who may run ranks."""
         unfit = self.unfit(aside)
         self._asked = {
@@ -105,12 +105,12 @@ class Screening:
             if peer.card.node_id in unfit and self._awaits_check(peer)
         }
         found = [
-            Note("Unfit", f"node {one} may not run ranks: {why}", {"about": one}, say=True)
+            JournalEntry("Unfit", f"node {one} may not run ranks: {why}", {"about": one}, say=True)
             for one, why in sorted(unfit.items())
             if _without_figures(self._told.get(one, "")) != _without_figures(why)
         ]
         found += [
-            Note("FitAgain", f"node {one} is fit to run ranks", {"about": one}, say=True)
+            JournalEntry("FitAgain", f"node {one} is fit to run ranks", {"about": one}, say=True)
             for one in sorted(self._told)
             if self._is_fit(one)
         ]
@@ -118,11 +118,11 @@ class Screening:
         self._told = {**kept, **unfit}
         return found
 
-    def ask(self, body: LeadBeat) -> LeadBeat:
+    def ask(self, body: LeaderHeartbeat) -> LeaderHeartbeat:
         """The same heartbeat, with the checks that are waited for."""
         return msgspec.structs.replace(body, checks=self._asked) if self._asked else body
 
-    def compare(self, plan: Plan) -> list[Note]:
+    def compare(self, plan: GenerationPlan) -> list[JournalEntry]:
         """Which nodes of a generation are far slower than the others; each is told once."""
         here = {card.node_id for card in plan.voters}
         figures = {
@@ -134,7 +134,7 @@ class Screening:
         new = {one: what for one, what in slow.items() if self._slow_told.get(one) != what}
         self._slow_told.update(new)
         return [
-            Note("SlowNode", f"node {one} is slow: {what}", {"about": one}, say=True)
+            JournalEntry("SlowNode", f"node {one} is slow: {what}", {"about": one}, say=True)
             for one, what in sorted(new.items())
         ]
 
@@ -146,7 +146,7 @@ class Screening:
             return self._told.get(node_id) == _LEAVES
         return peer.fitness.is_fit and not self._awaits_check(peer)
 
-    def _awaits_check(self, peer: Peer) -> bool:
+    def _awaits_check(self, peer: PeerState) -> bool:
         before, fitness = self._aside_at.get(peer.card.node_id), peer.fitness
         if before is None or fitness is None or not fitness.is_fit:
             return False
@@ -155,7 +155,7 @@ class Screening:
         return not fitness.is_whole or (is_same and fitness.number <= number)
 
 
-def _number(peer: Peer) -> int:
+def _number(peer: PeerState) -> int:
     return peer.fitness.number if peer.fitness is not None else 0
 
 

@@ -2,7 +2,8 @@
 
 Runs in:  the agent that leads. Pure.
 Takes in: when each rank has entered which collective, on one clock.
-Gives:    `Meeting`s, in order: one collective that all its ranks have entered, with how much later
+Gives:    `JoinedCollective`s, in order: one collective that all its ranks have entered, with how
+          much later
           than the others each has come, by its own doing.
 Source:   C4's wait chain (arXiv 2406.04594): the late rank is the one that all wait for and that
           waits for nobody.
@@ -38,7 +39,7 @@ NEVER = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class JoinedCollective:
     """One collective that all its ranks have entered."""
 
     group: str
@@ -72,7 +73,7 @@ class _Excuse(Enum):
     OTHER_NODES = "what it waited for with ranks of other nodes"
 
 
-class Arrivals:
+class ArrivalTracker:
     """Collectives of one generation, as they become whole."""
 
     def __init__(self) -> None:
@@ -131,7 +132,7 @@ class Arrivals:
         if len(mine.entries) > 2 * REMEMBERED:
             del mine.entries[:-REMEMBERED]
 
-    def take(self) -> list[Meeting]:
+    def take(self) -> list[JoinedCollective]:
         """Meetings that can be judged now, the earliest first; each is given once."""
         seen_s = min((one.seen_s for one in self._ranks.values()), default=0.0)
         ripe = [one for one in self._whole.values() if one.released_s <= seen_s]
@@ -146,7 +147,7 @@ class Arrivals:
         _forget(self._done)
         return found
 
-    def _meeting(self, whole: _Whole) -> Meeting | None:
+    def _meeting(self, whole: _Whole) -> JoinedCollective | None:
         group, seq = whole.key
         first_s = min(whole.times.values())
         before = self._last.setdefault(group, deque(maxlen=LOOKED_BACK))
@@ -159,7 +160,7 @@ class Arrivals:
             node_late_s = self._late_s(whole, common, _Excuse.OTHER_NODES)
         except LookupError:
             return None
-        return Meeting(group, seq, whole.released_s, late_s, node_late_s)
+        return JoinedCollective(group, seq, whole.released_s, late_s, node_late_s)
 
     def _late_s(self, whole: _Whole, common: _Whole | None, excuse: "_Excuse") -> dict[int, float]:
         """Raises: LookupError: not all that somebody may have waited for is known."""

@@ -2,7 +2,8 @@
 
 Runs in:  the agent that leads. Pure.
 Takes in: `LinkSample`s, which each node's agent has from the kernel (`ftrun.agent.observe.proc`).
-Gives:    a `Cell` for each pair of nodes that speak, in each direction: seconds per megabyte in
+Gives:    a `PairDelay` for each pair of nodes that speak, in each direction: seconds per megabyte
+          in
           which the sender had something on its way, the round trip, and what both were at first.
 Source:   C4's latency matrix (arXiv 2406.04594).
 
@@ -58,7 +59,7 @@ class LinkSample:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeLook:
+class NodeTraffic:
     """What one node has sent since its look before."""
 
     node: str
@@ -72,7 +73,7 @@ Pair = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class PairDelay:
     """From one node to another, over the last looks."""
 
     sender: str
@@ -108,7 +109,7 @@ class DelayMatrix:
     def __init__(self) -> None:
         self._kept: dict[Pair, _Kept] = {}
 
-    def look(self, looks: Iterable[NodeLook], hosts: Mapping[str, str]) -> None:
+    def look(self, looks: Iterable[NodeTraffic], hosts: Mapping[str, str]) -> None:
         """Take in what nodes have sent.
 
         Args:
@@ -125,7 +126,7 @@ class DelayMatrix:
             for pair, samples in parts.items():
                 self._add(self._kept.setdefault(pair, _Kept()), look.span_s, samples)
 
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[PairDelay]:
         """Of each pair that has been seen often enough, in order."""
         seen = (one for one in sorted(self._kept.items()) if len(one[1].looks) == LOOKS)
         return [_cell(pair, kept) for pair, kept in seen]
@@ -146,12 +147,12 @@ def _s_per_mb(sample: LinkSample) -> float:
     return sample.busy_s / (max(1, sample.bytes) / 1e6)
 
 
-def _cell(pair: Pair, kept: _Kept) -> Cell:
+def _cell(pair: Pair, kept: _Kept) -> PairDelay:
     samples = [sample for _, sample in kept.looks]
     all_of_it = LinkSample.together(samples)
     is_learnt = len(kept.first_rtt_s) == LEARNT
     was_bulk = is_learnt and len(kept.first_s_per_mb) > LEARNT // 2
-    return Cell(
+    return PairDelay(
         sender=pair[0],
         receiver=pair[1],
         s_per_mb=median(map(_s_per_mb, samples)) if was_bulk else None,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import sqrt
 from statistics import fmean, median
 
-from ftrun.monitor.verdicts import Sure
+from ftrun.monitor.verdicts import Confidence
 
 SHARE_OF_STEP = 0.10
 """Less is not worth a name."""
@@ -57,7 +57,7 @@ class Lateness:
 
 
 @dataclass
-class Series:
+class LatenessSeries:
     """Of one rank, the newest windows and the first ones."""
 
     may_stand: bool = True
@@ -69,7 +69,7 @@ class Series:
     noise_s: float = 0.0
     """By what is known until now."""
     count: int = 0
-    named: Sure | None = None
+    named: Confidence | None = None
     """What the last `judge` has said."""
     named_s: float = 0.0
     """So much later than before it was when it was named."""
@@ -108,7 +108,7 @@ class Series:
 
     def judge(
         self, step_s: float, floor_s: float, noise_s: float, *, may_name: bool
-    ) -> Sure | None:
+    ) -> Confidence | None:
         """Whether it is late, and how sure that is; the answer is remembered as `named`.
 
         Args:
@@ -128,7 +128,7 @@ class Series:
             self.values_s = deque(self._newest(), maxlen=STANDING)
         return self.named
 
-    def _judge_anew(self, step_s: float, floor_s: float, noise_s: float) -> Sure | None:
+    def _judge_anew(self, step_s: float, floor_s: float, noise_s: float) -> Confidence | None:
         late = self.lateness()
         limit_s = max(SHARE_OF_STEP * step_s, floor_s)
         if late.before_s is not None:
@@ -137,12 +137,14 @@ class Series:
             # The past may have been calmer than what there is now.
             by_chance_s = max(by_chance_s, STEADY * _deviation(self._newest()))
             if is_steady and late.more_s > max(limit_s, by_chance_s):
-                return Sure.LIKELY
+                return Confidence.LIKELY
         limit_s = max(STANDING_SHARE * step_s, floor_s)
         is_long = self.may_stand and len(self.values_s) == STANDING
         if is_long and _count(self.values_s, limit_s / 2) >= STANDING - 1:
             by_chance_s = max(noise_s, _deviation(self.values_s))
-            return Sure.POSSIBLE if median(self.values_s) > max(limit_s, by_chance_s) else None
+            return (
+                Confidence.POSSIBLE if median(self.values_s) > max(limit_s, by_chance_s) else None
+            )
         return None
 
     def _is_late_still(self, step_s: float, floor_s: float) -> bool:
@@ -151,7 +153,7 @@ class Series:
         before_s = self.lateness().before_s or 0.0
         # What is no more than the noise is gone, or chance would keep the name for ever.
         above_s = max(limit_s / 2, min(self.noise_s, self.named_s / 2))
-        if self.named is Sure.LIKELY:
+        if self.named is Confidence.LIKELY:
             above_s += before_s
         return _count(self._newest(), above_s) >= ENOUGH
 

@@ -1,7 +1,7 @@
 """Which link, or which node's link, is slow: slow communication.
 
 Runs in:  the agent that leads. Pure.
-Takes in: `NodeLook`s of all nodes; what probes between agents have found.
+Takes in: `NodeTraffic`s of all nodes; what probes between agents have found.
 Gives:    a `Verdict`, the matrix for the report, and pairs that a probe should try.
 Source:   C4's delay matrix (arXiv 2406.04594): a hot cell is a link, a hot row what a node sends, a
           hot column what it receives, both its link.
@@ -21,8 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ftrun.monitor.slow.delay_matrix import Cell, DelayMatrix, NodeLook, Pair
-from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind
+from ftrun.monitor.slow.delay_matrix import DelayMatrix, NodeTraffic, Pair, PairDelay
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 
 SUSPECT = 2.5
 """So many times slower: a probe is asked for."""
@@ -51,7 +51,7 @@ PROBE_LASTS_S = 12.0
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class LinkProbeReading:
     """What one agent has found by speaking with another over a connection of its own."""
 
     sender: str
@@ -64,7 +64,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class MatrixCell:
+class DelayTableCell:
     """One cell of the table for people."""
 
     sender: str
@@ -77,15 +77,15 @@ class MatrixCell:
     is_hot: bool
 
 
-class Links:
+class SlowLinkDetector:
     """The links between the nodes of one generation."""
 
     def __init__(self) -> None:
         self.matrix = DelayMatrix()
         self._ratios: dict[Pair, deque[float]] = {}
         """Of the last looks."""
-        self._cells: dict[Pair, Cell] = {}
-        self._probes: dict[Pair, Probe] = {}
+        self._cells: dict[Pair, PairDelay] = {}
+        self._probes: dict[Pair, LinkProbeReading] = {}
         self._asked_s: dict[Pair, float] = {}
         self._all_slow = 0
         """Looks in a row at which all cells were slower than they have been."""
@@ -99,7 +99,7 @@ class Links:
         """Since it was last found whole."""
 
     def look(
-        self, looks: Iterable[NodeLook], hosts: Mapping[str, str], *, now_s: float
+        self, looks: Iterable[NodeTraffic], hosts: Mapping[str, str], *, now_s: float
     ) -> Verdict | None:
         """Take in one look at all nodes, and judge; see `DelayMatrix.look` for the arguments."""
         self.matrix.look(looks, hosts)
@@ -122,11 +122,11 @@ class Links:
             self._tell(found, hot)
         return self._verdict
 
-    def table(self) -> list[MatrixCell]:
+    def table(self) -> list[DelayTableCell]:
         """The delay matrix, cell by cell, for the report."""
         hot = self._hot()
         return [
-            MatrixCell(
+            DelayTableCell(
                 cell.sender,
                 cell.receiver,
                 cell.s_per_mb,
@@ -156,7 +156,7 @@ class Links:
             self._asked_s[pair] = now_s
         return wanted
 
-    def probed(self, probe: Probe) -> None:
+    def probed(self, probe: LinkProbeReading) -> None:
         """A probe has ended. One that has not got as far as a round trip tells nothing."""
         if probe.rtt_s <= 0:
             return
@@ -187,7 +187,7 @@ class Links:
             self._named_cells = (self._named_cells if is_same else set()) | set(hot)
             self._named = found.fingerprint
 
-    def _is_getting_well(self, found: Verdict | None, hot: Mapping[Pair, Cell]) -> bool:
+    def _is_getting_well(self, found: Verdict | None, hot: Mapping[Pair, PairDelay]) -> bool:
         """Whether what was found is only what is left of the place that was named; see Rule 2."""
         self._named_looks = 0 if _place(found) == self._named else self._named_looks + 1
         if self._named_looks > WELL_LOOKS:
@@ -195,7 +195,7 @@ class Links:
         is_other = found is not None and found.fingerprint != self._named
         return is_other and bool(hot) and set(hot) <= self._named_cells
 
-    def _judge(self, hot: Mapping[Pair, Cell]) -> Verdict | None:
+    def _judge(self, hot: Mapping[Pair, PairDelay]) -> Verdict | None:
         """Which link is slow now, if any."""
         if hot:
             return self._say(hot)
@@ -210,7 +210,7 @@ class Links:
     def _sustained(self, pair: Pair, factor: float) -> bool:
         return sum(one >= factor for one in self._ratios[pair]) >= SUSTAINED
 
-    def _hot(self) -> dict[Pair, Cell]:
+    def _hot(self) -> dict[Pair, PairDelay]:
         found = {}
         for pair, cell in self._cells.items():
             agrees = self._agrees(pair)
@@ -230,18 +230,18 @@ class Links:
 
     # --- saying -------------------------------------------------------------------------------
 
-    def _say(self, hot: Mapping[Pair, Cell]) -> Verdict:
+    def _say(self, hot: Mapping[Pair, PairDelay]) -> Verdict:
         where, nodes = place_of(set(hot), self._telling() | set(hot))
         worst = max(hot.values(), key=lambda cell: self._ratios[cell.pair][-1])
         found = [self._agrees(pair) for pair in hot]
-        sure = Sure.CERTAIN if True in found else Sure.LIKELY
+        sure = Confidence.CERTAIN if True in found else Confidence.LIKELY
         against: tuple[str, ...] = ()
         ratio = self._ratios[worst.pair][-1]
         if False in found and True not in found:
-            sure = Sure.POSSIBLE
+            sure = Confidence.POSSIBLE
             against = ("a probe between the agents found this link as quick as others",)
         elif _against_past(worst) < SUSPECT:
-            sure = Sure.LIKELY if True in found else Sure.POSSIBLE
+            sure = Confidence.LIKELY if True in found else Confidence.POSSIBLE
             against = ("it has been so since the first steps: the network may be built so",)
         return Verdict(
             kind=VerdictKind.SLOW_COMMUNICATION,
@@ -270,11 +270,11 @@ class Links:
             ),
             evidence=tuple(self._evidence(cell) for _, cell in sorted(self._cells.items())),
             against=("all cells are slow alike: it may be a switch, or other traffic",),
-            sure=Sure.POSSIBLE,
+            sure=Confidence.POSSIBLE,
             fingerprint="slow communication everywhere",
         )
 
-    def _evidence(self, cell: Cell) -> str:
+    def _evidence(self, cell: PairDelay) -> str:
         before = _figures_of(cell.past_s_per_mb, cell.past_rtt_s or 0.0)
         text = f"{cell.sender} to {cell.receiver}: {_figures(cell)}; at first {before}"
         if cell.retransmits:
@@ -286,7 +286,7 @@ class Links:
         return text
 
 
-def times_slower(cell: Cell, others: Sequence[Cell]) -> float:
+def times_slower(cell: PairDelay, others: Sequence[PairDelay]) -> float:
     """How much slower a cell is than the quietest quarter of the others, and than its own past.
 
     The lower of the two; 1 where its past is not known yet.
@@ -318,7 +318,7 @@ def _low(figures: Sequence[float]) -> float:
     return sorted(figures)[len(figures) // 4]
 
 
-def _against_past(cell: Cell) -> float:
+def _against_past(cell: PairDelay) -> float:
     if cell.past_rtt_s is None:
         return 1.0
     if cell.s_per_mb is not None and cell.past_s_per_mb is not None:
@@ -360,7 +360,7 @@ def place_of(hot: set[Pair], known: set[Pair]) -> tuple[str, tuple[str, ...]]:
     return f"the network between nodes {', '.join(nodes)}", nodes
 
 
-def _figures(cell: Cell) -> str:
+def _figures(cell: PairDelay) -> str:
     return _figures_of(cell.s_per_mb, cell.rtt_s)
 
 

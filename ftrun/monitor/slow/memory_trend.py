@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from ftrun.monitor.slow.samples import NodeSample
-from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 
 SOON_S = 600.0
 WATCHED_S = 60.0
@@ -89,7 +89,7 @@ def _verdict(node: str, sample: NodeSample, rates: dict[int, float]) -> Verdict:
             *(f"rank {one}: {_mb(rate * 60)} MB a minute" for one, rate in rates.items() if rate),
         ),
         against=("growth may stop by itself, as a cache that fills does",),
-        sure=Sure.LIKELY,
+        sure=Confidence.LIKELY,
         fingerprint=f"memory {node}",
     )
 

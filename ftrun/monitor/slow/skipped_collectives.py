@@ -15,7 +15,7 @@ Rule 1: only where all ranks have kept step for some time is a difference a find
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind, ranks_in_words
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_in_words
 
 ENOUGH = 3
 """So many steps at which all ranks had the same count arm it."""
@@ -23,7 +23,7 @@ ENOUGH = 3
 KEPT = 64
 
 
-class CallCounts:
+class CollectiveCounts:
     """Over one generation."""
 
     def __init__(self) -> None:
@@ -84,6 +84,6 @@ class CallCounts:
                 f"by step {step:,} most had called {usual:,}, and {how}",
             ),
             against=() if is_clear else ("with two ranks the other one may have called too many",),
-            sure=Sure.CERTAIN if is_clear else Sure.LIKELY,
+            sure=Confidence.CERTAIN if is_clear else Confidence.LIKELY,
             fingerprint="skipped in silence",
         )

@@ -1,7 +1,7 @@
 """Which rank the others wait for, step after step: slow computation.
 
 Runs in:  the agent that leads. Pure.
-Takes in: `RankLook`s: what each rank has entered, and how far it is.
+Takes in: `RankObservation`s: what each rank has entered, and how far it is.
 Gives:    a lateness for each rank, and a `Verdict` where one, or all of a node, is late for long.
 Source:   C4's non-communication slow (arXiv 2406.04594); Mycroft's "the rank always finishing
           last".
@@ -28,9 +28,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from ftrun.monitor.slow.arrivals import Arrivals, Meeting
-from ftrun.monitor.slow.lateness import SHARE_OF_STEP, WINDOWS, Lateness, Series
-from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind, ranks_in_words
+from ftrun.monitor.slow.arrivals import ArrivalTracker, JoinedCollective
+from ftrun.monitor.slow.lateness import SHARE_OF_STEP, WINDOWS, Lateness, LatenessSeries
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_in_words
 
 FLOOR_S = 0.003
 """Less lateness is of the scheduler's making."""
@@ -45,7 +45,7 @@ LOOKS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class RankLook:
+class RankObservation:
     """One rank, as it was read at one moment."""
 
     rank: int
@@ -67,10 +67,10 @@ class _Record:
     node: str = ""
     clock_error_s: float = 0.0
     looks: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=LOOKS))
-    alone: Series = field(default_factory=Series)
-    added: Series = field(default_factory=lambda: Series(may_stand=False))
+    alone: LatenessSeries = field(default_factory=LatenessSeries)
+    added: LatenessSeries = field(default_factory=lambda: LatenessSeries(may_stand=False))
     """All waits of a step added up, and with them all errors of the clocks."""
-    of_node: Series = field(default_factory=Series)
+    of_node: LatenessSeries = field(default_factory=LatenessSeries)
     """With what its node made it wait for."""
 
 
@@ -84,15 +84,15 @@ class _Part:
     of_node_s: dict[int, float] = field(default_factory=dict)
 
 
-class Stragglers:
+class StragglerDetector:
     """The ranks of one generation. A new generation begins with a new one of these."""
 
     def __init__(self) -> None:
         self.step_s = 0.0
         """What a step takes now, as the ranks count; 0: not known yet."""
-        self._arrivals = Arrivals()
+        self._arrivals = ArrivalTracker()
         self._ranks: dict[int, _Record] = {}
-        self._waiting: list[Meeting] = []
+        self._waiting: list[JoinedCollective] = []
         """Those of two steps, not all of them yet."""
         self._parts: list[_Part] = []
         """Of the window that is not full yet."""
@@ -102,7 +102,7 @@ class Stragglers:
 
     def look(
         self,
-        looks: Iterable[RankLook],
+        looks: Iterable[RankObservation],
         groups: Mapping[str, tuple[int, ...]],
         *,
         is_link_slow: bool = False,
@@ -146,7 +146,7 @@ class Stragglers:
                 found.append((last_s - first_s) / (last - first))
         return median(found) if found else self.step_s
 
-    def _meet(self, meeting: Meeting) -> None:
+    def _meet(self, meeting: JoinedCollective) -> None:
         begun, part_s = self._waiting, NEARLY * STEPS_OF_PART * self.step_s
         if begun and meeting.released_s - begun[0].released_s >= part_s:
             self._parts.append(self._part())
@@ -194,11 +194,13 @@ class Stragglers:
                 return self._say(found, how)
         return None
 
-    def _all_series(self) -> Iterator[Series]:
+    def _all_series(self) -> Iterator[LatenessSeries]:
         for record in self._ranks.values():
             yield from (record.alone, record.added, record.of_node)
 
-    def _judge(self, series_of: Callable[[_Record], Series], *, may_name: bool) -> dict[int, Sure]:
+    def _judge(
+        self, series_of: Callable[[_Record], LatenessSeries], *, may_name: bool
+    ) -> dict[int, Confidence]:
         noises_s = [series_of(one).noise_s for one in self._ranks.values()]
         usual_s = median(noises_s) if noises_s else 0.0
         found = {}
@@ -208,7 +210,7 @@ class Stragglers:
             sure = series.judge(self.step_s, self._floor_s(rank), usual_s, may_name=may_name)
             if sure is not None:
                 found[rank] = sure
-            self._has_caught_up |= before is Sure.POSSIBLE and sure is None
+            self._has_caught_up |= before is Confidence.POSSIBLE and sure is None
         return found
 
     def _stands_out(self, rank: int) -> bool:
@@ -229,7 +231,9 @@ class Stragglers:
         errors = [one.clock_error_s for at, one in self._ranks.items() if at != rank]
         return FLOOR_S + self._ranks[rank].clock_error_s + max(errors, default=0.0)
 
-    def _whole_nodes(self, found: Mapping[int, Sure], named: set[int]) -> dict[int, Sure]:
+    def _whole_nodes(
+        self, found: Mapping[int, Confidence], named: set[int]
+    ) -> dict[int, Confidence]:
         """The ranks of nodes that are late with all they have, and of which nobody is named."""
         nodes: dict[str, list[int]] = {}
         for rank, record in sorted(self._ranks.items()):
@@ -239,7 +243,7 @@ class Stragglers:
 
     # --- saying -------------------------------------------------------------------------------
 
-    def _say(self, found: Mapping[int, Sure], how: str) -> Verdict:
+    def _say(self, found: Mapping[int, Confidence], how: str) -> Verdict:
         culprits = tuple(found)
         late = {rank: self._series(rank, how).lateness() for rank in culprits}
         nodes = self._nodes_of(culprits)
@@ -247,7 +251,7 @@ class Stragglers:
         where = f" (all of node {' and of node '.join(nodes)})" if nodes else ""
         is_or_are = "is" if len(culprits) == 1 else "are"
         worst_s = max(one.now_s for one in late.values())
-        is_clear = Sure.LIKELY in found.values() and how != "added"
+        is_clear = Confidence.LIKELY in found.values() and how != "added"
         against = ["many small waits are added up; where ranks go on beside them, it is less"]
         if how != "added":
             against = ["it has been so since the first steps: the work may be uneven by design"]
@@ -262,11 +266,11 @@ class Stragglers:
             ),
             evidence=tuple(self._evidence(rank, one) for rank, one in late.items()),
             against=() if is_clear else tuple(against),
-            sure=Sure.LIKELY if is_clear else Sure.POSSIBLE,
+            sure=Confidence.LIKELY if is_clear else Confidence.POSSIBLE,
             fingerprint=f"slow computation {','.join(map(str, culprits))}",
         )
 
-    def _series(self, rank: int, how: str) -> Series:
+    def _series(self, rank: int, how: str) -> LatenessSeries:
         record = self._ranks[rank]
         return {"alone": record.alone, "added": record.added, "of_node": record.of_node}[how]
 
@@ -285,7 +289,7 @@ class Stragglers:
 
 
 def _widest(
-    meetings: Sequence[Meeting], late_of: Callable[[Meeting], Mapping[int, float]]
+    meetings: Sequence[JoinedCollective], late_of: Callable[[JoinedCollective], Mapping[int, float]]
 ) -> dict[int, float]:
     """Of each rank, how late it was where its group stood farthest apart."""
     found: dict[int, tuple[float, float]] = {}

@@ -2,7 +2,7 @@
 
 Runs in:  the agent that leads. Pure.
 Takes in: the roads of one rail, and which of them are bad.
-Gives:    `Place`s: the whole rail, what one node sends or receives over it, or one road.
+Gives:    `FaultLocation`s: the whole rail, what one node sends or receives over it, or one road.
 
 As in C4's delay matrix (arXiv 2406.04594) a row is what a node sends, a column what it receives.
 A row or a column is to blame when nearly all of it is bad. The one that explains most is named
@@ -16,7 +16,7 @@ from heapq import heapify, heappop, heapreplace
 from statistics import median
 
 from ftrun.network.detect.localization import is_inside
-from ftrun.network.detect.probe_schedule import Road
+from ftrun.network.detect.probe_schedule import NetworkPath
 
 COVER = 0.8
 """Of a row or column must be dead for it to be dead."""
@@ -33,35 +33,37 @@ QUICK = 0.8
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
+class FaultLocation:
     """Where a fault lies on one rail."""
 
     node: str = ""
     """Whose interface; empty: it is the whole rail's, or one road's."""
     direction: str = ""
     """`out` or `in` where only what the node sends, or receives, is bad."""
-    road: Road | None = None
+    road: NetworkPath | None = None
 
 
 Side = tuple[str, str]
 """A node, and `out` or `in`."""
 
 
-def sides_of(road: Road) -> tuple[Side, Side]:
+def sides_of(road: NetworkPath) -> tuple[Side, Side]:
     """The row and the column that a road lies in."""
     return (road.source, "out"), (road.destination, "in")
 
 
-def by_side(roads: Iterable[Road]) -> dict[Side, list[Road]]:
+def by_side(roads: Iterable[NetworkPath]) -> dict[Side, list[NetworkPath]]:
     """Rows and columns."""
-    found: dict[Side, list[Road]] = {}
+    found: dict[Side, list[NetworkPath]] = {}
     for road in roads:
         for side in sides_of(road):
             found.setdefault(side, []).append(road)
     return found
 
 
-def blame_dead(roads: Collection[Road], dead: Collection[Road]) -> list[Place]:
+def blame_dead(
+    roads: Collection[NetworkPath], dead: Collection[NetworkPath]
+) -> list[FaultLocation]:
     """Places that explain the dead roads of one rail.
 
     Args:
@@ -70,7 +72,7 @@ def blame_dead(roads: Collection[Road], dead: Collection[Road]) -> list[Place]:
     """
     dead = set(dead)
     if len(dead) == len(roads) > 1:
-        return [Place()]
+        return [FaultLocation()]
     known = by_side(roads)
     sides = {side: set(of) & dead for side, of in by_side(dead).items()}
     likely = {
@@ -101,15 +103,17 @@ def blame_dead(roads: Collection[Road], dead: Collection[Road]) -> list[Place]:
             if len(explained & left) > 1:
                 blamed.append(one)
                 left -= explained
-    return [*_as_places(blamed), *(Place(road=road) for road in sorted(left))]
+    return [*_as_places(blamed), *(FaultLocation(road=road) for road in sorted(left))]
 
 
-def blame_slow(paces: Mapping[Road, float], leaves: Mapping[str, str]) -> list[Place]:
-    """Places that explain the slow roads of one rail; see `RoadRates` for paces."""
+def blame_slow(
+    paces: Mapping[NetworkPath, float], leaves: Mapping[str, str]
+) -> list[FaultLocation]:
+    """Places that explain the slow roads of one rail; see `PathRates` for paces."""
     known = by_side(paces)
     blamed: list[Side] = []
     nodes: set[str] = set()
-    gone: set[Road] = set()
+    gone: set[NetworkPath] = set()
     likely = {side for side, of in known.items() if _is_slow(of, paces, leaves)}
     whole = {
         node: median(paces[road] for way in ("out", "in") for road in known.get((node, way), ()))
@@ -123,20 +127,20 @@ def blame_slow(paces: Mapping[Road, float], leaves: Mapping[str, str]) -> list[P
             nodes.add(side[0])
             gone.update(known[side])
     left = [
-        Place(road=road)
+        FaultLocation(road=road)
         for road, pace in sorted(paces.items())
         if road not in gone and is_slow(road, pace, leaves)
     ]
     return [*_as_places(blamed), *left]
 
 
-def is_slow(road: Road, pace: float, leaves: Mapping[str, str]) -> bool:
+def is_slow(road: NetworkPath, pace: float, leaves: Mapping[str, str]) -> bool:
     """A single road, by its pace."""
     return pace < (SLOW if is_inside(road, leaves) else SLOW_BETWEEN)
 
 
 def _is_slow(
-    roads: Collection[Road], paces: Mapping[Road, float], leaves: Mapping[str, str]
+    roads: Collection[NetworkPath], paces: Mapping[NetworkPath, float], leaves: Mapping[str, str]
 ) -> bool:
     """A row or column: by roads inside the leaf, where a narrow uplink hides nothing."""
     inside = [paces[road] for road in roads if is_inside(road, leaves)]
@@ -148,9 +152,9 @@ def _other(side: Side) -> Side:
     return side[0], "in" if side[1] == "out" else "out"
 
 
-def _as_places(sides: Collection[Side]) -> list[Place]:
+def _as_places(sides: Collection[Side]) -> list[FaultLocation]:
     """What is bad both ways is one place."""
-    found: dict[Place, None] = {}
+    found: dict[FaultLocation, None] = {}
     for node, way in sides:
-        found[Place(node, "" if _other((node, way)) in sides else way)] = None
+        found[FaultLocation(node, "" if _other((node, way)) in sides else way)] = None
     return list(found)

@@ -2,7 +2,8 @@
 
 Runs in:  the agent that leads. Pure.
 Takes in: the rails of each node; what probes have found; the leaf switches, where they are known.
-Gives:    `Findings`: rates and round trips, and what is dead, slow or mismatched, each with the
+Gives:    `NetworkFindings`: rates and round trips, and what is dead, slow or mismatched, each with
+          the
           place that is to blame: one road, one node's interface, or a whole rail.
 
 Rule 1: a road is slow beside what is usual for its own kind (see `road_rates`): a narrow uplink
@@ -22,17 +23,17 @@ from statistics import median
 
 from ftrun.network.detect.culprits import (
     SLOW_RAIL,
-    Place,
+    FaultLocation,
     Side,
     blame_dead,
     blame_slow,
     by_side,
     is_slow,
 )
-from ftrun.network.detect.localization import RoadRates, is_inside, rate_roads
-from ftrun.network.detect.probe_schedule import Road
+from ftrun.network.detect.localization import PathRates, is_inside, rate_roads
+from ftrun.network.detect.probe_schedule import NetworkPath
 from ftrun.network.detect.rails import RunRails, match_rails
-from ftrun.wire.cluster.rails import Rail, RoadFound
+from ftrun.wire.cluster.rails import PathMeasurement, Rail
 
 MANY = 0.1
 """Of a rail's roads: so many slow ones, without a place that explains them, are told as one."""
@@ -42,7 +43,7 @@ PAYLOAD = (0.7, 1.0)
 """Of that, what a transfer has; 0.96 over TCP in frames of 1,500 bytes."""
 
 
-class FindingKind(Enum):
+class NetworkFindingKind(Enum):
     """What can be wrong."""
 
     DEAD = "dead"
@@ -54,14 +55,14 @@ class FindingKind(Enum):
     """Roads that no interface explains: something between switches is narrow."""
 
 
-_WORST_FIRST = list(FindingKind)
+_WORST_FIRST = list(NetworkFindingKind)
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class NetworkFinding:
     """One thing that is wrong, and where."""
 
-    kind: FindingKind
+    kind: NetworkFindingKind
     rail: str
     nodes: tuple[str, ...]
     """None: the whole rail (of an uplink: none to blame); one: this node's interface; two: the
@@ -78,35 +79,35 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class NetworkFindings:
     """All that probes tell."""
 
     rails: RunRails = field(default_factory=dict)
-    rates: Mapping[Road, float] = field(default_factory=dict)
+    rates: Mapping[NetworkPath, float] = field(default_factory=dict)
     """Bytes per second."""
-    rtts: Mapping[Road, float] = field(default_factory=dict)
+    rtts: Mapping[NetworkPath, float] = field(default_factory=dict)
     """Seconds."""
-    dead: frozenset[Road] = frozenset()
-    paces: Mapping[Road, float] = field(default_factory=dict)
+    dead: frozenset[NetworkPath] = frozenset()
+    paces: Mapping[NetworkPath, float] = field(default_factory=dict)
     """Rate of each road by the usual one of its kind; of roads that are not dead."""
-    late: frozenset[Road] = frozenset()
+    late: frozenset[NetworkPath] = frozenset()
     """Whose round trips are long; roads that are slow by their rate may be among them."""
     usual: Mapping[str, float] = field(default_factory=dict)
     """Usual rate inside a leaf, by rail; of all roads where no leaf is known."""
     usual_between: Mapping[str, float] = field(default_factory=dict)
     """Likewise between leaves; only where leaves are known."""
-    found: tuple[Finding, ...] = ()
+    found: tuple[NetworkFinding, ...] = ()
     """The worst kind first."""
 
-    def of_rail(self, rail: str) -> list[Finding]:
+    def of_rail(self, rail: str) -> list[NetworkFinding]:
         return [one for one in self.found if one.rail == rail]
 
 
 def judge(
     rails: Mapping[str, Sequence[Rail]],
-    found: Iterable[RoadFound],
+    found: Iterable[PathMeasurement],
     leaves: Mapping[str, str] | None = None,
-) -> Findings:
+) -> NetworkFindings:
     """What is wrong, from one survey.
 
     Args:
@@ -116,13 +117,13 @@ def judge(
     """
     matched = match_rails(rails)
     roads = rate_roads(found, leaves or {})
-    one_by_one: list[Finding] = []
+    one_by_one: list[NetworkFinding] = []
     for rail, on in matched.items():
         by_word = list(_by_driver(rail, on))
         one_by_one += _Rail(rail, roads, leaves or {}).findings(by_word)
     one_by_one += _slow_rails(roads)
     one_by_one.sort(key=lambda one: (_WORST_FIRST.index(one.kind), len(one.nodes)))
-    return Findings(
+    return NetworkFindings(
         rails=matched,
         rates=roads.rates,
         rtts=roads.rtts,
@@ -152,14 +153,14 @@ def trip_words(rtt_s: float) -> str:
 # --- by the drivers' word -------------------------------------------------------------------------
 
 
-def _by_driver(rail: str, on: Mapping[str, Rail]) -> Iterator[Finding]:
+def _by_driver(rail: str, on: Mapping[str, Rail]) -> Iterator[NetworkFinding]:
     speeds = Counter(one.speed_mbit for one in on.values() if one.speed_mbit > 0)
     usual = max(speeds, key=lambda speed: (speeds[speed], speed), default=0)
     for node, one in on.items():
         name = interface_words(node, one, rail)
         if 0 < one.speed_mbit < usual:
-            yield Finding(
-                FindingKind.SPEED,
+            yield NetworkFinding(
+                NetworkFindingKind.SPEED,
                 rail,
                 (node,),
                 name,
@@ -169,8 +170,8 @@ def _by_driver(rail: str, on: Mapping[str, Rail]) -> Iterator[Finding]:
             )
         if one.duplex == "half":
             others = sum(other.duplex == "full" for other in on.values())
-            yield Finding(
-                FindingKind.DUPLEX,
+            yield NetworkFinding(
+                NetworkFindingKind.DUPLEX,
                 rail,
                 (node,),
                 name,
@@ -190,7 +191,7 @@ def interface_words(node: str, one: Rail, rail: str) -> str:
 class _Rail:
     """What probes tell of one rail."""
 
-    def __init__(self, rail: str, roads: RoadRates, leaves: Mapping[str, str]) -> None:
+    def __init__(self, rail: str, roads: PathRates, leaves: Mapping[str, str]) -> None:
         self._rail = rail
         self._roads = roads
         self._leaves = leaves
@@ -200,7 +201,7 @@ class _Rail:
         self._known_by_side = by_side(self._known)
         self._paced_by_side = by_side(self._paces)
 
-    def findings(self, by_driver: Sequence[Finding]) -> list[Finding]:
+    def findings(self, by_driver: Sequence[NetworkFinding]) -> list[NetworkFinding]:
         """All of this rail, with those that come from drivers."""
         found = [self._say_dead(place) for place in blame_dead(self._known, self._dead)]
         slow = blame_slow(self._paces, self._leaves)
@@ -212,12 +213,14 @@ class _Rail:
         left = {(one.kind, one.nodes): one for one in by_driver}
         for place in slow:
             if place.node:
-                one = self._say_slow(place, left.pop((FindingKind.SPEED, (place.node,)), None))
+                one = self._say_slow(
+                    place, left.pop((NetworkFindingKind.SPEED, (place.node,)), None)
+                )
                 found.append(one)
         found += self._late(slow)
         return [*found, *left.values()]
 
-    def _late(self, slow: Sequence[Place]) -> Iterator[Finding]:
+    def _late(self, slow: Sequence[FaultLocation]) -> Iterator[NetworkFinding]:
         """What has long round trips, where no low rate explains it."""
         told = {place.road for place in slow}
         for place in slow:
@@ -230,7 +233,7 @@ class _Rail:
         late = blame_slow(paces, self._leaves)
         alone = [place.road for place in late if place.road is not None]
         if len(alone) > max(2, MANY * len(paces)):
-            yield self._say_late(Place(), alone, paces)
+            yield self._say_late(FaultLocation(), alone, paces)
             late = [place for place in late if place.node]
         late_by_side = by_side(paces)
         for place in late:
@@ -238,8 +241,8 @@ class _Rail:
             yield self._say_late(place, roads, paces)
 
     def _say_late(
-        self, place: Place, roads: Sequence[Road], paces: Mapping[Road, float]
-    ) -> Finding:
+        self, place: FaultLocation, roads: Sequence[NetworkPath], paces: Mapping[NetworkPath, float]
+    ) -> NetworkFinding:
         """Of one road, of a node's interface, or of many roads that no interface explains."""
         rail, node = self._rail, place.node
         mine = median(self._roads.rtts[road] for road in roads)
@@ -261,8 +264,8 @@ class _Rail:
                 f"{len(roads)} of {len(paces)} roads over {rail} have long round trips, and no "
                 f"interface explains them: one takes {trip_words(mine)} in the median"
             )
-        return Finding(
-            FindingKind.SLOW if nodes else FindingKind.UPLINK,
+        return NetworkFinding(
+            NetworkFindingKind.SLOW if nodes else NetworkFindingKind.UPLINK,
             rail,
             nodes,
             culprit,
@@ -272,21 +275,21 @@ class _Rail:
             is_late=True,
         )
 
-    def _say_dead(self, place: Place) -> Finding:
+    def _say_dead(self, place: FaultLocation) -> NetworkFinding:
         rail = self._rail
         if place.road is not None:
             one, other = place.road.source, place.road.destination
             why = self._roads.dead[place.road].rstrip(".")
-            return Finding(
-                FindingKind.DEAD,
+            return NetworkFinding(
+                NetworkFindingKind.DEAD,
                 rail,
                 (one, other),
                 f"the road from {one} to {other} over {rail}",
                 f"{one} does not reach {other} over {rail}: {why}.",
             )
         if not place.node:
-            return Finding(
-                FindingKind.DEAD,
+            return NetworkFinding(
+                NetworkFindingKind.DEAD,
                 rail,
                 (),
                 f"rail {rail}",
@@ -299,8 +302,8 @@ class _Rail:
         if dead < len(roads):
             what = what.replace("nobody", "hardly anybody").replace("neither", "hardly")
             what = what.replace("nor", "or")
-        return Finding(
-            FindingKind.DEAD,
+        return NetworkFinding(
+            NetworkFindingKind.DEAD,
             rail,
             (place.node,),
             f"{rail} of {place.node}",
@@ -308,7 +311,7 @@ class _Rail:
             place.direction,
         )
 
-    def _say_slow(self, place: Place, by_driver: Finding | None) -> Finding:
+    def _say_slow(self, place: FaultLocation, by_driver: NetworkFinding | None) -> NetworkFinding:
         roads = _of_place(place, self._paced_by_side)
         inside = [road for road in roads if is_inside(road, self._leaves)]
         telling = inside if len(inside) > 1 else roads
@@ -324,8 +327,8 @@ class _Rail:
             text += f": as a link of {nominal:,} Mbit/s would"
         if not self._leaves:
             text += "; no leaf switch is known, so the cause may lie before its interface"
-        return Finding(
-            FindingKind.SLOW if by_driver is None else FindingKind.SPEED,
+        return NetworkFinding(
+            NetworkFindingKind.SLOW if by_driver is None else NetworkFindingKind.SPEED,
             self._rail,
             (place.node,),
             f"{self._rail} of {place.node}",
@@ -334,7 +337,7 @@ class _Rail:
             pace,
         )
 
-    def _say_road(self, road: Road) -> Finding:
+    def _say_road(self, road: NetworkPath) -> NetworkFinding:
         rate = self._roads.rates.get(road, 0.0)
         usual = self._usual_of(road)
         words = f"has {rate_words(rate)}" if rate else "ended no transfer"
@@ -342,8 +345,8 @@ class _Rail:
             f"The road from {road.source} to {road.destination} over {self._rail} {words}"
             f"{self._usual_words(usual, [road])}"
         )
-        return Finding(
-            FindingKind.SLOW,
+        return NetworkFinding(
+            NetworkFindingKind.SLOW,
             self._rail,
             (road.source, road.destination),
             f"the road from {road.source} to {road.destination} over {self._rail}",
@@ -351,11 +354,11 @@ class _Rail:
             pace=self._paces[road],
         )
 
-    def _say_many(self, roads: Sequence[Road]) -> Finding:
+    def _say_many(self, roads: Sequence[NetworkPath]) -> NetworkFinding:
         worst = min(roads, key=lambda road: self._paces[road])
         rates = [self._roads.rates.get(road, 0.0) for road in (*roads, worst)]
-        return Finding(
-            FindingKind.UPLINK,
+        return NetworkFinding(
+            NetworkFindingKind.UPLINK,
             self._rail,
             (),
             f"what lies between nodes on {self._rail}",
@@ -366,23 +369,25 @@ class _Rail:
             pace=median(self._paces[road] for road in roads),
         )
 
-    def _usual_of(self, road: Road) -> float:
+    def _usual_of(self, road: NetworkPath) -> float:
         """As the road's pace has it; of one without a rate, that of its kind; 0: not known."""
         of_kind = self._roads.usual_of(road, self._leaves)
         return self._roads.usual_rates.get(road, of_kind)
 
-    def _usual_words(self, usual: float, roads: Sequence[Road]) -> str:
+    def _usual_words(self, usual: float, roads: Sequence[NetworkPath]) -> str:
         """Nothing where no road of the kind has a rate."""
         return f", where {rate_words(usual)} is usual{self._where(roads)}" if usual else ""
 
-    def _where(self, roads: Sequence[Road]) -> str:
+    def _where(self, roads: Sequence[NetworkPath]) -> str:
         if not self._leaves:
             return ""
         inside = all(is_inside(road, self._leaves) for road in roads)
         return " inside a leaf" if inside else " between leaves"
 
 
-def _of_place(place: Place, roads: Mapping[Side, Sequence[Road]]) -> list[Road]:
+def _of_place(
+    place: FaultLocation, roads: Mapping[Side, Sequence[NetworkPath]]
+) -> list[NetworkPath]:
     """The roads of a node's interface, in the directions that the place has."""
     ways = ("out", "in") if not place.direction else (place.direction,)
     return [road for way in ways for road in roads.get((place.node, way), ())]
@@ -396,7 +401,7 @@ def _nominal(mine: float, others: float) -> int:
     return fits[0] if fits and others * 8 / 1e6 > fits[0] else 0
 
 
-def _slow_rails(roads: RoadRates) -> Iterator[Finding]:
+def _slow_rails(roads: PathRates) -> Iterator[NetworkFinding]:
     """Rails that are slow as a whole beside the best one: by what is usual, and on most roads."""
     by_rail: dict[str, dict[tuple[str, str], float]] = {}
     for road, rate in roads.rates.items():
@@ -407,8 +412,8 @@ def _slow_rails(roads: RoadRates) -> Iterator[Finding]:
         ends = by_rail[rail].keys() & by_rail[best].keys()
         both = [by_rail[rail][one] / by_rail[best][one] for one in ends] or [pace]
         if pace < SLOW_RAIL and median(both) < SLOW_RAIL:
-            yield Finding(
-                FindingKind.SLOW,
+            yield NetworkFinding(
+                NetworkFindingKind.SLOW,
                 rail,
                 (),
                 f"rail {rail}",

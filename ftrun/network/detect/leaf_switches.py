@@ -1,8 +1,8 @@
 """Which nodes share a leaf switch, by what probes between them have found.
 
 Runs in:  the agent that leads. Pure.
-Takes in: `RoadFound`s.
-Gives:    `Leaves` from `probes`, or none: where figures do not separate, it is not known.
+Takes in: `PathMeasurement`s.
+Gives:    `LeafSwitches` from `probes`, or none: where figures do not separate, it is not known.
 
 Roads inside a leaf are quick, roads through narrow uplinks slow. Some bounds between quick and
 slow are tried, where the figures have their widest gaps. For each, nodes that are quick to each
@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import median
 
-from ftrun.network.detect.leaves import Leaves
-from ftrun.wire.cluster.rails import RoadFound
+from ftrun.network.detect.leaves import LeafSwitches
+from ftrun.wire.cluster.rails import PathMeasurement
 
 SEPARATE = 1.5
 """Roads inside leaves must be so many times as quick as those between, in the median."""
@@ -58,7 +58,7 @@ Pair = tuple[int, int]
 """Places of two nodes, the lower first."""
 
 
-def leaves_from_probes(nodes: Sequence[str], found: Iterable[RoadFound]) -> Leaves:
+def leaves_from_probes(nodes: Sequence[str], found: Iterable[PathMeasurement]) -> LeafSwitches:
     """Leaf switches, named leaf0, leaf1 ... in the order in which their nodes are first met.
 
     Args:
@@ -69,7 +69,7 @@ def leaves_from_probes(nodes: Sequence[str], found: Iterable[RoadFound]) -> Leav
     roads = [one for one in found if one.source in at and one.destination in at]
     met = {frozenset((one.source, one.destination)) for one in roads}
     if len(nodes) > MANY and 2 * len(met) < PARTNERS * len(nodes):
-        return Leaves(
+        return LeafSwitches(
             words=f"Leaf switches are not known: each of {len(nodes)} nodes was probed with too "
             "few others to tell them; name them by labels or a topology file."
         )
@@ -83,7 +83,7 @@ def leaves_from_probes(nodes: Sequence[str], found: Iterable[RoadFound]) -> Leav
         best = _best(len(nodes), _Table(figures, at))
         if best is not None:
             return _named(nodes, best, what)
-    return Leaves(
+    return LeafSwitches(
         words=f"Leaf switches are not known: what {len(roads):,} probes between {len(nodes)} nodes "
         "found does not fall into quick and slow."
     )
@@ -106,7 +106,7 @@ Key = tuple[str, str, str]
 """Source, destination, rail."""
 
 
-def _key(one: RoadFound) -> Key:
+def _key(one: PathMeasurement) -> Key:
     return one.source, one.destination, one.rail
 
 
@@ -301,7 +301,7 @@ def _places_of_weak(
     return found
 
 
-def _named(nodes: Sequence[str], clusters: _Clusters, what: str) -> Leaves:
+def _named(nodes: Sequence[str], clusters: _Clusters, what: str) -> LeafSwitches:
     names: dict[int, str] = {}
     of = {}
     for place, node in enumerate(nodes):
@@ -311,4 +311,4 @@ def _named(nodes: Sequence[str], clusters: _Clusters, what: str) -> Leaves:
         f"By {what} of the probes, {len(of)} of {len(nodes)} nodes hang on {len(names)} leaf "
         f"switches: roads inside a leaf are {clusters.times:.1f} times as quick as others."
     )
-    return Leaves(of, "probes", words=words)
+    return LeafSwitches(of, "probes", words=words)

@@ -2,7 +2,7 @@
 
 Runs in:  the agent that leads. Pure.
 Takes in: labels of nodes; a topology file as it was parsed; the text of Slurm's topology.conf.
-Gives:    `Leaves`. What probes tell is found in `leaf_clusters`.
+Gives:    `LeafSwitches`. What probes tell is found in `leaf_clusters`.
 
 Source: Slurm's topology/tree plugin, topology.conf(5): SwitchName=.. Nodes=.. or Switches=..,
         with lists as n[1-4,07].
@@ -19,7 +19,7 @@ MOST_NAMES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Leaves:
+class LeafSwitches:
     """The switch of each node, where it is known."""
 
     of: Mapping[str, str] = field(default_factory=dict)
@@ -36,15 +36,15 @@ class Leaves:
         return bool(self.of)
 
 
-def leaves_from_labels(labels: Mapping[str, str]) -> Leaves:
+def leaves_from_labels(labels: Mapping[str, str]) -> LeafSwitches:
     """Each node's label is its leaf; an empty label is none."""
     of = {node: label for node, label in labels.items() if label}
     if not of:
-        return Leaves(words="No node has a label.")
-    return Leaves(of, "labels", words=_count(of, len(labels), "labels of the nodes"))
+        return LeafSwitches(words="No node has a label.")
+    return LeafSwitches(of, "labels", words=_count(of, len(labels), "labels of the nodes"))
 
 
-def leaves_from_file(topology: object, nodes: Collection[str]) -> Leaves:
+def leaves_from_file(topology: object, nodes: Collection[str]) -> LeafSwitches:
     """A topology file: switches, each with a list of nodes, or with switches below it.
 
     Args:
@@ -62,10 +62,12 @@ def leaves_from_file(topology: object, nodes: Collection[str]) -> Leaves:
         if node:
             _put(of, node, switch, "node")
     of = {node: of[node] for node in nodes if node in of}
-    return Leaves(of, "file" if of else "", above, _count(of, len(nodes), "the topology file"))
+    return LeafSwitches(
+        of, "file" if of else "", above, _count(of, len(nodes), "the topology file")
+    )
 
 
-def leaves_from_slurm(text: str, hosts: Mapping[str, str]) -> Leaves:
+def leaves_from_slurm(text: str, hosts: Mapping[str, str]) -> LeafSwitches:
     """Slurm's topology.conf.
 
     Args:
@@ -88,7 +90,9 @@ def leaves_from_slurm(text: str, hosts: Mapping[str, str]) -> Leaves:
         for below in names_of_list(found.get("switches", "")):
             _put(above, below, switch, "switch")
     of = {node: on[host] for node, host in hosts.items() if host in on}
-    return Leaves(of, "slurm" if of else "", above, _count(of, len(hosts), "Slurm's topology"))
+    return LeafSwitches(
+        of, "slurm" if of else "", above, _count(of, len(hosts), "Slurm's topology")
+    )
 
 
 def group_domains(

@@ -2,7 +2,7 @@
 
 Runs in:  the agent that leads. Pure.
 Takes in: what probes have found; the leaf switches, where they are known.
-Gives:    `RoadRates`: rates, round trips, dead roads, and each road's pace: 1 is usual.
+Gives:    `PathRates`: rates, round trips, dead roads, and each road's pace: 1 is usual.
 
 A pace is by rates alone. Round trips have one of their own, and say nothing of what a road
 carries: on a busy machine the scheduler makes one of 15 ms on a road that is well.
@@ -20,8 +20,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median, median_high
 
-from ftrun.network.detect.probe_schedule import Road
-from ftrun.wire.cluster.rails import RoadFound
+from ftrun.network.detect.probe_schedule import NetworkPath
+from ftrun.wire.cluster.rails import PathMeasurement
 
 RTT_FLOOR_S = 0.012
 """Round trips up to this are the scheduler's; from twice this on one is long."""
@@ -32,35 +32,35 @@ OWN_KIND_FROM = 4
 
 
 @dataclass(frozen=True, slots=True)
-class RoadRates:
+class PathRates:
     """What one survey tells of each road."""
 
-    rates: Mapping[Road, float]
+    rates: Mapping[NetworkPath, float]
     """Bytes per second."""
-    rtts: Mapping[Road, float]
+    rtts: Mapping[NetworkPath, float]
     """Seconds."""
-    dead: Mapping[Road, str]
+    dead: Mapping[NetworkPath, str]
     """With what the probe said."""
-    paces: Mapping[Road, float]
+    paces: Mapping[NetworkPath, float]
     """Of roads that are not dead: rate by the usual one. 0: an answer came, no rate."""
-    rtt_paces: Mapping[Road, float]
+    rtt_paces: Mapping[NetworkPath, float]
     """Of roads that have a pace: what a round trip may take, by what it takes; 1 at the most."""
-    usual_rates: Mapping[Road, float]
+    usual_rates: Mapping[NetworkPath, float]
     """What is usual for each road that has a rate, as its pace has it."""
-    usual_rtts: Mapping[Road, float]
+    usual_rtts: Mapping[NetworkPath, float]
     """Likewise of round trips, in seconds."""
     usual: Mapping[str, float]
     """Usual rate inside a leaf, by rail; of all roads where no leaf is known."""
     usual_between: Mapping[str, float]
     """Likewise between leaves; of rails that have such roads."""
 
-    def usual_of(self, road: Road, leaves: Mapping[str, str]) -> float:
+    def usual_of(self, road: NetworkPath, leaves: Mapping[str, str]) -> float:
         """Usual rate of a road's kind on its rail; 0: no road of that kind has a rate."""
         kinds = self.usual if is_inside(road, leaves) else self.usual_between
         return kinds.get(road.rail, 0.0)
 
 
-def is_inside(road: Road, leaves: Mapping[str, str]) -> bool:
+def is_inside(road: NetworkPath, leaves: Mapping[str, str]) -> bool:
     """Both ends hang on one leaf switch; true of all roads where no switch is known."""
     if not leaves:
         return True
@@ -68,16 +68,16 @@ def is_inside(road: Road, leaves: Mapping[str, str]) -> bool:
     return source is not None and source == leaves.get(road.destination)
 
 
-def rate_roads(found: Iterable[RoadFound], leaves: Mapping[str, str]) -> RoadRates:
+def rate_roads(found: Iterable[PathMeasurement], leaves: Mapping[str, str]) -> PathRates:
     """Take in one survey; of a road that was probed twice the last one counts."""
-    roads = {Road.of(one): one for one in found}
+    roads = {NetworkPath.of(one): one for one in found}
     alive = {road: one for road, one in roads.items() if one.rtt_s > 0 or not one.problem}
     rates = {road: one.bytes_per_s for road, one in alive.items() if one.bytes_per_s > 0}
     rtts = {road: one.rtt_s for road, one in alive.items() if one.rtt_s > 0}
     usual_rates = _Usual(rates, leaves, most_is_best=True)
     usual_rtts = _Usual(rtts, leaves, most_is_best=False)
-    paces: dict[Road, float] = {}
-    rtt_paces: dict[Road, float] = {}
+    paces: dict[NetworkPath, float] = {}
+    rtt_paces: dict[NetworkPath, float] = {}
     for road, one in alive.items():
         if road in rates:
             paces[road] = rates[road] / usual_rates.of(road)
@@ -86,7 +86,7 @@ def rate_roads(found: Iterable[RoadFound], leaves: Mapping[str, str]) -> RoadRat
         if road in rtts and road in paces:
             allowed_s = max(RTT_FLOOR_S, RTT_TIMES * usual_rtts.of(road))
             rtt_paces[road] = min(1.0, allowed_s / rtts[road])
-    return RoadRates(
+    return PathRates(
         rates,
         rtts,
         {road: one.problem for road, one in roads.items() if road not in alive},
@@ -107,7 +107,7 @@ class _Usual:
     """What is usual for each kind of road."""
 
     def __init__(
-        self, figures: Mapping[Road, float], leaves: Mapping[str, str], *, most_is_best: bool
+        self, figures: Mapping[NetworkPath, float], leaves: Mapping[str, str], *, most_is_best: bool
     ) -> None:
         self._leaves = leaves
         rows: dict[Kind, dict[tuple[str, str], list[float]]] = {}
@@ -125,7 +125,7 @@ class _Usual:
             if len(kind) == 2 or sum(map(len, of_kind.values())) >= 2 * OWN_KIND_FROM
         }
 
-    def of(self, road: Road) -> float:
+    def of(self, road: NetworkPath) -> float:
         """Of a road's kind, the narrowest that a figure is known of."""
         return next(self._figures[kind] for kind in self._kinds_of[road] if kind in self._figures)
 
@@ -133,7 +133,7 @@ class _Usual:
         word = "inside" if inside else "between"
         return {kind[0]: one for kind, one in self._figures.items() if kind[1:] == (word,)}
 
-    def _kinds(self, road: Road) -> list[Kind]:
+    def _kinds(self, road: NetworkPath) -> list[Kind]:
         """The narrowest first."""
         if is_inside(road, self._leaves):
             return [(road.rail, "inside")]
@@ -141,7 +141,9 @@ class _Usual:
         return [(road.rail, "between", *ends), (road.rail, "between")]
 
 
-def slowest_medians(rates: Mapping[Road, float], members: Collection[str]) -> dict[str, float]:
+def slowest_medians(
+    rates: Mapping[NetworkPath, float], members: Collection[str]
+) -> dict[str, float]:
     """What each rail carries, at the side that has least of it, in bytes per second.
 
     A side is what a node sends or what it receives, and counts by the median of its roads. Where

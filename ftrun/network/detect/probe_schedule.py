@@ -2,7 +2,7 @@
 
 Runs in:  the agent that leads. Pure; the same rounds for the same nodes.
 Takes in: the nodes, which of them lie on which rail, and how many rounds there may be.
-Gives:    a `Schedule`: rounds of roads, and how much of all roads they cover.
+Gives:    a `ProbeSchedule`: rounds of roads, and how much of all roads they cover.
 
 Few nodes are probed whole, as in a tournament: n - 1 pairings of n nodes (n where n is odd), each
 once per rail and direction, so 8 nodes with 2 rails take 7 x 2 x 2 = 28 rounds. A node sends or
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from ftrun.wire.cluster.rails import RoadFound
+from ftrun.wire.cluster.rails import PathMeasurement
 
 MOST_ROUNDS = 120
 """Without a wish: at a tenth of a second each they take 12 s."""
@@ -35,7 +35,7 @@ MOST_PAIRS = 20_000
 """Pairs of nodes that are looked at to probe some nodes' roads; of more, partners are drawn."""
 
 
-class Road(NamedTuple):
+class NetworkPath(NamedTuple):
     """One way between two nodes, in one direction, over one rail."""
 
     source: str
@@ -44,15 +44,15 @@ class Road(NamedTuple):
     """As the run calls it."""
 
     @classmethod
-    def of(cls, found: RoadFound) -> "Road":
+    def of(cls, found: PathMeasurement) -> "NetworkPath":
         return cls(found.source, found.destination, found.rail)
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class ProbeSchedule:
     """Rounds of probes."""
 
-    rounds: tuple[tuple[Road, ...], ...]
+    rounds: tuple[tuple[NetworkPath, ...], ...]
     coverage: float
     """Roads in these rounds by all roads there are; 1 where there is none."""
     words: str
@@ -69,7 +69,7 @@ def schedule(
     *,
     most_rounds: int = MOST_ROUNDS,
     seed: int = 0,
-) -> Schedule:
+) -> ProbeSchedule:
     """Rounds that probe every road where they fit, else a sample of them.
 
     Args:
@@ -82,12 +82,12 @@ def schedule(
     total = sum(_num_roads(nodes, on) for on in members.values())
     most = max(1, most_rounds // max(1, 2 * len(rails)))
     by_rail = [_pairings(nodes, most, seed, number) for number in range(len(rails))]
-    rounds: list[tuple[Road, ...]] = []
+    rounds: list[tuple[NetworkPath, ...]] = []
     for pairings in zip(*by_rail, strict=True):
         for (rail, on), pairing in zip(members.items(), pairings, strict=True):
             there = [pair for pair in pairing if pair[0] in on and pair[1] in on]
-            rounds.append(tuple(Road(one, other, rail) for one, other in there))
-            rounds.append(tuple(Road(other, one, rail) for one, other in there))
+            rounds.append(tuple(NetworkPath(one, other, rail) for one, other in there))
+            rounds.append(tuple(NetworkPath(other, one, rail) for one, other in there))
     return _said([one for one in rounds if one], total, len(nodes), len(rails))
 
 
@@ -98,7 +98,7 @@ def schedule_for(
     *,
     most_rounds: int = MOST_ROUNDS,
     seed: int = 0,
-) -> Schedule:
+) -> ProbeSchedule:
     """Rounds for the roads to and from some nodes: those that join, or are suspected.
 
     Args:
@@ -117,14 +117,14 @@ def schedule_for(
     most = max(1, most_rounds // max(1, 2 * len(rails)))
     left = dict.fromkeys(mine, most)
     pairs = _pairs_of(mine, nodes, most, seed)
-    roads: list[Road] = []
+    roads: list[NetworkPath] = []
     for pair in pairs:
         limited = [node for node in pair if node in left]
         if all(left[node] > 0 for node in limited) or any(left[node] == most for node in limited):
             for node in limited:
                 left[node] -= 1
             there = [rail for rail, on in members.items() if on.issuperset(pair)]
-            roads += [Road(*ends, rail) for rail in there for ends in (pair, pair[::-1])]
+            roads += [NetworkPath(*ends, rail) for rail in there for ends in (pair, pair[::-1])]
     return _said(pack(roads), total, len(nodes), len(rails))
 
 
@@ -145,9 +145,9 @@ def _pairs_of(mine: Sequence[str], nodes: Sequence[str], most: int, seed: int) -
     return list(drawn.values())
 
 
-def pack(roads: Iterable[Road]) -> list[tuple[Road, ...]]:
+def pack(roads: Iterable[NetworkPath]) -> list[tuple[NetworkPath, ...]]:
     """Any roads in rounds, each in the first one in which both its nodes are free."""
-    rounds: list[list[Road]] = []
+    rounds: list[list[NetworkPath]] = []
     busy: dict[str, int] = {}
     """Rounds in which a node has a probe, a bit for each."""
     for road in roads:
@@ -161,7 +161,9 @@ def pack(roads: Iterable[Road]) -> list[tuple[Road, ...]]:
     return [tuple(one) for one in rounds]
 
 
-def _said(rounds: list[tuple[Road, ...]], total: int, nodes: int, rails: int) -> Schedule:
+def _said(
+    rounds: list[tuple[NetworkPath, ...]], total: int, nodes: int, rails: int
+) -> ProbeSchedule:
     probed = sum(map(len, rounds))
     coverage = probed / total if total else 1.0
     words = (
@@ -170,7 +172,7 @@ def _said(rounds: list[tuple[Road, ...]], total: int, nodes: int, rails: int) ->
     )
     if coverage < 1:
         words += f": {100 * coverage:.2g} % of them, drawn"
-    return Schedule(tuple(rounds), coverage, words)
+    return ProbeSchedule(tuple(rounds), coverage, words)
 
 
 def _num_roads(nodes: Sequence[str], on: Collection[str]) -> int:

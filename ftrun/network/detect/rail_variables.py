@@ -12,7 +12,7 @@ Source: torch's ProcessGroupGloo takes GLOO_SOCKET_IFNAME as a list of whole nam
 from collections.abc import Mapping
 
 from ftrun.network.detect.rails import RunRails
-from ftrun.wire.cluster.rails import Rail, RoadsPlan
+from ftrun.wire.cluster.rails import NetworkPlan, Rail
 
 GLOO = "GLOO_SOCKET_IFNAME"
 NCCL = "NCCL_SOCKET_IFNAME"
@@ -21,7 +21,7 @@ VARIABLES = (GLOO, NCCL, HCA)
 
 
 def env_for(
-    plan: RoadsPlan, rails_of_node: Mapping[str, Rail], user_env: Mapping[str, str]
+    plan: NetworkPlan, rails_of_node: Mapping[str, Rail], user_env: Mapping[str, str]
 ) -> dict[str, str]:
     """Variables for the ranks of one node.
 

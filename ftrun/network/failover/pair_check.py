@@ -2,7 +2,8 @@
 
 Runs in:  the agent that leads. Pure.
 Takes in: the plan, whether ranks are silent, the members' answers, time.
-Gives:    probes to ask for (`AskRoad`, short); pairs of which neither end reaches the other.
+Gives:    probes to ask for (`ProbePathRequest`, short); pairs of which neither end reaches the
+          other.
 
 Rule 1: a pair counts as cut after two surveys in a row in which neither end got a connection. Only
         the kernels take part in that, so a slow agent does not count as a cut link.
@@ -12,13 +13,13 @@ Rule 2: while ranks make no steps the pairs that are cut are tried again; where 
 
 from collections.abc import Collection
 
-from ftrun.network.detect.probe_schedule import Road, pack, schedule
-from ftrun.network.failover.survey import Round, Survey, most_rounds
+from ftrun.network.detect.probe_schedule import NetworkPath, pack, schedule
+from ftrun.network.failover.survey import ProbeSurvey, Round, most_rounds
 from ftrun.recovery.commands import Send
 from ftrun.recovery.lost_links import Pair
-from ftrun.wire.cluster.generation import Plan
-from ftrun.wire.cluster.messages import RoadTried
-from ftrun.wire.cluster.rails import Rail, RoadFound
+from ftrun.wire.cluster.generation import GenerationPlan
+from ftrun.wire.cluster.messages import ProbePathResult
+from ftrun.wire.cluster.rails import PathMeasurement, Rail
 
 LIMIT_S = 20.0
 """Of one survey."""
@@ -39,7 +40,7 @@ class PairCheck:
         self.cut: frozenset[Pair] = frozenset()
         """In the order of the plan's members."""
         self._suspects: frozenset[Pair] = frozenset()
-        self._survey: Survey | None = None
+        self._survey: ProbeSurvey | None = None
         self._number = 0
         self._due_s, self._pause_s = 0.0, ALL_AGAIN_S
 
@@ -48,7 +49,7 @@ class PairCheck:
         self._survey, self._suspects, self.cut = None, frozenset(), frozenset()
         self._due_s, self._pause_s = 0.0, ALL_AGAIN_S
 
-    def look(self, plan: Plan, *, now_s: float) -> list[Send]:
+    def look(self, plan: GenerationPlan, *, now_s: float) -> list[Send]:
         """What to ask for; called while ranks make no steps."""
         if self._survey is not None:
             found = self._survey.look(now_s=now_s)
@@ -64,20 +65,22 @@ class PairCheck:
             rounds = schedule(members, {_BETWEEN: members}, most_rounds=most).rounds
         return self._begin_survey(plan, rounds, now_s)
 
-    def tried(self, sender: str, body: RoadTried, *, now_s: float) -> list[Send]:
+    def tried(self, sender: str, body: ProbePathResult, *, now_s: float) -> list[Send]:
         """A member has tried to connect to another one."""
         return self._survey.tried(sender, body, now_s=now_s) if self._survey is not None else []
 
-    def _begin_survey(self, plan: Plan, rounds: Collection[Round], now_s: float) -> list[Send]:
+    def _begin_survey(
+        self, plan: GenerationPlan, rounds: Collection[Round], now_s: float
+    ) -> list[Send]:
         cards = [node.card for node in plan.members]
         rails = {_BETWEEN: {card.node_id: Rail("", card.host, port=card.port) for card in cards}}
         self._number -= 1  # the surveys of roads count upwards
-        self._survey = Survey(
+        self._survey = ProbeSurvey(
             self._number, [*rounds], rails, limit_s=LIMIT_S, now_s=now_s, is_short=True
         )
         return self._survey.look(now_s=now_s)
 
-    def _take_result(self, plan: Plan, now_s: float) -> None:
+    def _take_result(self, plan: GenerationPlan, now_s: float) -> None:
         survey = self._survey
         if survey is None or not survey.is_over:
             return
@@ -97,13 +100,13 @@ class PairCheck:
             self._pause_s = min(2 * self._pause_s, LONGEST_S)
 
 
-def _both_ways(pairs: Collection[Pair]) -> list[Road]:
+def _both_ways(pairs: Collection[Pair]) -> list[NetworkPath]:
     return [
-        Road(source, destination, _BETWEEN)
+        NetworkPath(source, destination, _BETWEEN)
         for one, other in sorted(pairs)
         for source, destination in ((one, other), (other, one))
     ]
 
 
-def _is_cut(found: RoadFound | None) -> bool:
+def _is_cut(found: PathMeasurement | None) -> bool:
     return found is not None and found.is_unreached

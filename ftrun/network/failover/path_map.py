@@ -2,7 +2,8 @@
 
 Runs in:  the agent that leads. Pure.
 Takes in: the nodes' cards, surveys that have ended.
-Gives:    findings and leaf switches, situations to plan for, `Note`s of what is new, a part of the
+Gives:    findings and leaf switches, situations to plan for, `JournalEntry`s of what is new, a
+          part of the
           status document.
 Survives: nothing. The next lead probes where it has a reason to (road_watch.py).
 
@@ -16,27 +17,27 @@ from typing import Any
 import msgspec
 
 from ftrun.errors import UsageError
-from ftrun.network.detect.findings import FindingKind, Findings
+from ftrun.network.detect.findings import NetworkFindingKind, NetworkFindings
 from ftrun.network.detect.leaves import (
-    Leaves,
+    LeafSwitches,
     leaves_from_file,
     leaves_from_labels,
     leaves_from_slurm,
 )
-from ftrun.network.detect.probe_schedule import Road
+from ftrun.network.detect.probe_schedule import NetworkPath
 from ftrun.network.detect.rails import RunRails, match_rails
-from ftrun.network.failover.survey import End, Survey, most_kept, newer, worst
-from ftrun.network.plan.planner import Situation, survey_of
-from ftrun.recovery.commands import Note
+from ftrun.network.failover.survey import End, ProbeSurvey, most_kept, newer, worst
+from ftrun.network.plan.planner import PlanningInputs, survey_of
+from ftrun.recovery.commands import JournalEntry
 from ftrun.recovery.settings import NetworkSettings
 from ftrun.wire.cluster.generation import NodeCard
-from ftrun.wire.cluster.rails import Rail, RoadFound, RoadsPlan
+from ftrun.wire.cluster.rails import NetworkPlan, PathMeasurement, Rail
 
 MOST_TOLD = 1000
 """Roads in the status document: the worst ones."""
 
 
-class RoadMap:
+class PathMap:
     """One lead's."""
 
     def __init__(self, settings: NetworkSettings) -> None:
@@ -48,16 +49,16 @@ class RoadMap:
         """Nodes' rails that answered nobody in the newest survey of them."""
         self.coverage = 1.0
         """The part of all roads that the newest survey before a generation has probed."""
-        self.findings = Findings()
+        self.findings = NetworkFindings()
         self._settings = settings
-        self._found: dict[Road, RoadFound] = {}
+        self._found: dict[NetworkPath, PathMeasurement] = {}
         """By age, the oldest first."""
         self._num_surveys = 0
         """That have ended."""
-        self._judged: tuple[tuple[object, ...], tuple[Findings, Leaves]] | None = None
+        self._judged: tuple[tuple[object, ...], tuple[NetworkFindings, LeafSwitches]] | None = None
         """What was said of which nodes after which survey."""
         self._probed_s = self._at_s = 0.0
-        self._told: set[tuple[FindingKind, str]] = set()
+        self._told: set[tuple[NetworkFindingKind, str]] = set()
         self._mended: set[str] = set()
         """Nodes with a rail that answers again, of which no rate is known yet."""
 
@@ -83,7 +84,9 @@ class RoadMap:
 
     # --- what was found -----------------------------------------------------------------------
 
-    def keep(self, survey: Survey, previous: RoadsPlan | None, *, now_s: float) -> list[Note]:
+    def keep(
+        self, survey: ProbeSurvey, previous: NetworkPlan | None, *, now_s: float
+    ) -> list[JournalEntry]:
         """Take in a survey that has ended; what is new.
 
         Args:
@@ -116,7 +119,7 @@ class RoadMap:
         self._mended.clear()
         return nodes
 
-    def _news(self, count: int, previous: RoadsPlan | None) -> list[Note]:
+    def _news(self, count: int, previous: NetworkPlan | None) -> list[JournalEntry]:
         ids = list(self.rails)
         self.findings = found = self.judge(self.situation(ids, previous=previous))[0]
         text = f"{count} roads between {len(ids)} nodes probed in {self._probed_s:.2f} s"
@@ -124,12 +127,12 @@ class RoadMap:
             "coverage": round(self.coverage, 4),
             "findings": len(found.found),
         }
-        notes = [Note("RoadsProbed", text, fields)]
+        notes = [JournalEntry("RoadsProbed", text, fields)]
         for one in found.found:
             if (one.kind, one.culprit) not in self._told:
                 about: dict[str, object] = {"about": one.culprit, "finding": one.kind.value}
-                says = one.kind is not FindingKind.SLOW and not one.is_late
-                notes.append(Note("RoadFinding", one.sentence, about, say=says))
+                says = one.kind is not NetworkFindingKind.SLOW and not one.is_late
+                notes.append(JournalEntry("RoadFinding", one.sentence, about, say=says))
         self._told = {(one.kind, one.culprit) for one in found.found}
         return notes
 
@@ -141,8 +144,8 @@ class RoadMap:
         *,
         suspects: dict[str, str] | None = None,
         keep_order: str = "",
-        previous: RoadsPlan | None = None,
-    ) -> Situation:
+        previous: NetworkPlan | None = None,
+    ) -> PlanningInputs:
         """What a plan for some of the nodes is to be made from.
 
         Args:
@@ -155,7 +158,7 @@ class RoadMap:
         found = [
             one for one in self._found.values() if one.source in here and one.destination in here
         ]
-        return Situation(
+        return PlanningInputs(
             nodes=ids,
             rails=here,
             found=found,
@@ -166,7 +169,7 @@ class RoadMap:
             previous=previous,
         )
 
-    def judge(self, situation: Situation) -> tuple[Findings, Leaves]:
+    def judge(self, situation: PlanningInputs) -> tuple[NetworkFindings, LeafSwitches]:
         """What probes tell; said again where nothing has come since."""
         before = situation.previous
         of = (self._num_surveys, situation.rails, situation.leaves, before and before.leaves)
@@ -174,7 +177,7 @@ class RoadMap:
             self._judged = (of, survey_of(situation))
         return self._judged[1]
 
-    def _leaves(self, ids: Sequence[str]) -> Leaves:
+    def _leaves(self, ids: Sequence[str]) -> LeafSwitches:
         settings = self._settings
         try:
             if settings.topology is not None:
@@ -182,10 +185,12 @@ class RoadMap:
             if settings.slurm_topology:
                 return leaves_from_slurm(settings.slurm_topology, {one: one for one in ids})
         except UsageError as error:
-            return Leaves(words=f"The topology cannot be used: {error}")
+            return LeafSwitches(words=f"The topology cannot be used: {error}")
         switches = {one: self.cards[one].switch for one in ids if self.cards[one].switch}
         if len(switches) == len(ids):
-            return Leaves(switches, "slurm", words="Leaf switches are those that Slurm tells.")
+            return LeafSwitches(
+                switches, "slurm", words="Leaf switches are those that Slurm tells."
+            )
         return leaves_from_labels({one: self.cards[one].domain for one in ids})
 
     def status(self, *, now_s: float) -> dict[str, Any]:

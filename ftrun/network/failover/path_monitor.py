@@ -3,8 +3,8 @@
 Runs in:  the agent that leads. Pure.
 Takes in: the nodes' cards, answers to probes, words that a rail has fallen silent, verdicts; what
           road_map.py keeps of it.
-Gives:    probes to ask for; a `RoadsPlan` for a generation; the reason to begin another one;
-          `Note`s; a part of the status document.
+Gives:    probes to ask for; a `NetworkPlan` for a generation; the reason to begin another one;
+          `JournalEntry`s; a part of the status document.
 Survives: nothing. The next lead goes on with the plan of the generation that runs, and probes
           where it has a reason to.
 
@@ -24,21 +24,27 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ftrun.network.detect.findings import FindingKind
+from ftrun.network.detect.findings import NetworkFindingKind
 from ftrun.network.detect.localization import slowest_medians
-from ftrun.network.detect.probe_schedule import Road, Schedule, pack, schedule, schedule_for
+from ftrun.network.detect.probe_schedule import (
+    NetworkPath,
+    ProbeSchedule,
+    pack,
+    schedule,
+    schedule_for,
+)
 from ftrun.network.detect.rail_variables import env_for
 from ftrun.network.detect.rails import RunRails, rails_of_node
-from ftrun.network.failover.path_map import RoadMap
-from ftrun.network.failover.survey import Survey, most_rounds, roads_to
+from ftrun.network.failover.path_map import PathMap
+from ftrun.network.failover.survey import ProbeSurvey, most_rounds, roads_to
 from ftrun.network.plan.planner import plan_roads
 from ftrun.network.plan.rails_kept import choices_of, keep_rails
-from ftrun.recovery.commands import Command, Note
+from ftrun.recovery.commands import Command, JournalEntry
 from ftrun.recovery.settings import NetworkSettings
-from ftrun.recovery.slow_watch import SlowWatch
-from ftrun.wire.cluster.generation import Identity, NodeCard, Plan
-from ftrun.wire.cluster.messages import RoadSilent, RoadTried
-from ftrun.wire.cluster.rails import RoadsPlan
+from ftrun.recovery.slow_watch import SlowSuspicions
+from ftrun.wire.cluster.generation import GenerationPlan, Identity, NodeCard
+from ftrun.wire.cluster.messages import ProbePathResult, RailSilent
+from ftrun.wire.cluster.rails import NetworkPlan
 
 LIMIT_S = 3.0
 """Of the survey before the first generation."""
@@ -70,23 +76,23 @@ class NodesHere(Protocol):
     def is_heard(self, node_id: str, *, now_s: float) -> bool: ...
 
 
-class Roads:
+class PathMonitor:
     """One lead's."""
 
     def __init__(self, me: str, settings: NetworkSettings, peers: NodesHere) -> None:
-        self.plan: RoadsPlan | None = None
+        self.plan: NetworkPlan | None = None
         """The newest that was made, whether it takes effect or not."""
         self._me = me
         self._settings = settings
         self._peers = peers
-        self._map = RoadMap(settings)
-        self._previous: RoadsPlan | None = None
+        self._map = PathMap(settings)
+        self._previous: NetworkPlan | None = None
         """Of the generation before."""
-        self._survey: Survey | None = None
+        self._survey: ProbeSurvey | None = None
         self._number = 0
         self._known: set[Identity] = set()
         """Whose roads were probed, or need not be."""
-        self._notes: list[Note] = []
+        self._notes: list[JournalEntry] = []
         self._silent: dict[tuple[str, str], tuple[float, str]] = {}
         """Node and run's rail that fell silent: when that was said last, and by whom."""
         self._dead_s, self._dead_pause_s = 0.0, DEAD_AGAIN_S
@@ -109,7 +115,7 @@ class Roads:
     # --- in a ballot --------------------------------------------------------------------------
 
     def hold_up(
-        self, cards: Sequence[NodeCard], previous: Plan | None, *, now_s: float
+        self, cards: Sequence[NodeCard], previous: GenerationPlan | None, *, now_s: float
     ) -> list[Command] | None:
         """What is to be asked before a plan is made; None: nothing is waited for.
 
@@ -129,8 +135,11 @@ class Roads:
         return None if self._is_done(now_s) else [*found]
 
     def decide(
-        self, members: Sequence[NodeCard], spares: Sequence[NodeCard], previous: Plan | None
-    ) -> RoadsPlan | None:
+        self,
+        members: Sequence[NodeCard],
+        spares: Sequence[NodeCard],
+        previous: GenerationPlan | None,
+    ) -> NetworkPlan | None:
         """The plan that is to take effect, with the order of the members; None: there is none."""
         if not self.is_on or self._is_off(members):
             return None
@@ -145,7 +154,7 @@ class Roads:
         self._keep(made)
         return made
 
-    def _keep(self, made: RoadsPlan) -> None:
+    def _keep(self, made: NetworkPlan) -> None:
         before, self.plan = self.plan, made
         if before is None or choices_of(before) != choices_of(made):
             self._notes.append(_note_of(made, is_on=self.is_on))
@@ -158,9 +167,11 @@ class Roads:
 
     # --- answers ------------------------------------------------------------------------------
 
-    def told(self, sender: str, body: RoadTried | RoadSilent, *, now_s: float) -> list[Command]:
+    def told(
+        self, sender: str, body: ProbePathResult | RailSilent, *, now_s: float
+    ) -> list[Command]:
         """A node has tried a road, or hears another one no more over one rail."""
-        if isinstance(body, RoadSilent):
+        if isinstance(body, RailSilent):
             self._silent[(body.source, body.rail)] = (now_s, sender)
             return []
         survey = self._survey
@@ -174,7 +185,7 @@ class Roads:
 
     # --- beside a generation ------------------------------------------------------------------
 
-    def look(self, plan: Plan, slow: SlowWatch, *, now_s: float) -> list[Command]:
+    def look(self, plan: GenerationPlan, slow: SlowSuspicions, *, now_s: float) -> list[Command]:
         """What is to be probed while a generation runs."""
         cards = self._peers.here
         if self._is_off(cards):
@@ -199,7 +210,7 @@ class Roads:
         why, self._urgent = self._urgent, ""
         return why
 
-    def take_notes(self) -> list[Note]:
+    def take_notes(self) -> list[JournalEntry]:
         notes, self._notes = self._notes, []
         return notes
 
@@ -212,7 +223,7 @@ class Roads:
     def _new(self) -> list[str]:
         return [one for one, card in self._map.cards.items() if card.identity not in self._known]
 
-    def _begin_first(self, now_s: float) -> Survey | None:
+    def _begin_first(self, now_s: float) -> ProbeSurvey | None:
         """Of all roads; where the first ballot has begun again, of those of new nodes."""
         new = self._new()
         if not new:
@@ -229,12 +240,12 @@ class Roads:
         self._map.coverage = rounds.coverage
         return self._new_survey(rounds, matched, now_s, limit_s=LIMIT_S)
 
-    def _begin_new(self, now_s: float) -> Survey | None:
+    def _begin_new(self, now_s: float) -> ProbeSurvey | None:
         new = self._new()
         self._known.update(self._map.cards[one].identity for one in new)
         return self._beside(new, now_s) if new else None
 
-    def _begin_dead(self, now_s: float) -> Survey | None:
+    def _begin_dead(self, now_s: float) -> ProbeSurvey | None:
         """Find out now and then whether what was dead is mended, for the next generation."""
         if now_s - self._dead_s < self._dead_pause_s:
             return None
@@ -244,15 +255,17 @@ class Roads:
         self._dead_s, self._dead_pause_s = now_s, min(2 * self._dead_pause_s, DEAD_LONGEST_S)
         limits = {"limit_s": BESIDE_LIMIT_S, "pause_s": BESIDE_PAUSE_S}
         return self._new_survey(
-            Schedule(rounds, 0.0, ""), self._map.matched, now_s, is_short=True, **limits
+            ProbeSchedule(rounds, 0.0, ""), self._map.matched, now_s, is_short=True, **limits
         )
 
-    def _begin_mended(self, now_s: float) -> Survey | None:
+    def _begin_mended(self, now_s: float) -> ProbeSurvey | None:
         """What answers again is measured: without a rate no plan could use it."""
         nodes = self._map.take_mended()
         return self._beside(nodes, now_s) if nodes else None
 
-    def _begin_slow(self, plan: Plan, slow: SlowWatch, now_s: float) -> Survey | None:
+    def _begin_slow(
+        self, plan: GenerationPlan, slow: SlowSuspicions, now_s: float
+    ) -> ProbeSurvey | None:
         """Compare rails where the monitor finds communication slow."""
         if not self.is_on or plan.roads is None or len(self._map.matched) < 2:
             return None
@@ -263,7 +276,7 @@ class Roads:
                 return self._beside([*verdict.nodes] or list(self._map.rails), now_s, pause_s=0.0)
         return None
 
-    def _begin_silent(self, now_s: float) -> Survey | None:
+    def _begin_silent(self, now_s: float) -> ProbeSurvey | None:
         """Find out whose rail has fallen silent; not of a node that is not heard at all."""
         for (node_id, rail), (said_s, by) in list(self._silent.items()):
             if (
@@ -281,25 +294,32 @@ class Roads:
             self._looked_s[(node_id, rail)] = now_s
             del self._silent[(node_id, rail)]
             third = [one for one in there if one not in (node_id, by)][:1]
-            roads = [Road(node_id, by, rail), *(Road(one, node_id, rail) for one in third)]
-            roads += [Road(by, one, rail) for one in third] or [Road(by, node_id, rail)]
+            roads = [
+                NetworkPath(node_id, by, rail),
+                *(NetworkPath(one, node_id, rail) for one in third),
+            ]
+            roads += [NetworkPath(by, one, rail) for one in third] or [
+                NetworkPath(by, node_id, rail)
+            ]
             rounds = tuple((road,) for road in roads)
             return self._new_survey(
-                Schedule(rounds, 0.0, ""), matched, now_s, limit_s=LIMIT_S, is_short=True
+                ProbeSchedule(rounds, 0.0, ""), matched, now_s, limit_s=LIMIT_S, is_short=True
             )
         return None
 
     def _beside(
         self, some: Sequence[str], now_s: float, *, pause_s: float = BESIDE_PAUSE_S
-    ) -> Survey:
+    ) -> ProbeSurvey:
         matched = self._map.matched
         most = most_rounds(2 * len(some), len(matched), BESIDE_MOST_ROUNDS)
         rounds = schedule_for(some, list(self._map.rails), matched, most_rounds=most)
         return self._new_survey(rounds, matched, now_s, limit_s=BESIDE_LIMIT_S, pause_s=pause_s)
 
-    def _new_survey(self, rounds: Schedule, rails: RunRails, now_s: float, **more: Any) -> Survey:
+    def _new_survey(
+        self, rounds: ProbeSchedule, rails: RunRails, now_s: float, **more: Any
+    ) -> ProbeSurvey:
         self._number += 1
-        return Survey(self._number, rounds.rounds, rails, now_s=now_s, **more)
+        return ProbeSurvey(self._number, rounds.rounds, rails, now_s=now_s, **more)
 
     def _is_done(self, now_s: float) -> bool:
         """Whether the survey has come to its end; what it has found is kept."""
@@ -314,17 +334,17 @@ class Roads:
 
     # --- what follows -------------------------------------------------------------------------
 
-    def _make(self, ids: Sequence[str], keep_order: str, before: RoadsPlan | None) -> RoadsPlan:
+    def _make(self, ids: Sequence[str], keep_order: str, before: NetworkPlan | None) -> NetworkPlan:
         situation = self._map.situation(
             ids, suspects=self._suspects, keep_order=keep_order, previous=self._previous
         )
         judged = self._map.judge(situation)
         if before is None or judged[0].rates:
             return plan_roads(situation, judged)
-        dead = [one for one in judged[0].found if one.kind is FindingKind.DEAD]
+        dead = [one for one in judged[0].found if one.kind is NetworkFindingKind.DEAD]
         return keep_rails(before, ids, judged[0].rails, {one.rail: one.sentence for one in dead})
 
-    def _follow(self, plan: Plan) -> None:
+    def _follow(self, plan: GenerationPlan) -> None:
         """After a survey beside a generation."""
         members = [node.node_id for node in plan.members]
         if not all(one in self._map.rails for one in members):
@@ -334,7 +354,7 @@ class Roads:
         elif not self.is_on:
             self._keep(self._make(members, "", None))
 
-    def _reconsider(self, before: RoadsPlan, members: Sequence[str]) -> None:
+    def _reconsider(self, before: NetworkPlan, members: Sequence[str]) -> None:
         """Find out whether the generation has to leave a rail."""
         self._keep_suspects(members)
         made = self._make(members, _STAYS, before)
@@ -364,7 +384,7 @@ class Roads:
             if slowest.get(rail, best) * BETTER < best
         }
 
-    def status(self, plan: Plan | None, *, now_s: float) -> dict[str, Any] | None:
+    def status(self, plan: GenerationPlan | None, *, now_s: float) -> dict[str, Any] | None:
         """In plain values; None where nothing is probed. Docs: operations.md."""
         if self._settings.plan == "off" or len(self._map.rails) < 2:
             return None
@@ -376,7 +396,7 @@ class Roads:
         }
 
 
-def _note_of(plan: RoadsPlan, *, is_on: bool) -> Note:
+def _note_of(plan: NetworkPlan, *, is_on: bool) -> JournalEntry:
     text = " ".join(plan.words) or f"rails {', '.join(plan.rails)}"
     fields = {"in_effect": is_on, "order": plan.order, "rails": plan.rails}
-    return Note("RoadsPlan", text, fields)
+    return JournalEntry("RoadsPlan", text, fields)

@@ -21,11 +21,11 @@ from statistics import median
 
 import msgspec
 
-from ftrun.network.detect.probe_schedule import Road, pack
+from ftrun.network.detect.probe_schedule import NetworkPath, pack
 from ftrun.network.detect.rails import RunRails
 from ftrun.recovery.commands import Send
-from ftrun.wire.cluster.messages import AskRoad, RoadTried
-from ftrun.wire.cluster.rails import RoadFound
+from ftrun.wire.cluster.messages import ProbePathRequest, ProbePathResult
+from ftrun.wire.cluster.rails import PathMeasurement
 
 ROUND_S, SHORT_ROUND_S = 1.2, 0.9
 """Longer than a node tries a road before it gives up, the connection and all that follows it."""
@@ -38,7 +38,7 @@ _LEAST_PAIRINGS = 2
 _GIVEN_UP_AFTER = 2
 """Nodes that have not reached an interface."""
 
-Round = Sequence[Road]
+Round = Sequence[NetworkPath]
 _LOW = 0.7
 """Of the median rate over a rail."""
 
@@ -60,12 +60,14 @@ def most_kept(num_nodes: int, num_rails: int) -> int:
     return max(MOST_ROADS, _LEAST_PAIRINGS * num_nodes * num_rails)
 
 
-def worst(most: int, roads: Iterable[RoadFound]) -> list[RoadFound]:
+def worst(most: int, roads: Iterable[PathMeasurement]) -> list[PathMeasurement]:
     """The slowest first; of those without a rate the one with the longest way."""
     return nsmallest(most, roads, key=lambda one: (one.bytes_per_s, -one.rtt_s))
 
 
-def newer(found: Mapping[Road, RoadFound], old: Mapping[Road, RoadFound]) -> dict[Road, RoadFound]:
+def newer(
+    found: Mapping[NetworkPath, PathMeasurement], old: Mapping[NetworkPath, PathMeasurement]
+) -> dict[NetworkPath, PathMeasurement]:
     """What was found now; a road that only answers keeps the rate that was measured before."""
     return {
         road: msgspec.structs.replace(one, bytes_per_s=old[road].bytes_per_s)
@@ -75,12 +77,12 @@ def newer(found: Mapping[Road, RoadFound], old: Mapping[Road, RoadFound]) -> dic
     }
 
 
-def roads_to(ends: Collection[End], rails: RunRails) -> list[Road]:
+def roads_to(ends: Collection[End], rails: RunRails) -> list[NetworkPath]:
     """A road to each of these interfaces from two others, which are to be sound if there are such.
 
     They take turns, so that many ends do not wait for the same two.
     """
-    found: list[Road] = []
+    found: list[NetworkPath] = []
     for rail, on in rails.items():
         sound = [node for node in on if (node, rail) not in ends]
         ask = sound if len(sound) >= _GIVEN_UP_AFTER else [*on]
@@ -88,11 +90,11 @@ def roads_to(ends: Collection[End], rails: RunRails) -> list[Road]:
             if (node, rail) in ends:
                 turn = (ask[(at + step) % len(ask)] for step in range(1, _GIVEN_UP_AFTER + 2))
                 others = [one for one in dict.fromkeys(turn) if one != node]
-                found += [Road(one, node, rail) for one in others[:_GIVEN_UP_AFTER]]
+                found += [NetworkPath(one, node, rail) for one in others[:_GIVEN_UP_AFTER]]
     return found
 
 
-class Survey:
+class ProbeSurvey:
     """Of some roads."""
 
     def __init__(
@@ -117,7 +119,7 @@ class Survey:
             pause_s: from the beginning of a round to that of the next, at least.
             is_short: only whether roads are there, and their round trips.
         """
-        self.found: dict[Road, RoadFound] = {}
+        self.found: dict[NetworkPath, PathMeasurement] = {}
         self.begun_s = now_s
         self.ended_s: float | None = None
         self._number = number
@@ -127,7 +129,7 @@ class Survey:
         self._pause_s = pause_s
         self._is_short = is_short
         self._limit_s = SHORT_ROUND_S if is_short else ROUND_S
-        self._waits: set[Road] = set()
+        self._waits: set[NetworkPath] = set()
         self._round_s = now_s - pause_s
         self._gone: set[str] = set()
         """Nodes that are lost."""
@@ -161,10 +163,10 @@ class Survey:
     def is_over(self) -> bool:
         return self.ended_s is not None
 
-    def tried(self, sender: str, body: RoadTried, *, now_s: float) -> list[Send]:
+    def tried(self, sender: str, body: ProbePathResult, *, now_s: float) -> list[Send]:
         """A node has tried a road."""
         found = body.found
-        road = Road.of(found)
+        road = NetworkPath.of(found)
         is_ours = body.survey == self._number and found.source == sender
         if not is_ours or self.is_over or road.rail not in self._rails:
             return []
@@ -216,7 +218,7 @@ class Survey:
                 self._waits = set(roads)
                 return [Send(road.source, self._ask(road)) for road in roads]
 
-    def _to_try_again(self) -> list[Road]:
+    def _to_try_again(self) -> list[NetworkPath]:
         rates: dict[str, list[float]] = {}
         for road, one in self.found.items():
             if one.bytes_per_s > 0:
@@ -229,7 +231,7 @@ class Survey:
         ]
         return [road for road in failed if self._is_worth_it(road)]
 
-    def _is_worth_it(self, road: Road) -> bool:
+    def _is_worth_it(self, road: NetworkPath) -> bool:
         if {road.source, road.destination} & (self._gone | self._mute):
             return False
         return not any(
@@ -240,10 +242,10 @@ class Survey:
         failed = self._failed.get(end, set())
         return end not in self._reached and len(failed) >= _GIVEN_UP_AFTER
 
-    def _ask(self, road: Road) -> AskRoad:
+    def _ask(self, road: NetworkPath) -> ProbePathRequest:
         mine = self._rails[road.rail][road.source]
         there = self._rails[road.rail][road.destination]
-        return AskRoad(
+        return ProbePathRequest(
             survey=self._number,
             destination=road.destination,
             rail=road.rail,

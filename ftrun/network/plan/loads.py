@@ -1,8 +1,8 @@
 """How much each link carries when nodes are in a certain order.
 
 Runs in:  the agent that leads. Pure.
-Takes in: an order of nodes, and a `Network`: leaf switches, and what is slower than usual.
-Gives:    the load of each link for a ring and for trees, and the `Cost` of an order.
+Takes in: an order of nodes, and a `NetworkModel`: leaf switches, and what is slower than usual.
+Gives:    the load of each link for a ring and for trees, and the `OrderCost` of an order.
 
 A load is how many times an all-reduce's bytes pass a link, by the link's rate beside a usual
 node's: 1 is what a usual node takes to send them once. A ring passes 2 (n - 1) / n of them from
@@ -27,7 +27,7 @@ Flow = tuple[int, int, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class NetworkModel:
     """What an order of nodes is judged on. A rate is by a usual node's; 1 where none is given."""
 
     leaves: Mapping[str, str] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Cost:
+class OrderCost:
     """What an order costs; the less the better, what comes first counts first."""
 
     ring: float
@@ -53,7 +53,7 @@ class Cost:
     """All that passes from switch to switch, ring and trees together."""
 
 
-class Link(NamedTuple):
+class DirectedLink(NamedTuple):
     """One thing that carries flows, in one direction."""
 
     kind: str
@@ -83,16 +83,18 @@ def tree_flows(count: int) -> tuple[Flow, ...]:
     return tuple(flow for low, high in ends for flow in ((low, high, 0.5), (high, low, 0.5)))
 
 
-def loads_of(order: Sequence[str], flows: Iterable[Flow], network: Network) -> dict[Link, float]:
+def loads_of(
+    order: Sequence[str], flows: Iterable[Flow], network: NetworkModel
+) -> dict[DirectedLink, float]:
     """The load of each link that something passes."""
-    loads: dict[Link, float] = {}
+    loads: dict[DirectedLink, float] = {}
     of_leaf = {leaf: path_of(leaf, network.above) for leaf in {*network.leaves.values(), None}}
     paths = [of_leaf[network.leaves.get(node)] for node in order]
     # Each flow passes two nodes: these are added up by place, thousands at a time.
     sent, received = [0.0] * len(order), [0.0] * len(order)
 
     def add(kind: str, name: str, way: str, load: float) -> None:
-        link = Link(kind, name, way)
+        link = DirectedLink(kind, name, way)
         loads[link] = loads.get(link, 0.0) + load
 
     for start, end, share in flows:
@@ -113,26 +115,26 @@ def loads_of(order: Sequence[str], flows: Iterable[Flow], network: Network) -> d
 
 
 def _of_nodes(
-    order: Sequence[str], shares: Sequence[float], way: str, network: Network
-) -> dict[Link, float]:
+    order: Sequence[str], shares: Sequence[float], way: str, network: NetworkModel
+) -> dict[DirectedLink, float]:
     return {
-        Link("node", node, way): share / network.node_rates.get(node, 1.0)
+        DirectedLink("node", node, way): share / network.node_rates.get(node, 1.0)
         for node, share in zip(order, shares, strict=True)
         if share > 0
     }
 
 
-def cost_of(order: Sequence[str], network: Network) -> Cost:
+def cost_of(order: Sequence[str], network: NetworkModel) -> OrderCost:
     """What an order costs on a network."""
     ring = loads_of(order, ring_flows(len(order)), network)
     tree = loads_of(order, tree_flows(len(order)), network)
     between = sum(
         load for loads in (ring, tree) for link, load in loads.items() if link.kind != "node"
     )
-    return Cost(_largest(ring), _largest(tree), round(between, DIGITS))
+    return OrderCost(_largest(ring), _largest(tree), round(between, DIGITS))
 
 
-def ring_load(order: Sequence[str], network: Network) -> float:
+def ring_load(order: Sequence[str], network: NetworkModel) -> float:
     """What comes first in the cost, by itself."""
     return _largest(loads_of(order, ring_flows(len(order)), network))
 
@@ -146,7 +148,7 @@ def path_of(switch: str | None, above: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(path)
 
 
-def _largest(loads: Mapping[Link, float]) -> float:
+def _largest(loads: Mapping[DirectedLink, float]) -> float:
     return round(max(loads.values(), default=0.0), DIGITS)
 
 

@@ -1,8 +1,8 @@
 """In which order nodes get their ranks: the one with the least largest load.
 
 Runs in:  the agent that leads. Pure; the same answer for the same nodes and network.
-Takes in: nodes in the order they would have, and a `Network`.
-Gives:    an `Ordering`.
+Takes in: nodes in the order they would have, and a `NetworkModel`.
+Gives:    an `NodeOrder`.
 
 Nodes that share a leaf, and have no bad road of their own, are alike: an order is a row of such
 kinds. Where there are at most `MOST_TRIED` different rows (always so for up to 7 nodes) all are
@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 from ftrun.network.plan.loads import (
     DEAD_RATE,
-    Cost,
     Flow,
-    Network,
+    NetworkModel,
+    OrderCost,
     cost_of,
     path_of,
     ring_flows,
@@ -42,18 +42,18 @@ MOST_EXCHANGES = 8_000
 
 
 @dataclass(frozen=True, slots=True)
-class Ordering:
+class NodeOrder:
     """An order, and what it costs beside the one there was."""
 
     order: tuple[str, ...]
-    cost: Cost
-    naive: Cost
+    cost: OrderCost
+    naive: OrderCost
     """Of the order that was given."""
     moves: int
     """Nodes that are in another place than in the order that was given."""
 
 
-def order_nodes(nodes: Sequence[str], network: Network) -> Ordering:
+def order_nodes(nodes: Sequence[str], network: NetworkModel) -> NodeOrder:
     """The order with the least cost that was found; the given one where none is better.
 
     Args:
@@ -75,13 +75,13 @@ def order_nodes(nodes: Sequence[str], network: Network) -> Ordering:
         moved = sum(one != other for one, other in zip(nodes, order, strict=True))
         if (cost, moved) < (least, moves):
             best, least, moves = tuple(order), cost, moved
-    return Ordering(best, least, naive, moves)
+    return NodeOrder(best, least, naive, moves)
 
 
 # --- all orders that differ -----------------------------------------------------------------------
 
 
-def _kinds(nodes: Sequence[str], network: Network) -> list[Hashable]:
+def _kinds(nodes: Sequence[str], network: NetworkModel) -> list[Hashable]:
     """What each node is to an order: nodes of one kind can be exchanged without any change."""
     own = {end for road in network.road_rates for end in road}
     return [
@@ -138,7 +138,7 @@ def _seated(nodes: Sequence[str], kinds: Sequence[Hashable], row: Iterable[Hasha
 # --- leaves kept together -------------------------------------------------------------------------
 
 
-def _by_leaves(nodes: Sequence[str], network: Network) -> Iterator[list[str]]:
+def _by_leaves(nodes: Sequence[str], network: NetworkModel) -> Iterator[list[str]]:
     """Orders in which each switch's nodes are together."""
     leaves = [network.leaves.get(node, "") for node in nodes]
     sizes = Counter(leaves)
@@ -151,7 +151,7 @@ def _by_leaves(nodes: Sequence[str], network: Network) -> Iterator[list[str]]:
             yield _seated(nodes, leaves, [leaf for leaf in row for _ in range(sizes[leaf])])
 
 
-def _leaf_orders(leaves: Sequence[str], network: Network) -> Iterator[Sequence[str]]:
+def _leaf_orders(leaves: Sequence[str], network: NetworkModel) -> Iterator[Sequence[str]]:
     """Leaves as their nodes lie, as they are first met, by what they have; if few, every order."""
     sizes = Counter(leaves)
     middles = dict.fromkeys(sizes, 0.0)
@@ -183,7 +183,7 @@ def _together(leaves: Sequence[str], above: Mapping[str, str]) -> list[str]:
 class _Roads:
     """What bad roads cost, place by place."""
 
-    def __init__(self, count: int, network: Network) -> None:
+    def __init__(self, count: int, network: NetworkModel) -> None:
         self._rates = network.road_rates
         self._flows: list[list[Flow]] = [[] for _ in range(count)]
         """Those that begin or end at a place."""
@@ -204,7 +204,7 @@ class _Roads:
 class _Mending:
     """Exchanges nodes of a leaf, so that fewer bad roads are used; no more often than it may."""
 
-    def __init__(self, count: int, network: Network) -> None:
+    def __init__(self, count: int, network: NetworkModel) -> None:
         self._roads = _Roads(count, network)
         self._leaves = network.leaves
         self._ends = {end for road in network.road_rates for end in road}

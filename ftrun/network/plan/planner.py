@@ -1,8 +1,9 @@
 """Which ways nodes use in one generation, and why: the plan of roads.
 
 Runs in:  the agent that leads. Pure; the same plan for the same situation.
-Takes in: a `Situation`: nodes, their rails, what probes found, leaf switches, the user's wishes.
-Gives:    a `RoadsPlan`, with a sentence for each choice.
+Takes in: a `PlanningInputs`: nodes, their rails, what probes found, leaf switches, the user's
+          wishes.
+Gives:    a `NetworkPlan`, with a sentence for each choice.
 
 A plan changes nothing by itself: with `--network-plan report` it is shown and no more.
 """
@@ -10,21 +11,21 @@ A plan changes nothing by itself: with `--network-plan report` it is shown and n
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ftrun.network.detect.findings import Findings, judge
+from ftrun.network.detect.findings import NetworkFindings, judge
 from ftrun.network.detect.leaf_switches import leaves_from_probes
-from ftrun.network.detect.leaves import Leaves
+from ftrun.network.detect.leaves import LeafSwitches
 from ftrun.network.detect.rail_variables import VARIABLES, rails_named
-from ftrun.network.plan.loads import Network
-from ftrun.network.plan.node_order import Ordering, order_nodes
+from ftrun.network.plan.loads import NetworkModel
+from ftrun.network.plan.node_order import NodeOrder, order_nodes
 from ftrun.network.plan.rail_choice import choose_rails, choose_snapshot_way
-from ftrun.wire.cluster.rails import Rail, RoadFound, RoadsPlan
+from ftrun.wire.cluster.rails import NetworkPlan, PathMeasurement, Rail
 
 NAMED_NODES = 16
 """So many are named in a sentence; of more the number is told."""
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class PlanningInputs:
     """All that a plan is made from."""
 
     nodes: Sequence[str]
@@ -32,9 +33,9 @@ class Situation:
     there is one."""
     rails: Mapping[str, Sequence[Rail]]
     """Of each of them; the first is that which agents speak over."""
-    found: Sequence[RoadFound] = ()
+    found: Sequence[PathMeasurement] = ()
     """By the last survey, with what was probed again since."""
-    leaves: Leaves = field(default_factory=Leaves)
+    leaves: LeafSwitches = field(default_factory=LeafSwitches)
     """By labels, a file or Slurm; not known: the probes are asked."""
     user_env: Mapping[str, str] = field(default_factory=dict)
     """What the user has set; other variables than a plan's are not looked at."""
@@ -44,11 +45,13 @@ class Situation:
     """Why nodes are to stay in the order they have, such as `the user has numbered the nodes`."""
     snapshot_rail: str = ""
     """The user's choice; empty: the plan chooses."""
-    previous: RoadsPlan | None = None
+    previous: NetworkPlan | None = None
     """Of the generation before: leaves that its probes told are kept where new ones do not."""
 
 
-def plan_roads(situation: Situation, surveyed: tuple[Findings, Leaves] | None = None) -> RoadsPlan:
+def plan_roads(
+    situation: PlanningInputs, surveyed: tuple[NetworkFindings, LeafSwitches] | None = None
+) -> NetworkPlan:
     """The plan for one generation.
 
     Args:
@@ -59,17 +62,17 @@ def plan_roads(situation: Situation, surveyed: tuple[Findings, Leaves] | None = 
     nodes = situation.nodes
     findings, leaves = surveyed or survey_of(situation)
     if len(nodes) < 2:
-        return RoadsPlan(order=list(nodes), words=["One node: there is no road to plan."])
+        return NetworkPlan(order=list(nodes), words=["One node: there is no road to plan."])
     choice = choose_rails(nodes, findings, situation.suspects)
     env = situation.user_env
     busy = {rail for name in env for rail in rails_named(name, env[name], findings.rails)}
     snapshots = choose_snapshot_way(
         choice, findings, nodes, wish=situation.snapshot_rail, busy=busy
     )
-    network = Network(leaves.of, leaves.above, road_rates=_bad_roads(findings, choice.rails))
+    network = NetworkModel(leaves.of, leaves.above, road_rates=_bad_roads(findings, choice.rails))
     ordering = order_nodes(nodes, network)
     order = list(nodes if situation.keep_order else ordering.order)
-    return RoadsPlan(
+    return NetworkPlan(
         order=order,
         rails=list(choice.rails),
         dropped=dict(choice.dropped),
@@ -88,7 +91,7 @@ def plan_roads(situation: Situation, surveyed: tuple[Findings, Leaves] | None = 
     )
 
 
-def survey_of(situation: Situation) -> tuple[Findings, Leaves]:
+def survey_of(situation: PlanningInputs) -> tuple[NetworkFindings, LeafSwitches]:
     """What probes have found, and the leaves: those that were given, else those they tell."""
     leaves = situation.leaves
     if not leaves.is_known:
@@ -97,11 +100,11 @@ def survey_of(situation: Situation) -> tuple[Findings, Leaves]:
     if not leaves.is_known and before is not None and before.leaves_from == "probes":
         of = {node: before.leaves[node] for node in situation.nodes if node in before.leaves}
         text = f"Leaf switches of {len(of)} of {len(situation.nodes)} nodes are those found before."
-        leaves = Leaves(of, "probes" if of else "", words=text)
+        leaves = LeafSwitches(of, "probes" if of else "", words=text)
     return judge(situation.rails, situation.found, leaves.of), leaves
 
 
-def _bad_roads(findings: Findings, rails: Sequence[str]) -> dict[tuple[str, str], float]:
+def _bad_roads(findings: NetworkFindings, rails: Sequence[str]) -> dict[tuple[str, str], float]:
     """Single roads over these rails that an order should not use, with their pace."""
     bad: dict[tuple[str, str], float] = {}
     for one in findings.found:
@@ -114,7 +117,7 @@ def _bad_roads(findings: Findings, rails: Sequence[str]) -> dict[tuple[str, str]
     return bad
 
 
-def _order_words(ordering: Ordering, leaves: Leaves, keep: str) -> str:
+def _order_words(ordering: NodeOrder, leaves: LeafSwitches, keep: str) -> str:
     gain = (
         f"the busiest link of a ring carries {ordering.cost.ring:.2f} times the bytes of an "
         f"all-reduce, and {ordering.naive.ring:.2f} times in the order there was"
@@ -134,7 +137,7 @@ def _order_words(ordering: Ordering, leaves: Leaves, keep: str) -> str:
     return f"{moved} By leaf switch: {told}."
 
 
-def _group_words(nodes: Sequence[str], leaves: Leaves) -> list[str]:
+def _group_words(nodes: Sequence[str], leaves: LeafSwitches) -> list[str]:
     switches = {leaves.of[node] for node in nodes if node in leaves.of}
     if len(switches) < 2:
         return []
@@ -145,7 +148,7 @@ def _group_words(nodes: Sequence[str], leaves: Leaves) -> list[str]:
 
 
 def _user_words(
-    env: Mapping[str, str], findings: Findings, dropped: Mapping[str, str]
+    env: Mapping[str, str], findings: NetworkFindings, dropped: Mapping[str, str]
 ) -> list[str]:
     words = []
     for name in VARIABLES:

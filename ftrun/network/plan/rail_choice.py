@@ -1,8 +1,8 @@
 """Which rails training uses, and which one snapshots go over.
 
 Runs in:  the agent that leads. Pure.
-Takes in: `Findings`; which rails the monitor suspects; the user's wishes.
-Gives:    a `RailChoice` and a `SnapshotWay`, each with sentences for people.
+Takes in: `NetworkFindings`; which rails the monitor suspects; the user's wishes.
+Gives:    a `RailChoice` and a `SnapshotRail`, each with sentences for people.
 
 Rule 1: a rail that training uses is one that every node lies on and no road of which is dead:
         gloo connects all with all, and takes turns among the rails.
@@ -20,7 +20,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ftrun.network.detect.culprits import SLOW_RAIL
-from ftrun.network.detect.findings import Finding, FindingKind, Findings, rate_words
+from ftrun.network.detect.findings import (
+    NetworkFinding,
+    NetworkFindingKind,
+    NetworkFindings,
+    rate_words,
+)
 
 SNAPSHOT_LEAST = 0.1
 """Of the training rails' rate: a rail slower than that is too slow for snapshots."""
@@ -42,7 +47,7 @@ class RailChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotWay:
+class SnapshotRail:
     """How snapshots go from node to node."""
 
     rail: str
@@ -53,7 +58,7 @@ class SnapshotWay:
 
 
 def choose_rails(
-    nodes: Sequence[str], findings: Findings, suspects: Mapping[str, str]
+    nodes: Sequence[str], findings: NetworkFindings, suspects: Mapping[str, str]
 ) -> RailChoice:
     """The rails for training.
 
@@ -88,12 +93,12 @@ def choose_rails(
 
 def choose_snapshot_way(
     choice: RailChoice,
-    findings: Findings,
+    findings: NetworkFindings,
     nodes: Sequence[str],
     *,
     wish: str,
     busy: Collection[str],
-) -> SnapshotWay:
+) -> SnapshotRail:
     """How snapshots go.
 
     Args:
@@ -108,7 +113,7 @@ def choose_snapshot_way(
     if wish and wish not in findings.rails:
         note = f"Rail {wish}, which snapshots are to use, is none of this run. "
     elif wish and wish not in used:
-        return SnapshotWay(wish, 0, f"Snapshots go over {wish}, as was wished.")
+        return SnapshotRail(wish, 0, f"Snapshots go over {wish}, as was wished.")
     elif wish:
         return _paced(wish, choice, findings, f"Snapshots go over {wish}, as was wished, ")
     needed = SNAPSHOT_LEAST * max((choice.rates.get(rail, 0.0) for rail in used), default=0.0)
@@ -117,31 +122,31 @@ def choose_snapshot_way(
         for rail, on in findings.rails.items()
         if rail not in used
         and all(node in on for node in nodes)
-        and not any(one.kind is FindingKind.DEAD for one in findings.of_rail(rail))
+        and not any(one.kind is NetworkFindingKind.DEAD for one in findings.of_rail(rail))
         and choice.rates.get(rail, 0.0) >= max(needed, 1.0)
     ]
     if free:
         best = max(free, key=lambda rail: choice.rates[rail])
         rate = rate_words(choice.rates[best])
         text = f"Snapshots go over {best} ({rate}), which training does not use."
-        return SnapshotWay(best, 0, note + text)
+        return SnapshotRail(best, 0, note + text)
     if not choice.rails:
-        return SnapshotWay("", 0, f"{note}Snapshots go as agents speak, and are held to nothing.")
+        return SnapshotRail("", 0, f"{note}Snapshots go as agents speak, and are held to nothing.")
     last = choice.rails[-1]
     return _paced(last, choice, findings, f"{note}Snapshots share {last} with training")
 
 
-def _paced(rail: str, choice: RailChoice, findings: Findings, text: str) -> SnapshotWay:
+def _paced(rail: str, choice: RailChoice, findings: NetworkFindings, text: str) -> SnapshotRail:
     """On a rail that training uses; by roads between leaves where those are slower."""
     rate = findings.usual.get(rail, 0.0)
     between = findings.usual_between.get(rail, rate)
     allowed = int(SNAPSHOT_SHARE * min(rate, between))
     if not allowed:
-        return SnapshotWay(
+        return SnapshotRail(
             rail, 0, f"{text.rstrip(', ')}, and are held to nothing: its rate is not known."
         )
     narrow = " between leaves" if between < rate else ""
-    return SnapshotWay(
+    return SnapshotRail(
         rail,
         allowed,
         f"{text.rstrip(', ')}, and each node's are held to {rate_words(allowed)}: "
@@ -149,7 +154,9 @@ def _paced(rail: str, choice: RailChoice, findings: Findings, text: str) -> Snap
     )
 
 
-def _wrong(rail: str, nodes: Sequence[str], findings: Findings, suspects: Mapping[str, str]) -> str:
+def _wrong(
+    rail: str, nodes: Sequence[str], findings: NetworkFindings, suspects: Mapping[str, str]
+) -> str:
     """Why training cannot use a rail, whatever its rate; empty: it can."""
     on = findings.rails[rail]
     away = [node for node in nodes if node not in on]
@@ -157,34 +164,36 @@ def _wrong(rail: str, nodes: Sequence[str], findings: Findings, suspects: Mappin
         if len(away) == 1:
             return f"{away[0]} has no interface on it"
         return f"{away[0]} and {len(away) - 1} more of {len(nodes)} nodes have no interface on it"
-    dead = [one for one in findings.of_rail(rail) if one.kind is FindingKind.DEAD]
+    dead = [one for one in findings.of_rail(rail) if one.kind is NetworkFindingKind.DEAD]
     if dead:
         more = f"{len(dead) - 1} more places are" if len(dead) > 2 else "1 more place is"
         return dead[0].sentence.rstrip(".") + (f" ({more} dead)" if len(dead) > 1 else "")
     return suspects.get(rail, "")
 
 
-def _rate(rail: str, findings: Findings) -> float:
+def _rate(rail: str, findings: NetworkFindings) -> float:
     """What a rail carries at its slowest node."""
     slowest = _slow_places(rail, findings)
     return findings.usual[rail] * min([1.0, *(one.pace for one in slowest)])
 
 
-def _slow_places(rail: str, findings: Findings) -> list[Finding]:
-    kinds = (FindingKind.SLOW, FindingKind.SPEED)
+def _slow_places(rail: str, findings: NetworkFindings) -> list[NetworkFinding]:
+    kinds = (NetworkFindingKind.SLOW, NetworkFindingKind.SPEED)
     by_rate = [one for one in findings.of_rail(rail) if not one.is_late]
     return [one for one in by_rate if one.kind in kinds and len(one.nodes) == 1]
 
 
-def _slowest(rail: str, findings: Findings) -> str:
+def _slowest(rail: str, findings: NetworkFindings) -> str:
     slow = min(_slow_places(rail, findings), key=lambda one: one.pace, default=None)
     return f"{slow.culprit} is slow: " if slow else ""
 
 
-def _is_behind(rail: str, share: float, findings: Findings) -> bool:
+def _is_behind(rail: str, share: float, findings: NetworkFindings) -> bool:
     """Probes prove a rail slow, which has such a share of what the best one carries."""
     whole = [
-        one for one in findings.of_rail(rail) if one.kind is FindingKind.SLOW and not one.nodes
+        one
+        for one in findings.of_rail(rail)
+        if one.kind is NetworkFindingKind.SLOW and not one.nodes
     ]
     paces = [one.pace for one in (*whole, *_slow_places(rail, findings))]
     return share < SLOW_RAIL and min(paces, default=1.0) < SLOW_RAIL
@@ -199,7 +208,10 @@ def _unprobed(whole: Sequence[str], wrong: Mapping[str, str]) -> RailChoice:
 
 
 def _least_bad(
-    nodes: Sequence[str], findings: Findings, wrong: Mapping[str, str], rates: Mapping[str, float]
+    nodes: Sequence[str],
+    findings: NetworkFindings,
+    wrong: Mapping[str, str],
+    rates: Mapping[str, float],
 ) -> RailChoice:
     """Each rail has something wrong with it."""
     dead = {rail: sum(road.rail == rail for road in findings.dead) for rail in wrong}

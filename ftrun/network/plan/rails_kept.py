@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from ftrun.network.detect.rails import RunRails
-from ftrun.wire.cluster.rails import RoadsPlan
+from ftrun.wire.cluster.rails import NetworkPlan
 
 
 def keep_rails(
-    before: RoadsPlan, nodes: Sequence[str], rails: RunRails, dead: Mapping[str, str]
-) -> RoadsPlan:
+    before: NetworkPlan, nodes: Sequence[str], rails: RunRails, dead: Mapping[str, str]
+) -> NetworkPlan:
     """The plan for the next generation of these nodes.
 
     Args:
@@ -51,6 +51,6 @@ def keep_rails(
     )
 
 
-def choices_of(plan: RoadsPlan) -> tuple[object, ...]:
+def choices_of(plan: NetworkPlan) -> tuple[object, ...]:
     """What a plan has chosen: the rates in its words are others after each survey."""
     return plan.order, plan.rails, sorted(plan.dropped), plan.snapshot_rail, plan.leaves

@@ -13,8 +13,8 @@ from pathlib import Path
 from ftrun.errors import CheckpointError
 from ftrun.ids import Version
 from ftrun.smp.checkpoint.index import (
-    Index,
-    Part,
+    CheckpointIndex,
+    CheckpointPart,
     ShardFile,
     make_index,
     read_part,
@@ -30,14 +30,14 @@ from ftrun.smp.checkpoint.storage.local import (
     sync_folder,
 )
 from ftrun.smp.checkpoint.storage.storage import part_folders, sweep_finished
-from ftrun.smp.checkpoint.write_job import Written
+from ftrun.smp.checkpoint.write_job import WriteResult
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages.checkpoint import INDEX_NAME
 
 
 def look(
-    folder: Path, like: Part, version: Version, retention: Retention, folder_fd: int
-) -> Written:
+    folder: Path, like: CheckpointPart, version: Version, retention: Retention, folder_fd: int
+) -> WriteResult:
     """Finish the checkpoint if all parts are there; else say who is missing.
 
     Args:
@@ -59,7 +59,7 @@ def look(
     missing = tuple(rank for rank in range(like.world_size) if rank not in found)
     if missing:
         notes = [*set_aside, *_who_never_came(folder.parent, like, version, missing)]
-        return Written(version, folder, 0, missing_ranks=missing, note="; ".join(notes))
+        return WriteResult(version, folder, 0, missing_ranks=missing, note="; ".join(notes))
     index = make_index(
         folder.parent,
         run_id=like.run_id,
@@ -79,7 +79,7 @@ def look(
     sync(folder_fd)
     settle(path, like.run_id, version, retention, folder_fd)
     total_bytes = sum(shard.num_bytes for shard in index.shards)
-    return Written(version, path, total_bytes, note="; ".join(set_aside))
+    return WriteResult(version, path, total_bytes, note="; ".join(set_aside))
 
 
 def settle(path: Path, run_id: str, version: Version, retention: Retention, folder_fd: int) -> None:
@@ -93,7 +93,7 @@ def settle(path: Path, run_id: str, version: Version, retention: Retention, fold
     prune(path.parent, retention, newest=path)
 
 
-def is_of(index: Index, like: Part) -> bool:
+def is_of(index: CheckpointIndex, like: CheckpointPart) -> bool:
     """It names the same version; one that was loaded (-1) has lost its run and generation."""
     if (index.step, index.world_size) != (like.step, like.world_size):
         return False
@@ -105,9 +105,9 @@ def is_of(index: Index, like: Part) -> bool:
 
 def gather(
     parts: Iterable[str],
-    read: Callable[[str], Part],
+    read: Callable[[str], CheckpointPart],
     is_whole: Callable[[ShardFile], bool],
-    like: Part,
+    like: CheckpointPart,
 ) -> tuple[dict[int, ShardFile], list[str]]:
     """The files of each rank that is there; in words, the parts that do not count.
 
@@ -138,7 +138,9 @@ def gather(
     return found, set_aside
 
 
-def _check(path: str, part: Part, is_whole: Callable[[ShardFile], bool], like: Part) -> None:
+def _check(
+    path: str, part: CheckpointPart, is_whole: Callable[[ShardFile], bool], like: CheckpointPart
+) -> None:
     if part.key != like.key:
         raise CheckpointError(f"{path} is of {part.key}, not of {like.key}; it does not count")
     for shard in part.shards:
@@ -149,7 +151,7 @@ def _check(path: str, part: Part, is_whole: Callable[[ShardFile], bool], like: P
 
 
 def _who_never_came(
-    directory: Path, like: Part, version: Version, missing: tuple[int, ...]
+    directory: Path, like: CheckpointPart, version: Version, missing: tuple[int, ...]
 ) -> list[str]:
     """In words, those who are missing from the version begun before as well."""
     before = [one for one in part_folders(directory, like.run_id) if one.version < version]

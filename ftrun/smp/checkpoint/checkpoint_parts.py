@@ -2,7 +2,8 @@
 
 Runs in:  the SMP of each node, in its disk lane's thread.
 Takes in: duplicates of the arenas' descriptors, a directory that all nodes share, one version.
-Gives:    a `Written`: the checkpoint, or this node's part of it; or a `CheckpointError` in words.
+Gives:    a `WriteResult`: the checkpoint, or this node's part of it; or a `CheckpointError` in
+          words.
 Survives: any node, at any point: what it had not written it writes when it is asked again.
 
     DIR/.tmp-step-.../  rank-00002.safetensors  rank-00002.digests  ...  part-00002.json
@@ -27,15 +28,15 @@ from ftrun.errors import CheckpointError, SnapshotCorrupt
 from ftrun.ids import Rank, Version
 from ftrun.ids import version as version_of
 from ftrun.smp.checkpoint.checkpoint_merge import is_of, look, settle
-from ftrun.smp.checkpoint.index import Part, read_indexes, read_part, seal
-from ftrun.smp.checkpoint.slot_reader import ArenaFds, Overwritten, Shard, write_shard
+from ftrun.smp.checkpoint.index import CheckpointPart, read_indexes, read_part, seal
+from ftrun.smp.checkpoint.slot_reader import ArenaFds, SealedSlot, SlotOverwritten, write_shard
 from ftrun.smp.checkpoint.storage.local import locked_shortly, replaced, sync, sync_folder
 from ftrun.smp.checkpoint.storage.storage import folder_of, sweep_before
 from ftrun.smp.checkpoint.write_job import (
-    Chosen,
-    Means,
-    WriteOrder,
-    Written,
+    ChosenVersion,
+    WriteJob,
+    WriterContext,
+    WriteResult,
     choose_own,
     keep,
     told,
@@ -49,11 +50,11 @@ Content = tuple[int, int, str, str]
 class PartWriter:
     """Writes this node's parts, and finishes what is complete."""
 
-    def __init__(self, means: Means) -> None:
+    def __init__(self, means: WriterContext) -> None:
         self._means = means
-        self._last: Part | None = None
+        self._last: CheckpointPart | None = None
 
-    def write(self, fds: ArenaFds, order: WriteOrder, version: Version) -> Written:
+    def write(self, fds: ArenaFds, order: WriteJob, version: Version) -> WriteResult:
         """Write this node's part of a version, and the checkpoint where all others are there.
 
         Raises:
@@ -68,7 +69,7 @@ class PartWriter:
                     "finished or swept it. Ask again"
                 ) from error
 
-    def _write(self, fds: ArenaFds, order: WriteOrder, version: Version) -> Written:
+    def _write(self, fds: ArenaFds, order: WriteJob, version: Version) -> WriteResult:
         run_id, stop = self._means.run_id, self._means.throttle.stop
         chosen = choose_own(fds, order, version, self._means.throttle)
         blank = order.part(run_id, version)
@@ -94,7 +95,7 @@ class PartWriter:
                 found = look(folder, blank, version, order.retention, folder_fd)
             return with_own_bytes(found, part, is_new=is_new)
 
-    def _fill(self, part_path: Path, chosen: Chosen, order: WriteOrder) -> Part:
+    def _fill(self, part_path: Path, chosen: ChosenVersion, order: WriteJob) -> CheckpointPart:
         """All files of this node, durable, and its part.
 
         Raises:
@@ -111,10 +112,10 @@ class PartWriter:
             except SnapshotCorrupt as error:
                 if shard.is_sound:
                     raise CheckpointError(f"the checkpoint is not written: {error}") from error
-                raise Overwritten(chosen.version) from error
+                raise SlotOverwritten(chosen.version) from error
             crash_point("smp.checkpoint.part_shard_written")
         if not chosen.is_sound:
-            raise Overwritten(chosen.version)
+            raise SlotOverwritten(chosen.version)
         sync_folder(folder)
         part = order.part(self._means.run_id, chosen.version, files)
         with replaced(part_path) as write:
@@ -125,7 +126,10 @@ class PartWriter:
 
 
 def known_contents(
-    shards: Sequence[Shard], ranks: Sequence[Rank], blank: Part, last: Part | None
+    shards: Sequence[SealedSlot],
+    ranks: Sequence[Rank],
+    blank: CheckpointPart,
+    last: CheckpointPart | None,
 ) -> set[Content]:
     """What the ranks here have of this version; empty where that is no longer known.
 
@@ -144,7 +148,7 @@ def known_contents(
     return set()
 
 
-def check_all_here(shards: Sequence[Shard], ranks: Sequence[Rank], wanted: Version) -> None:
+def check_all_here(shards: Sequence[SealedSlot], ranks: Sequence[Rank], wanted: Version) -> None:
     """Raises: CheckpointError: a rank's slot is not there."""
     missing = sorted(set(ranks) - {shard.shape.rank for shard in shards})
     if missing:
@@ -155,8 +159,8 @@ def check_all_here(shards: Sequence[Shard], ranks: Sequence[Rank], wanted: Versi
 
 
 def _finished(
-    order: WriteOrder, blank: Part, contents: set[Content], folder_fd: int
-) -> Written | None:
+    order: WriteJob, blank: CheckpointPart, contents: set[Content], folder_fd: int
+) -> WriteResult | None:
     """This version, where it is a checkpoint already; an unfinished end is made up for."""
     at = version_of(blank.generation, blank.step)
     indexes = read_indexes(order.directory)
@@ -167,11 +171,13 @@ def _finished(
             continue
         if path == indexes[0][0]:
             settle(path, blank.run_id, at, order.retention, folder_fd)
-        return Written(at, path, 0)
+        return WriteResult(at, path, 0)
     return None
 
 
-def _whole_part(path: Path, blank: Part, order: WriteOrder, contents: set[Content]) -> Part | None:
+def _whole_part(
+    path: Path, blank: CheckpointPart, order: WriteJob, contents: set[Content]
+) -> CheckpointPart | None:
     """This node's part, where it was written before just as it would be now."""
     try:
         part = read_part(path)

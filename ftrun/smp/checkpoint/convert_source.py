@@ -16,9 +16,9 @@ import xxhash
 
 from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
 from ftrun.sharding.stored_entries import plain_bytes
-from ftrun.smp.checkpoint.index import Index, ShardFile, read_index
-from ftrun.snapshot.layout import Entry, parse_header
-from ftrun.snapshot.shard_header import ShardHead
+from ftrun.smp.checkpoint.index import CheckpointIndex, ShardFile, read_index
+from ftrun.snapshot.layout import LayoutEntry, parse_header
+from ftrun.snapshot.shard_header import ShardHeader
 
 _HEADER_LENGTH_BYTES = 8
 _LONGEST_HEADER = 1 << 30
@@ -71,7 +71,7 @@ class SourceShard:
     def close(self) -> None:
         os.close(self._fd)
 
-    def _read_head(self, folder: Path, shard: ShardFile) -> ShardHead:
+    def _read_head(self, folder: Path, shard: ShardFile) -> ShardHeader:
         size = os.fstat(self._fd).st_size
         if size != shard.num_bytes:
             raise CheckpointError(f"{self._what} has {size:,} bytes of {shard.num_bytes:,}")
@@ -84,7 +84,7 @@ class SourceShard:
         table = (folder / shard.digests).read_bytes()
         if xxhash.xxh3_64_hexdigest(table) != shard.table_digest:
             raise SnapshotCorrupt(what=f"{self._what}, digests", piece=0, pieces=shard.num_pieces)
-        return ShardHead(layout, start, memoryview(table).cast("Q"))
+        return ShardHeader(layout, start, memoryview(table).cast("Q"))
 
     def _read(self, at: int, size: int) -> memoryview:
         data = memoryview(bytearray(size))
@@ -105,7 +105,7 @@ class SourceShard:
                 raise SnapshotCorrupt(what=self._what, piece=index, pieces=len(digests))
 
 
-class SourceCheckpoint:
+class CheckpointReader:
     """All shards of one checkpoint.
 
     Args:
@@ -117,7 +117,7 @@ class SourceCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.index: Index = read_index(folder)
+        self.index: CheckpointIndex = read_index(folder)
         shards = {shard.rank: shard for shard in self.index.shards}
         missing = [rank for rank in range(self.index.world_size) if rank not in shards]
         if missing:
@@ -138,10 +138,10 @@ class SourceCheckpoint:
             self._ends = ends.pop_all()
 
     @property
-    def heads(self) -> Sequence[ShardHead]:
+    def heads(self) -> Sequence[ShardHeader]:
         return [shard.head for shard in self.shards]
 
-    def entry(self, rank: int, name: str) -> Entry:
+    def entry(self, rank: int, name: str) -> LayoutEntry:
         return self.shards[rank].head.entries[name]
 
     def read(self, rank: int, name: str, first_byte: int, num_bytes: int) -> memoryview:

@@ -2,7 +2,7 @@
 
 Runs in:  the SMP, in its disk lane's thread.
 Takes in: a checkpoint's folder; the parts of a checkpoint that several nodes write.
-Gives:    an `Index` or a `Part`, or a `CheckpointError` in words.
+Gives:    an `CheckpointIndex` or a `CheckpointPart`, or a `CheckpointError` in words.
 
 The index of a checkpoint and each part of one are sealed: the file holds the text and its xxh3.
 """
@@ -21,7 +21,7 @@ from ftrun.wire.messages.checkpoint import INDEX_NAME
 
 FORMAT = 1
 _NAME = re.compile(r"step-\d{8,}-g\d+(\.\d+)?")
-_T = TypeVar("_T", "Index", "Part")
+_T = TypeVar("_T", "CheckpointIndex", "CheckpointPart")
 
 
 class ShardFile(msgspec.Struct, frozen=True):
@@ -54,7 +54,7 @@ class ShardFile(msgspec.Struct, frozen=True):
         return (size, table) == (self.num_bytes, 8 * self.num_pieces)
 
 
-class Index(msgspec.Struct, frozen=True):
+class CheckpointIndex(msgspec.Struct, frozen=True):
     """What a checkpoint is. `serial` grows with each one written to its directory."""
 
     format: int
@@ -70,7 +70,7 @@ class Index(msgspec.Struct, frozen=True):
     """Wall time; 0: the index's file has it."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class CheckpointPart(msgspec.Struct, frozen=True):
     """What one node has written of a checkpoint. Its generation may be -1: loaded from another."""
 
     format: int
@@ -89,17 +89,17 @@ class Part(msgspec.Struct, frozen=True):
         return self.run_id, self.token, self.generation, self.step, self.world_size
 
 
-class Sealed(msgspec.Struct, frozen=True):
+class DigestedFile(msgspec.Struct, frozen=True):
     """The content of index.json: the index, and the xxh3 of its text. Parts alike."""
 
     digest: str
     index: msgspec.Raw
 
 
-def seal(content: Index | Part) -> bytes:
+def seal(content: CheckpointIndex | CheckpointPart) -> bytes:
     """The bytes of its file."""
     text = msgspec.json.format(msgspec.json.encode(content), indent=1)
-    return msgspec.json.encode(Sealed(xxhash.xxh3_64_hexdigest(text), msgspec.Raw(text)))
+    return msgspec.json.encode(DigestedFile(xxhash.xxh3_64_hexdigest(text), msgspec.Raw(text)))
 
 
 def make_index(
@@ -111,9 +111,9 @@ def make_index(
     world_size: int,
     shards: Sequence[ShardFile],
     life: str,
-) -> Index:
+) -> CheckpointIndex:
     """The index of the next checkpoint in this directory."""
-    return Index(
+    return CheckpointIndex(
         format=FORMAT,
         serial=1 + max((known.serial for _, known in read_indexes(directory)), default=0),
         run_id=run_id,
@@ -125,43 +125,43 @@ def make_index(
     )
 
 
-def read_index(folder: Path) -> Index:
+def read_index(folder: Path) -> CheckpointIndex:
     """The index of one checkpoint.
 
     Raises:
         CheckpointError: it is not there, or not as it was written.
     """
-    return _read(folder / INDEX_NAME, Index, what=f"{folder}: its index")
+    return _read(folder / INDEX_NAME, CheckpointIndex, what=f"{folder}: its index")
 
 
-def parse_index(data: bytes, *, what: str) -> Index:
+def parse_index(data: bytes, *, what: str) -> CheckpointIndex:
     """The same of the content of its file.
 
     Raises:
         CheckpointError: it is not as it was written.
     """
-    return _parse(data, Index, what=f"{what}: its index")
+    return _parse(data, CheckpointIndex, what=f"{what}: its index")
 
 
-def read_part(path: Path) -> Part:
+def read_part(path: Path) -> CheckpointPart:
     """One node's part of a checkpoint that is not finished.
 
     Raises:
         CheckpointError: it is not there, or not as it was written.
     """
-    return _read(path, Part, what=f"{path}: the part")
+    return _read(path, CheckpointPart, what=f"{path}: the part")
 
 
-def parse_part(data: bytes, *, what: str) -> Part:
+def parse_part(data: bytes, *, what: str) -> CheckpointPart:
     """The same of the content of its file.
 
     Raises:
         CheckpointError: it is not as it was written.
     """
-    return _parse(data, Part, what=f"{what}: the part")
+    return _parse(data, CheckpointPart, what=f"{what}: the part")
 
 
-def read_indexes(directory: Path) -> list[tuple[Path, Index]]:
+def read_indexes(directory: Path) -> list[tuple[Path, CheckpointIndex]]:
     """All whole checkpoints in a directory, the one written last first."""
     found = []
     for folder in directory.iterdir():
@@ -181,7 +181,7 @@ def _read(path: Path, kind: type[_T], *, what: str) -> _T:
 
 def _parse(data: bytes, kind: type[_T], *, what: str) -> _T:
     try:
-        sealed = msgspec.json.decode(data, type=Sealed)
+        sealed = msgspec.json.decode(data, type=DigestedFile)
         if xxhash.xxh3_64_hexdigest(bytes(sealed.index)) != sealed.digest:
             raise CheckpointError(f"{what} is damaged: its digest does not match")
         content = msgspec.json.decode(sealed.index, type=kind)

@@ -2,7 +2,8 @@
 
 Runs in:  the SMP, in its disk lane's thread.
 Takes in: the slots of all ranks that are being written, memory for copies.
-Gives:    copies of what is not written yet, as late as is safe; `Overwritten` where that was late.
+Gives:    copies of what is not written yet, as late as is safe; `SlotOverwritten` where that was
+          late.
 
 A slot is overwritten by the second capture after its own, and the first has to be committed
 before. So nothing is copied until a later version is sealed, and of a checkpoint that is written
@@ -14,8 +15,8 @@ from collections.abc import Sequence
 
 from ftrun import clock
 from ftrun.ids import Version
-from ftrun.smp.checkpoint.slot_reader import Overwritten, Shard, copy_where_it_fits
-from ftrun.smp.checkpoint.storage.copy_room import CopyRoom
+from ftrun.smp.checkpoint.slot_reader import SealedSlot, SlotOverwritten, copy_where_it_fits
+from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
 
 OFTEN_S = 1.0
 """Where snapshots come more often than this, there is no time to see the next one coming."""
@@ -23,7 +24,7 @@ _GAPS = 4
 _LOOK_S = 0.01
 
 
-class LateCopy:
+class CopyBeforeOverwrite:
     """Watches the slots of one version while they are written.
 
     Args:
@@ -36,8 +37,8 @@ class LateCopy:
     def __init__(
         self,
         version: Version,
-        shards: Sequence[Shard],
-        room: CopyRoom,
+        shards: Sequence[SealedSlot],
+        room: CopyBuffers,
         *,
         gap_s: float,
     ) -> None:
@@ -76,4 +77,4 @@ class LateCopy:
         for shard in self._shards:
             shard.before_read = None
         if not copy_where_it_fits(self._shards, self._room):
-            raise Overwritten(self._version)
+            raise SlotOverwritten(self._version)

@@ -2,7 +2,7 @@
 
 Runs in:  the SMP, in its disk lane's thread.
 Takes in: duplicates of the arenas' descriptors; a generation whose workers capture into them.
-Gives:    `LiveShard`s, which are written like those that are sealed; `Overwritten` where nothing
+Gives:    `LiveSlot`s, which are written like those that are sealed; `SlotOverwritten` where nothing
           comes of the capture.
 Survives: workers killed in the middle, captures that are discarded: what was written of them is
           thrown away, and no reader has ever seen it.
@@ -29,9 +29,9 @@ import xxhash
 from ftrun import clock
 from ftrun.errors import SnapshotCorrupt
 from ftrun.ids import Generation, Version
-from ftrun.smp.checkpoint.late_copy import LateCopy
-from ftrun.smp.checkpoint.slot_reader import ArenaFds, Overwritten, Shard, newest_version
-from ftrun.smp.checkpoint.storage.copy_room import CopyRoom
+from ftrun.smp.checkpoint.late_copy import CopyBeforeOverwrite
+from ftrun.smp.checkpoint.slot_reader import ArenaFds, SealedSlot, SlotOverwritten, newest_version
+from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
 from ftrun.smp.checkpoint.storage.direct_file import Pace
 from ftrun.snapshot.layout import Layout
 from ftrun.wire.shared_memory.arena import (
@@ -50,7 +50,7 @@ _NAP_S, _WAIT_NAP_S = 0.001, 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class Follow:
+class CaptureFilter:
     """Which captures to follow.
 
     Args:
@@ -70,13 +70,13 @@ _Slot = tuple[int, int, SlotHeader, ArenaShape]
 """Descriptor of the arena, number of the slot, its header, the arena's shape."""
 
 
-class Capturing:
+class LiveCapture:
     """One version on its way into the slots of all ranks.
 
     Args:
         slots: of all ranks, by rank.
         follow: see there.
-        gap_s: see `LateCopy`.
+        gap_s: see `CopyBeforeOverwrite`.
         room: memory for a copy of what is left.
         stop: ends all waiting.
     """
@@ -84,14 +84,14 @@ class Capturing:
     def __init__(
         self,
         slots: Sequence[_Slot],
-        follow: Follow,
+        follow: CaptureFilter,
         *,
         gap_s: float,
-        room: CopyRoom,
+        room: CopyBuffers,
         stop: threading.Event,
     ) -> None:
         self.version: Version = slots[0][2].version
-        self.shards = [LiveShard(self, *one) for one in slots]
+        self.shards = [LiveSlot(self, *one) for one in slots]
         self.written_ns = 0
         """When the first bytes went to the file; 0: none have yet."""
         self._follow = follow
@@ -116,9 +116,9 @@ class Capturing:
 
         return noted
 
-    def lost(self, why: str) -> Overwritten:
+    def lost(self, why: str) -> SlotOverwritten:
         """What to raise."""
-        return Overwritten(self.version, why)
+        return SlotOverwritten(self.version, why)
 
     def nap(self, since_s: float) -> None:
         """Let a worker go on.
@@ -142,18 +142,18 @@ class Capturing:
             return
         self.are_sealed = True
         left = [one for one in self.shards if not one.is_sound]
-        late = LateCopy(self.version, left, self._room, gap_s=self._gap_s)
+        late = CopyBeforeOverwrite(self.version, left, self._room, gap_s=self._gap_s)
         if late.is_tight:
             late.copy()
         if not all(one.is_unchanged() for one in self.shards):
             raise self.lost("")
 
 
-class LiveShard(Shard):
+class LiveSlot(SealedSlot):
     """One rank's slot while it is being filled."""
 
     def __init__(
-        self, capturing: Capturing, fd: int, slot: int, header: SlotHeader, shape: ArenaShape
+        self, capturing: LiveCapture, fd: int, slot: int, header: SlotHeader, shape: ArenaShape
     ) -> None:
         super().__init__(fd, slot, header, shape)
         self._capturing = capturing
@@ -252,19 +252,19 @@ class LiveShard(Shard):
 def await_capture(
     fds: ArenaFds,
     world_size: int,
-    follow: Follow,
+    follow: CaptureFilter,
     *,
     gap_s: float,
-    room: CopyRoom,
+    room: CopyBuffers,
     stop: threading.Event,
-) -> Capturing | None:
+) -> LiveCapture | None:
     """The version that is being captured by all ranks, once it is; None: there is none in time."""
     give_up_s = clock.now_s() + follow.wait_s
     while True:
         newest = newest_version(fds, world_size)
         found = _begun(fds, world_size, follow.generation, newest)
         if found is not None:
-            return Capturing(found, follow, gap_s=gap_s, room=room, stop=stop)
+            return LiveCapture(found, follow, gap_s=gap_s, room=room, stop=stop)
         is_over = follow.is_over() or follow.hurries() or clock.now_s() > give_up_s
         if is_over or stop.wait(_WAIT_NAP_S):
             return None

@@ -2,7 +2,7 @@
 
 Runs in:  the SMP, in its disk lane's thread.
 Takes in: a directory that `checkpoint` has written to.
-Gives:    a `Loaded` with one fresh arena per rank, or a `CheckpointError` in words.
+Gives:    a `LoadedCheckpoint` with one fresh arena per rank, or a `CheckpointError` in words.
 
 `latest` is tried first, then every other whole checkpoint, the one written last first; what is
 set aside on the way is noted, and nothing whose digests do not match is ever offered. The loaded
@@ -30,11 +30,11 @@ from ftrun.errors import (
 )
 from ftrun.ids import Rank, Version, version
 from ftrun.smp.checkpoint.index import read_index, read_indexes
-from ftrun.smp.checkpoint.reader import FolderSource, Source
+from ftrun.smp.checkpoint.reader import CheckpointFiles, FolderSource
 from ftrun.smp.checkpoint.shared_load import (
     LOADED_GENERATION,
     Check,
-    Company,
+    LoadGroup,
     SharedLoad,
     load_share,
 )
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOrder:
+class LoadJob:
     """What is to be loaded.
 
     Args:
@@ -66,17 +66,17 @@ class LoadOrder:
     check: Check
     only: str = ""
     life: str = ""
-    company: Company | None = None
+    company: LoadGroup | None = None
     set_aside: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def together(self) -> Company:
+    def together(self) -> LoadGroup:
         """The nodes that load it; one alone takes all ranks of another world size."""
-        return self.company or Company([list(self.ranks)], 0)
+        return self.company or LoadGroup([list(self.ranks)], 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedCheckpoint:
     """Arenas filled from a checkpoint; the descriptors are the caller's to close.
 
     Args:
@@ -92,7 +92,7 @@ class Loaded:
     rest: SharedLoad | None = None
 
 
-def load_checkpoint(directory: Path, order: LoadOrder) -> Loaded | None:
+def load_checkpoint(directory: Path, order: LoadJob) -> LoadedCheckpoint | None:
     """Fill arenas from the newest usable checkpoint; None where there is none at all.
 
     Args:
@@ -111,7 +111,7 @@ def load_checkpoint(directory: Path, order: LoadOrder) -> Loaded | None:
     return _load_from(directory, order)
 
 
-def _load_from(directory: Path, order: LoadOrder) -> Loaded | None:
+def _load_from(directory: Path, order: LoadJob) -> LoadedCheckpoint | None:
     rejected: dict[str, str] = {}
     candidates = _candidates(directory, rejected)
     if order.only:
@@ -121,8 +121,8 @@ def _load_from(directory: Path, order: LoadOrder) -> Loaded | None:
 
 
 def load_first(
-    sources: Sequence[Source], rejected: dict[str, str], order: LoadOrder, *, where: str
-) -> Loaded | None:
+    sources: Sequence[CheckpointFiles], rejected: dict[str, str], order: LoadJob, *, where: str
+) -> LoadedCheckpoint | None:
     """Fill arenas from the first that can be used; None where there is none at all.
 
     Args:
@@ -170,17 +170,17 @@ def load_first(
     )
 
 
-def _load(source: Source, rejected: dict[str, str], order: LoadOrder) -> Loaded:
-    def attempt() -> Loaded:
+def _load(source: CheckpointFiles, rejected: dict[str, str], order: LoadJob) -> LoadedCheckpoint:
+    def attempt() -> LoadedCheckpoint:
         index = source.index()
         fds, rest = load_share(source, index, order.world_size, order.together, order.check)
         at = version(LOADED_GENERATION, index.step)
-        return Loaded(at, source.path, fds, rejected, index.world_size, rest)
+        return LoadedCheckpoint(at, source.path, fds, rejected, index.world_size, rest)
 
     return _twice(source, attempt)
 
 
-def _twice(source: Source, attempt: Callable[[], _T]) -> _T:
+def _twice(source: CheckpointFiles, attempt: Callable[[], _T]) -> _T:
     """What could not be read is read once more, because storage may stall."""
     try:
         return attempt()

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import xxhash
 
 from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
-from ftrun.smp.checkpoint.index import Index, ShardFile
-from ftrun.smp.checkpoint.reader import Source
+from ftrun.smp.checkpoint.index import CheckpointIndex, ShardFile
+from ftrun.smp.checkpoint.reader import CheckpointFiles
 from ftrun.snapshot.layout import Layout, parse_header
 from ftrun.wire.shared_memory.arena import table_digest
 
@@ -28,11 +28,13 @@ _Head = tuple[ShardFile, Sequence[int], Layout, int]
 class PieceReplicas:
     """Those of one checkpoint."""
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: CheckpointIndex) -> None:
         self._shards = {shard.rank: shard for shard in index.shards}
         self._heads: dict[int, _Head | None] = {}
 
-    def read(self, source: Source, digest: int, room: memoryview, *, but: int) -> int | None:
+    def read(
+        self, source: CheckpointFiles, digest: int, room: memoryview, *, but: int
+    ) -> int | None:
         """Fill the room with a piece; the rank that has it, or None: it was found nowhere.
 
         Args:
@@ -55,7 +57,7 @@ class PieceReplicas:
                     return rank
         return None
 
-    def _head(self, source: Source, rank: int) -> _Head | None:
+    def _head(self, source: CheckpointFiles, rank: int) -> _Head | None:
         if rank not in self._heads:
             try:
                 self._heads[rank] = _read_head(source, self._shards[rank])
@@ -64,7 +66,7 @@ class PieceReplicas:
         return self._heads[rank]
 
 
-def _read_head(source: Source, shard: ShardFile) -> _Head | None:
+def _read_head(source: CheckpointFiles, shard: ShardFile) -> _Head | None:
     table = memoryview(bytearray(8 * shard.num_pieces))
     with source.opened(shard.digests) as file:
         if file.read_into(table) < len(table) or table_digest(table) != int(shard.table_digest, 16):
@@ -86,7 +88,7 @@ def _read_head(source: Source, shard: ShardFile) -> _Head | None:
     )
 
 
-def _is_read(source: Source, name: str, room: memoryview, at: int, digest: int) -> bool:
+def _is_read(source: CheckpointFiles, name: str, room: memoryview, at: int, digest: int) -> bool:
     try:
         with source.opened(name) as file:
             is_whole = file.read_into(room, at) == len(room)

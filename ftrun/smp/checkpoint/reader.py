@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ftrun.smp.checkpoint.index import Index, read_index
+from ftrun.smp.checkpoint.index import CheckpointIndex, read_index
 
 _READ_BYTES = 1 << 22
 
 
-class Opened(Protocol):
+class OpenFile(Protocol):
     """One of its files."""
 
     @property
@@ -28,20 +28,20 @@ class Opened(Protocol):
         """Fill this with what is there from `at` on; how many bytes there were."""
 
 
-class Source(Protocol):
+class CheckpointFiles(Protocol):
     """One checkpoint."""
 
     @property
     def path(self) -> Path | str:
         """Where, for messages; its last part is its name."""
 
-    def index(self) -> Index:
+    def index(self) -> CheckpointIndex:
         """Raises: CheckpointError: it is not there, or not as it was written."""
 
-    def opened(self, name: str) -> AbstractContextManager[Opened]:
+    def opened(self, name: str) -> AbstractContextManager[OpenFile]:
         """Raises: OSError, CheckpointError: there is no such file, or it cannot be read."""
 
-    def again(self) -> "AbstractContextManager[Source]":
+    def again(self) -> "AbstractContextManager[CheckpointFiles]":
         """The same, also when what has found it is closed."""
 
 
@@ -51,11 +51,11 @@ class FolderSource:
 
     path: Path
 
-    def index(self) -> Index:
+    def index(self) -> CheckpointIndex:
         return read_index(self.path)
 
     @contextmanager
-    def opened(self, name: str) -> Iterator[Opened]:
+    def opened(self, name: str) -> Iterator[OpenFile]:
         fd = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC)
         try:
             yield _OpenFile(fd, os.fstat(fd).st_size)
@@ -63,7 +63,7 @@ class FolderSource:
             os.close(fd)
 
     @contextmanager
-    def again(self) -> Iterator[Source]:
+    def again(self) -> Iterator[CheckpointFiles]:
         yield self
 
 

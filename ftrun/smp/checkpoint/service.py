@@ -26,11 +26,11 @@ from ftrun.free_memory import available_memory
 from ftrun.ids import Rank, RunId, version
 from ftrun.smp.calm import calmly
 from ftrun.smp.checkpoint.checkpoint_parts import PartWriter
-from ftrun.smp.checkpoint.live_capture import Follow
-from ftrun.smp.checkpoint.load import Loaded, LoadOrder, load_checkpoint
-from ftrun.smp.checkpoint.shared_load import Company
+from ftrun.smp.checkpoint.live_capture import CaptureFilter
+from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob, load_checkpoint
+from ftrun.smp.checkpoint.shared_load import LoadGroup
 from ftrun.smp.checkpoint.slot_reader import ArenaFds
-from ftrun.smp.checkpoint.storage.copy_room import KEEP_S, CopyRoom
+from ftrun.smp.checkpoint.storage.copy_room import KEEP_S, CopyBuffers
 from ftrun.smp.checkpoint.storage.local import Retention
 from ftrun.smp.checkpoint.storage.owner import RENEW_S, CheckpointOwnership
 from ftrun.smp.checkpoint.storage.pace import Throttle
@@ -38,12 +38,12 @@ from ftrun.smp.checkpoint.storage.storage import sweep_run
 from ftrun.smp.checkpoint.storage.url_folders import sweep_url
 from ftrun.smp.checkpoint.url_checkpoint import UrlWriter
 from ftrun.smp.checkpoint.url_load import load_from_url
-from ftrun.smp.checkpoint.write_job import Means, WriteOrder, Written, told
+from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult, told
 from ftrun.smp.checkpoint.writer import CheckpointWriter
-from ftrun.smp.client import Asker
-from ftrun.smp.jobs import Finish, Jobs
-from ftrun.smp.memory.arenas import ArenaMemory
-from ftrun.smp.watch import Watch
+from ftrun.smp.client import Requester
+from ftrun.smp.jobs import Finish, JobLanes
+from ftrun.smp.memory.arenas import ArenaStore
+from ftrun.smp.watch import IntervalTimer
 from ftrun.snapshot.commit_tracker import CommitTracker
 from ftrun.urls import is_url, without_password
 from ftrun.wire.checkpoint_owner import OWNER_NAME, CheckpointClaim
@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 _BUG = "a bug in ftrun; the SMP's log has it"
 
 
-class Checkpoints:
+class CheckpointService:
     """Writes and loads on behalf of the agent.
 
     Args:
@@ -67,9 +67,9 @@ class Checkpoints:
     def __init__(
         self,
         run_id: RunId,
-        jobs: Jobs,
-        memory: ArenaMemory,
-        loaded: Callable[[Loaded], None],
+        jobs: JobLanes,
+        memory: ArenaStore,
+        loaded: Callable[[LoadedCheckpoint], None],
         is_attended: Callable[[], bool],
     ) -> None:
         self._run_id = run_id
@@ -80,16 +80,16 @@ class Checkpoints:
         self._owner = CheckpointOwnership(run_id, self._stop, is_attended)
         self._hurries = threading.Event()
         self._throttle = Throttle(self._stop)
-        self._room = CopyRoom(_free_bytes)
-        self._tidying = Watch(jobs, self._tidy)
-        means = Means(run_id, self._room, self._throttle)
+        self._room = CopyBuffers(_free_bytes)
+        self._tidying = IntervalTimer(jobs, self._tidy)
+        means = WriterContext(run_id, self._room, self._throttle)
         self._writer = CheckpointWriter(means)
         self._parts = PartWriter(means)
         self._urls = UrlWriter(means)
 
     def write(
         self,
-        asker: Asker,
+        asker: Requester,
         body: checkpoint_messages.WriteCheckpoint,
         tracker: CommitTracker,
     ) -> None:
@@ -106,7 +106,7 @@ class Checkpoints:
         self._throttle.bytes_per_s = body.bytes_per_s
         self._hurries.clear()
         generation = tracker.generation
-        order = WriteOrder(
+        order = WriteJob(
             where=body.directory,
             ranks=tuple(sorted(tracker.ranks)),
             world_size=tracker.world_size,
@@ -114,7 +114,7 @@ class Checkpoints:
             version=version(*body.version) if body.version is not None else None,
             token=body.token,
             life=body.life,
-            follow=Follow(
+            follow=CaptureFilter(
                 generation,
                 is_over=lambda: tracker.generation != generation,
                 hurries=self._hurries.is_set,
@@ -128,10 +128,10 @@ class Checkpoints:
         self._jobs.submit(
             "disk",
             partial(self._write, asker, order, fds),
-            failed=partial(asker.tell, checkpoint_messages.CheckpointRefused(_BUG)),
+            failed=partial(asker.tell, checkpoint_messages.CheckpointFailed(_BUG)),
         )
 
-    def load(self, asker: Asker, body: checkpoint_messages.LoadCheckpoint) -> None:
+    def load(self, asker: Requester, body: checkpoint_messages.LoadCheckpoint) -> None:
         self._jobs.submit(
             "disk",
             partial(self._load, asker, body),
@@ -142,7 +142,7 @@ class Checkpoints:
         """Renew the record of the directory from now on, or leave that to another node."""
         self._owner.renew(claim)
 
-    def end(self, asker: Asker, body: checkpoint_messages.EndCheckpoints) -> None:
+    def end(self, asker: Requester, body: checkpoint_messages.EndCheckpoints) -> None:
         """The run is over: say so beside its checkpoints."""
 
         def ended() -> Finish:
@@ -172,18 +172,18 @@ class Checkpoints:
         self._room.drop()
         return _nothing
 
-    def _write(self, asker: Asker, order: WriteOrder, fds: ArenaFds) -> Finish:
+    def _write(self, asker: Requester, order: WriteJob, fds: ArenaFds) -> Finish:
         started_s = clock.now_s()
         try:
             done = calmly(partial(self._written, order, fds))
         except CheckpointError as error:
-            return partial(self._tell, asker, checkpoint_messages.CheckpointRefused(str(error)))
+            return partial(self._tell, asker, checkpoint_messages.CheckpointFailed(str(error)))
         finally:
             _close(fds.values())
             self._room_is_free()
         return partial(self._tell, asker, _answer(done, clock.now_s() - started_s))
 
-    def _tell(self, asker: Asker, done: messages.AnyMessage) -> None:
+    def _tell(self, asker: Requester, done: messages.AnyMessage) -> None:
         asker.tell(done)
         self._tidying.start(KEEP_S)
 
@@ -200,7 +200,7 @@ class Checkpoints:
         with suppress(OSError):  # how much memory is free cannot be told just now
             self._room.begin()
 
-    def _written(self, order: WriteOrder, fds: ArenaFds) -> Written:
+    def _written(self, order: WriteJob, fds: ArenaFds) -> WriteResult:
         with told(order):
             runs = self._owner.check(order.where, order.life)
         order = replace(order, retention=replace(order.retention, runs=runs))
@@ -210,7 +210,7 @@ class Checkpoints:
             return self._writer.write(fds, order)
         return self._parts.write(fds, order, order.version)
 
-    def _load(self, asker: Asker, body: checkpoint_messages.LoadCheckpoint) -> Finish:
+    def _load(self, asker: Requester, body: checkpoint_messages.LoadCheckpoint) -> Finish:
         self._room.drop()
         try:
             if body.claim is not None:
@@ -252,14 +252,14 @@ class Checkpoints:
                 error,
             )
 
-    def _loaded_from(self, body: checkpoint_messages.LoadCheckpoint) -> Loaded | None:
-        order = LoadOrder(
+    def _loaded_from(self, body: checkpoint_messages.LoadCheckpoint) -> LoadedCheckpoint | None:
+        order = LoadJob(
             world_size=body.world_size,
             ranks=[Rank(rank) for rank in body.local_ranks],
             check=check_available,
             only=body.only,
             life=body.life,
-            company=Company(body.ranks, body.node) if body.ranks else None,
+            company=LoadGroup(body.ranks, body.node) if body.ranks else None,
             set_aside=body.set_aside,
         )
         if is_url(body.directory):
@@ -272,7 +272,9 @@ class Checkpoints:
             sweep_run(directory, self._run_id)
         return loaded
 
-    def _put(self, asker: Asker, body: checkpoint_messages.LoadCheckpoint, loaded: Loaded) -> None:
+    def _put(
+        self, asker: Requester, body: checkpoint_messages.LoadCheckpoint, loaded: LoadedCheckpoint
+    ) -> None:
         if is_url(body.directory):
             self._urls.remember(body.directory, loaded.version, str(loaded.path))
         else:
@@ -298,7 +300,7 @@ def _none_loaded(
     )
 
 
-def _answer(done: Written, seconds: float) -> checkpoint_messages.CheckpointWritten:
+def _answer(done: WriteResult, seconds: float) -> checkpoint_messages.CheckpointWritten:
     is_part = bool(done.missing_ranks)
     return checkpoint_messages.CheckpointWritten(
         generation=done.version.generation,

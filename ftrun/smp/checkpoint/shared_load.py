@@ -22,9 +22,9 @@ import xxhash
 from ftrun import clock
 from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version, version
-from ftrun.smp.checkpoint.index import Index, ShardFile
+from ftrun.smp.checkpoint.index import CheckpointIndex, ShardFile
 from ftrun.smp.checkpoint.piece_replicas import PieceReplicas
-from ftrun.smp.checkpoint.reader import Source
+from ftrun.smp.checkpoint.reader import CheckpointFiles
 from ftrun.smp.memory.arenas import create
 from ftrun.snapshot.layout import Layout, parse_header
 from ftrun.snapshot.load_shares import Place, company_of, ranks_at, share_of
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Company:
+class LoadGroup:
     """Nodes that load a checkpoint at the same time.
 
     Args:
@@ -55,7 +55,7 @@ class Company:
     ranks: Sequence[Sequence[int]]
     node: int
 
-    def loads(self, node: int, index: Index, world_size: int) -> list[int]:
+    def loads(self, node: int, index: CheckpointIndex, world_size: int) -> list[int]:
         """The checkpoint's ranks that a node loads: its own, or as many of an old world."""
         if index.world_size == world_size:
             return list(self.ranks[node])
@@ -73,7 +73,11 @@ class SharedLoad:
     """
 
     def __init__(
-        self, source: Source, shards: Sequence[ShardFile], index: Index, fds: Sequence[int]
+        self,
+        source: CheckpointFiles,
+        shards: Sequence[ShardFile],
+        index: CheckpointIndex,
+        fds: Sequence[int],
     ) -> None:
         self.version: Version = version(LOADED_GENERATION, index.step)
         self.ranks = [Rank(shard.rank) for shard in shards]
@@ -182,7 +186,7 @@ class SharedLoad:
 
     # --- details -------------------------------------------------------------------------------
 
-    def _read(self, source: Source, places: Sequence[Place]) -> None:
+    def _read(self, source: CheckpointFiles, places: Sequence[Place]) -> None:
         for rank in dict.fromkeys(rank for rank, _ in places):
             own = [place for place in places if place[0] == rank]
             try:
@@ -193,7 +197,7 @@ class SharedLoad:
                     if self._here.get(self.digest(place)) != place:
                         self._read_piece(source, place)
 
-    def _read_runs(self, source: Source, rank: int, places: Sequence[Place]) -> None:
+    def _read_runs(self, source: CheckpointFiles, rank: int, places: Sequence[Place]) -> None:
         shard, what = self._shards[rank], self._what(rank)
         with source.opened(shard.file) as file:
             for run in self._runs(places):
@@ -204,7 +208,7 @@ class SharedLoad:
                 for place in run:
                     self.took(place)
 
-    def _read_piece(self, source: Source, place: Place) -> None:
+    def _read_piece(self, source: CheckpointFiles, place: Place) -> None:
         """From the file of its rank, or from that of another rank that has the same piece."""
         try:
             self._read_runs(source, place[0], [place])
@@ -269,7 +273,11 @@ class SharedLoad:
 
 
 def load_share(
-    source: Source, index: Index, world_size: int, company: Company, check: Check
+    source: CheckpointFiles,
+    index: CheckpointIndex,
+    world_size: int,
+    company: LoadGroup,
+    check: Check,
 ) -> tuple[list[int], SharedLoad | None]:
     """Fill arenas with what this node reads; their descriptors, and what is still to come.
 
@@ -315,14 +323,14 @@ def load_share(
     return fds, None if load.is_whole else load
 
 
-def _table_of(source: Source, shard: ShardFile) -> Sequence[int]:
+def _table_of(source: CheckpointFiles, shard: ShardFile) -> Sequence[int]:
     """The digests of another node's rank."""
     table = memoryview(bytearray(8 * shard.num_pieces))
     _read_table(source, shard, table)
     return table.cast("Q")
 
 
-def _read_table(source: Source, shard: ShardFile, target: memoryview) -> None:
+def _read_table(source: CheckpointFiles, shard: ShardFile, target: memoryview) -> None:
     what = f"{source.path}/{shard.digests}"
     with source.opened(shard.digests) as file:
         _check_length(file.read_into(target), target, what)
@@ -330,7 +338,7 @@ def _read_table(source: Source, shard: ShardFile, target: memoryview) -> None:
         raise SnapshotCorrupt(what=f"{what}, digest table", piece=0, pieces=shard.num_pieces)
 
 
-def _check_size(source: Source, shard: ShardFile) -> None:
+def _check_size(source: CheckpointFiles, shard: ShardFile) -> None:
     with source.opened(shard.file) as file:
         size = file.size
     if size != shard.num_bytes:

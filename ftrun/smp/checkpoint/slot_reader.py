@@ -2,7 +2,7 @@
 
 Runs in:  the SMP, in its disk lane's thread.
 Takes in: duplicates of the arenas' descriptors.
-Gives:    `Shard`s; files whose digests are those of the bytes written, or SnapshotCorrupt.
+Gives:    `SealedSlot`s; files whose digests are those of the bytes written, or SnapshotCorrupt.
 """
 
 import os
@@ -15,7 +15,7 @@ import xxhash
 from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
 from ftrun.smp.checkpoint.index import ShardFile
-from ftrun.smp.checkpoint.storage.copy_room import CopyRoom
+from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
 from ftrun.smp.checkpoint.storage.direct_file import Pace
 from ftrun.smp.checkpoint.storage.local import replaced, replaced_large
 from ftrun.snapshot.commit_tracker import newest_common
@@ -35,7 +35,7 @@ _READ_BYTES = 1 << 22
 ArenaFds = Mapping[Rank, Sequence[int]]
 
 
-class Overwritten(CheckpointError):
+class SlotOverwritten(CheckpointError):
     """A slot was overwritten while it was read, or its capture has come to nothing."""
 
     def __init__(self, version: Version, why: str = "") -> None:
@@ -46,7 +46,7 @@ class Overwritten(CheckpointError):
         )
 
 
-class Sink(Protocol):
+class FileSink(Protocol):
     """A file that is filled in place: on a disk, or on its way to a store."""
 
     is_in_place: bool
@@ -63,7 +63,7 @@ class Sink(Protocol):
         """So many bytes of `room` belong to the file now."""
 
 
-class Shard:
+class SealedSlot:
     """One sealed slot, read through its descriptor: without a mapping, without the GIL."""
 
     def __init__(self, fd: int, slot: int, header: SlotHeader, shape: ArenaShape) -> None:
@@ -206,7 +206,7 @@ class Shard:
         self._read_to = max(self._read_to, at + done)
 
 
-def copy_where_it_fits(shards: Sequence[Shard], room: CopyRoom) -> bool:
+def copy_where_it_fits(shards: Sequence[SealedSlot], room: CopyBuffers) -> bool:
     """Copy all that are there, or none; False: a slot was overwritten meanwhile."""
     ready = [shard for shard in shards if shard.is_committed]
     blocks = room.lend([shard.shape.image_bytes for shard in ready])
@@ -231,10 +231,10 @@ def newest_version(fds: ArenaFds, world_size: int) -> Version | None:
     return newest_common(held, [Rank(rank) for rank in range(world_size)])
 
 
-def find_shards(fds: ArenaFds, version: Version, world_size: int) -> list[Shard]:
+def find_shards(fds: ArenaFds, version: Version, world_size: int) -> list[SealedSlot]:
     """The slots that hold this version of a world of this size, by rank."""
     found = {
-        rank: Shard(fd, slot, header, read_shape(fd))
+        rank: SealedSlot(fd, slot, header, read_shape(fd))
         for rank, some in sorted(fds.items())
         for fd in some
         if read_shape(fd).world_size == world_size
@@ -244,7 +244,7 @@ def find_shards(fds: ArenaFds, version: Version, world_size: int) -> list[Shard]
     return list(found.values())
 
 
-def write_shard(folder: Path, shard: Shard, pace: Pace) -> ShardFile:
+def write_shard(folder: Path, shard: SealedSlot, pace: Pace) -> ShardFile:
     """Both files of a rank, durable; equal ones of an earlier try are replaced.
 
     Args:
@@ -264,13 +264,13 @@ def write_shard(folder: Path, shard: Shard, pace: Pace) -> ShardFile:
     return described
 
 
-def file_names(shard: Shard) -> tuple[str, str]:
+def file_names(shard: SealedSlot) -> tuple[str, str]:
     """Of its image, and of its digest table."""
     name = f"rank-{shard.shape.rank:05d}"
     return f"{name}.safetensors", f"{name}.digests"
 
 
-def write_image(file: Sink, shard: Shard) -> ShardFile:
+def write_image(file: FileSink, shard: SealedSlot) -> ShardFile:
     """Fill a file with a rank's image; what the index will say of it.
 
     Raises:
@@ -297,7 +297,7 @@ def write_image(file: Sink, shard: Shard) -> ShardFile:
     )
 
 
-def _write_range(file: Sink, shard: Shard, at: int, size: int) -> xxhash.xxh3_64:
+def _write_range(file: FileSink, shard: SealedSlot, at: int, size: int) -> xxhash.xxh3_64:
     """Add these bytes of the image; the digest is of what was put into the file."""
     digest, end = xxhash.xxh3_64(), at + size
     while at < end:

@@ -2,7 +2,8 @@
 
 Runs in:  the SMP, in its disk lane's thread.
 Takes in: duplicates of the arenas' descriptors, a URL that fsspec can write to.
-Gives:    a `Written`: the checkpoint, or this node's part of it; or a `CheckpointError` in words.
+Gives:    a `WriteResult`: the checkpoint, or this node's part of it; or a `CheckpointError` in
+          words.
 Survives: any node and the store, at any point: what has no index is never offered.
 
 A node sends the files of its ranks piece by piece out of the arenas, the digests taken and compared
@@ -29,11 +30,11 @@ from ftrun.errors import CheckpointError
 from ftrun.ids import Version
 from ftrun.smp.checkpoint.checkpoint_merge import gather, is_of
 from ftrun.smp.checkpoint.checkpoint_parts import Content, check_all_here, known_contents
-from ftrun.smp.checkpoint.index import FORMAT, Index, Part, parse_part, seal
+from ftrun.smp.checkpoint.index import FORMAT, CheckpointIndex, CheckpointPart, parse_part, seal
 from ftrun.smp.checkpoint.slot_reader import ArenaFds
-from ftrun.smp.checkpoint.storage.fsspec import UrlStore
+from ftrun.smp.checkpoint.storage.fsspec import FsspecStorage
 from ftrun.smp.checkpoint.storage.url_folders import (
-    UrlFolder,
+    StoredCheckpoint,
     is_whole,
     name_of,
     next_serial,
@@ -46,10 +47,10 @@ from ftrun.smp.checkpoint.storage.url_folders import (
 )
 from ftrun.smp.checkpoint.url_part import send_part, whole_part
 from ftrun.smp.checkpoint.write_job import (
-    Chosen,
-    Means,
-    WriteOrder,
-    Written,
+    ChosenVersion,
+    WriteJob,
+    WriterContext,
+    WriteResult,
     choose_own,
     keep,
     with_own_bytes,
@@ -62,10 +63,10 @@ from ftrun.wire.messages.checkpoint import INDEX_NAME
 class UrlWriter:
     """Writes this node's parts, and finishes what is complete."""
 
-    def __init__(self, means: Means) -> None:
+    def __init__(self, means: WriterContext) -> None:
         self._means = means
         self._own = os.urandom(8).hex()
-        self._last: Part | None = None
+        self._last: CheckpointPart | None = None
         self._written: tuple[str, Version, str] | None = None
         self._lives: set[str] = set()
         self._known: dict[str, set[str]] = {}
@@ -75,7 +76,7 @@ class UrlWriter:
         """This version is there already: written by us, or loaded from it."""
         self._written = (url, version, path.rpartition("/")[2])
 
-    def write(self, fds: ArenaFds, order: WriteOrder) -> Written:
+    def write(self, fds: ArenaFds, order: WriteJob) -> WriteResult:
         """Write this node's part, and the checkpoint where all others are there.
 
         Raises:
@@ -83,7 +84,7 @@ class UrlWriter:
         """
         self._lives.add(order.life)
         try:
-            with UrlStore(order.where, self._means.throttle.stop) as store:
+            with FsspecStorage(order.where, self._means.throttle.stop) as store:
                 return self._write(store, fds, order)
         except CheckpointError as error:
             raise CheckpointError(
@@ -91,7 +92,7 @@ class UrlWriter:
                 "one before stays, and the snapshots in memory go on"
             ) from error
 
-    def _write(self, store: UrlStore, fds: ArenaFds, order: WriteOrder) -> Written:
+    def _write(self, store: FsspecStorage, fds: ArenaFds, order: WriteJob) -> WriteResult:
         if order.version is not None:
             chosen = choose_own(fds, order, order.version, self._means.throttle)
             return self._write_version(store, chosen, order)
@@ -100,7 +101,9 @@ class UrlWriter:
             fds, order, self._means, lambda chosen: self._write_version(store, chosen, alone)
         )
 
-    def _write_version(self, store: UrlStore, chosen: Chosen, order: WriteOrder) -> Written:
+    def _write_version(
+        self, store: FsspecStorage, chosen: ChosenVersion, order: WriteJob
+    ) -> WriteResult:
         version, shards = chosen.version, chosen.shards
         blank = order.part(self._means.run_id, version)
         name = name_of(blank)
@@ -124,7 +127,7 @@ class UrlWriter:
     # --- what is there already ----------------------------------------------------------------
 
     def _check_only_ours(
-        self, store: UrlStore, folders: Sequence[UrlFolder], order: WriteOrder
+        self, store: FsspecStorage, folders: Sequence[StoredCheckpoint], order: WriteJob
     ) -> None:
         names = {one.name for one in folders}
         known = self._known.setdefault(order.where, names)
@@ -137,12 +140,12 @@ class UrlWriter:
 
     def _finished(
         self,
-        store: UrlStore,
-        folders: Sequence[UrlFolder],
-        order: WriteOrder,
+        store: FsspecStorage,
+        folders: Sequence[StoredCheckpoint],
+        order: WriteJob,
         version: Version,
         contents: set[Content],
-    ) -> Written | None:
+    ) -> WriteResult | None:
         """This version, where it is a checkpoint already; an unfinished end is made up for."""
         blank = order.part(self._means.run_id, version)
         for one in folders:
@@ -157,12 +160,18 @@ class UrlWriter:
                 continue
             if one is folders[0]:
                 self._settle(store, one.name, order, version, folders)
-            return Written(version, below(store.shown, one.name), 0)
+            return WriteResult(version, below(store.shown, one.name), 0)
         return None
 
     def _send(
-        self, store: UrlStore, name: str, chosen: Chosen, blank: Part, *, is_alone: bool
-    ) -> Part:
+        self,
+        store: FsspecStorage,
+        name: str,
+        chosen: ChosenVersion,
+        blank: CheckpointPart,
+        *,
+        is_alone: bool,
+    ) -> CheckpointPart:
         keep(chosen, self._means, gap_s=math.inf)  # copied at once: a network may be slow
         try:
             return send_part(store, name, chosen, blank)
@@ -177,14 +186,19 @@ class UrlWriter:
     # --- publishing ---------------------------------------------------------------------------
 
     def _look(
-        self, store: UrlStore, name: str, blank: Part, order: WriteOrder, version: Version
-    ) -> Written:
+        self,
+        store: FsspecStorage,
+        name: str,
+        blank: CheckpointPart,
+        order: WriteJob,
+        version: Version,
+    ) -> WriteResult:
         """Finish the checkpoint if all parts are there; else say who is missing."""
         sizes = store.sizes(name)
         path = below(store.shown, name)
         times_s: list[float] = []
 
-        def read(part_name: str) -> Part:
+        def read(part_name: str) -> CheckpointPart:
             data = store.read(f"{name}/{part_name}") or b""
             part = parse_part(data, what=f"{path}/{part_name}")
             if part.key == blank.key:
@@ -196,9 +210,9 @@ class UrlWriter:
         missing = tuple(rank for rank in range(blank.world_size) if rank not in found)
         note = "; ".join(set_aside)
         if missing:
-            return Written(version, path, 0, missing_ranks=missing, note=note)
+            return WriteResult(version, path, 0, missing_ranks=missing, note=note)
         folders = read_folders(store)
-        index = Index(
+        index = CheckpointIndex(
             FORMAT,
             next_serial(folders, besides=name),
             self._means.run_id,
@@ -212,15 +226,15 @@ class UrlWriter:
         store.put(f"{name}/{INDEX_NAME}", seal(index))
         self._settle(store, name, order, version, folders)
         total_bytes = sum(shard.num_bytes for shard in index.shards)
-        return Written(version, path, total_bytes, note=note)
+        return WriteResult(version, path, total_bytes, note=note)
 
     def _settle(
         self,
-        store: UrlStore,
+        store: FsspecStorage,
         name: str,
-        order: WriteOrder,
+        order: WriteJob,
         version: Version,
-        folders: Sequence[UrlFolder],
+        folders: Sequence[StoredCheckpoint],
     ) -> None:
         """What is left to do once the index is there; again by each who finds it finished."""
         put_latest(store, name)

@@ -2,7 +2,7 @@
 
 Runs in:  the SMP, in its disk lane's thread.
 Takes in: a URL that `url_checkpoint` has written to.
-Gives:    a `Loaded` with one fresh arena per rank, or a `CheckpointError` in words.
+Gives:    a `LoadedCheckpoint` with one fresh arena per rank, or a `CheckpointError` in words.
 
 As `checkpoint_load` does it with a directory: `latest` first, then every other whole checkpoint,
 the one written last first; every digest is checked. The bytes come straight into the arenas.
@@ -14,12 +14,12 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from ftrun.errors import CheckpointError
-from ftrun.smp.checkpoint.index import Index
-from ftrun.smp.checkpoint.load import Loaded, LoadOrder, load_first
-from ftrun.smp.checkpoint.reader import Opened, Source
-from ftrun.smp.checkpoint.storage.fsspec import UrlStore
+from ftrun.smp.checkpoint.index import CheckpointIndex
+from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob, load_first
+from ftrun.smp.checkpoint.reader import CheckpointFiles, OpenFile
+from ftrun.smp.checkpoint.storage.fsspec import FsspecStorage
 from ftrun.smp.checkpoint.storage.local import LATEST_NAME
-from ftrun.smp.checkpoint.storage.url_folders import UrlFolder, read_folders, read_latest
+from ftrun.smp.checkpoint.storage.url_folders import StoredCheckpoint, read_folders, read_latest
 from ftrun.urls import below
 
 
@@ -27,28 +27,28 @@ from ftrun.urls import below
 class UrlSource:
     """A checkpoint in a store."""
 
-    store: UrlStore
-    folder: UrlFolder
+    store: FsspecStorage
+    folder: StoredCheckpoint
 
     @property
     def path(self) -> str:
         return below(self.store.shown, self.folder.name)
 
-    def index(self) -> Index:
+    def index(self) -> CheckpointIndex:
         if self.folder.index is None:
             raise CheckpointError(self.folder.problem or f"{self.path} has no index")
         return self.folder.index
 
-    def opened(self, name: str) -> AbstractContextManager[Opened]:
+    def opened(self, name: str) -> AbstractContextManager[OpenFile]:
         return self.store.opened(f"{self.folder.name}/{name}")
 
     @contextmanager
-    def again(self) -> Iterator[Source]:
+    def again(self) -> Iterator[CheckpointFiles]:
         with self.store.anew() as store:
             yield UrlSource(store, self.folder)
 
 
-def load_from_url(url: str, order: LoadOrder, stop: threading.Event) -> Loaded | None:
+def load_from_url(url: str, order: LoadJob, stop: threading.Event) -> LoadedCheckpoint | None:
     """Fill arenas from the newest usable checkpoint; None where there is none at all.
 
     Args:
@@ -61,7 +61,7 @@ def load_from_url(url: str, order: LoadOrder, stop: threading.Event) -> Loaded |
             as the store cannot be reached.
         MemoryTooSmall: the arenas do not fit.
     """
-    with UrlStore(url, stop) as store:
+    with FsspecStorage(url, stop) as store:
         latest = read_latest(store)
         folders = read_folders(store)
         bad = {one.name: one.problem for one in folders if one.problem}
@@ -74,7 +74,7 @@ def load_from_url(url: str, order: LoadOrder, stop: threading.Event) -> Loaded |
         return load_first(sources, bad, order, where=store.shown)
 
 
-def in_order(folders: Sequence[UrlFolder], latest: str) -> list[UrlFolder]:
+def in_order(folders: Sequence[StoredCheckpoint], latest: str) -> list[StoredCheckpoint]:
     """Those that can be used, `latest` before the others."""
     whole = [one for one in folders if one.index is not None]
     return sorted(whole, key=lambda one: one.name != latest)

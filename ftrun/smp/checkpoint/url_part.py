@@ -2,7 +2,7 @@
 
 Runs in:  the SMP, in its disk lane's thread.
 Takes in: shards; the folder of their version.
-Gives:    a `Part` that is there with all its files, or a `CheckpointError` in words.
+Gives:    a `CheckpointPart` that is there with all its files, or a `CheckpointError` in words.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from ftrun import clock
 from ftrun.errors import CheckpointError, SnapshotCorrupt
 from ftrun.ids import Rank
 from ftrun.smp.checkpoint.checkpoint_parts import Content
-from ftrun.smp.checkpoint.index import Part, ShardFile, parse_part, seal
-from ftrun.smp.checkpoint.slot_reader import Overwritten, Shard, file_names, write_image
+from ftrun.smp.checkpoint.index import CheckpointPart, ShardFile, parse_part, seal
+from ftrun.smp.checkpoint.slot_reader import SealedSlot, SlotOverwritten, file_names, write_image
 from ftrun.smp.checkpoint.storage.direct_file import Pace
-from ftrun.smp.checkpoint.storage.fsspec import UrlStore
+from ftrun.smp.checkpoint.storage.fsspec import FsspecStorage
 from ftrun.smp.checkpoint.storage.url_folders import is_whole
-from ftrun.smp.checkpoint.write_job import Chosen
+from ftrun.smp.checkpoint.write_job import ChosenVersion
 
 
 def part_name(ranks: Sequence[int]) -> str:
@@ -26,7 +26,9 @@ def part_name(ranks: Sequence[int]) -> str:
     return f"part-{ranks[0]:05d}.json"
 
 
-def send_part(store: UrlStore, name: str, chosen: Chosen, blank: Part) -> Part:
+def send_part(
+    store: FsspecStorage, name: str, chosen: ChosenVersion, blank: CheckpointPart
+) -> CheckpointPart:
     """All files of this node, then its part.
 
     Args:
@@ -45,17 +47,21 @@ def send_part(store: UrlStore, name: str, chosen: Chosen, blank: Part) -> Part:
     except SnapshotCorrupt as error:
         if chosen.is_sound:
             raise CheckpointError(str(error)) from error
-        raise Overwritten(chosen.version) from error
+        raise SlotOverwritten(chosen.version) from error
     if not chosen.is_sound:
-        raise Overwritten(chosen.version)
+        raise SlotOverwritten(chosen.version)
     part = msgspec.structs.replace(blank, shards=files, written_s=clock.wall_s())
     store.put(f"{name}/{part_name([file.rank for file in files])}", seal(part))
     return part
 
 
 def whole_part(
-    store: UrlStore, name: str, blank: Part, ranks: Sequence[Rank], contents: set[Content]
-) -> Part | None:
+    store: FsspecStorage,
+    name: str,
+    blank: CheckpointPart,
+    ranks: Sequence[Rank],
+    contents: set[Content],
+) -> CheckpointPart | None:
     """This node's part, where it was sent before just as it would be now."""
     path = f"{name}/{part_name(ranks)}"
     data = store.read(path)
@@ -75,7 +81,7 @@ def whole_part(
     return part if is_it else None
 
 
-def _send(store: UrlStore, name: str, shard: Shard, pace: Pace) -> ShardFile:
+def _send(store: FsspecStorage, name: str, shard: SealedSlot, pace: Pace) -> ShardFile:
     data_name, table_name = file_names(shard)
     with store.uploaded(f"{name}/{data_name}", shard.shape.image_bytes, pace) as file:
         described = write_image(file, shard)

@@ -14,17 +14,17 @@ from pathlib import Path
 
 from ftrun.errors import CheckpointError
 from ftrun.ids import Rank, RunId, Version
-from ftrun.smp.checkpoint.index import FORMAT, Part, ShardFile
-from ftrun.smp.checkpoint.late_copy import LateCopy
-from ftrun.smp.checkpoint.live_capture import Capturing, Follow, await_capture
+from ftrun.smp.checkpoint.index import FORMAT, CheckpointPart, ShardFile
+from ftrun.smp.checkpoint.late_copy import CopyBeforeOverwrite
+from ftrun.smp.checkpoint.live_capture import CaptureFilter, LiveCapture, await_capture
 from ftrun.smp.checkpoint.slot_reader import (
     ArenaFds,
-    Overwritten,
-    Shard,
+    SealedSlot,
+    SlotOverwritten,
     find_shards,
     newest_version,
 )
-from ftrun.smp.checkpoint.storage.copy_room import CopyRoom
+from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
 from ftrun.smp.checkpoint.storage.direct_file import BUFFER_BYTES, Pace
 from ftrun.smp.checkpoint.storage.local import Retention
 from ftrun.smp.checkpoint.storage.pace import Throttle
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class WriterContext:
     """What a writer works with.
 
     Args:
@@ -45,7 +45,7 @@ class Means:
     """
 
     run_id: RunId
-    room: CopyRoom
+    room: CopyBuffers
     throttle: Throttle
 
     @property
@@ -56,7 +56,7 @@ class Means:
 
 
 @dataclass(frozen=True, slots=True)
-class WriteOrder:
+class WriteJob:
     """What is to be written.
 
     Args:
@@ -77,15 +77,17 @@ class WriteOrder:
     version: Version | None = None
     token: str = ""
     life: str = ""
-    follow: Follow | None = None
+    follow: CaptureFilter | None = None
 
     @property
     def directory(self) -> Path:
         return Path(self.where)
 
-    def part(self, run_id: RunId, version: Version, shards: Sequence[ShardFile] = ()) -> Part:
+    def part(
+        self, run_id: RunId, version: Version, shards: Sequence[ShardFile] = ()
+    ) -> CheckpointPart:
         """This node's part of a version, with these files."""
-        return Part(
+        return CheckpointPart(
             FORMAT,
             run_id,
             self.token,
@@ -98,7 +100,7 @@ class WriteOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WriteResult:
     """A checkpoint that is durable, or this node's part of one.
 
     Args:
@@ -118,7 +120,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenVersion:
     """A version to write, and the slots that hold it.
 
     Args:
@@ -127,7 +129,7 @@ class Chosen:
     """
 
     version: Version
-    shards: Sequence[Shard]
+    shards: Sequence[SealedSlot]
     pace: Pace
     is_tight: bool = False
 
@@ -137,7 +139,9 @@ class Chosen:
         return all(shard.is_sound for shard in self.shards)
 
 
-def choose_own(fds: ArenaFds, order: WriteOrder, version: Version, throttle: Throttle) -> Chosen:
+def choose_own(
+    fds: ArenaFds, order: WriteJob, version: Version, throttle: Throttle
+) -> ChosenVersion:
     """A version that is named, as far as this node's ranks have it.
 
     Raises:
@@ -146,10 +150,10 @@ def choose_own(fds: ArenaFds, order: WriteOrder, version: Version, throttle: Thr
     if not order.ranks:
         raise CheckpointError("this node runs no ranks, so it has nothing to write")
     own = {rank: fds.get(rank, ()) for rank in order.ranks}
-    return Chosen(version, find_shards(own, version, order.world_size), throttle)
+    return ChosenVersion(version, find_shards(own, version, order.world_size), throttle)
 
 
-def with_own_bytes(found: Written, part: Part, *, is_new: bool) -> Written:
+def with_own_bytes(found: WriteResult, part: CheckpointPart, *, is_new: bool) -> WriteResult:
     """What came of it; of a checkpoint that is not finished the size is that of the own part.
 
     Args:
@@ -162,8 +166,11 @@ def with_own_bytes(found: Written, part: Part, *, is_new: bool) -> Written:
 
 
 def write_newest(
-    fds: ArenaFds, order: WriteOrder, means: Means, write: Callable[[Chosen], Written]
-) -> Written:
+    fds: ArenaFds,
+    order: WriteJob,
+    means: WriterContext,
+    write: Callable[[ChosenVersion], WriteResult],
+) -> WriteResult:
     """Write what is being captured, or else the newest version that all ranks hold.
 
     Args:
@@ -180,8 +187,8 @@ def write_newest(
     if capturing is not None:
         pace = capturing.paced(throttle)
         try:
-            found = write(Chosen(capturing.version, capturing.shards, pace))
-        except Overwritten as error:
+            found = write(ChosenVersion(capturing.version, capturing.shards, pace))
+        except SlotOverwritten as error:
             _log.info("not written while it was captured: %s", error)
         else:
             return replace(found, ahead_s=capturing.ahead_s)
@@ -191,8 +198,8 @@ def write_newest(
             raise CheckpointError("no version is sealed by every rank yet; nothing to write")
         shards = find_shards(fds, version, order.world_size)
         try:
-            return write(Chosen(version, shards, throttle, is_tight=turn > 0))
-        except Overwritten:
+            return write(ChosenVersion(version, shards, throttle, is_tight=turn > 0))
+        except SlotOverwritten:
             continue
     raise CheckpointError(
         f"the slots were overwritten {TRIES} times while they were read: snapshots are taken "
@@ -202,7 +209,7 @@ def write_newest(
 
 
 @contextmanager
-def told(order: WriteOrder) -> Iterator[None]:
+def told(order: WriteJob) -> Iterator[None]:
     """What the file system refuses, in words.
 
     Raises:
@@ -217,7 +224,7 @@ def told(order: WriteOrder) -> Iterator[None]:
         ) from error
 
 
-def keep(chosen: Chosen, means: Means, *, gap_s: float) -> None:
+def keep(chosen: ChosenVersion, means: WriterContext, *, gap_s: float) -> None:
     """Have the shards copied where memory allows, so that they may be overwritten.
 
     Each try to write begins with this: copies of the one before are read no more.
@@ -225,18 +232,18 @@ def keep(chosen: Chosen, means: Means, *, gap_s: float) -> None:
     Args:
         chosen: about to be written.
         means: what to write with.
-        gap_s: see `LateCopy`.
+        gap_s: see `CopyBeforeOverwrite`.
 
     Raises:
         Overwritten: one was already.
     """
     means.room.begin()
-    late = LateCopy(chosen.version, chosen.shards, means.room, gap_s=gap_s)
+    late = CopyBeforeOverwrite(chosen.version, chosen.shards, means.room, gap_s=gap_s)
     if chosen.is_tight or late.is_tight:
         late.copy()
 
 
-def _followed(fds: ArenaFds, order: WriteOrder, means: Means) -> Capturing | None:
+def _followed(fds: ArenaFds, order: WriteJob, means: WriterContext) -> LiveCapture | None:
     if order.follow is None or not order.follow.wait_s:
         return None
     return await_capture(

@@ -2,7 +2,7 @@
 
 Runs in:  the SMP, in its disk lane's thread.
 Takes in: duplicates of the arenas' descriptors, a directory.
-Gives:    a `Written`, or a `CheckpointError` in words; never a half-made checkpoint.
+Gives:    a `WriteResult`, or a `CheckpointError` in words; never a half-made checkpoint.
 Survives: everything but the disk.
 
     DIR/step-00000042-g0/   rank-00000.safetensors  rank-00000.digests  ...  index.json
@@ -25,7 +25,7 @@ from pathlib import Path
 from ftrun.errors import CheckpointError, SnapshotCorrupt
 from ftrun.ids import Version
 from ftrun.smp.checkpoint.index import make_index, seal
-from ftrun.smp.checkpoint.slot_reader import ArenaFds, Overwritten, write_shard
+from ftrun.smp.checkpoint.slot_reader import ArenaFds, SlotOverwritten, write_shard
 from ftrun.smp.checkpoint.storage.local import (
     free_name,
     locked,
@@ -39,10 +39,10 @@ from ftrun.smp.checkpoint.storage.local import (
 )
 from ftrun.smp.checkpoint.storage.storage import sweep_alone
 from ftrun.smp.checkpoint.write_job import (
-    Chosen,
-    Means,
-    WriteOrder,
-    Written,
+    ChosenVersion,
+    WriteJob,
+    WriterContext,
+    WriteResult,
     keep,
     told,
     write_newest,
@@ -54,7 +54,7 @@ from ftrun.wire.messages.checkpoint import INDEX_NAME
 class CheckpointWriter:
     """Writes checkpoints of one run into one directory at a time."""
 
-    def __init__(self, means: Means) -> None:
+    def __init__(self, means: WriterContext) -> None:
         self._means = means
         self._last: tuple[Path, Version, Path] | None = None
 
@@ -62,7 +62,7 @@ class CheckpointWriter:
         """This version is in this directory already: written by us, or loaded from it."""
         self._last = (directory, version, path)
 
-    def write(self, fds: ArenaFds, order: WriteOrder) -> Written:
+    def write(self, fds: ArenaFds, order: WriteJob) -> WriteResult:
         """Write the newest version that all ranks hold, or the one that they capture.
 
         Raises:
@@ -77,13 +77,13 @@ class CheckpointWriter:
             prune(order.directory, order.retention, newest=Path(found.path))
         return found
 
-    def _write(self, chosen: Chosen, order: WriteOrder, folder_fd: int) -> Written:
+    def _write(self, chosen: ChosenVersion, order: WriteJob, folder_fd: int) -> WriteResult:
         directory, version = order.directory, chosen.version
         if self._last is not None and self._last[:2] == (directory, version):
             path = self._last[2]
             if path.is_dir():
                 point_latest(directory, path, folder_fd)
-                return Written(version, path, 0)
+                return WriteResult(version, path, 0)
         keep(chosen, self._means, gap_s=self._means.gap_s)
         temporary = directory / temporary_name(f"step-{version.step}")
         crash_point("smp.checkpoint.started")
@@ -94,7 +94,7 @@ class CheckpointWriter:
             remove(temporary)
             if chosen.is_sound:
                 raise CheckpointError(f"the checkpoint is not written: {error}") from error
-            raise Overwritten(version) from error
+            raise SlotOverwritten(version) from error
         except BaseException:
             remove(temporary)
             raise
@@ -104,9 +104,9 @@ class CheckpointWriter:
         sync(folder_fd)
         point_latest(directory, path, folder_fd)
         self.remember(directory, version, path)
-        return Written(version, path, total_bytes)
+        return WriteResult(version, path, total_bytes)
 
-    def _fill(self, folder: Path, chosen: Chosen, order: WriteOrder) -> int:
+    def _fill(self, folder: Path, chosen: ChosenVersion, order: WriteJob) -> int:
         """Everything that belongs in it, durable; how many bytes the ranks have.
 
         Raises:
@@ -118,7 +118,7 @@ class CheckpointWriter:
             files.append(write_shard(folder, shard, chosen.pace))
             crash_point("smp.checkpoint.shard_written")
         if not chosen.is_sound:
-            raise Overwritten(chosen.version)
+            raise SlotOverwritten(chosen.version)
         index = make_index(
             folder.parent,
             run_id=self._means.run_id,

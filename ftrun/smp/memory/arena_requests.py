@@ -21,9 +21,9 @@ from functools import partial
 
 from ftrun.errors import MemoryTooSmall
 from ftrun.ids import Generation, Rank
-from ftrun.smp.client import Asker
-from ftrun.smp.jobs import Finish, Jobs
-from ftrun.smp.memory.arenas import Allocation, ArenaMemory, create
+from ftrun.smp.client import Requester
+from ftrun.smp.jobs import Finish, JobLanes
+from ftrun.smp.memory.arenas import Allocation, ArenaStore, create
 from ftrun.snapshot.commit_tracker import CommitTracker
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages import envelope as messages
@@ -52,8 +52,8 @@ class _Making:
 
     shape: ArenaShape
     generation: Generation
-    askers: list[Asker]
-    waiting: list[tuple[Generation, Asker, worker_messages.RequestArena]] = field(
+    askers: list[Requester]
+    waiting: list[tuple[Generation, Requester, worker_messages.RequestArena]] = field(
         default_factory=list
     )
 
@@ -76,8 +76,8 @@ class ArenaRequests:
 
     def __init__(
         self,
-        memory: ArenaMemory,
-        jobs: Jobs,
+        memory: ArenaStore,
+        jobs: JobLanes,
         *,
         tracker: CommitTracker,
         tell_agent: Callable[..., None],
@@ -103,7 +103,7 @@ class ArenaRequests:
         self._parity_share = parity_share
         self._is_parity_told = False
 
-    def reserve(self, asker: Asker, body: worker_messages.ReserveMemory) -> None:
+    def reserve(self, asker: Requester, body: worker_messages.ReserveMemory) -> None:
         """Answer whether two slots of this size fit beside what other ranks have asked for."""
         try:
             self._memory.reserve(
@@ -115,7 +115,7 @@ class ArenaRequests:
             asker.tell(messages.Done())
             self._check_parity()
 
-    def request(self, asker: Asker, body: worker_messages.RequestArena) -> None:
+    def request(self, asker: Requester, body: worker_messages.RequestArena) -> None:
         """Grant an arena, at once or when it is made."""
         shape = ArenaShape(
             body.rank, body.world_size, body.image_bytes, body.num_pieces, body.layout_id
@@ -221,7 +221,7 @@ class ArenaRequests:
             _log.warning("%s", why)
             self._tell_agent(smp_messages.SmpNotice("memory", why))
 
-    def _refuse(self, askers: list[Asker], error: MemoryTooSmall) -> None:
+    def _refuse(self, askers: list[Requester], error: MemoryTooSmall) -> None:
         self._is_short()
         answer = worker_messages.MemoryRefused(
             needed_bytes=error.needed_bytes,

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from ftrun.errors import LayoutUnknown, MemoryTooSmall
-from ftrun.free_memory import Available, available_memory
+from ftrun.free_memory import AvailableMemory, available_memory
 from ftrun.ids import Generation, Rank, Version
 from ftrun.snapshot.layout import PIECE_BYTES
 from ftrun.wire.crash_points import crash_point
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class HeldArena:
+class SmpArena:
     """One arena and since when it is here."""
 
     fd: int
@@ -73,12 +73,12 @@ class Allocation:
     num_bytes: int = 0
 
 
-class ArenaMemory:
+class ArenaStore:
     """Arenas by rank, the newest last."""
 
-    def __init__(self, available: Callable[[], Available] = available_memory) -> None:
+    def __init__(self, available: Callable[[], AvailableMemory] = available_memory) -> None:
         self._available = available
-        self._arenas: dict[Rank, list[HeldArena]] = {}
+        self._arenas: dict[Rank, list[SmpArena]] = {}
         self._wanted: dict[Rank, int] = {}
         """Bytes that a rank has asked for and has not got, granted or refused."""
         self._making: dict[Rank, Allocation] = {}
@@ -91,11 +91,11 @@ class ArenaMemory:
     def allocated_bytes(self) -> int:
         return sum(arena.shape.total_bytes for arena in self.all())
 
-    def all(self) -> list[HeldArena]:
+    def all(self) -> list[SmpArena]:
         """Every arena, by rank, the older first: the order of HandOver and Adopt."""
         return [arena for rank in self.ranks for arena in self._arenas[rank]]
 
-    def of(self, rank: Rank) -> list[HeldArena]:
+    def of(self, rank: Rank) -> list[SmpArena]:
         return self._arenas.get(rank, [])
 
     def promise(self, rank: Rank, total_bytes: int, *, image_bytes: int) -> None:
@@ -178,7 +178,7 @@ class ArenaMemory:
         """The ranks that have asked are dead."""
         self._wanted.clear()
 
-    def grant_again(self, shape: ArenaShape, generation: Generation) -> HeldArena | None:
+    def grant_again(self, shape: ArenaShape, generation: Generation) -> SmpArena | None:
         """An arena of just this shape; it counts as the newest from now on."""
         arenas = self.of(Rank(shape.rank))
         for arena in arenas:
@@ -188,7 +188,7 @@ class ArenaMemory:
                 return arenas[-1]
         return None
 
-    def add(self, fd: int, generation: Generation) -> HeldArena:
+    def add(self, fd: int, generation: Generation) -> SmpArena:
         """Keep an arena that was made or adopted; the descriptor is ours from now on."""
         arena = self._held(fd, generation)
         self._arenas.setdefault(Rank(arena.shape.rank), []).append(arena)
@@ -199,8 +199,8 @@ class ArenaMemory:
         """Close a descriptor that is not kept."""
         os.close(fd)
 
-    def _held(self, fd: int, generation: Generation) -> HeldArena:
-        return HeldArena(fd, read_shape(fd), generation)
+    def _held(self, fd: int, generation: Generation) -> SmpArena:
+        return SmpArena(fd, read_shape(fd), generation)
 
     def adopt(self, fd: int, *, rank: int, generation: Generation) -> None:
         """Keep an arena that outlived another SMP; one that is here already is kept once.
@@ -281,7 +281,7 @@ class ArenaMemory:
             self._free(arena)
         self.forget_promises()
 
-    def _free(self, arena: HeldArena) -> None:
+    def _free(self, arena: SmpArena) -> None:
         rank = Rank(arena.shape.rank)
         self._arenas[rank].remove(arena)
         if not self._arenas[rank]:

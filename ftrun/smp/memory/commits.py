@@ -26,21 +26,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ftrun.ids import Generation, Rank, Version, version
-from ftrun.smp.memory.arenas import ArenaMemory
-from ftrun.smp.redundancy.group import Protecting
+from ftrun.smp.memory.arenas import ArenaStore
+from ftrun.smp.redundancy.group import LocalGroup
 from ftrun.smp.redundancy.protector import Protector
 from ftrun.snapshot.commit_tracker import CommitTracker
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
-from ftrun.wire.shared_memory.pages import Command, Page
+from ftrun.wire.shared_memory.pages import CommandField, SharedPage
 
 TellAgent = Callable[..., None]
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class GenerationStart:
     """What the ranks of a generation start from.
 
     Args:
@@ -51,21 +51,21 @@ class Start:
         is_new: group or places are not what they were.
     """
 
-    group: Protecting | None = None
+    group: LocalGroup | None = None
     version: Version | None = None
     is_resized: bool = False
     is_new: bool = True
 
 
-class Commits:
+class CommitCoordinator:
     """Seals in, commits out."""
 
-    def __init__(self, memory: ArenaMemory, tell_agent: TellAgent) -> None:
+    def __init__(self, memory: ArenaStore, tell_agent: TellAgent) -> None:
         self.tracker = CommitTracker()
         self._memory = memory
         self._tell_agent = tell_agent
-        self._page: Page | None = None
-        self._group: Protecting | None = None
+        self._page: SharedPage | None = None
+        self._group: LocalGroup | None = None
         self._protector: Protector | None = None
         self._start_from: Version | None = None
         self._skipped: set[int] = set()
@@ -97,11 +97,11 @@ class Commits:
 
     def begin(
         self,
-        page: Page,
+        page: SharedPage,
         generation: Generation,
         ranks: Sequence[Rank],
         world_size: int,
-        start: Start,
+        start: GenerationStart,
     ) -> None:
         """Count for these ranks from now on.
 
@@ -115,14 +115,14 @@ class Commits:
         if generation > self.tracker.generation:
             self._skipped.clear()
             self._told_skipped = -1
-            self._abandoned = page.get(Command.ABANDONED_STEP)  # by the SMP before this one
+            self._abandoned = page.get(CommandField.ABANDONED_STEP)  # by the SMP before this one
         self._page, self._group = page, start.group
-        if start.group is not None and page.get(Command.TAKE_FROM) < 0:
-            page.set(Command.TAKE_FROM, 0)
+        if start.group is not None and page.get(CommandField.TAKE_FROM) < 0:
+            page.set(CommandField.TAKE_FROM, 0)
         if start.is_new:
             self._start_from = None if start.is_resized else start.version
-        if start.is_resized and page.get(Command.COMMITTED_IN) < generation:
-            page.set(Command.COMMITTED_IN, generation)
+        if start.is_resized and page.get(CommandField.COMMITTED_IN) < generation:
+            page.set(CommandField.COMMITTED_IN, generation)
         self.begin_again(generation, ranks, world_size)
 
     def begin_again(self, generation: Generation, ranks: Sequence[Rank], world_size: int) -> None:
@@ -136,7 +136,7 @@ class Commits:
         if alone:
             self._show(committed)
             if self._page is not None:
-                self._page.set(Command.COMMITTED_IN, generation)
+                self._page.set(CommandField.COMMITTED_IN, generation)
         else:
             tracker.committed = self._shown()
             settled = version(generation, self._abandoned)
@@ -159,7 +159,7 @@ class Commits:
             if wanted is None or any(wanted not in held.get(rank, ()) for rank in tracker.ranks):
                 return
         if wanted.generation == tracker.generation and self._page is not None:
-            self._page.set(Command.PROTECTING_STEP, wanted.step)
+            self._page.set(CommandField.PROTECTING_STEP, wanted.step)
         fds = {rank: [one.fd for one in self._memory.of(rank)] for rank in tracker.ranks}
         self._protector.protect(wanted, fds)
 
@@ -246,12 +246,12 @@ class Commits:
         """The restored version is not committed in this generation yet."""
         if self._group is None or self._start_from is None or self._page is None:
             return False
-        return self._page.get(Command.COMMITTED_IN) < self.tracker.generation
+        return self._page.get(CommandField.COMMITTED_IN) < self.tracker.generation
 
     def _finish(self, committed: Version) -> None:
         self._show(committed)
         if self._page is not None:
-            self._page.set(Command.COMMITTED_IN, self.tracker.generation)
+            self._page.set(CommandField.COMMITTED_IN, self.tracker.generation)
         if self._protector is not None:
             self._protector.committed(committed)
         self._memory.free_replaced(
@@ -267,19 +267,20 @@ class Commits:
             return
         generation, step = (committed.generation, committed.step) if committed else (-1, -1)
         crash_point("smp.commit.decided")
-        self._page.set(Command.COMMITTED_STEP, step)
+        self._page.set(CommandField.COMMITTED_STEP, step)
         crash_point("smp.commit.step_shown")
-        self._page.set(Command.COMMITTED_GENERATION, generation)
+        self._page.set(CommandField.COMMITTED_GENERATION, generation)
         if committed is not None:
-            self._page.add(Command.COMMIT_COUNT, 1)
+            self._page.add(CommandField.COMMIT_COUNT, 1)
         crash_point("smp.commit.shown")
 
     def _shown(self) -> Version | None:
         """What the command page says: it outlives the SMP that has written it."""
-        if self._page is None or self._page.get(Command.COMMITTED_STEP) < 0:
+        if self._page is None or self._page.get(CommandField.COMMITTED_STEP) < 0:
             return None
         return version(
-            self._page.get(Command.COMMITTED_GENERATION), self._page.get(Command.COMMITTED_STEP)
+            self._page.get(CommandField.COMMITTED_GENERATION),
+            self._page.get(CommandField.COMMITTED_STEP),
         )
 
     def _abandon_here(self, step: int) -> None:
@@ -297,7 +298,7 @@ class Commits:
             self._protector.abandon(newest)
         if self._page is not None:
             self._page.set(
-                Command.ABANDONED_STEP, max(self._page.get(Command.ABANDONED_STEP), step)
+                CommandField.ABANDONED_STEP, max(self._page.get(CommandField.ABANDONED_STEP), step)
             )
         crash_point("smp.commit.abandoned")
         self._tell_skipped()

@@ -18,11 +18,11 @@ import os
 from ftrun.errors import LayoutUnknown, MemoryTooSmall
 from ftrun.free_memory import available_memory
 from ftrun.ids import Version
-from ftrun.wire.messages.protected import Protected
+from ftrun.wire.messages.protected import ProtectionPart
 from ftrun.wire.shared_memory.parity_region import (
-    Vault,
-    VaultRecord,
-    VaultState,
+    ParityRecord,
+    ParityRegion,
+    ParityRegionState,
     create_vault,
     vault_bytes,
 )
@@ -32,11 +32,11 @@ _MOST_VAULTS = 3
 _log = logging.getLogger(__name__)
 
 
-class Vaults:
+class ParityStore:
     """What is kept for other nodes."""
 
     def __init__(self) -> None:
-        self._slots: list[Vault | None] = [None] * _MOST_VAULTS
+        self._slots: list[ParityRegion | None] = [None] * _MOST_VAULTS
         self._kept: int | None = None
         self._committed: int | None = None
         """The newest committed protection, if the kept one is not committed."""
@@ -55,7 +55,7 @@ class Vaults:
         return sum(vault.size for vault in self._slots if vault is not None)
 
     @property
-    def kept(self) -> Vault | None:
+    def kept(self) -> ParityRegion | None:
         """The one that keeps what the run would be restored from."""
         return self._slots[self._kept] if self._kept is not None else None
 
@@ -73,7 +73,7 @@ class Vaults:
             return
         if slot not in range(_MOST_VAULTS) or self._slots[slot] is not None:
             raise LayoutUnknown(f"there is no free slot {slot} for a vault here")
-        self._slots[slot] = Vault(fd)
+        self._slots[slot] = ParityRegion(fd)
 
     def keep(self, version: Version | None, protected_in: int) -> None:
         """Choose what must not be lost: the protection of a version.
@@ -88,10 +88,10 @@ class Vaults:
             record = vault.record if vault is not None else None
             if vault is None or record is None or record.version != version:
                 continue
-            if vault.state not in (VaultState.COMPLETE, VaultState.COMMITTED):
+            if vault.state not in (ParityRegionState.COMPLETE, ParityRegionState.COMMITTED):
                 continue
             is_named = record.protected_in == protected_in
-            is_committed = vault.state is VaultState.COMMITTED
+            is_committed = vault.state is ParityRegionState.COMMITTED
             found.append((is_named, is_committed, record.protected_in, at))
         self._kept = max(found)[3] if found else None
         self._committed = None if found and max(found)[1] else self._newest_committed()
@@ -100,17 +100,17 @@ class Vaults:
         found = [
             (vault.record.version, vault.record.protected_in, at)
             for at, vault in enumerate(self._slots)
-            if vault is not None and vault.record and vault.state is VaultState.COMMITTED
+            if vault is not None and vault.record and vault.state is ParityRegionState.COMMITTED
         ]
         return max(found)[2] if found else None
 
-    def find(self, version: Version, protected_in: int) -> Vault | None:
+    def find(self, version: Version, protected_in: int) -> ParityRegion | None:
         """The vault with a whole part of this protection."""
         for vault in self._slots:
             record = vault.record if vault is not None else None
             if vault is None or record is None:
                 continue
-            is_whole = vault.state in (VaultState.COMPLETE, VaultState.COMMITTED)
+            is_whole = vault.state in (ParityRegionState.COMPLETE, ParityRegionState.COMMITTED)
             if is_whole and (record.version, record.protected_in) == (version, protected_in):
                 return vault
         return None
@@ -131,7 +131,7 @@ class Vaults:
         had, self._committed = self._committed is not None, None
         return had
 
-    def take(self, slot: int, record: VaultRecord) -> Vault | None:
+    def take(self, slot: int, record: ParityRecord) -> ParityRegion | None:
         """The vault of a slot, if it is large enough for this record; else it is let go."""
         vault = self._slots[slot]
         if vault is not None and vault_bytes(record) <= vault.size:
@@ -141,7 +141,7 @@ class Vaults:
             self._slots[slot] = None
         return None
 
-    def put(self, slot: int, vault: Vault) -> None:
+    def put(self, slot: int, vault: ParityRegion) -> None:
         """Keep a new vault; of two that were made for one slot at once, the later one."""
         self._free(slot)
         self._slots[slot] = vault
@@ -151,7 +151,7 @@ class Vaults:
         before = {at for at, one in enumerate(self._slots) if one is not None}
         vault = self.find(version, protected_in)
         if vault is not None:
-            vault.mark(VaultState.COMMITTED)
+            vault.mark(ParityRegionState.COMMITTED)
         self.keep(version, protected_in)
         if vault is None:
             # This node has no part in it, and what it has is of versions that are over.
@@ -175,7 +175,7 @@ class Vaults:
         count = 0
         for vault in self._slots:
             if vault is not None and vault.record is not None and vault.record.version > newest:
-                vault.mark(VaultState.VOID)
+                vault.mark(ParityRegionState.VOID)
                 count += 1
         return count
 
@@ -195,7 +195,7 @@ class Vaults:
         if vault is not None:
             vault.is_damaged = True
 
-    def parts(self) -> list[Protected]:
+    def parts(self) -> list[ProtectionPart]:
         """This node's part in each protection."""
         return [part for vault in self._slots if vault is not None for part in _part(vault)]
 
@@ -207,7 +207,7 @@ class Vaults:
         self._kept = self._committed = None
 
 
-def make_vault(record: VaultRecord) -> Vault:
+def make_vault(record: ParityRecord) -> ParityRegion:
     """A vault for this record, its memory touched.
 
     Raises:
@@ -220,7 +220,7 @@ def make_vault(record: VaultRecord) -> Vault:
             needed_bytes=needed, available_bytes=available.num_bytes, limit=available.limit
         )
     try:
-        return Vault(create_vault(needed))
+        return ParityRegion(create_vault(needed))
     except (OSError, OverflowError) as error:
         raise MemoryTooSmall(
             needed_bytes=needed,
@@ -229,12 +229,12 @@ def make_vault(record: VaultRecord) -> Vault:
         ) from error
 
 
-def _part(vault: Vault) -> list[Protected]:
+def _part(vault: ParityRegion) -> list[ProtectionPart]:
     record = vault.record
-    if record is None or vault.state in (VaultState.EMPTY, VaultState.VOID):
+    if record is None or vault.state in (ParityRegionState.EMPTY, ParityRegionState.VOID):
         return []
     return [
-        Protected(
+        ProtectionPart(
             generation=record.generation,
             step=record.step,
             world_size=record.world_size,
@@ -243,8 +243,8 @@ def _part(vault: Vault) -> list[Protected]:
             parity=record.parity,
             node_id=record.members[record.place].node_id,
             mirrors=[record.members[place].node_id for place in vault.mirrored_places()],
-            is_complete=vault.state in (VaultState.COMPLETE, VaultState.COMMITTED)
+            is_complete=vault.state in (ParityRegionState.COMPLETE, ParityRegionState.COMMITTED)
             and not vault.is_damaged,
-            is_committed=vault.state is VaultState.COMMITTED,
+            is_committed=vault.state is ParityRegionState.COMMITTED,
         )
     ]

@@ -15,8 +15,8 @@ from functools import partial
 from ftrun import clock
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
-from ftrun.smp.jobs import Finish, Jobs
-from ftrun.smp.memory.sealed_shards import ArenaMaps, HeldShards
+from ftrun.smp.jobs import Finish, JobLanes
+from ftrun.smp.memory.sealed_shards import ArenaMappings, SealedShards
 from ftrun.snapshot.manifest import NodeManifest
 from ftrun.snapshot.node_replicas import NodeReplicas
 from ftrun.wire.messages import smp as smp_messages
@@ -26,10 +26,12 @@ _EVERY_S = 2.0
 Descriptors = Callable[[], Mapping[Rank, Sequence[int]]]
 
 
-class ReplicaWatch:
+class ReplicaMonitor:
     """Of one node, generation by generation."""
 
-    def __init__(self, jobs: Jobs, maps: ArenaMaps, tell_agent: Callable[..., None]) -> None:
+    def __init__(
+        self, jobs: JobLanes, maps: ArenaMappings, tell_agent: Callable[..., None]
+    ) -> None:
         self._jobs = jobs
         self._maps = maps
         self._tell_agent = tell_agent
@@ -56,14 +58,14 @@ class ReplicaWatch:
         self._is_busy = True
         self._jobs.submit("replicas", partial(self._read, shards, fds), failed=self._found_nothing)
 
-    def _read(self, shards: HeldShards, fds: Descriptors) -> Finish:
+    def _read(self, shards: SealedShards, fds: Descriptors) -> Finish:
         try:
             manifest = shards.manifest(shards.ranks)
         except (LayoutUnknown, SnapshotCorrupt):
             return self._found_nothing
         return partial(self._compare, shards, manifest, fds)
 
-    def _compare(self, shards: HeldShards, manifest: NodeManifest, fds: Descriptors) -> None:
+    def _compare(self, shards: SealedShards, manifest: NodeManifest, fds: Descriptors) -> None:
         self._is_busy = False
         wanted = shards.version
         is_there = self._maps.hold(fds(), wanted).ranks == shards.ranks  # rule 1

@@ -2,7 +2,7 @@
 
 Runs in:  the SMP, on any of its threads.
 Takes in: descriptors of arenas, a version.
-Gives:    a `HeldShards`: the manifest of the version, views of pieces and blocks.
+Gives:    a `SealedShards`: the manifest of the version, views of pieces and blocks.
 
 A worker never writes to a slot that is not committed and superseded, or abandoned. So what is
 read here stays as it is for as long as somebody may need it; where it does not, the digests say
@@ -26,7 +26,7 @@ from ftrun.snapshot.manifest import (
     content_digests,
     sections_of,
 )
-from ftrun.snapshot.redundancy import Run
+from ftrun.snapshot.redundancy import PieceRun
 from ftrun.snapshot.stripe_space import Extent
 from ftrun.wire.shared_memory.arena import Arena, SlotHeader, table_digest
 
@@ -39,7 +39,7 @@ class MappedArena:
     layouts: dict[int, tuple[Layout, int, list[SectionPlace]]]
 
 
-class ArenaMaps:
+class ArenaMappings:
     """Mappings of arenas, kept as long as the arenas are: page tables are dear. Thread-safe."""
 
     def __init__(self) -> None:
@@ -58,14 +58,14 @@ class ArenaMaps:
                 self._maps[inode] = MappedArena(Arena(fd, writable=False), {})
             return self._maps[inode]
 
-    def hold(self, fds: Mapping[Rank, Sequence[int]], version: Version) -> "HeldShards":
+    def hold(self, fds: Mapping[Rank, Sequence[int]], version: Version) -> "SealedShards":
         """The shards of a version, as far as they are here and describe themselves.
 
         Args:
             fds: descriptors of each rank's arenas.
             version: of the slots wanted.
         """
-        found: dict[Rank, HeldShard] = {}
+        found: dict[Rank, SealedShard] = {}
         problems: dict[Rank, str] = {}
         for rank, some in fds.items():
             for fd in some:
@@ -73,10 +73,10 @@ class ArenaMaps:
                     mapped = self.get(fd)
                     slot = mapped.arena.find(version)
                     if slot is not None:
-                        found[rank] = HeldShard(mapped, slot)
+                        found[rank] = SealedShard(mapped, slot)
                 except (LayoutUnknown, SnapshotCorrupt) as error:
                     problems[rank] = str(error)
-        return HeldShards(version, found, problems)
+        return SealedShards(version, found, problems)
 
     def keep_only(self, fds: Iterable[int]) -> None:
         """Let go of arenas that are none of these."""
@@ -86,7 +86,7 @@ class ArenaMaps:
                 self._maps.pop(inode).arena.close()
 
 
-class HeldShard:
+class SealedShard:
     """One rank's sealed slot."""
 
     def __init__(self, mapped: MappedArena, slot: int) -> None:
@@ -152,7 +152,7 @@ class HeldShard:
         self.check(index)
         return self.data(piece.offset, piece.num_bytes)
 
-    def run(self, run: Run) -> memoryview:
+    def run(self, run: PieceRun) -> memoryview:
         """Neighbouring pieces, their digests checked.
 
         Raises:
@@ -178,16 +178,16 @@ class HeldShard:
         self._good.add(index)
 
 
-class HeldShards:
+class SealedShards:
     """All shards of a version that are here, by rank."""
 
     def __init__(
-        self, version: Version, shards: Mapping[Rank, HeldShard], problems: Mapping[Rank, str]
+        self, version: Version, shards: Mapping[Rank, SealedShard], problems: Mapping[Rank, str]
     ) -> None:
         self.version = version
         self.shards = dict(shards)
         self.problems = dict(problems)
-        self._by_digest: dict[int, tuple[HeldShard, int]] | None = None
+        self._by_digest: dict[int, tuple[SealedShard, int]] | None = None
 
     @property
     def ranks(self) -> list[Rank]:
@@ -238,7 +238,7 @@ class HeldShards:
         shard, index = found
         return shard.piece(index)
 
-    def shard(self, rank: int) -> HeldShard:
+    def shard(self, rank: int) -> SealedShard:
         """One rank's.
 
         Raises:

@@ -14,15 +14,15 @@ from ftrun.erasure.fragments import BlockDigest, FragmentHeader, StripeId, pack
 from ftrun.erasure.stripes import Stripes
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Generation
-from ftrun.smp.memory.sealed_shards import HeldShards
-from ftrun.smp.peer_link import Frame
+from ftrun.smp.memory.sealed_shards import SealedShards
+from ftrun.smp.peer_link import OutgoingFrame
 from ftrun.snapshot.stripe_space import StripeSpace
-from ftrun.wire.cluster.transfer import BlockOf, MirrorOf
+from ftrun.wire.cluster.transfer import BlockData, MirrorData
 from ftrun.wire.transport.bulk_socket import Bytes, digest_of
 
 
 @dataclass(frozen=True, slots=True)
-class OwnBlocks:
+class LocalBlocks:
     """A node's blocks, as they lie in its slots.
 
     Args:
@@ -31,7 +31,7 @@ class OwnBlocks:
         place: this node's.
     """
 
-    shards: HeldShards
+    shards: SealedShards
     space: StripeSpace
     stripes: Stripes
     of: StripeId
@@ -57,7 +57,7 @@ class OwnBlocks:
         return pack(header), views
 
 
-class Sending:
+class BlockSender:
     """One version, or one attempt at it, on its way out. Its streams end when it is stopped.
 
     Args:
@@ -66,7 +66,7 @@ class Sending:
         failed: called once, in a link's thread, where something here is not as it was sealed.
     """
 
-    def __init__(self, blocks: OwnBlocks, *, attempt: int, failed: Callable[[str], None]) -> None:
+    def __init__(self, blocks: LocalBlocks, *, attempt: int, failed: Callable[[str], None]) -> None:
         self.blocks = blocks
         self.attempt = attempt
         self.is_stopped = False
@@ -87,7 +87,7 @@ class Sending:
 class BlockStream:
     """The blocks of this node whose stripes one other node gathers, in order of stripe."""
 
-    def __init__(self, sending: Sending, gatherer: int) -> None:
+    def __init__(self, sending: BlockSender, gatherer: int) -> None:
         self._sending = sending
         blocks = sending.blocks
         stripes = blocks.stripes
@@ -108,7 +108,7 @@ class BlockStream:
         """The gatherer takes stripes below this number of those it gathers."""
         self._below = max(self._below, below)
 
-    def take(self) -> Frame | None:
+    def take(self) -> OutgoingFrame | None:
         if self.is_over or self._left[0][1] >= self._below:
             return None
         block, _ = self._left.popleft()
@@ -119,14 +119,14 @@ class BlockStream:
             self._sending.fail(str(error))
             return None
         version = own.shards.version
-        body = BlockOf(version.generation, version.step, self._sending.attempt, header)
-        return Frame(body, views)
+        body = BlockData(version.generation, version.step, self._sending.attempt, header)
+        return OutgoingFrame(body, views)
 
 
 class MirrorStream:
     """The mirror of this node, once."""
 
-    def __init__(self, sending: Sending, parts: Sequence[Bytes]) -> None:
+    def __init__(self, sending: BlockSender, parts: Sequence[Bytes]) -> None:
         self._sending = sending
         self._parts = parts
         self._is_sent = False
@@ -135,10 +135,10 @@ class MirrorStream:
     def is_over(self) -> bool:
         return self._sending.is_stopped or self._is_sent
 
-    def take(self) -> Frame | None:
+    def take(self) -> OutgoingFrame | None:
         if self.is_over:
             return None
         self._is_sent = True
         version = self._sending.blocks.shards.version
-        body = MirrorOf(version.generation, version.step, self._sending.attempt)
-        return Frame(body, self._parts, digest_of(self._parts))
+        body = MirrorData(version.generation, version.step, self._sending.attempt)
+        return OutgoingFrame(body, self._parts, digest_of(self._parts))

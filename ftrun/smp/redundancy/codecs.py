@@ -12,19 +12,19 @@ from functools import partial
 from ftrun.erasure.codec import Codec, choose_codec
 from ftrun.erasure.self_test import self_test
 from ftrun.errors import InternalError
-from ftrun.smp.jobs import Finish, Jobs
+from ftrun.smp.jobs import Finish, JobLanes
 
 _log = logging.getLogger(__name__)
 
 
-class Codecs:
+class CodecCache:
     """One codec for each k and m; they may be used by several threads at once.
 
     Args:
         jobs: the test is done in the lane "protect", before what is put there after it.
     """
 
-    def __init__(self, jobs: Jobs) -> None:
+    def __init__(self, jobs: JobLanes) -> None:
         self._jobs = jobs
         self._codecs: dict[tuple[int, int], Codec] = {}
         self._problems: dict[tuple[int, int], str] = {}

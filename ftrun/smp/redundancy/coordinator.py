@@ -20,31 +20,31 @@ import msgspec
 from ftrun.erasure.fragments import run_digest
 from ftrun.errors import ProtocolError, UsageError
 from ftrun.ids import Generation, Rank, RunId, Version, version
-from ftrun.smp.jobs import Jobs
-from ftrun.smp.memory.arenas import ArenaMemory
-from ftrun.smp.memory.commits import Commits, Start
-from ftrun.smp.memory.parity_store import Vaults
-from ftrun.smp.memory.replica_watch import ReplicaWatch
-from ftrun.smp.memory.sealed_shards import ArenaMaps
-from ftrun.smp.peer_listener import Peers, Session
-from ftrun.smp.redundancy.codecs import Codecs
+from ftrun.smp.jobs import JobLanes
+from ftrun.smp.memory.arenas import ArenaStore
+from ftrun.smp.memory.commits import CommitCoordinator, GenerationStart
+from ftrun.smp.memory.parity_store import ParityStore
+from ftrun.smp.memory.replica_watch import ReplicaMonitor
+from ftrun.smp.memory.sealed_shards import ArenaMappings
+from ftrun.smp.peer_listener import PeerListener, PeerSession
+from ftrun.smp.redundancy.codecs import CodecCache
 from ftrun.smp.redundancy.exchange import Exchange, ProtectorTools
-from ftrun.smp.redundancy.group import Protecting
+from ftrun.smp.redundancy.group import LocalGroup
 from ftrun.smp.redundancy.protector import Protector
 from ftrun.smp.redundancy.rebuilder import Rebuilder
-from ftrun.smp.redundancy.receiving import Receiving
+from ftrun.smp.redundancy.receiving import PeerDispatch
 from ftrun.smp.restore.fetch import Fetcher
-from ftrun.smp.restore.previous_world import OldShards, OldWorld
-from ftrun.smp.restore.restore_server import Served
-from ftrun.smp.restore.restores import Restores
-from ftrun.smp.restore.rpc import FetchDesk
-from ftrun.smp.restore.shard_reads import RangeFetches
+from ftrun.smp.restore.previous_world import PreviousWorld, PreviousWorldShards
+from ftrun.smp.restore.restore_server import RestoreServer
+from ftrun.smp.restore.restores import RestoreCoordinator
+from ftrun.smp.restore.rpc import FetchRpc
+from ftrun.smp.restore.shard_reads import ShardReads
 from ftrun.smp.waits import Runner
 from ftrun.wire.cluster import transfer
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import protected
 from ftrun.wire.messages import smp as smp_messages
-from ftrun.wire.shared_memory.pages import Command, Page
+from ftrun.wire.shared_memory.pages import CommandField, SharedPage
 from ftrun.wire.transport.identity import PeerIdentity
 from ftrun.wire.transport.secret import SECRET_BYTES, Secret
 
@@ -69,35 +69,35 @@ class Engines:
         replica_watch: compares what ranks of one node hold alike.
     """
 
-    peers: Peers
-    maps: ArenaMaps
-    codecs: Codecs
+    peers: PeerListener
+    maps: ArenaMappings
+    codecs: CodecCache
     runner: Runner
     exchange: type[Exchange] = Exchange
     fetcher: type[Fetcher] = Fetcher
-    served: type[Served] = Served
-    old_shards: type[OldShards] = OldShards
-    replica_watch: type[ReplicaWatch] = ReplicaWatch
+    served: type[RestoreServer] = RestoreServer
+    old_shards: type[PreviousWorldShards] = PreviousWorldShards
+    replica_watch: type[ReplicaMonitor] = ReplicaMonitor
 
     @classmethod
-    def real(cls, jobs: Jobs) -> "Engines":
-        return cls(Peers(), ArenaMaps(), Codecs(jobs), Runner())
+    def real(cls, jobs: JobLanes) -> "Engines":
+        return cls(PeerListener(), ArenaMappings(), CodecCache(jobs), Runner())
 
 
-class GroupWork:
+class RedundancyCoordinator:
     """The vaults, the links, and what goes over them."""
 
     def __init__(
         self,
         run_id: RunId,
         *,
-        memory: ArenaMemory,
-        commits: Commits,
-        jobs: Jobs,
+        memory: ArenaStore,
+        commits: CommitCoordinator,
+        jobs: JobLanes,
         tell_agent: TellAgent,
         engines: Engines | None = None,
     ) -> None:
-        self.vaults = Vaults()
+        self.vaults = ParityStore()
         self.set_aside: deque[str] = deque(maxlen=MAX_SET_ASIDE)
         self._run_id = run_id
         self._memory = memory
@@ -116,12 +116,12 @@ class GroupWork:
             tell_agent=tell_agent,
             corrupt=commits.corrupt,
         )
-        self._desk = FetchDesk(
+        self._desk = FetchRpc(
             self._peers,
             set_aside=lambda why, ask: jobs.post(partial(self._note, why, ask)),
             runner=self._engines.runner,
         )
-        self.restores = Restores(
+        self.restores = RestoreCoordinator(
             memory,
             self._desk,
             jobs,
@@ -129,11 +129,11 @@ class GroupWork:
             here=self._all_here,
             fetcher=self._engines.fetcher,
         )
-        self.range_fetches = RangeFetches(jobs)
+        self.range_fetches = ShardReads(jobs)
         self._replicas = self._engines.replica_watch(jobs, self._maps, tell_agent)
         commits.protect_with(self._protector)
         commits.after_commit(self._committed)
-        self._peers.tell(Receiving(self._protector, self._desk, jobs))
+        self._peers.tell(PeerDispatch(self._protector, self._desk, jobs))
 
     def listen(self, hosts: list[str], fds: tuple[int, ...]) -> messages.AnyMessage:
         """Open a port for other SMPs at these addresses of this node."""
@@ -151,7 +151,7 @@ class GroupWork:
             return messages.Refused(str(error))
 
     def begin_generation(
-        self, body: smp_messages.BeginGeneration, group: Protecting | None, page: Page
+        self, body: smp_messages.BeginGeneration, group: LocalGroup | None, page: SharedPage
     ) -> None:
         """Take part in it: protect, count commits, and get what is restored.
 
@@ -167,7 +167,7 @@ class GroupWork:
             Generation(body.generation),
             [Rank(rank) for rank in body.local_ranks],
             body.world_size,
-            Start(
+            GenerationStart(
                 group,
                 restored,
                 is_resized=body.restored_world_size not in (0, body.world_size),
@@ -180,8 +180,8 @@ class GroupWork:
     def _begin(
         self,
         body: smp_messages.BeginGeneration,
-        group: Protecting | None,
-        page: Page,
+        group: LocalGroup | None,
+        page: SharedPage,
         restored: Version | None,
     ) -> bool:
         """Go on with this group, from this version; whether that is another than before."""
@@ -210,9 +210,11 @@ class GroupWork:
                 self._begin_links(body, own, None)
             return True
         kept, protected_in = restored, body.protected_in
-        has_committed = page.get(Command.COMMITTED_STEP) >= 0
-        if has_committed and page.get(Command.COMMITTED_IN) == body.generation:
-            kept = version(page.get(Command.COMMITTED_GENERATION), page.get(Command.COMMITTED_STEP))
+        has_committed = page.get(CommandField.COMMITTED_STEP) >= 0
+        if has_committed and page.get(CommandField.COMMITTED_IN) == body.generation:
+            kept = version(
+                page.get(CommandField.COMMITTED_GENERATION), page.get(CommandField.COMMITTED_STEP)
+            )
             protected_in = group.generation
         self.vaults.keep(kept, protected_in)
         self._desk.begin(served, rebuild, own)
@@ -224,15 +226,15 @@ class GroupWork:
     def _begin_links(
         self,
         body: smp_messages.BeginGeneration,
-        own: protected.NodePlace,
-        group: Protecting | None,
+        own: protected.NodeAddress,
+        group: LocalGroup | None,
     ) -> None:
         """Let the links of this generation in; without a group there are only those to fetch."""
         number, others = (group.number, len(group.others)) if group is not None else (0, 0)
         identity = PeerIdentity(self._run_id, "smp", own.node_id, own.incarnation)
         pace_bytes_s = body.pace_bytes_s / max(1, others)
         self._peers.begin(
-            Session(
+            PeerSession(
                 identity,
                 body.generation,
                 number,
@@ -245,15 +247,15 @@ class GroupWork:
     def _read_old(
         self,
         body: smp_messages.BeginGeneration,
-        served: Served | None,
-        own: protected.NodePlace | None,
+        served: RestoreServer | None,
+        own: protected.NodeAddress | None,
     ) -> None:
         """Let workers read the shards of other ranks, wherever they are."""
         is_resized = body.restored_world_size not in (0, body.world_size)
         groups = body.restore_from if is_resized else body.read_from
         if served is None or not (groups or is_resized):
             return
-        world = OldWorld(served.version, groups, own, body.node_id, body.patience_s)
+        world = PreviousWorld(served.version, groups, own, body.node_id, body.patience_s)
         rebuild = self._rebuilder.rebuild if self._rebuilder is not None else None
         shards = self._engines.old_shards(world, self._desk, served, rebuild)
         self._desk.on_lost(shards.note_lost)
@@ -284,7 +286,7 @@ class GroupWork:
         ranks = self._commits.tracker.ranks
         return {rank: [one.fd for one in self._memory.of(rank)] for rank in ranks}
 
-    def inventory(self, body: smp_messages.TakeInventory) -> smp_messages.Inventory:
+    def inventory(self, body: smp_messages.InventoryRequest) -> smp_messages.Inventory:
         """What this node holds."""
         if body.stand_still:
             self._protector.stand_still()  # what is said must stay true
@@ -333,7 +335,7 @@ class GroupWork:
             self._rebuilder.stop()
             self._rebuilder = None
 
-    def _served(self, restored: Version | None) -> Served | None:
+    def _served(self, restored: Version | None) -> RestoreServer | None:
         if restored is None:
             return None
         return self._engines.served(
@@ -349,12 +351,12 @@ class GroupWork:
         memory = self._memory
         return {rank: [arena.fd for arena in memory.of(rank)] for rank in memory.ranks}
 
-    def _note(self, why: str, ask: transfer.Ask) -> None:
+    def _note(self, why: str, ask: transfer.FetchRequest) -> None:
         """Something of this node was found damaged, and is set aside."""
         wanted = version(ask.generation, ask.step)
-        if isinstance(ask, transfer.AskMirror):
+        if isinstance(ask, transfer.GetMirror):
             self.vaults.drop_damaged_mirror(wanted, ask.protected_in, ask.place)
-        elif isinstance(ask, transfer.AskUnit | transfer.AskRebuilt):
+        elif isinstance(ask, transfer.GetBlock | transfer.RebuildBlock):
             self.vaults.note_damage(wanted, ask.protected_in)
         self.set_aside.append(why)
         self._tell_agent(smp_messages.SmpNotice("source_set_aside", why))

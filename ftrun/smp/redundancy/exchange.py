@@ -18,22 +18,22 @@ from ftrun.erasure.fragments import StripeId
 from ftrun.erasure.stripes import Stripes
 from ftrun.errors import LayoutUnknown, MemoryTooSmall, SnapshotCorrupt
 from ftrun.ids import Generation
-from ftrun.smp.jobs import Finish, Jobs
+from ftrun.smp.jobs import Finish, JobLanes
 from ftrun.smp.link_rules import PROTECT
-from ftrun.smp.memory.parity_store import Vaults, make_vault
-from ftrun.smp.memory.sealed_shards import ArenaMaps, HeldShards
-from ftrun.smp.peer_link import Frame
-from ftrun.smp.peer_listener import Peers
-from ftrun.smp.redundancy.block_sender import BlockStream, MirrorStream, OwnBlocks, Sending
-from ftrun.smp.redundancy.codecs import Codecs
-from ftrun.smp.redundancy.group import Protecting, record_of
+from ftrun.smp.memory.parity_store import ParityStore, make_vault
+from ftrun.smp.memory.sealed_shards import ArenaMappings, SealedShards
+from ftrun.smp.peer_link import OutgoingFrame
+from ftrun.smp.peer_listener import PeerListener
+from ftrun.smp.redundancy.block_sender import BlockSender, BlockStream, LocalBlocks, MirrorStream
+from ftrun.smp.redundancy.codecs import CodecCache
+from ftrun.smp.redundancy.group import LocalGroup, record_of
 from ftrun.smp.redundancy.mirror import mirror_parts
-from ftrun.smp.redundancy.parity_writer import Fill, FillEvents, RowOut
-from ftrun.snapshot.redundancy import Plan
+from ftrun.smp.redundancy.parity_writer import OutgoingRow, ParityEvents, ParityWriter
+from ftrun.snapshot.redundancy import RedundancyPlan
 from ftrun.snapshot.stripe_space import StripeSpace
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.shared_memory.parity_region import Vault, VaultRecord, VaultState
+from ftrun.wire.shared_memory.parity_region import ParityRecord, ParityRegion, ParityRegionState
 from ftrun.wire.transport.bulk_socket import Bytes
 
 _log = logging.getLogger(__name__)
@@ -52,11 +52,11 @@ class ProtectorTools:
         exchange: moves the bytes of one attempt.
     """
 
-    peers: Peers
-    vaults: Vaults
-    jobs: Jobs
-    maps: ArenaMaps
-    codecs: Codecs
+    peers: PeerListener
+    vaults: ParityStore
+    jobs: JobLanes
+    maps: ArenaMappings
+    codecs: CodecCache
     exchange: "type[Exchange]"
 
 
@@ -70,9 +70,9 @@ class ExchangeTools:
     """
 
     run: int
-    peers: Peers
-    vaults: Vaults
-    jobs: Jobs
+    peers: PeerListener
+    vaults: ParityStore
+    jobs: JobLanes
     codec: Codec
     vault_made: Callable[[int, int], None]
 
@@ -102,7 +102,7 @@ class Prepared:
         mirror: its small state.
     """
 
-    vault: Vault | None
+    vault: ParityRegion | None
     space: StripeSpace
     mirror: Sequence[Bytes]
 
@@ -112,23 +112,23 @@ class Exchange:
 
     def __init__(
         self,
-        shards: HeldShards,
-        plan: Plan,
-        group: Protecting,
+        shards: SealedShards,
+        plan: RedundancyPlan,
+        group: LocalGroup,
         *,
         attempt: int,
         tools: ExchangeTools,
         events: ExchangeEvents,
     ) -> None:
-        self.fill: Fill | None = None
+        self.fill: ParityWriter | None = None
         self._shards = shards
         self._plan = plan
         self._group = group
         self._attempt = attempt
         self._tools = tools
         self._events = events
-        self._vault: Vault | None = None
-        self._sending: Sending | None = None
+        self._vault: ParityRegion | None = None
+        self._sending: BlockSender | None = None
         self._mirror: Sequence[Bytes] = ()
         self._streams: dict[int, BlockStream] = {}
         self._mirrored: set[int] = set()
@@ -143,7 +143,7 @@ class Exchange:
         """
         self._make_in_slot(record_of(self._shards.version, self._plan, rooms, self._group))
 
-    def _make_in_slot(self, record: VaultRecord) -> None:
+    def _make_in_slot(self, record: ParityRecord) -> None:
         slot = self._tools.vaults.free_slot()
         needs_memory = self._tools.vaults.take(slot, record) is None
         self._tools.jobs.submit(
@@ -173,7 +173,7 @@ class Exchange:
 
     # --- the vault ---------------------------------------------------------------------------
 
-    def _make(self, record: VaultRecord, slot: int, *, needs_memory: bool) -> Finish:
+    def _make(self, record: ParityRecord, slot: int, *, needs_memory: bool) -> Finish:
         """In a job."""
         try:
             prepared = self._prepare(record, needs_memory=needs_memory)
@@ -188,7 +188,7 @@ class Exchange:
             return partial(self._find_corrupt, str(error))
         return partial(self._made, record, slot, prepared)
 
-    def _no_memory(self, record: VaultRecord, why: str) -> None:
+    def _no_memory(self, record: ParityRecord, why: str) -> None:
         # Less protection until the commit is better than none from now on.
         if not self._is_stopped and self._tools.vaults.give_up_committed():
             _log.warning("no third vault, the last committed protection is overwritten: %s", why)
@@ -196,7 +196,7 @@ class Exchange:
         else:
             self._fail(why)
 
-    def _made(self, record: VaultRecord, slot: int, prepared: Prepared) -> None:
+    def _made(self, record: ParityRecord, slot: int, prepared: Prepared) -> None:
         tools = self._tools
         if prepared.vault is not None:
             tools.vaults.put(slot, prepared.vault)
@@ -208,12 +208,12 @@ class Exchange:
         assert self._vault is not None
         self._vault.begin(record)
         self._mirror = prepared.mirror
-        self._sending = Sending(
+        self._sending = BlockSender(
             self._own_blocks(prepared.space),
             attempt=self._attempt,
             failed=self._later(self._find_corrupt),
         )
-        events = FillEvents(
+        events = ParityEvents(
             forward=self._forward, window=self._tell_window, full=self._later(self._full)
         )
         self.fill = self._filled(self._vault, events)
@@ -223,7 +223,7 @@ class Exchange:
 
     # --- bytes -------------------------------------------------------------------------------
 
-    def _prepare(self, record: VaultRecord, *, needs_memory: bool) -> Prepared:
+    def _prepare(self, record: ParityRecord, *, needs_memory: bool) -> Prepared:
         """In a job.
 
         Raises:
@@ -236,16 +236,18 @@ class Exchange:
         mirror = mirror_parts(shards, record)
         return Prepared(make_vault(record) if needs_memory else None, space, mirror)
 
-    def _filled(self, vault: Vault, events: FillEvents) -> Fill:
+    def _filled(self, vault: ParityRegion, events: ParityEvents) -> ParityWriter:
         tools = self._tools
-        return Fill(vault, tools.codec, run=tools.run, group=self._group.group_id, events=events)
+        return ParityWriter(
+            vault, tools.codec, run=tools.run, group=self._group.group_id, events=events
+        )
 
-    def _block_stream(self, sending: Sending, place: int) -> BlockStream:
+    def _block_stream(self, sending: BlockSender, place: int) -> BlockStream:
         return BlockStream(sending, place)
 
-    def _own_blocks(self, space: StripeSpace) -> OwnBlocks:
+    def _own_blocks(self, space: StripeSpace) -> LocalBlocks:
         group = self._group
-        return OwnBlocks(
+        return LocalBlocks(
             shards=self._shards,
             space=space,
             stripes=Stripes(len(group.nodes), group.parity, self._plan.block_bytes),
@@ -259,7 +261,7 @@ class Exchange:
     def _full(self) -> None:
         if self._is_stopped or self._vault is None:
             return
-        self._vault.mark(VaultState.COMPLETE)
+        self._vault.mark(ParityRegionState.COMPLETE)
         crash_point("smp.protect.stored")
         self._events.stored()
 
@@ -301,19 +303,19 @@ class Exchange:
     def _later(self, act: Callable[..., None]) -> Callable[..., None]:
         return lambda *args: self._tools.jobs.post(partial(act, *args))
 
-    def _forward(self, out: RowOut, release: Callable[[], None]) -> None:
+    def _forward(self, out: OutgoingRow, release: Callable[[], None]) -> None:
         at = self._shards.version
-        body = t.BlockOf(at.generation, at.step, self._attempt, out.header)
+        body = t.BlockData(at.generation, at.step, self._attempt, out.header)
         link = self._tools.peers.find(self._group.nodes[out.place].node_id, PROTECT)
         if link is None or self._is_stopped:
             release()
         else:
-            link.tell(Frame(body, [out.row], release=release))
+            link.tell(OutgoingFrame(body, [out.row], release=release))
 
     def _tell_window(self, below: int) -> None:
         at = self._shards.version
-        body = t.Open(at.generation, at.step, self._attempt, self._plan.id, below)
+        body = t.RoundOpened(at.generation, at.step, self._attempt, self._plan.id, below)
         for place in self._group.others:
             link = self._tools.peers.find(place.node_id, PROTECT)
             if link is not None and not self._is_stopped:
-                link.tell(Frame(body))
+                link.tell(OutgoingFrame(body))

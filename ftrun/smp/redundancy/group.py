@@ -9,20 +9,20 @@ from dataclasses import dataclass
 import msgspec
 import xxhash
 
-from ftrun.erasure.groups import Group
+from ftrun.erasure.groups import ProtectionGroup
 from ftrun.erasure.stripes import Stripes
 from ftrun.errors import ProtocolError
 from ftrun.ids import Generation, Version
 from ftrun.smp.redundancy.mirror import mirror_room
 from ftrun.snapshot.manifest import NodeManifest
-from ftrun.snapshot.redundancy import Plan
+from ftrun.snapshot.redundancy import RedundancyPlan
 from ftrun.wire.messages import smp as smp_messages
-from ftrun.wire.messages.protected import GroupMember, NodePlace, Protected
-from ftrun.wire.shared_memory.parity_region import VaultRecord
+from ftrun.wire.messages.protected import GroupMember, NodeAddress, ProtectionPart
+from ftrun.wire.shared_memory.parity_region import ParityRecord
 
 
 @dataclass(frozen=True)
-class Protecting:
+class LocalGroup:
     """The group of this node in this generation.
 
     Args:
@@ -34,7 +34,7 @@ class Protecting:
 
     generation: Generation
     world_size: int
-    nodes: tuple[NodePlace, ...]
+    nodes: tuple[NodeAddress, ...]
     place: int
     parity: int
     small_state_bytes: int
@@ -52,10 +52,10 @@ class Protecting:
 
     @property
     def group_id(self) -> int:
-        return Group(tuple(node.node_id for node in self.nodes), self.parity).id
+        return ProtectionGroup(tuple(node.node_id for node in self.nodes), self.parity).id
 
     @property
-    def others(self) -> list[NodePlace]:
+    def others(self) -> list[NodeAddress]:
         return [node for at, node in enumerate(self.nodes) if at != self.place]
 
     def place_of(self, node_id: str) -> int | None:
@@ -79,7 +79,7 @@ class Protecting:
         count = len(self.nodes)
         return [(self.place + ahead) % count for ahead in range(1, self.parity + 1)]
 
-    def whole_part(self, wanted: Version, parts: Iterable[Protected]) -> int:
+    def whole_part(self, wanted: Version, parts: Iterable[ProtectionPart]) -> int:
         """The generation of the newest whole part of this group's protection of a version, or -1.
 
         Args:
@@ -98,7 +98,7 @@ class Protecting:
         return max(found, default=-1)
 
 
-def protecting_of(body: smp_messages.BeginGeneration) -> Protecting | None:
+def protecting_of(body: smp_messages.BeginGeneration) -> LocalGroup | None:
     """The group that a generation begins with; None where this node is alone.
 
     Raises:
@@ -111,7 +111,7 @@ def protecting_of(body: smp_messages.BeginGeneration) -> Protecting | None:
         names = ", ".join(node.node_id for node in body.group)
         raise ProtocolError(f"node {body.node_id} is not once in its group of {names}")
     told = (body.generation, body.world_size, body.parity, body.small_state_bytes, body.group)
-    return Protecting(
+    return LocalGroup(
         generation=Generation(body.generation),
         world_size=body.world_size,
         nodes=tuple(body.group),
@@ -123,14 +123,16 @@ def protecting_of(body: smp_messages.BeginGeneration) -> Protecting | None:
     )
 
 
-def parity_share(group: Protecting | None) -> float:
+def parity_share(group: LocalGroup | None) -> float:
     """Bytes of parity that a node keeps for each byte of its own state, at most: m/k."""
     if group is None or not group.is_possible:
         return 0.0
     return group.parity / (len(group.nodes) - group.parity)
 
 
-def rooms_for(plan: Plan, manifests: dict[int, NodeManifest], group: Protecting) -> dict[int, int]:
+def rooms_for(
+    plan: RedundancyPlan, manifests: dict[int, NodeManifest], group: LocalGroup
+) -> dict[int, int]:
     """Bytes to set aside for the mirrors that come here, by place."""
     count = len(group.nodes)
     return {
@@ -139,12 +141,12 @@ def rooms_for(plan: Plan, manifests: dict[int, NodeManifest], group: Protecting)
 
 
 def record_of(
-    version: Version, plan: Plan, rooms: dict[int, int], group: Protecting
-) -> VaultRecord:
+    version: Version, plan: RedundancyPlan, rooms: dict[int, int], group: LocalGroup
+) -> ParityRecord:
     """What the vault of this version will hold."""
     stripes = Stripes(len(group.nodes), group.parity, plan.block_bytes)
     num_stripes = stripes.num_stripes(max(plan.coded_bytes))
-    return VaultRecord(
+    return ParityRecord(
         generation=version.generation,
         step=version.step,
         world_size=group.world_size,

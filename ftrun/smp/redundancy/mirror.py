@@ -15,20 +15,20 @@ import xxhash
 
 from ftrun.errors import LayoutUnknown
 from ftrun.ids import Rank, Version, version
-from ftrun.smp.memory.sealed_shards import HeldShards
+from ftrun.smp.memory.sealed_shards import SealedShards
 from ftrun.snapshot.layout import Layout, parse_header
 from ftrun.snapshot.manifest import NodeManifest
-from ftrun.snapshot.redundancy import NodePlan, Plan, RankPlan
+from ftrun.snapshot.redundancy import NodeRedundancy, RankRedundancy, RedundancyPlan
 from ftrun.wire.messages.protected import GroupMember
 from ftrun.wire.shared_memory.arena import ArenaShape, table_digest
-from ftrun.wire.shared_memory.parity_region import VaultRecord
+from ftrun.wire.shared_memory.parity_region import ParityRecord
 
 _LENGTH = struct.Struct("<I")
 _SLACK_BYTES = 4096
 """Numbers in a head take a byte more or less from version to version."""
 
 
-class RankHead(msgspec.Struct, frozen=True, array_like=True):
+class RankHeader(msgspec.Struct, frozen=True, array_like=True):
     """What makes a slot of one rank."""
 
     rank: int
@@ -47,7 +47,7 @@ class RankHead(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-class MirrorHead(msgspec.Struct, frozen=True, array_like=True):
+class MirrorHeader(msgspec.Struct, frozen=True, array_like=True):
     """What a mirror is of, and how to rebuild what is not in it.
 
     Args:
@@ -66,15 +66,15 @@ class MirrorHead(msgspec.Struct, frozen=True, array_like=True):
     block_bytes: int
     coded_bytes: list[int]
     holders: list[list[int]]
-    own: NodePlan
-    ranks: list[RankHead]
+    own: NodeRedundancy
+    ranks: list[RankHeader]
 
     @property
     def version(self) -> Version:
         return version(self.generation, self.step)
 
 
-_HEAD = msgspec.msgpack.Decoder(MirrorHead)
+_HEAD = msgspec.msgpack.Decoder(MirrorHeader)
 
 
 class Mirror:
@@ -101,7 +101,7 @@ class Mirror:
         if at != len(raw):
             raise LayoutUnknown(f"a mirror of {len(raw)} bytes has {at} in use")
 
-    def plan_of(self, rank: int) -> RankPlan:
+    def plan_of(self, rank: int) -> RankRedundancy:
         return self._plans[rank]
 
     def mirrored(self, rank: int) -> Iterator[tuple[int, memoryview]]:
@@ -112,7 +112,7 @@ class Mirror:
             yield index, left[:size]
             left = left[size:]
 
-    def _take(self, rank: RankHead, raw: memoryview, at: int) -> int:
+    def _take(self, rank: RankHeader, raw: memoryview, at: int) -> int:
         header = raw[at : at + rank.header_bytes]
         at += rank.header_bytes
         table = raw[at : at + 8 * rank.num_pieces]
@@ -134,7 +134,7 @@ class Mirror:
         return at + size
 
 
-def mirror_parts(shards: HeldShards, record: VaultRecord) -> list[bytes | memoryview]:
+def mirror_parts(shards: SealedShards, record: ParityRecord) -> list[bytes | memoryview]:
     """The mirror of this node, in parts; pieces are checked on the way.
 
     Raises:
@@ -143,7 +143,7 @@ def mirror_parts(shards: HeldShards, record: VaultRecord) -> list[bytes | memory
     """
     own = record.own
     manifest = shards.manifest([Rank(one.rank) for one in own.ranks])
-    head = MirrorHead(
+    head = MirrorHeader(
         generation=record.generation,
         step=record.step,
         protected_in=record.protected_in,
@@ -165,22 +165,22 @@ def mirror_parts(shards: HeldShards, record: VaultRecord) -> list[bytes | memory
     return parts
 
 
-def mirror_room(plan: Plan, place: int, manifest: NodeManifest, num_members: int) -> int:
+def mirror_room(plan: RedundancyPlan, place: int, manifest: NodeManifest, num_members: int) -> int:
     """Bytes to set aside for the mirror of the node at `place`, for this and later versions."""
     fixed = sum(rank.header_bytes + 8 * rank.num_pieces for rank in manifest.ranks)
     plans = len(msgspec.msgpack.encode((plan.nodes[place], plan.holders)))
     return fixed + plan.nodes[place].mirrored_bytes + plans + _SLACK_BYTES * (2 + num_members)
 
 
-def pieces_of(plan: RankPlan) -> Iterator[int]:
+def pieces_of(plan: RankRedundancy) -> Iterator[int]:
     """The mirrored pieces of a rank, in order."""
     for run in plan.mirrored:
         yield from range(run.first, run.first + run.count)
 
 
-def _rank_heads(manifest: NodeManifest) -> list[RankHead]:
+def _rank_heads(manifest: NodeManifest) -> list[RankHeader]:
     return [
-        RankHead(
+        RankHeader(
             rank=rank.rank,
             world_size=rank.world_size,
             image_bytes=rank.image_bytes,

@@ -37,14 +37,14 @@ from ftrun.erasure.stripes import Stripes
 from ftrun.errors import FragmentRefused
 from ftrun.ids import Generation
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.shared_memory.parity_region import Vault, VaultRecord
+from ftrun.wire.shared_memory.parity_region import ParityRecord, ParityRegion
 
 WINDOW_STRIPES = 8
 _NUM_LOCKS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class RowOut:
+class OutgoingRow:
     """A row of parity that belongs to another node."""
 
     place: int
@@ -53,7 +53,7 @@ class RowOut:
 
 
 @dataclass(frozen=True, slots=True)
-class FillEvents:
+class ParityEvents:
     """Who is told. All are called in threads of links.
 
     Args:
@@ -62,12 +62,12 @@ class FillEvents:
         full: everything is here.
     """
 
-    forward: Callable[[RowOut, Callable[[], None]], None]
+    forward: Callable[[OutgoingRow, Callable[[], None]], None]
     window: Callable[[int], None]
     full: Callable[[], None]
 
 
-class Fill:
+class ParityWriter:
     """One vault while it is filled.
 
     Args:
@@ -79,12 +79,12 @@ class Fill:
     """
 
     def __init__(
-        self, vault: Vault, codec: Codec, *, run: int, group: int, events: FillEvents
+        self, vault: ParityRegion, codec: Codec, *, run: int, group: int, events: ParityEvents
     ) -> None:
         record = vault.record
         assert record is not None
         self._vault = vault
-        self._record: VaultRecord = record
+        self._record: ParityRecord = record
         self._codec = codec
         self._run, self._group = run, group
         self._events = events
@@ -229,7 +229,7 @@ class Fill:
                 self._stripe_id(stripe), self._made_in, self._codec.k + j, block
             )
             place = self.stripes.parity_nodes(stripe)[j]
-            out = RowOut(place, pack(header), row)
+            out = OutgoingRow(place, pack(header), row)
             self._events.forward(out, partial(release, row))
 
     def _move_window(self) -> None:
@@ -280,10 +280,10 @@ class Fill:
         return Generation(self._record.protected_in)
 
 
-def stripes_of(record: VaultRecord) -> Stripes:
+def stripes_of(record: ParityRecord) -> Stripes:
     """The layout of the group that has made a record."""
     return Stripes(len(record.members), record.parity, record.block_bytes)
 
 
-def num_stripes_of(record: VaultRecord) -> int:
+def num_stripes_of(record: ParityRecord) -> int:
     return stripes_of(record).num_stripes(max(record.coded_bytes))

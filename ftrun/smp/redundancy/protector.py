@@ -10,10 +10,8 @@ Survives: nothing by itself. A new SMP finds the slots and the vaults, and begin
 
 Rule 1: a version is ready when every node of the group has said Stored: then every mirror and every
         row of parity is where it belongs, and all replicas have agreed.
-Rule 2: what a lost connection took with it is not looked for: the version begins again, with the
-        next attempt, and every node drops what is of the one before.
-Rule 3: where every node of the group has a whole part of this protection already, as after the
-        crash of a rank or of an SMP, nothing is sent: it is ready.
+Rule 2: after a lost connection the version begins again, and nodes drop the attempt before it.
+Rule 3: if each node of the group has a whole part already (a rank or SMP crashed), nothing is sent.
 Rule 4: a node that cannot keep its part says why, and the version is ready all the same, protected
         against no loss of a node: training goes on, and the status says UNPROTECTED.
 Rule 5: once its node has told what it holds, for the next generation to be planned from it, nothing
@@ -32,17 +30,17 @@ from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, RunId, Version, version
 from ftrun.smp.jobs import Finish
 from ftrun.smp.link_rules import PROTECT
-from ftrun.smp.memory.sealed_shards import HeldShards
-from ftrun.smp.peer_link import Frame
+from ftrun.smp.memory.sealed_shards import SealedShards
+from ftrun.smp.peer_link import OutgoingFrame
 from ftrun.smp.redundancy.exchange import ExchangeEvents, ExchangeTools, ProtectorTools
-from ftrun.smp.redundancy.group import Protecting, rooms_for
-from ftrun.smp.redundancy.parity_writer import Fill
-from ftrun.smp.redundancy.rounds import Round, Rounds
-from ftrun.smp.redundancy.troubles import Troubles
-from ftrun.smp.watch import Watch
+from ftrun.smp.redundancy.group import LocalGroup, rooms_for
+from ftrun.smp.redundancy.parity_writer import ParityWriter
+from ftrun.smp.redundancy.rounds import ProtectionRound, ProtectionRounds
+from ftrun.smp.redundancy.troubles import GroupNotices
+from ftrun.smp.watch import IntervalTimer
 from ftrun.snapshot.manifest import NodeManifest
 from ftrun.snapshot.plan_agreement import GroupPlan
-from ftrun.snapshot.redundancy import Plan
+from ftrun.snapshot.redundancy import RedundancyPlan
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages import smp as smp_messages
@@ -62,7 +60,7 @@ class Protector:
     Args:
         run_id: for the fragments' headers.
         tools: what it works with.
-        tell_agent: as `Keeper` does it.
+        tell_agent: as `MessageHandler` does it.
         corrupt: a slot of this version is not what was sealed, and why; whether the version was
             abandoned for it.
     """
@@ -75,7 +73,7 @@ class Protector:
         tell_agent: TellAgent,
         corrupt: Callable[[Version, str], bool],
     ) -> None:
-        self.group: Protecting | None = None
+        self.group: LocalGroup | None = None
         self.last_s = 0.0
         self.last_bytes = 0
         self._run = run_digest(run_id)
@@ -86,21 +84,21 @@ class Protector:
         self._exchange = tools.exchange
         self._tell_agent = tell_agent
         self._corrupt = corrupt
-        self._rounds = Rounds()
+        self._rounds = ProtectionRounds()
         self._plan: GroupPlan | None = None
         self._rooms: dict[int, int] = {}
         self._codec: Codec | None = None
         self._codecs = tools.codecs
         self._is_still = False
         self._committed: Version | None = None
-        self._troubles = Troubles(tell_agent)
-        self._watch = Watch(tools.jobs, self._look)
+        self._troubles = GroupNotices(tell_agent)
+        self._watch = IntervalTimer(tools.jobs, self._look)
         self._unreachable: list[str] = []
-        self._link_watch = Watch(tools.jobs, self._look_at_links)
+        self._link_watch = IntervalTimer(tools.jobs, self._look_at_links)
 
     # --- the server's thread: what the keeper wants ------------------------------------------
 
-    def begin(self, group: Protecting | None) -> None:
+    def begin(self, group: LocalGroup | None) -> None:
         """Give up all that is under way, and go on with this group."""
         self.stop()
         self._is_still = False
@@ -216,7 +214,9 @@ class Protector:
 
     # --- own part ----------------------------------------------------------------------------
 
-    def _describe(self, round_: Round, shards: HeldShards, ranks: Sequence[Rank]) -> Finish:
+    def _describe(
+        self, round_: ProtectionRound, shards: SealedShards, ranks: Sequence[Rank]
+    ) -> Finish:
         """In a job: what this node will say of a version."""
         try:
             manifest = shards.manifest(ranks)
@@ -224,7 +224,9 @@ class Protector:
             return partial(self._corrupt_here, round_, str(error))
         return partial(self._described, round_, shards, manifest)
 
-    def _described(self, round_: Round, shards: HeldShards, manifest: NodeManifest) -> None:
+    def _described(
+        self, round_: ProtectionRound, shards: SealedShards, manifest: NodeManifest
+    ) -> None:
         if not self._rounds.is_current(round_):
             return
         round_.shards, round_.manifest = shards, manifest
@@ -234,7 +236,7 @@ class Protector:
             self._unable(round_, problem)
         self._advance(round_)
 
-    def _tell_sealed(self, round_: Round) -> None:
+    def _tell_sealed(self, round_: ProtectionRound) -> None:
         group, group_plan = self.group, self._plan
         assert group is not None
         assert group_plan is not None
@@ -245,7 +247,7 @@ class Protector:
         round_.parts[group.place] = part
         round_.manifests[group.place] = round_.manifest
         crash_point("smp.protect.described")
-        body = t.Sealed(
+        body = t.RoundSealed(
             *self._name(round_), plan_id, [[(int(r), d) for r, d in one] for one in replicas], part
         )
         self._tell_all(body)
@@ -257,13 +259,13 @@ class Protector:
         assert self.group is not None
         return self.group.whole_part(wanted, self._vaults.parts())
 
-    def _tell_manifest(self, round_: Round) -> None:
+    def _tell_manifest(self, round_: ProtectionRound) -> None:
         if not round_.manifest_is_sent:
             round_.manifest_is_sent = True
             raw = msgspec.msgpack.encode(round_.manifest)
-            self._tell_all(t.ManifestOf(*self._name(round_)), raw)
+            self._tell_all(t.ManifestData(*self._name(round_)), raw)
 
-    def _advance(self, round_: Round) -> None:
+    def _advance(self, round_: ProtectionRound) -> None:
         """Go on as far as what is known allows."""
         group, group_plan = self.group, self._plan
         if group is None or group_plan is None or round_.manifest is None:
@@ -286,7 +288,7 @@ class Protector:
             self._rooms = rooms_for(settled.plan, round_.manifests, group)
         self._begin_exchange(round_, settled.plan)
 
-    def _begin_exchange(self, round_: Round, plan: Plan) -> None:
+    def _begin_exchange(self, round_: ProtectionRound, plan: RedundancyPlan) -> None:
         group, codec = self.group, self._codec
         assert group is not None
         assert codec is not None
@@ -309,24 +311,24 @@ class Protector:
             exchange.let(place, *window)
 
     def _vault_made(self, slot: int, fd: int) -> None:
-        self._tell_agent(smp_messages.VaultMade(slot), fds=(fd,))
+        self._tell_agent(smp_messages.ParityRegionCreated(slot), fds=(fd,))
 
     # --- how it ends -------------------------------------------------------------------------
 
-    def _stored_here(self, round_: Round) -> None:
+    def _stored_here(self, round_: ProtectionRound) -> None:
         group, exchange = self.group, round_.exchange
         if group is not None and exchange is not None and exchange.fill is not None:
             self.last_bytes = exchange.fill.num_bytes
-            self._tell_all(t.Stored(*self._name(round_)))
+            self._tell_all(t.RoundStored(*self._name(round_)))
             self._stored(round_, group.place)
 
-    def _stored(self, round_: Round, place: int) -> None:
+    def _stored(self, round_: ProtectionRound, place: int) -> None:
         group = self.group
         round_.stored.add(place)
         if group is not None and len(round_.stored) == len(group.nodes) and not round_.is_ready:
             self._ready(round_)
 
-    def _ready(self, round_: Round, problem: str = "") -> None:
+    def _ready(self, round_: ProtectionRound, problem: str = "") -> None:
         group = self.group
         assert group is not None
         round_.is_ready = round_.was_ready = True
@@ -341,25 +343,25 @@ class Protector:
             return
         self._tell_ready(round_)
 
-    def _tell_ready(self, round_: Round) -> None:
+    def _tell_ready(self, round_: ProtectionRound) -> None:
         at, problem = round_.version, round_.problem
         survives = self.group.parity if self.group is not None and not problem else 0
         self._tell_agent(smp_messages.VersionReady(at.generation, at.step, survives, problem))
 
-    def _unable(self, round_: Round, why: str) -> None:
+    def _unable(self, round_: ProtectionRound, why: str) -> None:
         """This node cannot keep its part, and says so."""
         if self._rounds.is_current(round_) and not round_.is_ready:
-            self._tell_all(t.Unable(*self._name(round_), why))
+            self._tell_all(t.RoundFailed(*self._name(round_), why))
             self._give_up(round_, why)
 
-    def _give_up(self, round_: Round, why: str) -> None:
+    def _give_up(self, round_: ProtectionRound, why: str) -> None:
         round_.stop()
         round_.problem = why
         if round_.is_sealed and not round_.is_ready:
             self._troubles.unprotected(round_.version, why)
             self._ready(round_, why)
 
-    def _corrupt_here(self, round_: Round, why: str) -> None:
+    def _corrupt_here(self, round_: ProtectionRound, why: str) -> None:
         """A slot of this node is not what was sealed: such a version must not be committed."""
         if self._rounds.is_current(round_) and not self._corrupt(round_.version, why):
             self._unable(round_, why)
@@ -379,26 +381,26 @@ class Protector:
         round_ = self._rounds.of(at)
         if body.attempt > round_.attempt:
             self._begin_again(round_, body.attempt)
-        elif body.attempt < round_.attempt and not isinstance(body, t.ManifestOf):
+        elif body.attempt < round_.attempt and not isinstance(body, t.ManifestData):
             return
         match body:
-            case t.Sealed():
+            case t.RoundSealed():
                 round_.told[place] = (body.plan_id, body.replicas)
                 round_.parts[place] = body.part
                 self._advance(round_)
-            case t.Open():
+            case t.RoundOpened():
                 round_.windows[place] = (body.plan_id, body.below)
                 if round_.exchange is not None:
                     round_.exchange.let(place, body.plan_id, body.below)
-            case t.Stored():
+            case t.RoundStored():
                 self._stored(round_, place)
-            case t.Unable():
+            case t.RoundFailed():
                 self._give_up(round_, f"node {node_id}: {body.why}")
             case _:
                 pass
 
     def manifest_came(
-        self, session: int, node_id: str, body: t.ManifestOf, manifest: NodeManifest
+        self, session: int, node_id: str, body: t.ManifestData, manifest: NodeManifest
     ) -> None:
         group = self.group
         if group is None or session != group.number:
@@ -433,7 +435,7 @@ class Protector:
         for round_ in self._rounds:
             self._say_again(round_)
 
-    def fill_of(self, session: int, body: t.RoundMessage) -> tuple[Fill, Protecting] | None:
+    def fill_of(self, session: int, body: t.RoundMessage) -> tuple[ParityWriter, LocalGroup] | None:
         """Where blocks and mirrors of a version go; in any thread."""
         group = self.group
         round_ = self._rounds.find(version(body.generation, body.step))
@@ -469,25 +471,25 @@ class Protector:
 
     # --- details -----------------------------------------------------------------------------
 
-    def _begin_again(self, round_: Round, attempt: int) -> None:
+    def _begin_again(self, round_: ProtectionRound, attempt: int) -> None:
         round_.begin_again(attempt)
         if round_.manifest is not None:
             self._tell_sealed(round_)
             self._advance(round_)
 
-    def _say_again(self, round_: Round) -> None:
+    def _say_again(self, round_: ProtectionRound) -> None:
         """What a lost connection took with it may be missing elsewhere, also where all is here."""
         group = self.group
         if not round_.is_ready:
             self._begin_again(round_, round_.attempt + 1)
         elif round_.problem:
-            self._tell_all(t.Unable(*self._name(round_), round_.problem))
+            self._tell_all(t.RoundFailed(*self._name(round_), round_.problem))
         elif group is not None and group.is_possible and round_.manifest is not None:
             self._tell_sealed(round_)
             if group.place in round_.stored:
-                self._tell_all(t.Stored(*self._name(round_)))
+                self._tell_all(t.RoundStored(*self._name(round_)))
 
-    def _name(self, round_: Round) -> tuple[int, int, int]:
+    def _name(self, round_: ProtectionRound) -> tuple[int, int, int]:
         return round_.version.generation, round_.version.step, round_.attempt
 
     def _tell_all(self, body: t.AnyTransfer, raw: bytes = b"") -> None:
@@ -495,4 +497,4 @@ class Protector:
         assert group is not None
         digest = digest_of([raw]) if raw else None
         for place in group.others:
-            self._peers.link(place, PROTECT).tell(Frame(body, [raw] if raw else (), digest))
+            self._peers.link(place, PROTECT).tell(OutgoingFrame(body, [raw] if raw else (), digest))

@@ -18,14 +18,14 @@ from ftrun.erasure.fragments import Fragment, StripeId
 from ftrun.erasure.rebuild import StripeFacts, StripeWork
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Generation
-from ftrun.smp.peer_link import Frame
+from ftrun.smp.peer_link import OutgoingFrame
 from ftrun.smp.redundancy.parity_writer import num_stripes_of, stripes_of
-from ftrun.smp.restore.restore_server import Served, group_of
-from ftrun.smp.restore.rpc import FetchDesk
+from ftrun.smp.restore.restore_server import RestoreServer, group_of
+from ftrun.smp.restore.rpc import FetchRpc
 from ftrun.smp.waits import Steps, Wait, drive
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.shared_memory.parity_region import VaultRecord
+from ftrun.wire.shared_memory.parity_region import ParityRecord
 from ftrun.wire.transport.bulk_socket import digest_of
 
 NUM_THREADS = 2
@@ -77,8 +77,8 @@ class Rebuilder:
 
     def __init__(
         self,
-        desk: FetchDesk,
-        served: Served,
+        desk: FetchRpc,
+        served: RestoreServer,
         *,
         run: int,
         codec_for: Callable[[int, int], Codec],
@@ -89,13 +89,13 @@ class Rebuilder:
         self._run = run
         self._codec_for = codec_for
         self._patience_s = patience_s
-        self._asks: queue.SimpleQueue[tuple[str, t.AskRebuilt] | None] = queue.SimpleQueue()
+        self._asks: queue.SimpleQueue[tuple[str, t.RebuildBlock] | None] = queue.SimpleQueue()
         self._num_threads = 0
         self._silent: set[str] = set()
         self._is_stopped = False
         self._lock = threading.Lock()
 
-    def ask(self, asker: str, ask: t.AskRebuilt) -> None:
+    def ask(self, asker: str, ask: t.RebuildBlock) -> None:
         """Rebuild this block, after those that were asked for before."""
         with self._lock:
             is_new = self._num_threads < NUM_THREADS and not self._is_stopped
@@ -119,13 +119,15 @@ class Rebuilder:
                 self._desk.refuse(asker, ask, 0, error)
             else:
                 crash_point("smp.fetch.rebuilt")
-                self._desk.tell(asker, Frame(t.Found(ask.request, 0), [raw], digest_of([raw])))
+                self._desk.tell(
+                    asker, OutgoingFrame(t.FetchData(ask.request, 0), [raw], digest_of([raw]))
+                )
 
-    def rebuild(self, ask: t.AskRebuilt) -> memoryview:
+    def rebuild(self, ask: t.RebuildBlock) -> memoryview:
         """As `_rebuild`, in this thread."""
         return drive(self._rebuild(ask))
 
-    def _rebuild(self, ask: t.AskRebuilt) -> Steps[memoryview]:
+    def _rebuild(self, ask: t.RebuildBlock) -> Steps[memoryview]:
         """The block of the lost node.
 
         Raises:
@@ -164,7 +166,7 @@ class Rebuilder:
         """It has not answered before, so others are asked first."""
         return node_id in self._silent or bool(self._desk.why_gone(node_id))
 
-    def _facts(self, record: VaultRecord, stripe: int, senders: tuple[int, ...]) -> StripeFacts:
+    def _facts(self, record: ParityRecord, stripe: int, senders: tuple[int, ...]) -> StripeFacts:
         stripes = stripes_of(record)
         in_order = [stripes.node_at(stripe, index) for index in range(stripes.n)]
         empty = set(stripes.data_nodes(stripe)) - set(senders)
@@ -177,8 +179,8 @@ class Rebuilder:
 
     def _gather(
         self,
-        ask: t.AskRebuilt,
-        record: VaultRecord,
+        ask: t.RebuildBlock,
+        record: ParityRecord,
         work: StripeWork,
         others: tuple[list[int], int],
     ) -> Steps[None]:
@@ -222,7 +224,7 @@ class Rebuilder:
                 self._desk.requests.close(number)
 
     def _settled(
-        self, record: VaultRecord, waiting: dict[int, float], answer: _Answer | None
+        self, record: ParityRecord, waiting: dict[int, float], answer: _Answer | None
     ) -> list[_Answer]:
         """This answer; without one, those that will not come. Taken out of `waiting`."""
         if answer is None:
@@ -235,7 +237,7 @@ class Rebuilder:
             del waiting[one.place]
         return found
 
-    def _silent_ones(self, record: VaultRecord, waiting: dict[int, float]) -> list[_Answer]:
+    def _silent_ones(self, record: ParityRecord, waiting: dict[int, float]) -> list[_Answer]:
         found = []
         for place, since_s in waiting.items():
             name = record.members[place].node_id
@@ -252,16 +254,16 @@ class Rebuilder:
 
     def _ask(
         self,
-        ask: t.AskRebuilt,
-        record: VaultRecord,
+        ask: t.RebuildBlock,
+        record: ParityRecord,
         node: int,
         answers: "queue.SimpleQueue[_Answer]",
     ) -> int:
         sink = _Asked(node, record.block_bytes, answers)
         number = self._desk.requests.open(sink)
-        body = t.AskUnit(
+        body = t.GetBlock(
             number, ask.generation, ask.step, ask.group, ask.protected_in, stripe=ask.stripe
         )
-        if not self._desk.tell(record.members[node].node_id, Frame(body)):
+        if not self._desk.tell(record.members[node].node_id, OutgoingFrame(body)):
             sink.refused(0, "this node is not known here")
         return number

@@ -3,7 +3,7 @@
 Runs in:  the SMP, in the threads of the links that come in; messages go on to the server's.
 Takes in: frames.
 Gives:    blocks and mirrors to the vault that is being filled, in the link's own thread; messages
-          to `Protector`, answers and questions to `FetchDesk`.
+          to `Protector`, answers and questions to `FetchRpc`.
 """
 
 import logging
@@ -13,11 +13,11 @@ from functools import partial
 import msgspec
 
 from ftrun.errors import FragmentRefused, ProtocolError
-from ftrun.smp.jobs import Jobs
+from ftrun.smp.jobs import JobLanes
 from ftrun.smp.link_rules import FETCH, PROTECT
-from ftrun.smp.peer_listener import Incoming
+from ftrun.smp.peer_listener import IncomingLink
 from ftrun.smp.redundancy.protector import Protector
-from ftrun.smp.restore.rpc import FetchDesk
+from ftrun.smp.restore.rpc import FetchRpc
 from ftrun.snapshot.manifest import NodeManifest
 from ftrun.snapshot.redundancy import MAX_BLOCK_BYTES
 from ftrun.wire.cluster import transfer as t
@@ -29,15 +29,15 @@ _of_thread = threading.local()
 _log = logging.getLogger(__name__)
 
 
-class Receiving:
+class PeerDispatch:
     """The `PeerEvents` of this SMP."""
 
-    def __init__(self, protector: Protector, fetch_desk: FetchDesk, jobs: Jobs) -> None:
+    def __init__(self, protector: Protector, fetch_desk: FetchRpc, jobs: JobLanes) -> None:
         self._protector = protector
         self._fetch_desk = fetch_desk
         self._jobs = jobs
 
-    def received(self, source: Incoming, envelope: t.TransferEnvelope) -> None:
+    def received(self, source: IncomingLink, envelope: t.TransferEnvelope) -> None:
         """Take one frame.
 
         Raises:
@@ -46,11 +46,11 @@ class Receiving:
         body = envelope.body
         if source.hello.purpose == FETCH:
             self._fetch_desk.received(source, envelope)
-        elif isinstance(body, t.BlockOf):
+        elif isinstance(body, t.BlockData):
             self._take_block(source, envelope, body)
-        elif isinstance(body, t.MirrorOf):
+        elif isinstance(body, t.MirrorData):
             self._take_mirror(source, envelope, body)
-        elif isinstance(body, t.ManifestOf):
+        elif isinstance(body, t.ManifestData):
             self._take_manifest(source, envelope, body)
         elif isinstance(body, t.RoundMessage) and not envelope.raw_bytes:
             self._jobs.post(
@@ -73,7 +73,9 @@ class Receiving:
 
     # --- the link's thread -----------------------------------------------------------------
 
-    def _take_block(self, source: Incoming, envelope: t.TransferEnvelope, body: t.BlockOf) -> None:
+    def _take_block(
+        self, source: IncomingLink, envelope: t.TransferEnvelope, body: t.BlockData
+    ) -> None:
         found = self._protector.fill_of(source.hello.session, body)
         size = envelope.raw_bytes
         if found is None or size > MAX_BLOCK_BYTES:
@@ -91,7 +93,7 @@ class Receiving:
             self._damaged(source, body, str(error))
 
     def _take_mirror(
-        self, source: Incoming, envelope: t.TransferEnvelope, body: t.MirrorOf
+        self, source: IncomingLink, envelope: t.TransferEnvelope, body: t.MirrorData
     ) -> None:
         found = self._protector.fill_of(source.hello.session, body)
         place = found[1].place_of(source.node_id) if found is not None else None
@@ -111,7 +113,7 @@ class Receiving:
         fill.take_mirror(place, payload, envelope.raw_digest)
 
     def _take_manifest(
-        self, source: Incoming, envelope: t.TransferEnvelope, body: t.ManifestOf
+        self, source: IncomingLink, envelope: t.TransferEnvelope, body: t.ManifestData
     ) -> None:
         if envelope.raw_bytes > MAX_MANIFEST_BYTES:
             raise ProtocolError(f"a manifest of {envelope.raw_bytes} bytes")
@@ -126,7 +128,7 @@ class Receiving:
         session, node_id = source.hello.session, source.node_id
         self._jobs.post(partial(self._protector.manifest_came, session, node_id, body, manifest))
 
-    def _damaged(self, source: Incoming, body: t.RoundMessage, why: str) -> None:
+    def _damaged(self, source: IncomingLink, body: t.RoundMessage, why: str) -> None:
         _log.warning("%s", why)
         session, node_id = source.hello.session, source.node_id
         self._jobs.post(partial(self._protector.damaged, session, node_id, body, why))

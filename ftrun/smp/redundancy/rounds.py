@@ -2,25 +2,25 @@
 
 Runs in:  the SMP, in the server's thread.
 Takes in: what `Protector` hears of a version.
-Gives:    a `Round` for each; those that are over.
+Gives:    a `ProtectionRound` for each; those that are over.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ftrun.ids import Version
-from ftrun.smp.memory.sealed_shards import HeldShards
+from ftrun.smp.memory.sealed_shards import SealedShards
 from ftrun.smp.redundancy.exchange import Exchange
 from ftrun.snapshot.manifest import NodeManifest
 from ftrun.snapshot.plan_agreement import Told
-from ftrun.wire.messages.protected import NodePlace
+from ftrun.wire.messages.protected import NodeAddress
 
 MAX_ROUNDS = 4
 """Versions that others have sealed and this node has not, besides the one under way."""
 
 
 @dataclass
-class Round:
+class ProtectionRound:
     """One version; begun anew, with the next attempt, where a link was lost on the way.
 
     What is kept by place is what that node of the group has said.
@@ -30,7 +30,7 @@ class Round:
     attempt: int = 1
     is_sealed: bool = False
     """By all local ranks."""
-    shards: HeldShards | None = None
+    shards: SealedShards | None = None
     manifest: NodeManifest | None = None
     manifest_is_sent: bool = False
     told: dict[int, Told] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Round:
             self.exchange.stop()
         self.exchange = None
 
-    def status(self, nodes: Sequence[NodePlace]) -> dict[str, object]:
+    def status(self, nodes: Sequence[NodeAddress]) -> dict[str, object]:
         """For the status document; nodes of the group in its order."""
         return {
             "generation": self.version.generation,
@@ -84,31 +84,31 @@ class Round:
         }
 
 
-class Rounds:
+class ProtectionRounds:
     """Those of one generation, by version."""
 
     def __init__(self) -> None:
         self.over: Version | None = None
         """The newest that is settled: nothing more is heard of it or of those before."""
-        self._rounds: dict[Version, Round] = {}
+        self._rounds: dict[Version, ProtectionRound] = {}
 
-    def __iter__(self) -> Iterator[Round]:
+    def __iter__(self) -> Iterator[ProtectionRound]:
         return iter(list(self._rounds.values()))
 
-    def find(self, wanted: Version) -> Round | None:
+    def find(self, wanted: Version) -> ProtectionRound | None:
         return self._rounds.get(wanted)
 
-    def of(self, wanted: Version) -> Round:
+    def of(self, wanted: Version) -> ProtectionRound:
         """That of a version, begun if need be."""
         if wanted not in self._rounds:
-            self._rounds[wanted] = Round(wanted)
+            self._rounds[wanted] = ProtectionRound(wanted)
             others = [at for at, one in self._rounds.items() if not one.is_sealed]
             for extra in sorted(others)[: max(0, len(others) - MAX_ROUNDS)]:
                 if extra != wanted:
                     self._rounds.pop(extra).stop()
         return self._rounds[wanted]
 
-    def is_current(self, round_: Round) -> bool:
+    def is_current(self, round_: ProtectionRound) -> bool:
         return self._rounds.get(round_.version) is round_
 
     def drop(self, chosen: Callable[[Version], bool], *, is_over: bool = True) -> None:

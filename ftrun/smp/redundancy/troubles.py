@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 
 from ftrun.ids import Version
-from ftrun.smp.redundancy.group import Protecting
+from ftrun.smp.redundancy.group import LocalGroup
 from ftrun.wire.messages import smp as smp_messages
 
 MAX_REASONS = 3
@@ -19,7 +19,7 @@ TellAgent = Callable[..., None]
 _log = logging.getLogger(__name__)
 
 
-class Troubles:
+class GroupNotices:
     """Of one group."""
 
     def __init__(self, tell_agent: TellAgent) -> None:
@@ -33,7 +33,7 @@ class Troubles:
         self._lost.clear()
 
     def replicas_differ(
-        self, at: Version, group: Protecting, holders: Collection[tuple[int, int]]
+        self, at: Version, group: LocalGroup, holders: Collection[tuple[int, int]]
     ) -> None:
         """What was equal on several nodes is not any more; whose, as (place, rank)."""
         nodes = [group.nodes[place].node_id for place in sorted({place for place, _ in holders})]
@@ -61,7 +61,7 @@ class Troubles:
             told.add(why)
             self._tell("peer_lost", f"node {node_id}: {why}", [node_id])
 
-    def stalled(self, at: Version, group: Protecting, stored: Collection[int]) -> None:
+    def stalled(self, at: Version, group: LocalGroup, stored: Collection[int]) -> None:
         """All have sealed a version, and nothing moves."""
         late = [node.node_id for place, node in enumerate(group.nodes) if place not in stored]
         why = f"{at}: nothing has come for {group.patience_s:.0f} s; not done: {', '.join(late)}"

@@ -2,23 +2,23 @@
 
 Runs in:  the SMP, in the thread that fetches; lost links are told in theirs, `cancel` in any.
 Takes in: items, and what to ask for them.
-Gives:    the items, as `Downloads` gets them.
+Gives:    the items, as `Downloader` gets them.
 """
 
 import threading
 from collections.abc import Callable, Sequence
 
-from ftrun.smp.peer_link import Frame
-from ftrun.smp.restore.downloader import Downloads, Item
-from ftrun.smp.restore.rpc import FetchDesk
+from ftrun.smp.peer_link import OutgoingFrame
+from ftrun.smp.restore.downloader import Downloader, DownloadItem
+from ftrun.smp.restore.rpc import FetchRpc
 from ftrun.smp.waits import Steps, drive
 from ftrun.wire.cluster import transfer as t
 
-Question = Callable[[int, Sequence[Item]], t.AskPieces | t.AskRebuilt]
+Question = Callable[[int, Sequence[DownloadItem]], t.GetPieces | t.RebuildBlock]
 """What to ask: the number of the question, items of one kind."""
 
 
-class Asking:
+class DownloadSession:
     """One set of items after the other.
 
     Args:
@@ -26,13 +26,13 @@ class Asking:
         patience_s: how long a source may deliver nothing.
     """
 
-    def __init__(self, desk: FetchDesk, *, patience_s: float) -> None:
+    def __init__(self, desk: FetchRpc, *, patience_s: float) -> None:
         self.is_cancelled = False
         self.num_bytes = 0
         """That have come so far."""
         self._desk = desk
         self._patience_s = patience_s
-        self._running: set[Downloads] = set()
+        self._running: set[Downloader] = set()
         self._lost: dict[str, str] = {}
         self._lock = threading.Lock()
 
@@ -64,20 +64,20 @@ class Asking:
             for downloads in self._running:
                 downloads.cancel()
 
-    def run(self, items: Sequence[Item], question: Question) -> list[Item]:
+    def run(self, items: Sequence[DownloadItem], question: Question) -> list[DownloadItem]:
         """As `steps`, in this thread."""
         return drive(self.steps(items, question))
 
-    def steps(self, items: Sequence[Item], question: Question) -> Steps[list[Item]]:
+    def steps(self, items: Sequence[DownloadItem], question: Question) -> Steps[list[DownloadItem]]:
         """Get all of these; those that nobody could give.
 
         When this returns no answer is written to an item's memory any more.
         """
 
-        def ask(node_id: str, number: int, batch: Sequence[Item]) -> bool:
-            return self._desk.tell(node_id, Frame(question(number, batch)))
+        def ask(node_id: str, number: int, batch: Sequence[DownloadItem]) -> bool:
+            return self._desk.tell(node_id, OutgoingFrame(question(number, batch)))
 
-        downloads = Downloads(
+        downloads = Downloader(
             self._desk.requests,
             ask,
             patience_s=self._patience_s,

@@ -14,7 +14,7 @@ from ftrun import clock
 from ftrun.errors import FetchFailed
 from ftrun.ids import Rank, Version
 from ftrun.smp.memory.arenas import create
-from ftrun.smp.restore.previous_world import OldShards
+from ftrun.smp.restore.previous_world import PreviousWorldShards
 from ftrun.snapshot.layout import Piece
 from ftrun.wire.shared_memory.arena import Arena, ArenaShape, SlotHeader, SlotState
 
@@ -22,13 +22,13 @@ _SLOT = 0
 _BATCH = 64
 
 
-def shape_of(shards: OldShards, rank: Rank, world_size: int) -> ArenaShape:
+def shape_of(shards: PreviousWorldShards, rank: Rank, world_size: int) -> ArenaShape:
     """What the slot of a rank needs. Raises: LayoutUnknown: no node has it."""
     head = shards.head(rank)
     return ArenaShape(rank, world_size, head.image_bytes, len(head.table), head.layout_id)
 
 
-def fetch_slot(shards: OldShards, rank: Rank, wanted: Version, shape: ArenaShape) -> int:
+def fetch_slot(shards: PreviousWorldShards, rank: Rank, wanted: Version, shape: ArenaShape) -> int:
     """The descriptor of an arena whose slot holds the version; the caller's to close.
 
     Raises:
@@ -47,7 +47,7 @@ def fetch_slot(shards: OldShards, rank: Rank, wanted: Version, shape: ArenaShape
     return fd
 
 
-def _fill(shards: OldShards, rank: Rank, wanted: Version, arena: Arena) -> None:
+def _fill(shards: PreviousWorldShards, rank: Rank, wanted: Version, arena: Arena) -> None:
     head, pieces = shards.head(rank), shards.layout(rank).pieces
     at = (wanted.generation, wanted.step, head.image_bytes, head.table_digest)
     arena.write_header(_SLOT, SlotHeader(SlotState.COPYING, *at, 0))

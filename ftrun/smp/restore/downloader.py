@@ -15,7 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ftrun.smp.restore.requests import Requests
+from ftrun.smp.restore.requests import PendingRequests
 from ftrun.smp.waits import Steps, Wait
 
 PIECE, BLOCK = "piece", "block"
@@ -27,7 +27,7 @@ _TICK_S = 0.2
 
 
 @dataclass(eq=False)
-class Item:
+class DownloadItem:
     """Something that is wanted.
 
     Args:
@@ -51,7 +51,7 @@ class Item:
     problems: list[str] = field(default_factory=list)
 
 
-Ask = Callable[[str, int, Sequence[Item]], bool]
+Ask = Callable[[str, int, Sequence[DownloadItem]], bool]
 """Ask a node for items of one kind: node, number of the question, items; False where the node
 cannot be asked."""
 
@@ -70,7 +70,7 @@ class _Event:
 class _Batch:
     """The `Sink` of one question for some items."""
 
-    def __init__(self, items: Sequence[Item], events: "queue.SimpleQueue[_Event]") -> None:
+    def __init__(self, items: Sequence[DownloadItem], events: "queue.SimpleQueue[_Event]") -> None:
         self.items = items
         self.number = 0
         self._events = events
@@ -93,7 +93,7 @@ class _Question:
     left: set[int]
 
 
-class Downloads:
+class Downloader:
     """One set of items.
 
     Args:
@@ -104,19 +104,19 @@ class Downloads:
     """
 
     def __init__(
-        self, requests: Requests, ask: Ask, *, patience_s: float, now_s: Callable[[], float]
+        self, requests: PendingRequests, ask: Ask, *, patience_s: float, now_s: Callable[[], float]
     ) -> None:
         self._requests = requests
         self._ask = ask
         self._patience_s = patience_s
         self._now_s = now_s
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._waiting: dict[str, deque[Item]] = defaultdict(deque)
+        self._waiting: dict[str, deque[DownloadItem]] = defaultdict(deque)
         self._open: dict[int, _Question] = {}
         self._owed: dict[str, int] = defaultdict(int)
         self._heard_s: dict[str, float] = {}
         self._bad: dict[str, str] = {}
-        self._failed: list[Item] = []
+        self._failed: list[DownloadItem] = []
         self._is_cancelled = False
         self.num_bytes = 0
 
@@ -129,7 +129,7 @@ class Downloads:
         """A node cannot be reached any more; from whichever thread."""
         self._events.put(_Event(0, -1, why, node=node))
 
-    def steps(self, items: Sequence[Item]) -> Steps[list[Item]]:
+    def steps(self, items: Sequence[DownloadItem]) -> Steps[list[DownloadItem]]:
         """Get all of them; those that nobody could give, with their problems.
 
         When this returns no answer is written to an item's memory any more.
@@ -152,7 +152,7 @@ class Downloads:
             self._waiting.clear()
         return self._failed
 
-    def _assign(self, item: Item) -> None:
+    def _assign(self, item: DownloadItem) -> None:
         """Queue an item at its next source that is any good."""
         while item.sources:
             node = item.sources.popleft()
@@ -175,7 +175,7 @@ class Downloads:
                     batch.append(waiting.popleft())
                 self._ask_for(node, batch)
 
-    def _ask_for(self, node: str, batch: list[Item]) -> None:
+    def _ask_for(self, node: str, batch: list[DownloadItem]) -> None:
         sink = _Batch(batch, self._events)
         sink.number = self._requests.open(sink)
         if not self._owed[node]:
@@ -205,7 +205,7 @@ class Downloads:
         else:
             self.num_bytes += item.num_bytes
 
-    def _settle(self, number: int, question: _Question, index: int) -> Item:
+    def _settle(self, number: int, question: _Question, index: int) -> DownloadItem:
         question.left.remove(index)
         item = question.sink.items[index]
         self._owed[question.node] -= item.num_bytes
@@ -225,7 +225,7 @@ class Downloads:
         if node in self._bad:
             return
         self._bad[node] = why
-        again: list[Item] = list(self._waiting.pop(node, ()))
+        again: list[DownloadItem] = list(self._waiting.pop(node, ()))
         for number, question in list(self._open.items()):
             if question.node == node:
                 self._requests.close(number)

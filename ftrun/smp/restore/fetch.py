@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from ftrun.errors import FetchFailed, FtrunError, LayoutUnknown
 from ftrun.ids import Generation, Rank, Version
 from ftrun.smp.memory.arenas import create
-from ftrun.smp.peer_link import Frame
+from ftrun.smp.peer_link import OutgoingFrame
 from ftrun.smp.redundancy.mirror import Mirror
-from ftrun.smp.restore.asking import Asking
+from ftrun.smp.restore.asking import DownloadSession
 from ftrun.smp.restore.bare_fetch import fetch_slot, shape_of
-from ftrun.smp.restore.lost_node import FetchWork, LostNode, check_mirror
-from ftrun.smp.restore.previous_world import OldShards, OldWorld
-from ftrun.smp.restore.rpc import FetchDesk
+from ftrun.smp.restore.lost_node import LostNode, LostNodeRestore, check_mirror
+from ftrun.smp.restore.previous_world import PreviousWorld, PreviousWorldShards
+from ftrun.smp.restore.rpc import FetchRpc
 from ftrun.smp.waits import Steps, Wait
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.messages.protected import NodePlace, OldGroup
+from ftrun.wire.messages.protected import NodeAddress, PreviousGroup
 from ftrun.wire.shared_memory.arena import Arena
 
 MAX_MIRROR_BYTES = 1 << 30
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class FetchOrder:
+class FetchJob:
     """What to fetch.
 
     Args:
@@ -54,9 +54,9 @@ class FetchOrder:
     wanted: Version
     generation: Generation
     ranks: Sequence[Rank]
-    groups: Sequence[OldGroup]
+    groups: Sequence[PreviousGroup]
     world_size: int
-    own: NodePlace
+    own: NodeAddress
     patience_s: float
     check: Callable[[int], None]
 
@@ -79,18 +79,18 @@ class FetchEvents:
 class Fetcher:
     """One fetch."""
 
-    def __init__(self, order: FetchOrder, desk: FetchDesk, events: FetchEvents) -> None:
+    def __init__(self, order: FetchJob, desk: FetchRpc, events: FetchEvents) -> None:
         self._order = order
         self._desk = desk
         self._events = events
-        self._asking = Asking(desk, patience_s=order.patience_s)
-        self._bare: OldShards | None = None
+        self._asking = DownloadSession(desk, patience_s=order.patience_s)
+        self._bare: PreviousWorldShards | None = None
 
     def start(self) -> None:
         self._asking.begin("ftrun-fetch", self._run())
 
     def cancel(self) -> None:
-        """Give up; see `Asking.cancel`."""
+        """Give up; see `DownloadSession.cancel`."""
         self._asking.cancel()
         if self._bare is not None:
             self._bare.cancel()
@@ -153,11 +153,11 @@ class Fetcher:
         """
         self._desk.meet(list(lost.group.nodes))
         for node in lost.alive:
-            self._desk.tell(node.node_id, Frame(t.Meet(lost.alive)))
+            self._desk.tell(node.node_id, OutgoingFrame(t.FetchPeers(lost.alive)))
         mirror = yield from self._mirror(lost)
         crash_point("smp.fetch.mirror_taken")
         fds: dict[Rank, int] = {}
-        work: FetchWork | None = None
+        work: LostNodeRestore | None = None
         try:
             work = self._begin(lost, mirror, fds)
             yield from self._fill(lost, work)
@@ -179,7 +179,7 @@ class Fetcher:
         check_mirror(mirror, lost)
         return mirror
 
-    def _begin(self, lost: LostNode, mirror: Mirror, fds: dict[Rank, int]) -> FetchWork:
+    def _begin(self, lost: LostNode, mirror: Mirror, fds: dict[Rank, int]) -> LostNodeRestore:
         """Make arenas, put their descriptors into `fds`, and fill them with what is here.
 
         Raises:
@@ -194,7 +194,7 @@ class Fetcher:
                 arenas[rank] = Arena(fds[rank], writable=True)
             served = self._desk.served
             held = served.shards if served is not None else None
-            return FetchWork(lost, mirror, arenas, held)
+            return LostNodeRestore(lost, mirror, arenas, held)
         except BaseException:
             for arena in arenas.values():
                 arena.close()
@@ -214,8 +214,10 @@ class Fetcher:
         yield from ()  # its parts wait by themselves
         order, served = self._order, self._desk.served
         assert served is not None
-        world = OldWorld(order.wanted, order.groups, order.own, order.own.node_id, order.patience_s)
-        self._bare = shards = OldShards(world, self._desk, served, None)
+        world = PreviousWorld(
+            order.wanted, order.groups, order.own, order.own.node_id, order.patience_s
+        )
+        self._bare = shards = PreviousWorldShards(world, self._desk, served, None)
         self._desk.on_lost(shards.note_lost)
         shapes = {rank: shape_of(shards, rank, order.world_size) for rank in lost.ranks}
         order.check(sum(shape.total_bytes for shape in shapes.values()))
@@ -247,12 +249,12 @@ class Fetcher:
                 return mirror
         raise FetchFailed(lost.missing("its small state", problems))
 
-    def _ask_mirror(self, lost: LostNode, node: NodePlace) -> Steps[bytearray]:
+    def _ask_mirror(self, lost: LostNode, node: NodeAddress) -> Steps[bytearray]:
         sink = _MirrorSink()
         requests = self._desk.requests
         number = requests.open(sink)
         wanted = lost.wanted
-        ask = t.AskMirror(
+        ask = t.GetMirror(
             number,
             wanted.generation,
             wanted.step,
@@ -263,7 +265,7 @@ class Fetcher:
         now_s = self._desk.runner.now_s
         give_up_s = now_s() + self._order.patience_s
         try:
-            self._desk.tell(node.node_id, Frame(ask))
+            self._desk.tell(node.node_id, OutgoingFrame(ask))
             while True:
                 refusal = yield Wait(sink.answers, _TICK_S)
                 if refusal is not None:
@@ -274,7 +276,7 @@ class Fetcher:
         finally:
             requests.close(number)
 
-    def _fill(self, lost: LostNode, work: FetchWork) -> Steps[None]:
+    def _fill(self, lost: LostNode, work: LostNodeRestore) -> Steps[None]:
         """Get all that the mirror did not have, until every digest matches.
 
         Raises:

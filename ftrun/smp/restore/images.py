@@ -11,8 +11,8 @@ writes to them meanwhile, because workers of the new world have arenas of their 
 import os
 
 from ftrun.ids import Rank, version
-from ftrun.smp.client import Asker
-from ftrun.smp.memory.arenas import ArenaMemory
+from ftrun.smp.client import Requester
+from ftrun.smp.memory.arenas import ArenaStore
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import worker as worker_messages
 
@@ -21,7 +21,7 @@ MOST_IMAGES = 250
 """As many descriptors as one message carries, nearly."""
 
 
-def open_images(memory: ArenaMemory, asker: Asker, body: worker_messages.OpenImages) -> None:
+def open_images(memory: ArenaStore, asker: Requester, body: worker_messages.OpenShards) -> None:
     """Answer with what there is of the version; what is elsewhere is not in it."""
     wanted = version(body.generation, body.step)
     found: dict[Rank, int] = {}
@@ -37,7 +37,7 @@ def open_images(memory: ArenaMemory, asker: Asker, body: worker_messages.OpenIma
     try:
         # Descriptions of the files of their own, so that they can be read-only.
         fds.extend(os.open(f"/proc/self/fd/{fd}", _READ_ONLY) for fd in found.values())
-        asker.tell(worker_messages.ImagesOpened(list(found)), fds=tuple(fds))
+        asker.tell(worker_messages.ShardsOpened(list(found)), fds=tuple(fds))
     finally:
         for fd in fds:
             os.close(fd)

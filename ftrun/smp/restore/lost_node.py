@@ -13,17 +13,17 @@ import xxhash
 
 from ftrun import clock
 from ftrun.erasure.codec import MAX_DATA, MAX_PARITY
-from ftrun.erasure.groups import Group
+from ftrun.erasure.groups import ProtectionGroup
 from ftrun.erasure.stripes import Stripes
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
-from ftrun.smp.memory.sealed_shards import HeldShards
-from ftrun.smp.redundancy.mirror import Mirror, RankHead
-from ftrun.smp.restore.downloader import BLOCK, PIECE, Item
+from ftrun.smp.memory.sealed_shards import SealedShards
+from ftrun.smp.redundancy.mirror import Mirror, RankHeader
+from ftrun.smp.restore.downloader import BLOCK, PIECE, DownloadItem
 from ftrun.snapshot.redundancy import MAX_BLOCK_BYTES
 from ftrun.snapshot.stripe_space import Extent, StripeSpace
 from ftrun.wire.cluster import transfer as t
-from ftrun.wire.messages.protected import NodePlace, OldGroup
+from ftrun.wire.messages.protected import NodeAddress, PreviousGroup
 from ftrun.wire.shared_memory.arena import Arena, SlotHeader, SlotState
 
 _SLOT = 0
@@ -42,7 +42,7 @@ class LostNode:
     """
 
     wanted: Version
-    group: OldGroup
+    group: PreviousGroup
     place: int
     ranks: Sequence[Rank]
     own_id: str
@@ -52,12 +52,12 @@ class LostNode:
         return self.group.nodes[self.place].node_id
 
     @property
-    def alive(self) -> list[NodePlace]:
+    def alive(self) -> list[NodeAddress]:
         """Nodes of the group that can be asked."""
         return [node for node in self.group.nodes if node.smp_port > 0]
 
     @property
-    def owner(self) -> NodePlace | None:
+    def owner(self) -> NodeAddress | None:
         """The node itself, where it is there and a rank of it has only moved."""
         node = self.group.nodes[self.place]
         return node if node.smp_port > 0 and node.node_id != self.own_id else None
@@ -68,7 +68,7 @@ class LostNode:
         return [at for at, node in enumerate(self.group.nodes) if node.node_id in alive]
 
     @property
-    def mirror_holders(self) -> list[NodePlace]:
+    def mirror_holders(self) -> list[NodeAddress]:
         """Nodes that have its small state, as far as they can be asked."""
         count = len(self.group.nodes)
         places = [(self.place + ahead) % count for ahead in range(1, self.group.parity + 1)]
@@ -77,7 +77,9 @@ class LostNode:
 
     @property
     def group_id(self) -> int:
-        return Group(tuple(node.node_id for node in self.group.nodes), self.group.parity).id
+        return ProtectionGroup(
+            tuple(node.node_id for node in self.group.nodes), self.group.parity
+        ).id
 
     def missing(self, what: str, problems: Sequence[str]) -> str:
         """In words: what cannot be had, and why."""
@@ -94,7 +96,7 @@ class LostNode:
         )
 
 
-class FetchWork:
+class LostNodeRestore:
     """The state of one lost node on its way into arenas.
 
     Args:
@@ -108,15 +110,19 @@ class FetchWork:
     """
 
     def __init__(
-        self, lost: LostNode, mirror: Mirror, arenas: Mapping[Rank, Arena], held: HeldShards | None
+        self,
+        lost: LostNode,
+        mirror: Mirror,
+        arenas: Mapping[Rank, Arena],
+        held: SealedShards | None,
     ) -> None:
         self._lost = lost
         self._mirror = mirror
         self._arenas = dict(arenas)
         self._held = held
         self._heads = {head.rank: head for head in mirror.head.ranks}
-        self._twins: list[tuple[Item, list[tuple[Rank, int]]]] = []
-        self._blocks: dict[int, Item] = {}
+        self._twins: list[tuple[DownloadItem, list[tuple[Rank, int]]]] = []
+        self._blocks: dict[int, DownloadItem] = {}
         self._num_replicas = 0
         head = mirror.head
         pieces = {rank: layout.pieces for rank, layout in mirror.layouts.items()}
@@ -125,7 +131,7 @@ class FetchWork:
         for rank, arena in self._arenas.items():
             self._begin(rank, arena)
 
-    def items(self) -> list[Item]:
+    def items(self) -> list[DownloadItem]:
         """All that the mirror did not have, and nobody here has."""
         replicas = self._replica_items()
         if self._lost.owner is None:
@@ -144,7 +150,7 @@ class FetchWork:
             for rank, index in places:
                 self._piece(rank, index)[:] = item.views[0]
 
-    def bad_items(self) -> list[Item]:
+    def bad_items(self) -> list[DownloadItem]:
         """Blocks whose pieces are not what was captured: to be had from the next source.
 
         Raises:
@@ -173,7 +179,7 @@ class FetchWork:
         for arena in self._arenas.values():
             arena.close()
 
-    def question(self, number: int, batch: Sequence[Item]) -> t.AskPieces | t.AskRebuilt:
+    def question(self, number: int, batch: Sequence[DownloadItem]) -> t.GetPieces | t.RebuildBlock:
         """What to ask for some items of one kind."""
         lost = self._lost
         name = (
@@ -185,11 +191,11 @@ class FetchWork:
         )
         if batch[0].kind == PIECE:
             digests = b"".join(item.key.to_bytes(8, "little") for item in batch)
-            return t.AskPieces(*name, digests=digests)
+            return t.GetPieces(*name, digests=digests)
         alive = [place for place in lost.alive_places if place != lost.place]
-        return t.AskRebuilt(*name, place=lost.place, stripe=batch[0].key, alive=alive)
+        return t.RebuildBlock(*name, place=lost.place, stripe=batch[0].key, alive=alive)
 
-    def describe(self, item: Item) -> str:
+    def describe(self, item: DownloadItem) -> str:
         if item.kind == PIECE:
             return f"{item.num_bytes} bytes that other nodes had too"
         return f"its block of stripe {item.key}"
@@ -206,7 +212,7 @@ class FetchWork:
             self._piece(rank, index)[:] = view
 
     def _header(self, rank: Rank, state: SlotState) -> SlotHeader:
-        head: RankHead = self._heads[rank]
+        head: RankHeader = self._heads[rank]
         made = SlotHeader(
             state,
             self._lost.wanted.generation,
@@ -217,8 +223,8 @@ class FetchWork:
         )
         return replace(made, sealed_ns=clock.now_ns()) if state is SlotState.SEALED else made
 
-    def _replica_items(self) -> list[Item]:
-        found: dict[int, tuple[Item, list[tuple[Rank, int]]]] = {}
+    def _replica_items(self) -> list[DownloadItem]:
+        found: dict[int, tuple[DownloadItem, list[tuple[Rank, int]]]] = {}
         for rank in self._arenas:
             table = self._mirror.tables[rank]
             for replicated in self._mirror.plan_of(rank).replicated:
@@ -244,13 +250,13 @@ class FetchWork:
             return False
         return True
 
-    def _replica(self, rank: Rank, index: int, digest: int, holders: Sequence[int]) -> Item:
+    def _replica(self, rank: Rank, index: int, digest: int, holders: Sequence[int]) -> DownloadItem:
         lost = self._lost
         best = [at for at in holders if at in lost.alive_places and at != lost.place]
         others = [at for at in lost.alive_places if at not in best]
         view = self._piece(rank, index)
         self._num_replicas += 1
-        return Item(
+        return DownloadItem(
             kind=PIECE,
             key=digest,
             num_bytes=len(view),
@@ -259,7 +265,7 @@ class FetchWork:
             digest=digest,
         )
 
-    def _coded_pieces(self, owner: NodePlace) -> list[Item]:
+    def _coded_pieces(self, owner: NodeAddress) -> list[DownloadItem]:
         items = []
         for rank in self._arenas:
             table = self._mirror.tables[rank]
@@ -267,10 +273,12 @@ class FetchWork:
                 for index in range(run.first, run.first + run.count):
                     view, digest = self._piece(rank, index), table[index]
                     sources = deque([owner.node_id])
-                    items.append(Item(PIECE, digest, len(view), [view], sources, digest, True))
+                    items.append(
+                        DownloadItem(PIECE, digest, len(view), [view], sources, digest, True)
+                    )
         return items
 
-    def block_items(self) -> list[Item]:
+    def block_items(self) -> list[DownloadItem]:
         """All blocks with bytes of the wanted ranks, to be rebuilt."""
         scratch = memoryview(bytearray(self._space.block_bytes))
         wanted = {block for rank in self._arenas for block in self._space.blocks_of(rank)}
@@ -282,7 +290,7 @@ class FetchWork:
                 for place in self._stripes.parity_nodes(stripe)
                 if place in self._lost.alive_places
             ]
-            self._blocks[block] = Item(
+            self._blocks[block] = DownloadItem(
                 kind=BLOCK,
                 key=stripe,
                 num_bytes=sum(extent.num_bytes for extent in extents),

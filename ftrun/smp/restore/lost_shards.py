@@ -14,21 +14,21 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from ftrun.erasure.groups import Group
+from ftrun.erasure.groups import ProtectionGroup
 from ftrun.erasure.stripes import Stripes
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
 from ftrun.smp.redundancy.mirror import Mirror
-from ftrun.smp.restore.downloader import BLOCK, PIECE, Item
+from ftrun.smp.restore.downloader import BLOCK, PIECE, DownloadItem
 from ftrun.snapshot.stripe_space import StripeSpace
 from ftrun.wire.cluster import transfer as t
-from ftrun.wire.messages.protected import OldGroup
+from ftrun.wire.messages.protected import PreviousGroup
 
-Rebuild = Callable[[t.AskRebuilt], memoryview]
+Rebuild = Callable[[t.RebuildBlock], memoryview]
 
 
 @dataclass(eq=False)
-class Wanted:
+class WantedPiece:
     """A piece of an old rank's shard, and where it goes."""
 
     rank: Rank
@@ -42,13 +42,13 @@ class Wanted:
 class _Block:
     """A block of a lost node, on its way or here."""
 
-    lost: "LostShards"
+    lost: "MissingShards"
     number: int
-    item: Item
+    item: DownloadItem
     is_here: bool = False
 
 
-class LostShards:
+class MissingShards:
     """What is known of one lost node.
 
     Args:
@@ -59,7 +59,7 @@ class LostShards:
     """
 
     def __init__(
-        self, group: OldGroup, mirror: Mirror, *, own_id: str, rebuild: Rebuild | None
+        self, group: PreviousGroup, mirror: Mirror, *, own_id: str, rebuild: Rebuild | None
     ) -> None:
         head = mirror.head
         self._group = group
@@ -73,7 +73,7 @@ class LostShards:
         self._stripes = Stripes(len(head.members), head.parity, head.block_bytes)
         self._mirrored = {rank: dict(mirror.mirrored(rank)) for rank in mirror.layouts}
 
-    def add(self, one: Wanted, homes: "Homes") -> None:
+    def add(self, one: WantedPiece, homes: "ShardLocations") -> None:
         """Take the piece out of the mirror, or have it fetched."""
         mirrored = self._mirrored[one.rank].get(one.index)
         if mirrored is not None:
@@ -92,7 +92,7 @@ class LostShards:
         keepers = [at for at in self._stripes.parity_nodes(stripe) if at in self._alive]
         size = sum(extent.num_bytes for extent in self.space.extents(number))
         names = [self._names[at] for at in keepers]
-        made = Item(
+        made = DownloadItem(
             kind=BLOCK,
             key=stripe,
             num_bytes=size,
@@ -108,21 +108,21 @@ class LostShards:
                 made.problems.append(f"{self._own_id}: {error}")
         return block
 
-    def question(self, number: int, stripe: int) -> t.AskRebuilt:
+    def question(self, number: int, stripe: int) -> t.RebuildBlock:
         """What to ask for the block in a stripe."""
         head = self._mirror.head
-        return t.AskRebuilt(
+        return t.RebuildBlock(
             number,
             head.generation,
             head.step,
-            Group(tuple(self._names), self._group.parity).id,
+            ProtectionGroup(tuple(self._names), self._group.parity).id,
             self._group.generation,
             place=head.place,
             stripe=stripe,
             alive=[at for at in self._alive if at != head.place],
         )
 
-    def piece_offset(self, one: Wanted) -> int:
+    def piece_offset(self, one: WantedPiece) -> int:
         """Where a piece begins in the data of its shard."""
         return self._mirror.layouts[one.rank].pieces[one.index].offset
 
@@ -130,7 +130,7 @@ class LostShards:
         node = self._group.nodes[place]
         return node.smp_port > 0 or node.node_id == self._own_id
 
-    def _holders(self, one: Wanted) -> list[str]:
+    def _holders(self, one: WantedPiece) -> list[str]:
         """Nodes that had this piece too."""
         for replicated in self._mirror.plan_of(one.rank).replicated:
             if any(run.first <= one.index < run.first + run.count for run in replicated.runs):
@@ -139,7 +139,7 @@ class LostShards:
         return []
 
 
-class Homes:
+class ShardLocations:
     """Where the pieces of one request come from.
 
     Args:
@@ -147,19 +147,19 @@ class Homes:
     """
 
     def __init__(self, alive: Sequence[str]) -> None:
-        self.missing: list[Wanted] = []
+        self.missing: list[WantedPiece] = []
         self._alive = list(alive)
-        self._pieces: dict[Item, Wanted] = {}
+        self._pieces: dict[DownloadItem, WantedPiece] = {}
         self._blocks: dict[tuple[int, int], _Block] = {}
-        self._by_item: dict[Item, _Block] = {}
-        self._coded: list[tuple[Wanted, list[_Block]]] = []
-        self._next: list[Item] = []
+        self._by_item: dict[DownloadItem, _Block] = {}
+        self._coded: list[tuple[WantedPiece, list[_Block]]] = []
+        self._next: list[DownloadItem] = []
 
-    def add_piece(self, one: Wanted, best: Sequence[str]) -> None:
+    def add_piece(self, one: WantedPiece, best: Sequence[str]) -> None:
         """Have a piece fetched by its digest: from these, or from whoever else has it."""
         first = [node for node in best if node in self._alive]
         others = [node for node in self._alive if node not in first]
-        item = Item(
+        item = DownloadItem(
             kind=PIECE,
             key=one.digest,
             num_bytes=len(one.room),
@@ -170,7 +170,7 @@ class Homes:
         self._pieces[item] = one
         self._next.append(item)
 
-    def block(self, lost: LostShards, number: int) -> _Block:
+    def block(self, lost: MissingShards, number: int) -> _Block:
         """A block of a lost node, got once."""
         key = (id(lost), number)
         if key not in self._blocks:
@@ -180,25 +180,25 @@ class Homes:
                 self._next.append(made.item)
         return self._blocks[key]
 
-    def add_coded(self, one: Wanted, blocks: list[_Block]) -> None:
+    def add_coded(self, one: WantedPiece, blocks: list[_Block]) -> None:
         """Put a piece together of these blocks when they are here."""
         self._coded.append((one, blocks))
 
-    def items(self) -> list[Item]:
+    def items(self) -> list[DownloadItem]:
         """What is to be downloaded now."""
         found, self._next = self._next, []
         return found
 
     def question(
-        self, number: int, wanted: Version, batch: Sequence[Item]
-    ) -> t.AskPieces | t.AskRebuilt:
+        self, number: int, wanted: Version, batch: Sequence[DownloadItem]
+    ) -> t.GetPieces | t.RebuildBlock:
         """What to ask for some items of one kind."""
         if batch[0].kind == BLOCK:
             return self._by_item[batch[0]].lost.question(number, batch[0].key)
         digests = b"".join(item.key.to_bytes(8, "little") for item in batch)
-        return t.AskPieces(number, wanted.generation, wanted.step, 0, 0, digests=digests)
+        return t.GetPieces(number, wanted.generation, wanted.step, 0, 0, digests=digests)
 
-    def finish(self, failed: Sequence[Item]) -> list[Item]:
+    def finish(self, failed: Sequence[DownloadItem]) -> list[DownloadItem]:
         """Put together what has come; blocks to be had from their next source.
 
         Args:
@@ -207,8 +207,8 @@ class Homes:
         for item in failed:
             if item in self._pieces:
                 self._lack(self._pieces[item], item.problems)
-        again: dict[Item, None] = {}
-        left: list[tuple[Wanted, list[_Block]]] = []
+        again: dict[DownloadItem, None] = {}
+        left: list[tuple[WantedPiece, list[_Block]]] = []
         for one, blocks in self._coded:
             lacking = [block.item for block in blocks if block.item in failed]
             if lacking:
@@ -223,10 +223,10 @@ class Homes:
         self._coded = left
         return list(again)
 
-    def try_again(self, items: Sequence[Item]) -> None:
+    def try_again(self, items: Sequence[DownloadItem]) -> None:
         self._next.extend(items)
 
-    def _lack(self, one: Wanted, problems: Sequence[str]) -> None:
+    def _lack(self, one: WantedPiece, problems: Sequence[str]) -> None:
         one.problems.extend(problems)
         self.missing.append(one)
 
@@ -237,7 +237,7 @@ class Homes:
             block.item.problems.append(f"{source}: what it has rebuilt is not what was captured")
 
 
-def _joined(one: Wanted, blocks: Sequence[_Block]) -> bool:
+def _joined(one: WantedPiece, blocks: Sequence[_Block]) -> bool:
     """Copy a piece out of its blocks; whether it is what was captured."""
     lost = blocks[0].lost
     offset = lost.piece_offset(one)

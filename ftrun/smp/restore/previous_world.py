@@ -15,32 +15,32 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ftrun.erasure.groups import Group
+from ftrun.erasure.groups import ProtectionGroup
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
-from ftrun.smp.peer_link import Frame
+from ftrun.smp.peer_link import OutgoingFrame
 from ftrun.smp.redundancy.mirror import Mirror
-from ftrun.smp.restore.asking import Asking
-from ftrun.smp.restore.downloader import Item
+from ftrun.smp.restore.asking import DownloadSession
+from ftrun.smp.restore.downloader import DownloadItem
 from ftrun.smp.restore.lost_node import LostNode, check_mirror
-from ftrun.smp.restore.lost_shards import Homes, LostShards, Wanted
-from ftrun.smp.restore.restore_server import Served
-from ftrun.smp.restore.rpc import FetchDesk
+from ftrun.smp.restore.lost_shards import MissingShards, ShardLocations, WantedPiece
+from ftrun.smp.restore.restore_server import RestoreServer
+from ftrun.smp.restore.rpc import FetchRpc
 from ftrun.smp.restore.whole_answers import ask_whole
 from ftrun.snapshot.layout import Layout, parse_header
 from ftrun.wire.cluster import transfer as t
-from ftrun.wire.messages.protected import NodePlace, OldGroup
-from ftrun.wire.shard_heads import PackedHead, unpack_head
+from ftrun.wire.messages.protected import NodeAddress, PreviousGroup
+from ftrun.wire.shard_heads import PackedShardHeader, unpack_head
 from ftrun.wire.shared_memory.arena import table_digest
 
-Rebuild = Callable[[t.AskRebuilt], memoryview]
+Rebuild = Callable[[t.RebuildBlock], memoryview]
 
 _TIMES = 3
 """A piece is tried to be had: whole, put together, and whole once more."""
 
 
 @dataclass(frozen=True, slots=True)
-class OldWorld:
+class PreviousWorld:
     """What is read, and where.
 
     Args:
@@ -51,8 +51,8 @@ class OldWorld:
     """
 
     wanted: Version
-    groups: Sequence[OldGroup]
-    own: NodePlace | None
+    groups: Sequence[PreviousGroup]
+    own: NodeAddress | None
     own_id: str
     patience_s: float
 
@@ -65,13 +65,13 @@ class _Shard:
         node_id: of the node that has it whole; empty where it is put together.
     """
 
-    head: PackedHead
+    head: PackedShardHeader
     layout: Layout
     node_id: str
-    lost: LostShards | None
+    lost: MissingShards | None
 
 
-class OldShards:
+class PreviousWorldShards:
     """The shards of one old world, for one generation. Thread-safe.
 
     Args:
@@ -82,14 +82,14 @@ class OldShards:
     """
 
     def __init__(
-        self, world: OldWorld, desk: FetchDesk, served: Served, rebuild: Rebuild | None
+        self, world: PreviousWorld, desk: FetchRpc, served: RestoreServer, rebuild: Rebuild | None
     ) -> None:
         self.world = world
         self._desk = desk
         self._served = served
         self._rebuild = rebuild
         self._shards: dict[Rank, _Shard] = {}
-        self._asking = Asking(desk, patience_s=world.patience_s)
+        self._asking = DownloadSession(desk, patience_s=world.patience_s)
         self._has_met = False
         self._heads_lock = threading.Lock()
 
@@ -101,7 +101,7 @@ class OldShards:
         """A node cannot be reached any more; called in links' threads."""
         self._asking.note_lost(node_id, why)
 
-    def head(self, rank: Rank) -> PackedHead:
+    def head(self, rank: Rank) -> PackedShardHeader:
         """The head of an old rank's shard, compared with what was sealed.
 
         Raises:
@@ -134,17 +134,17 @@ class OldShards:
 
     # --- details -----------------------------------------------------------------------------
 
-    def _places(self, wanted: Sequence[tuple[Rank, int]], out: memoryview) -> list[Wanted]:
+    def _places(self, wanted: Sequence[tuple[Rank, int]], out: memoryview) -> list[WantedPiece]:
         found, at = [], 0
         for rank, index in wanted:
             head = self.head(rank)
             piece = self._shards[rank].layout.pieces[index]
             room = out[at : at + piece.num_bytes]
-            found.append(Wanted(rank, index, head.table[index], room))
+            found.append(WantedPiece(rank, index, head.table[index], room))
             at += piece.num_bytes
         return found
 
-    def _copy_own(self, one: Wanted) -> bool:
+    def _copy_own(self, one: WantedPiece) -> bool:
         """Take a piece from a slot of this node, whosever it is."""
         try:
             one.room[:] = self._served.shards.find(one.digest)
@@ -152,9 +152,9 @@ class OldShards:
             return False
         return True
 
-    def _fetch(self, wanted: Sequence[Wanted]) -> list[Wanted]:
+    def _fetch(self, wanted: Sequence[WantedPiece]) -> list[WantedPiece]:
         """Get these from other nodes; those that could not be had."""
-        homes = Homes(self._alive)
+        homes = ShardLocations(self._alive)
         for one in wanted:
             shard = self._shards[one.rank]
             if shard.lost is not None:
@@ -169,7 +169,7 @@ class OldShards:
                 return homes.missing
             homes.try_again(bad)
 
-    def _download(self, homes: Homes, items: Sequence[Item]) -> list[Item]:
+    def _download(self, homes: ShardLocations, items: Sequence[DownloadItem]) -> list[DownloadItem]:
         self._meet()
         failed = self._asking.run(
             items, lambda number, batch: homes.question(number, self.world.wanted, batch)
@@ -198,7 +198,7 @@ class OldShards:
             others = [node for node in alive if node.node_id != self.world.own_id]
             self._desk.meet(others)
             for node in others:
-                self._desk.tell(node.node_id, Frame(t.Meet(alive)))
+                self._desk.tell(node.node_id, OutgoingFrame(t.FetchPeers(alive)))
 
     def _find(self, rank: Rank) -> _Shard:
         """Raises: LayoutUnknown: nobody has it, whole or in parts."""
@@ -219,10 +219,10 @@ class OldShards:
             f"rank {rank}, {self.world.wanted}: its shard is not to be had ({'; '.join(problems)})"
         )
 
-    def _whole(self, rank: Rank, group: OldGroup, node: NodePlace) -> _Shard:
-        def ask(number: int) -> t.AskHead:
+    def _whole(self, rank: Rank, group: PreviousGroup, node: NodeAddress) -> _Shard:
+        def ask(number: int) -> t.GetShardHeader:
             at = self.world.wanted
-            return t.AskHead(number, at.generation, at.step, 0, group.generation, rank=rank)
+            return t.GetShardHeader(number, at.generation, at.step, 0, group.generation, rank=rank)
 
         head = unpack_head(memoryview(self._ask(node.node_id, ask)))
         layout, start = parse_header(head.header, image_bytes=head.image_bytes)
@@ -247,12 +247,12 @@ class OldShards:
                         return self._shard_of(rank, group, mirror)
         raise LayoutUnknown("; ".join(problems) or "nothing protects it")
 
-    def _mirror(self, group: OldGroup, place: int, holder: NodePlace) -> Mirror:
+    def _mirror(self, group: PreviousGroup, place: int, holder: NodeAddress) -> Mirror:
         at = self.world.wanted
         group_id = _group_id(group)
 
-        def ask(number: int) -> t.AskMirror:
-            return t.AskMirror(
+        def ask(number: int) -> t.GetMirror:
+            return t.GetMirror(
                 number, at.generation, at.step, group_id, group.generation, place=place
             )
 
@@ -267,19 +267,21 @@ class OldShards:
         check_mirror(mirror, _lost_node(self.world, group, place))
         return mirror
 
-    def _shard_of(self, rank: Rank, group: OldGroup, mirror: Mirror) -> _Shard:
+    def _shard_of(self, rank: Rank, group: PreviousGroup, mirror: Mirror) -> _Shard:
         about = next(head for head in mirror.head.ranks if head.rank == rank)
-        head = PackedHead(
+        head = PackedShardHeader(
             mirror.headers[rank],
             mirror.tables[rank],
             about.image_bytes,
             about.layout_id,
             about.table_digest,
         )
-        lost = LostShards(group, mirror, own_id=self.world.own_id, rebuild=self._rebuild)
+        lost = MissingShards(group, mirror, own_id=self.world.own_id, rebuild=self._rebuild)
         return _Shard(head, mirror.layouts[rank], "", lost)
 
-    def _ask(self, node_id: str, question: Callable[[int], t.AskHead | t.AskMirror]) -> bytearray:
+    def _ask(
+        self, node_id: str, question: Callable[[int], t.GetShardHeader | t.GetMirror]
+    ) -> bytearray:
         if why := self._asking.why_lost(node_id):
             raise LayoutUnknown(why)
         if node_id not in self._alive:
@@ -295,7 +297,7 @@ class OldShards:
             ),
         )
 
-    def _find_another_way(self, rank: Rank, left: Sequence[Wanted]) -> None:
+    def _find_another_way(self, rank: Rank, left: Sequence[WantedPiece]) -> None:
         """Have it put together if whoever has it whole cannot give a piece, and the other way.
 
         What protected it may be gone because it is protected anew: then it is whole somewhere.
@@ -308,7 +310,7 @@ class OldShards:
                 for one in left:
                     one.problems.append(str(error))
 
-    def _missing(self, one: Wanted) -> str:
+    def _missing(self, one: WantedPiece) -> str:
         why = "; ".join(dict.fromkeys(one.problems)) or "nobody has it"
         gone = [n.node_id for g in self.world.groups for n in g.nodes if n.smp_port <= 0]
         return (
@@ -317,16 +319,16 @@ class OldShards:
         )
 
 
-def _mirror_holders(group: OldGroup, place: int) -> list[NodePlace]:
+def _mirror_holders(group: PreviousGroup, place: int) -> list[NodeAddress]:
     """Nodes that have kept the small state of the node at a place: the m after it."""
     count = len(group.nodes)
     return [group.nodes[(place + ahead) % count] for ahead in range(1, group.parity + 1)]
 
 
-def _group_id(group: OldGroup) -> int:
-    return Group(tuple(node.node_id for node in group.nodes), group.parity).id
+def _group_id(group: PreviousGroup) -> int:
+    return ProtectionGroup(tuple(node.node_id for node in group.nodes), group.parity).id
 
 
-def _lost_node(world: OldWorld, group: OldGroup, place: int) -> LostNode:
+def _lost_node(world: PreviousWorld, group: PreviousGroup, place: int) -> LostNode:
     ranks = [Rank(rank) for rank in group.nodes[place].ranks]
     return LostNode(world.wanted, group, place, ranks, world.own_id)

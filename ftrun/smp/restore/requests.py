@@ -17,13 +17,13 @@ from typing import Protocol
 
 from msgspec import structs
 
-from ftrun.smp.peer_link import Frame
-from ftrun.smp.peer_listener import Incoming
+from ftrun.smp.peer_link import OutgoingFrame
+from ftrun.smp.peer_listener import IncomingLink
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.transport.bulk_socket import Bytes
 
 
-class Sink(Protocol):
+class ResponseSink(Protocol):
     """Who has asked. All but `room` must return at once; all are called in links' threads."""
 
     def room(self, index: int, num_bytes: int) -> Sequence[memoryview] | None:
@@ -42,19 +42,19 @@ class Sink(Protocol):
         ...
 
 
-class Requests:
+class PendingRequests:
     """Open questions by number. Thread-safe."""
 
     def __init__(self) -> None:
-        self._sinks: dict[int, Sink] = {}
+        self._sinks: dict[int, ResponseSink] = {}
         self._next = 1
         self._inside: dict[int, int] = {}
-        self._sent: dict[int, tuple[str, Frame]] = {}
+        self._sent: dict[int, tuple[str, OutgoingFrame]] = {}
         self._settled: dict[int, set[int]] = {}
         self._reading: set[tuple[int, int]] = set()
         self._changed = threading.Condition()
 
-    def open(self, sink: Sink) -> int:
+    def open(self, sink: ResponseSink) -> int:
         """The number of a new question."""
         with self._changed:
             number, self._next = self._next, self._next + 1
@@ -72,13 +72,13 @@ class Requests:
             self._settled.pop(number, None)
             self._changed.wait_for(lambda: not self._inside.get(number))
 
-    def sent(self, node_id: str, number: int, frame: Frame) -> None:
+    def sent(self, node_id: str, number: int, frame: OutgoingFrame) -> None:
         """This question goes to that node, unless it is closed already."""
         with self._changed:
             if number in self._sinks:
                 self._sent[number] = node_id, frame
 
-    def owed_by(self, node_id: str) -> list[Frame]:
+    def owed_by(self, node_id: str) -> list[OutgoingFrame]:
         """Open questions to a node, without the parts that are answered."""
         with self._changed:
             return [
@@ -87,20 +87,20 @@ class Requests:
                 if asked == node_id
             ]
 
-    def _rest_of(self, number: int, frame: Frame) -> Frame:
+    def _rest_of(self, number: int, frame: OutgoingFrame) -> OutgoingFrame:
         settled = self._settled.get(number)
-        if not settled or not isinstance(frame.body, t.AskPieces):
+        if not settled or not isinstance(frame.body, t.GetPieces):
             return frame
         return replace(frame, body=structs.replace(frame.body, settled=sorted(settled)))
 
-    def take(self, source: Incoming, envelope: t.TransferEnvelope) -> None:
+    def take(self, source: IncomingLink, envelope: t.TransferEnvelope) -> None:
         """Handle an answer, in its link's thread.
 
         Raises:
             PeerError: the link is lost in the midst of it.
         """
         body = envelope.body
-        assert isinstance(body, t.Found | t.NotHeld)
+        assert isinstance(body, t.FetchData | t.FetchMissing)
         sink = self._enter(body)
         if sink is None:
             source.socket.receive_raw(envelope, None)
@@ -112,13 +112,15 @@ class Requests:
             raise
         self._leave(body, is_settled=True)
 
-    def take_own(self, body: t.Found | t.NotHeld, raw: Sequence[Bytes], digest: int | None) -> None:
+    def take_own(
+        self, body: t.FetchData | t.FetchMissing, raw: Sequence[Bytes], digest: int | None
+    ) -> None:
         """Handle an answer of this node to itself."""
         with self._changed:
             sink = self._sinks.get(body.request)
         if sink is None:
             return
-        if isinstance(body, t.NotHeld):
+        if isinstance(body, t.FetchMissing):
             sink.refused(body.index, body.why)
             return
         room = sink.room(body.index, sum(map(len, raw)))
@@ -130,7 +132,7 @@ class Requests:
                 at += len(view)
             sink.arrived(body.index, body.header, digest)
 
-    def _enter(self, body: t.Found | t.NotHeld) -> Sink | None:
+    def _enter(self, body: t.FetchData | t.FetchMissing) -> ResponseSink | None:
         """Whoever wants this answer; None where nobody does any more."""
         key = (body.request, body.index)
 
@@ -147,7 +149,7 @@ class Requests:
             self._inside[body.request] = self._inside.get(body.request, 0) + 1
             return self._sinks[body.request]
 
-    def _leave(self, body: t.Found | t.NotHeld, *, is_settled: bool) -> None:
+    def _leave(self, body: t.FetchData | t.FetchMissing, *, is_settled: bool) -> None:
         number = body.request
         with self._changed:
             self._reading.discard((number, body.index))
@@ -159,12 +161,12 @@ class Requests:
             self._changed.notify_all()
 
     @staticmethod
-    def _hand_over(source: Incoming, envelope: t.TransferEnvelope, sink: Sink) -> None:
+    def _hand_over(source: IncomingLink, envelope: t.TransferEnvelope, sink: ResponseSink) -> None:
         body = envelope.body
-        if isinstance(body, t.NotHeld):
+        if isinstance(body, t.FetchMissing):
             sink.refused(body.index, body.why)
             return
-        assert isinstance(body, t.Found)
+        assert isinstance(body, t.FetchData)
         room = sink.room(body.index, envelope.raw_bytes)
         is_good = source.socket.receive_raw(envelope, room)
         if room is None:

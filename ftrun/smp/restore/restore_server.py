@@ -15,23 +15,23 @@ from contextlib import suppress
 import xxhash
 
 from ftrun.erasure.fragments import BlockDigest, FragmentHeader, StripeId, pack
-from ftrun.erasure.groups import Group
+from ftrun.erasure.groups import ProtectionGroup
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Generation, Rank, Version, version
 from ftrun.smp.checkpoint.shared_load import SharedLoad
-from ftrun.smp.memory.parity_store import Vaults
-from ftrun.smp.memory.sealed_shards import ArenaMaps, HeldShards
-from ftrun.smp.redundancy.block_sender import OwnBlocks
+from ftrun.smp.memory.parity_store import ParityStore
+from ftrun.smp.memory.sealed_shards import ArenaMappings, SealedShards
+from ftrun.smp.redundancy.block_sender import LocalBlocks
 from ftrun.smp.redundancy.mirror import mirror_parts
 from ftrun.smp.redundancy.parity_writer import stripes_of
 from ftrun.snapshot.stripe_space import StripeSpace
 from ftrun.wire.cluster import transfer as t
-from ftrun.wire.shard_heads import PackedHead, pack_head
-from ftrun.wire.shared_memory.parity_region import Vault, VaultRecord
+from ftrun.wire.shard_heads import PackedShardHeader, pack_head
+from ftrun.wire.shared_memory.parity_region import ParityRecord, ParityRegion
 from ftrun.wire.transport.bulk_socket import Bytes
 
 
-class Served:
+class RestoreServer:
     """One version for others to fetch.
 
     Args:
@@ -45,9 +45,9 @@ class Served:
         run: int,
         wanted: Version,
         *,
-        maps: ArenaMaps,
+        maps: ArenaMappings,
         fds: Mapping[Rank, Sequence[int]],
-        vaults: Vaults,
+        vaults: ParityStore,
         load: SharedLoad | None = None,
     ) -> None:
         self.version = wanted
@@ -57,8 +57,8 @@ class Served:
         self._fds = {rank: [os.dup(fd) for fd in some] for rank, some in fds.items()}
         self._vaults = vaults
         self._lock = threading.Lock()
-        self._held: HeldShards | None = None
-        self._blocks: dict[int, OwnBlocks] = {}
+        self._held: SealedShards | None = None
+        self._blocks: dict[int, LocalBlocks] = {}
 
     def close(self) -> None:
         with self._lock:
@@ -81,7 +81,7 @@ class Served:
             self._held = None
 
     @property
-    def shards(self) -> HeldShards:
+    def shards(self) -> SealedShards:
         """This node's slots with the version."""
         with self._lock:
             if self._held is None:
@@ -100,7 +100,7 @@ class Served:
                 return self._load.find(digest)
         return self.shards.find(digest)
 
-    def vault(self, ask: t.Ask) -> tuple[Vault, VaultRecord]:
+    def vault(self, ask: t.FetchRequest) -> tuple[ParityRegion, ParityRecord]:
         """This node's part of a protection.
 
         Raises:
@@ -115,7 +115,7 @@ class Served:
             )
         return found, record
 
-    def mirror(self, ask: t.AskMirror) -> Sequence[Bytes]:
+    def mirror(self, ask: t.GetMirror) -> Sequence[Bytes]:
         """A node's small state; also our own, which a rank that has moved is fetched by.
 
         Raises:
@@ -133,7 +133,7 @@ class Served:
             raise SnapshotCorrupt(what=what, piece=0, pieces=1)
         return [found]
 
-    def head(self, ask: t.AskHead) -> Sequence[Bytes]:
+    def head(self, ask: t.GetShardHeader) -> Sequence[Bytes]:
         """Header and digest table of a slot, see wire/shard_heads.py.
 
         Raises:
@@ -144,10 +144,12 @@ class Served:
         about = shard.manifest()
         header = shard.image[: shard.start]
         return pack_head(
-            PackedHead(header, shard.table, about.image_bytes, about.layout_id, about.table_digest)
+            PackedShardHeader(
+                header, shard.table, about.image_bytes, about.layout_id, about.table_digest
+            )
         )
 
-    def unit(self, ask: t.AskUnit) -> tuple[bytes, list[memoryview]]:
+    def unit(self, ask: t.GetBlock) -> tuple[bytes, list[memoryview]]:
         """This node's block of a stripe: the fragment's header and its bytes.
 
         Raises:
@@ -164,7 +166,9 @@ class Served:
             raise LayoutUnknown(f"this node has no block in stripe {ask.stripe}")
         return blocks.read(block)
 
-    def row(self, vault: Vault, record: VaultRecord, stripe: int) -> tuple[bytes, list[memoryview]]:
+    def row(
+        self, vault: ParityRegion, record: ParityRecord, stripe: int
+    ) -> tuple[bytes, list[memoryview]]:
         """This node's parity of a stripe; raises as `unit`."""
         stripes = stripes_of(record)
         at = stripes.parity_block(record.place, stripe)
@@ -183,12 +187,12 @@ class Served:
         )
         return pack(header), [row]
 
-    def _own_blocks(self, record: VaultRecord) -> OwnBlocks:
+    def _own_blocks(self, record: ParityRecord) -> LocalBlocks:
         shards = self.shards
         with self._lock:
             if record.protected_in not in self._blocks:
                 pieces = {int(rank): one.layout.pieces for rank, one in shards.shards.items()}
-                self._blocks[record.protected_in] = OwnBlocks(
+                self._blocks[record.protected_in] = LocalBlocks(
                     shards=shards,
                     space=StripeSpace(record.own, pieces, record.block_bytes),
                     stripes=stripes_of(record),
@@ -199,6 +203,6 @@ class Served:
             return self._blocks[record.protected_in]
 
 
-def group_of(record: VaultRecord) -> Group:
+def group_of(record: ParityRecord) -> ProtectionGroup:
     """The group that has made a record."""
-    return Group(tuple(member.node_id for member in record.members), record.parity)
+    return ProtectionGroup(tuple(member.node_id for member in record.members), record.parity)

@@ -14,12 +14,12 @@ from ftrun import clock
 from ftrun.ids import Generation, Rank, Version
 from ftrun.smp.checkpoint.service import check_available
 from ftrun.smp.checkpoint.shared_load import SharedLoad
-from ftrun.smp.client import Asker
-from ftrun.smp.jobs import Jobs
-from ftrun.smp.memory.arenas import ArenaMemory, HeldArena
-from ftrun.smp.restore.fetch import Fetcher, FetchEvents, FetchOrder
-from ftrun.smp.restore.rpc import FetchDesk
-from ftrun.smp.restore.share_fetch import ShareEvents, ShareFetch
+from ftrun.smp.client import Requester
+from ftrun.smp.jobs import JobLanes
+from ftrun.smp.memory.arenas import ArenaStore, SmpArena
+from ftrun.smp.restore.fetch import Fetcher, FetchEvents, FetchJob
+from ftrun.smp.restore.rpc import FetchRpc
+from ftrun.smp.restore.share_fetch import Fetch, ShareEvents
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import protected
@@ -38,14 +38,14 @@ class _Restore:
     generation: Generation
     ranks: Sequence[Rank]
     world_size: int
-    groups: Sequence[protected.OldGroup]
+    groups: Sequence[protected.PreviousGroup]
     missing: set[Rank] = field(default_factory=set)
-    fetcher: Fetcher | ShareFetch | None = None
+    fetcher: Fetcher | Fetch | None = None
     failed: str = ""
     began_s: float = 0.0
 
 
-class Restores:
+class RestoreCoordinator:
     """One restore at a time.
 
     Args:
@@ -57,9 +57,9 @@ class Restores:
 
     def __init__(
         self,
-        memory: ArenaMemory,
-        desk: FetchDesk,
-        jobs: Jobs,
+        memory: ArenaStore,
+        desk: FetchRpc,
+        jobs: JobLanes,
         *,
         tell_agent: TellAgent,
         here: Callable[[], None],
@@ -73,7 +73,7 @@ class Restores:
         self._fetcher = fetcher
         self._restore: _Restore | None = None
         self._load: SharedLoad | None = None
-        self._waiting: list[tuple[Asker, Rank, Version]] = []
+        self._waiting: list[tuple[Requester, Rank, Version]] = []
 
     def share(self, load: SharedLoad | None) -> None:
         """A checkpoint was loaded, and this is still to come of other nodes; None: nothing is."""
@@ -90,7 +90,7 @@ class Restores:
         self,
         body: smp_messages.BeginGeneration,
         wanted: Version | None,
-        own: protected.NodePlace | None,
+        own: protected.NodeAddress | None,
     ) -> None:
         """Fetch what the local ranks do not have of this version.
 
@@ -130,10 +130,10 @@ class Restores:
         self,
         restore: _Restore,
         body: smp_messages.BeginGeneration,
-        own: protected.NodePlace,
+        own: protected.NodeAddress,
     ) -> None:
         """Get what other nodes hold."""
-        order = FetchOrder(
+        order = FetchJob(
             wanted=restore.wanted,
             generation=restore.generation,
             ranks=sorted(restore.missing),
@@ -175,7 +175,7 @@ class Restores:
         )
         nodes = groups[0].nodes if groups else []
         restore.missing.update(load.ranks)
-        restore.fetcher = ShareFetch(load, nodes, self._desk, events)
+        restore.fetcher = Fetch(load, nodes, self._desk, events)
         restore.fetcher.start()
 
     def _completed(self, restore: _Restore, load: SharedLoad, num_bytes: int) -> None:
@@ -211,7 +211,7 @@ class Restores:
         self.cancel()
         self._refuse(lambda _: True, "the SMP ends")
 
-    def grant(self, asker: Asker, rank: Rank, wanted: Version) -> None:
+    def grant(self, asker: Requester, rank: Rank, wanted: Version) -> None:
         """Give a worker its arena, when it is here."""
         arena = self._holder(rank, wanted)
         restore = self._restore
@@ -276,7 +276,7 @@ class Restores:
         held = self._memory.held(restore.world_size)
         return {rank for rank in restore.ranks if restore.wanted not in held.get(rank, ())}
 
-    def _holder(self, rank: Rank, wanted: Version) -> HeldArena | None:
+    def _holder(self, rank: Rank, wanted: Version) -> SmpArena | None:
         return next((one for one in self._memory.of(rank) if one.holds(wanted)), None)
 
 

@@ -14,23 +14,23 @@ from collections.abc import Callable
 
 from ftrun.errors import LayoutUnknown, ProtocolError, SnapshotCorrupt
 from ftrun.smp.link_rules import FETCH
-from ftrun.smp.peer_link import Frame
-from ftrun.smp.peer_listener import Incoming, Peers
-from ftrun.smp.restore.requests import Requests
-from ftrun.smp.restore.restore_server import Served
+from ftrun.smp.peer_link import OutgoingFrame
+from ftrun.smp.peer_listener import IncomingLink, PeerListener
+from ftrun.smp.restore.requests import PendingRequests
+from ftrun.smp.restore.restore_server import RestoreServer
 from ftrun.smp.waits import Runner
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.messages.protected import NodePlace
+from ftrun.wire.messages.protected import NodeAddress
 from ftrun.wire.transport.bulk_socket import digest_of
 
 _log = logging.getLogger(__name__)
 
-Rebuild = Callable[[str, t.AskRebuilt], None]
-SetAside = Callable[[str, t.Ask], None]
+Rebuild = Callable[[str, t.RebuildBlock], None]
+SetAside = Callable[[str, t.FetchRequest], None]
 
 
-class FetchDesk:
+class FetchRpc:
     """One generation's traffic to fetch.
 
     Args:
@@ -39,22 +39,22 @@ class FetchDesk:
         runner: drives work that asks other nodes.
     """
 
-    def __init__(self, peers: Peers, *, set_aside: SetAside, runner: Runner) -> None:
+    def __init__(self, peers: PeerListener, *, set_aside: SetAside, runner: Runner) -> None:
         self.runner = runner
-        self.requests = Requests()
-        self.served: Served | None = None
+        self.requests = PendingRequests()
+        self.served: RestoreServer | None = None
         self.rebuild: Rebuild | None = None
         self._peers = peers
         self._set_aside = set_aside
-        self._places: dict[str, NodePlace] = {}
+        self._places: dict[str, NodeAddress] = {}
         self._greeted: set[str] = set()
         self._gone: dict[str, str] = {}
-        self._own: NodePlace | None = None
+        self._own: NodeAddress | None = None
         self._on_lost: list[Callable[[str, str], None]] = []
         self._lock = threading.Lock()
 
     def begin(
-        self, served: Served | None, rebuild: Rebuild | None, own: NodePlace | None = None
+        self, served: RestoreServer | None, rebuild: Rebuild | None, own: NodeAddress | None = None
     ) -> None:
         """Serve this version from now on; before any link of its generation is let in.
 
@@ -74,7 +74,7 @@ class FetchDesk:
             before.close()
 
     @property
-    def own(self) -> NodePlace | None:
+    def own(self) -> NodeAddress | None:
         """This SMP's place."""
         return self._own
 
@@ -82,12 +82,12 @@ class FetchDesk:
         """Whom to tell of lost links too, until another generation begins: whoever fetches."""
         self._on_lost = [*self._on_lost, told]
 
-    def meet(self, places: list[NodePlace]) -> None:
+    def meet(self, places: list[NodeAddress]) -> None:
         """These can be asked."""
         with self._lock:
             self._places.update({place.node_id: place for place in places})
 
-    def tell(self, node_id: str, frame: Frame) -> bool:
+    def tell(self, node_id: str, frame: OutgoingFrame) -> bool:
         """Send something to a node; False where it is not known.
 
         What this node asks itself is answered at once, in the thread that asks.
@@ -100,14 +100,14 @@ class FetchDesk:
         if is_own:
             self._tell_self(own.node_id, frame)
             return True
-        if isinstance(frame.body, t.Ask):
+        if isinstance(frame.body, t.FetchRequest):
             self.requests.sent(node_id, frame.body.request, frame)
         with self._lock:
             link = self._peers.link(place, FETCH)
             if node_id not in self._greeted:
                 # Whoever is asked must know where to answer to.
                 self._greeted.add(node_id)
-                link.tell(Frame(t.Meet([own])))
+                link.tell(OutgoingFrame(t.FetchPeers([own])))
         link.tell(frame)
         return True
 
@@ -119,13 +119,13 @@ class FetchDesk:
             places = [place for place in self._places.values() if place.smp_port > 0]
         owed = self.requests.owed_by(node_id)
         if owed:
-            self.tell(node_id, Frame(t.Meet(places)))
+            self.tell(node_id, OutgoingFrame(t.FetchPeers(places)))
         for frame in owed:
             self.tell(node_id, frame)
 
     # --- threads of links ------------------------------------------------------------------
 
-    def received(self, source: Incoming, envelope: t.TransferEnvelope) -> None:
+    def received(self, source: IncomingLink, envelope: t.TransferEnvelope) -> None:
         """Take one frame.
 
         Raises:
@@ -133,7 +133,7 @@ class FetchDesk:
         """
         body = envelope.body
         self._gone.pop(source.node_id, None)
-        if isinstance(body, t.Found | t.NotHeld):
+        if isinstance(body, t.FetchData | t.FetchMissing):
             self.requests.take(source, envelope)
             return
         if envelope.raw_bytes:
@@ -143,23 +143,23 @@ class FetchDesk:
 
     def _answer(self, asker: str, body: t.AnyTransfer) -> None:
         match body:
-            case t.Meet():
+            case t.FetchPeers():
                 self.meet(body.places)
-            case t.AskMirror():
+            case t.GetMirror():
                 self._give_mirror(asker, body)
-            case t.AskHead():
+            case t.GetShardHeader():
                 self._give_head(asker, body)
-            case t.AskPieces():
+            case t.GetPieces():
                 self._give_pieces(asker, body)
-            case t.AskUnit():
+            case t.GetBlock():
                 self._give_unit(asker, body)
-            case t.AskRebuilt():
+            case t.RebuildBlock():
                 self._have_rebuilt(asker, body)
             case _:
                 raise ProtocolError(f"{type(body).__name__} is not for a link to {FETCH}")
 
-    def _tell_self(self, own_id: str, frame: Frame) -> None:
-        if isinstance(frame.body, t.Found | t.NotHeld):
+    def _tell_self(self, own_id: str, frame: OutgoingFrame) -> None:
+        if isinstance(frame.body, t.FetchData | t.FetchMissing):
             self.requests.take_own(frame.body, frame.raw, frame.raw_digest)
         else:
             self._answer(own_id, frame.body)
@@ -180,23 +180,23 @@ class FetchDesk:
         for told in self._on_lost:
             told(node_id, why)
 
-    def _give_mirror(self, asker: str, ask: t.AskMirror) -> None:
+    def _give_mirror(self, asker: str, ask: t.GetMirror) -> None:
         try:
             parts = self._serving(ask).mirror(ask)
         except (LayoutUnknown, SnapshotCorrupt) as error:
             self.refuse(asker, ask, 0, error)
         else:
-            self.tell(asker, Frame(t.Found(ask.request, 0), parts, digest_of(parts)))
+            self.tell(asker, OutgoingFrame(t.FetchData(ask.request, 0), parts, digest_of(parts)))
 
-    def _give_head(self, asker: str, ask: t.AskHead) -> None:
+    def _give_head(self, asker: str, ask: t.GetShardHeader) -> None:
         try:
             parts = self._serving(ask).head(ask)
         except (LayoutUnknown, SnapshotCorrupt) as error:
             self.refuse(asker, ask, 0, error)
         else:
-            self.tell(asker, Frame(t.Found(ask.request, 0), parts, digest_of(parts)))
+            self.tell(asker, OutgoingFrame(t.FetchData(ask.request, 0), parts, digest_of(parts)))
 
-    def _give_pieces(self, asker: str, ask: t.AskPieces) -> None:
+    def _give_pieces(self, asker: str, ask: t.GetPieces) -> None:
         digests = memoryview(ask.digests).cast("Q")
         for index, digest in enumerate(digests):
             if index in ask.settled:
@@ -206,24 +206,24 @@ class FetchDesk:
             except (LayoutUnknown, SnapshotCorrupt) as error:
                 self.refuse(asker, ask, index, error)
             else:
-                self.tell(asker, Frame(t.Found(ask.request, index), [found], digest))
+                self.tell(asker, OutgoingFrame(t.FetchData(ask.request, index), [found], digest))
 
-    def _give_unit(self, asker: str, ask: t.AskUnit) -> None:
+    def _give_unit(self, asker: str, ask: t.GetBlock) -> None:
         try:
             header, views = self._serving(ask).unit(ask)
         except (LayoutUnknown, SnapshotCorrupt) as error:
             self.refuse(asker, ask, 0, error)
         else:
-            self.tell(asker, Frame(t.Found(ask.request, 0, header), views))
+            self.tell(asker, OutgoingFrame(t.FetchData(ask.request, 0, header), views))
 
-    def _have_rebuilt(self, asker: str, ask: t.AskRebuilt) -> None:
+    def _have_rebuilt(self, asker: str, ask: t.RebuildBlock) -> None:
         rebuild = self.rebuild
         if rebuild is None:
             self.refuse(asker, ask, 0, LayoutUnknown("this node serves nothing"))
         else:
             rebuild(asker, ask)
 
-    def _serving(self, ask: t.Ask) -> Served:
+    def _serving(self, ask: t.FetchRequest) -> RestoreServer:
         served = self.served
         if served is None or (served.version.generation, served.version.step) != (
             ask.generation,
@@ -232,9 +232,9 @@ class FetchDesk:
             raise LayoutUnknown("this node does not serve that version")
         return served
 
-    def refuse(self, asker: str, ask: t.Ask, index: int, error: Exception) -> None:
+    def refuse(self, asker: str, ask: t.FetchRequest, index: int, error: Exception) -> None:
         """Say why something is not to be had here; what is damaged is told the agent too."""
         if isinstance(error, SnapshotCorrupt):
             _log.warning("%s", error)
             self._set_aside(str(error), ask)
-        self.tell(asker, Frame(t.NotHeld(ask.request, index, str(error))))
+        self.tell(asker, OutgoingFrame(t.FetchMissing(ask.request, index, str(error))))

@@ -12,9 +12,9 @@ from mmap import mmap
 
 from ftrun.errors import FtrunError, LayoutUnknown
 from ftrun.ids import Rank, version
-from ftrun.smp.client import Asker
-from ftrun.smp.jobs import Finish, Jobs
-from ftrun.smp.restore.previous_world import OldShards
+from ftrun.smp.client import Requester
+from ftrun.smp.jobs import Finish, JobLanes
+from ftrun.smp.restore.previous_world import PreviousWorldShards
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import worker as worker_messages
@@ -27,24 +27,24 @@ MAX_BYTES = 64 << 20
 """Of one answer, where it is more than one piece."""
 
 _BUG = messages.Refused("a bug in ftrun; the SMP's log has it")
-Body = worker_messages.FetchHeads | worker_messages.FetchPieces
+Body = worker_messages.FetchShardHeaders | worker_messages.FetchPieces
 Work = Callable[[], tuple[messages.AnyMessage, list[int]]]
 
 
-class RangeFetches:
+class ShardReads:
     """The questions of local workers."""
 
-    def __init__(self, jobs: Jobs) -> None:
+    def __init__(self, jobs: JobLanes) -> None:
         self._jobs = jobs
-        self._shards: OldShards | None = None
+        self._shards: PreviousWorldShards | None = None
 
-    def begin(self, shards: OldShards | None) -> None:
+    def begin(self, shards: PreviousWorldShards | None) -> None:
         """Answer with these from now on; what is under way is given up."""
         if self._shards is not None:
             self._shards.cancel()
         self._shards = shards
 
-    def ask(self, asker: Asker, body: Body) -> None:
+    def ask(self, asker: Requester, body: Body) -> None:
         """Answer a worker, later."""
         shards = self._shards
         wanted = version(body.generation, body.step)
@@ -54,7 +54,7 @@ class RangeFetches:
             )
             return
         work: Work
-        if isinstance(body, worker_messages.FetchHeads):
+        if isinstance(body, worker_messages.FetchShardHeaders):
             work = partial(_heads, shards, body)
         else:
             work = partial(_pieces, shards, body)
@@ -65,7 +65,7 @@ class RangeFetches:
         )
 
 
-def _answered(work: Work, asker: Asker) -> Finish:
+def _answered(work: Work, asker: Requester) -> Finish:
     try:
         answer, fds = work()
     except (FtrunError, OSError) as error:
@@ -73,7 +73,7 @@ def _answered(work: Work, asker: Asker) -> Finish:
     return partial(_tell, asker, answer, fds)
 
 
-def _tell(asker: Asker, answer: messages.AnyMessage, fds: list[int]) -> None:
+def _tell(asker: Requester, answer: messages.AnyMessage, fds: list[int]) -> None:
     try:
         asker.tell(answer, fds=tuple(fds))
     finally:
@@ -82,7 +82,7 @@ def _tell(asker: Asker, answer: messages.AnyMessage, fds: list[int]) -> None:
 
 
 def _heads(
-    shards: OldShards, body: worker_messages.FetchHeads
+    shards: PreviousWorldShards, body: worker_messages.FetchShardHeaders
 ) -> tuple[messages.AnyMessage, list[int]]:
     if not 0 < len(body.ranks) <= MAX_HEADS:
         raise LayoutUnknown(f"{len(body.ranks)} heads at a time; {MAX_HEADS} are given")
@@ -96,11 +96,11 @@ def _heads(
         for fd in fds:
             os.close(fd)
         raise
-    return worker_messages.HeadsFetched(list(body.ranks)), fds
+    return worker_messages.ShardHeadersFetched(list(body.ranks)), fds
 
 
 def _pieces(
-    shards: OldShards, body: worker_messages.FetchPieces
+    shards: PreviousWorldShards, body: worker_messages.FetchPieces
 ) -> tuple[messages.AnyMessage, list[int]]:
     wanted = [
         (Rank(rank), index)
@@ -121,7 +121,7 @@ def _pieces(
     return worker_messages.PiecesFetched(size), [fd]
 
 
-def _size_of(shards: OldShards, rank: Rank, index: int) -> int:
+def _size_of(shards: PreviousWorldShards, rank: Rank, index: int) -> int:
     """Raises: LayoutUnknown: there is no such piece."""
     pieces = shards.layout(rank).pieces
     if not 0 <= index < len(pieces):

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 from ftrun.errors import FtrunError, SnapshotCorrupt
 from ftrun.smp.checkpoint.shared_load import SharedLoad
-from ftrun.smp.restore.asking import Asking
-from ftrun.smp.restore.downloader import PIECE, Item
-from ftrun.smp.restore.rpc import FetchDesk
+from ftrun.smp.restore.asking import DownloadSession
+from ftrun.smp.restore.downloader import PIECE, DownloadItem
+from ftrun.smp.restore.rpc import FetchRpc
 from ftrun.smp.waits import Steps
 from ftrun.snapshot.load_shares import Place
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.messages.protected import NodePlace
+from ftrun.wire.messages.protected import NodeAddress
 
 PATIENCE_S = 60.0
 """So long another node may give nothing: it may still be reading its own share. One that is known
@@ -44,7 +44,7 @@ class ShareEvents:
     notice: Callable[[str], None]
 
 
-class ShareFetch:
+class Fetch:
     """What is left of one load.
 
     Args:
@@ -55,19 +55,19 @@ class ShareFetch:
     """
 
     def __init__(
-        self, load: SharedLoad, nodes: Sequence[NodePlace], desk: FetchDesk, events: ShareEvents
+        self, load: SharedLoad, nodes: Sequence[NodeAddress], desk: FetchRpc, events: ShareEvents
     ) -> None:
         self._load = load
         self._nodes = nodes
         self._desk = desk
         self._events = events
-        self._asking = Asking(desk, patience_s=PATIENCE_S)
+        self._asking = DownloadSession(desk, patience_s=PATIENCE_S)
 
     def start(self) -> None:
         self._asking.begin("ftrun-share", self._run())
 
     def cancel(self) -> None:
-        """Give up; see `Asking.cancel`."""
+        """Give up; see `DownloadSession.cancel`."""
         self._asking.cancel()
 
     # --- the thread --------------------------------------------------------------------------
@@ -111,16 +111,16 @@ class ShareFetch:
         crash_point("smp.checkpoint.share_taken")
         load.seal()
 
-    def _item(self, place: Place, reader: int) -> Item:
+    def _item(self, place: Place, reader: int) -> DownloadItem:
         room, digest = self._load.room(place), self._load.digest(place)
         # Who it is is not known where a generation has begun with other nodes than have loaded.
         sources = deque(node.node_id for node in self._nodes[reader : reader + 1])
-        return Item(PIECE, digest, len(room), [room], sources, digest)
+        return DownloadItem(PIECE, digest, len(room), [room], sources, digest)
 
-    def _question(self, number: int, batch: Sequence[Item]) -> t.AskPieces:
+    def _question(self, number: int, batch: Sequence[DownloadItem]) -> t.GetPieces:
         at = self._load.version
         digests = b"".join(item.key.to_bytes(8, "little") for item in batch)
-        return t.AskPieces(number, at.generation, at.step, 0, -1, digests=digests)
+        return t.GetPieces(number, at.generation, at.step, 0, -1, digests=digests)
 
     def _give_up(self, why: str) -> None:
         if not self._asking.is_cancelled:

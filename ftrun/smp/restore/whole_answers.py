@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 
 from ftrun import clock
 from ftrun.errors import LayoutUnknown
-from ftrun.smp.peer_link import Frame
-from ftrun.smp.restore.rpc import FetchDesk
+from ftrun.smp.peer_link import OutgoingFrame
+from ftrun.smp.restore.rpc import FetchRpc
 from ftrun.wire.cluster import transfer as t
 
 MAX_ANSWER_BYTES = 1 << 30
 _TICK_S = 0.1
 
 
-class WholeAnswer:
+class WholeResponse:
     """The `Sink` of such a question."""
 
     def __init__(self) -> None:
@@ -54,9 +54,9 @@ class WholeAnswer:
 
 
 def ask_whole(
-    desk: FetchDesk,
+    desk: FetchRpc,
     node_id: str,
-    question: Callable[[int], t.AskHead | t.AskMirror],
+    question: Callable[[int], t.GetShardHeader | t.GetMirror],
     *,
     patience_s: float,
     is_over: Callable[[], str],
@@ -73,11 +73,11 @@ def ask_whole(
     Raises:
         LayoutUnknown: it is refused, or does not come.
     """
-    sink = WholeAnswer()
+    sink = WholeResponse()
     number = desk.requests.open(sink)
     give_up_s = clock.now_s() + patience_s
     try:
-        if not desk.tell(node_id, Frame(question(number))):
+        if not desk.tell(node_id, OutgoingFrame(question(number))):
             raise LayoutUnknown("it cannot be asked")
         while True:
             with contextlib.suppress(queue.Empty):

@@ -4,7 +4,7 @@ Runs in:  a process of its own, started by the cli: whatever reads or removes ch
           this folder.
 Takes in: list, verify, prune, find or try; a directory of checkpoints, or a URL; for find also one
           of them.
-Gives:    `ShelfFacts` as JSON on stdout.
+Gives:    `CatalogReport` as JSON on stdout.
 Survives: runs that write there meanwhile: what they have not finished is left alone.
 """
 
@@ -18,7 +18,7 @@ import msgspec
 
 from ftrun import clock
 from ftrun.errors import CheckpointError
-from ftrun.smp.checkpoint.index import Index, read_index, read_indexes
+from ftrun.smp.checkpoint.index import CheckpointIndex, read_index, read_indexes
 from ftrun.smp.checkpoint.storage.local import (
     LATEST_NAME,
     Retention,
@@ -30,8 +30,8 @@ from ftrun.tools.checkpoints.checkpoint_verify import verify_folder
 from ftrun.tools.checkpoints.url_shelf import do_at_url
 from ftrun.urls import is_url, located, without_password
 from ftrun.wire.messages.checkpoint import INDEX_NAME
-from ftrun.wire.messages.export_facts import CheckpointPlaces, ShardPlace
-from ftrun.wire.messages.shelf_facts import CheckpointFacts, ShelfFacts
+from ftrun.wire.messages.export_facts import CheckpointLocation, ShardFileLocation
+from ftrun.wire.messages.shelf_facts import CatalogReport, CheckpointInfo
 
 
 def main() -> int:
@@ -43,15 +43,15 @@ def main() -> int:
     try:
         found = do_at_url(arguments, where) if is_url(where) else _do(arguments, Path(where))
     except CheckpointError as error:
-        found = ShelfFacts(directory, [], problem=str(error))
+        found = CatalogReport(directory, [], problem=str(error))
     except OSError as error:
-        found = ShelfFacts(directory, [], problem=f"{error.filename}: {error.strerror}")
+        found = CatalogReport(directory, [], problem=f"{error.filename}: {error.strerror}")
     found = msgspec.structs.replace(found, seconds=clock.now_s() - began_s)
     sys.stdout.buffer.write(msgspec.json.encode(found))
     return 0
 
 
-def _do(arguments: argparse.Namespace, directory: Path) -> ShelfFacts:
+def _do(arguments: argparse.Namespace, directory: Path) -> CatalogReport:
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory")
     if arguments.verb == "list":
@@ -77,22 +77,22 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _list(directory: Path, names: Sequence[str]) -> ShelfFacts:
+def _list(directory: Path, names: Sequence[str]) -> CatalogReport:
     facts = [_facts(folder) for folder in _chosen(directory, names)]
     unfinished = sum(path.is_dir() for path in directory.glob(".tmp-step-*"))
-    return ShelfFacts(str(directory), facts, unfinished=unfinished)
+    return CatalogReport(str(directory), facts, unfinished=unfinished)
 
 
-def _verify(directory: Path, names: Sequence[str]) -> ShelfFacts:
+def _verify(directory: Path, names: Sequence[str]) -> CatalogReport:
     found, checked = [], 0
     for folder in _chosen(directory, names):
         index, problems = verify_folder(folder)
         found.append(_facts_of(folder, index, problems))
         checked += found[-1].num_bytes
-    return ShelfFacts(str(directory), found, checked_bytes=checked)
+    return CatalogReport(str(directory), found, checked_bytes=checked)
 
 
-def _prune(directory: Path, retention: Retention, *, is_real: bool) -> ShelfFacts:
+def _prune(directory: Path, retention: Retention, *, is_real: bool) -> CatalogReport:
     newest = _latest(directory)
     whole = [folder for folder, _ in read_indexes(directory)]
     if newest not in whole and whole:
@@ -108,7 +108,7 @@ def _prune(directory: Path, retention: Retention, *, is_real: bool) -> ShelfFact
     return msgspec.structs.replace(listed, removed=tuple(one.name for one in doomed))
 
 
-def _find(directory: Path) -> ShelfFacts:
+def _find(directory: Path) -> CatalogReport:
     """The files of one checkpoint: the one that is named, or the latest of a directory."""
     folder = directory.resolve()
     if not (folder / INDEX_NAME).exists():
@@ -121,7 +121,7 @@ def _find(directory: Path) -> ShelfFacts:
     if missing := [rank for rank in range(index.world_size) if rank not in there]:
         raise CheckpointError(f"{folder}: its index has no rank {missing[0]}")
     shards = [
-        ShardPlace(
+        ShardFileLocation(
             rank=shard.rank,
             path=str(folder / shard.file),
             digests_path=str(folder / shard.digests),
@@ -131,8 +131,8 @@ def _find(directory: Path) -> ShelfFacts:
         )
         for shard in index.shards
     ]
-    found = CheckpointPlaces(str(folder), index.run_id, index.step, index.world_size, shards)
-    return ShelfFacts(str(directory), [], found=found)
+    found = CheckpointLocation(str(folder), index.run_id, index.step, index.world_size, shards)
+    return CatalogReport(str(directory), [], found=found)
 
 
 # --- one checkpoint ---------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def _latest(directory: Path) -> Path | None:
     return directory / link.readlink() if link.is_symlink() else None
 
 
-def _facts(folder: Path) -> CheckpointFacts:
+def _facts(folder: Path) -> CheckpointInfo:
     try:
         index = read_index(folder)
     except CheckpointError as error:
@@ -172,9 +172,11 @@ def _facts(folder: Path) -> CheckpointFacts:
     return _facts_of(folder, index, problems)
 
 
-def _facts_of(folder: Path, index: Index | None, problems: Sequence[str]) -> CheckpointFacts:
+def _facts_of(
+    folder: Path, index: CheckpointIndex | None, problems: Sequence[str]
+) -> CheckpointInfo:
     is_latest = _latest(folder.parent) == folder
-    facts = CheckpointFacts(folder.name, str(folder), is_latest, problems=tuple(problems))
+    facts = CheckpointInfo(folder.name, str(folder), is_latest, problems=tuple(problems))
     if index is None:
         return facts
     return msgspec.structs.replace(

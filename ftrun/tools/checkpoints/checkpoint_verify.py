@@ -18,7 +18,7 @@ from typing import Protocol
 import xxhash
 
 from ftrun.errors import CheckpointError, LayoutUnknown
-from ftrun.smp.checkpoint.index import Index, ShardFile, read_index
+from ftrun.smp.checkpoint.index import CheckpointIndex, ShardFile, read_index
 from ftrun.snapshot.layout import PLAIN_NAME, Layout, Piece, parse_header
 
 _MOST = 3
@@ -62,7 +62,7 @@ class _File:
         return os.pread(self.fd, num_bytes, at)
 
 
-def verify_folder(folder: Path) -> tuple[Index | None, list[str]]:
+def verify_folder(folder: Path) -> tuple[CheckpointIndex | None, list[str]]:
     """Read all of it; its index, and what is wrong.
 
     Args:
@@ -80,7 +80,7 @@ def verify_folder(folder: Path) -> tuple[Index | None, list[str]]:
     return index, problems
 
 
-def missing_ranks(index: Index) -> list[str]:
+def missing_ranks(index: CheckpointIndex) -> list[str]:
     """Those that no file is of, in words."""
     there = {shard.rank for shard in index.shards}
     missing = [rank for rank in range(index.world_size) if rank not in there]

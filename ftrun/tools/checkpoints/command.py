@@ -14,7 +14,7 @@ from ftrun import clock
 from ftrun.cli.launch.shelf_process import ask
 from ftrun.cli.screen import terminal as render
 from ftrun.errors import ExitCode, UsageError
-from ftrun.wire.messages.shelf_facts import CheckpointFacts, ShelfFacts
+from ftrun.wire.messages.shelf_facts import CatalogReport, CheckpointInfo
 
 _HEAD = ("checkpoint", "step", "ranks", "size", "written", "run", "state")
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -86,7 +86,7 @@ def _age_s(text: str) -> float:
 # --- showing ----------------------------------------------------------------------------------
 
 
-def _show(found: ShelfFacts) -> None:
+def _show(found: CatalogReport) -> None:
     if not found.checkpoints:
         render.write_plain(f"there are no checkpoints in {found.directory}")
         return
@@ -94,7 +94,7 @@ def _show(found: ShelfFacts) -> None:
     render.show_table(_HEAD, [_row(one) for one in found.checkpoints])
 
 
-def _row(one: CheckpointFacts) -> tuple[str, ...]:
+def _row(one: CheckpointInfo) -> tuple[str, ...]:
     if not one.world_size:
         return (one.name, "-", "-", "-", "-", "-", "; ".join(one.problems))
     state = "; ".join(one.problems) or ("latest" if one.is_latest else "whole")
@@ -103,10 +103,10 @@ def _row(one: CheckpointFacts) -> tuple[str, ...]:
     return (one.name, f"{one.step:,}", str(one.world_size), size, age, one.run_id, state)
 
 
-def _as_json(found: ShelfFacts) -> int:
+def _as_json(found: CatalogReport) -> int:
     render.write_plain(msgspec.json.format(msgspec.json.encode(found), indent=1).decode())
     return _code(found)
 
 
-def _code(found: ShelfFacts) -> int:
+def _code(found: CatalogReport) -> int:
     return ExitCode.FAILED if any(one.problems for one in found.checkpoints) else ExitCode.DONE

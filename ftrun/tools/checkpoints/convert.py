@@ -2,7 +2,7 @@
 
 Runs in:  a process of its own, started by the cli.
 Takes in: a checkpoint, or a directory of them; layout rules; a directory for the new one.
-Gives:    `ConvertFacts` as JSON on stdout; a checkpoint that a run of the new layout goes on from
+Gives:    `ConvertReport` as JSON on stdout; a checkpoint that a run of the new layout goes on from
           as from its own.
 Survives: a kill at any point: the new checkpoint is there when it is whole, and not before.
 
@@ -19,16 +19,16 @@ from pathlib import Path
 import msgspec
 
 from ftrun import clock
-from ftrun.errors import CheckpointError, FtrunError, RulesUnfit, UsageError
+from ftrun.errors import CheckpointError, FtrunError, RulesMismatch, UsageError
 from ftrun.ids import RunId, version
 from ftrun.sharding.name_patterns import NamePattern
 from ftrun.sharding.rank_values import RankValues
 from ftrun.sharding.replica_check import differing
 from ftrun.sharding.rule_parser import read_rules
-from ftrun.sharding.rules import Rules
+from ftrun.sharding.rules import ShardingRules
 from ftrun.sharding.stored_entries import stored_entries
 from ftrun.sharding.world_layout import FLOATS, WorldLayout, lay_out, read_world
-from ftrun.smp.checkpoint.convert_source import SourceCheckpoint
+from ftrun.smp.checkpoint.convert_source import CheckpointReader
 from ftrun.smp.checkpoint.index import ShardFile, make_index, seal
 from ftrun.smp.checkpoint.storage.local import (
     LATEST_NAME,
@@ -44,7 +44,7 @@ from ftrun.smp.checkpoint.storage.local import (
 from ftrun.smp.checkpoint.storage.storage import sweep_alone
 from ftrun.tools.checkpoints.convert_writer import Conversion, WorldWriter
 from ftrun.wire.messages.checkpoint import INDEX_NAME
-from ftrun.wire.messages.shelf_facts import ConvertFacts
+from ftrun.wire.messages.shelf_facts import ConvertReport
 
 MOST_WORKERS = 4
 """Threads, where nobody says how many."""
@@ -56,17 +56,17 @@ def main() -> int:
     return 0
 
 
-def convert(words: Sequence[str]) -> ConvertFacts:
+def convert(words: Sequence[str]) -> ConvertReport:
     """Make the new checkpoint; what was made, or why nothing was."""
     arguments = _arguments(words)
     began_s = clock.now_s()
     try:
         found = _convert(arguments)
     except FtrunError as error:
-        found = ConvertFacts(problem=str(error), exit_code=error.exit_code)
+        found = ConvertReport(problem=str(error), exit_code=error.exit_code)
     except OSError as error:
         problem = f"{error.filename or arguments.out}: {error.strerror or error}"
-        found = ConvertFacts(problem=problem, exit_code=CheckpointError.exit_code)
+        found = ConvertReport(problem=problem, exit_code=CheckpointError.exit_code)
     return msgspec.structs.replace(found, seconds=clock.now_s() - began_s)
 
 
@@ -85,7 +85,7 @@ def _arguments(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _convert(arguments: argparse.Namespace) -> ConvertFacts:
+def _convert(arguments: argparse.Namespace) -> ConvertReport:
     rules = _read(arguments.rules)
     wanted = target_rules(arguments, rules)
     if arguments.workers < 0:
@@ -95,16 +95,16 @@ def _convert(arguments: argparse.Namespace) -> ConvertFacts:
     if out == folder:
         raise UsageError(f"{out} is the checkpoint itself: name another directory for the new one")
     workers = arguments.workers or min(MOST_WORKERS, os.cpu_count() or 1)
-    with closing(SourceCheckpoint(folder)) as source:
+    with closing(CheckpointReader(folder)) as source:
         stored = stored_entries(source.heads, source.parts, source=rules.source)
         before = read_world(rules, stored)
         after = lay_out(wanted, before)
         dtypes = new_dtypes(arguments.dtype, before)
         if rules.layout == wanted.layout and not dtypes:
-            path, num_bytes = publish(source, out, Linked(source))
+            path, num_bytes = publish(source, out, LinkedFiles(source))
             return _facts(source, path, num_bytes, before, after, is_linked=True)
         if problems := differing(source, before):
-            raise RulesUnfit(source=rules.source, problems=problems)
+            raise RulesMismatch(source=rules.source, problems=problems)
         values = RankValues(source.parts, before, after)
         plain = [values.of(rank) for rank in range(after.mesh.size)]
         job = Conversion(source, before, after, dtypes, plain)
@@ -113,7 +113,7 @@ def _convert(arguments: argparse.Namespace) -> ConvertFacts:
 
 
 def _facts(
-    source: SourceCheckpoint,
+    source: CheckpointReader,
     path: Path,
     num_bytes: int,
     before: WorldLayout,
@@ -121,8 +121,8 @@ def _facts(
     *,
     is_linked: bool = False,
     notes: Sequence[str] = (),
-) -> ConvertFacts:
-    return ConvertFacts(
+) -> ConvertReport:
+    return ConvertReport(
         source=str(source.folder),
         path=str(path),
         step=source.index.step,
@@ -139,7 +139,7 @@ def _facts(
 # --- what is wanted -----------------------------------------------------------------------------
 
 
-def _read(path: Path) -> Rules:
+def _read(path: Path) -> ShardingRules:
     try:
         return read_rules(path.read_text(), source=str(path))
     except OSError as error:
@@ -148,7 +148,7 @@ def _read(path: Path) -> Rules:
         raise UsageError(f"{path} is no text: {error}") from error
 
 
-def target_rules(arguments: argparse.Namespace, rules: Rules) -> Rules:
+def target_rules(arguments: argparse.Namespace, rules: ShardingRules) -> ShardingRules:
     """The rules of the new world: those of a file, or the old ones on another mesh.
 
     Raises:
@@ -175,7 +175,7 @@ def target_rules(arguments: argparse.Namespace, rules: Rules) -> Rules:
     return rules
 
 
-def _sizes(text: str, rules: Rules) -> dict[str, int]:
+def _sizes(text: str, rules: ShardingRules) -> dict[str, int]:
     found = {}
     for part in text.split(","):
         axis, equals, size = part.strip().partition("=")
@@ -229,10 +229,10 @@ def _folder_of(path: Path) -> Path:
 # --- the new checkpoint -------------------------------------------------------------------------
 
 
-class Linked:
+class LinkedFiles:
     """The files of a checkpoint as they are."""
 
-    def __init__(self, source: SourceCheckpoint) -> None:
+    def __init__(self, source: CheckpointReader) -> None:
         self._source = source
 
     def write(self, folder: Path) -> list[ShardFile]:
@@ -251,7 +251,9 @@ def _link(old: Path, new: Path) -> None:
                 write(data)
 
 
-def publish(source: SourceCheckpoint, out: Path, writer: WorldWriter | Linked) -> tuple[Path, int]:
+def publish(
+    source: CheckpointReader, out: Path, writer: WorldWriter | LinkedFiles
+) -> tuple[Path, int]:
     """The path of the new checkpoint, durable and the latest one, and its bytes."""
     index = source.index
     wanted = version(index.generation, index.step)

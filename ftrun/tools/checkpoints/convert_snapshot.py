@@ -14,7 +14,7 @@ import msgspec
 
 from ftrun.cli.screen import terminal as render
 from ftrun.errors import FtrunError
-from ftrun.wire.messages.shelf_facts import ConvertFacts
+from ftrun.wire.messages.shelf_facts import ConvertReport
 
 
 def convert(words: Sequence[str], *, as_json: bool) -> int:
@@ -31,7 +31,7 @@ def convert(words: Sequence[str], *, as_json: bool) -> int:
     command = [sys.executable, *safe_path, "-m", "ftrun.tools.checkpoints.convert", *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     try:
-        found = msgspec.json.decode(done.stdout, type=ConvertFacts)
+        found = msgspec.json.decode(done.stdout, type=ConvertReport)
     except msgspec.MsgspecError as error:
         raise FtrunError(f"the checkpoint was not converted (exit {done.returncode})") from error
     if as_json:
@@ -43,7 +43,7 @@ def convert(words: Sequence[str], *, as_json: bool) -> int:
     return found.exit_code
 
 
-def _show(found: ConvertFacts) -> None:
+def _show(found: ConvertReport) -> None:
     size = render.size(found.num_bytes)
     if found.is_linked:
         told = f"{found.source} has this layout already ({found.mesh_after}): its files are linked"

@@ -26,12 +26,19 @@ import numpy as np
 import xxhash
 
 from ftrun.sharding.box_copies import BoxCopy
-from ftrun.sharding.world_layout import Placed, WorldLayout
-from ftrun.smp.checkpoint.convert_source import SourceCheckpoint
+from ftrun.sharding.world_layout import PlacedEntry, WorldLayout
+from ftrun.smp.checkpoint.convert_source import CheckpointReader
 from ftrun.smp.checkpoint.index import ShardFile
-from ftrun.smp.checkpoint.storage.direct_file import DiskFile, no_pace
+from ftrun.smp.checkpoint.storage.direct_file import DirectFile, no_pace
 from ftrun.smp.checkpoint.storage.local import replaced, replaced_large
-from ftrun.snapshot.layout import ITEM_BYTES, PLAIN_NAME, Entry, Layout, When, make_layout
+from ftrun.snapshot.layout import (
+    ITEM_BYTES,
+    PLAIN_NAME,
+    CopyTiming,
+    Layout,
+    LayoutEntry,
+    make_layout,
+)
 from ftrun.tools.checkpoints.float_bits import Bits, bits_type, converted, mean
 
 MOST_BYTES = 16 << 20
@@ -52,7 +59,7 @@ class Conversion:
         plain: of each new rank: its plain values.
     """
 
-    source: SourceCheckpoint
+    source: CheckpointReader
     before: WorldLayout
     after: WorldLayout
     dtypes: Mapping[str, str]
@@ -62,7 +69,7 @@ class Conversion:
         return self.dtypes.get(name, self.before.wholes[name].dtype)
 
     @cached_property
-    def placed(self) -> list[dict[str, Placed]]:
+    def placed(self) -> list[dict[str, PlacedEntry]]:
         """What each new rank has, by the names that it calls its entries."""
         return [
             {self.after.own_name(rank, name): one for name, one in entries.items()}
@@ -75,7 +82,7 @@ class Conversion:
         return [
             make_layout(
                 [
-                    Entry(name, self.dtype_of(one.name), one.shape, self._when[one.name])
+                    LayoutEntry(name, self.dtype_of(one.name), one.shape, self._when[one.name])
                     for name, one in placed.items()
                 ],
                 plain_bytes=len(self.plain[rank]) + 8,
@@ -85,7 +92,7 @@ class Conversion:
         ]
 
     @cached_property
-    def _when(self) -> dict[str, When]:
+    def _when(self) -> dict[str, CopyTiming]:
         return {
             name: self.source.entry(rank, self.before.own_name(rank, name)).when
             for rank, entries in enumerate(self.before.entries)
@@ -121,7 +128,7 @@ class WorldWriter:
 
     def _batches(self) -> Iterator[list[int]]:
         """Ranks whose files have the same entries at the same places, a few at a time."""
-        alike: dict[tuple[Entry, ...], list[int]] = {}
+        alike: dict[tuple[LayoutEntry, ...], list[int]] = {}
         for rank, layout in enumerate(self._job.layouts):
             alike.setdefault(layout.entries, []).append(rank)
         for ranks in alike.values():
@@ -161,7 +168,7 @@ class WorldWriter:
             for _, left in waiting:
                 left.cancel()
 
-    def _alike(self, entry: Entry, ranks: Sequence[int]) -> list[list[int]]:
+    def _alike(self, entry: LayoutEntry, ranks: Sequence[int]) -> list[list[int]]:
         """Ranks by what they have of an entry."""
         if entry.name == PLAIN_NAME:
             return [[rank] for rank in ranks]
@@ -171,7 +178,7 @@ class WorldWriter:
             found.setdefault(id(placed), []).append(rank)
         return list(found.values())
 
-    def _bytes_of(self, entry: Entry, rank: int) -> memoryview:
+    def _bytes_of(self, entry: LayoutEntry, rank: int) -> memoryview:
         if entry.name == PLAIN_NAME:
             text = self._job.plain[rank]
             data = len(text).to_bytes(8, "little") + text
@@ -182,7 +189,7 @@ class WorldWriter:
         made = self._put_together(placed, self._job.before.wholes[placed.name].dtype, entry.dtype)
         return made.view(np.uint8).data
 
-    def _put_together(self, placed: Placed, old: str, new: str) -> Bits:
+    def _put_together(self, placed: PlacedEntry, old: str, new: str) -> Bits:
         """[items] of one entry; padding is 0."""
         copies = self._stock.copies(placed.patches)
         read = [filled(self._job.source, c, placed.num_items, ITEM_BYTES[old]) for c in copies]
@@ -191,7 +198,7 @@ class WorldWriter:
 
 
 def filled(
-    source: SourceCheckpoint, copies: Sequence[BoxCopy], num_items: int, item_bytes: int
+    source: CheckpointReader, copies: Sequence[BoxCopy], num_items: int, item_bytes: int
 ) -> Bits:
     """[num_items] with what copies bring; 0 where they bring nothing.
 
@@ -219,7 +226,7 @@ def _strided(items: Bits, shape: tuple[int, ...], strides: tuple[int, ...]) -> B
 class _ShardWriter:
     """One file, in order; the digest of each piece is of what went into the file."""
 
-    def __init__(self, rank: int, file: DiskFile, layout: Layout) -> None:
+    def __init__(self, rank: int, file: DirectFile, layout: Layout) -> None:
         self._rank = rank
         self._file = file
         self._layout = layout

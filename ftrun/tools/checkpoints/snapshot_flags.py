@@ -89,9 +89,9 @@ def _export_snapshot(  # noqa: PLR0913 - its flags
     as_json: _AsJson = False,
 ) -> None:
     """Write one in a format that others read."""
-    from ftrun.tools.checkpoints.snapshots_export import Wish, export
+    from ftrun.tools.checkpoints.snapshots_export import ExportOptions, export
 
-    wish = Wish(kind, dtype, only or [], file_size, num_writers, may_replace)
+    wish = ExportOptions(kind, dtype, only or [], file_size, num_writers, may_replace)
     raise typer.Exit(export(checkpoint, out, wish, as_json=as_json))
 
 

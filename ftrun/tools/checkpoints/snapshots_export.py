@@ -19,7 +19,7 @@ import msgspec
 from ftrun.cli.launch.shelf_process import ask
 from ftrun.cli.screen import terminal as render
 from ftrun.errors import FtrunError, UsageError
-from ftrun.wire.messages.export_facts import DTYPE_WORDS, FORMATS, ExportFacts, ExportOrder
+from ftrun.wire.messages.export_facts import DTYPE_WORDS, FORMATS, ExportJob, ExportReport
 
 _UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _MOST_WRITERS = 4
@@ -27,7 +27,7 @@ _Word = TypeVar("_Word", bound=str)
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ExportOptions:
     """What is wanted, as it was typed.
 
     Args:
@@ -45,7 +45,7 @@ class Wish:
     may_replace: bool
 
 
-def export(checkpoint: str, out: str, wish: Wish, *, as_json: bool) -> int:
+def export(checkpoint: str, out: str, wish: ExportOptions, *, as_json: bool) -> int:
     """Write one checkpoint in another format.
 
     Raises:
@@ -60,7 +60,7 @@ def export(checkpoint: str, out: str, wish: Wish, *, as_json: bool) -> int:
     file_bytes, num_writers = _bytes_of(wish.file_size), _writers(wish.num_writers)
     source = ask("find", checkpoint).found
     assert source is not None
-    order = ExportOrder(
+    order = ExportJob(
         source=source,
         format=kind,
         out=str(target),
@@ -80,20 +80,20 @@ def export(checkpoint: str, out: str, wish: Wish, *, as_json: bool) -> int:
     return 0
 
 
-def _write(order: ExportOrder) -> ExportFacts:
+def _write(order: ExportJob) -> ExportReport:
     safe_path = ["-P"] if sys.flags.safe_path else []
     command = [sys.executable, *safe_path, "-m", "ftrun.tools.export.__main__"]
     done = subprocess.run(
         command, input=msgspec.json.encode(order), stdout=subprocess.PIPE, check=False
     )
     try:
-        return msgspec.json.decode(done.stdout, type=ExportFacts)
+        return msgspec.json.decode(done.stdout, type=ExportReport)
     except msgspec.MsgspecError as error:
         left = f"{order.out} is as it was"
         raise FtrunError(f"the export ended with {done.returncode}; {left}") from error
 
 
-def _show(facts: ExportFacts) -> None:
+def _show(facts: ExportReport) -> None:
     rate = facts.num_bytes / max(facts.seconds, 1e-9)
     files = "1 file" if len(facts.files) == 1 else f"{len(facts.files)} files"
     render.write_plain(

@@ -2,7 +2,7 @@
 
 Runs in:  the process of ftrun.tools.checkpoints.catalog.
 Takes in: list, verify, prune or try; a URL.
-Gives:    `ShelfFacts`, or a `CheckpointError` in words.
+Gives:    `CatalogReport`, or a `CheckpointError` in words.
 Survives: runs that write there meanwhile, as with a directory.
 """
 
@@ -16,10 +16,10 @@ from functools import partial
 import msgspec
 
 from ftrun.errors import CheckpointError
-from ftrun.smp.checkpoint.storage.fsspec import Download, UrlStore
+from ftrun.smp.checkpoint.storage.fsspec import FsspecStorage, ObjectReader
 from ftrun.smp.checkpoint.storage.local import LATEST_NAME, Retention
 from ftrun.smp.checkpoint.storage.url_folders import (
-    UrlFolder,
+    StoredCheckpoint,
     is_whole,
     read_folders,
     read_latest,
@@ -30,10 +30,10 @@ from ftrun.smp.checkpoint.url_load import in_order
 from ftrun.tools.checkpoints.checkpoint_verify import missing_ranks, verify_shard
 from ftrun.urls import below, without_password
 from ftrun.wire.checkpoint_owner import OWNER_NAME, decode_owner
-from ftrun.wire.messages.shelf_facts import CheckpointFacts, ShelfFacts
+from ftrun.wire.messages.shelf_facts import CatalogReport, CheckpointInfo
 
 
-def do_at_url(arguments: Namespace, url: str) -> ShelfFacts:
+def do_at_url(arguments: Namespace, url: str) -> CatalogReport:
     """What is asked of this URL.
 
     Raises:
@@ -44,7 +44,7 @@ def do_at_url(arguments: Namespace, url: str) -> ShelfFacts:
             f"{without_password(url)} is a URL, and exports are made of directories: copy the "
             "checkpoint into one first"
         )
-    with UrlStore(url, threading.Event()) as store:
+    with FsspecStorage(url, threading.Event()) as store:
         if arguments.verb == "try":
             return _try(store)
         if arguments.verb == "prune":
@@ -57,7 +57,7 @@ def do_at_url(arguments: Namespace, url: str) -> ShelfFacts:
         return _list(store, chosen, folders, latest)
 
 
-def _try(store: UrlStore) -> ShelfFacts:
+def _try(store: FsspecStorage) -> CatalogReport:
     """Write something small there, and remove it."""
     name = f".try-{os.urandom(4).hex()}"
     store.make()
@@ -67,17 +67,20 @@ def _try(store: UrlStore) -> ShelfFacts:
             raise CheckpointError(f"{store.shown} does not give back what was written")
     finally:
         store.remove_file(name)
-    return ShelfFacts(store.shown, [], owner=decode_owner(store.read(OWNER_NAME)))
+    return CatalogReport(store.shown, [], owner=decode_owner(store.read(OWNER_NAME)))
 
 
 def _list(
-    store: UrlStore, chosen: Sequence[UrlFolder], folders: Sequence[UrlFolder], latest: str
-) -> ShelfFacts:
+    store: FsspecStorage,
+    chosen: Sequence[StoredCheckpoint],
+    folders: Sequence[StoredCheckpoint],
+    latest: str,
+) -> CatalogReport:
     found = [_facts(store, one, latest, _missing_files(store, one)) for one in chosen]
-    return ShelfFacts(store.shown, found, unfinished=sum(one.is_half for one in folders))
+    return CatalogReport(store.shown, found, unfinished=sum(one.is_half for one in folders))
 
 
-def _verify(store: UrlStore, chosen: Sequence[UrlFolder], latest: str) -> ShelfFacts:
+def _verify(store: FsspecStorage, chosen: Sequence[StoredCheckpoint], latest: str) -> CatalogReport:
     found, checked = [], 0
     for one in chosen:
         problems = [one.problem] if one.problem else []
@@ -87,14 +90,14 @@ def _verify(store: UrlStore, chosen: Sequence[UrlFolder], latest: str) -> ShelfF
                 problems += verify_shard(partial(_opened, store, one.name), shard)
         found.append(_facts(store, one, latest, problems))
         checked += found[-1].num_bytes
-    return ShelfFacts(store.shown, found, checked_bytes=checked)
+    return CatalogReport(store.shown, found, checked_bytes=checked)
 
 
-def _opened(store: UrlStore, folder: str, name: str) -> AbstractContextManager[Download]:
+def _opened(store: FsspecStorage, folder: str, name: str) -> AbstractContextManager[ObjectReader]:
     return store.opened(f"{folder}/{name}")
 
 
-def _prune(store: UrlStore, retention: Retention, *, is_real: bool) -> ShelfFacts:
+def _prune(store: FsspecStorage, retention: Retention, *, is_real: bool) -> CatalogReport:
     folders, latest = read_folders(store), read_latest(store)
     whole = in_order(folders, latest)
     doomed = to_prune(folders, retention, newest=whole[0].name) if whole else []
@@ -109,8 +112,8 @@ def _prune(store: UrlStore, retention: Retention, *, is_real: bool) -> ShelfFact
 
 
 def _chosen(
-    store: UrlStore, folders: Sequence[UrlFolder], latest: str, names: Sequence[str]
-) -> list[UrlFolder]:
+    store: FsspecStorage, folders: Sequence[StoredCheckpoint], latest: str, names: Sequence[str]
+) -> list[StoredCheckpoint]:
     """The named ones, or all that are no halves."""
     found = [one for one in folders if not one.is_half]
     if not names:
@@ -127,7 +130,7 @@ def _chosen(
     return list({by_name[name].name: by_name[name] for name in names}.values())
 
 
-def _missing_files(store: UrlStore, folder: UrlFolder) -> list[str]:
+def _missing_files(store: FsspecStorage, folder: StoredCheckpoint) -> list[str]:
     if folder.index is None:
         return [folder.problem]
     sizes = store.sizes(folder.name)
@@ -136,9 +139,9 @@ def _missing_files(store: UrlStore, folder: UrlFolder) -> list[str]:
 
 
 def _facts(
-    store: UrlStore, folder: UrlFolder, latest: str, problems: Sequence[str]
-) -> CheckpointFacts:
-    facts = CheckpointFacts(
+    store: FsspecStorage, folder: StoredCheckpoint, latest: str, problems: Sequence[str]
+) -> CheckpointInfo:
+    facts = CheckpointInfo(
         folder.name,
         below(store.shown, folder.name),
         folder.name == latest,

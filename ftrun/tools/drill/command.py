@@ -21,9 +21,9 @@ from ftrun.cli.screen import terminal as render
 from ftrun.errors import ExitCode, FtrunError
 from ftrun.tools.drill.drill_plan_files import drill_plan_names, find_drill_plan, read_drill_plan
 from ftrun.tools.drill.drill_table import HEAD, cells, line, markdown, summary
-from ftrun.tools.drill.judge import Row
+from ftrun.tools.drill.judge import FaultResult
 from ftrun.tools.drill.plan import trials_of
-from ftrun.tools.drill.series import Series, check, shape
+from ftrun.tools.drill.series import DrillSeries, check, shape
 
 DEFAULT_PLAN = "drill-quick"
 JSON_NAME, PAGE_NAME = "drill.json", "drill.html"
@@ -60,7 +60,7 @@ def drill(name: str | None, *, out: str | None, only: list[str], as_markdown: bo
     folder = _folder(path.stem, out)
     render.write_plain(f"{shown_path(path)}; logs and results are below {shown_path(folder)}")
     began_s = clock.now_s()
-    series = Series(plan, folder, _tell)
+    series = DrillSeries(plan, folder, _tell)
     try:
         series.carry_out()
     finally:  # also of a drill that is ended early
@@ -95,14 +95,14 @@ def show_again(path: str) -> int:
         FtrunError: that file is none.
     """
     try:
-        rows = [Row(**row) for row in json.loads(Path(path).read_text(encoding="utf-8"))]
+        rows = [FaultResult(**row) for row in json.loads(Path(path).read_text(encoding="utf-8"))]
     except (OSError, ValueError, TypeError) as error:
         raise FtrunError(f"{path} holds no rows of a drill: {error}") from None
     render.write_plain(markdown(rows))
     return ExitCode.DONE
 
 
-def _tell(row: Row) -> None:
+def _tell(row: FaultResult) -> None:
     render.write_plain(line(row))
     render.flush()
 
@@ -116,7 +116,7 @@ def _folder(name: str, out: str | None) -> Path:
     return folder.resolve()
 
 
-def _write(folder: Path, rows: list[Row], *, name: str, about: str, took_s: float) -> None:
+def _write(folder: Path, rows: list[FaultResult], *, name: str, about: str, took_s: float) -> None:
     # Imported here: the template engine takes a tenth of a second.
     from ftrun.tools.drill.drill_page import drill_page
 

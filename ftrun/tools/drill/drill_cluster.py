@@ -2,7 +2,7 @@
 
 Runs in:  cli.
 Takes in: a trial whose kind begins with `cluster:`; the catalogue of scripts/drill_faults.py.
-Gives:    a `Row` as for every other fault.
+Gives:    a `FaultResult` as for every other fault.
 
 No agent can switch its own node off. These faults have their own number of nodes, one rank on
 each, and a cluster of their own.
@@ -14,11 +14,11 @@ from pathlib import Path
 from ftrun.errors import FtrunError
 from ftrun.tools.drill.environments import load_script
 from ftrun.tools.drill.expected import CLUSTER
-from ftrun.tools.drill.judge import Row, compare, judge, row_of
-from ftrun.tools.drill.plan import RunPart, Trial
+from ftrun.tools.drill.judge import FaultResult, compare, judge, row_of
+from ftrun.tools.drill.plan import FaultTrial, RunSection
 
 
-def cluster_row(trial: Trial, part: RunPart, folder: Path) -> Row:
+def cluster_row(trial: FaultTrial, part: RunSection, folder: Path) -> FaultResult:
     """One run with one fault; what went wrong is in the row.
 
     Raises:

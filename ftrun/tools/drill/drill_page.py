@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from ftrun.tools.drill.drill_table import detected, grouped, seconds, summary, yes_or_no
-from ftrun.tools.drill.judge import Row
+from ftrun.tools.drill.judge import FaultResult
 from ftrun.tools.report.render.page import fitted_page
 
 _MOST_ROWS = 500
 
 
 def drill_page(
-    rows: Sequence[Row],
+    rows: Sequence[FaultResult],
     *,
     name: str,
     about: str,

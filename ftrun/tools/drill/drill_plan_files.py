@@ -17,7 +17,14 @@ from pydantic import BaseModel, ValidationError
 from ftrun.cli.launch.profiles import MAX_PROFILE_BYTES, PlainLoader, profile_folder, shown_path
 from ftrun.errors import ProfileInvalid, UsageError
 from ftrun.tools.drill.expected import CLUSTER
-from ftrun.tools.drill.plan import DrillPlan, ExpectPart, FaultPart, RunPart, ranks_of, trials_of
+from ftrun.tools.drill.plan import (
+    DrillPlan,
+    ExpectSection,
+    FaultSection,
+    RunSection,
+    ranks_of,
+    trials_of,
+)
 from ftrun.wire.fault_catalog import fault_kind
 
 MAX_TRIALS = 2000
@@ -114,7 +121,7 @@ def _problems(plan: DrillPlan) -> Iterator[str]:
         yield f"it orders {count} faults, and a plan orders {MAX_TRIALS} at most"
 
 
-def _of_fault(fault: FaultPart, part: RunPart) -> Iterator[str]:
+def _of_fault(fault: FaultSection, part: RunSection) -> Iterator[str]:
     if fault.kind.startswith(CLUSTER):
         return
     kind = fault_kind(fault.kind)
@@ -154,9 +161,9 @@ def _in_words(detail: Any) -> str:
 def _keys_at(loc: list[Any]) -> list[str]:
     names = [one for one in loc if isinstance(one, str)]
     models: dict[str, type[BaseModel]] = {
-        "runs": RunPart,
-        "faults": FaultPart,
-        "expect": ExpectPart,
+        "runs": RunSection,
+        "faults": FaultSection,
+        "expect": ExpectSection,
     }
     model: type[BaseModel] = models.get(names[-1], DrillPlan) if names else DrillPlan
     return [info.alias or name for name, info in model.model_fields.items()]

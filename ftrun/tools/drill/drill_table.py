@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ftrun.cli.screen.text import count
-from ftrun.tools.drill.judge import Row
+from ftrun.tools.drill.judge import FaultResult
 
 HEAD = ("fault", "on", "nodes", "detected", "culprit", "action", "steps lost", "equal", "passed")
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: FaultResult) -> tuple[str, ...]:
     """One row in words, as wide as `HEAD`."""
     return (
         row.fault, row.target, row.nodes, detected(row), yes_or_no(row.culprit_right),
@@ -22,7 +22,7 @@ def cells(row: Row) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def line(row: Row) -> str:
+def line(row: FaultResult) -> str:
     """One row as it is told while the drill goes on."""
     said = f"{row.fault:16} {row.target:8} {row.nodes:9} {detected(row):>17}  "
     lost = "-" if row.steps_lost is None else row.steps_lost
@@ -32,7 +32,7 @@ def line(row: Row) -> str:
     return said + (told if row.passed else f"FAILED: {row.problem}")
 
 
-def summary(rows: Sequence[Row]) -> str:
+def summary(rows: Sequence[FaultResult]) -> str:
     """The whole drill in one sentence."""
     passed = sum(row.passed for row in rows)
     named = [row.culprit_right for row in rows if row.culprit_right is not None]
@@ -44,7 +44,7 @@ def summary(rows: Sequence[Row]) -> str:
     return f"{said}; {wrong} wrong culprits in {len(named)} that had to be named"
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[FaultResult]) -> str:
     """A line for each kind of fault: medians of times, the worst of everything else."""
     lines = [
         "| fault | trials | verdict | detected in (median) | culprit right | action | steps lost "
@@ -62,7 +62,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class FaultSummary:
     """All rows of one fault."""
 
     fault: str
@@ -77,7 +77,7 @@ class Group:
     passed: int
 
 
-def grouped(rows: Sequence[Row]) -> list[Group]:
+def grouped(rows: Sequence[FaultResult]) -> list[FaultSummary]:
     """In the order of their first rows."""
     found = []
     for kind in dict.fromkeys(row.kind for row in rows):
@@ -86,7 +86,7 @@ def grouped(rows: Sequence[Row]) -> list[Group]:
         steps = [row.detected_steps for row in own if row.detected_steps is not None]
         lost = [row.steps_lost for row in own if row.steps_lost is not None]
         found.append(
-            Group(
+            FaultSummary(
                 fault=own[0].fault,
                 count=len(own),
                 found=", ".join(dict.fromkeys(row.found for row in own if row.found)),
@@ -119,7 +119,7 @@ def seconds(value: float | None) -> str:
     return f"{value:.2f} s" if value < 9.95 else f"{value:.1f} s"
 
 
-def detected(it: "Row | Group") -> str:
+def detected(it: "FaultResult | FaultSummary") -> str:
     """Steps are told where some were made: a hang makes none."""
     steps = round(it.detected_steps or 0)
     return seconds(it.detected_s) + (f", {count(steps, 'step')}" if steps else "")

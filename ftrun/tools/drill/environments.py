@@ -26,7 +26,7 @@ _OWN = ("FTRUN_", "PET_", "SLURM_")
 _STOP_S = 40.0
 
 
-class Place(Protocol):
+class JobHost(Protocol):
     """One or several nodes that commands can be started on."""
 
     nodes: int
@@ -84,23 +84,23 @@ def load_script(name: str, purpose: str) -> Any:
 
 
 @contextlib.contextmanager
-def place_for(nodes: int) -> Iterator[Place]:
+def place_for(nodes: int) -> Iterator[JobHost]:
     """A place with so many nodes, for the length of a block.
 
     Raises:
         FtrunError: there can be none here; the reason says what is missing.
     """
     if nodes == 1:
-        yield ThisMachine()
+        yield LocalHost()
         return
     module = load_script("virtual_cluster", f"a drill on {nodes} nodes")
     if why := module.available():
         raise FtrunError(f"a drill on {nodes} nodes needs a virtual cluster: {why}")
     with module.VirtualCluster(nodes) as cluster:
-        yield Virtual(cluster, nodes)
+        yield VirtualClusterHost(cluster, nodes)
 
 
-class ThisMachine:
+class LocalHost:
     """One node, which is the machine itself."""
 
     nodes = 1
@@ -135,7 +135,7 @@ class ThisMachine:
         return "127.0.0.1"
 
 
-class Virtual:
+class VirtualClusterHost:
     """Nodes of a virtual cluster."""
 
     def __init__(self, cluster: Any, nodes: int) -> None:

@@ -20,7 +20,7 @@ _SLACK_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedOutcome:
     """What a drill looks for after a fault.
 
     Args:
@@ -62,21 +62,21 @@ _LOST = ("respawn", "evict")
 _EXITED = "WorkersExited"
 
 
-def _exit(signal_or_text: str, *verdicts: str) -> Expected:
-    return Expected(
+def _exit(signal_or_text: str, *verdicts: str) -> ExpectedOutcome:
+    return ExpectedOutcome(
         verdicts=verdicts or ("crash",), action=_AGAIN, proof=_EXITED, proof_text=signal_or_text
     )
 
 
-def _hang(*verdicts: str, proof_text: str = "") -> Expected:
-    return Expected(verdicts=verdicts, action=_AGAIN, proof="Verdict", proof_text=proof_text)
+def _hang(*verdicts: str, proof_text: str = "") -> ExpectedOutcome:
+    return ExpectedOutcome(verdicts=verdicts, action=_AGAIN, proof="Verdict", proof_text=proof_text)
 
 
-def _unharmed(proof: str = "", proof_text: str = "", *, alone: bool = False) -> Expected:
-    return Expected(steps_lost=0, proof=proof, proof_text=proof_text, alone=alone)
+def _unharmed(proof: str = "", proof_text: str = "", *, alone: bool = False) -> ExpectedOutcome:
+    return ExpectedOutcome(steps_lost=0, proof=proof, proof_text=proof_text, alone=alone)
 
 
-_BAD_NUMBERS = Expected(  # of one rank: until they have spread, its replicas differ from it
+_BAD_NUMBERS = ExpectedOutcome(  # of one rank: until they have spread, its replicas differ from it
     verdicts=("bad numbers", "replicas differ"),
     incidents=2,
     steps_lost=None,
@@ -85,9 +85,11 @@ _BAD_NUMBERS = Expected(  # of one rank: until they have spread, its replicas di
     proof="Verdict",
     proof_text="bad numbers",
 )
-_LOST_NODE = Expected(verdicts=("node lost",), action=_LOST, alone=True, proof="NodeLost|LeadLost")
+_LOST_NODE = ExpectedOutcome(
+    verdicts=("node lost",), action=_LOST, alone=True, proof="NodeLost|LeadLost"
+)
 
-_TABLE: dict[str, Expected] = {
+_TABLE: dict[str, ExpectedOutcome] = {
     "rank-kill": _exit("SIGKILL"),
     "segv": _exit("SIGSEGV"),
     "abort": _exit("SIGABRT"),
@@ -97,30 +99,30 @@ _TABLE: dict[str, Expected] = {
     "hang": _hang("hang in computation"),
     "gil": _hang("GIL stuck"),
     "spin": _hang("busy loop"),
-    "collective-skip": Expected(  # gloo aborts a rank that is sent more than it has room for
+    "collective-skip": ExpectedOutcome(  # gloo aborts a rank that is sent more than it has room for
         verdicts=("skipped collective", "replicas differ", "crash"),
         action=("respawn", "report"),
         proof="Verdict",
         steps_lost=None,
     ),
-    "slow": Expected(verdicts=("slow computation",), action=("report",), steps_lost=0),
-    "slow-input": Expected(verdicts=("input-bound",), steps_lost=None),
+    "slow": ExpectedOutcome(verdicts=("slow computation",), action=("report",), steps_lost=0),
+    "slow-input": ExpectedOutcome(verdicts=("input-bound",), steps_lost=None),
     "nan": _BAD_NUMBERS,
     "spike": _BAD_NUMBERS,
-    "poison-batch": Expected(
+    "poison-batch": ExpectedOutcome(
         verdicts=("crash",), action=("stop",), steps_lost=None, equal=False, exit_code=93,
         ends=True, alone=True, proof=_EXITED, proof_text="RuntimeError",
     ),
     "oom": _exit("SIGKILL|memory", "out of memory"),
-    "weight-bitflip": Expected(
+    "weight-bitflip": ExpectedOutcome(
         verdicts=("replicas differ",), steps_lost=None, equal=False, alone=True
     ),
     "smp-kill": _unharmed("SmpExited", "SIGKILL"),
     "smp-stop": _unharmed(),
-    "agent-kill": Expected(steps_lost=None, alone=True, proof="StartGeneration"),
-    "agent-zombie": Expected(steps_lost=None, alone=True),
+    "agent-kill": ExpectedOutcome(steps_lost=None, alone=True, proof="StartGeneration"),
+    "agent-zombie": ExpectedOutcome(steps_lost=None, alone=True),
     "zygote-kill": _unharmed("ZygoteExited"),
-    "lead-kill": Expected(steps_lost=None, alone=True, proof="StartGeneration"),
+    "lead-kill": ExpectedOutcome(steps_lost=None, alone=True, proof="StartGeneration"),
     "node-loss": _LOST_NODE,
     "freeze": _LOST_NODE,
     "shm-full": _unharmed(),
@@ -131,11 +133,11 @@ _TABLE: dict[str, Expected] = {
     "clock-jump": _unharmed(),
     "partition": _LOST_NODE,
     "one-way": _LOST_NODE,
-    "slow-link": Expected(
+    "slow-link": ExpectedOutcome(
         verdicts=("slow communication",), action=("report",), steps_lost=0, alone=True
     ),
     "lossy-link": _unharmed(alone=True),
-    "bitflip-wire": Expected(steps_lost=None, alone=True),
+    "bitflip-wire": ExpectedOutcome(steps_lost=None, alone=True),
     "bitflip-shm": replace(_exit("SIGKILL"), steps_lost=None),
     "torn-snapshot": _exit("SIGKILL"),
     "fragment-truncate": _unharmed(alone=True),
@@ -147,10 +149,10 @@ _TABLE: dict[str, Expected] = {
 _SPREADS = ("nan", "spike")
 """Gradients are averaged: one step later all ranks have it, and nobody has to be named."""
 
-_NODE_LOST = Expected(verdicts=("node lost",), alone=True, steps_lost=None)
+_NODE_LOST = ExpectedOutcome(verdicts=("node lost",), alone=True, steps_lost=None)
 _NODE0, _NODE1 = (replace(_NODE_LOST, nodes=(name,)) for name in ("node0", "node1"))
 
-_OF_CLUSTER: dict[str, Expected] = {
+_OF_CLUSTER: dict[str, ExpectedOutcome] = {
     **dict.fromkeys(("power-off", "reset", "freeze", "cut", "store-host"), _NODE1),
     **dict.fromkeys(("capture", "encoding", "agent-kill", "agent-stopped"), _NODE1),
     **dict.fromkeys(("lead-power-off", "lead-cut"), _NODE0),
@@ -162,12 +164,12 @@ _OF_CLUSTER: dict[str, Expected] = {
     "drained": _unharmed("Leaving", alone=True),
     "lead-drained": replace(_unharmed("Leaving", alone=True), steps_lost=None),
     **dict.fromkeys(("flap", "slow-link", "lossy-link", "smp-kill"), _unharmed(alone=True)),
-    "rank-kill": Expected(verdicts=("crash",), culprits=(1,), alone=True),
+    "rank-kill": ExpectedOutcome(verdicts=("crash",), culprits=(1,), alone=True),
 }
 """Of each of scripts/drill_faults.py, which says who is node 0 and node 1 there."""
 
 
-def expected_of(kind: str, *, rank: int = -1, node: str = "", nodes: int = 1) -> Expected:
+def expected_of(kind: str, *, rank: int = -1, node: str = "", nodes: int = 1) -> ExpectedOutcome:
     """What follows this fault, done to this rank or node.
 
     Args:

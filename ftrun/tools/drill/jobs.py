@@ -19,7 +19,7 @@ from ftrun.errors import FtrunError
 from ftrun.linux import end_with_parent
 from ftrun.tools.drill.drill_outcome import Outcome, outcome_of
 from ftrun.tools.drill.environments import environment, scripts_folder
-from ftrun.tools.drill.plan import RunPart, Trial
+from ftrun.tools.drill.plan import FaultTrial, RunSection
 
 _TAIL_BYTES = 8192
 _STEPS_AT_LEAST = 120
@@ -32,7 +32,7 @@ _GPT = ("--layers", "2", "--width", "96", "--context", "64")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class DrillJob:
     """One job as it is started.
 
     Args:
@@ -81,7 +81,7 @@ def _lines_of(tail: bytes) -> list[dict[str, Any]]:
     return found
 
 
-def steps_for(part: RunPart, trials: Sequence[Trial]) -> int:
+def steps_for(part: RunSection, trials: Sequence[FaultTrial]) -> int:
     """So many that the faults of a run fit in, in whole epochs of the job."""
     step_s = part.step_s or (_GPT_STEP_S if part.job == "gpt" else max(part.pace, 0.01))
     lasting = sum(max(min(trial.lasts_s, 600.0), _goes_on_s(trial)) / step_s for trial in trials)
@@ -91,13 +91,13 @@ def steps_for(part: RunPart, trials: Sequence[Trial]) -> int:
     return math.ceil(steps / 10) * 10
 
 
-def _goes_on_s(trial: Trial) -> float:
+def _goes_on_s(trial: FaultTrial) -> float:
     """So long steps may be made before the fault is seen; a rank that hangs makes none."""
     kinds = ("slow computation", "slow communication", "replicas differ")
     return trial.expected.within_s if set(trial.expected.verdicts) & {*kinds} else 0.0
 
 
-def job_for(part: RunPart, steps: int) -> Job:
+def job_for(part: RunSection, steps: int) -> DrillJob:
     """The job of a part of a plan.
 
     Raises:
@@ -108,27 +108,27 @@ def job_for(part: RunPart, steps: int) -> Job:
         if not script.is_file():
             raise FtrunError(f"{part.script}: there is no such script under {Path.cwd()}")
         notes = (part.notes,) if part.notes else ()
-        return Job(script.name, (str(script), *part.args), notes)
+        return DrillJob(script.name, (str(script), *part.args), notes)
     folder = scripts_folder()
     if part.job == "gpt":
         argv = (str(folder / "train_gpt.py"), "--steps", str(steps), *_GPT, *part.args)
-        return Job("gpt", (*argv, "--losses", "losses.jsonl"), ("losses.jsonl",), steps)
+        return DrillJob("gpt", (*argv, "--losses", "losses.jsonl"), ("losses.jsonl",), steps)
     argv = (
         str(folder / "drill_job.py"), "--folder", "FOLDER", "--kind", part.job,
         "--steps", str(steps), "--pace", str(part.pace),
     )  # fmt: skip
     world = part.nodes * part.ranks
-    return Job(part.job, argv, tuple(f"rank{rank}.jsonl" for rank in range(world)), steps)
+    return DrillJob(part.job, argv, tuple(f"rank{rank}.jsonl" for rank in range(world)), steps)
 
 
 @dataclass
-class Undisturbed:
+class BaselineRuns:
     """What torchrun gives; each job is run once with as many ranks."""
 
     folder: Path
-    _found: dict[tuple[Job, int], list[Outcome]] = field(default_factory=dict)
+    _found: dict[tuple[DrillJob, int], list[Outcome]] = field(default_factory=dict)
 
-    def of(self, job: Job, ranks: int) -> list[Outcome]:
+    def of(self, job: DrillJob, ranks: int) -> list[Outcome]:
         """Raises: FtrunError: torchrun fails."""
         if not job.notes:
             return []
@@ -137,7 +137,7 @@ class Undisturbed:
             self._found[job, ranks] = self._run(job, ranks, folder)
         return self._found[job, ranks]
 
-    def _run(self, job: Job, ranks: int, folder: Path) -> list[Outcome]:
+    def _run(self, job: DrillJob, ranks: int, folder: Path) -> list[Outcome]:
         folder.mkdir(parents=True)
         job.let_go(folder)
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

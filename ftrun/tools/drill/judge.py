@@ -2,7 +2,7 @@
 
 Runs in:  cli. Pure.
 Takes in: a trial, and the journal lines from the order to the time when it was over.
-Gives:    a `Row`; `is_over`, so that a drill knows when to go on.
+Gives:    a `FaultResult`; `is_over`, so that a drill knows when to go on.
 
 Rule 1: a fault that was not in effect has not been passed, whatever the run did.
 Rule 2: a verdict that is only likely may be followed by a better one of the same rank.
@@ -17,16 +17,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ftrun.cli.screen.report_clean import clean
-from ftrun.tools.drill.expected import Expected
-from ftrun.tools.drill.plan import Trial
+from ftrun.tools.drill.expected import ExpectedOutcome
+from ftrun.tools.drill.plan import FaultTrial
 
-JournalLine = dict[str, Any]
+DecodedLine = dict[str, Any]
 
 NOTHING = "no incident"
 
 
 @dataclass(slots=True)
-class Row:
+class FaultResult:
     """What one fault has shown."""
 
     fault: str
@@ -68,18 +68,20 @@ class Row:
         self.passed = False
 
 
-def row_of(trial: Trial, job: str, nodes: str) -> Row:
+def row_of(trial: FaultTrial, job: str, nodes: str) -> FaultResult:
     """Of a fault that has not been made yet."""
     wanted = " or ".join(trial.expected.verdicts) or NOTHING
-    return Row(trial.name, trial.kind, trial.target, job, nodes, expected=wanted)
+    return FaultResult(trial.name, trial.kind, trial.target, job, nodes, expected=wanted)
 
 
-def fired_at(lines: Sequence[JournalLine], order_id: str) -> JournalLine | None:
+def fired_at(lines: Sequence[DecodedLine], order_id: str) -> DecodedLine | None:
     """The line that says that this order has fired, the first of several."""
     return _first(lines, "FaultFired", id=order_id)
 
 
-def is_over(trial: Trial, lines: Sequence[JournalLine], order_id: str, *, more_steps: bool) -> bool:
+def is_over(
+    trial: FaultTrial, lines: Sequence[DecodedLine], order_id: str, *, more_steps: bool
+) -> bool:
     """Whether all that can follow has followed.
 
     Args:
@@ -97,7 +99,7 @@ def is_over(trial: Trial, lines: Sequence[JournalLine], order_id: str, *, more_s
 
 
 def is_settled(
-    trial: Trial, lines: Sequence[JournalLine], since_s: float, *, more_steps: bool
+    trial: FaultTrial, lines: Sequence[DecodedLine], since_s: float, *, more_steps: bool
 ) -> bool:
     """Every incident since then is closed, and there was one if there had to be one."""
     later = [line for line in lines if line["mono_s"] >= since_s]
@@ -110,15 +112,15 @@ def is_settled(
     return opened <= closed and more_steps
 
 
-def _is_taken_back(trial: Trial) -> bool:
+def _is_taken_back(trial: FaultTrial) -> bool:
     """What a rank does to itself ends with the rank, and nothing is told of it."""
     return trial.rank < 0 or trial.kind == "slow" or not trial.expected.verdicts
 
 
 def judge(
-    trial: Trial,
-    row: Row,
-    lines: Sequence[JournalLine],
+    trial: FaultTrial,
+    row: FaultResult,
+    lines: Sequence[DecodedLine],
     *,
     order_id: str = "",
     hit_s: float | None = None,
@@ -149,7 +151,7 @@ def judge(
     row.passed = not problems
 
 
-def compare(row: Row, trial: Trial, *, difference: str, is_compared: bool) -> None:
+def compare(row: FaultResult, trial: FaultTrial, *, difference: str, is_compared: bool) -> None:
     """Put into the row whether the result is that of an undisturbed run.
 
     Args:
@@ -167,9 +169,9 @@ def compare(row: Row, trial: Trial, *, difference: str, is_compared: bool) -> No
 
 
 def _in_effect(
-    expected: Expected,
-    row: Row,
-    later: Sequence[JournalLine],
+    expected: ExpectedOutcome,
+    row: FaultResult,
+    later: Sequence[DecodedLine],
     since_s: float,
     problems: list[str],
 ) -> None:
@@ -186,9 +188,9 @@ def _in_effect(
 
 
 def _verdicts(
-    expected: Expected,
-    row: Row,
-    later: Sequence[JournalLine],
+    expected: ExpectedOutcome,
+    row: FaultResult,
+    later: Sequence[DecodedLine],
     since_s: float,
     problems: list[str],
 ) -> None:
@@ -225,7 +227,7 @@ def _verdicts(
 
 
 def _culprits(
-    expected: Expected, row: Row, said: Sequence[JournalLine], problems: list[str]
+    expected: ExpectedOutcome, row: FaultResult, said: Sequence[DecodedLine], problems: list[str]
 ) -> None:
     if not expected.culprits and not expected.nodes:
         return
@@ -244,7 +246,9 @@ def _culprits(
             problems.append(f"names nodes {wrong[0]['nodes']}, not {list(expected.nodes)}")
 
 
-def _ends(expected: Expected, row: Row, later: Sequence[JournalLine], problems: list[str]) -> None:
+def _ends(
+    expected: ExpectedOutcome, row: FaultResult, later: Sequence[DecodedLine], problems: list[str]
+) -> None:
     closed = [line for line in later if line["kind"] == "IncidentClosed"]
     actions = [line["action"] for line in later if line["kind"] == "Action"]
     row.action = str(closed[-1]["action"]) if closed else (actions[-1] if actions else "")
@@ -268,7 +272,7 @@ def _ends(expected: Expected, row: Row, later: Sequence[JournalLine], problems: 
 # --- lines ------------------------------------------------------------------------------------
 
 
-def _proof(expected: Expected, later: Sequence[JournalLine]) -> JournalLine | None:
+def _proof(expected: ExpectedOutcome, later: Sequence[DecodedLine]) -> DecodedLine | None:
     """The first line that only stands there because the fault was in effect."""
     for line in later:
         is_kind = re.fullmatch(expected.proof, line["kind"])
@@ -277,17 +281,17 @@ def _proof(expected: Expected, later: Sequence[JournalLine]) -> JournalLine | No
     return None
 
 
-def _incidents(lines: Sequence[JournalLine]) -> set[int]:
+def _incidents(lines: Sequence[DecodedLine]) -> set[int]:
     """Numbers of those that are spoken of."""
     kinds = ("Suspected", "Verdict", "Action")
     return {line["incident"] for line in lines if line["kind"] in kinds}
 
 
-def _time_of(fired: JournalLine) -> float:
+def _time_of(fired: DecodedLine) -> float:
     return float(fired["fired_mono_s"] if "fired_mono_s" in fired else fired["mono_s"])
 
 
-def _first(lines: Sequence[JournalLine], kind: str, **fields: object) -> JournalLine | None:
+def _first(lines: Sequence[DecodedLine], kind: str, **fields: object) -> DecodedLine | None:
     for line in lines:
         if line["kind"] == kind and all(line.get(key) == it for key, it in fields.items()):
             return line

@@ -21,10 +21,10 @@ from pydantic import (
     Field,
 )
 
-from ftrun.cli.launch.profiles import Setting, resolve
+from ftrun.cli.launch.profiles import SettingValue, resolve
 from ftrun.errors import ProfileInvalid, UsageError
 from ftrun.monitor.verdicts import VerdictKind
-from ftrun.tools.drill.expected import CLUSTER, Expected, expected_of
+from ftrun.tools.drill.expected import CLUSTER, ExpectedOutcome, expected_of
 from ftrun.wire.fault_catalog import FAULTS, fault_kind
 from ftrun.wire.fault_orders import duration_s
 
@@ -76,7 +76,7 @@ def _check_settings(found: dict[str, Any]) -> dict[str, Any]:
     for name, value in found.items():
         section, _, key = name.partition(".")
         if key:
-            settings.append(Setting(section, key, value, name))
+            settings.append(SettingValue(section, key, value, name))
         else:
             said.append(f"keys are such as hang.kill_after_s, not {name!r}")
     try:
@@ -99,7 +99,7 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
 
 
-class ExpectPart(_Part):
+class ExpectSection(_Part):
     """What differs from the catalogue's own expectation."""
 
     verdict: (
@@ -119,7 +119,7 @@ class ExpectPart(_Part):
     exit_code: int | None = Field(default=None, description="of the run, where it ends it")
 
 
-class FaultPart(_Part):
+class FaultSection(_Part):
     """One fault, or the same one for several ranks."""
 
     kind: Annotated[str, AfterValidator(_check_kind)] = Field(
@@ -134,10 +134,10 @@ class FaultPart(_Part):
     amount: float | None = Field(default=None, description="how much")
     repeat: int = Field(default=1, ge=1, le=100, description="so often, one after the other")
     alone: bool | None = Field(default=None, description="in a run of its own")
-    expect: ExpectPart = ExpectPart()
+    expect: ExpectSection = ExpectSection()
 
 
-class RunPart(_Part):
+class RunSection(_Part):
     """One shape of a job, and the faults that it must live through."""
 
     name: str | None = Field(default=None, description="for the table")
@@ -160,27 +160,27 @@ class RunPart(_Part):
     settings: Annotated[dict[str, Any], AfterValidator(_check_settings)] = Field(
         default_factory=dict, alias="set", description="keys of the profile"
     )
-    faults: list[FaultPart] = Field(default_factory=list, description="in this order")
+    faults: list[FaultSection] = Field(default_factory=list, description="in this order")
 
 
-class DrillPlan(RunPart):
+class DrillPlan(RunSection):
     """The whole file: what holds for all parts, and the parts."""
 
     about: str = Field(default="", description="a sentence for the page")
-    runs: list[RunPart] = Field(default_factory=list, description="parts, one after the other")
+    runs: list[RunSection] = Field(default_factory=list, description="parts, one after the other")
     minutes: float = Field(default=120.0, gt=0, description="all of it takes no longer")
 
-    def parts(self) -> list[RunPart]:
+    def parts(self) -> list[RunSection]:
         """Each with what the plan sets for all of them."""
         own = {name: getattr(self, name) for name in self.model_fields_set if name in _COMMON}
         found = [self] if self.faults else []
         return [*found, *(_with_defaults(part, own) for part in self.runs)]
 
 
-_COMMON = frozenset(RunPart.model_fields) - {"faults", "name"}
+_COMMON = frozenset(RunSection.model_fields) - {"faults", "name"}
 
 
-def _with_defaults(part: RunPart, own: dict[str, Any]) -> RunPart:
+def _with_defaults(part: RunSection, own: dict[str, Any]) -> RunSection:
     missing = {name: value for name, value in own.items() if name not in part.model_fields_set}
     if "settings" in own:
         missing["settings"] = {**own["settings"], **part.settings}
@@ -188,7 +188,7 @@ def _with_defaults(part: RunPart, own: dict[str, Any]) -> RunPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class FaultTrial:
     """One fault on order.
 
     Args:
@@ -209,7 +209,7 @@ class Trial:
     step: int
     for_s: float | None
     amount: float | None
-    expected: Expected
+    expected: ExpectedOutcome
 
     @property
     def target(self) -> str:
@@ -226,7 +226,7 @@ class Trial:
         return fault_kind(self.kind).for_s if self.for_s is None else self.for_s
 
 
-def trials_of(part: RunPart) -> Iterator[Trial]:
+def trials_of(part: RunSection) -> Iterator[FaultTrial]:
     """Every fault of a part, in order, each rank and each repetition by itself."""
     world = part.nodes * part.ranks
     for fault in part.faults:
@@ -236,7 +236,7 @@ def trials_of(part: RunPart) -> Iterator[Trial]:
                 yield trial
 
 
-def ranks_of(fault: FaultPart, world: int) -> list[int]:
+def ranks_of(fault: FaultSection, world: int) -> list[int]:
     if fault.kind.startswith(CLUSTER) or not FAULTS[fault.kind].by_rank:
         return [-1]
     if fault.rank == "each":
@@ -246,7 +246,7 @@ def ranks_of(fault: FaultPart, world: int) -> list[int]:
     return [fault.rank if fault.rank is not None else world - 1]
 
 
-def _trial(fault: FaultPart, rank: int, part: RunPart) -> Trial:
+def _trial(fault: FaultSection, rank: int, part: RunSection) -> FaultTrial:
     node = fault.node if fault.node is not None else -1
     expected = expected_of(
         fault.kind, rank=rank, node=f"node{node}" if part.nodes > 1 and node >= 0 else "",
@@ -267,7 +267,7 @@ def _trial(fault: FaultPart, rank: int, part: RunPart) -> Trial:
     if "evict" in given.get("action", ()) and fault.kind in ("slow", "slow-link"):
         given["incidents"] = 2  # it is told first, and acted on when it has lasted
     expected = replace(expected, **given)
-    return Trial(
+    return FaultTrial(
         fault.kind, fault.kind, rank, node, fault.step or 0, fault.lasts,
         fault.amount, expected,
     )  # fmt: skip

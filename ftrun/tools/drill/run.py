@@ -2,7 +2,7 @@
 
 Runs in:  cli.
 Takes in: a place, a folder of its own, a part of a plan, the trials of this run.
-Gives:    a `Row` for each trial; what the ranks have noted.
+Gives:    a `FaultResult` for each trial; what the ranks have noted.
 Survives: nothing: all that it has started is gone when its block ends.
 
 Rule 1: a fault is ordered only in a run in order: every rank makes steps, no incident is open.
@@ -21,10 +21,10 @@ from ftrun import clock
 from ftrun.cli.screen.report_clean import clean
 from ftrun.errors import FtrunError, InternalError
 from ftrun.tools.drill.drill_outcome import Outcome, outcome_of
-from ftrun.tools.drill.environments import Place, end
-from ftrun.tools.drill.jobs import Job
-from ftrun.tools.drill.judge import JournalLine, Row, is_over, judge
-from ftrun.tools.drill.plan import RunPart, Trial
+from ftrun.tools.drill.environments import JobHost, end
+from ftrun.tools.drill.jobs import DrillJob
+from ftrun.tools.drill.judge import DecodedLine, FaultResult, is_over, judge
+from ftrun.tools.drill.plan import FaultTrial, RunSection
 
 FIRST_STEP = 12
 """Before the first fault: a p99 is known, and snapshots are committed."""
@@ -44,14 +44,14 @@ _LAST_STEPS = 15
 """Before its last ten a job of ftrun's own waits until it is let go, which looks like a hang."""
 
 
-class RunFailed(FtrunError):
+class DrillRunFailed(FtrunError):
     """The run cannot be broken any further: it has ended, or does not go on."""
 
 
 class DrillRun:
     """One run. Use it in a `with` block."""
 
-    def __init__(self, place: Place, folder: Path, part: RunPart, job: Job) -> None:
+    def __init__(self, place: JobHost, folder: Path, part: RunSection, job: DrillJob) -> None:
         self.place = place
         self.folder = folder
         self.part = part
@@ -117,7 +117,7 @@ class DrillRun:
         else:
             self._wait("the first step of every rank", self._runs, _START_S)
 
-    def perform(self, trial: Trial, row: Row) -> None:
+    def perform(self, trial: FaultTrial, row: FaultResult) -> None:
         """Order one fault and wait until it is over; the row says what it has shown.
 
         Raises:
@@ -138,7 +138,7 @@ class DrillRun:
             else:
                 watch = _Watch(self, trial, order_id, since)
                 self._wait(f"the end of {trial.name}", watch.is_over, self._patience_s(trial))
-        except RunFailed as error:
+        except DrillRunFailed as error:
             row.problem = str(error)
             raise
         finally:
@@ -161,7 +161,7 @@ class DrillRun:
         )
         for node, process in enumerate(self._processes):
             if process.poll() not in (None, exit_code) and node not in self._may_end:
-                raise RunFailed(
+                raise DrillRunFailed(
                     f"it ended with {process.returncode}, not {exit_code}. {self._last_words(node)}"
                 )
 
@@ -178,7 +178,7 @@ class DrillRun:
 
     # --- what it shows ------------------------------------------------------------------------
 
-    def journal(self) -> list[JournalLine]:
+    def journal(self) -> list[DecodedLine]:
         """The lines of all nodes, in the order of time; they share a clock."""
         logs = self.folder / "ftrun-logs" / self.run_id
         of_nodes = list(logs.glob("*/journal.jsonl"))  # beside them lies one with all lines
@@ -201,7 +201,7 @@ class DrillRun:
 
     # --- inside -------------------------------------------------------------------------------
 
-    def _order(self, trial: Trial) -> str:
+    def _order(self, trial: FaultTrial) -> str:
         """Raises: FtrunError: it is refused."""
         words = [sys.executable, "-m", "ftrun", "inject-fault", trial.kind, self.run_id, "--json"]
         words += ["--rank", str(trial.rank)] if trial.rank >= 0 else []
@@ -215,7 +215,7 @@ class DrillRun:
         said = self.place.ask(node, words, folder=self.folder, within_s=_ASK_S)
         return str(json.loads(said)["id"])
 
-    def _patience_s(self, trial: Trial) -> float:
+    def _patience_s(self, trial: FaultTrial) -> float:
         kill_after_s = 0.0
         if trial.expected.within_s >= 10:
             kill_after_s = float(self.part.settings.get("hang.kill_after_s", 120.0))
@@ -249,9 +249,11 @@ class DrillRun:
                 if is_wrong or all(one is not None for one in codes):
                     if is_so():
                         return
-                    raise RunFailed(f"it ended with {code} before {what}. {self._last_words(node)}")
+                    raise DrillRunFailed(
+                        f"it ended with {code} before {what}. {self._last_words(node)}"
+                    )
             if clock.now_s() > give_up_s:
-                raise RunFailed(
+                raise DrillRunFailed(
                     f"waited {within_s:.0f} s in vain for {what}. {self._last_words(0)}"
                 )
             clock.sleep(_POLL_S)
@@ -266,7 +268,7 @@ class DrillRun:
         return f"Its last word: {clean(own[-1], 400)}" if own else "It has said nothing"
 
 
-def _lost_nodes(lines: Sequence[JournalLine]) -> set[int]:
+def _lost_nodes(lines: Sequence[DecodedLine]) -> set[int]:
     """Those that may come back when the job has ended, and then wait for the others."""
     verdicts = [line["verdict"] for line in lines if line["kind"] == "Verdict"]
     lost = [name for one in verdicts if one["kind"] == "node lost" for name in one["nodes"]]
@@ -276,7 +278,7 @@ def _lost_nodes(lines: Sequence[JournalLine]) -> set[int]:
 class _Watch:
     """Whether a fault is over: what had to follow has followed, and steps are made again."""
 
-    def __init__(self, run: DrillRun, trial: Trial, order_id: str, since: int) -> None:
+    def __init__(self, run: DrillRun, trial: FaultTrial, order_id: str, since: int) -> None:
         self._run, self._trial, self._order_id, self._since = run, trial, order_id, since
         self._mark: tuple[int, float] | None = None
 
@@ -285,7 +287,9 @@ class _Watch:
         if not is_over(self._trial, lines, self._order_id, more_steps=True):
             self._mark = None
             if self._run.is_near_end(_LAST_STEPS):
-                raise RunFailed(f"its {self._run.job.steps} steps are over, and nothing was seen")
+                raise DrillRunFailed(
+                    f"its {self._run.job.steps} steps are over, and nothing was seen"
+                )
             return False
         if self._mark is None:
             self._mark = (self._run.last_step(), clock.now_s())
@@ -301,9 +305,9 @@ class _JournalFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read_bytes = 0
-        self._lines: list[JournalLine] = []
+        self._lines: list[DecodedLine] = []
 
-    def read(self) -> Sequence[JournalLine]:
+    def read(self) -> Sequence[DecodedLine]:
         if not self._path.exists():
             return self._lines
         with self._path.open("rb") as file:

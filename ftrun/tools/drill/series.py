@@ -2,7 +2,7 @@
 
 Runs in:  cli.
 Takes in: a plan, a folder.
-Gives:    a `Row` for each fault, as soon as its run has ended.
+Gives:    a `FaultResult` for each fault, as soon as its run has ended.
 
 Faults of one part share a run where they can: what ends a run, or changes what the next one would
 meet, has one of its own. When a run fails, the faults that it still had before it get a new one.
@@ -19,19 +19,19 @@ from ftrun.tools.drill.drill_cluster import cluster_row
 from ftrun.tools.drill.drill_outcome import Outcome, first_difference
 from ftrun.tools.drill.environments import load_script, place_for
 from ftrun.tools.drill.expected import CLUSTER
-from ftrun.tools.drill.jobs import Undisturbed, job_for, steps_for
-from ftrun.tools.drill.judge import Row, compare, row_of
-from ftrun.tools.drill.plan import DrillPlan, RunPart, Trial, trials_of
-from ftrun.tools.drill.run import DrillRun, RunFailed
+from ftrun.tools.drill.jobs import BaselineRuns, job_for, steps_for
+from ftrun.tools.drill.judge import FaultResult, compare, row_of
+from ftrun.tools.drill.plan import DrillPlan, FaultTrial, RunSection, trials_of
+from ftrun.tools.drill.run import DrillRun, DrillRunFailed
 
 OVER = "not made: the plan's minutes are over"
 
-Tell = Callable[[Row], None]
+Tell = Callable[[FaultResult], None]
 """Called with a row when it is judged, and again when its run's result is not as it should be."""
 
 
 @dataclass
-class Series:
+class DrillSeries:
     """One plan being carried out."""
 
     plan: DrillPlan
@@ -39,10 +39,10 @@ class Series:
     tell: Tell
 
     def __post_init__(self) -> None:
-        self._undisturbed = Undisturbed(self.folder)
+        self._undisturbed = BaselineRuns(self.folder)
         self._end_s = clock.now_s() + self.plan.minutes * 60
         self._count = 0
-        self.rows: list[Row] = []
+        self.rows: list[FaultResult] = []
         """Of all runs that are over."""
 
     def carry_out(self) -> None:
@@ -55,7 +55,7 @@ class Series:
             for batch in batches(list(trials_of(part)), part.most_faults):
                 self.rows.extend(self._batch(part, batch))
 
-    def _batch(self, part: RunPart, batch: Sequence[Trial]) -> Iterator[Row]:
+    def _batch(self, part: RunSection, batch: Sequence[FaultTrial]) -> Iterator[FaultResult]:
         """Until every trial has its row, in as many runs as that takes."""
         left = list(batch)
         steps = steps_for(part, batch)
@@ -78,14 +78,16 @@ class Series:
             yield from rows
             del left[: len(rows)]
 
-    def _one_run(self, part: RunPart, trials: Sequence[Trial], steps: int) -> list[Row]:
+    def _one_run(
+        self, part: RunSection, trials: Sequence[FaultTrial], steps: int
+    ) -> list[FaultResult]:
         """At least one row; as many as the run lives for."""
         job = job_for(part, steps)
         is_compared = any(trial.expected.equal for trial in trials)
         expected = self._undisturbed.of(job, part.nodes * part.ranks) if is_compared else []
         name = trials[0].name if len(trials) == 1 else part.name or job.name
         folder = self._next_folder(name)
-        rows: list[Row] = []
+        rows: list[FaultResult] = []
         outcomes: list[Outcome] = []
         problem = ""
         with place_for(part.nodes + (part.spares if part.nodes > 1 else 0)) as place:
@@ -98,7 +100,7 @@ class Series:
                             run.finish(exit_code=trials[len(rows) - 1].expected.exit_code)
                     finally:
                         outcomes = run.outcomes()
-            except RunFailed as error:
+            except DrillRunFailed as error:
                 problem = str(error)
         if not rows:
             rows.append(row_of(trials[0], job.name, shape(part)))
@@ -117,7 +119,7 @@ class Series:
             self.tell(row)
         return rows
 
-    def _break(self, run: DrillRun, trials: Sequence[Trial], rows: list[Row]) -> None:
+    def _break(self, run: DrillRun, trials: Sequence[FaultTrial], rows: list[FaultResult]) -> None:
         """One fault after the other, while there are steps and minutes left."""
         for trial in trials:
             if run.is_near_end() or clock.now_s() > self._end_s:
@@ -135,11 +137,11 @@ class Series:
 
 
 def compare_all(
-    rows: Sequence[Row],
-    trials: Sequence[Trial],
+    rows: Sequence[FaultResult],
+    trials: Sequence[FaultTrial],
     expected: Sequence[Outcome],
     outcomes: Sequence[Outcome],
-) -> list[Row]:
+) -> list[FaultResult]:
     """Put into each row whether the result was right up to the next fault; those that fail by it.
 
     A step that differs spoils all that follow: it is the fault's before it, and of all later ones.
@@ -159,9 +161,9 @@ def compare_all(
     return failed
 
 
-def batches(trials: Sequence[Trial], most: int) -> Iterator[list[Trial]]:
+def batches(trials: Sequence[FaultTrial], most: int) -> Iterator[list[FaultTrial]]:
     """Those that share a run, in order."""
-    together: list[Trial] = []
+    together: list[FaultTrial] = []
     for trial in trials:
         if trial.expected.alone or trial.kind.startswith(CLUSTER):
             if together:
@@ -177,7 +179,7 @@ def batches(trials: Sequence[Trial], most: int) -> Iterator[list[Trial]]:
         yield together
 
 
-def shape(part: RunPart) -> str:
+def shape(part: RunSection) -> str:
     """Such as `1 x 2`, or `2 x 2 + 1`."""
     spares = f" + {part.spares}" if part.spares and part.nodes > 1 else ""
     return f"{part.nodes} x {part.ranks}{spares}"
@@ -195,7 +197,7 @@ def check(plan: DrillPlan) -> None:
             _check_cluster(part)
 
 
-def _check_cluster(part: RunPart) -> None:
+def _check_cluster(part: RunSection) -> None:
     module = load_script("virtual_cluster", "a drill on several nodes")
     if why := module.available():
         raise FtrunError(f"{part.name or 'a part of the plan'} needs a virtual cluster: {why}")

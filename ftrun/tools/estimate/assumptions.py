@@ -82,7 +82,7 @@ class Assumptions:
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class AssumptionInfo:
     """What an assumption is.
 
     Args:
@@ -107,66 +107,149 @@ class About:
 _RUN, _FAILURES = "The run", "Failures"
 _PERIODIC, _FTRUN, _CHOICE = "Checkpoints and a restart", "ftrun", "The choice"
 
-ABOUT: Mapping[str, About] = {
-    "days": About(_RUN, "days", "how long it trains", "Llama 3's pre-training, arXiv 2407.21783",
-                  high=1e6, is_above=True),
-    "step_s": About(_RUN, "seconds", "one step", "a guess, for a large model", low=1e-6),
-    "state_gb": About(_RUN, "GB", "what one node saves: parameters, moments, all of its ranks",
-                      "a guess; 405e9 parameters of 14 bytes over 2,048 nodes are 2.8",
-                      low=1e-6),
-    "rate": About(_FAILURES, "N", "failures in 1000 node-days, whatever their cause",
-                  "Llama 3: 419 on 2,048 nodes in 54 days; "
-                  f"others: {RSC1:g} and {RSC2:g} (Meta's RSC-1 and RSC-2), {FT_HSDP:g} (FT-HSDP)"),
-    "crowding": About(_FAILURES, "X", "above 4,000 nodes N the time between failures is multiplied "
-                      "by (4000/N)^X", "failures are independent; 0.9 fits FT-HSDP's 18 min on "
-                      "12,500 nodes", high=3.0),
-    "hang_share": About(_FAILURES, "part", "of the failures, those where a rank hangs",
-                        "ByteRobust: 9.9 %", high=1.0),
-    "node_share": About(_FAILURES, "part", "those after which a node cannot be used",
-                        "Unicron: 73 % need only a restart", high=1.0),
-    "domain_share": About(_FAILURES, "part", "those that take a whole fault domain",
-                          "a guess: 5 % of the failures of switches and cables, which are 8 % "
-                          "(Llama 3)", high=1.0),
-    "disk_share": About(_FAILURES, "part", "those after which no memory helps, whatever the code",
-                        "a guess", high=1.0),
-    "domain_nodes": About(_FAILURES, "N", "nodes of one fault domain, as a switch or a rack",
-                          "a guess", low=1.0, high=1e6),
-    "repair_s": About(_FAILURES, "seconds", "until a node that was lost can be used again (mean)",
-                      "LANL: mean 355 min, median 54; elsewhere 38 % take above a day"),
-    "periodic_cost_s": About(_PERIODIC, "seconds", "training stands still for one checkpoint",
-                             "a guess"),
-    "periodic_detect_s": About(_PERIODIC, "seconds", "until a failure is noticed",
-                               "NCCL's timeout, 10 min"),
-    "periodic_restart_s": About(_PERIODIC, "seconds", "from there to the next step: scheduler, "
-                                "processes, imports, loading; ftrun's too where only a checkpoint "
-                                "on disk is left", "a guess; FT-HSDP: 200 s on 2,048 nodes, 900 on "
-                                "12,250"),
-    "snapshot_cost_s": About(_FTRUN, "seconds", "by which one snapshot makes the run longer",
-                             f"{SNAPSHOT_S_PER_GB:g} for each GB of --state-gb: "
-                             "scripts/bench_snapshot.py"),
-    "crash_detect_s": About(_FTRUN, "seconds", "until it knows of a rank that ended",
-                            "scripts/bench_recovery.py"),
-    "hang_detect_s": About(_FTRUN, "seconds", "until it names a rank that hangs",
-                           "3 steps, at least 10 s: hang.suspect_s and suspect_factor of the "
-                           "profile"),
-    "node_detect_s": About(_FTRUN, "seconds", "until a silent node counts as lost",
-                           "nodes.deadline_s of the profile"),
-    "restart_s": About(_FTRUN, "seconds", "from there to the next step, of a small model on two "
-                       "cores", "scripts/bench_recovery.py"),
-    "restart_more_s": About(_FTRUN, "seconds", "by which that is longer on your machines: process "
-                            "group, model, first step", "a guess, and the largest of ftrun's "
-                            "costs; measure it"),
-    "transfer_gb_per_s": About(_FTRUN, "GB/s", "a node's state to or from the others, with its "
-                               "code", "scripts/bench_erasure.py: six nodes on two cores",
-                               low=1e-6),
-    "disk_every_s": About(_FTRUN, "seconds", "between two checkpoints that the SMPs write",
-                          "checkpoint.every_s of the profile", low=1e-3),
-    "disk_blocks_s": About(_FTRUN, "seconds", "by which one of them makes the run longer",
-                           "written in the background"),
-    "risk": About(_CHOICE, "part", "how probable it may be that lost nodes cost all snapshots, "
-                  "once in all the days", "a guess: one run in a thousand", high=1.0,
-                  is_above=True),
-}  # fmt: skip
+ABOUT: Mapping[str, AssumptionInfo] = {
+    "days": AssumptionInfo(
+        _RUN,
+        "days",
+        "how long it trains",
+        "Llama 3's pre-training, arXiv 2407.21783",
+        high=1e6,
+        is_above=True,
+    ),
+    "step_s": AssumptionInfo(_RUN, "seconds", "one step", "a guess, for a large model", low=1e-6),
+    "state_gb": AssumptionInfo(
+        _RUN,
+        "GB",
+        "what one node saves: parameters, moments, all of its ranks",
+        "a guess; 405e9 parameters of 14 bytes over 2,048 nodes are 2.8",
+        low=1e-6,
+    ),
+    "rate": AssumptionInfo(
+        _FAILURES,
+        "N",
+        "failures in 1000 node-days, whatever their cause",
+        "Llama 3: 419 on 2,048 nodes in 54 days; "
+        f"others: {RSC1:g} and {RSC2:g} (Meta's RSC-1 and RSC-2), {FT_HSDP:g} (FT-HSDP)",
+    ),
+    "crowding": AssumptionInfo(
+        _FAILURES,
+        "X",
+        "above 4,000 nodes N the time between failures is multiplied by (4000/N)^X",
+        "failures are independent; 0.9 fits FT-HSDP's 18 min on 12,500 nodes",
+        high=3.0,
+    ),
+    "hang_share": AssumptionInfo(
+        _FAILURES,
+        "part",
+        "of the failures, those where a rank hangs",
+        "ByteRobust: 9.9 %",
+        high=1.0,
+    ),
+    "node_share": AssumptionInfo(
+        _FAILURES,
+        "part",
+        "those after which a node cannot be used",
+        "Unicron: 73 % need only a restart",
+        high=1.0,
+    ),
+    "domain_share": AssumptionInfo(
+        _FAILURES,
+        "part",
+        "those that take a whole fault domain",
+        "a guess: 5 % of the failures of switches and cables, which are 8 % (Llama 3)",
+        high=1.0,
+    ),
+    "disk_share": AssumptionInfo(
+        _FAILURES,
+        "part",
+        "those after which no memory helps, whatever the code",
+        "a guess",
+        high=1.0,
+    ),
+    "domain_nodes": AssumptionInfo(
+        _FAILURES,
+        "N",
+        "nodes of one fault domain, as a switch or a rack",
+        "a guess",
+        low=1.0,
+        high=1e6,
+    ),
+    "repair_s": AssumptionInfo(
+        _FAILURES,
+        "seconds",
+        "until a node that was lost can be used again (mean)",
+        "LANL: mean 355 min, median 54; elsewhere 38 % take above a day",
+    ),
+    "periodic_cost_s": AssumptionInfo(
+        _PERIODIC, "seconds", "training stands still for one checkpoint", "a guess"
+    ),
+    "periodic_detect_s": AssumptionInfo(
+        _PERIODIC, "seconds", "until a failure is noticed", "NCCL's timeout, 10 min"
+    ),
+    "periodic_restart_s": AssumptionInfo(
+        _PERIODIC,
+        "seconds",
+        "from there to the next step: scheduler, "
+        "processes, imports, loading; ftrun's too where only a checkpoint "
+        "on disk is left",
+        "a guess; FT-HSDP: 200 s on 2,048 nodes, 900 on 12,250",
+    ),
+    "snapshot_cost_s": AssumptionInfo(
+        _FTRUN,
+        "seconds",
+        "by which one snapshot makes the run longer",
+        f"{SNAPSHOT_S_PER_GB:g} for each GB of --state-gb: scripts/bench_snapshot.py",
+    ),
+    "crash_detect_s": AssumptionInfo(
+        _FTRUN, "seconds", "until it knows of a rank that ended", "scripts/bench_recovery.py"
+    ),
+    "hang_detect_s": AssumptionInfo(
+        _FTRUN,
+        "seconds",
+        "until it names a rank that hangs",
+        "3 steps, at least 10 s: hang.suspect_s and suspect_factor of the profile",
+    ),
+    "node_detect_s": AssumptionInfo(
+        _FTRUN, "seconds", "until a silent node counts as lost", "nodes.deadline_s of the profile"
+    ),
+    "restart_s": AssumptionInfo(
+        _FTRUN,
+        "seconds",
+        "from there to the next step, of a small model on two cores",
+        "scripts/bench_recovery.py",
+    ),
+    "restart_more_s": AssumptionInfo(
+        _FTRUN,
+        "seconds",
+        "by which that is longer on your machines: process group, model, first step",
+        "a guess, and the largest of ftrun's costs; measure it",
+    ),
+    "transfer_gb_per_s": AssumptionInfo(
+        _FTRUN,
+        "GB/s",
+        "a node's state to or from the others, with its code",
+        "scripts/bench_erasure.py: six nodes on two cores",
+        low=1e-6,
+    ),
+    "disk_every_s": AssumptionInfo(
+        _FTRUN,
+        "seconds",
+        "between two checkpoints that the SMPs write",
+        "checkpoint.every_s of the profile",
+        low=1e-3,
+    ),
+    "disk_blocks_s": AssumptionInfo(
+        _FTRUN, "seconds", "by which one of them makes the run longer", "written in the background"
+    ),
+    "risk": AssumptionInfo(
+        _CHOICE,
+        "part",
+        "how probable it may be that lost nodes cost all snapshots, once in all the days",
+        "a guess: one run in a thousand",
+        high=1.0,
+        is_above=True,
+    ),
+}
 
 
 def flag_of(name: str) -> str:
@@ -195,7 +278,7 @@ def problems(assumptions: Assumptions) -> list[str]:
     return found
 
 
-def _limits(about: About) -> str:
+def _limits(about: AssumptionInfo) -> str:
     least = f"{'above' if about.is_above else 'at least'} {about.low:g}"
     most = f" and at most {about.high:,.10g}"
     unit = f", in {about.unit.lower()}" if about.unit in ("days", "seconds", "GB", "GB/s") else ""

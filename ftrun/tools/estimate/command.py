@@ -20,7 +20,7 @@ from ftrun.errors import ExitCode, UsageError
 from ftrun.tools.estimate import text as words
 from ftrun.tools.estimate.assumptions import ABOUT, Assumptions, flag_of, problems
 from ftrun.tools.estimate.estimate_run import measured_in, nothing_measured
-from ftrun.tools.estimate.outlook import MAX_NODES, Decided, Outlook, outlook
+from ftrun.tools.estimate.outlook import MAX_NODES, FixedChoices, Outlook, outlook
 from ftrun.tools.report.report_logs import folder_of, is_alive, raw_lines
 from ftrun.tools.report.run import run_facts
 
@@ -28,7 +28,7 @@ _MOST_POINTS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class EstimateRequest:
     """The words of the command line, as they were typed.
 
     Args:
@@ -65,7 +65,7 @@ class Estimate:
     notes: Sequence[str]
 
 
-def estimate(wanted: Wanted) -> int:
+def estimate(wanted: EstimateRequest) -> int:
     """Compute and show.
 
     Raises:
@@ -90,10 +90,10 @@ def estimate(wanted: Wanted) -> int:
     return ExitCode.DONE
 
 
-def estimated(wanted: Wanted) -> Estimate:
+def estimated(wanted: EstimateRequest) -> Estimate:
     """Everything but showing it."""
     nodes = node_counts(wanted.nodes)
-    decided = Decided(
+    decided = FixedChoices(
         code=_code(wanted.code, nodes[0]) if wanted.code is not None else None,
         every=_at_least(1, wanted.snapshot_every, "--snapshot-every"),
         spares=_at_least(0, wanted.spares, "--spares"),

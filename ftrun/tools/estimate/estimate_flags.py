@@ -86,12 +86,12 @@ def _flag(name: str) -> str:
 
 def estimate_command(**words: Any) -> None:
     """Say on paper what failures will cost, and what to choose."""
-    from ftrun.tools.estimate.command import Wanted, estimate
+    from ftrun.tools.estimate.command import EstimateRequest, estimate
 
     values = {name: words[name] for name in ABOUT if words[name] is not None}
     own = {name: words[name] for name in _OWN}
     own["nodes"] = own["nodes"] or DEFAULT_NODES
-    wanted = Wanted(values=values, as_json=own.pop("json"), **own)
+    wanted = EstimateRequest(values=values, as_json=own.pop("json"), **own)
     raise typer.Exit(estimate(wanted))
 
 

@@ -22,22 +22,22 @@ _NODES_LOST = ("node lost", "lead lost")
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredValue:
     """A value, and what it is: in words that follow `of run X:`."""
 
     value: float
     how: str
 
 
-def measured_in(facts: RunFacts) -> dict[str, Measured]:
+def measured_in(facts: RunFacts) -> dict[str, MeasuredValue]:
     """Of the fields of `Assumptions`, those of which the run tells."""
-    found: dict[str, Measured] = {}
+    found: dict[str, MeasuredValue] = {}
     if facts.step_s:
-        found["step_s"] = Measured(facts.step_s, "median of its steps")
+        found["step_s"] = MeasuredValue(facts.step_s, "median of its steps")
     if (snapshots := facts.snapshots) is not None and snapshots.taken > 0:
         each_s = snapshots.blocked_s / snapshots.taken
         how = f"mean of {count(snapshots.taken, 'snapshot')}: training stood still"
-        found["snapshot_cost_s"] = Measured(each_s, how)
+        found["snapshot_cost_s"] = MeasuredValue(each_s, how)
     over = [one for one in facts.incidents if _counts(one)]
     hung = [one for one in over if one.kind in HANGS]
     lost = [one for one in over if one.kind in _NODES_LOST]
@@ -49,12 +49,12 @@ def measured_in(facts: RunFacts) -> dict[str, Measured]:
     ):
         # 0: nothing in the journal is from before the notice.
         if took_s := [one.noticed_s for one in incidents if one.noticed_s > 0]:
-            found[name] = Measured(median(took_s), f"median of {count(len(took_s), what)}")
+            found[name] = MeasuredValue(median(took_s), f"median of {count(len(took_s), what)}")
     # A lost node's restart holds the fetch of its state, which is an assumption of its own.
     if restarted := ended + hung or lost:
         how = f"median of {count(len(restarted), 'restart')}"
-        found["restart_s"] = Measured(median(_restart_s(one) for one in restarted), how)
-        found["restart_more_s"] = Measured(0.0, "is in --restart, as that run had it")
+        found["restart_s"] = MeasuredValue(median(_restart_s(one) for one in restarted), how)
+        found["restart_more_s"] = MeasuredValue(0.0, "is in --restart, as that run had it")
     return found
 
 

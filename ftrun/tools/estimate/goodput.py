@@ -31,7 +31,7 @@ _LARGEST = 700.0
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FailureKind:
     """A kind of failure, and what one of it costs.
 
     Args:
@@ -45,7 +45,9 @@ class Kind:
     lag_s: float = 0.0
 
 
-def goodput(*, interval_s: float, save_s: float, mtbf_s: float, kinds: Sequence[Kind]) -> float:
+def goodput(
+    *, interval_s: float, save_s: float, mtbf_s: float, kinds: Sequence[FailureKind]
+) -> float:
     """Useful time over all time, in the long run.
 
     Args:
@@ -137,7 +139,7 @@ def over_disk(
     return memory_goodput * kept * (every_s / (every_s + blocks_s))
 
 
-def life_s(*, mtbf_s: float, kinds: Sequence[Kind]) -> float:
+def life_s(*, mtbf_s: float, kinds: Sequence[FailureKind]) -> float:
     """Mean time from one recovery to the next, M / E[exp(-X/M)]."""
     if math.isinf(mtbf_s):
         return math.inf

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from ftrun.erasure.groups import GROUP_NODES, default_parity
 from ftrun.tools.estimate.assumptions import AUTO_BUDGET, Assumptions
 from ftrun.tools.estimate.failure_rates import DAY_S, mtbf_s
-from ftrun.tools.estimate.goodput import Kind, best_interval_s, goodput, life_s, over_disk
+from ftrun.tools.estimate.goodput import FailureKind, best_interval_s, goodput, life_s, over_disk
 from ftrun.tools.estimate.spare_nodes import best_spares, too_few
 from ftrun.tools.estimate.survival import (
-    Losses,
+    NodeLossModel,
     loss_per_s,
     lost_within,
     side_by_side,
@@ -35,7 +35,7 @@ _HARDLY = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class FixedChoices:
     """What is not to be chosen; None: choose.
 
     Args:
@@ -50,7 +50,7 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True)
-class Code:
+class CodeOption:
     """A code, and what it is good for with so many nodes.
 
     Args:
@@ -85,7 +85,7 @@ class Code:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class RecoveryStrategy:
     """One way to live with failures.
 
     Args:
@@ -109,18 +109,18 @@ class Outlook:
     mtbf_s: float
     failures: float
     """Expected in all the days."""
-    periodic: Way
+    periodic: RecoveryStrategy
     """Checkpoints at their best interval, a restart by hand or by the scheduler."""
-    noticed: Way
+    noticed: RecoveryStrategy
     """The same, but failures are noticed as ftrun does: a script without `attach`."""
-    ftrun: Way
+    ftrun: RecoveryStrategy
     """Snapshots in memory, ranks started again in place."""
     every: int
     """Steps between two snapshots."""
     every_auto: int
     """What `snapshot.every: auto` comes to."""
-    code: Code
-    codes: Sequence[Code]
+    code: CodeOption
+    codes: Sequence[CodeOption]
     """The others that were looked at, and the chosen one."""
     auto_code: str
     """What `erasure.scheme: auto` comes to."""
@@ -135,7 +135,7 @@ class Outlook:
     """The same with no spare."""
 
 
-def outlook(nodes: int, given: Assumptions, decided: Decided) -> Outlook:
+def outlook(nodes: int, given: Assumptions, decided: FixedChoices) -> Outlook:
     """Everything about one number of nodes, from 1 to `MAX_NODES`."""
     m_s = mtbf_s(nodes, per_1000_node_days=given.rate, crowding=given.crowding)
     every = decided.every or best_every(given, m_s)
@@ -172,30 +172,32 @@ def _longest_s(given: Assumptions) -> float:
     return given.days * DAY_S
 
 
-def _periodic(given: Assumptions, m_s: float) -> Way:
+def _periodic(given: Assumptions, m_s: float) -> RecoveryStrategy:
     dead_s = given.periodic_detect_s + given.periodic_restart_s
-    return _saved_on_disk(given, m_s, [Kind(1.0, dead_s)])
+    return _saved_on_disk(given, m_s, [FailureKind(1.0, dead_s)])
 
 
-def _noticed(given: Assumptions, m_s: float) -> Way:
+def _noticed(given: Assumptions, m_s: float) -> RecoveryStrategy:
     restart_s = given.periodic_restart_s
     kinds = [
-        Kind(given.crash_share, given.crash_detect_s + restart_s),
-        Kind(given.hang_share, given.hang_noticed_s + restart_s),
-        Kind(_lost_share(given) + given.disk_share, given.node_detect_s + restart_s),
+        FailureKind(given.crash_share, given.crash_detect_s + restart_s),
+        FailureKind(given.hang_share, given.hang_noticed_s + restart_s),
+        FailureKind(_lost_share(given) + given.disk_share, given.node_detect_s + restart_s),
     ]
     return _saved_on_disk(given, m_s, kinds)
 
 
-def _saved_on_disk(given: Assumptions, m_s: float, kinds: Sequence[Kind]) -> Way:
+def _saved_on_disk(
+    given: Assumptions, m_s: float, kinds: Sequence[FailureKind]
+) -> RecoveryStrategy:
     cost_s = given.periodic_cost_s
     interval_s = best_interval_s(save_s=cost_s, mtbf_s=m_s, longest_s=_longest_s(given))
     interval_s = max(interval_s, given.step_s)
     found = goodput(interval_s=interval_s, save_s=cost_s, mtbf_s=m_s, kinds=kinds)
-    return Way(interval_s, found, _mean_dead_s(kinds), interval_s / 2)
+    return RecoveryStrategy(interval_s, found, _mean_dead_s(kinds), interval_s / 2)
 
 
-def _ftrun(given: Assumptions, m_s: float, interval_s: float, lost: float) -> Way:
+def _ftrun(given: Assumptions, m_s: float, interval_s: float, lost: float) -> RecoveryStrategy:
     """With the failures that cost the snapshots, which go back to the disk."""
     on_disk = min(1.0, given.disk_share + lost)
     kinds = ftrun_kinds(given, on_disk)
@@ -211,10 +213,10 @@ def _ftrun(given: Assumptions, m_s: float, interval_s: float, lost: float) -> Wa
     )
     redone_s = interval_s / 2 + sum(kind.share * kind.lag_s for kind in kinds)
     redone_s += on_disk * disk_every_s / 2
-    return Way(interval_s, found, _mean_dead_s(kinds), redone_s)
+    return RecoveryStrategy(interval_s, found, _mean_dead_s(kinds), redone_s)
 
 
-def ftrun_kinds(given: Assumptions, on_disk: float) -> list[Kind]:
+def ftrun_kinds(given: Assumptions, on_disk: float) -> list[FailureKind]:
     """What each kind of failure costs under ftrun.
 
     Args:
@@ -227,10 +229,12 @@ def ftrun_kinds(given: Assumptions, on_disk: float) -> list[Kind]:
     return [
         # A rank's last snapshot is in its node's memory the moment it is sealed; a lost node's
         # only when the others have its parity.
-        Kind(given.crash_share, given.crash_detect_s + again_s),
-        Kind(given.hang_share, given.hang_noticed_s + again_s),
-        Kind(max(0.0, _lost_share(given) - more), _node_dead_s(given), lag_s=given.transfer_s),
-        Kind(on_disk, given.node_detect_s + given.periodic_restart_s),
+        FailureKind(given.crash_share, given.crash_detect_s + again_s),
+        FailureKind(given.hang_share, given.hang_noticed_s + again_s),
+        FailureKind(
+            max(0.0, _lost_share(given) - more), _node_dead_s(given), lag_s=given.transfer_s
+        ),
+        FailureKind(on_disk, given.node_detect_s + given.periodic_restart_s),
     ]
 
 
@@ -259,7 +263,7 @@ def _lost_share(given: Assumptions) -> float:
     return given.node_share + given.domain_share
 
 
-def _mean_dead_s(kinds: Sequence[Kind]) -> float:
+def _mean_dead_s(kinds: Sequence[FailureKind]) -> float:
     return math.fsum(kind.share * kind.dead_s for kind in kinds)
 
 
@@ -272,9 +276,9 @@ def _codes(
     m_s: float,
     window_s: float,
     code: tuple[int, int] | None,
-) -> list[Code]:
+) -> list[CodeOption]:
     per_s = 0.0 if math.isinf(m_s) else 1.0 / m_s
-    losses = Losses(
+    losses = NodeLossModel(
         node_per_s=given.node_share * per_s / nodes,
         domains_per_s=given.domain_share * per_s,
         window_s=window_s,
@@ -290,14 +294,14 @@ def _codes(
 
 
 def _code(
-    nodes: int, given: Assumptions, losses: Losses, m_s: float, code: tuple[int, int]
-) -> Code:
+    nodes: int, given: Assumptions, losses: NodeLossModel, m_s: float, code: tuple[int, int]
+) -> CodeOption:
     data, parity = code
     domain_nodes, over_s = given.domain_nodes, _longest_s(given)
     placed = spread(nodes, data=data, parity=parity, domain_nodes=domain_nodes)
     beside = side_by_side(nodes, data=data, parity=parity, domain_nodes=domain_nodes)
     per_s = loss_per_s(placed, losses)
-    return Code(
+    return CodeOption(
         data=data,
         parity=parity,
         loss=lost_within(per_s, over_s=over_s),
@@ -307,7 +311,7 @@ def _code(
     )
 
 
-def _chosen(codes: Sequence[Code], risk: float) -> Code:
+def _chosen(codes: Sequence[CodeOption], risk: float) -> CodeOption:
     """The least parity with which the risk is borne; else the last that helped."""
     chosen = codes[0]
     for code in codes[1:]:

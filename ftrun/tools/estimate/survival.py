@@ -26,11 +26,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from ftrun.erasure.groups import Group, make_groups
+from ftrun.erasure.groups import ProtectionGroup, make_groups
 
 
 @dataclass(frozen=True, slots=True)
-class Losses:
+class NodeLossModel:
     """How nodes are lost.
 
     Args:
@@ -45,7 +45,7 @@ class Losses:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class GroupPlacement:
     """Groups, and what the loss of a domain takes of them.
 
     Args:
@@ -70,25 +70,25 @@ class Placement:
         return max(taken for _, hit in self.domains for _, _, taken in hit)
 
 
-def spread(nodes: int, *, data: int, parity: int, domain_nodes: int) -> Placement:
+def spread(nodes: int, *, data: int, parity: int, domain_nodes: int) -> GroupPlacement:
     """As ftrun places groups, told the domains: as few nodes of one in a group as can be."""
     names = [str(number) for number in range(nodes)]
     domains = _domains(nodes, domain_nodes)
     return _seen(make_groups(names, data=data, parity=parity, domains=domains), domains)
 
 
-def side_by_side(nodes: int, *, data: int, parity: int, domain_nodes: int) -> Placement:
+def side_by_side(nodes: int, *, data: int, parity: int, domain_nodes: int) -> GroupPlacement:
     """Neighbours in one group: what is nearest on the network, and fails together."""
     sizes = [len(group.nodes) for group in make_groups(
         [str(number) for number in range(nodes)], data=data, parity=parity)]  # fmt: skip
     groups, first = [], 0
     for size in sizes:
-        groups.append(Group(tuple(str(first + one) for one in range(size)), parity))
+        groups.append(ProtectionGroup(tuple(str(first + one) for one in range(size)), parity))
         first += size
     return _seen(groups, _domains(nodes, domain_nodes))
 
 
-def loss_per_s(placement: Placement, losses: Losses) -> float:
+def loss_per_s(placement: GroupPlacement, losses: NodeLossModel) -> float:
     """How often the state in memory is lost: some group has lost more than it bears."""
     domain_per_s = losses.domains_per_s / placement.num_domains
     gone = _within(losses.node_per_s, losses.window_s)
@@ -176,7 +176,7 @@ def _domains(nodes: int, domain_nodes: int) -> dict[str, str]:
     return {str(number): f"domain {number // domain_nodes}" for number in range(nodes)}
 
 
-def _seen(groups: Sequence[Group], domains: Mapping[str, str]) -> Placement:
+def _seen(groups: Sequence[ProtectionGroup], domains: Mapping[str, str]) -> GroupPlacement:
     taken: dict[str, Counter[tuple[int, int, int]]] = {}
     parts = [Counter(domains[node] for node in group.nodes) for group in groups]
     for group, counts in zip(groups, parts, strict=True):
@@ -195,4 +195,4 @@ def _seen(groups: Sequence[Group], domains: Mapping[str, str]) -> Placement:
             (one, other) for (one, a), (other, b) in combinations(borne, 2) if a + b > group.parity
         )
     hits = Counter(tuple(sorted(hit.items())) for hit in taken.values())
-    return Placement(kinds, [(count, dict(hit)) for hit, count in hits.items()], len(pairs))
+    return GroupPlacement(kinds, [(count, dict(hit)) for hit, count in hits.items()], len(pairs))

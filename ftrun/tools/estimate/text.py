@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ftrun.cli.screen.text import count, duration, percent
 from ftrun.tools.estimate.assumptions import Assumptions
 from ftrun.tools.estimate.failure_rates import CROWDED_FROM, DAY_S
-from ftrun.tools.estimate.outlook import Code, Outlook
+from ftrun.tools.estimate.outlook import CodeOption, Outlook
 
 WAYS = ("checkpoints", "checkpoints, noticed by ftrun", "snapshots under ftrun")
 CODE_HEAD = ("code", "memory for it", "nodes of a group in a domain", "domains spread",
@@ -69,7 +69,7 @@ def row(it: Outlook, given: Assumptions) -> tuple[str, ...]:
     )
 
 
-def code_row(code: Code) -> tuple[str, ...]:
+def code_row(code: CodeOption) -> tuple[str, ...]:
     return (
         code.name,
         f"{100 * code.memory:.0f} % of the state" if code.parity else "-",

@@ -2,8 +2,8 @@
 
 Runs in:  a process of its own, started by the cli: what knows tensors is of this folder. torch is
           loaded only where the format or the dtype needs it.
-Takes in: an `ExportOrder` as JSON on stdin.
-Gives:    `ExportFacts` as JSON on stdout; a directory or a file that is whole, or nothing.
+Takes in: an `ExportJob` as JSON on stdin.
+Gives:    `ExportReport` as JSON on stdout; a directory or a file that is whole, or nothing.
 Survives: the run that writes there meanwhile; files it removes are open already.
 """
 
@@ -18,10 +18,10 @@ from ftrun import clock
 from ftrun.errors import FtrunError
 from ftrun.snapshot.plain_values import TensorRef
 from ftrun.tools.export.export_safetensors import left_out_of_safetensors, write_safetensors
-from ftrun.tools.export.selection import Choice, Outline, replaced
-from ftrun.tools.export.source import ExportWorld
+from ftrun.tools.export.selection import ExportOutline, NameFilter, replaced
+from ftrun.tools.export.source import ExportSource
 from ftrun.tools.export.tensor_writer import dtype_out
-from ftrun.wire.messages.export_facts import ExportFacts, ExportOrder
+from ftrun.wire.messages.export_facts import ExportJob, ExportReport
 from ftrun.worker.disk_images import DiskImages
 from ftrun.worker.new_place import check_free, new_place
 
@@ -30,9 +30,9 @@ def main() -> int:
     """Do what is asked; 0 also where it cannot be done: that is said."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
-    order = msgspec.json.decode(sys.stdin.buffer.read(), type=ExportOrder)
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=ExportJob)
     began_s = clock.now_s()
-    facts = ExportFacts(order.source.path, order.source.step, order.format, order.out)
+    facts = ExportReport(order.source.path, order.source.step, order.format, order.out)
     try:
         facts = _export(order, facts)
     except FtrunError as error:
@@ -57,14 +57,14 @@ def _end(number: int, _: object) -> NoReturn:
     sys.exit(128 + number)
 
 
-def _export(order: ExportOrder, facts: ExportFacts) -> ExportFacts:
+def _export(order: ExportJob, facts: ExportReport) -> ExportReport:
     out = Path(order.out)
     is_folder = order.format != "state_dict"
     check_free(out, is_folder=is_folder, may_replace=order.may_replace)
     images = DiskImages(order.source.shards)
     try:
-        world = ExportWorld(images)
-        outline = world.outline(Choice(order.only), is_whole=order.format != "safetensors")
+        world = ExportSource(images)
+        outline = world.outline(NameFilter(order.only), is_whole=order.format != "safetensors")
         left_out = list(world.left_out)
         if order.format == "safetensors":
             left_out += left_out_of_safetensors(outline)
@@ -83,7 +83,7 @@ def _export(order: ExportOrder, facts: ExportFacts) -> ExportFacts:
     )
 
 
-def _write(made: Path, outline: Outline, world: ExportWorld, order: ExportOrder) -> int:
+def _write(made: Path, outline: ExportOutline, world: ExportSource, order: ExportJob) -> int:
     """Write it; how many tensors there are in it."""
     if order.format == "safetensors":
         return write_safetensors(made, outline, world, order)
@@ -94,9 +94,9 @@ def _write(made: Path, outline: Outline, world: ExportWorld, order: ExportOrder)
         tree = _Filled(outline, world, order, lambda _, *kind: placeholders.make(*kind))
         write_dcp(made, tree.of(by_index=False), placeholders, num_writers=order.num_writers)
         return tree.num_tensors
-    from ftrun.tools.export.state_dict import Rooms, write_state_dict
+    from ftrun.tools.export.state_dict import PlaceholderTensors, write_state_dict
 
-    rooms = Rooms()
+    rooms = PlaceholderTensors()
     tree = _Filled(outline, world, order, rooms.make)
     write_state_dict(made, tree.of(by_index=True), rooms, world, num_writers=order.num_writers)
     return tree.num_tensors
@@ -112,7 +112,9 @@ class _Filled:
         make: given a name, a tensor and a dtype, gives what stands for it.
     """
 
-    def __init__(self, outline: Outline, world: ExportWorld, order: ExportOrder, make: Any) -> None:
+    def __init__(
+        self, outline: ExportOutline, world: ExportSource, order: ExportJob, make: Any
+    ) -> None:
         self._outline = outline
         self._world = world
         self._dtype = order.dtype

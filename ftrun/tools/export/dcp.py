@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ftrun.sharding.source_index import WholeTensor
-from ftrun.tools.export.source import ExportWorld
+from ftrun.tools.export.source import ExportSource
 from ftrun.tools.export.tensor_writer import Cast, cast_of
-from ftrun.tools.export.whole_tensors import TensorReader
+from ftrun.tools.export.whole_tensors import WholeTensorReader
 from ftrun.worker.reshard.tensor_reader import readable
 from ftrun.worker.state.tensors import DTYPES
 
@@ -46,7 +46,7 @@ class Placeholders:
         world: the checkpoint.
     """
 
-    def __init__(self, world: ExportWorld) -> None:
+    def __init__(self, world: ExportSource) -> None:
         self._world = world
         self._meant: dict[int, tuple[WholeTensor, Cast | None]] = {}
         self._own = threading.local()
@@ -64,7 +64,7 @@ class Placeholders:
             CheckpointError: it is damaged.
         """
         if not hasattr(self._own, "reader"):
-            self._own.reader = TensorReader(self._world.images, self._world.tell)
+            self._own.reader = WholeTensorReader(self._world.images, self._world.tell)
         tensor, cast = self._meant[id(placeholder)]
         if 0 in tensor.shape:
             return torch.empty_like(placeholder, device="cpu")

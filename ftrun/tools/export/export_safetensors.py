@@ -10,30 +10,30 @@ from pathlib import Path
 from ftrun.errors import CheckpointError
 from ftrun.tools.export.safetensors import (
     INDEX_NAME,
-    Described,
     PlannedFile,
+    TensorDescription,
     index_of,
     plan_files,
 )
-from ftrun.tools.export.selection import Outline
-from ftrun.tools.export.source import ExportWorld
+from ftrun.tools.export.selection import ExportOutline
+from ftrun.tools.export.source import ExportSource
 from ftrun.tools.export.tensor_writer import (
-    Placed,
+    TensorPlacement,
     create_files,
     dtype_out,
     write_at,
     write_tensors,
 )
-from ftrun.wire.messages.export_facts import ExportOrder
+from ftrun.wire.messages.export_facts import ExportJob
 
 
-def left_out_of_safetensors(outline: Outline) -> list[str]:
+def left_out_of_safetensors(outline: ExportOutline) -> list[str]:
     """What is no tensor of a module, in words."""
     return [f"{name}: safetensors files hold tensors of modules only" for name in outline.others]
 
 
 def write_safetensors(
-    folder: Path, outline: Outline, world: ExportWorld, order: ExportOrder
+    folder: Path, outline: ExportOutline, world: ExportSource, order: ExportJob
 ) -> int:
     """Fill a new folder; how many tensors there are in it.
 
@@ -48,7 +48,7 @@ def write_safetensors(
         )
     tensors = {name: world.whole(saved) for name, saved in names.items()}
     dtypes = {name: dtype_out(tensor, order.dtype) for name, tensor in tensors.items()}
-    described = [Described(name, dtypes[name], one.shape) for name, one in tensors.items()]
+    described = [TensorDescription(name, dtypes[name], one.shape) for name, one in tensors.items()]
     files = plan_files(described, limit_bytes=order.file_bytes, tied=tied)
     for other, name in tied.items():
         world.tell(f"{other} is tied to {name}; it is written once, under that name")
@@ -56,7 +56,7 @@ def write_safetensors(
     create_files({folder / file.name: file.num_bytes for file in files})
     _write_headers(folder, files)
     placed = [
-        Placed(tensors[name], folder / file.name, at, dtypes[name])
+        TensorPlacement(tensors[name], folder / file.name, at, dtypes[name])
         for file in files
         for name, at in file.places.items()
     ]

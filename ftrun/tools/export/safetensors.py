@@ -26,7 +26,7 @@ _ALIGN_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class TensorDescription:
     """A tensor as it goes out."""
 
     name: str
@@ -56,7 +56,7 @@ class PlannedFile:
 
 
 def plan_files(
-    tensors: Sequence[Described], *, limit_bytes: int, tied: Mapping[str, str]
+    tensors: Sequence[TensorDescription], *, limit_bytes: int, tied: Mapping[str, str]
 ) -> list[PlannedFile]:
     """Files of at most so many bytes of data, but for single tensors that are larger.
 
@@ -65,7 +65,7 @@ def plan_files(
         limit_bytes: at least 1.
         tied: other names, with the names that are among the tensors.
     """
-    groups: list[list[Described]] = []
+    groups: list[list[TensorDescription]] = []
     room = 0
     for one in sorted(tensors, key=lambda tensor: natural(tensor.name)):
         if not groups or one.num_bytes > room:
@@ -90,7 +90,9 @@ def index_of(files: Sequence[PlannedFile]) -> bytes:
     return json.dumps(found, indent=2).encode() + b"\n"
 
 
-def _planned(file_name: str, group: Sequence[Described], tied: Mapping[str, str]) -> PlannedFile:
+def _planned(
+    file_name: str, group: Sequence[TensorDescription], tied: Mapping[str, str]
+) -> PlannedFile:
     # Wide items first, so that each tensor is aligned to its own items.
     ordered = sorted(group, key=lambda one: -ITEM_BYTES[one.dtype])
     names = {one.name for one in ordered}

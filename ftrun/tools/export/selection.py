@@ -2,7 +2,7 @@
 
 Runs in:  worker-side process of `ftrun snapshots export`. Pure.
 Takes in: the plain values of a version, with references in place of tensors; patterns.
-Gives:    an `Outline`, and the tree of it that is saved; what is left out, in words.
+Gives:    an `ExportOutline`, and the tree of it that is saved; what is left out, in words.
 
 A tensor of a module has the name it has in the module's own `state_dict()`; in front of it, where
 that is asked, stands the name under which the module was attached. A tied tensor is saved once in
@@ -26,7 +26,7 @@ _EXTRA_STATE = "_extra_state"
 
 
 @dataclass
-class Choice:
+class NameFilter:
     """Which names are wanted: those that match a pattern, or all where there is none.
 
     Args:
@@ -75,7 +75,7 @@ class SavedOptimizer:
     own: Mapping[str, str]
 
     def tree(self, *, by_index: bool) -> dict[str, Any]:
-        """As a state dict; see `Outline.tree`."""
+        """As a state dict; see `ExportOutline.tree`."""
         keys: dict[Any, Any] = dict(self.own)
         if by_index:
             keys = {name: at for at, name in enumerate(self.own)}
@@ -89,7 +89,7 @@ class SavedOptimizer:
 
 
 @dataclass
-class Outline:
+class ExportOutline:
     """What is exported, by the names under which it was attached.
 
     Args:
@@ -163,8 +163,8 @@ def outline_of(
     parts: Plain,
     optimizer_states: Mapping[str, Mapping[Any, Any]],
     held: Sequence[str],
-    choice: Choice,
-) -> Outline:
+    choice: NameFilter,
+) -> ExportOutline:
     """Sort out what a version holds.
 
     Args:
@@ -178,7 +178,7 @@ def outline_of(
         CheckpointError: a pattern matches nothing.
     """
     modules, tied = _modules(parts, held)
-    found = Outline()
+    found = ExportOutline()
     _add_tensors(found, {**{name: name for name in held}, **tied}, modules, choice)
     for path, state in parts["extra_state"].items():
         module = _module_of(f"{path}.", modules) or path
@@ -199,7 +199,7 @@ def outline_of(
 
 
 def _add_tensors(
-    found: Outline, every: Mapping[str, str], modules: Sequence[str], choice: Choice
+    found: ExportOutline, every: Mapping[str, str], modules: Sequence[str], choice: NameFilter
 ) -> None:
     for name in sorted(every, key=natural):
         if choice.takes(name):

@@ -17,13 +17,13 @@ from typing import Any
 
 from ftrun.errors import CheckpointError, RanksDiffer, TensorIncomplete
 from ftrun.ids import Rank
-from ftrun.sharding.source_index import Chunk, Holder, WholeTensor, WorldIndex
+from ftrun.sharding.source_index import Chunk, Holder, SourceIndex, WholeTensor
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.agreement import difference
 from ftrun.snapshot.layout import PLAIN_NAME
 from ftrun.snapshot.shard_header import Fingerprint
-from ftrun.tools.export.selection import Choice, Outline, outline_of, refs_in
-from ftrun.tools.export.whole_tensors import TensorReader
+from ftrun.tools.export.selection import ExportOutline, NameFilter, outline_of, refs_in
+from ftrun.tools.export.whole_tensors import WholeTensorReader
 from ftrun.worker.disk_images import DiskImages
 
 FIRST = Rank(0)
@@ -31,7 +31,7 @@ _OBJECTS = {"stateful": "", "dicts": "", "extra_state": "", "session": "session"
 _SHOWN = 3
 
 
-class ExportWorld:
+class ExportSource:
     """One checkpoint.
 
     Args:
@@ -46,8 +46,8 @@ class ExportWorld:
         self.images = images
         self.notes: list[str] = []
         self._heads = images.headers()
-        self._index = WorldIndex(self._heads, prefer=FIRST)
-        self._reader = TensorReader(images, self.tell)
+        self._index = SourceIndex(self._heads, prefer=FIRST)
+        self._reader = WholeTensorReader(images, self.tell)
         self._parts = {rank: self._plain_of(rank) for rank in sorted(self._heads)}
 
     def tell(self, note: str) -> None:
@@ -55,7 +55,7 @@ class ExportWorld:
         if note not in self.notes:
             self.notes.append(note)
 
-    def outline(self, choice: Choice, *, is_whole: bool) -> Outline:
+    def outline(self, choice: NameFilter, *, is_whole: bool) -> ExportOutline:
         """What is exported of it.
 
         Args:

@@ -26,8 +26,8 @@ import torch
 
 from ftrun.errors import InternalError
 from ftrun.sharding.source_index import WholeTensor
-from ftrun.tools.export.source import ExportWorld
-from ftrun.tools.export.tensor_writer import Placed, write_at, write_tensors
+from ftrun.tools.export.source import ExportSource
+from ftrun.tools.export.tensor_writer import TensorPlacement, write_at, write_tensors
 from ftrun.worker.state.tensors import DTYPES
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -37,7 +37,7 @@ _LOCAL_CRC_AT, _LOCAL_NAME_AT, _LOCAL_BYTES = 14, 26, 30
 _CENTRAL_CRC_AT, _CENTRAL_NAME_AT, _CENTRAL_BYTES = 16, 28, 46
 
 
-class Rooms:
+class PlaceholderTensors:
     """Tensors of the right kind whose memory is never touched, one for each name."""
 
     def __init__(self) -> None:
@@ -76,7 +76,12 @@ class _Record:
 
 
 def write_state_dict(
-    path: Path, tree: dict[str, Any], rooms: Rooms, world: ExportWorld, *, num_writers: int
+    path: Path,
+    tree: dict[str, Any],
+    rooms: PlaceholderTensors,
+    world: ExportSource,
+    *,
+    num_writers: int,
 ) -> None:
     """Write a new file.
 
@@ -96,7 +101,7 @@ def write_state_dict(
     placed = []
     for room, record in records.items():
         tensor, dtype = rooms.meant[room]
-        placed.append(Placed(tensor, path, record.at, dtype))
+        placed.append(TensorPlacement(tensor, path, record.at, dtype))
     crcs = write_tensors(placed, world, num_writers=num_writers, wants_crc=True)
     with path.open("r+b", buffering=0) as file:
         for record, crc in zip(records.values(), crcs, strict=True):
@@ -114,7 +119,7 @@ def _write_rooms(path: Path, tree: dict[str, Any]) -> None:
         raise OSError(0, f"torch.save: {str(error).splitlines()[0]}", str(path)) from error
 
 
-def _loaded(path: Path, world: ExportWorld) -> object:
+def _loaded(path: Path, world: ExportSource) -> object:
     """The file as torch reads it; noted where it does so only without `weights_only`."""
     try:
         return torch.load(path, mmap=True, weights_only=True)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftrun.sharding.source_index import WholeTensor
-from ftrun.tools.export.source import ExportWorld
-from ftrun.tools.export.whole_tensors import TensorReader
+from ftrun.tools.export.source import ExportSource
+from ftrun.tools.export.whole_tensors import WholeTensorReader
 
 Cast = Callable[[memoryview], memoryview]
 """Items of one dtype in, the same numbers in another one out."""
@@ -26,7 +26,7 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class TensorPlacement:
     """A tensor and where its bytes go.
 
     Args:
@@ -47,7 +47,11 @@ def dtype_out(tensor: WholeTensor, wanted: str) -> str:
 
 
 def write_tensors(
-    placed: Sequence[Placed], world: ExportWorld, *, num_writers: int, wants_crc: bool = False
+    placed: Sequence[TensorPlacement],
+    world: ExportSource,
+    *,
+    num_writers: int,
+    wants_crc: bool = False,
 ) -> list[int]:
     """Write all of them; the CRC-32 of each, in the same order, or 0 where none is wanted.
 
@@ -59,9 +63,9 @@ def write_tensors(
     fds = {path: os.open(path, os.O_WRONLY | os.O_CLOEXEC) for path in {one.path for one in placed}}
     own = threading.local()
 
-    def write(one: Placed) -> int:
+    def write(one: TensorPlacement) -> int:
         if not hasattr(own, "reader"):
-            own.reader = TensorReader(world.images, world.tell)
+            own.reader = WholeTensorReader(world.images, world.tell)
         cast = casts[one.tensor.dtype, one.dtype]
         return _write(fds[one.path], one, own.reader, cast, wants_crc=wants_crc)
 
@@ -110,7 +114,7 @@ def write_at(fd: int, data: memoryview | bytes, at: int) -> None:
 
 
 def _write(
-    fd: int, one: Placed, reader: TensorReader, cast: Cast | None, *, wants_crc: bool
+    fd: int, one: TensorPlacement, reader: WholeTensorReader, cast: Cast | None, *, wants_crc: bool
 ) -> int:
     at, crc = one.at, 0
     for part in reader.parts(one.tensor):

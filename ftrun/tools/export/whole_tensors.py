@@ -16,7 +16,7 @@ from ftrun.sharding.source_index import Chunk, Holder, WholeTensor
 from ftrun.snapshot.boxes import Box, cut_to, overlap, runs, span_of, strides_of, whole
 from ftrun.snapshot.layout import ITEM_BYTES
 from ftrun.worker.disk_images import DiskImages
-from ftrun.worker.reshard.source import CheckedImages
+from ftrun.worker.reshard.source import CheckedShards
 
 PART_BYTES = 8 << 20
 """Gathered and written in one go: pieces at its ends are read twice, so not too small."""
@@ -25,7 +25,7 @@ Tell = Callable[[str], object]
 """Takes what the operator should know, in words."""
 
 
-class TensorReader:
+class WholeTensorReader:
     """Reads tensors of one checkpoint; one for each thread, as it keeps what it has read last.
 
     Args:
@@ -36,7 +36,7 @@ class TensorReader:
 
     def __init__(self, images: DiskImages, tell: Tell, part_bytes: int = PART_BYTES) -> None:
         self._files = images
-        self._images = CheckedImages(images, "the checkpoint")
+        self._images = CheckedShards(images, "the checkpoint")
         self._tell = tell
         self._part_bytes = part_bytes
 

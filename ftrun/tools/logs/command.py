@@ -18,15 +18,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftrun.cli.runs import Life, choose, look_at
+from ftrun.cli.runs import RunLiveness, choose, look_at
 from ftrun.cli.screen.report_clean import clean, numbers
 from ftrun.cli.screen.text import ranges
 from ftrun.errors import ExitCode, FtrunError, UsageError
 from ftrun.tools.logs.files import LogFile, log_files, parse_ranks, started
-from ftrun.tools.logs.follow import Choice, follow, is_run_alive, read_lines, say, say_generation
+from ftrun.tools.logs.follow import LogFilter, follow, is_run_alive, read_lines, say, say_generation
 from ftrun.tools.logs.log_lines import lines_of
 from ftrun.tools.report.facts import IncidentFacts
-from ftrun.tools.report.journal import Line
+from ftrun.tools.report.journal import JournalLine
 from ftrun.tools.report.report_logs import folder_of, raw_lines
 from ftrun.tools.report.run import incident_by, run_facts
 from ftrun.wire.run_environment import all_run_folders
@@ -35,7 +35,7 @@ INCIDENT_LINES = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class LogRequest:
     """What was asked for, as it was typed."""
 
     ranks: str | None = None
@@ -45,7 +45,7 @@ class Wanted:
     lines: int | None = None
 
 
-def logs(run_id: str | None, wanted: Wanted, *, follows: bool) -> int:
+def logs(run_id: str | None, wanted: LogRequest, *, follows: bool) -> int:
     """Print them.
 
     Raises:
@@ -78,14 +78,14 @@ def logs(run_id: str | None, wanted: Wanted, *, follows: bool) -> int:
 def _folder(run_id: str | None) -> Path:
     """Of the run that is named; else of the one that is alive; else of the newest here."""
     if run_id is None:
-        alive = [one for one in map(look_at, all_run_folders()) if one.life is Life.RUNNING]
+        alive = [one for one in map(look_at, all_run_folders()) if one.life is RunLiveness.RUNNING]
         here = (Path.cwd() / "ftrun-logs").is_dir()
         if len({one.run_id for one in alive}) == 1 or (alive and not here):
             run_id = choose(None, command="logs").run_id if len(alive) > 1 else alive[0].run_id
     return folder_of(run_id, below=Path.cwd())
 
 
-def _choice(wanted: Wanted, lines: Sequence[Line], folder: Path) -> Choice:
+def _choice(wanted: LogRequest, lines: Sequence[JournalLine], folder: Path) -> LogFilter:
     ranks = parse_ranks(wanted.ranks) if wanted.ranks is not None else None
     nodes = sorted({line.node for line in lines if line.kind == "run"})
     if wanted.node is not None and wanted.node not in nodes:
@@ -96,13 +96,13 @@ def _choice(wanted: Wanted, lines: Sequence[Line], folder: Path) -> Choice:
     if wanted.lines is not None and wanted.lines < 0:
         raise UsageError(f"--lines takes 0 and more, not {wanted.lines}")
     if wanted.incident is None:
-        return Choice(ranks, wanted.node, wanted.generation, wanted.lines)
+        return LogFilter(ranks, wanted.node, wanted.generation, wanted.lines)
     incident = _incident(wanted.incident, folder)
     culprits = _culprits_of(incident, lines)
     say(f"incident {incident.number}, generation {incident.generation}: {incident.sentence}")
     count = INCIDENT_LINES if wanted.lines is None else wanted.lines
     chosen = wanted.generation if wanted.generation is not None else incident.generation
-    return Choice(ranks if ranks is not None else culprits, wanted.node, chosen, count)
+    return LogFilter(ranks if ranks is not None else culprits, wanted.node, chosen, count)
 
 
 def _incident(name: str, folder: Path) -> IncidentFacts:
@@ -114,7 +114,7 @@ def _incident(name: str, folder: Path) -> IncidentFacts:
         raise UsageError(clean(str(error), 500)) from None
 
 
-def _culprits_of(incident: IncidentFacts, lines: Sequence[Line]) -> frozenset[int] | None:
+def _culprits_of(incident: IncidentFacts, lines: Sequence[JournalLine]) -> frozenset[int] | None:
     """Ranks to be looked at; of a lost node all of its ranks, of a slow link those of both ends."""
     ranks = set(incident.culprits)
     for node in () if ranks else incident.nodes:
@@ -123,7 +123,7 @@ def _culprits_of(incident: IncidentFacts, lines: Sequence[Line]) -> frozenset[in
     return frozenset(ranks) or None
 
 
-def _no_files(lines: Sequence[Line]) -> str:
+def _no_files(lines: Sequence[JournalLine]) -> str:
     nodes = sorted({line.node for line in lines if line.kind == "run" and line.node})
     where = f" Each node has its own files: ask on {', '.join(nodes)}." if nodes else ""
     return (
@@ -133,7 +133,7 @@ def _no_files(lines: Sequence[Line]) -> str:
     )
 
 
-def _none_of_them(every: Sequence[LogFile], choice: Choice) -> str:
+def _none_of_them(every: Sequence[LogFile], choice: LogFilter) -> str:
     ranks = ranges(sorted({file.rank for file in every}))
     generations = ranges(sorted({file.generation for file in every}))
     asked = [
@@ -148,7 +148,7 @@ def _none_of_them(every: Sequence[LogFile], choice: Choice) -> str:
 # --- all that is there ------------------------------------------------------------------------
 
 
-def _show(files: Sequence[LogFile], last: int | None, lines: Sequence[Line]) -> None:
+def _show(files: Sequence[LogFile], last: int | None, lines: Sequence[JournalLine]) -> None:
     """Generation after generation."""
     width = max((len(file.prefix) for file in files), default=0)
     eras = sorted({file.era for file in files})

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ftrun.cli.screen.report_clean import numbers
 from ftrun.errors import UsageError
-from ftrun.tools.report.journal import Line
+from ftrun.tools.report.journal import JournalLine
 
 STREAMS = ("stdout.log", "stderr.log")
 
@@ -48,7 +48,7 @@ class LogFile:
         return f"{self.node}:{self.rank}" if self.node else str(self.rank)
 
 
-def log_files(folder: Path, lines: Sequence[Line]) -> list[LogFile]:
+def log_files(folder: Path, lines: Sequence[JournalLine]) -> list[LogFile]:
     """All that can be seen from this machine, in the order of generations and ranks.
 
     Args:
@@ -66,7 +66,7 @@ def log_files(folder: Path, lines: Sequence[Line]) -> list[LogFile]:
     return sorted(found, key=lambda one: (one.era, one.rank, one.path.name))
 
 
-def started(lines: Iterable[Line], *, generation: int, node: str) -> Line | None:
+def started(lines: Iterable[JournalLine], *, generation: int, node: str) -> JournalLine | None:
     """The newest start of this generation on this node."""
     starts = (
         line
@@ -98,7 +98,7 @@ def parse_ranks(text: str) -> frozenset[int]:
     return frozenset(found)
 
 
-def _roots(folder: Path, lines: Sequence[Line]) -> list[tuple[str, Path]]:
+def _roots(folder: Path, lines: Sequence[JournalLine]) -> list[tuple[str, Path]]:
     """The folder of each node's files: as its journal says, or where it lies by default."""
     told: dict[str, Path] = {}
     for line in lines:
@@ -111,7 +111,7 @@ def _roots(folder: Path, lines: Sequence[Line]) -> list[tuple[str, Path]]:
     return [(node, root) for node, root in sorted(told.items()) if root.is_dir()]
 
 
-def _launches(root: Path, lines: Sequence[Line], *, is_shared: bool) -> list[Path]:
+def _launches(root: Path, lines: Sequence[JournalLine], *, is_shared: bool) -> list[Path]:
     """The oldest first. A folder of the user's own may hold other runs too."""
     folders = [one for one in root.iterdir() if one.is_dir()]
     told = [line for line in lines if line.kind == "run"]
@@ -126,7 +126,7 @@ def _is_launch(folder: str, name: str) -> bool:
 
 
 def _of_attempt(
-    attempt: Path, node: str, launch: int, generation: int, lines: Sequence[Line]
+    attempt: Path, node: str, launch: int, generation: int, lines: Sequence[JournalLine]
 ) -> list[LogFile]:
     start = started(lines, generation=generation, node=node)
     ranks = numbers(start.fields.get("ranks")) if start is not None else ()

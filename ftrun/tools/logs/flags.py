@@ -32,7 +32,7 @@ def _logs(
     ] = None,
 ) -> None:
     """Show what the ranks have written, where it went to files."""
-    from ftrun.tools.logs.command import Wanted, logs
+    from ftrun.tools.logs.command import LogRequest, logs
 
-    wanted = Wanted(ranks, node, generation, incident, last)
+    wanted = LogRequest(ranks, node, generation, incident, last)
     raise typer.Exit(logs(run_id, wanted, follows=follows))

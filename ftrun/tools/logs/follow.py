@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ftrun import clock
 from ftrun.tools.logs.files import LogFile, log_files
-from ftrun.tools.logs.log_lines import Reader, tail_offset
-from ftrun.tools.report.journal import Line, parse
+from ftrun.tools.logs.log_lines import LogReader, tail_offset
+from ftrun.tools.report.journal import JournalLine, parse
 from ftrun.tools.report.report_logs import is_alive, raw_lines
 
 LOOK_S = 0.1
@@ -25,7 +25,7 @@ UNPLACED_LISTS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class LogFilter:
     """Which files."""
 
     ranks: frozenset[int] | None = None
@@ -41,9 +41,9 @@ class Choice:
         )
 
 
-def follow(folder: Path, choice: Choice) -> None:
+def follow(folder: Path, choice: LogFilter) -> None:
     """The last lines of the newest generation, then all that comes, until the run is over."""
-    follower = Follower(folder, choice)
+    follower = LogTailer(folder, choice)
     listed_s = clock.now_s()
     while True:
         follower.print_grown()
@@ -57,11 +57,11 @@ def follow(folder: Path, choice: Choice) -> None:
         clock.sleep(LOOK_S)
 
 
-class Follower:
+class LogTailer:
     """The files that are read as they grow."""
 
-    def __init__(self, folder: Path, choice: Choice) -> None:
-        self.readers: dict[Path, tuple[LogFile, Reader]] = {}
+    def __init__(self, folder: Path, choice: LogFilter) -> None:
+        self.readers: dict[Path, tuple[LogFile, LogReader]] = {}
         self._folder = folder
         self._choice = choice
         self._width = 0
@@ -103,7 +103,7 @@ class Follower:
             self._print(file, reader.grown())
         sys.stdout.flush()
 
-    def finish(self, readers: Mapping[Path, tuple[LogFile, Reader]]) -> None:
+    def finish(self, readers: Mapping[Path, tuple[LogFile, LogReader]]) -> None:
         """Nobody writes to these any more."""
         for file, reader in readers.values():
             self._print(file, reader.ended())
@@ -122,25 +122,25 @@ class Follower:
 
     def _open(self, file: LogFile, offset: int) -> None:
         self._width = max(self._width, len(file.prefix))
-        self.readers[file.path] = (file, Reader(file.path, offset=offset))
+        self.readers[file.path] = (file, LogReader(file.path, offset=offset))
 
     def _print(self, file: LogFile, texts: Iterable[str]) -> None:
         for text in texts:
             sys.stdout.write(f"{file.prefix.ljust(self._width)} | {text}\n")
 
 
-def read_lines(folder: Path) -> list[Line]:
+def read_lines(folder: Path) -> list[JournalLine]:
     """All lines of the run's journals."""
     return parse(raw_lines(folder))[0]
 
 
-def is_run_alive(lines: Sequence[Line]) -> bool:
+def is_run_alive(lines: Sequence[JournalLine]) -> bool:
     """Whether its launcher is there, on this machine."""
     run_id = next((line.text("run_id") for line in lines if line.kind == "run"), "")
     return bool(run_id) and is_alive(run_id)
 
 
-def say_generation(generation: int, lines: Sequence[Line]) -> None:
+def say_generation(generation: int, lines: Sequence[JournalLine]) -> None:
     """Mark on stderr where another generation begins."""
     starts = [line for line in lines if line.kind == "StartGeneration"]
     found = [line for line in starts if line.whole("generation") == generation]

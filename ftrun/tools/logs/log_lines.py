@@ -22,7 +22,7 @@ _HIDDEN = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b.?|[\x00-\x08\x0b-\x1f\x7f-
 _PLAIN_AGAIN = "\x1b[0m"
 
 
-class Splitter:
+class LineSplitter:
     """Cuts what one file says into lines."""
 
     def __init__(self) -> None:
@@ -48,13 +48,13 @@ class Splitter:
         return [shown(rest)] if rest.strip() else []
 
 
-class Reader:
+class LogReader:
     """Reads one growing file."""
 
     def __init__(self, path: Path, *, offset: int = 0) -> None:
         self.path = path
         self._offset = offset
-        self._splitter = Splitter()
+        self._splitter = LineSplitter()
 
     def grown(self) -> list[str]:
         """Whole lines since the last look."""
@@ -91,7 +91,7 @@ def _lines_of(path: Path, last: int | None) -> Iterator[tuple[float, str]]:
     try:
         size = max(1, path.stat().st_size)
         start = 0 if last is None else tail_offset(path, last)
-        splitter = Splitter()
+        splitter = LineSplitter()
         with path.open("rb") as file:
             file.seek(start)
             at = start

@@ -95,12 +95,12 @@ def _slurm(  # noqa: PLR0913 - its flags
     out: _Out = None,
 ) -> None:
     """Write a batch script for sbatch."""
-    from ftrun.tools.manifests.job import Machine, job_of
-    from ftrun.tools.manifests.slurm import Place, batch_script
+    from ftrun.tools.manifests.job import MachineSpec, job_of
+    from ftrun.tools.manifests.slurm import SlurmOptions, batch_script
 
-    machine = Machine(cpus, gpus, memory, state)
+    machine = MachineSpec(cpus, gpus, memory, state)
     job = job_of(words, machine=machine, name=name, time=time, last_checkpoint=last_checkpoint)
-    place = Place(partition, account, max_requeues, directives or [])
+    place = SlurmOptions(partition, account, max_requeues, directives or [])
     _give(batch_script(job, place), out, is_script=True)
 
 
@@ -148,14 +148,16 @@ def _kubernetes(  # noqa: PLR0913 - its flags
     out: _Out = None,
 ) -> None:
     """Write a JobSet, or a TrainJob with its runtime."""
-    from ftrun.tools.manifests.job import Machine, job_of
-    from ftrun.tools.manifests.kubernetes import Cluster, manifest
-    from ftrun.tools.manifests.volumes import PodPlace
+    from ftrun.tools.manifests.job import MachineSpec, job_of
+    from ftrun.tools.manifests.kubernetes import KubernetesOptions, manifest
+    from ftrun.tools.manifests.volumes import PodOptions
 
-    machine = Machine(cpus, gpus, memory, state)
+    machine = MachineSpec(cpus, gpus, memory, state)
     job = job_of(words, machine=machine, name=name, time=time, last_checkpoint=last_checkpoint)
-    place = PodPlace(image, claim, secret, user, workdir, shm, loader_workers, batch, gpu_resource)
-    _give(manifest(job, place, Cluster(kind, namespace, restarts)), out)
+    place = PodOptions(
+        image, claim, secret, user, workdir, shm, loader_workers, batch, gpu_resource
+    )
+    _give(manifest(job, place, KubernetesOptions(kind, namespace, restarts)), out)
 
 
 def _give(text: str, out: str | None, *, is_script: bool = False) -> None:

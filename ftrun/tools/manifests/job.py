@@ -2,7 +2,8 @@
 
 Runs in:  cli. Pure; neither the environment nor the script is looked at: both are elsewhere.
 Takes in: the words somebody would give `ftrun`, and what a node has.
-Gives:    a `Job`: how many nodes and ranks, what memory, how long an end takes; and the readers
+Gives:    a `ManifestJob`: how many nodes and ranks, what memory, how long an end takes; and the
+          readers
           of the sizes and times that a scheduler is asked for.
 """
 
@@ -38,7 +39,7 @@ _WHERE_THEY_MEET = ("rdzv-endpoint", "master-addr", "master-port")
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineSpec:
     """What a node has, as it was typed; None where it was not said."""
 
     cpus: int | None = None
@@ -51,7 +52,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ManifestJob:
     """A run as a scheduler sees it."""
 
     line: CommandLine
@@ -71,7 +72,7 @@ class Job:
     ranks: int
     """On each node."""
 
-    machine: Machine
+    machine: MachineSpec
     grace_s: float
     """From the signal to end until ranks are killed; the last checkpoint may take as long again."""
 
@@ -159,11 +160,11 @@ class Job:
 def job_of(
     words: Sequence[str],
     *,
-    machine: Machine,
+    machine: MachineSpec,
     name: str | None = None,
     time: str | None = None,
     last_checkpoint: str | None = None,
-) -> Job:
+) -> ManifestJob:
     """Everything that can be known of the run without being where it will run.
 
     Raises:
@@ -185,7 +186,7 @@ def job_of(
     flags = tuple(words[: len(words) - len(line.tail)])
     if grace_s > profile.stop.grace_s:
         flags = ("--grace", str(math.ceil(grace_s)), *flags)
-    job = Job(
+    job = ManifestJob(
         line=line,
         flags=flags,
         script=tuple(line.tail),
@@ -243,7 +244,7 @@ def _plural(count: int, one: str, many: str) -> str:
     return one if count == 1 else many
 
 
-def _num_ranks(line: CommandLine, machine: Machine) -> int:
+def _num_ranks(line: CommandLine, machine: MachineSpec) -> int:
     check_num_ranks(line, {})
     text = line.torchrun_value("nproc-per-node") or "1"
     if text.isdecimal():
@@ -259,7 +260,7 @@ def _num_ranks(line: CommandLine, machine: Machine) -> int:
     return count
 
 
-def _writing_s(given: str | None, machine: Machine, ranks: int) -> float:
+def _writing_s(given: str | None, machine: MachineSpec, ranks: int) -> float:
     """How long a node writes its part of a checkpoint; 0 where nothing is known of it."""
     if given is not None:
         return float(seconds_of(given, "--last-checkpoint"))

@@ -1,7 +1,7 @@
 """`ftrun render kubernetes`: a JobSet, or a TrainJob and its runtime; lost pods come back.
 
 Runs in:  cli. Pure.
-Takes in: a `Job` and a `PodPlace`.
+Takes in: a `ManifestJob` and a `PodOptions`.
 Gives:    YAML for `kubectl apply`, with what happens without each part above it.
 
 Source: kinds and fields are those of the JobSet API v1alpha2 and of Kubeflow Trainer's
@@ -13,10 +13,10 @@ import re
 from dataclasses import dataclass
 
 from ftrun.errors import ExitCode, UsageError
-from ftrun.tools.manifests.job import Job
-from ftrun.tools.manifests.pods import CONTAINER, Pod
-from ftrun.tools.manifests.volumes import PodPlace, Volumes
-from ftrun.tools.manifests.yaml_text import Said, Tree, to_yaml
+from ftrun.tools.manifests.job import ManifestJob
+from ftrun.tools.manifests.pods import CONTAINER, PodTemplate
+from ftrun.tools.manifests.volumes import PodOptions, PodVolumes
+from ftrun.tools.manifests.yaml_text import Commented, Tree, to_yaml
 
 LOOPBACK = "127.0.0.1"
 KINDS = ("jobset", "trainjob")
@@ -34,7 +34,7 @@ _BY_SIGNAL = (138, ExitCode.TERMINATED)
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class KubernetesOptions:
     """What concerns the whole, not a pod."""
 
     kind: str = "jobset"
@@ -43,7 +43,7 @@ class Cluster:
     """How often all pods may fail before the Job is given up."""
 
 
-def manifest(job: Job, place: PodPlace, cluster: Cluster) -> str:
+def manifest(job: ManifestJob, place: PodOptions, cluster: KubernetesOptions) -> str:
     """The whole file.
 
     Raises: UsageError: a name, a number or a path that Kubernetes would not take.
@@ -52,12 +52,12 @@ def manifest(job: Job, place: PodPlace, cluster: Cluster) -> str:
         raise UsageError(f"--kind is {' or '.join(KINDS)}, not {cluster.kind!r}")
     if not 0 <= cluster.restarts <= 10_000:
         raise UsageError(f"--restarts is 0 to 10000, not {cluster.restarts}")
-    pod = Pod(Volumes(job, place, _name(job, cluster)))
+    pod = PodTemplate(PodVolumes(job, place, _name(job, cluster)))
     documents = _jobset(pod, cluster) if cluster.kind == "jobset" else _trainjob(pod, cluster)
     return to_yaml(documents, head=_head(pod, cluster))
 
 
-def _name(job: Job, cluster: Cluster) -> str:
+def _name(job: ManifestJob, cluster: KubernetesOptions) -> str:
     """Of the JobSet; of the pods it makes names by adding to it."""
     stem = re.sub(r"[^a-z0-9-]+", "-", job.stem.lower()).strip("-0123456789")
     room = _MAX_LABEL - len(f"-{CONTAINER}-0-{job.nodes - 1}") - _RANDOM_END
@@ -74,7 +74,7 @@ def _name(job: Job, cluster: Cluster) -> str:
     return name
 
 
-def _head(pod: Pod, cluster: Cluster) -> str:
+def _head(pod: PodTemplate, cluster: KubernetesOptions) -> str:
     kind = {"jobset": "a JobSet", "trainjob": "a TrainJob and its runtime"}[cluster.kind]
     where = f" -n {cluster.namespace}" if cluster.namespace else ""
     lines = [
@@ -98,12 +98,12 @@ def _head(pod: Pod, cluster: Cluster) -> str:
 # --- a JobSet ---------------------------------------------------------------------------------
 
 
-def _jobset(pod: Pod, cluster: Cluster) -> list[dict[str, Tree]]:
+def _jobset(pod: PodTemplate, cluster: KubernetesOptions) -> list[dict[str, Tree]]:
     start: dict[str, Tree] = {
         "image": pod.place.image,
         "command": pod.command(),
         "args": pod.script(),
-        "resources": Said(pod.resources_in_words(), pod.resources()),
+        "resources": Commented(pod.resources_in_words(), pod.resources()),
     }
     container = pod.container(start=start, env=pod.meeting())
     return [
@@ -117,11 +117,11 @@ def _jobset(pod: Pod, cluster: Cluster) -> list[dict[str, Tree]]:
 
 
 def _jobset_spec(
-    pod: Pod, cluster: Cluster, container: dict[str, Tree], *, network: bool
+    pod: PodTemplate, cluster: KubernetesOptions, container: dict[str, Tree], *, network: bool
 ) -> dict[str, Tree]:
     found: dict[str, Tree] = {}
     if network and pod.job.nodes > 1:
-        found["network"] = Said(
+        found["network"] = Commented(
             "A headless Service of this name, so that pods have names that stay. Without "
             "publishNotReadyAddresses a pod has none before it is ready, and it is not before "
             "the others are found.",
@@ -131,7 +131,7 @@ def _jobset_spec(
                 "publishNotReadyAddresses": True,
             },
         )
-    found["failurePolicy"] = Said(
+    found["failurePolicy"] = Commented(
         "The outer net: a Job that has used up its pods is made anew, all of it, and goes on from "
         "the checkpoint; one whose time is over or whose exit code says that another start does "
         "not help is not.",
@@ -156,22 +156,24 @@ def _jobset_spec(
     return found
 
 
-def _job_spec(pod: Pod, cluster: Cluster, container: dict[str, Tree]) -> dict[str, Tree]:
+def _job_spec(
+    pod: PodTemplate, cluster: KubernetesOptions, container: dict[str, Tree]
+) -> dict[str, Tree]:
     job = pod.job
     found: dict[str, Tree] = {
-        "completionMode": Said(
+        "completionMode": Commented(
             "Each pod has a number and a name that stay: one that is made anew joins again as the "
             "same node.",
             "Indexed",
         ),
-        "completions": Said(f"All nodes: {job.in_words}.", job.nodes),
+        "completions": Commented(f"All nodes: {job.in_words}.", job.nodes),
         "parallelism": job.nodes,
-        "backoffLimit": Said(
+        "backoffLimit": Commented(
             f"So many pods may fail: all {job.nodes}, {cluster.restarts} times. Without it 6, "
             "and a few lost machines are the end of the run.",
             cluster.restarts * job.nodes,
         ),
-        "podReplacementPolicy": Said(
+        "podReplacementPolicy": Commented(
             "A pod is made anew once the one before it is really gone: two of one number would be "
             "two nodes of one name. Of a machine that is off that is known when its Node object "
             "is deleted, or has the taint node.kubernetes.io/out-of-service.",
@@ -180,7 +182,7 @@ def _job_spec(pod: Pod, cluster: Cluster, container: dict[str, Tree]) -> dict[st
         "podFailurePolicy": {"rules": _rules()},
     }
     if job.time_s is not None:
-        found["activeDeadlineSeconds"] = Said(
+        found["activeDeadlineSeconds"] = Commented(
             "As --time says: then the pods get SIGTERM, write a checkpoint, and that is all.",
             job.time_s,
         )
@@ -190,7 +192,7 @@ def _job_spec(pod: Pod, cluster: Cluster, container: dict[str, Tree]) -> dict[st
 
 def _rules() -> list[Tree]:
     return [
-        Said(
+        Commented(
             "Wrong usage, a state that is lost, the same failure again and again: another start "
             "does not help. Without this rule it is tried until the pods are used up.",
             {
@@ -202,11 +204,11 @@ def _rules() -> list[Tree]:
                 },
             },
         ),
-        Said(
+        Commented(
             "Drained, preempted, evicted: not the pod's fault, and not counted.",
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
         ),
-        Said(
+        Commented(
             "Stopped by a signal: a drained pod, or the whole run where too few would be left. "
             "Pods are made anew. To stop it for good, delete it.",
             {
@@ -221,7 +223,7 @@ def _rules() -> list[Tree]:
     ]
 
 
-def _metadata(pod: Pod, cluster: Cluster) -> dict[str, Tree]:
+def _metadata(pod: PodTemplate, cluster: KubernetesOptions) -> dict[str, Tree]:
     found: dict[str, Tree] = {"name": pod.name}
     if cluster.namespace is not None:
         found["namespace"] = cluster.namespace
@@ -232,7 +234,7 @@ def _metadata(pod: Pod, cluster: Cluster) -> dict[str, Tree]:
 # --- a TrainJob -------------------------------------------------------------------------------
 
 
-def _trainjob(pod: Pod, cluster: Cluster) -> list[dict[str, Tree]]:
+def _trainjob(pod: PodTemplate, cluster: KubernetesOptions) -> list[dict[str, Tree]]:
     job = pod.job
     for what, words in (("flags", pod.command()), ("words of the script", pod.script())):
         if len(words) > _MAX_WORDS:
@@ -250,7 +252,7 @@ def _trainjob(pod: Pod, cluster: Cluster) -> list[dict[str, Tree]]:
         "kind": "TrainingRuntime",
         "metadata": _metadata(pod, cluster),
         "spec": {
-            "mlPolicy": Said(
+            "mlPolicy": Commented(
                 "torch: gives the pods PET_MASTER_ADDR (the first pod), PET_MASTER_PORT and "
                 "PET_NODE_RANK, with which they find each other.",
                 {"numNodes": job.nodes, "torch": {}},
@@ -259,11 +261,11 @@ def _trainjob(pod: Pod, cluster: Cluster) -> list[dict[str, Tree]]:
         },
     }
     trainer: dict[str, Tree] = {
-        "numNodes": Said("All pods, those that stand by too.", job.nodes),
+        "numNodes": Commented("All pods, those that stand by too.", job.nodes),
         "image": pod.place.image,
-        "command": Said(why, command),
+        "command": Commented(why, command),
         "args": pod.script(),
-        "resourcesPerNode": Said(pod.resources_in_words(), pod.resources()),
+        "resourcesPerNode": Commented(pod.resources_in_words(), pod.resources()),
     }
     text = job.line.torchrun_value("nproc-per-node") or "1"
     if text.isdecimal():
@@ -273,7 +275,7 @@ def _trainjob(pod: Pod, cluster: Cluster) -> list[dict[str, Tree]]:
         "kind": "TrainJob",
         "metadata": _metadata(pod, cluster),
         "spec": {
-            "runtimeRef": Said(
+            "runtimeRef": Commented(
                 "The runtime above. Without it: one of the cluster's, which has neither /dev/shm "
                 "nor rules for exit codes.",
                 {

@@ -1,7 +1,7 @@
 """The pod in which a node of a run lives: its container, volumes, rights and memory.
 
 Runs in:  cli. Pure.
-Takes in: a `Job`, and what only Kubernetes has: image, claim, secret, user.
+Takes in: a `ManifestJob`, and what only Kubernetes has: image, claim, secret, user.
 Gives:    a pod template as a tree for `manifest_yaml`; the same for a JobSet and a TrainJob.
 
 Rule 1: a `$` of the user's words is written twice, as Kubernetes reads `$(NAME)` in a command
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 from ftrun.cli.launch.nodes import MASTER_PORT
 from ftrun.errors import UsageError
-from ftrun.tools.manifests.job import Job, quantity
+from ftrun.tools.manifests.job import ManifestJob, quantity
 from ftrun.tools.manifests.volumes import (
     MAX_NAME,
     OWN_SECRET_AT,
     SECRET_AT,
-    PodPlace,
-    Volumes,
+    PodOptions,
+    PodVolumes,
 )
-from ftrun.tools.manifests.yaml_text import Said, Tree
+from ftrun.tools.manifests.yaml_text import Commented, Tree
 
 CONTAINER = "node"
 """Also the name of the replicated job; a TrainJob puts its variables into this one."""
@@ -32,10 +32,10 @@ _RESOURCE = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([\w.-]*[A-Za
 
 
 @dataclass(frozen=True, slots=True)
-class Pod:
+class PodTemplate:
     """A node's pod."""
 
-    volumes: Volumes
+    volumes: PodVolumes
 
     def __post_init__(self) -> None:
         place = self.place
@@ -49,11 +49,11 @@ class Pod:
             raise UsageError(f"--user is a uid, 0 or more, not {place.user}")
 
     @property
-    def job(self) -> Job:
+    def job(self) -> ManifestJob:
         return self.volumes.job
 
     @property
-    def place(self) -> PodPlace:
+    def place(self) -> PodOptions:
         return self.volumes.place
 
     @property
@@ -97,7 +97,7 @@ class Pod:
             path = f"{OWN_SECRET_AT if self.place.user else SECRET_AT}/run"
             found += [
                 {"name": "FTRUN_SECRET_FILE", "value": path},
-                Said(
+                Commented(
                     "Which nodes fail together: those on one machine. Without it two pods on one "
                     "machine may be all that a snapshot is spread over.",
                     {
@@ -108,14 +108,14 @@ class Pod:
             ]
         if self.place.user:
             found.append(
-                Said(
+                Commented(
                     "Without it a user whom the image does not know has / for a home.",
                     {"name": "HOME", "value": "/tmp"},
                 )
             )
         if self.job.profile.metrics.port:
             found.append(
-                Said(
+                Commented(
                     "Without it the figures are served to the pod itself alone.",
                     {
                         "name": "FTRUN_METRICS_HOST",
@@ -132,13 +132,13 @@ class Pod:
         host = f"{self.name}-{CONTAINER}-0-0.{self.name}"
         index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
         return [
-            Said(
+            Commented(
                 "The first pod is where the others ask. It is no more than that: once they have "
                 "met, it may be lost like any other.",
                 {"name": "PET_MASTER_ADDR", "value": host},
             ),
             {"name": "PET_MASTER_PORT", "value": str(MASTER_PORT)},
-            Said(
+            Commented(
                 "Ranks are in the order of the pods. Without it: in the order of their names.",
                 {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}},
             ),
@@ -164,12 +164,12 @@ class Pod:
     def template(self, *, containers: list[Tree]) -> dict[str, Tree]:
         """The pod's own template, around its containers."""
         spec: dict[str, Tree] = {
-            "restartPolicy": Said(
+            "restartPolicy": Commented(
                 "A pod that fails is made anew by the Job, which knows the exit codes below. "
                 "OnFailure starts its container again whatever the code was.",
                 "Never",
             ),
-            "terminationGracePeriodSeconds": Said(
+            "terminationGracePeriodSeconds": Commented(
                 "SIGTERM to all pods, or to so many that too few are left, ends the run: at most "
                 f"{self.job.grace_s:g} s until ranks are killed, and as long again for the "
                 "checkpoint. Without it SIGKILL comes after 30 s, and the checkpoint is not "
@@ -182,7 +182,7 @@ class Pod:
         if self.place.user:
             spec["securityContext"] = self._rights()
             if self.job.nodes > 1:
-                spec["initContainers"] = Said(
+                spec["initContainers"] = Commented(
                     "Kubernetes lets a group read a Secret's file, and ftrun takes one that only "
                     "its owner can read.",
                     [self._copy()],
@@ -191,7 +191,7 @@ class Pod:
         spec["volumes"] = list(self.volumes.volumes())
         metadata: dict[str, Tree] = {"labels": self.labels()}
         if port := self.job.profile.metrics.port:
-            metadata["annotations"] = Said(
+            metadata["annotations"] = Commented(
                 "Where Prometheus is set up to look for them. Without these nobody asks.",
                 {
                     "prometheus.io/scrape": "true",
@@ -214,13 +214,13 @@ class Pod:
         if port := self.job.profile.metrics.port:
             ports.append({"name": "metrics", "containerPort": port})
         found: dict[str, Tree] = {"name": CONTAINER, **start}
-        found["workingDir"] = Said(
+        found["workingDir"] = Commented(
             "The script's path counts from here, and ftrun-logs is made here.", self.place.workdir
         )
         if variables := [*env, *self.variables()]:
             found["env"] = variables
         if ports:
-            found["ports"] = Said(
+            found["ports"] = Commented(
                 "For readers and tools. A NetworkPolicy must open every TCP port between the "
                 "pods: agents, snapshots, gloo and NCCL take free ones."
                 if self.job.nodes > 1
@@ -240,7 +240,7 @@ class Pod:
     def _spread(self) -> dict[str, Tree]:
         labels: dict[str, Tree] = {"matchLabels": self.labels()}
         return {
-            "topologySpreadConstraints": Said(
+            "topologySpreadConstraints": Commented(
                 "One pod on each machine, as far as there are machines. Without it a machine's "
                 "loss may take several nodes at once.",
                 [
@@ -252,7 +252,7 @@ class Pod:
                     }
                 ],
             ),
-            "tolerations": Said(
+            "tolerations": Commented(
                 "How long a pod counts as there whose machine is silent; the cluster's own time "
                 "is 300 s. Training does not wait for it where a node stands by.",
                 [
@@ -267,9 +267,9 @@ class Pod:
             ),
         }
 
-    def _rights(self) -> Said:
+    def _rights(self) -> Commented:
         user = self.place.user
-        return Said(
+        return Commented(
             "Nothing in the pod needs root. fsGroup: else this user may not write to the volumes. "
             "--user 0 leaves all of this out.",
             {

@@ -1,7 +1,8 @@
 """`ftrun render slurm`: a batch script that outlives its nodes, and says why each line is there.
 
 Runs in:  cli. Pure.
-Takes in: a `Job`, and what only Slurm has: partition, account, how often it may be queued again.
+Takes in: a `ManifestJob`, and what only Slurm has: partition, account, how often it may be queued
+          again.
 Gives:    the text of a file for `sbatch`.
 
 Source: what a real Slurm 22.05 does when a node dies, with and without --no-kill,
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ftrun.errors import ExitCode, UsageError
-from ftrun.tools.manifests.job import MIB, Job
+from ftrun.tools.manifests.job import MIB, ManifestJob
 from ftrun.tools.manifests.yaml_text import WIDTH, comment
 
 _LEAST_WARNING_S = 120
@@ -40,7 +41,7 @@ _OURS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SlurmOptions:
     """Where in the cluster, and how often."""
 
     partition: str | None = None
@@ -50,7 +51,7 @@ class Place:
     """More for sbatch, such as --constraint=ib."""
 
 
-def batch_script(job: Job, place: Place) -> str:
+def batch_script(job: ManifestJob, place: SlurmOptions) -> str:
     """The whole file.
 
     Raises: UsageError: a name, a number or a directive that Slurm would not take.
@@ -70,7 +71,7 @@ def batch_script(job: Job, place: Place) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _head(job: Job) -> str:
+def _head(job: ManifestJob) -> str:
     return (
         f"Written by ftrun render slurm: {job.in_words}.\n"
         "Submit it with sbatch. Above each line stands what happens without it."
@@ -80,7 +81,7 @@ def _head(job: Job) -> str:
 _Directives = tuple[str, list[str]]
 
 
-def _size(job: Job, name: str) -> Iterator[_Directives]:
+def _size(job: ManifestJob, name: str) -> Iterator[_Directives]:
     """What is asked for: nodes, time, processors, memory, GPUs."""
     yield (
         "In squeue, in the names of files, in the run id. Without it: this file's name.",
@@ -110,7 +111,7 @@ def _size(job: Job, name: str) -> Iterator[_Directives]:
         yield "Without it the partition's own limit counts.", [f"--time={_clock(job.time_s)}"]
 
 
-def _memory(job: Job) -> Iterator[_Directives]:
+def _memory(job: ManifestJob) -> Iterator[_Directives]:
     needed = job.memory_bytes()
     if needed is not None:
         words = f"{job.memory_in_words()}: snapshots are memory of the job. "
@@ -126,7 +127,7 @@ def _memory(job: Job) -> Iterator[_Directives]:
         )
 
 
-def _survival(job: Job) -> Iterator[_Directives]:
+def _survival(job: ManifestJob) -> Iterator[_Directives]:
     """What makes the job outlive its nodes and its time."""
     if job.nodes > 1:
         yield (
@@ -152,7 +153,7 @@ def _survival(job: Job) -> Iterator[_Directives]:
     yield "Of the batch shell and srun alone.", ["--output=%x-%j.out"]
 
 
-def _warning_s(job: Job) -> int:
+def _warning_s(job: ManifestJob) -> int:
     found = max(_LEAST_WARNING_S, job.ending_s + _SLURM_LOOKS_EVERY_S)
     if found > _MOST_WARNING_S or (job.time_s is not None and found >= job.time_s):
         limit_s = min(_MOST_WARNING_S, job.time_s or _MOST_WARNING_S)
@@ -164,7 +165,7 @@ def _warning_s(job: Job) -> int:
     return found
 
 
-def _where(place: Place) -> Iterator[_Directives]:
+def _where(place: SlurmOptions) -> Iterator[_Directives]:
     for name, value in (("partition", place.partition), ("account", place.account)):
         if value is not None:
             if not re.fullmatch(r"[\w.,@+-]+", value):
@@ -182,7 +183,7 @@ def _where(place: Place) -> Iterator[_Directives]:
         yield "As given.", list(place.directives)
 
 
-def _step(job: Job, name: str) -> Iterator[str]:
+def _step(job: ManifestJob, name: str) -> Iterator[str]:
     """The one line that starts everything."""
     said = []
     if job.nodes > 1:
@@ -253,7 +254,7 @@ def _folded(first: list[str], rest: Sequence[Sequence[str]], *, indent: int) -> 
     yield line
 
 
-def _end(job: Job, place: Place) -> Iterator[str]:
+def _end(job: ManifestJob, place: SlurmOptions) -> Iterator[str]:
     codes: tuple[int, ...] = _AGAIN
     of_several = ""
     if job.nodes > 1:
@@ -284,7 +285,7 @@ def _end(job: Job, place: Place) -> Iterator[str]:
     yield "exit $code"
 
 
-def _has_run_id(job: Job) -> bool:
+def _has_run_id(job: ManifestJob) -> bool:
     return (
         job.line.own_value("run-id") is not None or job.line.torchrun_value("rdzv-id") is not None
     )

@@ -1,7 +1,7 @@
 """What a node's pod has of disk and memory: /dev/shm, the secret, checkpoints and journals.
 
 Runs in:  cli. Pure.
-Takes in: a `Job`, and a `PodPlace`.
+Takes in: a `ManifestJob`, and a `PodOptions`.
 Gives:    volumes and mounts as trees for `manifest_yaml`; the size of /dev/shm and its reckoning.
 
 Source: 1 GiB for NCCL is what its user guide asks for in a container (Troubleshooting, Shared
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from ftrun.errors import UsageError
-from ftrun.tools.manifests.job import GIB, MIB, Job, quantity, size_of
-from ftrun.tools.manifests.yaml_text import Said, Tree
+from ftrun.tools.manifests.job import GIB, MIB, ManifestJob, quantity, size_of
+from ftrun.tools.manifests.yaml_text import Commented, Tree
 
 SECRET_AT = "/run/ftrun-secret"
 OWN_SECRET_AT = "/run/ftrun-own"
@@ -28,7 +28,7 @@ _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True)
-class PodPlace:
+class PodOptions:
     """What Kubernetes is told besides.
 
     Args:
@@ -55,11 +55,11 @@ class PodPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Volumes:
+class PodVolumes:
     """Of a pod of the run of this name."""
 
-    job: Job
-    place: PodPlace
+    job: ManifestJob
+    place: PodOptions
     name: str
 
     def __post_init__(self) -> None:
@@ -120,7 +120,7 @@ class Volumes:
                 yield {"name": "secret", "mountPath": SECRET_AT, "readOnly": True}
         if self.mount is not None:
             yield {"name": "shared", "mountPath": self.mount}
-            yield Said(
+            yield Commented(
                 "Journals outlive the pods: ftrun report reads them there.",
                 {
                     "name": "shared",
@@ -133,7 +133,7 @@ class Volumes:
 
     def volumes(self) -> Iterator[Tree]:
         """Of the pod."""
-        yield Said(
+        yield Commented(
             f"{self.shm_in_words} What is in it counts as memory of the container. Without it "
             "/dev/shm has 64Mi, and a loader's workers die of a bus error. Snapshots are "
             "elsewhere.",
@@ -144,7 +144,7 @@ class Volumes:
         )
         if self.job.nodes > 1:
             mode = 0o440 if self.place.user else 0o400
-            yield Said(
+            yield Commented(
                 "By it nodes know one another. Without it whoever reaches a port of the run can "
                 f"take part in it. Made once, with the commands above. Mode {mode:04o}.",
                 {
@@ -158,14 +158,16 @@ class Volumes:
             name = self.place.claim.partition(":")[0]
             volume: Tree = {"name": "shared", "persistentVolumeClaim": {"claimName": name}}
             if self.job.nodes > 1:
-                volume = Said(
+                volume = Commented(
                     "On a file system that all pods can write at once (ReadWriteMany): each "
                     "writes its own part of a checkpoint.",
                     volume,
                 )
             yield volume
         elif self.place.user:
-            yield Said("No --claim: journals go with the pod.", {"name": "logs", "emptyDir": {}})
+            yield Commented(
+                "No --claim: journals go with the pod.", {"name": "logs", "emptyDir": {}}
+            )
 
     def _check_claim(self) -> None:
         directory = self.job.shared_directory

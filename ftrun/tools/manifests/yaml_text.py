@@ -1,7 +1,7 @@
 """YAML in which a reader is told why each line is there.
 
 Runs in:  cli. Pure.
-Takes in: a tree of mappings, lists and plain values; any part of it may be a `Said`.
+Takes in: a tree of mappings, lists and plain values; any part of it may be a `Commented`.
 Gives:    its text: what is said of a part stands as a comment above it.
 
 Rule 1: text is written plain only where every reader of YAML, 1.1 or 1.2, takes it for text.
@@ -18,7 +18,7 @@ WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Commented:
     """A part of the tree, and what happens without it."""
 
     why: str
@@ -26,7 +26,7 @@ class Said:
 
 
 Plain: TypeAlias = bool | int | str
-Tree: TypeAlias = "Plain | Said | list[Tree] | dict[str, Tree]"
+Tree: TypeAlias = "Plain | Commented | list[Tree] | dict[str, Tree]"
 
 _SAFE = re.compile(r"[A-Za-z/]([A-Za-z0-9._/:-]*[A-Za-z0-9._/-])?")
 _NOT_TEXT = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none", "nan", "inf"}
@@ -43,7 +43,7 @@ def to_yaml(documents: list[dict[str, Tree]], *, head: str = "") -> str:
 def plain(tree: Tree) -> object:
     """The same without what is said: what a reader of the YAML gets."""
     match tree:
-        case Said(value=value):
+        case Commented(value=value):
             return plain(value)
         case dict():
             return {key: plain(value) for key, value in tree.items()}
@@ -103,7 +103,7 @@ def _element(value: Tree, indent: int) -> Iterator[str]:
 def _one_line(value: Tree, room: int) -> str | None:
     """A plain value, or a list of them where it fits; None for all else."""
     match value:
-        case Said():
+        case Commented():
             return None
         case dict():
             return None if value else "{}"
@@ -117,11 +117,11 @@ def _one_line(value: Tree, room: int) -> str | None:
 
 
 def _are_plain(values: list[Tree]) -> TypeGuard[list[Plain]]:
-    return not any(isinstance(one, dict | list | Said) for one in values)
+    return not any(isinstance(one, dict | list | Commented) for one in values)
 
 
 def _taken_apart(tree: Tree) -> tuple[str, Tree]:
-    return (tree.why, tree.value) if isinstance(tree, Said) else ("", tree)
+    return (tree.why, tree.value) if isinstance(tree, Commented) else ("", tree)
 
 
 def scalar(value: Plain) -> str:

@@ -14,7 +14,7 @@ from ftrun.cli.screen.atomic_output import is_stdout, write_out
 from ftrun.errors import ExitCode, UsageError
 from ftrun.tools.network_view import text as words
 from ftrun.tools.network_view.facts import NetworkFacts, network_facts
-from ftrun.tools.network_view.network_part import Told, told_by
+from ftrun.tools.network_view.network_part import NetworkReport, told_by
 
 _MOST_ROWS = 60
 
@@ -65,7 +65,7 @@ def svg_of(facts: NetworkFacts) -> str:
     return f"{picture(facts, picture_style())}\n"
 
 
-def html_of(told: Told, facts: NetworkFacts) -> str:
+def html_of(told: NetworkReport, facts: NetworkFacts) -> str:
     """All of it as one page."""
     from ftrun.tools.network_view.network_table import CELLS, FEW, matrix, matrix_rails, worst_nodes
     from ftrun.tools.network_view.picture import FEW_DRAWN, picture

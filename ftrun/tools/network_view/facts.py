@@ -15,14 +15,14 @@ from statistics import median
 
 from ftrun.cli.screen.text import by_number
 from ftrun.network.detect.culprits import SLOW, is_slow
-from ftrun.network.detect.findings import Finding, FindingKind, Findings, judge
+from ftrun.network.detect.findings import NetworkFinding, NetworkFindingKind, NetworkFindings, judge
 from ftrun.network.detect.localization import is_inside
-from ftrun.network.detect.probe_schedule import Road
-from ftrun.tools.network_view.network_part import NetworkPart
-from ftrun.wire.cluster.rails import Rail, RoadFound
+from ftrun.network.detect.probe_schedule import NetworkPath
+from ftrun.tools.network_view.network_part import NetworkStatus
+from ftrun.wire.cluster.rails import PathMeasurement, Rail
 
 
-class State(IntEnum):
+class PathState(IntEnum):
     """Of a road, or of a node's rail in one direction; the larger, the worse."""
 
     UNKNOWN = 0
@@ -32,7 +32,7 @@ class State(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class RailFacts:
+class RailSummary:
     """One rail of the run. A figure that is 0 is not known."""
 
     name: str
@@ -53,7 +53,7 @@ class RailFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeRail:
+class NodeRailSummary:
     """What a node does over one rail.
 
     Rates are medians over its roads inside of its leaf, where it has some: what leaves share is
@@ -66,11 +66,11 @@ class NodeRail:
     receives_per_s: float
     dead: int
     slow: int
-    sends: State
-    receives: State
+    sends: PathState
+    receives: PathState
 
     @property
-    def state(self) -> State:
+    def state(self) -> PathState:
         return max(self.sends, self.receives)
 
     @property
@@ -90,44 +90,46 @@ class NetworkFacts:
     leaves: Mapping[str, list[str]]
     """Nodes of each leaf switch, as the ring passes them; empty where none is known."""
     leaf_of: Mapping[str, str]
-    by_road: Mapping[Road, RoadFound]
-    judged: Findings
+    by_road: Mapping[NetworkPath, PathMeasurement]
+    judged: NetworkFindings
     dropped: Mapping[str, str]
     """Rails that training does not use, with the reason."""
     num_ordered: int
     """So many of the nodes, from the first, have a place in the chosen order."""
-    rail_facts: list[RailFacts] = field(default_factory=list)
-    node_rails: Mapping[tuple[str, str], NodeRail] = field(default_factory=dict)
+    rail_facts: list[RailSummary] = field(default_factory=list)
+    node_rails: Mapping[tuple[str, str], NodeRailSummary] = field(default_factory=dict)
 
     @property
     def ring(self) -> list[str]:
         """The nodes of the chosen order; all of them where there is none."""
         return self.nodes[: self.num_ordered or None]
 
-    def state_of(self, road: Road) -> State:
+    def state_of(self, road: NetworkPath) -> PathState:
         if road in self.judged.dead:
-            return State.DEAD
+            return PathState.DEAD
         pace = self.judged.paces.get(road)
         if pace is None:
-            return State.UNKNOWN
+            return PathState.UNKNOWN
         is_bad = road in self.judged.late or is_slow(road, pace, self.leaf_of)
-        return State.SLOW if is_bad else State.GOOD
+        return PathState.SLOW if is_bad else PathState.GOOD
 
-    def usual_of(self, road: Road) -> float:
+    def usual_of(self, road: NetworkPath) -> float:
         """What roads alike do, in bytes per second; 0: not known."""
         is_near = is_inside(road, self.leaf_of)
         return (self.judged.usual if is_near else self.judged.usual_between).get(road.rail, 0.0)
 
-    def count(self, state: State) -> int:
+    def count(self, state: PathState) -> int:
         return sum(self.state_of(road) is state for road in self.by_road)
 
-    def single(self) -> list[Road]:
+    def single(self) -> list[NetworkPath]:
         """Bad roads that no node's rail, and no whole rail, is the reason of; dead ones first."""
-        found = (Road(*one.nodes, one.rail) for one in self.judged.found if len(one.nodes) == 2)
+        found = (
+            NetworkPath(*one.nodes, one.rail) for one in self.judged.found if len(one.nodes) == 2
+        )
         return sorted(found, key=lambda road: (-self.state_of(road), road))
 
 
-def network_facts(part: NetworkPart) -> NetworkFacts:
+def network_facts(part: NetworkStatus) -> NetworkFacts:
     """All that follows from one part."""
     leaf_of = part.chosen.leaves
     judged = judge(part.rails, part.roads, leaf_of)
@@ -140,12 +142,12 @@ def network_facts(part: NetworkPart) -> NetworkFacts:
         rails=_rails(part, judged),
         leaves=leaves,
         leaf_of=leaf_of,
-        by_road={Road.of(one): one for one in part.roads},
+        by_road={NetworkPath.of(one): one for one in part.roads},
         judged=judged,
         dropped=part.chosen.dropped,
         num_ordered=len(part.chosen.order),
     )
-    by_rail: dict[str, list[RoadFound]] = {rail: [] for rail in facts.rails}
+    by_rail: dict[str, list[PathMeasurement]] = {rail: [] for rail in facts.rails}
     for road in part.roads:
         by_rail[road.rail].append(road)
     facts.rail_facts = [_rail(name, facts, by_rail[name]) for name in facts.rails]
@@ -172,7 +174,7 @@ def between_leaves(facts: NetworkFacts) -> dict[str, float]:
     }
 
 
-def _nodes(part: NetworkPart) -> list[str]:
+def _nodes(part: NetworkStatus) -> list[str]:
     ends = {end for road in part.roads for end in (road.source, road.destination)}
     known = ends | set(part.rails) | set(part.chosen.order)
     return [*part.chosen.order, *sorted(known - set(part.chosen.order), key=by_number)]
@@ -188,26 +190,26 @@ def _from_a_border(nodes: Sequence[str], ordered: int, leaf_of: Mapping[str, str
     return [*ring[begin:], *ring[:begin], *nodes[ordered:]]
 
 
-def _rails(part: NetworkPart, judged: Findings) -> list[str]:
+def _rails(part: NetworkStatus, judged: NetworkFindings) -> list[str]:
     seen = sorted({road.rail for road in part.roads}, key=by_number)
     return list(dict.fromkeys([*part.chosen.rails, *part.chosen.dropped, *judged.rails, *seen]))
 
 
-def _rail(name: str, facts: NetworkFacts, roads: Sequence[RoadFound]) -> RailFacts:
+def _rail(name: str, facts: NetworkFacts, roads: Sequence[PathMeasurement]) -> RailSummary:
     cards = list(facts.judged.rails.get(name, {}).values())
     rates = [road.bytes_per_s for road in roads if road.bytes_per_s > 0]
     trips = [road.rtt_s for road in roads if road.rtt_s > 0]
     networks = {_network(card) for card in cards}
-    states = [facts.state_of(Road.of(road)) for road in roads]
-    return RailFacts(
+    states = [facts.state_of(NetworkPath.of(road)) for road in roads]
+    return RailSummary(
         name=name,
         nodes=len(cards),
         network=networks.pop() if len(networks) == 1 else "",
         speeds_mbit=tuple(sorted({card.speed_mbit for card in cards if card.speed_mbit})),
         duplexes=tuple(sorted({card.duplex for card in cards if card.duplex})),
         roads=len(roads),
-        dead=states.count(State.DEAD),
-        slow=states.count(State.SLOW),
+        dead=states.count(PathState.DEAD),
+        slow=states.count(PathState.SLOW),
         usual_per_s=facts.judged.usual.get(name, 0.0),
         between_per_s=facts.judged.usual_between.get(name, 0.0),
         slowest_per_s=min(rates, default=0.0),
@@ -224,60 +226,60 @@ def _network(card: Rail) -> str:
 
 
 def _node_rails(
-    facts: NetworkFacts, by_rail: Mapping[str, Sequence[RoadFound]]
-) -> dict[tuple[str, str], NodeRail]:
-    found: dict[tuple[str, str], NodeRail] = {}
+    facts: NetworkFacts, by_rail: Mapping[str, Sequence[PathMeasurement]]
+) -> dict[tuple[str, str], NodeRailSummary]:
+    found: dict[tuple[str, str], NodeRailSummary] = {}
     blamed = _blamed(facts.judged)
     for rail, roads in by_rail.items():
-        sent: dict[str, list[RoadFound]] = {}
-        received: dict[str, list[RoadFound]] = {}
+        sent: dict[str, list[PathMeasurement]] = {}
+        received: dict[str, list[PathMeasurement]] = {}
         for road in roads:
             sent.setdefault(road.source, []).append(road)
             received.setdefault(road.destination, []).append(road)
-        whole = blamed.get(("", rail, ""), State.GOOD)
+        whole = blamed.get(("", rail, ""), PathState.GOOD)
         for node in sorted(set(sent) | set(received), key=by_number):
             out, back = sent.get(node, []), received.get(node, [])
-            states = [facts.state_of(Road.of(road)) for road in (*out, *back)]
+            states = [facts.state_of(NetworkPath.of(road)) for road in (*out, *back)]
             # What the other end of a road does wrong is not this node's.
             own_out = [one for one in out if (one.destination, rail, "in") not in blamed]
             own_back = [one for one in back if (one.source, rail, "out") not in blamed]
-            found[node, rail] = NodeRail(
+            found[node, rail] = NodeRailSummary(
                 node=node,
                 rail=rail,
                 sends_per_s=_median_rate(own_out or out, facts.leaf_of),
                 receives_per_s=_median_rate(own_back or back, facts.leaf_of),
-                dead=states.count(State.DEAD),
-                slow=states.count(State.SLOW),
-                sends=max(whole, blamed.get((node, rail, "out"), State.GOOD)),
-                receives=max(whole, blamed.get((node, rail, "in"), State.GOOD)),
+                dead=states.count(PathState.DEAD),
+                slow=states.count(PathState.SLOW),
+                sends=max(whole, blamed.get((node, rail, "out"), PathState.GOOD)),
+                receives=max(whole, blamed.get((node, rail, "in"), PathState.GOOD)),
             )
     return found
 
 
-def _blamed(judged: Findings) -> dict[tuple[str, str, str], State]:
+def _blamed(judged: NetworkFindings) -> dict[tuple[str, str, str], PathState]:
     """By node, rail and `out` or `in`: what is dead or slow; a whole rail has no node, no way."""
-    found: dict[tuple[str, str, str], State] = {}
+    found: dict[tuple[str, str, str], PathState] = {}
     for one in judged.found:
         state = _state_told(one)
-        if len(one.nodes) > 1 or state is State.GOOD:
+        if len(one.nodes) > 1 or state is PathState.GOOD:
             continue
         ways = ("out", "in") if not one.direction else (one.direction,)
         places = [(one.nodes[0], one.rail, way) for way in ways] if one.nodes else []
         for place in places or [("", one.rail, "")]:
-            found[place] = max(state, found.get(place, State.GOOD))
+            found[place] = max(state, found.get(place, PathState.GOOD))
     return found
 
 
-def _state_told(one: Finding) -> State:
-    if one.kind is FindingKind.DEAD:
-        return State.DEAD
-    is_bad = one.kind in (FindingKind.SLOW, FindingKind.SPEED) and one.pace < SLOW
-    return State.SLOW if is_bad else State.GOOD
+def _state_told(one: NetworkFinding) -> PathState:
+    if one.kind is NetworkFindingKind.DEAD:
+        return PathState.DEAD
+    is_bad = one.kind in (NetworkFindingKind.SLOW, NetworkFindingKind.SPEED) and one.pace < SLOW
+    return PathState.SLOW if is_bad else PathState.GOOD
 
 
-def _median_rate(roads: Iterable[RoadFound], leaf_of: Mapping[str, str]) -> float:
+def _median_rate(roads: Iterable[PathMeasurement], leaf_of: Mapping[str, str]) -> float:
     """Inside of the leaf, where that is known."""
     known = [road for road in roads if road.bytes_per_s > 0]
-    inside = [road.bytes_per_s for road in known if is_inside(Road.of(road), leaf_of)]
+    inside = [road.bytes_per_s for road in known if is_inside(NetworkPath.of(road), leaf_of)]
     rates = inside or [road.bytes_per_s for road in known]
     return median(rates) if rates else 0.0

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from ftrun.cli.screen.text import count
-from ftrun.tools.network_view.facts import NetworkFacts, State
+from ftrun.tools.network_view.facts import NetworkFacts, PathState
 from ftrun.tools.report.render.svg import Drawing, fit, width_of
 
 _ROW = 22.0
@@ -29,9 +29,9 @@ def rail_entries(facts: NetworkFacts, rails: Sequence[str]) -> list[Entry]:
     if more := len(facts.rails) - len(rails):
         found.append(("", "", f"and {count(more, 'rail')} more"))
     states = {one.state for one in facts.node_rails.values()}
-    if State.SLOW in states:
+    if PathState.SLOW in states:
         found.append(("line", "link-slow", "slow beside what is alike"))
-    if State.DEAD in states or facts.single():
+    if PathState.DEAD in states or facts.single():
         found.append(("line", "link-dead", "dead, or a single bad road"))
     if len(facts.leaves) > 1:
         found.append(UP)
@@ -59,11 +59,11 @@ def crossings(facts: NetworkFacts) -> str:
 def about(facts: NetworkFacts) -> str:
     """The picture for those who cannot see it."""
     leaves = f" on {count(len(facts.leaves), 'leaf switch')}" if facts.leaves else ""
-    dead, slow = facts.count(State.DEAD), facts.count(State.SLOW)
+    dead, slow = facts.count(PathState.DEAD), facts.count(PathState.SLOW)
     bad = [
         f"{one.node}'s {one.rail} is {one.state.name.lower()}"
         for one in facts.node_rails.values()
-        if one.state >= State.SLOW
+        if one.state >= PathState.SLOW
     ]
     more = f" and {len(bad) - 12} more" if len(bad) > 12 else ""
     parts = [

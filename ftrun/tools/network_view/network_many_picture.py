@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from ftrun.cli.screen.text import count
 from ftrun.tools.network_view import text as words
-from ftrun.tools.network_view.facts import NetworkFacts, State, between_leaves
+from ftrun.tools.network_view.facts import NetworkFacts, PathState, between_leaves
 from ftrun.tools.network_view.network_legend import (
     UP,
     Entry,
@@ -94,7 +94,7 @@ def _levels(facts: NetworkFacts) -> dict[str, int]:
     """0: all well; else which of the styles."""
     found: dict[str, int] = {}
     for one in facts.node_rails.values():
-        level = {State.SLOW: 2, State.DEAD: 3}.get(one.state, 0)
+        level = {PathState.SLOW: 2, PathState.DEAD: 3}.get(one.state, 0)
         found[one.node] = max(found.get(one.node, 0), level)
     for road in facts.single():
         for end in (road.source, road.destination):

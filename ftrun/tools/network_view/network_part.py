@@ -2,7 +2,7 @@
 
 Runs in:  cli.
 Takes in: the part `network` of a status document; `network.json` below the folder of its logs.
-Gives:    a `Told`.
+Gives:    a `NetworkReport`.
 """
 
 import json
@@ -13,14 +13,14 @@ from typing import Any
 import msgspec
 
 from ftrun.cli.commands.status import document_of
-from ftrun.cli.runs import FoundRun, Life, choose
+from ftrun.cli.runs import FoundRun, RunLiveness, choose
 from ftrun.errors import FtrunError, ProtocolError, UsageError
 from ftrun.journal import NETWORK_NAME
 from ftrun.tools.report.report_logs import folder_of
-from ftrun.wire.cluster.rails import Rail, RoadFound, RoadsPlan
+from ftrun.wire.cluster.rails import NetworkPlan, PathMeasurement, Rail
 
 
-class Finding(msgspec.Struct, frozen=True):
+class NetworkFindingText(msgspec.Struct, frozen=True):
     """What a survey says is wrong, in words."""
 
     kind: str = ""
@@ -28,7 +28,7 @@ class Finding(msgspec.Struct, frozen=True):
     sentence: str = ""
 
 
-class NetworkPart(msgspec.Struct, frozen=True):
+class NetworkStatus(msgspec.Struct, frozen=True):
     """The part `network` of a status document; docs/network.md describes it."""
 
     mode: str = "report"
@@ -40,26 +40,26 @@ class NetworkPart(msgspec.Struct, frozen=True):
     """Of all roads, the part that was probed."""
     rails: dict[str, list[Rail]] = {}
     """Of each node, by node id."""
-    roads: list[RoadFound] = []
+    roads: list[PathMeasurement] = []
     """The worst first, of very many only those."""
     num_roads: int = 0
     """All that are known, those that are left out too; 0: none is."""
-    findings: list[Finding] = []
-    plan: RoadsPlan | None = None
+    findings: list[NetworkFindingText] = []
+    plan: NetworkPlan | None = None
     in_effect: bool = False
 
     @property
-    def chosen(self) -> RoadsPlan:
+    def chosen(self) -> NetworkPlan:
         """The plan; one that says nothing where there is none."""
-        return self.plan or RoadsPlan()
+        return self.plan or NetworkPlan()
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class NetworkReport:
     """What is known, and whose word it is."""
 
     run_id: str
-    part: NetworkPart
+    part: NetworkStatus
     document: dict[str, Any]
     """The same as it came."""
     is_live: bool
@@ -67,7 +67,7 @@ class Told:
     """For people: the run, or the file."""
 
 
-def told_by(name: str | None, *, below: Path) -> Told:
+def told_by(name: str | None, *, below: Path) -> NetworkReport:
     """Ask the run, or read what it has kept.
 
     Args:
@@ -81,7 +81,7 @@ def told_by(name: str | None, *, below: Path) -> Told:
         PeerError: the agent does not answer.
     """
     run, why = _alive(name)
-    if run is not None and run.life is Life.RUNNING:
+    if run is not None and run.life is RunLiveness.RUNNING:
         document = document_of(run)
         found = (document.get("cluster") or {}).get("network")
         if not isinstance(found, dict):
@@ -115,7 +115,7 @@ def _without(document: dict[str, Any]) -> str:
     )
 
 
-def _kept(folder: Path) -> Told:
+def _kept(folder: Path) -> NetworkReport:
     """The newest of all nodes that have led."""
     paths = [folder / NETWORK_NAME, *folder.glob(f"*/{NETWORK_NAME}")]
     there = [path for path in paths if path.is_file()]
@@ -132,12 +132,12 @@ def _kept(folder: Path) -> Told:
     return _told(folder.name, document, is_live=False, source=str(path))
 
 
-def _told(run_id: str, document: Any, *, is_live: bool, source: str) -> Told:
+def _told(run_id: str, document: Any, *, is_live: bool, source: str) -> NetworkReport:
     try:
-        part = msgspec.convert(document, NetworkPart)
+        part = msgspec.convert(document, NetworkStatus)
     except msgspec.ValidationError as error:
         raise ProtocolError(
             f"what {source} says of its network has another form: {error}. Ask with the ftrun "
             "that has started it"
         ) from error
-    return Told(run_id, part, document, is_live, source)
+    return NetworkReport(run_id, part, document, is_live, source)

@@ -4,10 +4,10 @@ Runs in: cli.
 """
 
 from ftrun.cli.screen import terminal as render
-from ftrun.network.detect.probe_schedule import Road
+from ftrun.network.detect.probe_schedule import NetworkPath
 from ftrun.tools.network_view import text as words
-from ftrun.tools.network_view.facts import NetworkFacts, NodeRail, State
-from ftrun.tools.network_view.network_part import Told
+from ftrun.tools.network_view.facts import NetworkFacts, NodeRailSummary, PathState
+from ftrun.tools.network_view.network_part import NetworkReport
 
 FEW = 8
 """Up to so many nodes every road is shown."""
@@ -16,7 +16,7 @@ MOST_ROWS = 12
 _MARKS = "!: slow beside roads alike; dead: no answer; ?: not probed"
 
 
-def show_network(told: Told, facts: NetworkFacts) -> None:
+def show_network(told: NetworkReport, facts: NetworkFacts) -> None:
     """Print it all."""
     render.write_plain(f"run {told.run_id}: {words.verdict(told, facts)}")
     render.write_plain(words.survey_words(told, facts))
@@ -52,24 +52,24 @@ def matrix(facts: NetworkFacts, rail: str) -> list[tuple[str, ...]]:
     ]
 
 
-def worst_nodes(facts: NetworkFacts) -> list[NodeRail]:
+def worst_nodes(facts: NetworkFacts) -> list[NodeRailSummary]:
     """Nodes' rails that are bad as a whole, the worst first; where none is, the slowest."""
     found = sorted(
         facts.node_rails.values(), key=lambda one: (-one.state, -one.dead, one.lower_per_s)
     )
-    return [one for one in found if one.state >= State.SLOW] or found
+    return [one for one in found if one.state >= PathState.SLOW] or found
 
 
 def _cell(facts: NetworkFacts, source: str, destination: str, rail: str) -> str:
     if source == destination:
         return ""
-    at = Road(source, destination, rail)
+    at = NetworkPath(source, destination, rail)
     road = facts.by_road.get(at)
     if road is None:
         return "?"
-    if facts.state_of(at) is State.DEAD:
+    if facts.state_of(at) is PathState.DEAD:
         return "dead"
-    mark = "!" if facts.state_of(at) is State.SLOW else ""
+    mark = "!" if facts.state_of(at) is PathState.SLOW else ""
     rate = words.megabytes(road.bytes_per_s) if road.bytes_per_s > 0 else "?"
     return f"{rate}{mark} {road.rtt_s * 1e6:.0f}" if road.rtt_s > 0 else f"{rate}{mark}"
 
@@ -90,7 +90,7 @@ def _show_many(facts: NetworkFacts) -> None:
     render.write_plain(f"\n{words.nodes_title(nodes)}:")
     rows = [words.node_row(one, facts) for one in nodes[:MOST_ROWS]]
     render.show_table(words.NODE_HEAD, rows)
-    if nodes[0].state >= State.SLOW:
+    if nodes[0].state >= PathState.SLOW:
         _more(len(nodes) - MOST_ROWS, "such rail of a node", "such rails of nodes")
     if roads:
         render.write_plain(f"\n{words.SINGLE_ROADS}:")

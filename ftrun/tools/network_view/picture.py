@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from ftrun.network.detect.culprits import SLOW
 from ftrun.tools.network_view import text as words
-from ftrun.tools.network_view.facts import NetworkFacts, State, between_leaves
+from ftrun.tools.network_view.facts import NetworkFacts, PathState, between_leaves
 from ftrun.tools.network_view.network_legend import (
     about,
     draw_legend,
@@ -150,11 +150,11 @@ def _node(drawing: Drawing, facts: NetworkFacts, places: _Places, node: str) -> 
         known = facts.node_rails.get((node, rail))
         if known is not None:
             x, top = first + step * number, places.bar_y(number) + _BAR
-            style = {State.SLOW: "link-slow", State.DEAD: "link-dead"}
+            style = {PathState.SLOW: "link-slow", PathState.DEAD: "link-dead"}
             drawing.line(
                 x, top, x, places.node_top, style.get(known.state, f"link rail-{number % 4}")
             )
-            if known.state is State.DEAD:
+            if known.state is PathState.DEAD:
                 _cross(drawing, x, (top + places.node_top) / 2)
     height = places.node_bottom - places.node_top
     drawing.rect(left, places.node_top, wide, height, "node-box")
@@ -165,11 +165,11 @@ def _node(drawing: Drawing, facts: NetworkFacts, places: _Places, node: str) -> 
         y = places.node_top + 32 + _LINE * number
         drawing.rect(left + 6, y - 8, 8, 8, f"at-rail-{number % 4}")
         known = facts.node_rails.get((node, rail))
-        state = known.state if known is not None else State.UNKNOWN
-        told = "dead" if state is State.DEAD else "-"
-        if known is not None and known.lower_per_s > 0 and state is not State.DEAD:
+        state = known.state if known is not None else PathState.UNKNOWN
+        told = "dead" if state is PathState.DEAD else "-"
+        if known is not None and known.lower_per_s > 0 and state is not PathState.DEAD:
             told = words.megabytes(known.lower_per_s)
-        ink = "mark-label" if state >= State.SLOW else "tick"
+        ink = "mark-label" if state >= PathState.SLOW else "tick"
         drawing.text(left + 19, y, fit(told, wide - 22), ink)
 
 

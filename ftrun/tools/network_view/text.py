@@ -9,9 +9,9 @@ from itertools import groupby
 
 from ftrun.cli.screen.text import count, duration, joined, percent
 from ftrun.network.detect.findings import rate_words
-from ftrun.network.detect.probe_schedule import Road
-from ftrun.tools.network_view.facts import NetworkFacts, NodeRail, RailFacts, State
-from ftrun.tools.network_view.network_part import NetworkPart, Told
+from ftrun.network.detect.probe_schedule import NetworkPath
+from ftrun.tools.network_view.facts import NetworkFacts, NodeRailSummary, PathState, RailSummary
+from ftrun.tools.network_view.network_part import NetworkReport, NetworkStatus
 
 RAIL_HEAD = ("rail", "is for", "network", "interfaces", "roads", "dead", "slow", "usual",
              "between", "slowest", "round trip")  # fmt: skip
@@ -46,14 +46,14 @@ def round_trip(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.2f} s"
 
 
-def verdict(told: Told, facts: NetworkFacts) -> str:
+def verdict(told: NetworkReport, facts: NetworkFacts) -> str:
     """One sentence: is it well, and what of the plan."""
     part = told.part
     if part.mode == "off":
         return "not surveyed: --network-plan off"
     if not part.roads:
         return "no road has been probed"
-    dead, slow = facts.count(State.DEAD), facts.count(State.SLOW)
+    dead, slow = facts.count(PathState.DEAD), facts.count(PathState.SLOW)
     if not dead and not slow:
         worst = min(one.slowest_per_s for one in facts.rail_facts if one.roads)
         well = f"every road is well, the slowest with {rate(worst)}"
@@ -63,7 +63,7 @@ def verdict(told: Told, facts: NetworkFacts) -> str:
     return f"{well}; {effect(part)}"
 
 
-def effect(part: NetworkPart) -> str:
+def effect(part: NetworkStatus) -> str:
     if part.plan is None:
         return "nothing is planned yet"
     if part.in_effect:
@@ -73,7 +73,7 @@ def effect(part: NetworkPart) -> str:
     return "the plan is not in effect (--network-plan report)"
 
 
-def survey_words(told: Told, facts: NetworkFacts) -> str:
+def survey_words(told: NetworkReport, facts: NetworkFacts) -> str:
     """What was probed, when, and how much of all there is."""
     part = told.part
     nodes, rails = count(len(facts.nodes), "node"), count(len(facts.rails), "rail")
@@ -84,7 +84,7 @@ def survey_words(told: Told, facts: NetworkFacts) -> str:
     return f"{nodes}, {rails}; {covered} probed in {duration(part.probed_s)}{ago}"
 
 
-def notes(told: Told, facts: NetworkFacts) -> list[str]:
+def notes(told: NetworkReport, facts: NetworkFacts) -> list[str]:
     """What the figures do not say."""
     found = []
     if not told.is_live:
@@ -99,11 +99,11 @@ def notes(told: Told, facts: NetworkFacts) -> list[str]:
     return found
 
 
-def findings(part: NetworkPart) -> list[str]:
+def findings(part: NetworkStatus) -> list[str]:
     return [one.sentence or f"{one.kind}: {one.culprit}" for one in part.findings]
 
 
-def rail_row(one: RailFacts, part: NetworkPart) -> tuple[str, ...]:
+def rail_row(one: RailSummary, part: NetworkStatus) -> tuple[str, ...]:
     return (
         one.name,
         use_of(one.name, part),
@@ -119,25 +119,25 @@ def rail_row(one: RailFacts, part: NetworkPart) -> tuple[str, ...]:
     )
 
 
-def use_of(rail: str, part: NetworkPart) -> str:
+def use_of(rail: str, part: NetworkStatus) -> str:
     """`training`, `training, snapshots`, `dropped`."""
     plan = part.chosen
     uses = ["training"] * (rail in plan.rails) + ["snapshots"] * (rail == plan.snapshot_rail)
     return ", ".join(uses) or ("dropped" if rail in plan.dropped else NONE)
 
 
-def _interfaces(one: RailFacts) -> str:
+def _interfaces(one: RailSummary) -> str:
     speeds = [f"{speed:,}" for speed in one.speeds_mbit]
     words = [f"{' to '.join(dict.fromkeys([speeds[0], speeds[-1]]))} Mbit/s"] if speeds else []
     half = ["some half duplex"] * ("half" in one.duplexes)
     return ", ".join([*words, *half]) or NONE
 
 
-def road_name(road: Road) -> str:
+def road_name(road: NetworkPath) -> str:
     return f"{road.source} to {road.destination}"
 
 
-def road_row(road: Road, facts: NetworkFacts) -> tuple[str, ...]:
+def road_row(road: NetworkPath, facts: NetworkFacts) -> tuple[str, ...]:
     found, usual = facts.by_road[road], facts.usual_of(road)
     return (
         road_name(road),
@@ -149,13 +149,13 @@ def road_row(road: Road, facts: NetworkFacts) -> tuple[str, ...]:
     )
 
 
-def wrong(road: Road, facts: NetworkFacts) -> str:
+def wrong(road: NetworkPath, facts: NetworkFacts) -> str:
     state = facts.state_of(road)
-    word = state.name.lower() if state >= State.SLOW else ""
+    word = state.name.lower() if state >= PathState.SLOW else ""
     return ": ".join(one for one in (word, facts.by_road[road].problem) if one) or NONE
 
 
-def node_row(one: NodeRail, facts: NetworkFacts) -> tuple[str, ...]:
+def node_row(one: NodeRailSummary, facts: NetworkFacts) -> tuple[str, ...]:
     return (
         one.node,
         facts.leaf_of.get(one.node, "") or NONE,
@@ -168,14 +168,14 @@ def node_row(one: NodeRail, facts: NetworkFacts) -> tuple[str, ...]:
     )
 
 
-def remark(one: NodeRail) -> str:
+def remark(one: NodeRailSummary) -> str:
     """What a node's rail does wrong as a whole."""
     if one.sends is one.receives:
-        return one.state.name.lower() if one.state >= State.SLOW else ""
+        return one.state.name.lower() if one.state >= PathState.SLOW else ""
     words = [
         f"{what} {state.name.lower()}"
         for what, state in (("sending", one.sends), ("receiving", one.receives))
-        if state >= State.SLOW
+        if state >= PathState.SLOW
     ]
     return ", ".join(words)
 
@@ -190,16 +190,16 @@ def caption(facts: NetworkFacts, *, is_few: bool) -> str:
     return f"Nodes in the order that was chosen for their ranks{where}{rates if is_few else ''}."
 
 
-def nodes_title(nodes: Sequence[NodeRail]) -> str:
+def nodes_title(nodes: Sequence[NodeRailSummary]) -> str:
     """Of a table of them, the worst first."""
-    is_bad = bool(nodes) and nodes[0].state >= State.SLOW
+    is_bad = bool(nodes) and nodes[0].state >= PathState.SLOW
     return "rails of nodes that are bad as a whole" if is_bad else "the slowest rails of nodes"
 
 
 SINGLE_ROADS = "bad roads between nodes that are well otherwise"
 
 
-def plan_rows(told: Told, facts: NetworkFacts) -> list[tuple[str, str]]:
+def plan_rows(told: NetworkReport, facts: NetworkFacts) -> list[tuple[str, str]]:
     """What was chosen, and why: a title and words each."""
     part, plan = told.part, told.part.chosen
     found = [("plan", effect(part))]

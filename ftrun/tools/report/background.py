@@ -2,7 +2,7 @@
 
 Runs in:  cli. Pure.
 Takes in: the lines of one run, launch by launch.
-Gives:    a `Background`, before which each incident is seen.
+Gives:    a `RunBackground`, before which each incident is seen.
 """
 
 import re
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ftrun.cli.screen.report_clean import numbers, whole
-from ftrun.tools.report.journal import Line, first_step_at
+from ftrun.tools.report.journal import JournalLine, first_step_at
 
 _RANKS = re.compile(r"(\d{1,7}) ranks")
 _STEPS_HERE = re.compile(r"steps_here=(\d{1,15})")
@@ -21,7 +21,7 @@ START = "StartGeneration"
 
 
 @dataclass(slots=True)
-class Background:
+class RunBackground:
     """What is known of the run that an incident happened to."""
 
     world: Sequence[int] = ()
@@ -41,13 +41,13 @@ class Background:
     """(when, node, how many ranks it started)."""
 
 
-def background_of(lines: Sequence[Line]) -> Background:
+def background_of(lines: Sequence[JournalLine]) -> RunBackground:
     seats = list(_seats(lines))
     node_of = {rank: node for _, ranks, node in seats for rank in ranks}
     size = _world_size(lines, node_of)
     start_s, has_first_step = start_of(lines)
     written = [(line.t_s, line.whole("step")) for line in lines if line.kind == "CheckpointWritten"]
-    return Background(
+    return RunBackground(
         world=range(min(size, MAX_RANKS)),
         node_of=node_of,
         step_s=_step_s(lines),
@@ -64,7 +64,7 @@ def background_of(lines: Sequence[Line]) -> Background:
     )
 
 
-def progress_in(line: Line) -> tuple[int | None, int | None]:
+def progress_in(line: JournalLine) -> tuple[int | None, int | None]:
     """(step, steps in this generation) of a `WorkersExited` line."""
     progress = line.fields.get("progress")
     if isinstance(progress, dict):
@@ -75,7 +75,7 @@ def progress_in(line: Line) -> tuple[int | None, int | None]:
 
 
 def homes_of(
-    begin_s: float, background: Background, lost: Sequence[str]
+    begin_s: float, background: RunBackground, lost: Sequence[str]
 ) -> dict[int, tuple[str, str]]:
     """Of each rank, the node it was on before its generation began at that time, and since.
 
@@ -101,7 +101,7 @@ def homes_of(
     }
 
 
-def _seats(lines: Sequence[Line]) -> Iterator[tuple[float, Sequence[int], str]]:
+def _seats(lines: Sequence[JournalLine]) -> Iterator[tuple[float, Sequence[int], str]]:
     """As far as a line of a node names the ranks on it; only what is new."""
     known: dict[int, str] = {}
     for line in lines:
@@ -122,12 +122,12 @@ def _seats(lines: Sequence[Line]) -> Iterator[tuple[float, Sequence[int], str]]:
             yield line.t_s, ranks, line.node
 
 
-def _num_pids(line: Line) -> int:
+def _num_pids(line: JournalLine) -> int:
     pids = line.fields.get("pids")
     return len(pids) if isinstance(pids, list | dict) else 0
 
 
-def _world_size(lines: Sequence[Line], node_of: Mapping[int, str]) -> int:
+def _world_size(lines: Sequence[JournalLine], node_of: Mapping[int, str]) -> int:
     started: dict[int, dict[str, int]] = {}
     size = 0
     for line in lines:
@@ -142,7 +142,7 @@ def _world_size(lines: Sequence[Line], node_of: Mapping[int, str]) -> int:
     return size or max(largest, max(node_of, default=-1) + 1)
 
 
-def _step_s(lines: Sequence[Line]) -> float | None:
+def _step_s(lines: Sequence[JournalLine]) -> float | None:
     """By the pulses; else by how many steps a generation made after its first one."""
     told = [line.number("p50_s") for line in lines if line.kind == "Pulse"]
     known = [one for one in told if one is not None and one > 0]
@@ -161,7 +161,7 @@ def _step_s(lines: Sequence[Line]) -> float | None:
     return statistics.median(found) if found else None
 
 
-def start_of(launch: Sequence[Line]) -> tuple[float | None, bool]:
+def start_of(launch: Sequence[JournalLine]) -> tuple[float | None, bool]:
     """How long a launch took until its first step; without a line that tells, until its ranks
     were started.
     """  # noqa: D205 - one sentence

@@ -12,9 +12,9 @@ and time that is PAUSED is no part of a restart.
 from collections.abc import Sequence
 
 from ftrun.cli.screen.text import count, duration, likely_rates
-from ftrun.tools.report.background import Background, start_of
-from ftrun.tools.report.facts import IncidentFacts, Loss, Snapshots
-from ftrun.tools.report.journal import Line
+from ftrun.tools.report.background import RunBackground, start_of
+from ftrun.tools.report.facts import IncidentFacts, LostTime, SnapshotTotals
+from ftrun.tools.report.journal import JournalLine
 
 GOODPUT_MEANS = (
     "useful step time / wall time. Wall time runs from the first line of the journal to its last, "
@@ -23,20 +23,20 @@ GOODPUT_MEANS = (
 _ENOUGH_FAILURES = 10
 
 
-def wall_of(launches: Sequence[Sequence[Line]]) -> tuple[float, float]:
+def wall_of(launches: Sequence[Sequence[JournalLine]]) -> tuple[float, float]:
     """(seconds in launches, seconds between them in which nobody had ended the run)."""
     inside = sum(launch[-1].t_s - launch[0].t_s for launch in launches if launch)
     return inside, _away(launches)
 
 
-def _away(launches: Sequence[Sequence[Line]]) -> float:
+def _away(launches: Sequence[Sequence[JournalLine]]) -> float:
     """An agent took over memory of one that had said nothing of an end: its launcher was gone.
 
     From the last word of the one until the other was there; what follows is an incident's.
     """
     away_s = 0.0
     for launch in launches:
-        last: Line | None = None
+        last: JournalLine | None = None
         for line in launch:
             if line.kind == "adopted" and last is not None:
                 away_s += max(line.t_s - last.t_s, 0.0)
@@ -46,11 +46,11 @@ def _away(launches: Sequence[Sequence[Line]]) -> float:
 
 
 def losses_of(
-    launches: Sequence[Sequence[Line]],
+    launches: Sequence[Sequence[JournalLine]],
     incidents: Sequence[IncidentFacts],
-    background: Background,
-    snapshots: Snapshots | None,
-) -> list[Loss]:
+    background: RunBackground,
+    snapshots: SnapshotTotals | None,
+) -> list[LostTime]:
     """The classes, the empty ones left out."""
     starts = [start_of(launch)[0] or 0.0 for launch in launches]
     over = [one for one in incidents if one.recovered_s is not None]
@@ -59,22 +59,22 @@ def losses_of(
     restart = sum((one.recovered_s or 0.0) - one.noticed_s for one in over) - paused
     redone = sum((one.steps_lost or 0) * (background.step_s or 0.0) for one in over)
     found = [
-        Loss("start-up", sum(starts), "from the launch to the first step of its first generation"),
-        Loss("detection", detection, "from a fault's first sign until it was known"),
-        Loss("restart", max(restart, 0.0), "from the notice to the first step of every rank"),
-        Loss("paused", paused, "waiting for nodes"),
-        Loss("steps done again", redone, "completed before a failure, and repeated after it"),
-        Loss("snapshots", snapshots.blocked_s if snapshots else 0.0,
+        LostTime("start-up", sum(starts), "from the launch to the first step of generation 0"),
+        LostTime("detection", detection, "from a fault's first sign until it was known"),
+        LostTime("restart", max(restart, 0.0), "from the notice to the first step of every rank"),
+        LostTime("paused", paused, "waiting for nodes"),
+        LostTime("steps done again", redone, "completed before a failure, and repeated after it"),
+        LostTime("snapshots", snapshots.blocked_s if snapshots else 0.0,
              "time for which the training thread stood still for them"),
-        Loss("launcher away", _away(launches),
+        LostTime("launcher away", _away(launches),
              "from the last word of a lost one until another was there"),
-        Loss("ending", sum(_ending(launch) for launch in launches),
+        LostTime("ending", sum(_ending(launch) for launch in launches),
              "from the last rank's end to the launcher's"),
     ]  # fmt: skip
     return [one for one in found if one.seconds > 0]
 
 
-def _ending(launch: Sequence[Line]) -> float:
+def _ending(launch: Sequence[JournalLine]) -> float:
     kinds = ("WorkersExited", "StartGeneration", "Recovered", "Pulse")
     last = next((line for line in reversed(launch) if line.kind in kinds), None)
     if last is None or last.kind != "WorkersExited":
@@ -83,7 +83,7 @@ def _ending(launch: Sequence[Line]) -> float:
     return launch[-1].t_s - last.t_s if has_ended else 0.0
 
 
-def snapshots_of(lines: Sequence[Line]) -> Snapshots | None:
+def snapshots_of(lines: Sequence[JournalLine]) -> SnapshotTotals | None:
     """Sums over the run: the pulses count within one generation, and begin anew in the next.
 
     Nodes stand still together, so that of the blocked time the largest counts; snapshots are of
@@ -108,7 +108,7 @@ def snapshots_of(lines: Sequence[Line]) -> Snapshots | None:
     def most(name: str) -> float:
         return max(sums.get(name, 0.0) for sums in totals.values())
 
-    return Snapshots(
+    return SnapshotTotals(
         most("blocked_s"), int(most("taken")), int(most("skipped")), int(most("discarded"))
     )
 

@@ -17,7 +17,7 @@ REPORTED = "reported; nothing was stopped"
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class TimelineBar:
     """One stretch of a timeline."""
 
     name: str
@@ -33,18 +33,18 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RankRow:
     """Ranks that did the same at the same times."""
 
     label: str
     ranks: tuple[int, ...]
     role: str
     """`culprit`, `victim` or nothing."""
-    bars: tuple[Bar, ...]
+    bars: tuple[TimelineBar, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class StackView:
     """Where a rank stood."""
 
     title: str
@@ -56,7 +56,7 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
-class Delays:
+class DelayView:
     """What passed between whom, and how slowly."""
 
     senders: tuple[str, ...]
@@ -69,7 +69,7 @@ class Delays:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class IncidentCost:
     """What an incident has cost, and what a restart from a checkpoint would have."""
 
     stood_still_s: float | None
@@ -87,7 +87,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class TimelineEvent:
     """A line of the journal, for people."""
 
     t_s: float
@@ -124,18 +124,18 @@ class IncidentFacts:
     """What the comparison of repeated steps has shown, of each node."""
     action: str = ""
     verified: tuple[str, ...] = ()
-    bars: tuple[Bar, ...] = ()
-    rows: tuple[Row, ...] = ()
-    stacks: tuple[Stack, ...] = ()
-    delays: Delays | None = None
+    bars: tuple[TimelineBar, ...] = ()
+    rows: tuple[RankRow, ...] = ()
+    stacks: tuple[StackView, ...] = ()
+    delays: DelayView | None = None
     evidence: tuple[str, ...] = ()
     against: tuple[str, ...] = ()
-    cost: Cost | None = None
+    cost: IncidentCost | None = None
     drill: str = ""
     drill_note: str = ""
     injected: str = ""
     """The fault that somebody had ordered, where this followed from one."""
-    events: tuple[Event, ...] = ()
+    events: tuple[TimelineEvent, ...] = ()
     paused_s: float = 0.0
     protected_s: float | None = None
     """When the first version of the new generation was told to be committed."""
@@ -149,7 +149,7 @@ class IncidentFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class LostTime:
     """A class of time that was not training."""
 
     name: str
@@ -170,7 +170,7 @@ class NodeFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshots:
+class SnapshotTotals:
     """What the snapshots of a run have cost; counted by its pulses."""
 
     blocked_s: float
@@ -201,14 +201,14 @@ class RunFacts:
     loss: float | None = None
     goodput: float | None = None
     useful_s: float | None = None
-    losses: tuple[Loss, ...] = ()
+    losses: tuple[LostTime, ...] = ()
     notes: tuple[str, ...] = ()
     """What these figures leave out."""
     failures: int = 0
     mtbf: str = ""
     incidents: tuple[IncidentFacts, ...] = ()
     nodes: tuple[NodeFacts, ...] = ()
-    snapshots: Snapshots | None = None
+    snapshots: SnapshotTotals | None = None
     checkpoints: int = 0
     progress: tuple[tuple[float, int], ...] = ()
     """(wall time, furthest step), in the order of time; falls where steps are done again."""

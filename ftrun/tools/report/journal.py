@@ -2,10 +2,10 @@
 
 Runs in:  cli. Pure.
 Takes in: the lines of one journal, or of several that overlap, as bytes.
-Gives:    `Line`s whose fields can be asked for without knowing whether they are there.
+Gives:    `JournalLine`s whose fields can be asked for without knowing whether they are there.
 
 Whatever has been written to a journal may stand in it: names of scripts and nodes, exceptions,
-words of a rank. Rule 1: no text leaves a `Line` before it has been through `clean`.
+words of a rank. Rule 1: no text leaves a `JournalLine` before it has been through `clean`.
 """
 
 import json
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ftrun.cli.screen.report_clean import MAX_TEXT, clean, number, whole
-from ftrun.tools.report.report_pulses import Entry, Pulses
+from ftrun.tools.report.report_pulses import Entry, ProgressSampler
 
 MAX_LINE_BYTES = 2_000_000
 _MAX_WALL_S = 32_503_680_000.0  # the year 3000
@@ -24,7 +24,7 @@ _FAR_S = 7 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class JournalLine:
     """One line of a journal."""
 
     t_s: float
@@ -59,11 +59,11 @@ class Line:
         return self.t_s + value - self.mono_s if value is not None and is_near else None
 
 
-def parse(raw: Iterable[bytes]) -> tuple[list[Line], int]:
+def parse(raw: Iterable[bytes]) -> tuple[list[JournalLine], int]:
     """The lines in the order of time, each once, and how many could not be read."""
     seen: set[int] = set()
     by_node: dict[str, list[Entry]] = {}
-    pulses = Pulses()
+    pulses = ProgressSampler()
     unreadable = 0
     for line in raw:
         if not line.strip() or (key := hash(line.rstrip())) in seen:
@@ -99,7 +99,7 @@ def _fields(line: bytes) -> dict[str, Any] | None:
     return found
 
 
-def _steady(node: str, entries: list[Entry]) -> Iterable[Line]:
+def _steady(node: str, entries: list[Entry]) -> Iterable[JournalLine]:
     """Lines of one node whose time does not jump when its wall clock is set.
 
     A monotonic time before the last one is another machine's, or that of one started anew.
@@ -109,16 +109,16 @@ def _steady(node: str, entries: list[Entry]) -> Iterable[Line]:
     offset_s = 0.0
     for at_s, mono_s, fields in entries:
         if mono_s is None:
-            yield Line(at_s, node, fields["kind"], at_s, fields)
+            yield JournalLine(at_s, node, fields["kind"], at_s, fields)
             continue
         jump_s = abs((at_s - last_at_s) - (mono_s - last_s))
         if mono_s < last_s - 1.0 or jump_s > _FAR_S:
             offset_s = at_s - mono_s
         last_at_s, last_s = at_s, mono_s
-        yield Line(mono_s + offset_s, node, fields["kind"], mono_s, fields)
+        yield JournalLine(mono_s + offset_s, node, fields["kind"], mono_s, fields)
 
 
-def first_step_at(line: Line) -> float | None:
+def first_step_at(line: JournalLine) -> float | None:
     """When the last rank of a node had completed its first step, by its `Recovered` line."""
     begun, phases = line.at_mono("noticed_s"), line.part("phases_s")
     parts = [number(took) for name, took in phases.items() if name != "total"]
@@ -130,13 +130,13 @@ def first_step_at(line: Line) -> float | None:
 _ENDS = ("end", "EndRun")
 
 
-def newest_run(lines: list[Line]) -> tuple[list[list[Line]], int]:
+def newest_run(lines: list[JournalLine]) -> tuple[list[list[JournalLine]], int]:
     """The launches that make up the newest run, and how many before them are left out.
 
     A run id may be used again. A launch that went on from a state belongs to the run before it;
     one that began from nothing is a run of its own.
     """
-    launches: list[list[Line]] = [[]]
+    launches: list[list[JournalLine]] = [[]]
     has_ended = False
     for line in lines:
         begins = line.kind == "run" or (line.kind == "Ballot" and line.whole("generation") == 0)
@@ -151,7 +151,7 @@ def newest_run(lines: list[Line]) -> tuple[list[list[Line]], int]:
     return launches[first:], first
 
 
-def _went_on(launch: list[Line]) -> bool:
+def _went_on(launch: list[JournalLine]) -> bool:
     starts = (line for line in launch if line.kind == "StartGeneration")
     first = next(starts, None)
     return first is not None and bool(first.text("restored"))

@@ -6,10 +6,10 @@ Rule 1: the comparison uses numbers of this run alone, and says each of them.
 """
 
 from ftrun.cli.screen.text import count, duration
-from ftrun.tools.report.background import Background
-from ftrun.tools.report.facts import Cost
+from ftrun.tools.report.background import RunBackground
+from ftrun.tools.report.facts import IncidentCost
 from ftrun.tools.report.incident.ranks import slow_kind
-from ftrun.tools.report.incident.timeline import Moments
+from ftrun.tools.report.incident.timeline import IncidentTimes
 
 HANGS = (
     "hang in computation",
@@ -23,13 +23,13 @@ HANGS = (
 
 
 def cost_of(
-    moments: Moments,
+    moments: IncidentTimes,
     step: int | None,
     steps_lost: int | None,
-    background: Background,
+    background: RunBackground,
     *,
     kind: str,
-) -> Cost | None:
+) -> IncidentCost | None:
     if slow_kind(kind) and moments.recovered is None:
         return None
     stood = None if moments.recovered is None else moments.recovered - moments.began
@@ -60,4 +60,4 @@ def cost_of(
             "min (gloo) unless it is set; that is not counted"
         )
     how.append(noticed)
-    return Cost(stood, redone, len(background.world) or None, total, tuple(how))
+    return IncidentCost(stood, redone, len(background.world) or None, total, tuple(how))

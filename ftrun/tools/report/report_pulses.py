@@ -14,7 +14,7 @@ Entry = tuple[float, float | None, dict[str, Any]]
 """Wall time, monotonic time, fields."""
 
 
-class Pulses:
+class ProgressSampler:
     """Of each node's pulses so many that a journal of weeks fits into memory.
 
     They come every few seconds and count upwards, so those in between can be left out; the last

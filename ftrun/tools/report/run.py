@@ -13,12 +13,12 @@ from itertools import chain
 
 from ftrun.cli.screen.text import by_number, count, duration, percent
 from ftrun.errors import FtrunError
-from ftrun.tools.report.background import Background, background_of, progress_in
+from ftrun.tools.report.background import RunBackground, background_of, progress_in
 from ftrun.tools.report.costs import losses_of, mtbf_of, snapshots_of, wall_of
 from ftrun.tools.report.facts import IncidentFacts, NodeFacts, RunFacts
 from ftrun.tools.report.incident.grouping import cases_of, failed
 from ftrun.tools.report.incident.incident import incident_of
-from ftrun.tools.report.journal import Line, newest_run, parse
+from ftrun.tools.report.journal import JournalLine, newest_run, parse
 
 _MAX_POINTS = 400
 _OWN_DEATHS = {
@@ -55,7 +55,7 @@ def run_facts(raw: Iterable[bytes], *, name: str = "", is_alive: bool = False) -
     return _with_verdict(replace(facts, unreadable=unreadable, left_out=left_out))
 
 
-def _facts(launches: Sequence[Sequence[Line]], *, name: str, is_alive: bool) -> RunFacts:
+def _facts(launches: Sequence[Sequence[JournalLine]], *, name: str, is_alive: bool) -> RunFacts:
     lines = list(chain.from_iterable(launches))
     background = background_of(lines)
     incidents = tuple(incident_of(case, background) for case in cases_of(lines))
@@ -105,7 +105,7 @@ def _facts(launches: Sequence[Sequence[Line]], *, name: str, is_alive: bool) -> 
     )
 
 
-def _state(lines: Sequence[Line], *, is_alive: bool) -> tuple[str, int | None, str]:
+def _state(lines: Sequence[JournalLine], *, is_alive: bool) -> tuple[str, int | None, str]:
     end = next((line for line in reversed(lines) if line.kind in ("end", "EndRun", "run",
                 "StartGeneration")), None)  # fmt: skip
     if end is None or end.kind in ("run", "StartGeneration"):
@@ -138,7 +138,7 @@ def _with_verdict(facts: RunFacts) -> RunFacts:
     return replace(facts, verdict="  ".join([*parts, told]))
 
 
-def _points(lines: Sequence[Line]) -> list[tuple[float, int]]:
+def _points(lines: Sequence[JournalLine]) -> list[tuple[float, int]]:
     found: list[tuple[float, int]] = []
     for line in lines:
         if line.kind == "WorkersExited":
@@ -164,7 +164,9 @@ def _step_of(text: str) -> int | None:
     return int(words[1]) if len(words) > 1 and words[1].isdecimal() and len(words[1]) < 16 else None
 
 
-def _progress(lines: Sequence[Line], incidents: Sequence[IncidentFacts]) -> list[tuple[float, int]]:
+def _progress(
+    lines: Sequence[JournalLine], incidents: Sequence[IncidentFacts]
+) -> list[tuple[float, int]]:
     """Few enough points to draw; every turn downwards is kept."""
     last_good = [(one.began_t_s, one.step) for one in incidents if one.step is not None]
     points = sorted([*_points(lines), *last_good], key=lambda point: point[0])
@@ -179,7 +181,7 @@ def _progress(lines: Sequence[Line], incidents: Sequence[IncidentFacts]) -> list
 
 
 def _nodes(
-    lines: Sequence[Line], incidents: Sequence[IncidentFacts], background: Background
+    lines: Sequence[JournalLine], incidents: Sequence[IncidentFacts], background: RunBackground
 ) -> list[NodeFacts]:
     names = sorted({line.node for line in lines if line.node}, key=by_number)
     starts = Counter(line.node for line in lines if line.kind == "StartGeneration")
@@ -191,7 +193,7 @@ def _nodes(
     return found
 
 
-def _own_deaths(lines: Sequence[Line]) -> list[str]:
+def _own_deaths(lines: Sequence[JournalLine]) -> list[str]:
     counted: dict[str, int] = {}
     for line in lines:
         if line.kind in _OWN_DEATHS:
@@ -200,7 +202,9 @@ def _own_deaths(lines: Sequence[Line]) -> list[str]:
 
 
 def _notes(
-    background: Background, lines: Sequence[Line], launches: Sequence[Sequence[Line]]
+    background: RunBackground,
+    lines: Sequence[JournalLine],
+    launches: Sequence[Sequence[JournalLine]],
 ) -> list[str]:
     found = []
     if not background.has_first_step:

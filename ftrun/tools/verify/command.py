@@ -18,20 +18,20 @@ from types import FrameType
 
 from ftrun.cli.help_text import help_width, rows
 from ftrun.cli.launch.command_line import CommandLine, parse
-from ftrun.cli.launch.torchrun_flags import Flag
+from ftrun.cli.launch.torchrun_flags import CliFlag
 from ftrun.errors import UsageError
 
 DIFFERENT = 1
 NOT_COMPARED = 3
 
 FLAGS = (
-    Flag("steps", "steps of each run (default 20)", "N"),
-    Flag("kills", "kills in the disturbed run (default 2)", "N"),
-    Flag("at", "kill after these steps instead, such as 7,14", "STEPS"),
-    Flag("timeout", "seconds for all runs together (default 600)", "SECONDS"),
-    Flag("max-disk", "MiB for records and logs (default 1024)", "MIB"),
-    Flag("folder", "keep records, output and logs there (default: removed)", "DIR"),
-    Flag("json", "the result as one JSON document"),
+    CliFlag("steps", "steps of each run (default 20)", "N"),
+    CliFlag("kills", "kills in the disturbed run (default 2)", "N"),
+    CliFlag("at", "kill after these steps instead, such as 7,14", "STEPS"),
+    CliFlag("timeout", "seconds for all runs together (default 600)", "SECONDS"),
+    CliFlag("max-disk", "MiB for records and logs (default 1024)", "MIB"),
+    CliFlag("folder", "keep records, output and logs there (default: removed)", "DIR"),
+    CliFlag("json", "the result as one JSON document"),
 )
 
 _REPLACED = (

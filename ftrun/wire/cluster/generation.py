@@ -7,7 +7,7 @@ Gives:    structs without behaviour of their own, but for look-ups.
 
 import msgspec
 
-from ftrun.wire.cluster.rails import Rail, RoadsPlan
+from ftrun.wire.cluster.rails import NetworkPlan, Rail
 
 VersionPair = tuple[int, int]
 """(generation, step)."""
@@ -50,7 +50,7 @@ class NodeCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
         return (self.node_id, self.incarnation)
 
 
-class PlanNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class PlanMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """A member of a generation with the ranks it runs."""
 
     card: NodeCard
@@ -65,7 +65,7 @@ class PlanNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
         return range(self.first_rank, self.first_rank + self.card.num_ranks)
 
 
-class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RestoreSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The group in which the restored version was protected, for shards that must be fetched.
 
     Parity 0 and generation -1: no protection is relied on, the shards lie in these nodes' slots.
@@ -78,7 +78,7 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generation: int
 
 
-class Voters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class VoterSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Who decides about the successor of a generation."""
 
     generation: int
@@ -110,7 +110,7 @@ class GoneNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     has_left: bool
 
 
-class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FailureHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the next lead must know to be as strict as this one; ages in seconds."""
 
     restarts: int = 0
@@ -141,13 +141,13 @@ class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gone: list[GoneNode] = []
 
 
-class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class GenerationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One generation: who takes part, in which ranks, from which version."""
 
     generation: int
     lead: str
     why: str
-    members: list[PlanNode]
+    members: list[PlanMember]
     spares: list[NodeCard]
     restore: VersionPair | None
     restore_why: str
@@ -160,11 +160,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """So many of each rank are left out after the restored version."""
     restore_world_size: int = 0
     """Ranks that took the restored version."""
-    sources: list[Source] = []
+    sources: list[RestoreSource] = []
     smp_ports: dict[str, int] = {}
     """Where the SMPs listen for each other, of every node that is here."""
-    history: History = History()
-    decided_by: list[Voters] = []
+    history: FailureHistory = FailureHistory()
+    decided_by: list[VoterSet] = []
     """Whose majorities it needs: those of the last generation, and of each later one that may
     have taken effect."""
     committed: VersionPair | None = None
@@ -177,14 +177,14 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Equal in all generations of a run, and another one where the run is started again."""
     witness: int = 0
     """The life of the outside witness, where it votes beside the nodes; 0: it does not."""
-    roads: RoadsPlan | None = None
+    roads: NetworkPlan | None = None
     """How the ways between the nodes are used, where `--network-plan on` has it so."""
 
     @property
     def edition(self) -> Edition:
         return (self.generation, self.roster)
 
-    def is_of(self, other: "Plan") -> bool:
+    def is_of(self, other: "GenerationPlan") -> bool:
         """Whether both are the same generation, whoever its spares are."""
         same = self.generation == other.generation and self.lead == other.lead
         return same and self.members == other.members
@@ -216,7 +216,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         relied = (one.generation for one in self.sources if node_id in one.node_ids)
         return next(relied, -1)
 
-    def member(self, node_id: str) -> PlanNode | None:
+    def member(self, node_id: str) -> PlanMember | None:
         return next((node for node in self.members if node.node_id == node_id), None)
 
     def card(self, node_id: str) -> NodeCard | None:

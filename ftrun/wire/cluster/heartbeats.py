@@ -11,7 +11,7 @@ import msgspec
 
 from ftrun.events import WorkerExit
 from ftrun.monitor.evidence import RankView
-from ftrun.monitor.node_fitness import Fitness
+from ftrun.monitor.node_fitness import NodeFitness
 from ftrun.monitor.slow.samples import NodeSample
 from ftrun.wire.cluster.generation import VersionPair
 from ftrun.wire.messages.message import Message
@@ -46,7 +46,7 @@ class RestartTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first_step_s: float
 
 
-class Beat(Message, frozen=True, tag="Beat"):
+class Heartbeat(Message, frozen=True, tag="Beat"):
     """Member -> lead: how things are here. Every heartbeat, and at once when something changes."""
 
     generation: int
@@ -104,24 +104,24 @@ class Beat(Message, frozen=True, tag="Beat"):
     """When the heartbeat `heard` was heard, on this node's monotonic clock."""
     sent_s: float = 0.0
     """When this one was sent."""
-    fitness: Fitness | None = None
+    fitness: NodeFitness | None = None
     """Of the newest check of this node; None: it makes none."""
     repeat_warning: str = ""
     """Steps that this node's ranks repeated after a restart differ; in words."""
     restart: RestartTimes | None = None
 
 
-def beat(here: Beat, **added: object) -> Beat:
+def beat(here: Heartbeat, **added: object) -> Heartbeat:
     """What a node's hands say of it, with what its membership has to add."""
     return msgspec.structs.replace(here, **added)
 
 
-def with_state(beat: Beat, state: str) -> Beat:
+def with_state(beat: Heartbeat, state: str) -> Heartbeat:
     """The same with another state."""
     return msgspec.structs.replace(beat, state=state)
 
 
-class LeadBeat(Message, frozen=True, tag="LeadBeat"):
+class LeaderHeartbeat(Message, frozen=True, tag="LeadBeat"):
     """Lead -> everyone: how things are, and what is to be done in this generation."""
 
     generation: int

@@ -7,8 +7,8 @@ Rule 1: they are repeated until they are answered, and answering one twice chang
 """
 
 from ftrun.errors import ExitCode
-from ftrun.monitor.node_fitness import Fitness
-from ftrun.wire.cluster.generation import Edition, NodeCard, Plan, VersionPair
+from ftrun.monitor.node_fitness import NodeFitness
+from ftrun.wire.cluster.generation import Edition, GenerationPlan, NodeCard, VersionPair
 from ftrun.wire.messages.message import Message
 from ftrun.wire.messages.smp import Inventory
 
@@ -25,14 +25,14 @@ class Join(Message, frozen=True, tag="Join"):
     """Comes back in the answer."""
 
 
-class Gathering(Message, frozen=True, tag="Gathering"):
+class JoinPending(Message, frozen=True, tag="Gathering"):
     """Endpoint -> newcomer: wait, these are here."""
 
     here: list[str]
     needed: int
 
 
-class LeadIs(Message, frozen=True, tag="LeadIs"):
+class LeaderInfo(Message, frozen=True, tag="LeadIs"):
     """Anyone -> newcomer: go there. Also lead -> whoever hosts the endpoint now."""
 
     card: NodeCard
@@ -41,17 +41,17 @@ class LeadIs(Message, frozen=True, tag="LeadIs"):
     """It leads a generation that has taken effect; else it tries to bring one about."""
 
 
-class Current(Message, frozen=True, tag="Current"):
+class JoinAccepted(Message, frozen=True, tag="Current"):
     """Lead -> newcomer: you are with us; you take part from the next generation on."""
 
-    plan: Plan
+    plan: GenerationPlan
     number: int = 0
     """Of the `Join` that this answers."""
     lead: NodeCard | None = None
     """The leader, where it has no vote any more because it leaves; None: the plan has it."""
 
 
-class TurnedAway(Message, frozen=True, tag="TurnedAway"):
+class JoinRejected(Message, frozen=True, tag="TurnedAway"):
     """Anyone -> newcomer: no, and why, in words for the user."""
 
     why: str
@@ -75,9 +75,9 @@ class Promise(Message, frozen=True, tag="Promise"):
 
     generation: int
     card: NodeCard
-    effective: Plan | None
+    effective: GenerationPlan | None
     """The newest generation it knows to have taken effect, where that is newer than `knows`."""
-    accepted: Plan | None
+    accepted: GenerationPlan | None
     """A newer one that it (or its predecessor) has accepted, of which it does not know that."""
     knows: int
     """The newest generation that it or its predecessors have accepted; -1: none, or its memory
@@ -87,11 +87,11 @@ class Promise(Message, frozen=True, tag="Promise"):
     holdings: Inventory
     store_port: int
     smp_port: int
-    fitness: Fitness | None = None
+    fitness: NodeFitness | None = None
     """Of its newest check; None: it makes none."""
 
 
-class NotPromised(Message, frozen=True, tag="NotPromised"):
+class PrepareRejected(Message, frozen=True, tag="NotPromised"):
     """Voter -> proposer: no."""
 
     generation: int
@@ -102,10 +102,10 @@ class NotPromised(Message, frozen=True, tag="NotPromised"):
     lead_generation: int = -1
 
 
-class Announce(Message, frozen=True, tag="Announce"):
+class Accept(Message, frozen=True, tag="Announce"):
     """Proposer -> everyone: this is the generation I was promised; or its lead: its new roster."""
 
-    plan: Plan
+    plan: GenerationPlan
 
 
 class Accepted(Message, frozen=True, tag="Accepted"):

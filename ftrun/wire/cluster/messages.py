@@ -7,21 +7,21 @@ Gives:    structs; `ClusterEnvelope` is what a frame between agents holds.
 
 import msgspec
 
-from ftrun.wire.cluster.heartbeats import Beat, LeadBeat
+from ftrun.wire.cluster.heartbeats import Heartbeat, LeaderHeartbeat
 from ftrun.wire.cluster.membership import (
+    Accept,
     Accepted,
-    Announce,
-    Current,
-    Gathering,
     Join,
-    LeadIs,
-    NotPromised,
+    JoinAccepted,
+    JoinPending,
+    JoinRejected,
+    LeaderInfo,
     Prepare,
+    PrepareRejected,
     Promise,
-    TurnedAway,
 )
-from ftrun.wire.cluster.rails import RoadFound
-from ftrun.wire.messages.faults import FaultAnswer, FaultOrdered
+from ftrun.wire.cluster.rails import PathMeasurement
+from ftrun.wire.messages.faults import ForwardFault, ForwardFaultReply
 from ftrun.wire.messages.message import Message
 
 
@@ -31,20 +31,20 @@ class JournalLines(Message, frozen=True, tag="JournalLines"):
     lines: list[str]
 
 
-class AskClusterStatus(Message, frozen=True, tag="AskClusterStatus"):
+class ClusterStatusRequest(Message, frozen=True, tag="AskClusterStatus"):
     """Member -> lead, for an operator on its node. Answer: ClusterStatus."""
 
     number: int
 
 
-class ClusterStatus(Message, frozen=True, tag="ClusterStatus"):
+class ClusterStatusReply(Message, frozen=True, tag="ClusterStatus"):
     """Lead -> member: a JSON document."""
 
     number: int
     document: bytes
 
 
-class AskProbe(Message, frozen=True, tag="AskProbe"):
+class ProbeLinkRequest(Message, frozen=True, tag="AskProbe"):
     """Lead -> member: measure the way from you to that node. Answer: ProbeFound."""
 
     number: int
@@ -53,7 +53,7 @@ class AskProbe(Message, frozen=True, tag="AskProbe"):
     port: int
 
 
-class ProbeFound(Message, frozen=True, tag="ProbeFound"):
+class ProbeLinkResult(Message, frozen=True, tag="ProbeFound"):
     """Member -> lead: what a probe of a link has found. A figure that is 0 is not known."""
 
     number: int
@@ -65,7 +65,7 @@ class ProbeFound(Message, frozen=True, tag="ProbeFound"):
     problem: str = ""
 
 
-class AskRoad(Message, frozen=True, tag="AskRoad"):
+class ProbePathRequest(Message, frozen=True, tag="AskRoad"):
     """Lead -> member: try the way from you to that node over one rail. Answer: RoadTried."""
 
     survey: int
@@ -83,16 +83,16 @@ class AskRoad(Message, frozen=True, tag="AskRoad"):
     """Only whether it is there, and the round trip."""
 
 
-class RoadTried(Message, frozen=True, tag="RoadTried"):
+class ProbePathResult(Message, frozen=True, tag="RoadTried"):
     """Member -> lead: what the way is like, or why nothing could be found."""
 
     survey: int
-    found: RoadFound
+    found: PathMeasurement
     is_untried: bool = False
     """The fault is this node's own, as `problem` says: nothing is known of the road."""
 
 
-class RoadSilent(Message, frozen=True, tag="RoadSilent"):
+class RailSilent(Message, frozen=True, tag="RoadSilent"):
     """Member -> lead: I hear this node no more over this rail; said again while it is so."""
 
     source: str
@@ -101,31 +101,31 @@ class RoadSilent(Message, frozen=True, tag="RoadSilent"):
     silent_s: float
 
 
-RoadWord = ProbeFound | RoadTried | RoadSilent
+RoadWord = ProbeLinkResult | ProbePathResult | RailSilent
 
 AnyClusterMessage = (
     Join
-    | Gathering
-    | LeadIs
-    | Current
-    | TurnedAway
+    | JoinPending
+    | LeaderInfo
+    | JoinAccepted
+    | JoinRejected
     | Prepare
     | Promise
-    | NotPromised
-    | Announce
+    | PrepareRejected
+    | Accept
     | Accepted
-    | Beat
-    | LeadBeat
+    | Heartbeat
+    | LeaderHeartbeat
     | JournalLines
-    | AskClusterStatus
-    | ClusterStatus
-    | FaultOrdered
-    | FaultAnswer
-    | AskProbe
-    | ProbeFound
-    | AskRoad
-    | RoadTried
-    | RoadSilent
+    | ClusterStatusRequest
+    | ClusterStatusReply
+    | ForwardFault
+    | ForwardFaultReply
+    | ProbeLinkRequest
+    | ProbeLinkResult
+    | ProbePathRequest
+    | ProbePathResult
+    | RailSilent
 )
 
 

@@ -27,7 +27,7 @@ class Rail(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The RDMA device behind it, such as mlx5_0: what NCCL_IB_HCA takes."""
 
 
-class RoadFound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PathMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one short transfer from one node to another over one rail has found.
 
     A figure that is 0 is not known.
@@ -48,7 +48,7 @@ class RoadFound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """No connection was made, and no kernel refused one."""
 
 
-class RoadsPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NetworkPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What was chosen for one generation, and why."""
 
     order: list[str] = []

@@ -8,7 +8,7 @@ direction, so an answer comes on the link that goes the other way.
 
 import msgspec
 
-from ftrun.wire.messages.protected import NodePlace
+from ftrun.wire.messages.protected import NodeAddress
 
 
 class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,7 +43,7 @@ class RoundMessage(Transfer, frozen=True):
     attempt: int
 
 
-class Sealed(RoundMessage, frozen=True, tag="Sealed"):
+class RoundSealed(RoundMessage, frozen=True, tag="Sealed"):
     """My ranks have sealed it.
 
     Args:
@@ -57,32 +57,32 @@ class Sealed(RoundMessage, frozen=True, tag="Sealed"):
     part: int = -1
 
 
-class ManifestOf(RoundMessage, frozen=True, tag="ManifestOf"):
+class ManifestData(RoundMessage, frozen=True, tag="ManifestOf"):
     """With bytes: my manifest of it."""
 
 
-class Open(RoundMessage, frozen=True, tag="Open"):
+class RoundOpened(RoundMessage, frozen=True, tag="Open"):
     """My vault is ready for it; of the stripes I gather you may send those below `below`."""
 
     plan_id: int
     below: int
 
 
-class MirrorOf(RoundMessage, frozen=True, tag="MirrorOf"):
+class MirrorData(RoundMessage, frozen=True, tag="MirrorOf"):
     """With bytes: my small state and what is needed to rebuild the rest."""
 
 
-class BlockOf(RoundMessage, frozen=True, tag="BlockOf"):
+class BlockData(RoundMessage, frozen=True, tag="BlockOf"):
     """With bytes: one block of a stripe; `header` is its packed fragment header."""
 
     header: bytes
 
 
-class Stored(RoundMessage, frozen=True, tag="Stored"):
+class RoundStored(RoundMessage, frozen=True, tag="Stored"):
     """All mirrors and parity of it that belong to me are here."""
 
 
-class Unable(RoundMessage, frozen=True, tag="Unable"):
+class RoundFailed(RoundMessage, frozen=True, tag="Unable"):
     """I cannot keep my part of it, and why."""
 
     why: str
@@ -91,13 +91,13 @@ class Unable(RoundMessage, frozen=True, tag="Unable"):
 # --- fetching a version ---------------------------------------------------------------------
 
 
-class Meet(Transfer, frozen=True, tag="Meet"):
+class FetchPeers(Transfer, frozen=True, tag="Meet"):
     """First on a link to fetch: who takes part, the sender among them."""
 
-    places: list[NodePlace]
+    places: list[NodeAddress]
 
 
-class Ask(Transfer, frozen=True):
+class FetchRequest(Transfer, frozen=True):
     """About a version as a group protected it; answers carry the same `request`.
 
     Args:
@@ -112,19 +112,19 @@ class Ask(Transfer, frozen=True):
     protected_in: int
 
 
-class AskMirror(Ask, frozen=True, tag="AskMirror"):
+class GetMirror(FetchRequest, frozen=True, tag="AskMirror"):
     """The small state of the node at this place of the group. Answer: Found with index 0."""
 
     place: int
 
 
-class AskHead(Ask, frozen=True, tag="AskHead"):
+class GetShardHeader(FetchRequest, frozen=True, tag="AskHead"):
     """Header and digest table of a rank's slot. Answer: Found with index 0."""
 
     rank: int
 
 
-class AskPieces(Ask, frozen=True, tag="AskPieces"):
+class GetPieces(FetchRequest, frozen=True, tag="AskPieces"):
     """Pieces by their digests, u64 each, from any slot. Found or NotHeld for each index.
 
     Args:
@@ -135,13 +135,13 @@ class AskPieces(Ask, frozen=True, tag="AskPieces"):
     settled: list[int] = []
 
 
-class AskUnit(Ask, frozen=True, tag="AskUnit"):
+class GetBlock(FetchRequest, frozen=True, tag="AskUnit"):
     """Your block of a stripe, data or parity. Answer: Found with the fragment's header."""
 
     stripe: int
 
 
-class AskRebuilt(Ask, frozen=True, tag="AskRebuilt"):
+class RebuildBlock(FetchRequest, frozen=True, tag="AskRebuilt"):
     """Rebuild a block of the node at `place` out of your parity. Found or NotHeld.
 
     Args:
@@ -155,7 +155,7 @@ class AskRebuilt(Ask, frozen=True, tag="AskRebuilt"):
     alive: list[int]
 
 
-class Found(Transfer, frozen=True, tag="Found"):
+class FetchData(Transfer, frozen=True, tag="Found"):
     """With bytes: an answer."""
 
     request: int
@@ -163,7 +163,7 @@ class Found(Transfer, frozen=True, tag="Found"):
     header: bytes = b""
 
 
-class NotHeld(Transfer, frozen=True, tag="NotHeld"):
+class FetchMissing(Transfer, frozen=True, tag="NotHeld"):
     """An answer: not here, or not as it was protected."""
 
     request: int
@@ -173,21 +173,21 @@ class NotHeld(Transfer, frozen=True, tag="NotHeld"):
 
 AnyTransfer = (
     LinkHello
-    | Sealed
-    | ManifestOf
-    | Open
-    | MirrorOf
-    | BlockOf
-    | Stored
-    | Unable
-    | Meet
-    | AskMirror
-    | AskHead
-    | AskPieces
-    | AskUnit
-    | AskRebuilt
-    | Found
-    | NotHeld
+    | RoundSealed
+    | ManifestData
+    | RoundOpened
+    | MirrorData
+    | BlockData
+    | RoundStored
+    | RoundFailed
+    | FetchPeers
+    | GetMirror
+    | GetShardHeader
+    | GetPieces
+    | GetBlock
+    | RebuildBlock
+    | FetchData
+    | FetchMissing
 )
 
 

@@ -39,7 +39,7 @@ class WriteCheckpoint(Message, frozen=True, tag="WriteCheckpoint"):
     stream_wait_s: float = 0.0
 
 
-class HurryCheckpoint(Message, frozen=True, tag="HurryCheckpoint"):
+class ExpediteCheckpoint(Message, frozen=True, tag="HurryCheckpoint"):
     """Agent -> SMP: the run ends, write what is being written as fast as it goes. No answer."""
 
 
@@ -66,7 +66,7 @@ class CheckpointWritten(Message, frozen=True, tag="CheckpointWritten"):
     ahead_s: float = 0.0
 
 
-class CheckpointRefused(Message, frozen=True, tag="CheckpointRefused"):
+class CheckpointFailed(Message, frozen=True, tag="CheckpointRefused"):
     """SMP -> agent: it is not written, and why. Not `Refused`: other answers may come first."""
 
     why: str

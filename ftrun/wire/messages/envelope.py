@@ -10,35 +10,35 @@ receiver drops what is older than what it knows. Descriptors travel beside a mes
 import msgspec
 
 from ftrun.wire.messages.checkpoint import (
+    CheckpointFailed,
     CheckpointLoaded,
-    CheckpointRefused,
     CheckpointWritten,
     EndCheckpoints,
-    HurryCheckpoint,
+    ExpediteCheckpoint,
     LoadCheckpoint,
     WriteCheckpoint,
 )
-from ftrun.wire.messages.faults import FaultTaken, InjectFault
+from ftrun.wire.messages.faults import FaultAccepted, InjectFault
 from ftrun.wire.messages.message import Message
 from ftrun.wire.messages.smp import (
     AbandonVersion,
-    Adopt,
+    AdoptMemory,
     BeginGeneration,
     CommitVersion,
-    HandedOver,
-    HandOver,
+    HandOverMemory,
     Inventory,
-    KeepRunState,
+    InventoryRequest,
     ListenForPeers,
     ListeningForPeers,
+    MemoryHandedOver,
+    ParityRegionCreated,
     PeersUnreachable,
+    PersistRunState,
     RestoreFailed,
     RestoreReady,
     Shutdown,
     SmpNotice,
-    TakeInventory,
     VaultFreed,
-    VaultMade,
     VersionCommitted,
     VersionReady,
     VoidAfter,
@@ -46,17 +46,17 @@ from ftrun.wire.messages.smp import (
 from ftrun.wire.messages.worker import (
     ArenaGranted,
     AwaitRestored,
-    FetchHeads,
     FetchPieces,
-    HeadsFetched,
-    ImagesOpened,
+    FetchShardHeaders,
     MemoryRefused,
-    OpenImages,
+    OpenShards,
     PiecesFetched,
     RequestArena,
     ReserveMemory,
+    ShardHeadersFetched,
     ShardSealed,
     ShardSkipped,
+    ShardsOpened,
     WithdrawShard,
 )
 
@@ -85,17 +85,17 @@ class Refused(Message, frozen=True, tag="Refused"):
 # --- cli -> agent or orphaned SMP -------------------------------------------------------------
 
 
-class AskStatus(Message, frozen=True, tag="AskStatus"):
+class StatusRequest(Message, frozen=True, tag="AskStatus"):
     """Cli -> agent or SMP. Answer: Status."""
 
 
-class Status(Message, frozen=True, tag="Status"):
+class StatusReply(Message, frozen=True, tag="Status"):
     """Agent or SMP -> cli: a JSON document, see docs/operations.md."""
 
     document: bytes
 
 
-class StopRun(Message, frozen=True, tag="StopRun"):
+class StopRequest(Message, frozen=True, tag="StopRun"):
     """Cli -> agent: stop as on SIGTERM. Answer: Done, before the stop has ended."""
 
 
@@ -111,10 +111,10 @@ AnyMessage = (
     | WithdrawShard
     | ShardSkipped
     | AwaitRestored
-    | OpenImages
-    | ImagesOpened
-    | FetchHeads
-    | HeadsFetched
+    | OpenShards
+    | ShardsOpened
+    | FetchShardHeaders
+    | ShardHeadersFetched
     | FetchPieces
     | PiecesFetched
     | ListenForPeers
@@ -125,31 +125,31 @@ AnyMessage = (
     | AbandonVersion
     | RestoreReady
     | RestoreFailed
-    | VaultMade
+    | ParityRegionCreated
     | VaultFreed
     | PeersUnreachable
     | SmpNotice
-    | TakeInventory
+    | InventoryRequest
     | Inventory
     | VoidAfter
-    | HandOver
-    | HandedOver
-    | Adopt
-    | KeepRunState
+    | HandOverMemory
+    | MemoryHandedOver
+    | AdoptMemory
+    | PersistRunState
     | WriteCheckpoint
-    | HurryCheckpoint
+    | ExpediteCheckpoint
     | CheckpointWritten
-    | CheckpointRefused
+    | CheckpointFailed
     | LoadCheckpoint
     | EndCheckpoints
     | CheckpointLoaded
     | VersionCommitted
     | Shutdown
-    | AskStatus
-    | Status
-    | StopRun
+    | StatusRequest
+    | StatusReply
+    | StopRequest
     | InjectFault
-    | FaultTaken
+    | FaultAccepted
 )
 
 

@@ -16,7 +16,7 @@ DTYPE_WORDS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp64": "F64"}
 """What a tensor's floating-point numbers may be turned into, and safetensors' name of it."""
 
 
-class ShardPlace(msgspec.Struct, frozen=True):
+class ShardFileLocation(msgspec.Struct, frozen=True):
     """One rank's files of a checkpoint, and the digests of what describes them."""
 
     rank: int
@@ -27,20 +27,20 @@ class ShardPlace(msgspec.Struct, frozen=True):
     header_digest: str
 
 
-class CheckpointPlaces(msgspec.Struct, frozen=True):
+class CheckpointLocation(msgspec.Struct, frozen=True):
     """One checkpoint, by its index."""
 
     path: str
     run_id: str
     step: int
     world_size: int
-    shards: list[ShardPlace]
+    shards: list[ShardFileLocation]
 
 
-class ExportOrder(msgspec.Struct, frozen=True):
+class ExportJob(msgspec.Struct, frozen=True):
     """What is to be written where."""
 
-    source: CheckpointPlaces
+    source: CheckpointLocation
     format: Format
     out: str
     dtype: str = ""
@@ -51,7 +51,7 @@ class ExportOrder(msgspec.Struct, frozen=True):
     may_replace: bool = False
 
 
-class ExportFacts(msgspec.Struct, frozen=True):
+class ExportReport(msgspec.Struct, frozen=True):
     """What was written."""
 
     checkpoint: str

@@ -44,7 +44,7 @@ class InjectFault(Message, frozen=True, tag="InjectFault"):
     order: FaultOrder
 
 
-class FaultTaken(Message, frozen=True, tag="FaultTaken"):
+class FaultAccepted(Message, frozen=True, tag="FaultTaken"):
     """Agent -> cli: it is ordered; the journal says when it fires.
 
     Args:
@@ -58,13 +58,13 @@ class FaultTaken(Message, frozen=True, tag="FaultTaken"):
     how: str
 
 
-class FaultOrdered(Message, frozen=True, tag="FaultOrdered"):
+class ForwardFault(Message, frozen=True, tag="FaultOrdered"):
     """Agent -> the agent of the node where it is to be done. Answer: FaultAnswer."""
 
     order: FaultOrder
 
 
-class FaultAnswer(Message, frozen=True, tag="FaultAnswer"):
+class ForwardFaultReply(Message, frozen=True, tag="FaultAnswer"):
     """The answer: taken, and how, or refused, and why."""
 
     id: str

@@ -8,7 +8,7 @@ import msgspec
 from ftrun.wire.cluster.rails import Rail
 
 
-class NodePlace(msgspec.Struct, frozen=True):
+class NodeAddress(msgspec.Struct, frozen=True):
     """A node of a group: who it is, where its SMP listens, which ranks it runs.
 
     A port of 0 means that it is gone.
@@ -23,16 +23,16 @@ class NodePlace(msgspec.Struct, frozen=True):
     """By which it is reached, the best first; empty: `host` is all there is."""
 
 
-class OldGroup(msgspec.Struct, frozen=True):
+class PreviousGroup(msgspec.Struct, frozen=True):
     """What protects a version that is to be fetched: its nodes in the order they had then.
 
     Args:
         nodes: with the ranks each held then, and where its SMP is now.
         parity: m.
-        generation: the one in which the version was protected, see `Protected.protected_in`.
+        generation: the one in which the version was protected, see `ProtectionPart.protected_in`.
     """
 
-    nodes: list[NodePlace]
+    nodes: list[NodeAddress]
     parity: int
     generation: int
 
@@ -54,7 +54,7 @@ class GroupMember(msgspec.Struct, frozen=True):
     ranks: list[int]
 
 
-class Protected(msgspec.Struct, frozen=True):
+class ProtectionPart(msgspec.Struct, frozen=True):
     """This node's part in the protection of one version by one group.
 
     Args:

@@ -8,10 +8,10 @@ Runs in: the processes of ftrun.tools.checkpoints.catalog and ftrun.tools.checkp
 import msgspec
 
 from ftrun.wire.checkpoint_owner import CheckpointOwner
-from ftrun.wire.messages.export_facts import CheckpointPlaces
+from ftrun.wire.messages.export_facts import CheckpointLocation
 
 
-class CheckpointFacts(msgspec.Struct, frozen=True):
+class CheckpointInfo(msgspec.Struct, frozen=True):
     """One checkpoint, or what looks like one."""
 
     name: str
@@ -29,17 +29,17 @@ class CheckpointFacts(msgspec.Struct, frozen=True):
     """Why it cannot be used, each in words; none: nothing was found."""
 
 
-class ShelfFacts(msgspec.Struct, frozen=True):
+class CatalogReport(msgspec.Struct, frozen=True):
     """A directory of checkpoints, the one written last first."""
 
     directory: str
-    checkpoints: list[CheckpointFacts]
+    checkpoints: list[CheckpointInfo]
     unfinished: int = 0
     """Folders in which a checkpoint was begun; a later one removes them."""
     checked_bytes: int = 0
     seconds: float = 0.0
     removed: tuple[str, ...] = ()
-    found: CheckpointPlaces | None = None
+    found: CheckpointLocation | None = None
     """The one that was asked for by itself."""
     owner: CheckpointOwner | None = None
     """The record of the run that writes there, or has written there last; asked by `try`."""
@@ -47,7 +47,7 @@ class ShelfFacts(msgspec.Struct, frozen=True):
     """Why nothing could be done, in words."""
 
 
-class ConvertFacts(msgspec.Struct, frozen=True):
+class ConvertReport(msgspec.Struct, frozen=True):
     """A checkpoint that was made of another one."""
 
     source: str = ""

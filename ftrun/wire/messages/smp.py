@@ -5,7 +5,7 @@ Runs in: agent and SMP. Pure.
 
 from ftrun.wire.checkpoint_owner import CheckpointClaim
 from ftrun.wire.messages.message import Message
-from ftrun.wire.messages.protected import NodePlace, OldGroup, Protected, ShardOffer
+from ftrun.wire.messages.protected import NodeAddress, PreviousGroup, ProtectionPart, ShardOffer
 
 
 class ListenForPeers(Message, frozen=True, tag="ListenForPeers"):
@@ -60,18 +60,18 @@ class BeginGeneration(Message, frozen=True, tag="BeginGeneration"):
     generation: int
     world_size: int
     local_ranks: list[int]
-    group: list[NodePlace] = []
+    group: list[NodeAddress] = []
     node_id: str = ""
     parity: int = 0
     small_state_bytes: int = 1 << 20
     restored: tuple[int, int] | None = None
     protected_in: int = -1
-    restore_from: list[OldGroup] = []
-    read_from: list[OldGroup] = []
+    restore_from: list[PreviousGroup] = []
+    read_from: list[PreviousGroup] = []
     restored_world_size: int = 0
     patience_s: float = 10.0
     pace_bytes_s: float = 0.0
-    own: NodePlace | None = None
+    own: NodeAddress | None = None
     claim: CheckpointClaim | None = None
 
 
@@ -133,7 +133,7 @@ class RestoreFailed(Message, frozen=True, tag="RestoreFailed"):
     is_link: bool = False
 
 
-class VaultMade(Message, frozen=True, tag="VaultMade"):
+class ParityRegionCreated(Message, frozen=True, tag="VaultMade"):
     """SMP -> agent, unasked, with a memfd: keep a duplicate, in place of the last of this slot.
 
     It holds what this node keeps for others: mirrors and parity. Like the arenas it is handed to
@@ -172,7 +172,7 @@ class PeersUnreachable(Message, frozen=True, tag="PeersUnreachable"):
     nodes: list[str]
 
 
-class TakeInventory(Message, frozen=True, tag="TakeInventory"):
+class InventoryRequest(Message, frozen=True, tag="TakeInventory"):
     """Agent -> SMP: what can be restored? Answer: Inventory."""
 
     stand_still: bool = False
@@ -189,7 +189,7 @@ class Inventory(Message, frozen=True, tag="Inventory"):
     """
 
     offers: list[ShardOffer]
-    protected: list[Protected] = []
+    protected: list[ProtectionPart] = []
     set_aside: list[str] = []
 
 
@@ -203,11 +203,11 @@ class VoidAfter(Message, frozen=True, tag="VoidAfter"):
     step: int
 
 
-class HandOver(Message, frozen=True, tag="HandOver"):
+class HandOverMemory(Message, frozen=True, tag="HandOver"):
     """Agent -> SMP: give me duplicates of all your memory. Answer: HandedOver."""
 
 
-class HandedOver(Message, frozen=True, tag="HandedOver"):
+class MemoryHandedOver(Message, frozen=True, tag="HandedOver"):
     """SMP -> agent, with one memfd per entry of `ranks`, in that order.
 
     A rank stands twice while a new arena has not replaced the old one, the old one first. After
@@ -219,7 +219,7 @@ class HandedOver(Message, frozen=True, tag="HandedOver"):
     vault_slots: list[int] = []
 
 
-class Adopt(Message, frozen=True, tag="Adopt"):
+class AdoptMemory(Message, frozen=True, tag="Adopt"):
     """Agent -> a new SMP, with one memfd per entry: memory that outlived the last SMP.
 
     Before BeginGeneration. A rank stands twice where it has an old and a new arena, the old one
@@ -231,7 +231,7 @@ class Adopt(Message, frozen=True, tag="Adopt"):
     vault_slots: list[int] = []
 
 
-class KeepRunState(Message, frozen=True, tag="KeepRunState"):
+class PersistRunState(Message, frozen=True, tag="KeepRunState"):
     """Agent -> SMP: what the next agent must know if this one dies. Answer: Done."""
 
     run_state: bytes

@@ -94,7 +94,7 @@ class AwaitRestored(Message, frozen=True, tag="AwaitRestored"):
     step: int
 
 
-class OpenImages(Message, frozen=True, tag="OpenImages"):
+class OpenShards(Message, frozen=True, tag="OpenImages"):
     """Worker -> SMP: every shard of a version that another number of ranks has taken.
 
     Answer: ImagesOpened with a read-only descriptor for each rank, or Refused.
@@ -106,7 +106,7 @@ class OpenImages(Message, frozen=True, tag="OpenImages"):
     world_size: int
 
 
-class ImagesOpened(Message, frozen=True, tag="ImagesOpened"):
+class ShardsOpened(Message, frozen=True, tag="ImagesOpened"):
     """SMP -> worker, with one memfd per entry: arenas in which the version is sealed.
 
     Args:
@@ -116,7 +116,7 @@ class ImagesOpened(Message, frozen=True, tag="ImagesOpened"):
     ranks: list[int]
 
 
-class FetchHeads(Message, frozen=True, tag="FetchHeads"):
+class FetchShardHeaders(Message, frozen=True, tag="FetchHeads"):
     """Worker -> SMP: heads of shards of a version that are on other nodes, or were on lost ones.
 
     Answer: HeadsFetched with a memfd for each of them (see wire/shard_heads.py), or Refused.
@@ -131,7 +131,7 @@ class FetchHeads(Message, frozen=True, tag="FetchHeads"):
     ranks: list[int]
 
 
-class HeadsFetched(Message, frozen=True, tag="HeadsFetched"):
+class ShardHeadersFetched(Message, frozen=True, tag="HeadsFetched"):
     """SMP -> worker, with one memfd per entry."""
 
     ranks: list[int]

@@ -48,7 +48,7 @@ _RECORD_BYTES = _RECORD.size
 _CHECK_BYTES = 4
 
 
-class Beat(IntEnum):
+class HeartbeatField(IntEnum):
     """Fields of a heartbeat page: worker -> agent."""
 
     PID = 0
@@ -85,7 +85,7 @@ class Beat(IntEnum):
     HAS_DUMPER = 31  # signal number at which all stacks are written to the stack file
 
 
-class Command(IntEnum):
+class CommandField(IntEnum):
     """Fields of the command page: agent and SMP -> workers."""
 
     COMMITTED_GENERATION = 0
@@ -103,7 +103,7 @@ class Command(IntEnum):
     KEPT_STEP = 12  # start from, and is kept until a version of this generation is committed
 
 
-class Page:
+class SharedPage:
     """One page of shared memory, by field."""
 
     def __init__(self, fd: int) -> None:
@@ -111,23 +111,23 @@ class Page:
         self._words = memoryview(self._map).cast("q")
         self._floats = memoryview(self._map).cast("d")
 
-    def get(self, at: Beat | Command) -> int:
+    def get(self, at: HeartbeatField | CommandField) -> int:
         return self._words[at]
 
-    def set(self, at: Beat | Command, value: int) -> None:
+    def set(self, at: HeartbeatField | CommandField, value: int) -> None:
         self._words[at] = value
 
-    def add(self, at: Beat | Command, value: int) -> None:
+    def add(self, at: HeartbeatField | CommandField, value: int) -> None:
         """Only for fields with one writer."""
         self._words[at] += value
 
     @property
     def loss(self) -> float:
-        return self._floats[Beat.LOSS]
+        return self._floats[HeartbeatField.LOSS]
 
     @loss.setter
     def loss(self, value: float) -> None:
-        self._floats[Beat.LOSS] = value
+        self._floats[HeartbeatField.LOSS] = value
 
     def count_step(self, duration_ns: int) -> None:
         """Note how long a step took; only for the one writer of the page."""
@@ -255,14 +255,14 @@ def create_page(name: str) -> int:
 def create_command_page() -> int:
     """A command page that commands nothing."""
     fd = create_page("commands")
-    page = Page(fd)
-    page.set(Command.COMMITTED_GENERATION, -1)
-    page.set(Command.COMMITTED_STEP, -1)
-    page.set(Command.KEPT_GENERATION, -1)
-    page.set(Command.KEPT_STEP, -1)
-    page.set(Command.STOP_AFTER_STEP, NEVER_STEP)
-    page.set(Command.ABANDONED_STEP, -1)
-    page.set(Command.COMMITTED_IN, -1)
-    page.set(Command.PROTECTING_STEP, -1)
-    page.set(Command.TAKE_FROM, -1)
+    page = SharedPage(fd)
+    page.set(CommandField.COMMITTED_GENERATION, -1)
+    page.set(CommandField.COMMITTED_STEP, -1)
+    page.set(CommandField.KEPT_GENERATION, -1)
+    page.set(CommandField.KEPT_STEP, -1)
+    page.set(CommandField.STOP_AFTER_STEP, NEVER_STEP)
+    page.set(CommandField.ABANDONED_STEP, -1)
+    page.set(CommandField.COMMITTED_IN, -1)
+    page.set(CommandField.PROTECTING_STEP, -1)
+    page.set(CommandField.TAKE_FROM, -1)
     return fd

@@ -1,8 +1,8 @@
 """What a node keeps for the others of its group: one memfd for each of two versions.
 
 Runs in:  SMP (makes, fills, reads); the agent keeps a descriptor and looks at nothing.
-Takes in: a `VaultRecord`, which says what goes where.
-Gives:    a `Vault`: views of the mirrors and parity rows, each with a digest of its own.
+Takes in: a `ParityRecord`, which says what goes where.
+Gives:    a `ParityRegion`: views of the mirrors and parity rows, each with a digest of its own.
 Survives: the death of the SMP: the next one is handed the descriptor and can serve from it.
 
     header | record | index: length and digest of each mirror, digest of each row | mirrors | rows
@@ -29,7 +29,7 @@ import xxhash
 from ftrun.errors import LayoutUnknown
 from ftrun.ids import Version, version
 from ftrun.snapshot.layout import PAGE_BYTES
-from ftrun.snapshot.redundancy import NodePlan
+from ftrun.snapshot.redundancy import NodeRedundancy
 from ftrun.wire.messages.protected import GroupMember
 
 _MAGIC = 0x56415554_46303031
@@ -40,7 +40,7 @@ _ROW = struct.Struct("<Q")
 _MADV_POPULATE_WRITE = 23
 
 
-class VaultState(IntEnum):
+class ParityRegionState(IntEnum):
     """How far a vault is."""
 
     EMPTY = 0
@@ -50,7 +50,7 @@ class VaultState(IntEnum):
     VOID = 4
 
 
-class VaultRecord(msgspec.Struct, frozen=True):
+class ParityRecord(msgspec.Struct, frozen=True):
     """What a vault holds, and all that is needed to serve from it.
 
     Args:
@@ -74,7 +74,7 @@ class VaultRecord(msgspec.Struct, frozen=True):
     place: int
     block_bytes: int
     coded_bytes: list[int]
-    own: NodePlan
+    own: NodeRedundancy
     holders: list[list[int]]
     mirrors: list[tuple[int, int]]
     num_rows: int
@@ -84,13 +84,13 @@ class VaultRecord(msgspec.Struct, frozen=True):
         return version(self.generation, self.step)
 
 
-_RECORD = msgspec.msgpack.Decoder(VaultRecord)
+_RECORD = msgspec.msgpack.Decoder(ParityRecord)
 
 
 class _Areas:
     """Where things lie in a vault, in bytes from its start."""
 
-    def __init__(self, record: VaultRecord, raw: bytes) -> None:
+    def __init__(self, record: ParityRecord, raw: bytes) -> None:
         self.digests = PAGE_BYTES + _round_up(len(raw))
         self.row_digests = self.digests + _MIRROR.size * len(record.mirrors)
         self.index_end = self.row_digests + _ROW.size * record.num_rows
@@ -103,7 +103,7 @@ class _Areas:
         self.total = at + _round_up(record.num_rows * record.block_bytes)
 
 
-def vault_bytes(record: VaultRecord) -> int:
+def vault_bytes(record: ParityRecord) -> int:
     """Memory that a vault with this record takes."""
     return _Areas(record, msgspec.msgpack.encode(record)).total
 
@@ -129,7 +129,7 @@ def create_vault(total_bytes: int) -> int:
     return fd
 
 
-class Vault:
+class ParityRegion:
     """A mapped vault. The descriptor is this object's.
 
     Raises:
@@ -143,28 +143,28 @@ class Vault:
             raise LayoutUnknown(f"{self.size} bytes are too few for a vault")
         self._map = mmap.mmap(fd, self.size)
         self._memory = memoryview(self._map)
-        self.state = VaultState.EMPTY
-        self.record: VaultRecord | None = None
+        self.state = ParityRegionState.EMPTY
+        self.record: ParityRecord | None = None
         self.is_damaged = False
         """A block that was asked for does not match its digest."""
         self._areas: _Areas | None = None
         self._raw = b""
         self._read()
 
-    def begin(self, record: VaultRecord) -> None:
+    def begin(self, record: ParityRecord) -> None:
         """Start to keep another version; what was here is lost."""
         raw = msgspec.msgpack.encode(record)
         areas = _Areas(record, raw)
         if areas.total > self.size:
             raise LayoutUnknown(f"{areas.total} bytes do not fit a vault of {self.size}")
-        self.mark(VaultState.EMPTY)
+        self.mark(ParityRegionState.EMPTY)
         self.record, self._areas, self._raw = record, areas, raw
         self.is_damaged = False
         self._memory[PAGE_BYTES : PAGE_BYTES + len(raw)] = raw
         self._memory[areas.digests : areas.index_end] = bytes(areas.index_end - areas.digests)
-        self.mark(VaultState.FILLING)
+        self.mark(ParityRegionState.FILLING)
 
-    def mark(self, state: VaultState) -> None:
+    def mark(self, state: ParityRegionState) -> None:
         """Write the header, the last word on what is here."""
         digest = xxhash.xxh3_64_intdigest(self._raw)
         data = _HEADER.pack(_MAGIC, state, len(self._raw), digest)
@@ -248,7 +248,7 @@ class Vault:
         areas = _Areas(record, raw)
         if areas.total <= self.size:
             self.record, self._areas, self._raw = record, areas, raw
-            self.state = VaultState(state)
+            self.state = ParityRegionState(state)
 
 
 def _round_up(num_bytes: int) -> int:

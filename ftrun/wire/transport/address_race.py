@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class PeerAddress:
     """One address of a process.
 
     Args:
@@ -51,7 +51,7 @@ class Way:
     is_sure: bool = False
 
 
-Greet = Callable[[socket.socket, Way], T]
+Greet = Callable[[socket.socket, PeerAddress], T]
 """Makes something of a connected, blocking socket. Raises PeerError where the peer is not the one
 that was meant; the socket is closed then."""
 
@@ -75,8 +75,8 @@ def source_to(host: str, own: Sequence[Rail]) -> str:
 
 
 def reach(
-    ways: Sequence[Way], greet: Greet[T], *, deadline_s: float, next_s: float = NEXT_S
-) -> tuple[T, Way]:
+    ways: Sequence[PeerAddress], greet: Greet[T], *, deadline_s: float, next_s: float = NEXT_S
+) -> tuple[T, PeerAddress]:
     """Dial all of these until one of them gives something.
 
     Args:
@@ -110,17 +110,17 @@ def reach(
 class _Race:
     """Connections to several addresses, on their way."""
 
-    def __init__(self, ways: Sequence[Way], deadline_s: float, next_s: float) -> None:
+    def __init__(self, ways: Sequence[PeerAddress], deadline_s: float, next_s: float) -> None:
         self._order = list(ways)
         self._left = deque(ways)
         self._next_s = next_s
         self._begin_s = clock.now_s()
         self._give_up_s = self._begin_s + deadline_s
-        self._pending: dict[int, tuple[socket.socket, Way]] = {}
-        self._failed: dict[Way, PeerError] = {}
+        self._pending: dict[int, tuple[socket.socket, PeerAddress]] = {}
+        self._failed: dict[PeerAddress, PeerError] = {}
         self._poll = select.poll()
 
-    def connected(self) -> tuple[socket.socket, Way] | None:
+    def connected(self) -> tuple[socket.socket, PeerAddress] | None:
         """The next connection, blocking; None where there will be no more.
 
         Raises:
@@ -138,7 +138,7 @@ class _Race:
                 if (found := self._done(fd)) is not None:
                     return found
 
-    def failed(self, way: Way, error: PeerError) -> None:
+    def failed(self, way: PeerAddress, error: PeerError) -> None:
         """Remember why a way was none. Raises: PeerLost: nobody is there, and that is sure."""
         self._failed[way] = error
         if way.is_sure and isinstance(error, PeerLost) and error.how == "refused":
@@ -158,7 +158,7 @@ class _Race:
             sock.close()
         self._pending.clear()
 
-    def _begin(self, way: Way) -> None:
+    def _begin(self, way: PeerAddress) -> None:
         sock: socket.socket | None = None
         try:
             info = socket.getaddrinfo(
@@ -180,7 +180,7 @@ class _Race:
             self._pending[sock.fileno()] = sock, way
             self._poll.register(sock, select.POLLOUT)
 
-    def _done(self, fd: int) -> tuple[socket.socket, Way] | None:
+    def _done(self, fd: int) -> tuple[socket.socket, PeerAddress] | None:
         sock, way = self._pending.pop(fd)
         self._poll.unregister(fd)
         try:
@@ -192,13 +192,13 @@ class _Race:
         sock.setblocking(True)
         return sock, way
 
-    def _fail(self, way: Way, error: OSError) -> None:
+    def _fail(self, way: PeerAddress, error: OSError) -> None:
         lost = PeerLost(peer=_name(way), how=how_lost(error))
         lost.__cause__ = error
         self.failed(way, lost)
 
 
-def _greeted(greet: Greet[T], sock: socket.socket, way: Way) -> T:
+def _greeted(greet: Greet[T], sock: socket.socket, way: PeerAddress) -> T:
     try:
         return greet(sock, way)
     except BaseException:
@@ -227,5 +227,5 @@ def _says(error: PeerError) -> int:
     return 2 if isinstance(error, PeerLost) and error.how == "refused" else 0
 
 
-def _name(way: Way) -> str:
+def _name(way: PeerAddress) -> str:
     return f"{way.host} port {way.port}"

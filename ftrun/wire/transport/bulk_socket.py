@@ -24,7 +24,7 @@ from ftrun import clock
 from ftrun.errors import PeerLost, PeerTimeout, ProtocolError
 from ftrun.wire.cluster.transfer import AnyTransfer, TransferEnvelope
 from ftrun.wire.transport.framing import MAX_FRAME_BYTES, decode_body, encode_body
-from ftrun.wire.transport.handshake import Session
+from ftrun.wire.transport.handshake import AuthSession
 from ftrun.wire.transport.sealing import PREFIX_BYTES, body_length, check_body, seal_header
 from ftrun.wire.transport.tcp import how_lost, silent_s
 
@@ -37,7 +37,7 @@ _DECODER = msgspec.msgpack.Decoder(TransferEnvelope)
 Bytes = bytes | bytearray | memoryview
 
 
-class TransferSocket:
+class BulkSocket:
     """One direction of a connected socket. For one thread at a time, but for `interrupt`.
 
     Args:
@@ -46,7 +46,7 @@ class TransferSocket:
         patience_s: how long a peer may take nothing, or stop in the middle of a frame.
     """
 
-    def __init__(self, sock: socket.socket, session: Session, *, patience_s: float) -> None:
+    def __init__(self, sock: socket.socket, session: AuthSession, *, patience_s: float) -> None:
         self._sock = sock
         self._session = session
         self._patience_s = patience_s

@@ -28,7 +28,7 @@ _RECEIVE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class ReceivedMessage:
     """A message and the descriptors that came with it, now the receiver's to close."""
 
     envelope: Envelope
@@ -50,7 +50,7 @@ class Channel:
         self._sock = sock
         self._reader = FrameReader()
         self._fds: deque[int] = deque()
-        self._ready: deque[Received] = deque()
+        self._ready: deque[ReceivedMessage] = deque()
         self._num_questions = 0
         self.run_id = run_id
         self.peer = peer
@@ -100,7 +100,7 @@ class Channel:
         except OSError as error:
             raise PeerLost(peer=self.peer) from error
 
-    def receive(self, *, deadline_s: float) -> Received:
+    def receive(self, *, deadline_s: float) -> ReceivedMessage:
         """The next message.
 
         Raises:
@@ -115,7 +115,7 @@ class Channel:
             self._pull()
         return self._ready.popleft()
 
-    def receive_ready(self) -> list[Received]:
+    def receive_ready(self) -> list[ReceivedMessage]:
         """Every message that is here already; never waits.
 
         Raises:
@@ -137,14 +137,14 @@ class Channel:
 
     def ask(
         self, body: AnyMessage, *, fds: tuple[int, ...] = (), deadline_s: float = 10.0
-    ) -> Received:
+    ) -> ReceivedMessage:
         """Send, and wait for the answer; what comes unasked before it stays for `receive`.
 
         Raises:
             PeerLost, PeerTimeout, ProtocolError.
         """
         number = self.pose(body, fds=fds, deadline_s=deadline_s)
-        unasked: list[Received] = []
+        unasked: list[ReceivedMessage] = []
         give_up_s = clock.now_s() + deadline_s
         try:
             while True:
@@ -202,7 +202,7 @@ class Channel:
             if envelope.num_fds > len(self._fds):
                 raise ProtocolError(f"{self.peer} announced descriptors that did not come")
             fds = tuple(self._fds.popleft() for _ in range(envelope.num_fds))
-            self._ready.append(Received(envelope, fds))
+            self._ready.append(ReceivedMessage(envelope, fds))
 
 
 def connect(path: Path, *, run_id: str, peer: str, hello: Hello, deadline_s: float) -> Channel:

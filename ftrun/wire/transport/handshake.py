@@ -2,7 +2,7 @@
 
 Runs in:  agent, SMP; in a thread that lives for one handshake, with its own deadline.
 Takes in: a fresh TCP socket, the run's secret or None, who we are.
-Gives:    a `Session`: who the other one is, and a key for each direction.
+Gives:    a `AuthSession`: who the other one is, and a key for each direction.
 
     dialler                                              acceptor
     HELLO   protocol, has a secret?, nonce        ->
@@ -53,7 +53,7 @@ Admit = Callable[[PeerIdentity], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class AuthSession:
     """What a handshake has proven. Keys are empty where the run has no secret."""
 
     own: PeerIdentity
@@ -70,7 +70,7 @@ def dial_handshake(
     *,
     admit: Admit = lambda _: "",
     deadline_s: float = HANDSHAKE_S,
-) -> Session:
+) -> AuthSession:
     """The dialler's side. The socket stays the caller's, to close it where this raises.
 
     Raises:
@@ -88,7 +88,7 @@ def dial_handshake(
     talk.say(_Kind.WELCOME, proof.code(b"welcome", talk.digest))
     talk.release()
     to_acceptor, to_dialler = proof.keys(talk.digest)
-    return Session(own, peer, to_acceptor, to_dialler, secret is not None)
+    return AuthSession(own, peer, to_acceptor, to_dialler, secret is not None)
 
 
 def accept_handshake(
@@ -99,7 +99,7 @@ def accept_handshake(
     admit: Admit = lambda _: "",
     deadline_s: float = HANDSHAKE_S,
     hello_s: float = HANDSHAKE_S,
-) -> Session:
+) -> AuthSession:
     """The acceptor's side; as `dial_handshake`. The first message must come within `hello_s`."""
     talk = _Talk(sock, deadline_s=min(hello_s, deadline_s))
     theirs = talk.hear(_Kind.HELLO)
@@ -115,7 +115,7 @@ def accept_handshake(
         raise ProtocolError(f"{talk.peer} ends the handshake with a code that is not of it")
     talk.release()
     to_acceptor, to_dialler = proof.keys(talk.digest)
-    return Session(own, peer, to_dialler, to_acceptor, secret is not None)
+    return AuthSession(own, peer, to_dialler, to_acceptor, secret is not None)
 
 
 class _Kind(IntEnum):

@@ -1,7 +1,7 @@
 """One end of a TCP connection to a process on another node, after the handshake.
 
 Runs in:  agent (brain thread), SMP.
-Takes in: a connected TCP socket and its `Session`.
+Takes in: a connected TCP socket and its `AuthSession`.
 Gives:    `send`, which never waits, and `receive_ready`; for a loop that waits on many sockets.
 
 Not thread-safe. It knows no clock: when a peer was last heard is the caller's to remember. A
@@ -16,7 +16,7 @@ import msgspec
 
 from ftrun.errors import PeerError, PeerLost, ProtocolError
 from ftrun.wire.transport.framing import MAX_FRAME_BYTES, decode_body, encode_body
-from ftrun.wire.transport.handshake import Session
+from ftrun.wire.transport.handshake import AuthSession
 from ftrun.wire.transport.identity import PeerIdentity
 from ftrun.wire.transport.sealing import PREFIX_BYTES, body_length, check_body, seal_header
 from ftrun.wire.transport.tcp import how_lost
@@ -56,7 +56,7 @@ class PeerConnection(Generic[E]):
     def __init__(
         self,
         sock: socket.socket,
-        session: Session,
+        session: AuthSession,
         envelope: type[E],
         *,
         max_queued_bytes: int = MAX_QUEUED_BYTES,

@@ -35,7 +35,7 @@ Signature = dict[int, tuple["weakref.ref[torch.Tensor]", int]]
 
 
 @runtime_checkable
-class Accumulating(Protocol):
+class AccumulationAware(Protocol):
     """An attached object with gradients that no optimizer's parameters show."""
 
     def is_within_accumulation(self) -> bool:
@@ -43,12 +43,12 @@ class Accumulating(Protocol):
         ...
 
 
-class Accumulation:
+class AccumulationTracker:
     """Follows the attached optimizers from boundary to boundary.
 
     Args:
         optimizers: those that are attached.
-        objects: all other attached objects; those that are `Accumulating` are asked.
+        objects: all other attached objects; those that are `AccumulationAware` are asked.
         guarded: wraps the hook.
     """
 
@@ -58,7 +58,7 @@ class Accumulation:
         objects: Iterable[object] = (),
         guarded: Callable[[Hook], Hook] = lambda hook: hook,
     ) -> None:
-        self._telling = [one for one in objects if isinstance(one, Accumulating)]
+        self._telling = [one for one in objects if isinstance(one, AccumulationAware)]
         self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
         self.waiting_turns = 0
         """Turns with a step of some optimizer, since a boundary was outside of accumulations."""

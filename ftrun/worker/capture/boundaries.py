@@ -16,14 +16,14 @@ committed, than turns in which nothing went on: encoding and sending want proces
 import math
 from enum import Enum, auto
 
-from ftrun.wire.shared_memory.pages import Beat, Command, Page
+from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField, SharedPage
 from ftrun.worker.context import SnapshotSettings
 
 _LONGEST = 10_000
 _WEIGHT = 0.1
 
 
-class Turn(Enum):
+class StepActivity(Enum):
     """What went on beside the script between two step boundaries."""
 
     QUIET = auto()
@@ -45,10 +45,10 @@ class _Mean:
         self.value += max(_WEIGHT, 1 / self.count) * (value - self.value)
 
 
-class Cadence:
+class SnapshotSchedule:
     """Due or not, and what it costs."""
 
-    def __init__(self, settings: SnapshotSettings, page: Page, commands: Page) -> None:
+    def __init__(self, settings: SnapshotSettings, page: SharedPage, commands: SharedPage) -> None:
         self._settings = settings
         self._page = page
         self._commands = commands
@@ -65,12 +65,14 @@ class Cadence:
         Not before the step that the lead has named, from which on all nodes take the same.
         """
         if not isinstance(self._settings.every, int):
-            every = self._commands.get(Command.SNAPSHOT_EVERY)
-            if every > 0 and step > self._commands.get(Command.EVERY_FROM_STEP):
+            every = self._commands.get(CommandField.SNAPSHOT_EVERY)
+            if every > 0 and step > self._commands.get(CommandField.EVERY_FROM_STEP):
                 self._every = every
-        return step % max(1, self._every) == 0 and step >= self._commands.get(Command.TAKE_FROM)
+        return step % max(1, self._every) == 0 and step >= self._commands.get(
+            CommandField.TAKE_FROM
+        )
 
-    def learn(self, turn: Turn, *, step_s: float, copy_s: float, blocked_s: float) -> None:
+    def learn(self, turn: StepActivity, *, step_s: float, copy_s: float, blocked_s: float) -> None:
         """Take in what one turn of the loop took, and publish the interval that would suit.
 
         Args:
@@ -79,11 +81,11 @@ class Cadence:
             copy_s: how long the last copy took in its thread.
             blocked_s: how long the training thread stood still for it.
         """
-        if turn is Turn.QUIET:
+        if turn is StepActivity.QUIET:
             self._quiet_s.add(step_s)
-        if turn is not Turn.PROTECT and self._turns_s:
+        if turn is not StepActivity.PROTECT and self._turns_s:
             self._close()
-        if turn is not Turn.QUIET:
+        if turn is not StepActivity.QUIET:
             self._turns_s.append(step_s)
         if self._quiet_s.count:
             plain_s, added_s = self._quiet_s.value, self._added_s.value
@@ -94,7 +96,7 @@ class Cadence:
         wish = math.ceil(max(added_s, blocked_s) / (self._settings.overhead_budget * plain_s))
         if not self._quiet_s.count:
             wish = max(wish, 2 * len(self._turns_s))  # so that there is a turn to compare with
-        self._page.set(Beat.WISHED_EVERY, min(max(wish, 1), _LONGEST))
+        self._page.set(HeartbeatField.WISHED_EVERY, min(max(wish, 1), _LONGEST))
 
     def _close(self) -> None:
         """All turns of the last snapshot are known."""

@@ -24,9 +24,9 @@ import xxhash
 
 from ftrun.errors import ValueNotStorable
 from ftrun.monitor.repeat_check import LATE_STEPS
-from ftrun.wire.shared_memory.pages import MAX_SAMPLES, Page
+from ftrun.wire.shared_memory.pages import MAX_SAMPLES, SharedPage
 from ftrun.worker.capture.host_copies import HostCopy
-from ftrun.worker.state.attached import Attached, every_name
+from ftrun.worker.state.attached import AttachedState, every_name
 from ftrun.worker.state.tensors import is_sharded, local_tensor
 
 SLICE_BYTES = 64
@@ -83,7 +83,7 @@ class _Record:
 class BoundaryDigests:
     """Writes the boundary records of one worker."""
 
-    def __init__(self, page: Page, attached: Attached) -> None:
+    def __init__(self, page: SharedPage, attached: AttachedState) -> None:
         self._page = page
         self._attached = attached
         self._samples = _Samples(())
@@ -144,7 +144,7 @@ class BoundaryDigests:
         self._recent.clear()  # their digests are of other parameters
 
 
-def _named_parameters(attached: Attached) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_parameters(attached: AttachedState) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters that are trained: those of the optimizers, or without one those of the modules."""
     names: dict[int, str] = {}
     for prefix, module in attached.modules.items():

@@ -42,15 +42,15 @@ from ftrun.errors import (
 )
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.arena import Arena, SlotHeader, SlotState, table_digest
-from ftrun.wire.shared_memory.pages import Beat
-from ftrun.worker.capture.boundaries import Cadence, Turn
+from ftrun.wire.shared_memory.pages import HeartbeatField
+from ftrun.worker.capture.boundaries import SnapshotSchedule, StepActivity
 from ftrun.worker.capture.copying import CopyThread, SlotCopy
 from ftrun.worker.capture.laziness import LazyCopyCheck
-from ftrun.worker.capture.settling import Settling
-from ftrun.worker.capture.slots import Slots, SlotStore
+from ftrun.worker.capture.settling import CommitWait
+from ftrun.worker.capture.slots import ArenaSlots, SlotProvider
 from ftrun.worker.context import WorkerContext
-from ftrun.worker.smp_client import MemoryLink
-from ftrun.worker.state.state_tree import State, StateTree
+from ftrun.worker.smp_client import WorkerSmpClient
+from ftrun.worker.state.state_tree import BoundaryState, StateTree
 
 _POLL_S = 0.0005
 _LAST_COMMIT_WAIT_S = 5.0
@@ -69,23 +69,23 @@ _log = logging.getLogger(__name__)
 class Capture:
     """Takes snapshots at step boundaries."""
 
-    def __init__(self, context: WorkerContext, tree: StateTree, link: MemoryLink) -> None:
+    def __init__(self, context: WorkerContext, tree: StateTree, link: WorkerSmpClient) -> None:
         self._context = context
         self._tree = tree
         self._link = link
         self._page = context.page
-        self._cadence = Cadence(context.settings, context.page, context.commands)
+        self._cadence = SnapshotSchedule(context.settings, context.page, context.commands)
         self._thread = CopyThread()
         self._pid = os.getpid()
-        self._store = SlotStore(context)
+        self._store = SlotProvider(context)
         self._hasty: set[str] = set()
-        self._settling = Settling(context.commands, context.generation, context.restore)
+        self._settling = CommitWait(context.commands, context.generation, context.restore)
         self._check: LazyCopyCheck | None = None
         self._verified: tuple[SlotCopy, memoryview] | None = None
         self._num_taken = 0
         self._copy_s = 0.0
         self._blocked_ns = 0
-        self._turn = Turn.QUIET
+        self._turn = StepActivity.QUIET
         self._is_typical = True
         self._last_boundary_ns = 0
         self._hook_fired = False
@@ -97,7 +97,7 @@ class Capture:
     # --- training thread -------------------------------------------------------------------
 
     def boundary(
-        self, step: int, *, collect: Callable[[], State], force: bool, allowed: bool
+        self, step: int, *, collect: Callable[[], BoundaryState], force: bool, allowed: bool
     ) -> None:
         """Take a snapshot of this boundary where one is due.
 
@@ -118,7 +118,7 @@ class Capture:
             self._try(step, collect, is_due=is_due, is_last=force)
         except PeerError as error:
             # The agent starts another SMP; until then there is no memory to ask for.
-            self._page.add(Beat.SKIPPED_COUNT, 1)
+            self._page.add(HeartbeatField.SKIPPED_COUNT, 1)
             if str(error) != self._trouble:  # said once, not at each step
                 self._trouble = str(error)
                 _log.warning("no snapshot of step %d, nor until that is over: %s", step, error)
@@ -202,7 +202,7 @@ class Capture:
     def _count_blocked(self, began_ns: int) -> None:
         blocked_ns = clock.now_ns() - began_ns
         self._blocked_ns += blocked_ns
-        self._page.add(Beat.BLOCKED_NS, blocked_ns)
+        self._page.add(HeartbeatField.BLOCKED_NS, blocked_ns)
 
     def _learn(self, now_ns: int) -> None:
         # A turn with a verified snapshot says nothing about the cost of the others.
@@ -213,11 +213,13 @@ class Capture:
                 copy_s=self._copy_s,
                 blocked_s=self._blocked_ns / 1e9,
             )
-        self._turn = Turn.QUIET if self._settling.is_free else Turn.PROTECT
+        self._turn = StepActivity.QUIET if self._settling.is_free else StepActivity.PROTECT
         self._is_typical = True
         self._blocked_ns = 0
 
-    def _try(self, step: int, collect: Callable[[], State], *, is_due: bool, is_last: bool) -> None:
+    def _try(
+        self, step: int, collect: Callable[[], BoundaryState], *, is_due: bool, is_last: bool
+    ) -> None:
         """Take a snapshot, or see whether there is memory for one.
 
         Raises:
@@ -235,10 +237,10 @@ class Capture:
         except Exception as error:  # noqa: BLE001 - rule 5
             self._fail(step, error)
 
-    def _take(self, step: int, collect: Callable[[], State], *, is_last: bool) -> None:
+    def _take(self, step: int, collect: Callable[[], BoundaryState], *, is_last: bool) -> None:
         if not self._may_overwrite(is_last=is_last):
             # Not withdrawn: the SMP may still commit the last one, and no rank may overwrite it.
-            self._page.add(Beat.SKIPPED_COUNT, 1)
+            self._page.add(HeartbeatField.SKIPPED_COUNT, 1)
             self._settling.skipped(step)
             self._link.tell_skipped(step)
             return
@@ -263,7 +265,7 @@ class Capture:
             self._verified = (copy, slots.arena.table(slot))
             self._is_typical = False
         else:
-            self._turn = Turn.COPY
+            self._turn = StepActivity.COPY
             self._thread.start(lambda: self._copy(slots, slot, copy, check, step))
 
     def _is_verified(self) -> bool:
@@ -296,7 +298,7 @@ class Capture:
         self._is_patient = True
         return True
 
-    def _header(self, slots: Slots, state: SlotState, step: int, digest: int) -> SlotHeader:
+    def _header(self, slots: ArenaSlots, state: SlotState, step: int, digest: int) -> SlotHeader:
         image_bytes = slots.layout.image_bytes
         now_ns = clock.now_ns() if state is SlotState.SEALED else 0
         return SlotHeader(state, self._context.generation, step, image_bytes, digest, now_ns)
@@ -304,7 +306,7 @@ class Capture:
     # --- copy thread -----------------------------------------------------------------------
 
     def _copy(
-        self, slots: Slots, slot: int, copy: SlotCopy, check: LazyCopyCheck, step: int
+        self, slots: ArenaSlots, slot: int, copy: SlotCopy, check: LazyCopyCheck, step: int
     ) -> None:
         began_ns = clock.now_ns()
         try:
@@ -313,7 +315,7 @@ class Capture:
             crash_point("worker.capture.copied")
             wrong = check.wrong_copies()
             if wrong:
-                self._page.add(Beat.DISCARDED_COUNT, 1)
+                self._page.add(HeartbeatField.DISCARDED_COUNT, 1)
                 self._demote(wrong, _UNDER_COPY.format(step=step))
                 self._settling.skipped(step)
                 self._link.withdraw(step)
@@ -324,10 +326,10 @@ class Capture:
             self._settling.sealed(step)
             for key in ("memory", "value"):
                 self._context.unprotected.remove(key)
-            self._page.set(Beat.SEALED_GENERATION, self._context.generation)
-            self._page.set(Beat.SEALED_STEP, step)
-            self._page.set(Beat.SEALED_NS, clock.now_ns())
-            self._page.add(Beat.SEALED_COUNT, 1)
+            self._page.set(HeartbeatField.SEALED_GENERATION, self._context.generation)
+            self._page.set(HeartbeatField.SEALED_STEP, step)
+            self._page.set(HeartbeatField.SEALED_NS, clock.now_ns())
+            self._page.add(HeartbeatField.SEALED_COUNT, 1)
             self._link.tell_sealed(step=step, layout_id=slots.layout_id)
             crash_point("worker.capture.told")
         except Exception as error:  # noqa: BLE001 - rule 5
@@ -344,13 +346,13 @@ class Capture:
         self._store.forget_copies()
         shown = ", ".join(new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
         text = f"{shown} {what}. From now on ftrun copies it at the step boundary"
-        if not self._page.get(Beat.UNPROTECTED):
+        if not self._page.get(HeartbeatField.UNPROTECTED):
             self._page.note = text
         _log.warning("%s", text)
 
     def _go_without(self, step: int, key: str, reason: str) -> None:
         """No snapshot of this step; the slots stay as they are, and later ones are tried."""
-        self._page.add(Beat.SKIPPED_COUNT, 1)
+        self._page.add(HeartbeatField.SKIPPED_COUNT, 1)
         self._context.unprotected.add(key, reason)
         self._settling.skipped(step)
         self._link.withdraw(step)

@@ -26,9 +26,9 @@ import numpy as np
 import torch
 import xxhash
 
-from ftrun.snapshot.layout import PLAIN_NAME, Entry, Layout, Piece, When, cut
+from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, Layout, LayoutEntry, Piece, cut
 from ftrun.worker.capture.laziness import LazySamples, LazyTensor, is_lazy
-from ftrun.worker.state.state_tree import Source
+from ftrun.worker.state.state_tree import TensorSource
 from ftrun.worker.state.tensors import DTYPES, byte_view, can_be_cut
 
 _log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ digest_of: Callable[[Any], int] = xxhash.xxh3_64_intdigest
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class CopyPiece:
     """One piece of a large lazy source, as bytes: where from, where to, and its digest's place."""
 
     source: np.ndarray
@@ -56,7 +56,7 @@ class SlotCopy:
     whole_targets: list[torch.Tensor] = field(default_factory=list)
     whole_sources: list[torch.Tensor] = field(default_factory=list)
     whole_names: list[str] = field(default_factory=list)
-    cuts: list[Cut] = field(default_factory=list)
+    cuts: list[CopyPiece] = field(default_factory=list)
     lazy: list[LazyTensor] = field(default_factory=list)
     boundary_targets: list[torch.Tensor] = field(default_factory=list)
     boundary_sources: list[torch.Tensor] = field(default_factory=list)
@@ -119,7 +119,7 @@ class SlotViews:
         return self._targets[name]
 
     def prepare(
-        self, lasting: Sequence[Source], fresh: Sequence[Source], hasty: Collection[str]
+        self, lasting: Sequence[TensorSource], fresh: Sequence[TensorSource], hasty: Collection[str]
     ) -> SlotCopy:
         """The copies of these sources.
 
@@ -157,7 +157,9 @@ class SlotViews:
         ]
         return made
 
-    def _cut(self, entry: Entry, tensor: torch.Tensor, index_at: dict[int, int]) -> list[Cut]:
+    def _cut(
+        self, entry: LayoutEntry, tensor: torch.Tensor, index_at: dict[int, int]
+    ) -> list[CopyPiece]:
         source = byte_view(tensor).numpy()
         target = byte_view(self.target(entry.name)).numpy()
         made = []
@@ -166,14 +168,14 @@ class SlotViews:
             end = start + piece.num_bytes
             index = index_at[piece.offset]
             part = slice(start, end)
-            made.append(Cut(source[part], target[part], index, entry.name))
+            made.append(CopyPiece(source[part], target[part], index, entry.name))
         return made
 
     def _bytes_of(self, piece: Piece) -> Any:
         return self.bytes[piece.offset : piece.offset + piece.num_bytes]
 
 
-def entry_view(data: torch.Tensor, entry: Entry) -> torch.Tensor:
+def entry_view(data: torch.Tensor, entry: LayoutEntry) -> torch.Tensor:
     """An entry of a shard's data as a tensor that shares its memory."""
     dtype = DTYPES[entry.dtype]
     raw = data[entry.offset : entry.offset + entry.num_bytes]
@@ -182,17 +184,17 @@ def entry_view(data: torch.Tensor, entry: Entry) -> torch.Tensor:
     return raw.view(dtype).view(entry.shape)
 
 
-def _names_at_boundary(sources: Sequence[Source], hasty: Collection[str]) -> set[str]:
+def _names_at_boundary(sources: Sequence[TensorSource], hasty: Collection[str]) -> set[str]:
     """Names of the sources that are not copied lazily.
 
     A buffer may be a view of a parameter; what changes the buffer then changes the parameter.
     """
     found = {source.name for source in sources if not is_lazy(source, hasty)}
-    changing = {_memory(source) for source in sources if source.when is When.BOUNDARY}
+    changing = {_memory(source) for source in sources if source.when is CopyTiming.BOUNDARY}
     return found | {source.name for source in sources if _memory(source) in changing}
 
 
-def _memory(source: Source) -> int:
+def _memory(source: TensorSource) -> int:
     return source.tensor.untyped_storage().data_ptr()
 
 

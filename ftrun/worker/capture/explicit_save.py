@@ -27,25 +27,25 @@ from ftrun.ids import Version, version
 from ftrun.snapshot.layout import PLAIN_NAME
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.arena import Arena, SlotHeader, SlotState, table_digest
-from ftrun.wire.shared_memory.pages import Beat, Command
+from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
 from ftrun.worker.capture.copying import digest_of
-from ftrun.worker.capture.settling import Settling
-from ftrun.worker.capture.slots import Slots, SlotStore
+from ftrun.worker.capture.settling import CommitWait
+from ftrun.worker.capture.slots import ArenaSlots, SlotProvider
 from ftrun.worker.context import WorkerContext
-from ftrun.worker.smp_client import MemoryLink
-from ftrun.worker.state.state_tree import Lasting, Source, State
+from ftrun.worker.smp_client import WorkerSmpClient
+from ftrun.worker.state.state_tree import BoundaryState, PersistentSources, TensorSource
 
 _POLL_S = 0.001
 _RETRY_S = 0.05
 
-_saver: "Saver | None" = None
+_saver: "ExplicitSaver | None" = None
 
 
-def saver_of(context: WorkerContext) -> "Saver":
+def saver_of(context: WorkerContext) -> "ExplicitSaver":
     """The one saver of this process."""
     global _saver
     if _saver is None or _saver.pid != os.getpid():
-        _saver = Saver(context)
+        _saver = ExplicitSaver(context)
     return _saver
 
 
@@ -58,20 +58,20 @@ def is_in_use() -> bool:
 class _Copied:
     """A slot that is copied and not sealed."""
 
-    slots: Slots
+    slots: ArenaSlots
     slot: int
     step: int
 
 
-class Saver:
+class ExplicitSaver:
     """Takes the snapshots of one rank when it is told to."""
 
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
         self.pid = os.getpid()
-        self.link = MemoryLink(context)
-        self._store = SlotStore(context)
-        self._settling = Settling(context.commands, context.generation, context.restore)
+        self.link = WorkerSmpClient(context)
+        self._store = SlotProvider(context)
+        self._settling = CommitWait(context.commands, context.generation, context.restore)
         self._copied: _Copied | None = None
         self._step = -1 if context.restore is None else context.restore.step
         self.room_bytes = 0
@@ -101,7 +101,9 @@ class Saver:
             clock.sleep(_POLL_S)
         return self._settling.committed
 
-    def copy(self, step: int, sources: Sequence[Source], plain: bytes, *, give_up_s: float) -> None:
+    def copy(
+        self, step: int, sources: Sequence[TensorSource], plain: bytes, *, give_up_s: float
+    ) -> None:
         """Copy all of it into the slot that is free.
 
         Args:
@@ -116,7 +118,7 @@ class Saver:
         """
         self._copied = None
         self._await_free(give_up_s)
-        state = State(_lasting(sources), (), plain)
+        state = BoundaryState(_lasting(sources), (), plain)
         slots = self._await_slots(state, give_up_s)
         slot = self._settling.slot_to_fill(slots.arena.find)
         slots.arena.begin_copy(slot, self._header(slots, SlotState.COPYING, step, 0))
@@ -153,10 +155,10 @@ class Saver:
         crash_point("worker.capture.sealed")
         self._settling.sealed(step)
         page = self.context.page
-        page.set(Beat.SEALED_GENERATION, self.context.generation)
-        page.set(Beat.SEALED_STEP, step)
-        page.set(Beat.SEALED_NS, clock.now_ns())
-        page.add(Beat.SEALED_COUNT, 1)
+        page.set(HeartbeatField.SEALED_GENERATION, self.context.generation)
+        page.set(HeartbeatField.SEALED_STEP, step)
+        page.set(HeartbeatField.SEALED_NS, clock.now_ns())
+        page.add(HeartbeatField.SEALED_COUNT, 1)
         self.link.tell_sealed(step=step, layout_id=slots.layout_id)
         crash_point("worker.capture.told")
         return version(self.context.generation, step)
@@ -191,7 +193,7 @@ class Saver:
         """It is committed, or never will be."""
         is_given_up = (
             sealed.generation == self.context.generation
-            and self.context.commands.get(Command.ABANDONED_STEP) >= sealed.step
+            and self.context.commands.get(CommandField.ABANDONED_STEP) >= sealed.step
         )
         return is_given_up or self._is_committed(sealed)
 
@@ -217,7 +219,7 @@ class Saver:
     def _is_pending(self, sealed: Version) -> bool:
         return sealed.generation == self.context.generation and not self._is_over(sealed)
 
-    def _await_slots(self, state: State, give_up_s: float) -> Slots:
+    def _await_slots(self, state: BoundaryState, give_up_s: float) -> ArenaSlots:
         while True:
             try:
                 slots = self._store.slots_for(state)
@@ -232,13 +234,13 @@ class Saver:
                 raise SnapshotError("no snapshot was taken: the memory for it is still being made")
             clock.sleep(_RETRY_S)
 
-    def _header(self, slots: Slots, state: SlotState, step: int, digest: int) -> SlotHeader:
+    def _header(self, slots: ArenaSlots, state: SlotState, step: int, digest: int) -> SlotHeader:
         now_ns = clock.now_ns() if state is SlotState.SEALED else 0
         generation = self.context.generation
         return SlotHeader(state, generation, step, slots.layout.image_bytes, digest, now_ns)
 
 
-def _replace_plain(slots: Slots, slot: int, plain: bytes, table: memoryview) -> None:
+def _replace_plain(slots: ArenaSlots, slot: int, plain: bytes, table: memoryview) -> None:
     if len(plain) + 8 > slots.layout.plain_capacity:
         raise SnapshotError(
             f"{len(plain):,} bytes of plain values do not fit into the "
@@ -252,9 +254,9 @@ def _replace_plain(slots: Slots, slot: int, plain: bytes, table: memoryview) -> 
             table[index] = digest_of(views.bytes[piece.offset : piece.offset + piece.num_bytes])
 
 
-def _lasting(sources: Sequence[Source]) -> Lasting:
+def _lasting(sources: Sequence[TensorSource]) -> PersistentSources:
     """These sources, without anything that could be asked again at another step."""
-    return Lasting(
+    return PersistentSources(
         sources=tuple(sources),
         originals=(),
         addresses=[],

@@ -22,8 +22,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ftrun.snapshot.layout import When
-from ftrun.worker.state.state_tree import Source
+from ftrun.snapshot.layout import CopyTiming
+from ftrun.worker.state.state_tree import TensorSource
 from ftrun.worker.state.tensors import byte_view, can_be_cut
 
 LINE_BYTES = 64
@@ -48,7 +48,7 @@ class LazyTensor:
     target: torch.Tensor
 
 
-def is_lazy(source: Source, hasty: Collection[str]) -> bool:
+def is_lazy(source: TensorSource, hasty: Collection[str]) -> bool:
     """Whether a source is copied while the next forward and backward run.
 
     Args:
@@ -56,7 +56,7 @@ def is_lazy(source: Source, hasty: Collection[str]) -> bool:
         hasty: names of sources that were found to change between boundary and optimizer step.
     """
     tensor = source.tensor
-    if source.when is not When.LAZY or source.name in hasty or not tensor.numel():
+    if source.when is not CopyTiming.LAZY or source.name in hasty or not tensor.numel():
         return False
     if tensor.device.type == "cpu" and tensor.nbytes <= BOUNDARY_BYTES:
         return False

@@ -22,10 +22,10 @@ from collections.abc import Callable
 
 from ftrun.ids import Version, version
 from ftrun.wire.shared_memory.arena import NUM_SLOTS
-from ftrun.wire.shared_memory.pages import Command, Page
+from ftrun.wire.shared_memory.pages import CommandField, SharedPage
 
 
-class Settling:
+class CommitWait:
     """What this rank still waits for.
 
     Args:
@@ -34,7 +34,7 @@ class Settling:
         restored: the version it was restored from, or None.
     """
 
-    def __init__(self, commands: Page, generation: int, restored: Version | None) -> None:
+    def __init__(self, commands: SharedPage, generation: int, restored: Version | None) -> None:
         self._commands = commands
         self._generation = generation
         self._restored = restored
@@ -64,7 +64,7 @@ class Settling:
 
         That takes as long as the network does; the training goes on meanwhile.
         """
-        protecting = self._commands.get(Command.PROTECTING_STEP)
+        protecting = self._commands.get(CommandField.PROTECTING_STEP)
         last = self._sealed if self._is_ours else None
         is_protected = last is not None and protecting >= last.step
         return self._awaits_recommit or self._awaits_others or is_protected
@@ -74,7 +74,8 @@ class Settling:
         """The newest version that counts."""
         commands = self._commands
         found = version(
-            commands.get(Command.COMMITTED_GENERATION), commands.get(Command.COMMITTED_STEP)
+            commands.get(CommandField.COMMITTED_GENERATION),
+            commands.get(CommandField.COMMITTED_STEP),
         )
         # A version that came from a checkpoint is of generation -1; no version is of step -1.
         known = [v for v in (found, self._restored) if v is not None and v.step >= 0]
@@ -87,7 +88,9 @@ class Settling:
             find: gives the slot in which a version is sealed.
         """
         commands = self._commands
-        before = version(commands.get(Command.KEPT_GENERATION), commands.get(Command.KEPT_STEP))
+        before = version(
+            commands.get(CommandField.KEPT_GENERATION), commands.get(CommandField.KEPT_STEP)
+        )
         for kept in (self.committed, before):
             slot = find(kept) if kept is not None else None
             if slot is not None:
@@ -103,19 +106,19 @@ class Settling:
         """The restored version is not committed in this generation yet: nothing new before it."""
         if self._restored is None:
             return False
-        return self._commands.get(Command.COMMITTED_IN) < self._generation
+        return self._commands.get(CommandField.COMMITTED_IN) < self._generation
 
     @property
     def _awaits_others(self) -> bool:
         """It has skipped what others may have taken: rule 2."""
-        return 0 <= self._commands.get(Command.TAKE_FROM) <= self._skipped
+        return 0 <= self._commands.get(CommandField.TAKE_FROM) <= self._skipped
 
     def _is_over(self) -> bool:
         """The newest seal of this rank is committed, or never will be: rule 1."""
         last = self._sealed
         if last is None or self._is_committed():
             return True
-        return self._is_ours and self._commands.get(Command.ABANDONED_STEP) >= last.step
+        return self._is_ours and self._commands.get(CommandField.ABANDONED_STEP) >= last.step
 
     def _is_committed(self) -> bool:
         committed = self.committed

@@ -2,7 +2,7 @@
 
 Runs in:  worker: the training thread, and a thread of its own while large memory is made.
 Takes in: the state of a boundary, an arena inherited from the last worker.
-Gives:    `Slots` that fit the state, or none yet.
+Gives:    `ArenaSlots` that fit the state, or none yet.
 
 Making an arena costs 0.5 s per GiB (2026-11), most of it the first touch of its pages. The
 boundary that needs one waits for it, so that the first step is protected, but no longer than
@@ -25,16 +25,16 @@ import xxhash
 from ftrun import clock
 from ftrun.errors import LayoutUnknown, MemoryTooSmall, PeerError
 from ftrun.free_memory import available_memory
-from ftrun.snapshot.layout import Entry, Layout, make_layout, parse_header
+from ftrun.snapshot.layout import Layout, LayoutEntry, make_layout, parse_header
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.arena import NUM_SLOTS, Arena, SlotState
-from ftrun.wire.shared_memory.pages import Beat
+from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.capture.copying import SlotCopy, SlotViews
 from ftrun.worker.context import WorkerContext
-from ftrun.worker.smp_client import MemoryLink
-from ftrun.worker.state.state_tree import Lasting, State, StateTree
+from ftrun.worker.smp_client import WorkerSmpClient
+from ftrun.worker.state.state_tree import BoundaryState, PersistentSources, StateTree
 
-Shape = tuple[tuple[Entry, ...], tuple[Entry, ...]]
+Shape = tuple[tuple[LayoutEntry, ...], tuple[LayoutEntry, ...]]
 
 _LAST_WAIT_S = 60.0
 """For an arena at the last boundary."""
@@ -51,7 +51,7 @@ _RECHECK_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class Slots:
+class ArenaSlots:
     """An arena as the capture uses it: its layout, and per slot the views and the copies."""
 
     def __init__(self, arena: Arena, layout: Layout, layout_id: int, shape: Shape) -> None:
@@ -60,13 +60,13 @@ class Slots:
         self.layout_id = layout_id
         self._shape = shape
         self.views = [SlotViews(layout, arena.image(slot)) for slot in range(NUM_SLOTS)]
-        self._copies: list[tuple[Lasting, SlotCopy] | None] = [None] * NUM_SLOTS
+        self._copies: list[tuple[PersistentSources, SlotCopy] | None] = [None] * NUM_SLOTS
 
     def fit(self, shape: Shape, plain_bytes: int) -> bool:
         """Whether a state goes in here."""
         return shape == self._shape and plain_bytes <= self.layout.plain_capacity
 
-    def copy_of(self, slot: int, state: State, hasty: set[str]) -> SlotCopy:
+    def copy_of(self, slot: int, state: BoundaryState, hasty: set[str]) -> SlotCopy:
         """The copies into a slot; made anew when the sources are no longer the same objects."""
         cached = self._copies[slot]
         if cached is None or cached[0] is not state.lasting:
@@ -113,17 +113,17 @@ class _Refusal:
         return is_free and error.available_bytes < error.needed_bytes
 
 
-class SlotStore:
+class SlotProvider:
     """Has slots for the state there is."""
 
     def __init__(self, context: WorkerContext) -> None:
-        self.current: Slots | None = None
+        self.current: ArenaSlots | None = None
         self._context = context
         self._inherited: Arena | None = None
         self._wanted: tuple[Shape, int] = (((), ()), 0)
         self._refusal: _Refusal | None = None
         self._maker: threading.Thread | None = None
-        self._made: Slots | Exception | None = None
+        self._made: ArenaSlots | Exception | None = None
         self._is_size_known = False
         self._num_arenas = 0
 
@@ -131,7 +131,7 @@ class SlotStore:
         """Use this arena as long as the layout stays what it was."""
         self._inherited = arena
 
-    def slots_for(self, state: State, *, is_last: bool = False) -> Slots | None:
+    def slots_for(self, state: BoundaryState, *, is_last: bool = False) -> ArenaSlots | None:
         """Where this state goes; None while memory for it is being made.
 
         Args:
@@ -157,7 +157,9 @@ class SlotStore:
         maker.join(_LAST_WAIT_S if is_last else self._context.settings.commit_wait_s)
         return self.current if self._take_made() else None
 
-    def check_size(self, tree: StateTree, collect: Callable[[], State], link: MemoryLink) -> None:
+    def check_size(
+        self, tree: StateTree, collect: Callable[[], BoundaryState], link: WorkerSmpClient
+    ) -> None:
         """Tell as soon as the state is larger than what was reserved at attach.
 
         That is after the first step of the optimizers, which may be long before a snapshot.
@@ -205,7 +207,7 @@ class SlotStore:
         def work() -> None:
             try:
                 arena = self._make_arena(layout, layout_id, frozen_bytes)
-                self._made = Slots(arena, layout, layout_id, shape)
+                self._made = ArenaSlots(arena, layout, layout_id, shape)
             except Exception as error:  # noqa: BLE001 - raised again in the training thread
                 self._made = error
 
@@ -234,7 +236,7 @@ class SlotStore:
         self._use(made)
         return True
 
-    def _count_arenas(self, made: Slots) -> None:
+    def _count_arenas(self, made: ArenaSlots) -> None:
         """Log it once when the state changes its shape again and again."""
         self._num_arenas += 1
         if self._num_arenas != _MANY_ARENAS or self.current is None:
@@ -255,9 +257,9 @@ class SlotStore:
             made.arena.shape.total_bytes / 1e6,
         )
 
-    def _use(self, slots: Slots) -> Slots:
+    def _use(self, slots: ArenaSlots) -> ArenaSlots:
         self.current = slots
-        self._context.page.set(Beat.IMAGE_BYTES, slots.layout.image_bytes)
+        self._context.page.set(HeartbeatField.IMAGE_BYTES, slots.layout.image_bytes)
         return slots
 
     def _layout(
@@ -271,7 +273,7 @@ class SlotStore:
         )
         return layout, xxhash.xxh3_64_intdigest(layout.header)
 
-    def _reuse(self, shape: Shape, plain_bytes: int) -> Slots | None:
+    def _reuse(self, shape: Shape, plain_bytes: int) -> ArenaSlots | None:
         """The inherited arena, if the state goes in there; it is looked at once."""
         arena, self._inherited = self._inherited, None
         capacity = 0 if arena is None else _plain_capacity(arena)
@@ -282,11 +284,11 @@ class SlotStore:
         wanted = (layout_id, layout.image_bytes, len(layout.pieces))
         if (has.layout_id, has.image_bytes, has.num_pieces) != wanted:
             return None
-        return Slots(arena, layout, layout_id, shape)
+        return ArenaSlots(arena, layout, layout_id, shape)
 
     def _make_arena(self, layout: Layout, layout_id: int, frozen_bytes: int) -> Arena:
         # A line of its own: a boundary must not wait for this answer to say something else.
-        link = MemoryLink(self._context)
+        link = WorkerSmpClient(self._context)
         try:
             fd = link.request_arena(
                 image_bytes=layout.image_bytes,
@@ -316,13 +318,13 @@ def _plain_capacity(arena: Arena) -> int:
     return 0
 
 
-def _size_of(state: State) -> tuple[Shape, int]:
+def _size_of(state: BoundaryState) -> tuple[Shape, int]:
     """What is stored of a state, and the bytes of its plain values."""
     fresh = tuple(source.entry for source in state.fresh)
     return (state.lasting.entries, fresh), len(state.plain) + 8
 
 
-def needed_bytes(tree: StateTree, state: State) -> int:
+def needed_bytes(tree: StateTree, state: BoundaryState) -> int:
     """Bytes of one image; an estimate for optimizers that have made no state yet."""
     shape, plain_bytes = _size_of(state)
     layout = make_layout([*shape[0], *shape[1]], plain_bytes=plain_bytes)
@@ -337,7 +339,7 @@ def needed_bytes(tree: StateTree, state: State) -> int:
     return layout.image_bytes + to_come
 
 
-def frozen_bytes(state: State) -> int:
+def frozen_bytes(state: BoundaryState) -> int:
     """Of a state, the bytes of parameters that no attached optimizer updates."""
     lasting = state.lasting
     sizes = {entry.name: entry.num_bytes for entry in lasting.entries}

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ftrun.errors import UsageError
 from ftrun.worker.loop.leaving import frames_of_loop, is_left_by_break
-from ftrun.worker.state.data_position import Feed
+from ftrun.worker.state.data_position import DataPosition
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Loops(ABC):
         self._force = False
         self._has_stepped = False
         """Whether an optimizer has stepped since the last boundary."""
-        self._in_hand: Feed | None = None
+        self._in_hand: DataPosition | None = None
         hook = register_optimizer_step_post_hook(_after_optimizer_step(weakref.ref(self)))
         self._end_hook = weakref.finalize(self, hook.remove)
 
@@ -220,7 +220,7 @@ class Loops(ABC):
         """The step of this rank's newest snapshot, -1: it has none; None: none are taken."""
 
     @abstractmethod
-    def _feed_of(self, loader: Any) -> Feed:
+    def _feed_of(self, loader: Any) -> DataPosition:
         """The position in the data of this loader."""
 
     def _enter(self, driver: str) -> None:
@@ -236,7 +236,7 @@ class Loops(ABC):
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _from(self, feed: Feed) -> Iterator[Any]:
+    def _from(self, feed: DataPosition) -> Iterator[Any]:
         """The batches of a feed, of which the one in hand is known."""
         try:
             for batch in feed.batches(self._epoch if self._in_epoch else None, self._begin):

@@ -13,12 +13,12 @@ import math
 from contextlib import suppress
 from typing import Any
 
-from ftrun.wire.shared_memory.pages import Beat, Page
+from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 
 _turn = 0
 
 
-def check(optimizer: Any, page: Page, step: int) -> None:
+def check(optimizer: Any, page: SharedPage, step: int) -> None:
     """Look at one number.
 
     Args:
@@ -27,7 +27,7 @@ def check(optimizer: Any, page: Page, step: int) -> None:
         step: the one that has just been made, from 1.
     """
     global _turn
-    if page.get(Beat.BAD_NUMBERS_STEP):
+    if page.get(HeartbeatField.BAD_NUMBERS_STEP):
         return
     _turn += 1
     groups = optimizer.param_groups
@@ -40,4 +40,4 @@ def check(optimizer: Any, page: Page, step: int) -> None:
         return
     with suppress(RuntimeError, NotImplementedError):  # sparse, quantised: nothing is looked at
         if not math.isfinite(local[(0,) * local.dim()].item()):
-            page.set(Beat.BAD_NUMBERS_STEP, step)
+            page.set(HeartbeatField.BAD_NUMBERS_STEP, step)

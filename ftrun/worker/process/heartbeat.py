@@ -2,7 +2,7 @@
 
 Runs in:  worker, in whichever thread steps an optimizer.
 Takes in: torch's global hook after each optimizer step.
-Gives:    the fields of `Beat` that do not need `attach`: steps, times, the first failure.
+Gives:    the fields of `HeartbeatField` that do not need `attach`: steps, times, the first failure.
 Survives: the worker: the agent reads the page of a dead one.
 
 Source: torch.optim.optimizer.register_optimizer_step_post_hook fires once per step for plain,
@@ -19,7 +19,7 @@ from typing import Any
 
 from ftrun import clock
 from ftrun.wire import environment as env
-from ftrun.wire.shared_memory.pages import Beat, Page
+from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 from ftrun.worker.context import WorkerContext, worker_context
 from ftrun.worker.process import finite, lease
 from ftrun.worker.process import introspection as visibility
@@ -50,8 +50,8 @@ def install(*, started_with: dict[str, str]) -> None:
     context = worker_context()
     if context is None:
         return
-    context.page.set(Beat.PID, os.getpid())
-    context.page.set(Beat.GENERATION, context.generation)
+    context.page.set(HeartbeatField.PID, os.getpid())
+    context.page.set(HeartbeatField.GENERATION, context.generation)
     from torch.optim import optimizer
 
     optimizer.register_optimizer_step_post_hook(_after_step(context, started_with))
@@ -67,29 +67,29 @@ def install(*, started_with: dict[str, str]) -> None:
         context.recording.install()
 
 
-def step_done(page: Page, step: int) -> None:
+def step_done(page: SharedPage, step: int) -> None:
     """Tell that a step boundary is passed."""
     now_ns = clock.now_ns()
     visibility.publish_groups(page)
     page.note_calls(step, visibility.calls_so_far())
-    if page.get(Beat.FIRST_STEP_NS):
-        page.count_step(now_ns - page.get(Beat.BEAT_NS))
-    page.set(Beat.STEP, step)
-    page.set(Beat.BEAT_NS, now_ns)
-    if not page.get(Beat.FIRST_STEP_NS):
-        page.set(Beat.FIRST_STEP_NS, now_ns)
+    if page.get(HeartbeatField.FIRST_STEP_NS):
+        page.count_step(now_ns - page.get(HeartbeatField.BEAT_NS))
+    page.set(HeartbeatField.STEP, step)
+    page.set(HeartbeatField.BEAT_NS, now_ns)
+    if not page.get(HeartbeatField.FIRST_STEP_NS):
+        page.set(HeartbeatField.FIRST_STEP_NS, now_ns)
 
 
 def script_begins(now_ns: int) -> None:
     context = worker_context()
     if context is not None:
-        context.page.set(Beat.STARTED_NS, now_ns)
+        context.page.set(HeartbeatField.STARTED_NS, now_ns)
 
 
 def script_failed(now_ns: int) -> None:
     context = worker_context()
-    if context is not None and not context.page.get(Beat.FAILED_NS):
-        context.page.set(Beat.FAILED_NS, now_ns)
+    if context is not None and not context.page.get(HeartbeatField.FAILED_NS):
+        context.page.set(HeartbeatField.FAILED_NS, now_ns)
 
 
 def _after_step(context: WorkerContext, started_with: dict[str, str]) -> Callable[..., None]:
@@ -103,10 +103,10 @@ def _after_step(context: WorkerContext, started_with: dict[str, str]) -> Callabl
             _report_missed(context, started_with)
             ready_memory.over()  # whether the script has attached or not
         _steps_by_optimizer[id(optimizer)] = done + 1
-        finite.check(optimizer, page, page.get(Beat.STEP) + 1)
-        if done + 1 > page.get(Beat.OPTIMIZER_STEPS):
-            page.set(Beat.OPTIMIZER_STEPS, done + 1)
-            if not page.get(Beat.ATTACHED):
+        finite.check(optimizer, page, page.get(HeartbeatField.STEP) + 1)
+        if done + 1 > page.get(HeartbeatField.OPTIMIZER_STEPS):
+            page.set(HeartbeatField.OPTIMIZER_STEPS, done + 1)
+            if not page.get(HeartbeatField.ATTACHED):
                 step_done(page, done + 1)
 
     return context.unprotected.guarded(after_step)
@@ -150,8 +150,8 @@ def _time_init_group(context: WorkerContext) -> None:
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        if not context.page.get(Beat.INIT_GROUP_NS):
-            context.page.set(Beat.INIT_GROUP_NS, clock.now_ns())
+        if not context.page.get(HeartbeatField.INIT_GROUP_NS):
+            context.page.set(HeartbeatField.INIT_GROUP_NS, clock.now_ns())
         try:
             visibility.start_server(context.page)
         except Exception as error:  # noqa: BLE001 - a bug in ftrun must not end the script

@@ -27,7 +27,7 @@ from ftrun import clock
 from ftrun.wire import crash_points
 from ftrun.wire import environment as env
 from ftrun.wire.fault_orders import FAULT_PREFIX, FaultOrder, FaultPage
-from ftrun.wire.shared_memory.pages import Beat
+from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.context import WorkerContext
 
 _SLEEP_S = 0.1
@@ -44,7 +44,7 @@ _TORN_AT = "worker.capture.marked"
 
 
 @dataclass(frozen=True, slots=True)
-class Telling:
+class FaultProgress:
     """How an act says what has become of it, and sees when it is to end.
 
     Args:
@@ -62,11 +62,11 @@ def install(context: WorkerContext) -> None:
     """Begin to look for orders."""
     from torch.optim import optimizer
 
-    watch = FaultWatch(context, FaultPage(int(os.environ[env.FAULT_FD])))
+    watch = InProcessFaults(context, FaultPage(int(os.environ[env.FAULT_FD])))
     optimizer.register_optimizer_step_post_hook(watch.after_step)
 
 
-class FaultWatch:
+class InProcessFaults:
     """Looks at the page once per step, and does what is ordered."""
 
     def __init__(self, context: WorkerContext, page: FaultPage) -> None:
@@ -84,7 +84,7 @@ class FaultWatch:
 
     def after_step(self, optimizer: Any, *_: object) -> None:
         """After every step of every optimizer."""
-        done = self._beats.get(Beat.OPTIMIZER_STEPS)
+        done = self._beats.get(HeartbeatField.OPTIMIZER_STEPS)
         if done == self._steps_seen:
             return  # the fake step that fills a fresh optimizer, or another optimizer's
         self._steps_seen = done
@@ -113,10 +113,13 @@ class FaultWatch:
     @property
     def _step(self) -> int:
         """The step of the run that has just been computed, from 1."""
-        if self._beats.get(Beat.ATTACHED):
+        if self._beats.get(HeartbeatField.ATTACHED):
             # The page of a new process says nothing before its first boundary.
-            return (self._beats.get(Beat.STEP) or self._beats.get(Beat.RESTORED_STEP)) + 1
-        return self._beats.get(Beat.OPTIMIZER_STEPS)
+            return (
+                self._beats.get(HeartbeatField.STEP)
+                or self._beats.get(HeartbeatField.RESTORED_STEP)
+            ) + 1
+        return self._beats.get(HeartbeatField.OPTIMIZER_STEPS)
 
     def _do(self, order: FaultOrder, number: int, step: int, optimizer: Any) -> None:
         def fired() -> None:
@@ -130,7 +133,7 @@ class FaultWatch:
             return math.inf if self._page.is_cancelled(number) else clock.now_s()
 
         try:
-            is_act = self._prepare(order, optimizer, Telling(fired, ended, now_s))
+            is_act = self._prepare(order, optimizer, FaultProgress(fired, ended, now_s))
         except Exception as error:  # noqa: BLE001 - rule 3
             self._page.mark_failed(number, f"{type(error).__name__}: {error}")
             return
@@ -143,7 +146,7 @@ class FaultWatch:
         self,
         order: FaultOrder,
         optimizer: Any,
-        tell: Telling,
+        tell: FaultProgress,
     ) -> bool:
         """Make what needs something of the training; whether it is left to `_act`."""
         match order.kind:
@@ -363,7 +366,7 @@ class _Skipped:
         return True
 
 
-def slow_input(more_s: float, for_s: float, tell: Telling) -> None:
+def slow_input(more_s: float, for_s: float, tell: FaultProgress) -> None:
     """Every batch of torch's DataLoader comes late from now on, for so long."""
     from torch.utils.data import dataloader
 

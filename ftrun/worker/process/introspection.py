@@ -20,7 +20,7 @@ from typing import Any
 
 from ftrun.monitor.process_groups import encode_groups
 from ftrun.wire import environment as env
-from ftrun.wire.shared_memory.pages import MAX_GROUPS_BYTES, Beat, Page
+from ftrun.wire.shared_memory.pages import MAX_GROUPS_BYTES, HeartbeatField, SharedPage
 from ftrun.wire.shared_memory.stack_file import leave_calls
 from ftrun.wire.transport.channel import short_socket_path
 
@@ -30,7 +30,7 @@ _server: Any = None
 _num_groups = 0
 
 
-def register_dumper(page: Page) -> None:
+def register_dumper(page: SharedPage) -> None:
     """Have all stacks written to the agent's file on a signal, by the C code of faulthandler."""
     fd = os.environ.get(env.STACK_FD)
     if not fd:
@@ -40,7 +40,7 @@ def register_dumper(page: Page) -> None:
         # What faulthandler puts back when the interpreter ends; the default would kill the rank.
         signal.signal(number, signal.SIG_IGN)
         faulthandler.register(number, file=int(fd), all_threads=True, chain=False)
-        page.set(Beat.HAS_DUMPER, number)
+        page.set(HeartbeatField.HAS_DUMPER, number)
         if not faulthandler.is_enabled():  # SIGSEGV, SIGABRT and their like say where it was
             faulthandler.enable(file=int(fd), all_threads=False)
 
@@ -58,7 +58,7 @@ def dump_calls() -> None:
         leave_calls(int(fd), trace.encode() if isinstance(trace, str) else trace)
 
 
-def start_server(page: Page) -> None:
+def start_server(page: SharedPage) -> None:
     """Let the agent read the flight recorder; once, after the first process group is made."""
     global _server
     path = os.environ.get(env.RANK_SOCKET)
@@ -74,10 +74,10 @@ def start_server(page: Page) -> None:
         _server = _WorkerServer(short)
         # A forked child that ends as an interpreter does would wait for a thread it has not got.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(_server))
-        page.set(Beat.HAS_SERVER, 1)
+        page.set(HeartbeatField.HAS_SERVER, 1)
 
 
-def publish_groups(page: Page) -> None:
+def publish_groups(page: SharedPage) -> None:
     """Write down the ranks of all process groups; cheap when there are no new ones."""
     global _num_groups
     c10d = sys.modules.get(_C10D)

@@ -23,11 +23,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ftrun import clock, process_tree
 from ftrun.wire import environment as env
-from ftrun.wire.shared_memory.pages import Command, Page
+from ftrun.wire.shared_memory.pages import CommandField, SharedPage
 from ftrun.worker.context import WorkerContext
 
 _POLL_S = 0.005
-_installed: "weakref.WeakSet[Page]" = weakref.WeakSet()
+_installed: "weakref.WeakSet[SharedPage]" = weakref.WeakSet()
 
 _log = logging.getLogger(__name__)
 
@@ -47,13 +47,13 @@ def install(context: WorkerContext) -> None:
     _end_with_agent()
 
 
-def wait(commands: Page) -> None:
+def wait(commands: SharedPage) -> None:
     """Return at once with a lease, else when there is one again."""
-    until_ns = commands.get(Command.LEASE_NS)
+    until_ns = commands.get(CommandField.LEASE_NS)
     if until_ns == 0 or clock.now_ns() <= until_ns:
         return
     since_s = clock.now_s()
-    while 0 < commands.get(Command.LEASE_NS) < clock.now_ns():
+    while 0 < commands.get(CommandField.LEASE_NS) < clock.now_ns():
         clock.sleep(_POLL_S)
     waited_s = clock.now_s() - since_s
     _log.warning("this rank has waited %.2f s: its agent had not renewed its lease", waited_s)

@@ -16,7 +16,7 @@ import traceback
 from types import TracebackType
 
 from ftrun import clock
-from ftrun.wire.shared_memory.pages import Beat, Page
+from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 from ftrun.worker.context import worker_context
 from ftrun.worker.process import heartbeat
 from ftrun.worker.process import introspection as visibility
@@ -40,13 +40,14 @@ def report(error: BaseException) -> None:
     sys.stderr.flush()
 
 
-def explain_missing_name(error: BaseException, page: Page) -> None:
+def explain_missing_name(error: BaseException, page: SharedPage) -> None:
     """Add to a NameError that the loop had no turn, if this process was restored at its end."""
-    is_restored = page.get(Beat.RESTORE_END_NS) > 0
-    if isinstance(error, NameError) and is_restored and not page.get(Beat.FIRST_STEP_NS):
+    is_restored = page.get(HeartbeatField.RESTORE_END_NS) > 0
+    step = page.get(HeartbeatField.RESTORED_STEP)
+    if isinstance(error, NameError) and is_restored and not page.get(HeartbeatField.FIRST_STEP_NS):
         error.add_note(
-            f"ftrun: this process has made no step, because step {page.get(Beat.RESTORED_STEP)} is "
-            "restored. If the loop over steps assigns this name, the loop had no turn: after the "
+            f"ftrun: this process has made no step, because step {step} is restored. "
+            " If the loop over steps assigns this name, the loop had no turn: after the "
             "loop, use session.step and session.state"
         )
 

@@ -36,14 +36,14 @@ from ftrun.errors import LayoutUnknown, ShapeChanged, ValueNotStorable
 from ftrun.ids import Rank, Version
 from ftrun.sharding.source_index import OURS, Chunk, Holder, WholeTensor
 from ftrun.snapshot import plain_values as plain
-from ftrun.snapshot.boxes import Part
-from ftrun.snapshot.layout import PLAIN_NAME, When
-from ftrun.worker.capture.explicit_save import Saver
+from ftrun.snapshot.boxes import TensorPart
+from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming
+from ftrun.worker.capture.explicit_save import ExplicitSaver
 from ftrun.worker.reshard.dcp_metadata import Places, box_of, pack, place_of, unpack
-from ftrun.worker.reshard.remote_images import JoinedImages, RemoteImages
-from ftrun.worker.reshard.source import CheckedImages, ImageSource, LocalImages
-from ftrun.worker.reshard.tensor_reader import MOST_BYTES, WorldReader
-from ftrun.worker.state.state_tree import Source
+from ftrun.worker.reshard.remote_images import JoinedShards, RemoteShards
+from ftrun.worker.reshard.source import CheckedShards, LocalShards, ShardSource
+from ftrun.worker.reshard.tensor_reader import MOST_BYTES, ReshardStorageReader
+from ftrun.worker.state.state_tree import TensorSource
 from ftrun.worker.state.tensors import DTYPE_NAMES, local_tensor
 
 METADATA, OBJECTS = "dcp", "dcp_objects"
@@ -65,7 +65,7 @@ class ItemsToSave:
     """
 
     def __init__(self, plan: SavePlan, planner: SavePlanner, rank: Rank) -> None:
-        self.sources: list[Source] = []
+        self.sources: list[TensorSource] = []
         self.objects: dict[str, bytes] = {}
         self.results: list[WriteResult] = []
         chunks = Counter(item.index.fqn for item in plan.items)
@@ -80,7 +80,7 @@ class ItemsToSave:
             else:
                 if chunks[name] > 1:
                     name = f"{name}@{','.join(map(str, item.index.offset or ()))}"
-                source = Source(name, local_tensor(data, name), When.LAZY, _part(item))
+                source = TensorSource(name, local_tensor(data, name), CopyTiming.LAZY, _part(item))
                 _check(source, item)
                 self.sources.append(source)
                 size = source.entry.num_bytes
@@ -115,7 +115,7 @@ class SavedItems:
         SnapshotError, PeerError: it is not to be had.
     """
 
-    def __init__(self, saver: Saver, wanted: Version) -> None:
+    def __init__(self, saver: ExplicitSaver, wanted: Version) -> None:
         context = saver.context
         self.version = wanted
         self._link = saver.link
@@ -156,7 +156,7 @@ class SavedItems:
                 planner.load_bytes(item, io.BytesIO(objects[rank][name]))
             names = {item.storage_index.fqn for item in tensors}
             saved = {name: self._whole(name, images) for name in names}
-            WorldReader(saved, images).read_data(LoadPlan(tensors), planner).wait()
+            ReshardStorageReader(saved, images).read_data(LoadPlan(tensors), planner).wait()
         finally:
             images.close()
 
@@ -181,21 +181,21 @@ class SavedItems:
             )
         return unpack(plain.decode(parts[METADATA]))
 
-    def _images(self, ranks: Iterable[Rank]) -> CheckedImages:
+    def _images(self, ranks: Iterable[Rank]) -> CheckedShards:
         """Shards of just these ranks, from here or from other nodes."""
         wanted = sorted(ranks)
         here = {rank: os.dup(self._fds[rank]) for rank in wanted if rank in self._fds}
-        source: ImageSource = LocalImages(here, self.version)
+        source: ShardSource = LocalShards(here, self.version)
         elsewhere = [rank for rank in wanted if rank not in here]
         if elsewhere:
-            source = JoinedImages(source, RemoteImages(self._link, self.version, elsewhere))
+            source = JoinedShards(source, RemoteShards(self._link, self.version, elsewhere))
         try:
-            return CheckedImages(source, str(self.version))
+            return CheckedShards(source, str(self.version))
         except BaseException:
             source.close()
             raise
 
-    def _whole(self, name: str, images: CheckedImages) -> WholeTensor:
+    def _whole(self, name: str, images: CheckedShards) -> WholeTensor:
         """A tensor, with holders for those of its chunks that were opened."""
         about = self.metadata.state_dict_metadata[name]
         if not isinstance(about, TensorStorageMetadata):
@@ -213,7 +213,7 @@ class SavedItems:
         )
 
 
-def _plain_of(images: CheckedImages, rank: Rank) -> dict[str, bytes]:
+def _plain_of(images: CheckedShards, rank: Rank) -> dict[str, bytes]:
     """The plain values of a shard, still packed part by part."""
     at = images.heads[rank].entries[PLAIN_NAME].offset
     end = at + 8 + int.from_bytes(images.read(rank, at, 8), "little")
@@ -224,16 +224,16 @@ def _plain_of(images: CheckedImages, rank: Rank) -> dict[str, bytes]:
     return found
 
 
-def _part(item: WriteItem) -> Part | None:
+def _part(item: WriteItem) -> TensorPart | None:
     """Which part of the whole tensor it is; None where it is all of it."""
     about = item.tensor_data
     assert about is not None
     size, offsets = tuple(about.size), tuple(about.chunk.offsets)
     is_whole = tuple(about.chunk.sizes) == size and not any(offsets)
-    return None if is_whole else Part(size, offsets)
+    return None if is_whole else TensorPart(size, offsets)
 
 
-def _check(source: Source, item: WriteItem) -> None:
+def _check(source: TensorSource, item: WriteItem) -> None:
     """What the planner gives is what it has planned."""
     about = item.tensor_data
     assert about is not None

@@ -1,7 +1,7 @@
 """Puts a version that ranks of another layout have taken into what is attached, in place.
 
 Runs in:  worker, training thread, inside `attach`; no collective.
-Takes in: a `SavedWorld`, what is attached.
+Takes in: a `SourceState`, what is attached.
 Gives:    parameters, buffers and optimizer state as they were in the whole old world, of each the
           part that this rank holds; all else as `reload` does.
 
@@ -25,22 +25,22 @@ from ftrun.sharding.source_index import WholeTensor
 from ftrun.snapshot.boxes import Shape
 from ftrun.snapshot.plain_values import TensorRef
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.shared_memory.pages import Beat
+from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.replicas import check_replicas
-from ftrun.worker.reshard.remote_images import JoinedImages, RemoteImages
-from ftrun.worker.reshard.source import ImageSource, LocalImages
-from ftrun.worker.reshard.source_state import SavedWorld, Seat
+from ftrun.worker.reshard.remote_images import JoinedShards, RemoteShards
+from ftrun.worker.reshard.source import LocalShards, ShardSource
+from ftrun.worker.reshard.source_state import NewRank, SourceState
 from ftrun.worker.reshard.tensor_reader import fill
 from ftrun.worker.restore import ready_memory
 from ftrun.worker.restore.loader import fill_expanded, load_objects
 from ftrun.worker.restore.shard import check_fits, fits
-from ftrun.worker.smp_client import MemoryLink
-from ftrun.worker.state.attached import Attached
-from ftrun.worker.state.declared_layout import Declared
+from ftrun.worker.smp_client import WorkerSmpClient
+from ftrun.worker.state.attached import AttachedState
+from ftrun.worker.state.declared_layout import DeclaredSharding
 from ftrun.worker.state.optimizer_state import groups_for, load_optimizer
 from ftrun.worker.state.parts import box_of
-from ftrun.worker.state.state_tree import Lasting, StateTree
+from ftrun.worker.state.state_tree import PersistentSources, StateTree
 from ftrun.worker.state.structure import add_groups, make_fit
 from ftrun.worker.state.tensors import (
     DTYPE_NAMES,
@@ -56,10 +56,10 @@ _NOTHING = "nothing"
 _log = logging.getLogger(__name__)
 
 
-class ResizedState:
+class ReshardedState:
     """A version of another number of ranks, as `Protection` restores it."""
 
-    def __init__(self, saved: SavedWorld) -> None:
+    def __init__(self, saved: SourceState) -> None:
         self._saved = saved
 
     def part(self, name: str) -> Any:
@@ -68,7 +68,7 @@ class ResizedState:
     def load(self, tree: StateTree, context: WorkerContext) -> None:
         reload_resized(self._saved, tree, context)
 
-    def put_back_random_states(self, attached: Attached) -> None:
+    def put_back_random_states(self, attached: AttachedState) -> None:
         self._saved.put_back_random_states(attached)
 
     def close(self) -> None:
@@ -76,8 +76,8 @@ class ResizedState:
 
 
 def open_resized(
-    context: WorkerContext, link: MemoryLink, layout: Declared | None = None
-) -> ResizedState:
+    context: WorkerContext, link: WorkerSmpClient, layout: DeclaredSharding | None = None
+) -> ReshardedState:
     """The version to restore, as ranks of another layout have left it with the SMP.
 
     Args:
@@ -93,22 +93,22 @@ def open_resized(
     mesh = ranks_alone(context.world_size) if layout is None else layout.rules.mesh
     images = images_of(context.restore, link, old_size)
     with telling_of_corruption(context):
-        saved = SavedWorld(images, context.restore, old_size, Seat(context.rank, mesh))
+        saved = SourceState(images, context.restore, old_size, NewRank(context.rank, mesh))
     if context.rank == 0:
         for note in saved.notes():
             _log.warning("%s", note)
-    return ResizedState(saved)
+    return ReshardedState(saved)
 
 
-def images_of(wanted: Version, link: MemoryLink, old_size: int) -> ImageSource:
+def images_of(wanted: Version, link: WorkerSmpClient, old_size: int) -> ShardSource:
     """Shards of this node where they lie, and those of others as they are read."""
     fds = link.open_images(wanted, old_size)
-    here = LocalImages(fds, wanted)
+    here = LocalShards(fds, wanted)
     elsewhere = [Rank(rank) for rank in range(old_size) if rank not in fds]
-    return JoinedImages(here, RemoteImages(link, wanted, elsewhere)) if elsewhere else here
+    return JoinedShards(here, RemoteShards(link, wanted, elsewhere)) if elsewhere else here
 
 
-def reload_resized(saved: SavedWorld, tree: StateTree, context: WorkerContext) -> None:
+def reload_resized(saved: SourceState, tree: StateTree, context: WorkerContext) -> None:
     """Load everything but the random states.
 
     Raises:
@@ -116,7 +116,7 @@ def reload_resized(saved: SavedWorld, tree: StateTree, context: WorkerContext) -
         SnapshotCorrupt, TensorIncomplete, RanksDiffer: it is not all there.
     """
     page = context.page
-    page.set(Beat.RESTORE_BEGIN_NS, clock.now_ns())
+    page.set(HeartbeatField.RESTORE_BEGIN_NS, clock.now_ns())
     crash_point("worker.restore.begun")
 
     def described(name: str) -> tuple[str, Shape] | None:
@@ -154,9 +154,9 @@ def reload_resized(saved: SavedWorld, tree: StateTree, context: WorkerContext) -
     load_objects(saved, tree.attached, lasting)
     saved.check_all_used()
     crash_point("worker.restore.loaded")
-    page.set(Beat.RESTORED_GENERATION, saved.version.generation)
-    page.set(Beat.RESTORED_STEP, saved.version.step)
-    page.set(Beat.RESTORE_END_NS, clock.now_ns())
+    page.set(HeartbeatField.RESTORED_GENERATION, saved.version.generation)
+    page.set(HeartbeatField.RESTORED_STEP, saved.version.step)
+    page.set(HeartbeatField.RESTORE_END_NS, clock.now_ns())
 
 
 @contextlib.contextmanager
@@ -167,15 +167,15 @@ def telling_of_corruption(context: WorkerContext) -> Iterator[None]:
     except SnapshotCorrupt as error:
         context.page.note = str(error)
         if error.rank is not None:
-            context.page.set(Beat.CORRUPT_RANK, 1 + error.rank)
-            context.page.set(Beat.CORRUPT_SLOT, 1)
+            context.page.set(HeartbeatField.CORRUPT_RANK, 1 + error.rank)
+            context.page.set(HeartbeatField.CORRUPT_SLOT, 1)
         raise
 
 
 class _Wanted:
     """The tensors to fill and what they are filled from, both by name."""
 
-    def __init__(self, saved: SavedWorld, *, casts: bool) -> None:
+    def __init__(self, saved: SourceState, *, casts: bool) -> None:
         self.world = saved
         self.casts = casts
         self.tensors: dict[str, torch.Tensor] = {}
@@ -183,7 +183,7 @@ class _Wanted:
         """Tensors that get their values from those of the same name in `tensors`."""
         self.saved: dict[str, WholeTensor] = {}
 
-    def add_attached(self, lasting: Lasting, tree: StateTree) -> None:
+    def add_attached(self, lasting: PersistentSources, tree: StateTree) -> None:
         """Parameters, buffers, and tensors attached by name."""
         names = {*lasting.names.values(), *tree.attached.tensors}
         pairs = zip(lasting.sources, lasting.originals, strict=True)
@@ -229,7 +229,10 @@ class _Wanted:
 
 
 def _states(
-    optimizer_name: str, optimizer: torch.optim.Optimizer, wanted: _Wanted, lasting: Lasting
+    optimizer_name: str,
+    optimizer: torch.optim.Optimizer,
+    wanted: _Wanted,
+    lasting: PersistentSources,
 ) -> dict[Any, Any]:
     """The state of each parameter of an optimizer, its tensors made and wanted."""
     parameters = {lasting.names[id(p)]: p for g in optimizer.param_groups for p in g["params"]}

@@ -2,7 +2,7 @@
 
 Runs in:  worker, inside `attach`, where a version is restored into another number of ranks.
 Takes in: the line to the SMP, the ranks whose shards are elsewhere; what will be read.
-Gives:    an `ImageSource` of them; and one of those that are here and those that are not.
+Gives:    an `ShardSource` of them; and one of those that are here and those that are not.
 
 Pieces are fetched in the order in which they were said to be read, as many at a time as fit
 `WINDOW_BYTES`, and kept until the next ones are fetched. So at most one such window is held.
@@ -14,18 +14,18 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from ftrun.ids import Rank, Version
-from ftrun.snapshot.shard_header import ShardHead
+from ftrun.snapshot.shard_header import ShardHeader
 from ftrun.wire.shard_heads import unpack_head
 from ftrun.wire.shared_memory.arena import SlotHeader, SlotState
-from ftrun.worker.reshard.source import ImageSource, Range, make_head
-from ftrun.worker.smp_client import MemoryLink
+from ftrun.worker.reshard.source import ByteRange, ShardSource, make_head
+from ftrun.worker.smp_client import WorkerSmpClient
 
 WINDOW_BYTES = 32 << 20
 _HEADS_AT_ONCE = 100
 _MOST_RANGES = 4096  # a message has at most 1 MiB
 
 
-class RemoteImages:
+class RemoteShards:
     """Shards on other nodes, or of lost ones.
 
     Args:
@@ -34,15 +34,15 @@ class RemoteImages:
         ranks: of the old world.
     """
 
-    def __init__(self, link: MemoryLink, wanted: Version, ranks: Sequence[Rank]) -> None:
+    def __init__(self, link: WorkerSmpClient, wanted: Version, ranks: Sequence[Rank]) -> None:
         self._link = link
         self._wanted = wanted
         self._ranks = list(ranks)
-        self._heads: dict[Rank, ShardHead] = {}
-        self._expected: deque[Range] = deque()
-        self._window: dict[Range, memoryview] = {}
+        self._heads: dict[Rank, ShardHeader] = {}
+        self._expected: deque[ByteRange] = deque()
+        self._window: dict[ByteRange, memoryview] = {}
 
-    def headers(self) -> Mapping[Rank, ShardHead]:
+    def headers(self) -> Mapping[Rank, ShardHeader]:
         for at in range(len(self._heads), len(self._ranks), _HEADS_AT_ONCE):
             ranks = self._ranks[at : at + _HEADS_AT_ONCE]
             fds = self._link.fetch_heads(self._wanted, ranks)
@@ -50,11 +50,11 @@ class RemoteImages:
                 self._heads[rank] = self._head(rank, _mapped(fd))
         return self._heads
 
-    def expect(self, ranges: Sequence[Range]) -> None:
+    def expect(self, ranges: Sequence[ByteRange]) -> None:
         self._expected = deque(ranges)
 
     def read(self, rank: Rank, offset: int, num_bytes: int) -> memoryview:
-        wanted = Range(rank, offset, num_bytes)
+        wanted = ByteRange(rank, offset, num_bytes)
         if wanted not in self._window:
             self._fetch(wanted)
         return self._window[wanted]
@@ -64,7 +64,7 @@ class RemoteImages:
         self._window.clear()
         self._expected.clear()
 
-    def _head(self, rank: Rank, raw: memoryview) -> ShardHead:
+    def _head(self, rank: Rank, raw: memoryview) -> ShardHeader:
         packed = unpack_head(raw)
         generation, step = self._wanted.generation, self._wanted.step
         sealed = SlotHeader(
@@ -79,7 +79,7 @@ class RemoteImages:
             rank=rank,
         )
 
-    def _fetch(self, first: Range) -> None:
+    def _fetch(self, first: ByteRange) -> None:
         """Get this range and those that are read after it, as far as they fit."""
         if first in self._expected:
             while self._expected.popleft() != first:
@@ -99,12 +99,12 @@ class RemoteImages:
             self._window[one] = raw[at : at + one.num_bytes]
             at += one.num_bytes
 
-    def _pieces(self, one: Range) -> tuple[int, int, int]:
+    def _pieces(self, one: ByteRange) -> tuple[int, int, int]:
         pieces = self._heads[one.rank].pieces_under(one.offset, one.num_bytes)
         return (one.rank, pieces[0], len(pieces))
 
 
-class JoinedImages:
+class JoinedShards:
     """Shards of two sources, as one.
 
     Args:
@@ -112,17 +112,17 @@ class JoinedImages:
         elsewhere: has the other ranks.
     """
 
-    def __init__(self, here: ImageSource, elsewhere: ImageSource) -> None:
+    def __init__(self, here: ShardSource, elsewhere: ShardSource) -> None:
         self._here = here
         self._elsewhere = elsewhere
         self._ranks_here: set[Rank] = set()
 
-    def headers(self) -> Mapping[Rank, ShardHead]:
+    def headers(self) -> Mapping[Rank, ShardHeader]:
         here = self._here.headers()
         self._ranks_here = set(here)
         return {**self._elsewhere.headers(), **here}
 
-    def expect(self, ranges: Sequence[Range]) -> None:
+    def expect(self, ranges: Sequence[ByteRange]) -> None:
         self._elsewhere.expect([one for one in ranges if one.rank not in self._ranks_here])
 
     def read(self, rank: Rank, offset: int, num_bytes: int) -> memoryview:

@@ -16,35 +16,37 @@ from typing import Any
 
 import torch
 
-from ftrun.errors import LayoutUnknown, RulesUnfit
+from ftrun.errors import LayoutUnknown, RulesMismatch
 from ftrun.ids import Rank, Version
 from ftrun.sharding.box_copies import BoxCopy
 from ftrun.sharding.rank_values import RankValues
 from ftrun.sharding.replica_check import differing
 from ftrun.sharding.rule_parser import read_carried
-from ftrun.sharding.rules import Rules
+from ftrun.sharding.rules import ShardingRules
 from ftrun.sharding.stored_entries import plain_bytes, stored_entries
 from ftrun.sharding.world_layout import lay_out, read_world
 from ftrun.snapshot import plain_values as plain
-from ftrun.snapshot.layout import ITEM_BYTES, Entry, When
+from ftrun.snapshot.layout import ITEM_BYTES, CopyTiming, LayoutEntry
 from ftrun.snapshot.plain_values import TensorRef
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.reshard.engine import images_of, telling_of_corruption
-from ftrun.worker.reshard.source import CheckedImages, Range
+from ftrun.worker.reshard.source import ByteRange, CheckedShards
 from ftrun.worker.reshard.tensor_reader import MOST_BYTES, readable
 from ftrun.worker.restore import ready_memory
 from ftrun.worker.restore.loader import put_back_random_states, reload
 from ftrun.worker.restore.shard import check_used
-from ftrun.worker.smp_client import MemoryLink
-from ftrun.worker.state.attached import Attached
-from ftrun.worker.state.declared_layout import Declared
+from ftrun.worker.smp_client import WorkerSmpClient
+from ftrun.worker.state.attached import AttachedState
+from ftrun.worker.state.declared_layout import DeclaredSharding
 from ftrun.worker.state.state_tree import StateTree
 from ftrun.worker.state.tensors import DTYPES, at_home
 
 _log = logging.getLogger(__name__)
 
 
-def open_ruled(context: WorkerContext, link: MemoryLink, layout: Declared) -> "RuledState":
+def open_ruled(
+    context: WorkerContext, link: WorkerSmpClient, layout: DeclaredSharding
+) -> "RuledState":
     """The version to restore, as ranks of another layout have left it with the SMP.
 
     Raises:
@@ -56,7 +58,7 @@ def open_ruled(context: WorkerContext, link: MemoryLink, layout: Declared) -> "R
     source = images_of(context.restore, link, old_size)
     try:
         with telling_of_corruption(context):
-            images = CheckedImages(source, str(context.restore))
+            images = CheckedShards(source, str(context.restore))
             found = RuledState(images, context, layout.rules)
     except BaseException:
         source.close()
@@ -80,7 +82,7 @@ class RuledState:
         RulesUnfit: it cannot be had so.
     """
 
-    def __init__(self, images: CheckedImages, context: WorkerContext, rules: Rules) -> None:
+    def __init__(self, images: CheckedShards, context: WorkerContext, rules: ShardingRules) -> None:
         assert context.restore is not None
         self.version: Version = context.restore
         self._context = context
@@ -98,7 +100,7 @@ class RuledState:
         before = read_world(saved, stored)
         after = lay_out(rules, before)
         if problems := differing(self, before):
-            raise RulesUnfit(source=saved.source, problems=problems)
+            raise RulesMismatch(source=saved.source, problems=problems)
         self._stock = before.stock()
         own = partial(after.own_name, context.rank)
         self._placed = {own(name): one for name, one in after.entries[context.rank].items()}
@@ -128,16 +130,20 @@ class RuledState:
         with telling_of_corruption(context):
             reload(self, tree, context)
 
-    def put_back_random_states(self, attached: Attached) -> None:
+    def put_back_random_states(self, attached: AttachedState) -> None:
         put_back_random_states(self, attached)
 
     def close(self) -> None:
         """Let go of the shards."""
         self._images.close()
 
-    def entry(self, name: str) -> Entry | None:
+    def entry(self, name: str) -> LayoutEntry | None:
         placed = self._placed.get(name)
-        return None if placed is None else Entry(name, placed.dtype, placed.shape, When.LAZY)
+        return (
+            None
+            if placed is None
+            else LayoutEntry(name, placed.dtype, placed.shape, CopyTiming.LAZY)
+        )
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor of this rank, put together anew."""
@@ -171,10 +177,10 @@ class RuledState:
             made.as_strided(copy.shape, copy.to_strides, copy.to_first).copy_(found)
         return made
 
-    def _range(self, copy: BoxCopy, item_bytes: int) -> Range:
+    def _range(self, copy: BoxCopy, item_bytes: int) -> ByteRange:
         rank = Rank(copy.rank)
         offset = self._images.heads[rank].entries[copy.entry].offset
-        return Range(rank, offset + copy.first * item_bytes, copy.span * item_bytes)
+        return ByteRange(rank, offset + copy.first * item_bytes, copy.span * item_bytes)
 
     def _deref(self, ref: TensorRef) -> object:
         made = self.tensor(ref.name)

@@ -1,7 +1,7 @@
 """The shards of all ranks of a version, to read from.
 
 Runs in:  worker, inside `attach`, where a version is restored into another number of ranks.
-Takes in: descriptors of arenas that the SMP hands over; or whatever else is an `ImageSource`.
+Takes in: descriptors of arenas that the SMP hands over; or whatever else is an `ShardSource`.
 Gives:    bytes of any rank's shard, each piece compared with its digest before it is used.
 
 Rule 1: nothing is read that is not asked for. A digest covers a piece, so the pieces under what is
@@ -20,12 +20,12 @@ import xxhash
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
 from ftrun.snapshot.layout import parse_header
-from ftrun.snapshot.shard_header import ShardHead
+from ftrun.snapshot.shard_header import ShardHeader
 from ftrun.wire.shared_memory.arena import Arena, SlotHeader, table_digest
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class ByteRange:
     """Bytes of one rank's shard; `offset` counts from the start of its data."""
 
     rank: Rank
@@ -33,10 +33,10 @@ class Range:
     num_bytes: int
 
 
-class ImageSource(Protocol):
+class ShardSource(Protocol):
     """Where the shards of one version are."""
 
-    def headers(self) -> Mapping[Rank, ShardHead]:
+    def headers(self) -> Mapping[Rank, ShardHeader]:
         """Layout and digest table of every rank's shard, compared with what was sealed.
 
         Raises:
@@ -45,7 +45,7 @@ class ImageSource(Protocol):
         """
         ...
 
-    def expect(self, ranges: Sequence[Range]) -> None:
+    def expect(self, ranges: Sequence[ByteRange]) -> None:
         """What will be read next, in this order; whole pieces. Replaces what was said before."""
         ...
 
@@ -62,7 +62,7 @@ class ImageSource(Protocol):
         ...
 
 
-class LocalImages:
+class LocalShards:
     """Shards in arenas of this node.
 
     Args:
@@ -74,7 +74,7 @@ class LocalImages:
         self._wanted = wanted
         self._arenas: dict[Rank, Arena] = {}
         self._slots: dict[Rank, int] = {}
-        self._heads: dict[Rank, ShardHead] = {}
+        self._heads: dict[Rank, ShardHeader] = {}
         try:
             for rank, fd in fds.items():
                 self._arenas[rank] = Arena(fd, writable=False)
@@ -82,7 +82,7 @@ class LocalImages:
             for fd in fds.values():
                 os.close(fd)
 
-    def headers(self) -> Mapping[Rank, ShardHead]:
+    def headers(self) -> Mapping[Rank, ShardHeader]:
         for rank, arena in self._arenas.items():
             if rank not in self._heads:
                 slot = arena.find(self._wanted)
@@ -92,7 +92,7 @@ class LocalImages:
                 self._heads[rank] = _head(arena, slot, f"{self._wanted} of rank {rank}", rank)
         return self._heads
 
-    def expect(self, ranges: Sequence[Range]) -> None:
+    def expect(self, ranges: Sequence[ByteRange]) -> None:
         """Nothing to do: it is here."""
 
     def read(self, rank: Rank, offset: int, num_bytes: int) -> memoryview:
@@ -106,7 +106,7 @@ class LocalImages:
         self._arenas.clear()
 
 
-def _head(arena: Arena, slot: int, what: str, rank: Rank) -> ShardHead:
+def _head(arena: Arena, slot: int, what: str, rank: Rank) -> ShardHeader:
     return make_head(
         arena.image(slot),
         arena.table(slot),
@@ -125,7 +125,7 @@ def make_head(
     sealed: SlotHeader,
     what: str,
     rank: Rank,
-) -> ShardHead:
+) -> ShardHeader:
     """A head, compared with what was sealed.
 
     Args:
@@ -147,10 +147,10 @@ def make_head(
     layout, start = parse_header(image, image_bytes=sealed.image_bytes)
     if count != len(layout.pieces) or table_digest(table) != sealed.table_digest:
         raise SnapshotCorrupt(what=f"{what}, digest table", piece=0, pieces=count, rank=rank)
-    return ShardHead(layout, start, table)
+    return ShardHeader(layout, start, table)
 
 
-class CheckedImages:
+class CheckedShards:
     """Reads from a source and lets nothing through that does not match its digest.
 
     Args:
@@ -158,20 +158,20 @@ class CheckedImages:
         what: of what, in words.
     """
 
-    def __init__(self, source: ImageSource, what: str) -> None:
+    def __init__(self, source: ShardSource, what: str) -> None:
         self._source = source
         self._what = what
         self.heads = dict(source.headers())
         self._last: tuple[Rank, range, memoryview] | None = None
 
-    def expect(self, ranges: Sequence[Range]) -> None:
+    def expect(self, ranges: Sequence[ByteRange]) -> None:
         """Say what will be read, in this order; the pieces under it are made of it, once each."""
-        found: list[Range] = []
+        found: list[ByteRange] = []
         for one in ranges:
             head = self.heads[one.rank]
             pieces = head.pieces_under(one.offset, one.num_bytes)
             if pieces:
-                made = Range(one.rank, *head.bytes_of(pieces))
+                made = ByteRange(one.rank, *head.bytes_of(pieces))
                 if not found or found[-1] != made:
                     found.append(made)
         self._source.expect(found)

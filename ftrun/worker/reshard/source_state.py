@@ -23,19 +23,19 @@ from ftrun.errors import LayoutUnknown, RanksDiffer
 from ftrun.ids import Rank, Version
 from ftrun.sharding.mesh import Mesh, ranks_alone
 from ftrun.sharding.rule_parser import read_carried
-from ftrun.sharding.source_index import WholeTensor, WorldIndex
+from ftrun.sharding.source_index import SourceIndex, WholeTensor
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot import regroup
-from ftrun.snapshot.agreement import Difference, TensorContent, difference
+from ftrun.snapshot.agreement import StateDifference, TensorContent, difference
 from ftrun.snapshot.layout import PLAIN_NAME
 from ftrun.snapshot.plain_values import TensorRef
-from ftrun.snapshot.regroup import Resize, ranks
-from ftrun.worker.reshard.source import CheckedImages, ImageSource
+from ftrun.snapshot.regroup import WorldResize, ranks
+from ftrun.worker.reshard.source import CheckedShards, ShardSource
 from ftrun.worker.reshard.tensor_reader import readable
 from ftrun.worker.restore import ready_memory
 from ftrun.worker.restore.shard import check_used
 from ftrun.worker.state import determinism as rng
-from ftrun.worker.state.attached import Attached
+from ftrun.worker.state.attached import AttachedState
 from ftrun.worker.state.tensors import DTYPES, at_home
 
 _MUST_AGREE = {"session": "session", "groups": "parameter groups"}
@@ -50,14 +50,14 @@ _OWN = frozenset({"gradients", "learned_others"})
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class NewRank:
     """A rank of the new world, and the mesh of all its ranks."""
 
     rank: Rank
     mesh: Mesh
 
 
-class SavedWorld:
+class SourceState:
     """One version, in the shards of all ranks that took it.
 
     Args:
@@ -70,17 +70,17 @@ class SavedWorld:
         SnapshotError, PeerError: it is not all there, or not what was sealed, or not one state.
     """
 
-    def __init__(self, source: ImageSource, wanted: Version, old_size: int, seat: Seat) -> None:
+    def __init__(self, source: ShardSource, wanted: Version, old_size: int, seat: NewRank) -> None:
         self.version = wanted
         self._seat = seat
         self._used: set[str] = set()
         try:
-            self.images = CheckedImages(source, str(wanted))
+            self.images = CheckedShards(source, str(wanted))
             _check_ranks(self.images, old_size)
             self._parts = {rank: self._plain_of(rank) for rank in sorted(self.images.heads)}
             self._before = self._mesh_before()
             self._own = Rank(self._before.counterpart(seat.mesh, seat.rank))
-            self.index = WorldIndex(self.images.heads, prefer=self._own)
+            self.index = SourceIndex(self.images.heads, prefer=self._own)
             self._check_agreement()
         except BaseException:
             source.close()
@@ -144,7 +144,7 @@ class SavedWorld:
         """What an old rank has of optimizers, with references in place of tensors."""
         return plain.decode(self._parts[rank]["optimizer_state"])
 
-    def put_back_random_states(self, attached: Attached) -> None:
+    def put_back_random_states(self, attached: AttachedState) -> None:
         """As at the restore point; for a rank that was not there, what follows from it."""
         saved = [self._decode(rank, "generators") for rank in self._streams]
         for name, state in regroup.generators(saved, self._resize).items():
@@ -241,11 +241,11 @@ class SavedWorld:
         return ranks_alone(len(self._parts))
 
     @cached_property
-    def _resize(self) -> Resize:
+    def _resize(self) -> WorldResize:
         """This rank among those that see data of their own."""
         now = self._seat.mesh
         index = now.batch_index(self._seat.rank)
-        return Resize(index, self._before.num_batches, now.num_batches)
+        return WorldResize(index, self._before.num_batches, now.num_batches)
 
     @property
     def _moves(self) -> bool:
@@ -288,7 +288,7 @@ class SavedWorld:
         return [self._decode(rank, name) for rank in found.values()]
 
     def _check_agreement(self) -> None:
-        self._differing: dict[str, Difference] = {}
+        self._differing: dict[str, StateDifference] = {}
         for name, words in (_MUST_AGREE | _SHOULD_AGREE).items():
             found = self._first_difference(name, words)
             if found is None:
@@ -311,7 +311,7 @@ class SavedWorld:
                     values = ("frozen", "learned") if name in first else ("learned", "frozen")
                     raise RanksDiffer(key=name, ranks=(0, rank), values=values)
 
-    def _first_difference(self, name: str, words: str) -> tuple[Rank, Difference] | None:
+    def _first_difference(self, name: str, words: str) -> tuple[Rank, StateDifference] | None:
         """The first old rank whose part is not that of rank 0, and how it differs."""
         if not any(name in parts for parts in self._parts.values()):
             return None
@@ -347,7 +347,7 @@ def _named(groups: Mapping[str, list[dict[str, Any]]]) -> set[str]:
     return {name for some in groups.values() for group in some for name in group["params"]}
 
 
-def _check_ranks(images: CheckedImages, old_size: int) -> None:
+def _check_ranks(images: CheckedShards, old_size: int) -> None:
     missing = [rank for rank in range(old_size) if rank not in images.heads]
     if missing or len(images.heads) != old_size:
         shown = ", ".join(map(str, missing[:8]))

@@ -33,9 +33,9 @@ from torch.futures import Future
 
 from ftrun.errors import SnapshotCorrupt
 from ftrun.sharding.source_index import Chunk, Holder, WholeTensor
-from ftrun.snapshot.boxes import Box, Span, cut_to, span_of
+from ftrun.snapshot.boxes import Box, StridedSpan, cut_to, span_of
 from ftrun.snapshot.layout import ITEM_BYTES
-from ftrun.worker.reshard.source import CheckedImages, Range
+from ftrun.worker.reshard.source import ByteRange, CheckedShards
 from ftrun.worker.state.tensors import DTYPES
 
 MOST_BYTES = 16 << 20
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 def fill(
-    wanted: Mapping[str, torch.Tensor], saved: Mapping[str, WholeTensor], images: CheckedImages
+    wanted: Mapping[str, torch.Tensor], saved: Mapping[str, WholeTensor], images: CheckedShards
 ) -> int:
     """Copy saved tensors into those wanted; how many bytes of shards were asked for.
 
@@ -58,7 +58,7 @@ def fill(
         SnapshotCorrupt: a piece is not what was captured, and nobody else holds what it held;
             some tensors may be filled.
     """
-    reader = WorldReader(saved, images)
+    reader = ReshardStorageReader(saved, images)
     # The names are ours and flat already; they may hold dots.
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     metadata = reader.read_metadata()
@@ -80,7 +80,7 @@ class _Read:
 
     item: ReadItem
     holders: tuple[Holder, ...]
-    span: Span
+    span: StridedSpan
     at: Box
 
     @property
@@ -88,17 +88,17 @@ class _Read:
         return self.holders[0].entry.dtype
 
     @property
-    def ranges(self) -> list[Range]:
+    def ranges(self) -> list[ByteRange]:
         """The same bytes, by holder."""
         item_bytes = ITEM_BYTES[self.dtype]
         first, num_bytes = self.span.first * item_bytes, self.span.count * item_bytes
-        return [Range(h.rank, h.entry.offset + first, num_bytes) for h in self.holders]
+        return [ByteRange(h.rank, h.entry.offset + first, num_bytes) for h in self.holders]
 
 
-class WorldReader(StorageReader):
+class ReshardStorageReader(StorageReader):
     """Shards in memory, as torch's planner sees a checkpoint."""
 
-    def __init__(self, saved: Mapping[str, WholeTensor], images: CheckedImages) -> None:
+    def __init__(self, saved: Mapping[str, WholeTensor], images: CheckedShards) -> None:
         self._saved = saved
         self._images = images
         self.num_bytes = 0

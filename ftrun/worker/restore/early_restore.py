@@ -24,7 +24,7 @@ import torch
 from ftrun.errors import FtrunError
 from ftrun.ids import Version
 from ftrun.snapshot import plain_values as plain
-from ftrun.snapshot.layout import PLAIN_NAME, Entry, Layout
+from ftrun.snapshot.layout import PLAIN_NAME, Layout, LayoutEntry
 from ftrun.wire.shared_memory.arena import Arena, open_slot
 from ftrun.worker.capture.copying import digest_of
 from ftrun.worker.context import WorkerContext
@@ -82,7 +82,7 @@ class EarlyRestore:
             if tensor is not None and self._copy(shard, entry, tensor):
                 self.copied[name] = tensor
 
-    def _copy(self, shard: "_Pieces", entry: Entry, tensor: torch.Tensor) -> bool:
+    def _copy(self, shard: "_Pieces", entry: LayoutEntry, tensor: torch.Tensor) -> bool:
         """Each piece right after it was compared, while it is in the processor's cache."""
         # By numpy: torch would start threads of its own for this thread.
         into = byte_view(tensor).numpy()

@@ -19,17 +19,17 @@ from ftrun import clock
 from ftrun.errors import ShapeChanged
 from ftrun.ids import Version
 from ftrun.snapshot.boxes import Shape
-from ftrun.snapshot.layout import Entry
+from ftrun.snapshot.layout import LayoutEntry
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.shared_memory.pages import Beat
+from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.context import WorkerContext
-from ftrun.worker.restore.shard import SavedShard, check_fits, fits
+from ftrun.worker.restore.shard import LocalShardReader, check_fits, fits
 from ftrun.worker.state import determinism as rng
 from ftrun.worker.state import module_state
-from ftrun.worker.state.attached import SESSION_STATE, Attached, Skip
+from ftrun.worker.state.attached import SESSION_STATE, AttachedState, Skip
 from ftrun.worker.state.gradients import put_back_gradients
 from ftrun.worker.state.optimizer_state import groups_for, load_optimizer
-from ftrun.worker.state.state_tree import Lasting, Source, StateTree
+from ftrun.worker.state.state_tree import PersistentSources, StateTree, TensorSource
 from ftrun.worker.state.structure import add_groups, make_fit
 from ftrun.worker.state.tensors import DTYPES, byte_view, is_expanded
 
@@ -48,7 +48,7 @@ class Parts(Protocol):
         ...
 
 
-class Restorable(Protocol):
+class RestorableVersion(Protocol):
     """A version that can be put into what is attached, more than once."""
 
     def part(self, name: str) -> Any:
@@ -63,19 +63,19 @@ class Restorable(Protocol):
         """
         ...
 
-    def put_back_random_states(self, attached: Attached) -> None: ...
+    def put_back_random_states(self, attached: AttachedState) -> None: ...
 
     def close(self) -> None:
         """Let go of the memory it lies in."""
         ...
 
 
-class Loadable(Parts, Protocol):
+class RankState(Parts, Protocol):
     """The state of one rank, as `reload` takes it."""
 
     version: Version
 
-    def entry(self, name: str) -> Entry | None:
+    def entry(self, name: str) -> LayoutEntry | None:
         """What was saved under a name; None: nothing."""
         ...
 
@@ -96,7 +96,7 @@ class Loadable(Parts, Protocol):
         ...
 
 
-class SavedState(SavedShard):
+class LocalState(LocalShardReader):
     """One version of this rank's shard, to be put into what is attached."""
 
     @property
@@ -107,14 +107,14 @@ class SavedState(SavedShard):
     def load(self, tree: StateTree, context: WorkerContext) -> None:
         reload(self, tree, context)
 
-    def put_back_random_states(self, attached: Attached) -> None:
+    def put_back_random_states(self, attached: AttachedState) -> None:
         put_back_random_states(self, attached)
 
     def close(self) -> None:
         """Nothing: the arena is this rank's own, and goes on being used."""
 
 
-def put_back_random_states(saved: Loadable, attached: Attached) -> None:
+def put_back_random_states(saved: RankState, attached: AttachedState) -> None:
     """As they were at the boundary, or as they follow from that."""
     for name, state in saved.part("generators").items():
         if name in attached.generators:
@@ -122,14 +122,14 @@ def put_back_random_states(saved: Loadable, attached: Attached) -> None:
     rng.put_back(saved.part("rng"))
 
 
-def reload(saved: Loadable, tree: StateTree, context: WorkerContext) -> None:
+def reload(saved: RankState, tree: StateTree, context: WorkerContext) -> None:
     """Load everything but the random states.
 
     Raises:
         ShapeChanged: what is attached is not what was saved.
     """
     page = context.page
-    page.set(Beat.RESTORE_BEGIN_NS, clock.now_ns())
+    page.set(HeartbeatField.RESTORE_BEGIN_NS, clock.now_ns())
     crash_point("worker.restore.begun")
 
     def described(name: str) -> tuple[str, Shape] | None:
@@ -145,12 +145,12 @@ def reload(saved: Loadable, tree: StateTree, context: WorkerContext) -> None:
     load_objects(saved, tree.attached, lasting)
     saved.check_all_used()
     crash_point("worker.restore.loaded")
-    page.set(Beat.RESTORED_GENERATION, saved.version.generation)
-    page.set(Beat.RESTORED_STEP, saved.version.step)
-    page.set(Beat.RESTORE_END_NS, clock.now_ns())
+    page.set(HeartbeatField.RESTORED_GENERATION, saved.version.generation)
+    page.set(HeartbeatField.RESTORED_STEP, saved.version.step)
+    page.set(HeartbeatField.RESTORE_END_NS, clock.now_ns())
 
 
-def _load_tensors(saved: Loadable, lasting: Lasting, attached: Attached) -> None:
+def _load_tensors(saved: RankState, lasting: PersistentSources, attached: AttachedState) -> None:
     names = {*lasting.names.values(), *attached.tensors}
     wanted = [source for source in lasting.sources if source.name in names]
     _check_entries(saved, wanted, casts=attached.casts)
@@ -189,7 +189,7 @@ def fill_expanded(target: torch.Tensor, saved: torch.Tensor) -> None:
         target.data = saved.to(target.device, target.dtype, copy=True)
 
 
-def _check_entries(saved: Loadable, wanted: Sequence[Source], *, casts: bool) -> None:
+def _check_entries(saved: RankState, wanted: Sequence[TensorSource], *, casts: bool) -> None:
     """Raises: ShapeChanged: names those that were saved otherwise, or are on one side only."""
     changed = []
     for source in wanted:
@@ -207,7 +207,7 @@ def _check_entries(saved: Loadable, wanted: Sequence[Source], *, casts: bool) ->
     check_fits([*changed, *((name, str(saved.entry(name)), _NOTHING) for name in left)])
 
 
-def put_back_flags(part: Callable[[str], Any], lasting: Lasting) -> None:
+def put_back_flags(part: Callable[[str], Any], lasting: PersistentSources) -> None:
     """Which tensors are learned, which have gradients, and which modules train.
 
     Args:
@@ -229,7 +229,7 @@ def put_back_flags(part: Callable[[str], Any], lasting: Lasting) -> None:
         put_back_gradients(gradients, lasting.parameters, lasting.names)
 
 
-def _load_optimizers(saved: Loadable, tree: StateTree, lasting: Lasting) -> None:
+def _load_optimizers(saved: RankState, tree: StateTree, lasting: PersistentSources) -> None:
     all_groups = saved.part("groups")
     all_states = saved.part("optimizer_state")
     for name, optimizer in tree.attached.optimizers.items():
@@ -248,7 +248,7 @@ def _load_optimizers(saved: Loadable, tree: StateTree, lasting: Lasting) -> None
         )
 
 
-def load_objects(saved: Parts, attached: Attached, lasting: Lasting) -> None:
+def load_objects(saved: Parts, attached: AttachedState, lasting: PersistentSources) -> None:
     """Give back their state to all that is neither tensor nor optimizer, and their flags to all.
 
     Args:
@@ -284,7 +284,7 @@ def load_objects(saved: Parts, attached: Attached, lasting: Lasting) -> None:
     put_back_flags(saved.optional_part, lasting)
 
 
-def _completed(saved: Any, present: Callable[[], Any], name: str, attached: Attached) -> Any:
+def _completed(saved: Any, present: Callable[[], Any], name: str, attached: AttachedState) -> Any:
     """What was saved of an object, and what it holds now of the keys that are skipped."""
     return attached.skip.completed(saved, present(), name) if attached.skip else saved
 

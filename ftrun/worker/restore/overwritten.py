@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ftrun.errors import ValueNotStorable
-from ftrun.snapshot.layout import When
+from ftrun.snapshot.layout import CopyTiming
 from ftrun.worker.state.module_state import content
 from ftrun.worker.state.optimizer_state import into, is_identity
-from ftrun.worker.state.state_tree import Source, StateTree, address_of
+from ftrun.worker.state.state_tree import StateTree, TensorSource, address_of
 from ftrun.worker.state.tensors import version_of
 
 _SAMPLED = 16
@@ -58,7 +58,7 @@ class RestoredMarks:
                 address_of(original),
                 _place(original),
                 _sample(source.tensor),
-                source.when is When.LAZY,
+                source.when is CopyTiming.LAZY,
             )
             for source, original in self._now()
         }
@@ -101,7 +101,7 @@ class RestoredMarks:
                 found += these
         return found
 
-    def _now(self) -> "zip[tuple[Source, torch.Tensor]]":
+    def _now(self) -> "zip[tuple[TensorSource, torch.Tensor]]":
         lasting = self._tree.lasting()
         return zip(lasting.sources, lasting.originals, strict=True)
 

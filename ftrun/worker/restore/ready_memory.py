@@ -32,8 +32,8 @@ from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.layout import PAGE_BYTES, PLAIN_NAME
 from ftrun.snapshot.plain_values import TensorRef
 from ftrun.worker.context import WorkerContext
-from ftrun.worker.reshard.source import LocalImages
-from ftrun.worker.smp_client import MemoryLink
+from ftrun.worker.reshard.source import LocalShards
+from ftrun.worker.smp_client import WorkerSmpClient
 from ftrun.worker.state.tensors import stride_for
 
 LEAST_BYTES = 1 << 20
@@ -54,7 +54,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-class ReadyMemory:
+class PrefaultedMemory:
     """A stretch of anonymous memory: touched from its beginning, given out from its beginning.
 
     Args:
@@ -119,7 +119,7 @@ class ReadyMemory:
             self._at = self._end
 
 
-_ready: ReadyMemory | None = None
+_ready: PrefaultedMemory | None = None
 _is_wanted = False
 _guard = threading.Lock()
 
@@ -147,7 +147,7 @@ def make_ready(context: WorkerContext) -> bool:
     with _guard:
         if not _is_wanted:
             return False  # `attach` was faster
-        _ready = ready = ReadyMemory(num_bytes)
+        _ready = ready = PrefaultedMemory(num_bytes)
     return ready.touch()
 
 
@@ -197,14 +197,14 @@ def _needed_bytes(context: WorkerContext) -> int:
     assert wanted is not None
     old_size = context.restore_world_size or context.world_size
     if context.is_resized:
-        link = MemoryLink(context)
+        link = WorkerSmpClient(context)
         try:
             fds = link.open_images(wanted, old_size)
         finally:
             link.close()
     else:
         fds = {} if context.arena_fd is None else {context.rank: os.dup(context.arena_fd)}
-    images = LocalImages(fds, wanted)
+    images = LocalShards(fds, wanted)
     try:
         found = [_state_bytes(images, rank) for rank in images.headers()]
     finally:
@@ -216,7 +216,7 @@ def _needed_bytes(context: WorkerContext) -> int:
     return whole + parts // context.world_size + PAGE_BYTES
 
 
-def _state_bytes(images: LocalImages, rank: Rank) -> tuple[int, int]:
+def _state_bytes(images: LocalShards, rank: Rank) -> tuple[int, int]:
     """How much optimizer state a shard has: whole tensors, and parts of what others have too."""
     entries = images.headers()[rank].entries
     at = entries[PLAIN_NAME].offset

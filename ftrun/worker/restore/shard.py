@@ -21,17 +21,17 @@ import torch
 from ftrun.errors import LayoutUnknown, ShapeChanged, SnapshotCorrupt
 from ftrun.ids import Version
 from ftrun.snapshot import plain_values as plain
-from ftrun.snapshot.layout import PLAIN_NAME, Entry
+from ftrun.snapshot.layout import PLAIN_NAME, LayoutEntry
 from ftrun.snapshot.plain_values import TensorRef
 from ftrun.wire.shared_memory.arena import Arena, open_slot
-from ftrun.wire.shared_memory.pages import Beat
+from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.capture.copying import digest_of, entry_view
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.restore import ready_memory
-from ftrun.worker.state.tensors import DTYPES, Sharded, at_home, byte_view, can_be_cut
+from ftrun.worker.state.tensors import DTYPES, LocalPart, at_home, byte_view, can_be_cut
 
 
-class SavedShard:
+class LocalShardReader:
     """One version, read only."""
 
     def __init__(
@@ -96,10 +96,10 @@ class SavedShard:
     def optional_part(self, name: str) -> Any:
         return self.part(name) if name in self._parts else None
 
-    def entry(self, name: str) -> Entry | None:
+    def entry(self, name: str) -> LayoutEntry | None:
         return self._entries.get(name)
 
-    def is_cut_like(self, entries: Sequence[Entry]) -> bool:
+    def is_cut_like(self, entries: Sequence[LayoutEntry]) -> bool:
         """Whether this rank had saved the same parts of the same tensors, as far as one can tell.
 
         Args:
@@ -154,7 +154,7 @@ class SavedShard:
 
     # --- digests ------------------------------------------------------------------------------
 
-    def _check_entry(self, entry: Entry) -> None:
+    def _check_entry(self, entry: LayoutEntry) -> None:
         with self._telling_the_agent():
             for index in self._layout.pieces_of(entry):
                 self._check_piece(index)
@@ -174,7 +174,7 @@ class SavedShard:
             yield
         except (SnapshotCorrupt, LayoutUnknown) as error:
             self._page.note = str(error)
-            self._page.set(Beat.CORRUPT_SLOT, 1 + self._slot)
+            self._page.set(HeartbeatField.CORRUPT_SLOT, 1 + self._slot)
             raise
 
     def _deref(self, ref: TensorRef) -> object:
@@ -190,7 +190,7 @@ class SavedShard:
         self._used.add(ref.name)
         if ref.kind == "array":
             return copied.numpy()
-        return Sharded(copied) if ref.kind == "sharded" else at_home(copied, ref.kind)
+        return LocalPart(copied) if ref.kind == "sharded" else at_home(copied, ref.kind)
 
 
 def check_used(saved: Mapping[str, str], used: Iterable[str]) -> None:

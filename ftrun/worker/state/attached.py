@@ -2,7 +2,7 @@
 
 Runs in:  worker; also under plain python, on any system.
 Takes in: the arguments of `ftrun.attach`.
-Gives:    an `Attached`: modules, optimizers, objects with a state_dict, tensors, dicts and
+Gives:    an `AttachedState`: modules, optimizers, objects with a state_dict, tensors, dicts and
           generators, each under the name that its part of a snapshot carries.
 """
 
@@ -22,7 +22,7 @@ from ftrun.snapshot.plain_values import join
 from ftrun.worker.state import determinism as rng
 
 if TYPE_CHECKING:
-    from ftrun.worker.state.declared_layout import Declared
+    from ftrun.worker.state.declared_layout import DeclaredSharding
 
 
 @runtime_checkable
@@ -111,7 +111,7 @@ def _matcher_of(pattern: str) -> Callable[[str], object]:
 
 
 @dataclass
-class Attached:
+class AttachedState:
     """Everything that is part of a snapshot, by name."""
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class Attached:
     state: dict[str, Any] = field(default_factory=dict)
     """`Session.state`."""
     skip: Skip = field(default_factory=Skip)
-    layout: "Declared | None" = None
+    layout: "DeclaredSharding | None" = None
     """How ranks share plain tensors and data, where the script says so."""
     casts: bool = False
     """What was saved in another floating dtype is rounded to the one that is here."""
@@ -172,7 +172,7 @@ def by_name(argument: str, given: object) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldTensor:
     """A tensor under its key in the dict that holds it, so that a change of it is seen."""
 
     holder: dict[str, Any]
@@ -186,7 +186,7 @@ class Held:
         return self.holder.get(self.key) is self.tensor
 
 
-def held_by(module: nn.Module, prefix: str) -> Iterator[Held]:
+def held_by(module: nn.Module, prefix: str) -> Iterator[HeldTensor]:
     """Parameters and persistent buffers under their plain names, tied ones once."""
     seen: set[int] = set()
     for path, part in named_parts(module, prefix):
@@ -197,7 +197,7 @@ def held_by(module: nn.Module, prefix: str) -> Iterator[Held]:
             for key, tensor in holder.items():
                 if key not in skipped and (tensor is None or id(tensor) not in seen):
                     seen.add(id(tensor))
-                    yield Held(holder, key, f"{path}.{key}", tensor, is_buffer)
+                    yield HeldTensor(holder, key, f"{path}.{key}", tensor, is_buffer)
 
 
 def every_name(module: nn.Module, path: str) -> Iterator[tuple[str, torch.Tensor]]:

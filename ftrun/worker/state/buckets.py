@@ -30,7 +30,7 @@ _MATTERS_FROM = 3
 _log = logging.getLogger(__name__)
 
 
-class WrapperWatch:
+class DdpWrapperTracker:
     """Knows the DDP instances that wrap a module, those made later included."""
 
     def __init__(self) -> None:

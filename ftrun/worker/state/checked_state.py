@@ -1,7 +1,7 @@
 """What is attached, and the checks of it that are the same with an agent and without one.
 
 Runs in:  worker, training thread; also under plain python, on any system.
-Takes in: an `Attached`; step boundaries.
+Takes in: an `AttachedState`; step boundaries.
 Gives:    the state of each boundary; reasons for which it could not be restored.
 """
 
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ftrun.errors import FtrunError, StructureChanged
-from ftrun.worker.state.attached import Attached
+from ftrun.worker.state.attached import AttachedState
 from ftrun.worker.state.inner_optimizers import InnerOptimizers
 from ftrun.worker.state.optimizer_watch import OptimizerWatch
-from ftrun.worker.state.state_tree import State, StateTree
+from ftrun.worker.state.state_tree import BoundaryState, StateTree
 from ftrun.worker.state.unprotected import UnprotectedReasons
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class CheckedState:
 
     def __init__(
         self,
-        attached: Attached,
+        attached: AttachedState,
         reasons: UnprotectedReasons,
         before_first_step: Callable[[], None] = lambda: None,
     ) -> None:
@@ -48,7 +48,7 @@ class CheckedState:
             self.inner.every(), self.tree.names, reasons, before_first_step
         )
 
-    def begin(self, extra: dict[str, Any]) -> State:
+    def begin(self, extra: dict[str, Any]) -> BoundaryState:
         """The state at `attach`.
 
         Raises:
@@ -62,7 +62,7 @@ class CheckedState:
         """End a turn: report optimizers that are not attached."""
         self._watch.boundary()
 
-    def collect(self, extra: dict[str, Any]) -> State:
+    def collect(self, extra: dict[str, Any]) -> BoundaryState:
         """The state at a boundary.
 
         Raises:
@@ -95,7 +95,7 @@ class PlainCheck:
         SnapshotError, UsageError: as under an agent.
     """
 
-    def __init__(self, attached: Attached, extra: dict[str, Any]) -> None:
+    def __init__(self, attached: AttachedState, extra: dict[str, Any]) -> None:
         self._reasons = UnprotectedReasons(None)
         self._state = CheckedState(attached, self._reasons)
         self._left = _CHECKED_BOUNDARIES

@@ -30,7 +30,7 @@ _TURNS_BY_HAND = 2
 _log = logging.getLogger(__name__)
 
 
-class Feed:
+class DataPosition:
     """One loader and the position in it."""
 
     def __init__(self, name: str, loader: Any) -> None:

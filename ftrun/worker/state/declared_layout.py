@@ -16,18 +16,18 @@ from typing import Any
 
 from ftrun.errors import UsageError
 from ftrun.sharding.rule_parser import carried, read_carried, read_rules
-from ftrun.sharding.rules import Rules
+from ftrun.sharding.rules import ShardingRules
 
 
 @dataclass(frozen=True)
-class Declared:
+class DeclaredSharding:
     """The layout of this run, as the script says it.
 
     Args:
         rules: on the mesh of this run.
     """
 
-    rules: Rules
+    rules: ShardingRules
 
     @property
     def has_rules(self) -> bool:
@@ -46,7 +46,7 @@ class Declared:
 
 def declared(
     path: str | Path | None, mesh: Mapping[str, int] | None, world_size: int | None
-) -> Declared:
+) -> DeclaredSharding:
     """Read the rules of this run.
 
     Args:
@@ -69,7 +69,7 @@ def declared(
                 f"{world_size}: say the sizes of its axes, such as mesh={{'tp': 2}}"
             )
         fitted = resized
-    return Declared(rules.on(fitted))
+    return DeclaredSharding(rules.on(fitted))
 
 
 def _text_of(path: str | Path | None, mesh: Mapping[str, int]) -> str:

@@ -1,7 +1,7 @@
 """Optimizers inside attached ones: SAM, Lookahead, ZeroRedundancyOptimizer and their like.
 
 Runs in:  worker, training thread, inside `attach`.
-Takes in: an `Attached`.
+Takes in: an `AttachedState`.
 Gives:    inner optimizers as attached ones, named by the attribute that holds them, such as
           `optimizer.base_optimizer`; after a load, groups and state shared again as before.
 
@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer
 
 from ftrun.errors import UsageError
-from ftrun.worker.state.attached import Attached
+from ftrun.worker.state.attached import AttachedState
 
 _REFERRING = ("scheduler", "scaler")
 """What these arguments hold refers to an optimizer and does not contain it."""
@@ -47,7 +47,7 @@ class InnerOptimizers:
         UsageError: an optimizer steps where ftrun cannot see it.
     """
 
-    def __init__(self, attached: Attached) -> None:
+    def __init__(self, attached: AttachedState) -> None:
         self.covered: list[Optimizer] = []
         """Inner optimizers whose state is in the state_dict() of an attached object."""
         self.replaced: list[Optimizer] = []

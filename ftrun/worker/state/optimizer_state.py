@@ -15,7 +15,7 @@ import torch
 
 from ftrun.errors import ShapeChanged, ValueNotStorable
 from ftrun.worker.state.attached import Skip
-from ftrun.worker.state.tensors import Sharded
+from ftrun.worker.state.tensors import LocalPart
 
 Groups = list[dict[str, Any]]
 
@@ -279,7 +279,7 @@ def _check_groups(name: str, saved: Groups, ordered: list[list[str]]) -> None:
 
 
 def _sharded_like(parameter: torch.Tensor | None, values: Any) -> Any:
-    if isinstance(values, Sharded):
+    if isinstance(values, LocalPart):
         return values.like(parameter)
     if isinstance(values, dict):
         return {key: _sharded_like(parameter, value) for key, value in values.items()}

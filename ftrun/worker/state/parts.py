@@ -2,7 +2,7 @@
 
 Runs in:  worker, training thread; at a walk of the state, so once for each layout.
 Takes in: tensors, plain ones and DTensors of any mesh.
-Gives:    a `Part` for what is a part; None for what is whole.
+Gives:    a `TensorPart` for what is a part; None for what is whole.
 
 Placements say it for DTensors. Where the items of a dimension that a rank holds are not
 neighbours (a strided shard that does not come out even), or where the values are partial sums, no
@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from ftrun.snapshot.boxes import Box, Part, Shape, whole
+from ftrun.snapshot.boxes import Box, Shape, TensorPart, whole
 from ftrun.worker.state.tensors import is_sharded, local_tensor
 
 Cut = tuple[Any, int, int]
 """A placement, into how many it cuts, and which of these is ours."""
 
 
-def part_of(tensor: torch.Tensor, local_shape: Shape) -> Part | None:
+def part_of(tensor: torch.Tensor, local_shape: Shape) -> TensorPart | None:
     """What the local tensor is a part of.
 
     Args:
@@ -38,7 +38,7 @@ def part_of(tensor: torch.Tensor, local_shape: Shape) -> Part | None:
         cuts = tuple(zip(sharded.placements, sharded.device_mesh.shape, coordinate, strict=True))
         offsets = _offsets(shape, cuts, local_shape)
     is_whole = offsets is not None and local_shape == shape and not any(offsets)
-    return None if is_whole else Part(shape, offsets)
+    return None if is_whole else TensorPart(shape, offsets)
 
 
 @lru_cache(maxsize=1024)

@@ -1,8 +1,8 @@
 """The state of all that is attached, as named tensors and one tree of plain values.
 
 Runs in:  worker, training thread, at each step boundary.
-Takes in: an `Attached`.
-Gives:    a `State`: the sources that are owned by an optimizer (lazy), those that are not
+Takes in: an `AttachedState`.
+Gives:    a `BoundaryState`: the sources that are owned by an optimizer (lazy), those that are not
           (boundary), and the packed plain values.
 
 Names carry no trace of DDP or torch.compile. Walking the modules costs milliseconds, so the
@@ -23,15 +23,15 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ftrun.errors import UsageError, ValueNotStorable
-from ftrun.snapshot.boxes import Part
-from ftrun.snapshot.layout import Entry, When
+from ftrun.snapshot.boxes import TensorPart
+from ftrun.snapshot.layout import CopyTiming, LayoutEntry
 from ftrun.snapshot.plain_values import Skips, TensorRef, encode, encode_each, join
 from ftrun.worker.state import determinism as rng
 from ftrun.worker.state import module_state
 from ftrun.worker.state.attached import (
     SESSION_STATE,
-    Attached,
-    Held,
+    AttachedState,
+    HeldTensor,
     SkipWithin,
     every_name,
     held_by,
@@ -52,38 +52,38 @@ _LOADER_KEYS = r"((?!\.own[.\[]).)*"
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TensorSource:
     """A tensor to copy: detached, and local to this rank; `part` says of which one it is a part."""
 
     name: str
     tensor: torch.Tensor
-    when: When
-    part: Part | None = None
+    when: CopyTiming
+    part: TensorPart | None = None
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> LayoutEntry:
         dtype, shape = described(self.tensor)
-        return Entry(self.name, dtype, shape, self.when, part=self.part)
+        return LayoutEntry(self.name, dtype, shape, self.when, part=self.part)
 
 
-def source_of(name: str, tensor: torch.Tensor, when: When) -> Source:
+def source_of(name: str, tensor: torch.Tensor, when: CopyTiming) -> TensorSource:
     """The source of a tensor, plain or sharded.
 
     Raises:
         ValueNotStorable: it has no bytes that could be copied.
     """
     local = local_tensor(tensor, name)
-    return Source(name, local, when, part_of(tensor, tuple(local.shape)))
+    return TensorSource(name, local, when, part_of(tensor, tuple(local.shape)))
 
 
 @dataclass(frozen=True)
-class Lasting:
+class PersistentSources:
     """Sources that stay the same objects from step to step; one that changes makes a new one."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[TensorSource, ...]
     originals: tuple[torch.Tensor, ...]
     addresses: list[int]
-    held: tuple[Held, ...]
+    held: tuple[HeldTensor, ...]
     num_held: int
     parameters: list[torch.Tensor]
     state_values: list[object]
@@ -107,27 +107,27 @@ class Lasting:
         return tuple((s.name, t) for s, t in pairs if s.name in named and t.is_leaf)
 
     @cached_property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[LayoutEntry, ...]:
         return tuple(source.entry for source in self.sources)
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class BoundaryState:
     """All there is to copy at one boundary."""
 
-    lasting: Lasting
-    fresh: tuple[Source, ...]
+    lasting: PersistentSources
+    fresh: tuple[TensorSource, ...]
     plain: bytes
 
 
 class StateTree:
     """Collects the state at each boundary."""
 
-    def __init__(self, attached: Attached) -> None:
+    def __init__(self, attached: AttachedState) -> None:
         self.attached = attached
         self.lost: list[str] = []
         """What a restore could not put into the script as it was at `attach`."""
-        self._lasting: Lasting | None = None
+        self._lasting: PersistentSources | None = None
         self._built: Structure | None = None
         self._groups = GroupReader()
         self._not_taken_back: dict[str, dict[str, bytes]] = {}
@@ -143,7 +143,7 @@ class StateTree:
         self._roots = {SESSION_STATE}
         """Names of what is attached, under which keys may appear later."""
 
-    def collect(self, extra: dict[str, Any]) -> State:
+    def collect(self, extra: dict[str, Any]) -> BoundaryState:
         """The state as it is now.
 
         Args:
@@ -153,7 +153,7 @@ class StateTree:
             ValueNotStorable: names the key of a value that is neither tensor nor plain.
         """
         lasting = self.lasting()
-        fresh = _References(When.BOUNDARY)
+        fresh = _References(CopyTiming.BOUNDARY)
         attached = self.attached
         parts = {
             "groups": self._groups.read(attached.optimizers, lasting.names, attached.skip),
@@ -187,9 +187,9 @@ class StateTree:
             )
         packed["optimizer_state"] = lasting.optimizer_state
         packed["modules"] = lasting.modules
-        return State(lasting, tuple(fresh.sources), encode(packed))
+        return BoundaryState(lasting, tuple(fresh.sources), encode(packed))
 
-    def lasting(self) -> Lasting:
+    def lasting(self) -> PersistentSources:
         """The walk's result: the last one while it still holds."""
         if self._lasting is None or not self._holds(self._lasting):
             self._lasting = self._walk()
@@ -198,7 +198,7 @@ class StateTree:
             self.lost = now.lost_since(self._built)
         return self._lasting
 
-    def _holds(self, lasting: Lasting) -> bool:
+    def _holds(self, lasting: PersistentSources) -> bool:
         return (
             all(h.is_current for h in lasting.held)
             and _same(lasting.children, _children(lasting.submodules))
@@ -209,7 +209,7 @@ class StateTree:
             and all(is_lazy(tensor) for _, tensor in lasting.uninitialized)
         )
 
-    def _walk(self) -> Lasting:
+    def _walk(self) -> PersistentSources:
         submodules = self._submodules()
         _reshard(submodules)
         held = tuple(self._held())
@@ -222,10 +222,10 @@ class StateTree:
         owned = {id(parameter) for parameter in self._parameters()}
         sources = [self._source_of(name, t, is_owned=id(t) in owned) for name, t in found.items()]
         originals = list(found.values())
-        references = _References(When.LAZY)
+        references = _References(CopyTiming.LAZY)
         packed = self._optimizer_state(names, references)
         originals += references.originals
-        return Lasting(
+        return PersistentSources(
             sources=(*sources, *references.sources),
             originals=tuple(originals),
             addresses=[address_of(tensor) for tensor in originals],
@@ -245,7 +245,7 @@ class StateTree:
         """Of attached tensors, by id; without a look at state, which may hold what is refused."""
         return {id(tensor): name for name, tensor in self._named(self._held()).items()}
 
-    def _named(self, held: Iterable[Held]) -> dict[str, torch.Tensor]:
+    def _named(self, held: Iterable[HeldTensor]) -> dict[str, torch.Tensor]:
         names: set[int] = set()
         found: dict[str, torch.Tensor] = {}
         for one in held:
@@ -264,9 +264,9 @@ class StateTree:
         return encode(state, refer=refer, skip=SkipWithin(skip, needed) if skip else None)
 
     @staticmethod
-    def _source_of(name: str, tensor: torch.Tensor, *, is_owned: bool) -> Source:
+    def _source_of(name: str, tensor: torch.Tensor, *, is_owned: bool) -> TensorSource:
         try:
-            return source_of(name, tensor, When.LAZY if is_owned else When.BOUNDARY)
+            return source_of(name, tensor, CopyTiming.LAZY if is_owned else CopyTiming.BOUNDARY)
         except ValueNotStorable as error:
             error.can_skip = not is_owned
             raise
@@ -305,7 +305,7 @@ class StateTree:
             one.startswith(literal) or re.match(rf"{re.escape(one)}\W", literal) for one in names
         )
 
-    def _modules(self, held: tuple[Held, ...], names: dict[int, str]) -> dict[str, Any]:
+    def _modules(self, held: tuple[HeldTensor, ...], names: dict[int, str]) -> dict[str, Any]:
         buffers = [(one.name, one.tensor is None) for one in held if one.is_buffer]
         attached = self.attached.tensors
         strides = {
@@ -322,7 +322,7 @@ class StateTree:
             **({"strides": strides} if strides else {}),
         }
 
-    def _own_keys(self, lasting: Lasting) -> dict[str, object]:
+    def _own_keys(self, lasting: PersistentSources) -> dict[str, object]:
         """What modules add to their own `state_dict()`, by the module's path.
 
         Raises:
@@ -356,7 +356,7 @@ class StateTree:
             for one in named_parts(module, name)
         ]
 
-    def _held(self) -> Iterator[Held]:
+    def _held(self) -> Iterator[HeldTensor]:
         skip = self.attached.skip
         if not skip:
             yield from self._every_held()
@@ -366,12 +366,12 @@ class StateTree:
             if id(held.tensor) in owned or not skip(held.name):
                 yield held
 
-    def _every_held(self) -> Iterator[Held]:
+    def _every_held(self) -> Iterator[HeldTensor]:
         for name, module in self.attached.modules.items():
             yield from held_by(module, name)
         holder = self.attached.tensors
         for name, tensor in holder.items():
-            yield Held(holder, name, name, tensor)
+            yield HeldTensor(holder, name, name, tensor)
 
     def _tied(self, names: dict[int, str]) -> dict[str, str]:
         """Other names of tensors, with the one under which each is saved; for exports."""
@@ -405,17 +405,17 @@ class StateTree:
 class _References:
     """Puts tensors aside while a tree is packed, and leaves references in their place."""
 
-    def __init__(self, when: When) -> None:
-        self.sources: list[Source] = []
+    def __init__(self, when: CopyTiming) -> None:
+        self.sources: list[TensorSource] = []
         self.originals: list[torch.Tensor] = []
         self._when = when
 
     def __call__(self, value: object, path: str) -> TensorRef | None:
         if isinstance(value, torch.Tensor):
             sharded = is_sharded(value)
-            if sharded and self._when is When.BOUNDARY:
+            if sharded and self._when is CopyTiming.BOUNDARY:
                 raise ValueNotStorable(key=path, kind="DTensor outside of a module or optimizer")
-            if self._when is When.BOUNDARY:
+            if self._when is CopyTiming.BOUNDARY:
                 return self._add(path, value, kind_of(value))
             return self._add(path, value, "sharded" if sharded else "tensor")
         if isinstance(value, np.ndarray):
@@ -440,12 +440,12 @@ def _num_held(submodules: module_state.Submodules) -> int:
     )
 
 
-def _states(attached: Attached) -> Iterator[tuple[str, object]]:
+def _states(attached: AttachedState) -> Iterator[tuple[str, object]]:
     for name, thing in attached.stateful.items():
         yield name, given_by(thing.state_dict, name)
 
 
-def _dicts(attached: Attached) -> dict[str, Any]:
+def _dicts(attached: AttachedState) -> dict[str, Any]:
     # An empty session.state is left out, so that a snapshot without one is as in 0.2.
     holders = {**attached.dicts, **({SESSION_STATE: attached.state} if attached.state else {})}
     # A restore fills the holder that is there, so its own type does not matter.

@@ -23,8 +23,8 @@ from ftrun.snapshot.boxes import Shape
 from ftrun.worker.state.tensors import DTYPE_NAMES, DTYPES, is_sharded, stride_for
 
 if TYPE_CHECKING:
-    from ftrun.worker.state.attached import Attached
-    from ftrun.worker.state.state_tree import Lasting, StateTree
+    from ftrun.worker.state.attached import AttachedState
+    from ftrun.worker.state.state_tree import PersistentSources, StateTree
 
 Described = Callable[[str], tuple[str, Shape] | None]
 """Given a name: dtype and whole shape of what was saved under it; None: nothing."""
@@ -78,7 +78,7 @@ class Structure:
                 yield f"the parameter groups of {name} are others than at attach"
 
 
-def structure_of(lasting: "Lasting", attached: "Attached") -> Structure:
+def structure_of(lasting: "PersistentSources", attached: "AttachedState") -> Structure:
     described = {e.name: f"{e.dtype}{list(e.whole_shape)}" for e in lasting.entries}
     learned = {id(tensor) for tensor in lasting.parameters}
     learned.update(id(h.tensor) for h in lasting.held if isinstance(h.tensor, nn.Parameter))
@@ -144,7 +144,7 @@ def make_fit(saved: Mapping[str, Any], described: Described, tree: "StateTree") 
 _Wanted = Callable[[str], _Saved | None]
 
 
-def _fit_attached(wanted: _Wanted, attached: "Attached") -> Iterator[str]:
+def _fit_attached(wanted: _Wanted, attached: "AttachedState") -> Iterator[str]:
     for name, tensor in attached.tensors.items():
         found = wanted(name)
         if tensor is None or found is None or not _is_other(tensor, found, casts=attached.casts):

@@ -131,7 +131,7 @@ def version_of(tensor: torch.Tensor) -> int:
         return -1
 
 
-class Sharded:
+class LocalPart:
     """The local part of a DTensor whose mesh only its parameter knows."""
 
     def __init__(self, local: torch.Tensor) -> None:

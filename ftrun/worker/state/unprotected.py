@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ftrun.errors import FtrunError
-from ftrun.wire.shared_memory.pages import Beat, Page
+from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 
 Hook = Callable[..., None]
 """A function that torch calls in each optimizer step; what it returns would replace arguments."""
@@ -29,7 +29,7 @@ class UnprotectedReasons:
         page: shows them; None: no agent reads them, and the log says what it would show.
     """
 
-    def __init__(self, page: Page | None) -> None:
+    def __init__(self, page: SharedPage | None) -> None:
         self._page = page
         self._reasons: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -88,6 +88,6 @@ class UnprotectedReasons:
             return
         if self._reasons:
             self._page.note = "; ".join(self._reasons.values())
-        elif self._page.get(Beat.UNPROTECTED):
+        elif self._page.get(HeartbeatField.UNPROTECTED):
             self._page.note = ""
-        self._page.set(Beat.UNPROTECTED, int(bool(self._reasons)))
+        self._page.set(HeartbeatField.UNPROTECTED, int(bool(self._reasons)))

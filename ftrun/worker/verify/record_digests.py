@@ -22,8 +22,8 @@ import xxhash
 from torch import nn
 
 from ftrun.snapshot.plain_values import TensorRef, decode, encode
-from ftrun.worker.state.attached import Attached, named_parts
-from ftrun.worker.state.state_tree import Lasting, State
+from ftrun.worker.state.attached import AttachedState, named_parts
+from ftrun.worker.state.state_tree import BoundaryState, PersistentSources
 from ftrun.worker.state.tensors import is_sharded
 
 _MAX_LOCAL_BYTES = 64 << 20
@@ -43,7 +43,7 @@ Digests = dict[str, str]
 # --- state ---------------------------------------------------------------------------------------
 
 
-def state_digests(state: State) -> Digests:
+def state_digests(state: BoundaryState) -> Digests:
     """Everything that a snapshot of this state holds."""
     found: Digests = {}
     for source in (*state.lasting.sources, *state.fresh):
@@ -58,7 +58,7 @@ def state_digests(state: State) -> Digests:
     return found
 
 
-def changed_parameters(lasting: Lasting, before: Digests) -> list[str]:
+def changed_parameters(lasting: PersistentSources, before: Digests) -> list[str]:
     """Names of the parameters whose values differ now.
 
     The tensors are those of the last boundary, because snapshots copy these. The modules may hold
@@ -71,7 +71,7 @@ def changed_parameters(lasting: Lasting, before: Digests) -> list[str]:
     ]
 
 
-def module_digests(attached: Attached) -> Iterator[tuple[str, str]]:
+def module_digests(attached: AttachedState) -> Iterator[tuple[str, str]]:
     """What modules hold beside their state: flags, non-persistent buffers, plain attributes."""
     for name, module in attached.modules.items():
         for path, part in named_parts(module, name):

@@ -31,8 +31,8 @@ from torch.optim.optimizer import (
 from ftrun import clock
 from ftrun.wire import verify_records as records
 from ftrun.wire.verify_records import VerifyPlan, VerifyRecord, record_path
-from ftrun.worker.state.attached import Attached, unwrapped
-from ftrun.worker.state.state_tree import Lasting, StateTree
+from ftrun.worker.state.attached import AttachedState, unwrapped
+from ftrun.worker.state.state_tree import PersistentSources, StateTree
 from ftrun.worker.verify import record_digests as digests
 
 _MAX_FORWARDS = 64
@@ -83,10 +83,10 @@ class Recording:
         self._num_forwards = self._num_checked = 0
         self._has_variables = False
         self._tree: StateTree | None = None
-        self._attached = Attached()
+        self._attached = AttachedState()
         self._extra: Callable[[], dict[str, Any]] = dict
         self._captured: set[int] = set()
-        self._lasting: Lasting | None = None
+        self._lasting: PersistentSources | None = None
         """Of the last boundary. Within a step the modules are not read: FSDP2 may be using them."""
         self._at_boundary: dict[str, str] = {}
         self._hooked: set[int] = set()
@@ -104,7 +104,7 @@ class Recording:
 
     def attached(
         self,
-        attached: Attached,
+        attached: AttachedState,
         extra: Callable[[], dict[str, Any]],
         known: Iterable[object],
         step: int,

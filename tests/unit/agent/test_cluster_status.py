@@ -3,22 +3,22 @@
 import pytest
 
 from ftrun.agent.publish.cluster_status import WARNINGS_SHOWN, _warnings, standing_by
-from ftrun.membership.leader.failure_detector import Peers
-from ftrun.wire.cluster.heartbeats import Beat
+from ftrun.membership.leader.failure_detector import FailureDetector
+from ftrun.wire.cluster.heartbeats import Heartbeat
 from tests.unit.recovery.made import SETTINGS, card, meet, plan
 
 
 @pytest.mark.parametrize(("count", "last"), [(2, "node n1: w"), (64, "61 more nodes with such")])
 def test_warnings_of_some_nodes_are_shown(count: int, last: str) -> None:
-    beats = {f"n{number}": Beat(generation=1, repeat_warning="w") for number in range(count)}
-    found = _warnings({**beats, "quiet": Beat(generation=1)})
+    beats = {f"n{number}": Heartbeat(generation=1, repeat_warning="w") for number in range(count)}
+    found = _warnings({**beats, "quiet": Heartbeat(generation=1)})
     assert found[0] == "node n0: w"
     assert found[-1].startswith(last)
     assert len(found) == min(count, WARNINGS_SHOWN + 1)
 
 
 def test_a_node_that_has_come_stands_by_also_without_a_vote() -> None:
-    peers = Peers(card("a"), SETTINGS)
+    peers = FailureDetector(card("a"), SETTINGS)
     for name in "abcdefg":
         meet(peers, name)
     peers.by_id["c"].lost = peers.by_id["d"].lost = "silent"

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from ftrun.agent.publish.cluster_status import cluster_status
-from ftrun.events import Kind
-from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind
-from ftrun.recovery.settings import Wishes
-from ftrun.recovery.suspicions import Finding
-from ftrun.wire.cluster.heartbeats import Beat
+from ftrun.events import ExitKind
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
+from ftrun.recovery.settings import ClusterSize
+from ftrun.recovery.suspicions import HangFinding
+from ftrun.wire.cluster.heartbeats import Heartbeat
 from tests.unit.recovery.agents import Agents
 from tests.unit.recovery.test_lead import begun, exited, hold, works
 
@@ -34,7 +34,7 @@ def protected(members: str, spares: int, *, least: int = 0, **changes: object) -
     """A run whose newest snapshot bears the loss of one node; it may go on with `least` nodes."""
     count = len(members)
     names = "abcdefgh"[: count + spares]
-    made = begun(names, wishes=Wishes(least or count, count, spares), **changes)
+    made = begun(names, wishes=ClusterSize(least or count, count, spares), **changes)
     hold(made, 8, members)
     works(made, 9, members, survives=1, ready=(0, 8))
     return made
@@ -71,11 +71,11 @@ def test_where_no_node_may_be_missing_the_next_loss_pauses() -> None:
 
 def test_a_run_that_stops_or_ends_is_not_running() -> None:
     made = protected("abc", 1)
-    made.here_is("a", Beat(generation=0, state="running", attached=True, step=9, stops=1))
+    made.here_is("a", Heartbeat(generation=0, state="running", attached=True, step=9, stops=1))
     assert verdict(made).startswith("stopping at step 9 on 3 nodes and 1 spare")
     assert status(made)["state"] == "stopping"
     for rank, one in enumerate("abc"):
-        works(made, 9, one, exits=(exited(rank, Kind.FINISHED, 0),), stops=1)
+        works(made, 9, one, exits=(exited(rank, ExitKind.FINISHED, 0),), stops=1)
     lead = made["a"].member.lead
     assert lead is not None
     assert lead.ending is not None
@@ -89,12 +89,15 @@ def test_a_suspected_hang_is_named_before_and_after_its_verdict() -> None:
     assert lead is not None
     incidents = lead.oversight.incidents
     progress = lead.oversight.progress()
-    incidents.suspected(Finding(silent_s=30.0, deadline_s=5.0), progress, now_s=made.now_s)
+    incidents.suspected(HangFinding(silent_s=30.0, deadline_s=5.0), progress, now_s=made.now_s)
     silent = "NO STEP for "
     assert verdict(made).startswith(silent)
     assert "on 3 nodes and 1 spare: a hang is suspected" in verdict(made)
     found = Verdict(
-        kind=VerdictKind.BUSY_LOOP, culprits=(1,), text="rank 1 stands still", sure=Sure.LIKELY
+        kind=VerdictKind.BUSY_LOOP,
+        culprits=(1,),
+        text="rank 1 stands still",
+        sure=Confidence.LIKELY,
     )
     incidents.named(found, (), now_s=made.now_s)
     assert "on 3 nodes and 1 spare: rank 1 stands still" in verdict(made)

@@ -9,7 +9,14 @@ import pytest
 
 from ftrun.agent.publish.control_server import ControlServer
 from ftrun.errors import PeerError
-from ftrun.wire.messages.envelope import AskStatus, Done, Hello, Refused, Status, StopRun
+from ftrun.wire.messages.envelope import (
+    Done,
+    Hello,
+    Refused,
+    StatusReply,
+    StatusRequest,
+    StopRequest,
+)
 from ftrun.wire.transport.channel import Channel, connect
 
 DEADLINE_S = 60.0
@@ -60,11 +67,11 @@ def test_a_document_that_raises_costs_one_client(
 
     served.make = fail
     with pytest.raises(PeerError):
-        served.ask(AskStatus())
+        served.ask(StatusRequest())
     assert "a request was not answered: a bug of ftrun" in caplog.text
     served.make = lambda: b'{"state": "running"}'
-    assert served.ask(AskStatus()) == Status(b'{"state": "running"}')
-    assert served.ask(StopRun()) == Done()
+    assert served.ask(StatusRequest()) == StatusReply(b'{"state": "running"}')
+    assert served.ask(StopRequest()) == Done()
     assert served.stops == ["ftrun stop"]
 
 
@@ -73,6 +80,6 @@ def test_without_a_published_document_the_reason_is_told(served: Served) -> None
         raise PeerError("there is no status yet: the agent has just been started")
 
     served.make = fail
-    assert served.ask(AskStatus()) == Refused(
+    assert served.ask(StatusRequest()) == Refused(
         "there is no status yet: the agent has just been started"
     )

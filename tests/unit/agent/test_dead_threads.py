@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from ftrun.agent.cluster.cluster_brain import ClusterBrain
-from ftrun.agent.cluster.witness_thread import WitnessThread
-from ftrun.membership.events import WitnessSaid
-from ftrun.recovery.commands import AskWitness, Wish
+from ftrun.agent.cluster.cluster_brain import ClusterControlLoop
+from ftrun.agent.cluster.witness_thread import WitnessClient
+from ftrun.membership.events import WitnessAnswered
+from ftrun.recovery.commands import QueryWitness, WitnessOperation
 from ftrun.wire.cluster.generation import NodeCard
 from tests.unit.recovery.made import POLICY, SETTINGS, card
 
@@ -21,18 +21,18 @@ class Register:
     def __init__(self) -> None:
         self.asked = threading.Event()
 
-    def ask(self, asked: AskWitness, me: NodeCard) -> WitnessSaid:
+    def ask(self, asked: QueryWitness, me: NodeCard) -> WitnessAnswered:
         self.asked.set()
         raise KeyError("a bug")
 
 
 def test_an_agent_whose_witness_thread_has_ended_ends_too() -> None:
     register: Any = Register()
-    brain = ClusterBrain(card("a"), SETTINGS, POLICY, kept=None, took_effect=False)
-    brain.witness_thread = WitnessThread(register, card("a"), brain.tell)
+    brain = ClusterControlLoop(card("a"), SETTINGS, POLICY, kept=None, took_effect=False)
+    brain.witness_thread = WitnessClient(register, card("a"), brain.tell)
     brain.witness_thread.start()
     brain.passing()
-    brain.witness_thread.ask(AskWitness(Wish.KEEP, 0.0))
+    brain.witness_thread.ask(QueryWitness(WitnessOperation.KEEP, 0.0))
     assert register.asked.wait(DEADLINE_S)
     brain.close()
     with pytest.raises(RuntimeError, match="the witness thread has ended") as found:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ftrun.agent.observe.devices import EVERY_S, DeviceCounters, RecentTroubles
+from ftrun.agent.observe.devices import EVERY_S, DeviceCounters, RecentDeviceErrors
 
 
 def count(system: Path, where: str, value: object) -> None:
@@ -104,7 +104,7 @@ def test_without_a_driver_nothing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_troubles_are_kept_for_a_while() -> None:
-    made, news = RecentTroubles(), SimpleQueue[str]()
+    made, news = RecentDeviceErrors(), SimpleQueue[str]()
     for text in ("a", "b", "a"):
         news.put(text)
     assert made.take(news, now_s=10.0) == ["a", "b", "a"]

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from ftrun.agent.ending import Kept
-from ftrun.agent.snapshots.smp_client import SmpLink
+from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.wire.messages.checkpoint import CheckpointWritten
 from ftrun.wire.messages.envelope import Envelope
 from ftrun.wire.run_environment import RunFolder
-from ftrun.wire.transport.channel import Received
+from ftrun.wire.transport.channel import ReceivedMessage
 
 
 @pytest.mark.parametrize(
@@ -34,11 +34,11 @@ def test_each_line_says_what_is_kept(kept: Kept, words: list[str]) -> None:
 
 def test_a_checkpoint_that_is_written_after_a_part_is_what_is_kept(tmp_path: Path) -> None:
     """Nodes held different versions at the end; the older one was whole."""
-    smp = SmpLink(RunFolder(tmp_path), 1.0)
+    smp = AgentSmpClient(RunFolder(tmp_path), 1.0)
     part = CheckpointWritten(0, 20, "", 100, 0.1, is_part=True, missing_ranks=[0])
     for body in (part, CheckpointWritten(0, 19, "saved/step-19", 100, 0.1)):
         envelope = Envelope("run", 0, 0, body)
-        smp._take(Received(envelope, ()))
+        smp._take(ReceivedMessage(envelope, ()))
     assert smp.last_part is None
     assert smp.last_checkpoint is not None
     assert smp.last_checkpoint.step == 19

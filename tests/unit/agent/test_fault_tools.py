@@ -16,7 +16,7 @@ import pytest
 from ftrun.agent.faults import corruption as spoiling
 from ftrun.agent.faults import network as network_faults
 from ftrun.agent.faults.machine import check_may_be_filled
-from ftrun.agent.faults.reverter import Healing
+from ftrun.agent.faults.reverter import RunningFault
 from ftrun.agent.faults.reverter_process import named, start_time
 from ftrun.errors import FaultRefused
 from ftrun.ids import Rank, version
@@ -61,7 +61,7 @@ def test_a_healer_undoes_when_the_time_is_over(tmp_path: Path) -> None:
     path, seen = tmp_path / "fault", tmp_path / "seen"
     # Copied at once: on a busy machine it may be over before this process looks.
     do = [["write", str(path), "here"], ["run", ["cp", str(path), str(seen)]]]
-    healing = Healing(do, [["unlink", str(path)]], for_s=0.3)
+    healing = RunningFault(do, [["unlink", str(path)]], for_s=0.3)
     wait_for(healing.is_over)
     assert seen.read_text() == "here"
     assert not path.exists()
@@ -69,7 +69,7 @@ def test_a_healer_undoes_when_the_time_is_over(tmp_path: Path) -> None:
 
 def test_a_healer_undoes_when_it_is_told_to(tmp_path: Path) -> None:
     path = tmp_path / "fault"
-    healing = Healing([["write", str(path), "here"]], [["unlink", str(path)]])
+    healing = RunningFault([["write", str(path), "here"]], [["unlink", str(path)]])
     healing.end()
     assert not path.exists()
 
@@ -78,7 +78,7 @@ def test_a_healer_undoes_when_all_it_is_about_have_ended(
     tmp_path: Path, sleeper: "subprocess.Popen[bytes]"
 ) -> None:
     path = tmp_path / "fault"
-    healing = Healing(
+    healing = RunningFault(
         [["write", str(path), "here"]], [["unlink", str(path)]], targets=named(sleeper.pid)
     )
     assert not healing.is_over()
@@ -92,7 +92,7 @@ def test_a_step_that_fails_undoes_the_others_and_is_told(tmp_path: Path) -> None
     path = tmp_path / "fault"
     do = [["write", str(path), "here"], ["run", ["sh", "-c", "echo no luck >&2; exit 3"]]]
     with pytest.raises(FaultRefused, match="no luck"):
-        Healing(do, [["unlink", str(path)]])
+        RunningFault(do, [["unlink", str(path)]])
     assert not path.exists()
 
 
@@ -101,14 +101,14 @@ def test_what_it_has_not_made_is_not_taken_back(tmp_path: Path) -> None:
     path.write_text("here")
     for do in (["run", ["sh", "-c", "echo File exists >&2; exit 2"]], ["fill", str(path)]):
         with pytest.raises(FaultRefused, match="File exists"):
-            Healing([do], [["unlink", str(path)]])
+            RunningFault([do], [["unlink", str(path)]])
         assert path.read_text() == "here"
 
 
 def test_a_process_is_stopped_in_turns(sleeper: "subprocess.Popen[bytes]") -> None:
     who = named(sleeper.pid)
     undo = [["signal", signal.SIGCONT, who]]
-    healing = Healing([["beat", 0.5]], undo, targets=who)
+    healing = RunningFault([["beat", 0.5]], undo, targets=who)
     wait_for(lambda: state(sleeper.pid) == "T")
     wait_for(lambda: state(sleeper.pid) == "S")
     healing.end()
@@ -120,8 +120,8 @@ def test_a_process_and_its_children_are_ended_together() -> None:
         wait_for(lambda: len(children(shell.pid)) == 2)
         pids = [shell.pid, *children(shell.pid)]
         stop, go = (["tree", one, shell.pid] for one in (signal.SIGSTOP, signal.SIGCONT))
-        Healing([stop], [go]).end()
-        Healing([["tree", signal.SIGKILL, shell.pid]], []).end()
+        RunningFault([stop], [go]).end()
+        RunningFault([["tree", signal.SIGKILL, shell.pid]], []).end()
         shell.wait()
         wait_for(lambda: not any(start_time(pid) for pid in pids))
 
@@ -135,12 +135,12 @@ def test_healers_take_back_what_they_did_before_all_is_killed(tmp_path: Path) ->
     with shell_of(f"(echo go; exec sleep 1000) | {healer} & exec sleep 1000") as shell:
         wait_for(lambda: path.exists() and path.read_text())
         stop, go = (["tree", one, shell.pid] for one in (signal.SIGSTOP, signal.SIGCONT))
-        stopping = Healing([stop], [go])
+        stopping = RunningFault([stop], [go])
         wait_for(lambda: state(shell.pid) == "T")
         (other,) = [pid for pid in children(shell.pid) if comm(pid) == "ftrun-healer"]
         assert state(other) != "T"
         stopping.end()
-        Healing([["tree", signal.SIGKILL, shell.pid]], []).end()
+        RunningFault([["tree", signal.SIGKILL, shell.pid]], []).end()
         shell.wait()
         assert not path.exists()
         wait_for(lambda: not start_time(other))
@@ -157,7 +157,7 @@ def children(pid: int) -> list[int]:
 def test_a_stranger_with_an_old_number_is_not_touched(sleeper: "subprocess.Popen[bytes]") -> None:
     (who,) = named(sleeper.pid)
     other = (who[0], who[1] + 1)
-    Healing([["signal", signal.SIGKILL, [other]]], []).end()
+    RunningFault([["signal", signal.SIGKILL, [other]]], []).end()
     assert sleeper.poll() is None
 
 

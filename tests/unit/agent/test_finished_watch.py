@@ -8,7 +8,7 @@ import pytest
 
 from ftrun.agent.cluster import finished_watch
 from ftrun.agent.cluster.finished_watch import LOOK_EVERY_S, FinishedWatch
-from ftrun.membership.discovery import Role
+from ftrun.membership.discovery import MemberRole
 from ftrun.membership.events import RunFinished
 
 LIFE = "7f"
@@ -42,12 +42,12 @@ def told_to(member: SimpleNamespace, directory: object) -> list[object]:
 
 def leading(*, is_paused: bool) -> SimpleNamespace:
     pause = SimpleNamespace(is_on=is_paused)
-    return SimpleNamespace(lead=SimpleNamespace(pause=pause), role=Role.LEADING)
+    return SimpleNamespace(lead=SimpleNamespace(pause=pause), role=MemberRole.LEADING)
 
 
-@pytest.mark.parametrize("role", [Role.JOINING, Role.SEEKING])
+@pytest.mark.parametrize("role", [MemberRole.JOINING, MemberRole.SEEKING])
 def test_a_node_without_a_leader_hears_that_its_run_has_finished(
-    role: Role, lives: list[str], tmp_path: Path
+    role: MemberRole, lives: list[str], tmp_path: Path
 ) -> None:
     member = SimpleNamespace(lead=None, role=role)
     assert told_to(member, str(tmp_path)) == [RunFinished("it has finished")]
@@ -63,4 +63,4 @@ def test_a_paused_leader_hears_it_and_one_that_decides_does_not(
 
 @pytest.mark.parametrize("directory", [None, "s3://bucket/saved"])
 def test_a_run_without_a_directory_has_no_record(directory: str | None, lives: list[str]) -> None:
-    assert told_to(SimpleNamespace(lead=None, role=Role.SEEKING), directory) == []
+    assert told_to(SimpleNamespace(lead=None, role=MemberRole.SEEKING), directory) == []

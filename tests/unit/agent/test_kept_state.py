@@ -2,11 +2,11 @@
 
 import msgspec
 
-from ftrun.agent.snapshots.kept_state import KeptState, decode_state, newer
+from ftrun.agent.snapshots.kept_state import PersistedAgentState, decode_state, newer
 from tests.unit.recovery.made import plan
 
-OLD = KeptState(plan(3, "ab"), took_effect=True)
-NEW = KeptState(plan(4, "ab"), took_effect=False)
+OLD = PersistedAgentState(plan(3, "ab"), took_effect=True)
+NEW = PersistedAgentState(plan(4, "ab"), took_effect=False)
 
 
 def test_the_newer_plan_counts_whoever_kept_it() -> None:
@@ -24,9 +24,9 @@ def test_of_one_plan_the_word_that_it_took_effect_counts() -> None:
 def test_where_one_has_nothing_the_other_counts() -> None:
     nothing = decode_state(b"")
     assert newer(nothing, OLD) == newer(OLD, nothing) == OLD
-    assert newer(nothing, nothing) == KeptState()
+    assert newer(nothing, nothing) == PersistedAgentState()
 
 
 def test_what_was_kept_is_read_again_and_what_another_version_kept_is_not() -> None:
     assert decode_state(OLD.encode()) == OLD
-    assert decode_state(b'{"plan": {"of": "another version"}}') == KeptState()
+    assert decode_state(b'{"plan": {"of": "another version"}}') == PersistedAgentState()

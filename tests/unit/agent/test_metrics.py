@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ftrun.agent.publish.metrics import RunCollector, text_of
 from ftrun.agent.publish.metrics_server import MAX_CONNECTIONS, MetricsServer, read_token
-from ftrun.agent.publish.run_figures import Figures, Spread
+from ftrun.agent.publish.run_figures import DurationHistogram, RunCounters
 
 STATUS: dict[str, Any] = {
     "run_id": 'a"b\n\\', "script": "/home/me/train.py", "node": "n0", "generation": 2,
@@ -30,7 +30,7 @@ STATUS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def samples(status: dict[str, Any], figures: Figures) -> dict[str, float]:
+def samples(status: dict[str, Any], figures: RunCounters) -> dict[str, float]:
     text = text_of(RunCollector(lambda: status, lambda: figures)).decode()
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
@@ -46,10 +46,10 @@ def samples(status: dict[str, Any], figures: Figures) -> dict[str, float]:
 
 
 def test_figures_are_read_by_prometheus_own_parser() -> None:
-    spread = Spread()
+    spread = DurationHistogram()
     for took_s in (0.07, 0.3, 1000.0):
         spread.add(took_s)
-    figures = Figures(
+    figures = RunCounters(
         restarts=2, incidents={"crash": 1, "GIL stuck": 1}, recovery={"total": spread},
         seconds={"productive": 90.0, "paused": 10.0}, goodput=0.9,
     )  # fmt: skip
@@ -79,7 +79,7 @@ def test_figures_are_read_by_prometheus_own_parser() -> None:
 def test_what_is_not_known_is_left_out() -> None:
     nothing = {**STATUS["snapshots"], "step": None, "age_s": None, "protected": False}
     status = {**STATUS, "ranks": [], "life": None, "snapshots": nothing}
-    found = samples(status, Figures())
+    found = samples(status, RunCounters())
     for name in ("step", "snapshot_age_steps", "snapshot_age_seconds", "goodput_ratio", "loss"):
         assert f"ftrun_{name}" not in found
     assert found["ftrun_protected"] == 0
@@ -94,7 +94,7 @@ def test_the_node_that_leads_shows_all_nodes() -> None:
     ]  # fmt: skip
     lost = {"node": "n3", "place": "lost", "why": "silent", "ranks": []}
     status = {**STATUS, "cluster": {"nodes": [*nodes, lost], "survives": 1}}
-    found = samples(status, Figures())
+    found = samples(status, RunCounters())
     assert found["ftrun_step"] == 52
     assert found["ftrun_rank_step{node=n2,rank=2}"] == 52
     assert found["ftrun_nodes{place=lost}"] == 1

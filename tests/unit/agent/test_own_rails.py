@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ftrun.agent.cluster.interfaces import Interface, _device, interfaces
+from ftrun.agent.cluster.interfaces import NetworkInterface, _device, interfaces
 from ftrun.agent.cluster.own_rails import MAX_RAILS, listen_on, own_rails, rails_among
 from ftrun.errors import UsageError
 from ftrun.wire.cluster.generation import NodeCard
@@ -13,15 +13,19 @@ from ftrun.wire.cluster.rails import Rail
 from ftrun.wire.transport.tcp import listen_tcp
 
 
-def interface(name: str, *hosts: str, driver: str = "mlx5_core", **more: object) -> Interface:
+def interface(
+    name: str, *hosts: str, driver: str = "mlx5_core", **more: object
+) -> NetworkInterface:
     addresses = [(host, 64 if ":" in host else 24) for host in hosts]
-    return Interface(name, is_up=True, addresses=addresses, driver=driver, **more)  # type: ignore[arg-type]
+    return NetworkInterface(name, is_up=True, addresses=addresses, driver=driver, **more)  # type: ignore[arg-type]
 
 
-LO = Interface("lo", is_up=True, is_loopback=True, addresses=[("127.0.0.1", 8), ("::1", 128)])
+LO = NetworkInterface(
+    "lo", is_up=True, is_loopback=True, addresses=[("127.0.0.1", 8), ("::1", 128)]
+)
 ETH0 = interface("eth0", "10.0.0.5", "fe80::5", speed_mbit=10_000, duplex="full")
 IB0 = interface("ib0", "fe80::7", "fd00::7", "10.1.0.5", hca="mlx5_0")
-DOWN = Interface("eth9", addresses=[("10.9.0.5", 24)])
+DOWN = NetworkInterface("eth9", addresses=[("10.9.0.5", 24)])
 
 
 def names(found: list[Rail]) -> list[str]:
@@ -48,7 +52,7 @@ def test_the_rail_of_the_card_is_first_and_others_have_their_figures() -> None:
     ],
     ids=lambda one: one.name,
 )
-def test_what_leads_to_no_other_node_is_left_out(inner: Interface) -> None:
+def test_what_leads_to_no_other_node_is_left_out(inner: NetworkInterface) -> None:
     assert names(rails_among([ETH0, inner], "10.0.0.5", [], only_first=False)) == ["eth0"]
 
 
@@ -127,7 +131,7 @@ def test_labels_of_addresses_are_no_interfaces() -> None:
 def test_interfaces_that_cannot_be_listed_cost_no_start(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def fails() -> list[Interface]:
+    def fails() -> list[NetworkInterface]:
         raise error
 
     monkeypatch.setattr("ftrun.agent.cluster.own_rails.interfaces", fails)

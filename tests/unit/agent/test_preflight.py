@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from ftrun.agent.cgroup_room import cgroup_room
-from ftrun.agent.observe.node_check import PreflightDesk
+from ftrun.agent.observe.node_check import NodeCheck
 from ftrun.agent.observe.nvidia import soundness
 from ftrun.agent.observe.preflight import (
     clock_fault,
@@ -25,8 +25,8 @@ from ftrun.agent.observe.preflight import (
 )
 from ftrun.config import NodesSpec, Profile, RunSpec
 from ftrun.journal import Journal, read_journal
-from ftrun.membership.events import Checked
-from ftrun.monitor.node_fitness import Figures, Outcome
+from ftrun.membership.events import NodeChecked
+from ftrun.monitor.node_fitness import CheckOutcome, NodeMeasurements
 from ftrun.wire.transport.identity import PeerIdentity
 
 WAIT_S = 60.0
@@ -49,7 +49,7 @@ def test_the_program_tells_the_limits_of_its_own_process(tmp_path: Path) -> None
     words = [sys.executable, "-m", "ftrun.agent.observe.preflight", str(tmp_path)]
     command = f"ulimit -n 77; exec {shlex.join(words)}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, check=True, timeout=WAIT_S)
-    assert msgspec.json.decode(done.stdout, type=Figures).open_files == 77
+    assert msgspec.json.decode(done.stdout, type=NodeMeasurements).open_files == 77
 
 
 def test_only_the_room_is_read_where_time_is_dear(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_without_gpus_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the desk ---------------------------------------------------------------------------------
 
 
-def desk_of(folder: Path, *, nodes: bool = True, **keys: object) -> PreflightDesk:
+def desk_of(folder: Path, *, nodes: bool = True, **keys: object) -> NodeCheck:
     about = NodesSpec(
         min_nodes=2, max_nodes=2, endpoint_host="127.0.0.1", endpoint_port=29400, node_id="b"
     )
@@ -187,7 +187,7 @@ def desk_of(folder: Path, *, nodes: bool = True, **keys: object) -> PreflightDes
         profile=profile,
         nodes=about if nodes else None,
     )
-    return PreflightDesk(spec, Journal(folder, who="agent"))
+    return NodeCheck(spec, Journal(folder, who="agent"))
 
 
 def lines(folder: Path) -> list[dict[str, object]]:
@@ -195,7 +195,7 @@ def lines(folder: Path) -> list[dict[str, object]]:
 
 
 def test_a_node_of_several_is_checked_whole_and_told(tmp_path: Path) -> None:
-    desk, told = desk_of(tmp_path, limit_s=60.0), list[Checked]()
+    desk, told = desk_of(tmp_path, limit_s=60.0), list[NodeChecked]()
     desk.begin(is_awaited=False)
     desk.first()
     desk.join(ME, None, told.append)
@@ -236,7 +236,7 @@ def test_a_check_that_hangs_is_a_warning(tmp_path: Path, monkeypatch: pytest.Mon
     desk.begin(is_awaited=False)
     desk.first()
     assert desk.fitness is not None
-    assert desk.fitness.outcome is Outcome.WARN
+    assert desk.fitness.outcome is CheckOutcome.WARN
     assert str(desk.fitness) == "the check was not done within 0.1 s"
     assert desk.fitness.figures.free_memory_bytes > 0
     desk.close()
@@ -262,7 +262,7 @@ def test_an_unfit_node_checks_itself_until_it_is_fit(tmp_path: Path) -> None:
 
 
 def test_a_check_that_is_wanted_again_has_that_number(tmp_path: Path) -> None:
-    desk, told = desk_of(tmp_path, limit_s=60.0), list[Checked]()
+    desk, told = desk_of(tmp_path, limit_s=60.0), list[NodeChecked]()
     desk.begin(is_awaited=True)
     desk.first()
     desk.join(ME, None, told.append)
@@ -275,12 +275,12 @@ def test_a_check_that_is_wanted_again_has_that_number(tmp_path: Path) -> None:
 
 
 def test_a_link_that_cannot_be_measured_is_told_and_no_failure(tmp_path: Path) -> None:
-    desk, told = desk_of(tmp_path, limit_s=60.0), list[Checked]()
+    desk, told = desk_of(tmp_path, limit_s=60.0), list[NodeChecked]()
     desk.begin(is_awaited=False)
     desk.first()
     desk.join(ME, None, told.append)
     desk.dialled("a", "127.0.0.1", 9)
-    assert told[-1].fitness.outcome is Outcome.WARN
+    assert told[-1].fitness.outcome is CheckOutcome.WARN
     assert told[-1].fitness.warnings[0].startswith("the link to a was not measured: ")
     before = len(told)
     desk.dialled("c", "127.0.0.1", 9)

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from ftrun.agent.cluster import rail_heartbeat as rail_pulse
-from ftrun.agent.cluster.rail_heartbeat import RailPulse
-from ftrun.membership.events import Heard
-from ftrun.wire.cluster.generation import NodeCard, Plan, PlanNode
-from ftrun.wire.cluster.messages import RoadSilent
+from ftrun.agent.cluster.rail_heartbeat import RailHeartbeat
+from ftrun.membership.events import MessageReceived
+from ftrun.wire.cluster.generation import GenerationPlan, NodeCard, PlanMember
+from ftrun.wire.cluster.messages import RailSilent
 from ftrun.wire.cluster.rails import Rail
 from ftrun.wire.transport.secret import Secret, make_secret
 from ftrun.wire.transport.tcp import listen_tcp
@@ -37,7 +37,9 @@ def free_card(node_id: str, number: int, rails: int = 2) -> NodeCard:
 class Node:
     """One node's pulse, and what it tells."""
 
-    def __init__(self, card: NodeCard, plan: Plan, lead: NodeCard, secret: Secret | None) -> None:
+    def __init__(
+        self, card: NodeCard, plan: GenerationPlan, lead: NodeCard, secret: Secret | None
+    ) -> None:
         self.told: SimpleQueue[tuple[str, Any]] = SimpleQueue()
         brain: Any = SimpleNamespace(
             plan=plan,
@@ -46,7 +48,7 @@ class Node:
             tell=lambda event: self.told.put(("", event)),
             thread=SimpleNamespace(send=lambda to, body: self.told.put((to, body))),
         )
-        self.pulse = RailPulse("run", card, secret, brain)
+        self.pulse = RailHeartbeat("run", card, secret, brain)
         self.pulse.start()
 
 
@@ -58,9 +60,9 @@ def wait_until_heard(*nodes: Node) -> None:
         time.sleep(0.02)
 
 
-def plan_of(cards: list[NodeCard]) -> Plan:
-    members = [PlanNode(card, rank) for rank, card in enumerate(cards)]
-    return Plan(0, cards[0].node_id, "", members, [], None, "", "", 0)
+def plan_of(cards: list[NodeCard]) -> GenerationPlan:
+    members = [PlanMember(card, rank) for rank, card in enumerate(cards)]
+    return GenerationPlan(0, cards[0].node_id, "", members, [], None, "", "", 0)
 
 
 def cut(card: NodeCard, rail: int) -> NodeCard:
@@ -84,8 +86,8 @@ def test_a_rail_that_falls_silent_is_told_to_the_lead_and_no_other(
     nodes[1].pulse._brain.__dict__["plan"] = broken
     where, what = nodes[0].told.get(timeout=WAIT_S)
     assert where == ""
-    assert isinstance(what, Heard)
-    assert isinstance(what.message, RoadSilent)
+    assert isinstance(what, MessageReceived)
+    assert isinstance(what.message, RailSilent)
     assert (what.node_id, what.message.source, what.message.rail) == ("a", "b", "eth1")
     assert nodes[1].told.empty()
 

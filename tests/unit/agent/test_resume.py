@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from ftrun.agent.snapshots.resume import Source, sources_of
+from ftrun.agent.snapshots.resume import CheckpointSource, sources_of
 from ftrun.config import Profile, RunSpec
 
 LIFE = "1f2e3d"
@@ -28,27 +28,27 @@ def spec(place: Path, *, resume: str, directory: str | None = "saved") -> RunSpe
 
 def test_auto_takes_whatever_is_there(tmp_path: Path) -> None:
     (found,) = sources_of(spec(tmp_path, resume="auto"), LIFE, has_committed=True)
-    assert found == Source(str(tmp_path / "saved"))
+    assert found == CheckpointSource(str(tmp_path / "saved"))
     assert not sources_of(spec(tmp_path, resume="auto", directory=None), LIFE, has_committed=False)
 
 
 def test_never_takes_what_the_run_has_written(tmp_path: Path) -> None:
     (found,) = sources_of(spec(tmp_path, resume="never"), LIFE, has_committed=False)
-    assert found == Source(str(tmp_path / "saved"), life=LIFE)
+    assert found == CheckpointSource(str(tmp_path / "saved"), life=LIFE)
     assert "this run has written no checkpoint" in found.why_none
 
 
 def test_a_path_comes_after_what_the_run_has_written(tmp_path: Path) -> None:
     old = tmp_path / "old" / "step-00000003-g0"
     old.mkdir(parents=True)
-    own = Source(str(tmp_path / "saved"), life=LIFE)
+    own = CheckpointSource(str(tmp_path / "saved"), life=LIFE)
     found = sources_of(spec(tmp_path, resume="old"), LIFE, has_committed=True)
-    assert found == [own, Source(str(tmp_path / "old"))]
+    assert found == [own, CheckpointSource(str(tmp_path / "old"))]
     (old / "index.json").touch()
     (tmp_path / "old" / "latest").symlink_to(old.name)
     for wish in ("old/latest", "old/step-00000003-g0/"):
         found = sources_of(spec(tmp_path, resume=wish), LIFE, has_committed=True)
-        assert found == [own, Source(str(tmp_path / "old"), only=old.name)]
+        assert found == [own, CheckpointSource(str(tmp_path / "old"), only=old.name)]
 
 
 @pytest.mark.parametrize("has_committed", [False, True])
@@ -57,18 +57,21 @@ def test_without_a_directory_a_path_is_only_where_the_run_begins(
 ) -> None:
     wanted = spec(tmp_path, resume="old", directory=None)
     found = sources_of(wanted, LIFE, has_committed=has_committed)
-    assert found == ([] if has_committed else [Source(str(tmp_path / "old"))])
+    assert found == ([] if has_committed else [CheckpointSource(str(tmp_path / "old"))])
 
 
 def test_a_url_says_by_its_last_part_whether_it_is_one_checkpoint(tmp_path: Path) -> None:
     for wish, found in (
-        ("ftp://me:pw@h/run", Source("ftp://me:pw@h/run")),
-        ("ftp://me:pw@h/run/latest", Source("ftp://me:pw@h/run", only="latest")),
-        ("s3://b/r/step-00000003-g0-0-1/", Source("s3://b/r", only="step-00000003-g0-0-1")),
+        ("ftp://me:pw@h/run", CheckpointSource("ftp://me:pw@h/run")),
+        ("ftp://me:pw@h/run/latest", CheckpointSource("ftp://me:pw@h/run", only="latest")),
+        (
+            "s3://b/r/step-00000003-g0-0-1/",
+            CheckpointSource("s3://b/r", only="step-00000003-g0-0-1"),
+        ),
     ):
         wanted = spec(tmp_path, resume=wish, directory="gs://b/own")
         assert sources_of(wanted, LIFE, has_committed=True) == [
-            Source("gs://b/own", life=LIFE),
+            CheckpointSource("gs://b/own", life=LIFE),
             found,
         ]
-    assert "pw" not in Source("ftp://me:pw@h/run").why_none
+    assert "pw" not in CheckpointSource("ftp://me:pw@h/run").why_none

@@ -6,11 +6,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ftrun.agent.snapshots.smp_client import SmpLink
+from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.agent.snapshots.topology import begin_generation
 from ftrun.config import RunSpec
-from ftrun.wire.cluster.generation import NodeCard, Plan, PlanNode
-from ftrun.wire.cluster.rails import Rail, RoadsPlan
+from ftrun.wire.cluster.generation import GenerationPlan, NodeCard, PlanMember
+from ftrun.wire.cluster.rails import NetworkPlan, Rail
 from ftrun.wire.messages.smp import BeginGeneration
 from ftrun.wire.run_environment import RunFolder
 
@@ -25,9 +25,9 @@ def card(number: int, *, second: str = "eth1") -> NodeCard:
     return NodeCard(NAMES[number], number, rails[0].host, 29400, 1, rails=rails)
 
 
-def plan(*cards: NodeCard, roads: RoadsPlan | None = None) -> Plan:
-    members = [PlanNode(one, rank) for rank, one in enumerate(cards)]
-    return Plan(
+def plan(*cards: NodeCard, roads: NetworkPlan | None = None) -> GenerationPlan:
+    members = [PlanMember(one, rank) for rank, one in enumerate(cards)]
+    return GenerationPlan(
         generation=3,
         lead="a",
         why="a test",
@@ -45,15 +45,15 @@ def plan(*cards: NodeCard, roads: RoadsPlan | None = None) -> Plan:
 
 
 @pytest.fixture
-def begun(tmp_path: Path) -> Callable[[Plan, str], BeginGeneration]:
+def begun(tmp_path: Path) -> Callable[[GenerationPlan, str], BeginGeneration]:
     spec = RunSpec(
         run_id="run", script="train.py", torchrun_argv=[], log_folder="/nowhere", cwd=str(tmp_path)
     )
-    smp = SmpLink(RunFolder(tmp_path), 1.0)
+    smp = AgentSmpClient(RunFolder(tmp_path), 1.0)
     return lambda made, node_id: begin_generation(made, node_id, spec, None, smp, old_world_size=0)
 
 
-Begun = Callable[[Plan, str], BeginGeneration]
+Begun = Callable[[GenerationPlan, str], BeginGeneration]
 
 
 def hosts(body: BeginGeneration) -> list[list[str]]:
@@ -70,7 +70,7 @@ def test_the_rail_of_the_address_is_dialled_first(begun: Begun) -> None:
 
 
 def test_the_rail_for_snapshots_is_dialled_first_whatever_a_node_calls_it(begun: Begun) -> None:
-    roads = RoadsPlan(snapshot_rail="eth1", snapshot_bytes_per_s=40_000_000)
+    roads = NetworkPlan(snapshot_rail="eth1", snapshot_bytes_per_s=40_000_000)
     made = plan(card(0), card(1, second="enp3"), card(2), roads=roads)
     body = begun(made, "a")
     assert hosts(body) == [[f"10.0.1.{number}", f"10.0.0.{number}"] for number in range(3)]
@@ -82,7 +82,7 @@ def test_a_node_with_one_rail_is_where_it_was(begun: Begun) -> None:
     one = card(1)
     alone = msgspec.structs.replace(one, rails=one.rails[:1])
     before = msgspec.structs.replace(card(2), rails=[])
-    body = begun(plan(card(0), alone, before, roads=RoadsPlan(snapshot_rail="eth1")), "a")
+    body = begun(plan(card(0), alone, before, roads=NetworkPlan(snapshot_rail="eth1")), "a")
     assert hosts(body) == [["10.0.1.0", "10.0.0.0"], [], []]
     assert [place.host for place in body.group] == ["10.0.1.0", "10.0.0.1", "10.0.0.2"]
 

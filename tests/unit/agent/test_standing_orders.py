@@ -7,28 +7,28 @@ import pytest
 
 from ftrun.agent.snapshots.standing_orders import REPEAT_S, StandingOrders
 from ftrun.ids import version
-from ftrun.recovery.commands import Abandon, Commit
-from ftrun.wire.shared_memory.pages import Command, Page, create_command_page
+from ftrun.recovery.commands import AbandonStep, CommitSnapshot
+from ftrun.wire.shared_memory.pages import CommandField, SharedPage, create_command_page
 
 LATER_S = 10.0 + REPEAT_S
 
 
 @pytest.fixture
-def page() -> Iterator[Page]:
+def page() -> Iterator[SharedPage]:
     fd = create_command_page()
-    yield Page(fd)
+    yield SharedPage(fd)
     os.close(fd)
 
 
-def show(page: Page, *, generation: int, step: int, within: int) -> None:
-    page.set(Command.COMMITTED_STEP, step)
-    page.set(Command.COMMITTED_GENERATION, generation)
-    page.set(Command.COMMITTED_IN, within)
+def show(page: SharedPage, *, generation: int, step: int, within: int) -> None:
+    page.set(CommandField.COMMITTED_STEP, step)
+    page.set(CommandField.COMMITTED_GENERATION, generation)
+    page.set(CommandField.COMMITTED_IN, within)
 
 
-def test_a_commit_is_repeated_until_it_is_shown(page: Page) -> None:
+def test_a_commit_is_repeated_until_it_is_shown(page: SharedPage) -> None:
     orders = StandingOrders()
-    commit = Commit(version(2, 5))
+    commit = CommitSnapshot(version(2, 5))
     orders.keep(commit, 2, now_s=10.0)
     assert orders.unheard(page, 2, now_s=10.0) == []
     assert orders.unheard(page, 2, now_s=LATER_S) == [commit]
@@ -38,26 +38,28 @@ def test_a_commit_is_repeated_until_it_is_shown(page: Page) -> None:
     assert orders.unheard(page, 2, now_s=LATER_S + 9.0) == []
 
 
-def test_a_restored_version_counts_only_in_the_generation_that_has_committed_it(page: Page) -> None:
+def test_a_restored_version_counts_only_in_the_generation_that_has_committed_it(
+    page: SharedPage,
+) -> None:
     orders = StandingOrders()
-    orders.keep(Commit(version(1, 5)), 2, now_s=10.0)
+    orders.keep(CommitSnapshot(version(1, 5)), 2, now_s=10.0)
     show(page, generation=1, step=5, within=1)
-    assert orders.unheard(page, 2, now_s=LATER_S) == [Commit(version(1, 5))]
+    assert orders.unheard(page, 2, now_s=LATER_S) == [CommitSnapshot(version(1, 5))]
     show(page, generation=1, step=5, within=2)
     assert orders.unheard(page, 2, now_s=LATER_S + REPEAT_S) == []
 
 
-def test_an_abandoned_step_is_repeated_until_it_is_shown(page: Page) -> None:
+def test_an_abandoned_step_is_repeated_until_it_is_shown(page: SharedPage) -> None:
     orders = StandingOrders()
-    orders.keep(Abandon(7), 2, now_s=10.0)
-    assert orders.unheard(page, 2, now_s=LATER_S) == [Abandon(7)]
-    page.set(Command.ABANDONED_STEP, 8)
+    orders.keep(AbandonStep(7), 2, now_s=10.0)
+    assert orders.unheard(page, 2, now_s=LATER_S) == [AbandonStep(7)]
+    page.set(CommandField.ABANDONED_STEP, 8)
     assert orders.unheard(page, 2, now_s=LATER_S + REPEAT_S) == []
 
 
-def test_nothing_is_repeated_in_another_generation(page: Page) -> None:
+def test_nothing_is_repeated_in_another_generation(page: SharedPage) -> None:
     orders = StandingOrders()
-    orders.keep(Abandon(7), 2, now_s=10.0)
+    orders.keep(AbandonStep(7), 2, now_s=10.0)
     assert orders.unheard(page, 3, now_s=LATER_S) == []
-    orders.keep(Commit(version(3, 9)), 3, now_s=10.0)
-    assert orders.unheard(page, 3, now_s=LATER_S) == [Commit(version(3, 9))]
+    orders.keep(CommitSnapshot(version(3, 9)), 3, now_s=10.0)
+    assert orders.unheard(page, 3, now_s=LATER_S) == [CommitSnapshot(version(3, 9))]

@@ -5,7 +5,12 @@ import socket
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ftrun.agent.launch.rendezvous import Placement, PlanHandler, StorePool, make_store
+from ftrun.agent.launch.rendezvous import (
+    NodePlacement,
+    PlanRendezvousHandler,
+    StorePool,
+    make_store,
+)
 
 OWN, OTHER = "127.0.0.1", "127.78.0.2"
 
@@ -54,8 +59,8 @@ def test_a_port_that_cannot_be_had_costs_no_agent() -> None:
     with socket.socket() as taken:
         taken.bind((OTHER, port))
         taken.listen()
-        handler = PlanHandler("run", pool)
-        handler.placement = Placement(0, 2, 0, 2, OTHER, port, OTHER)
+        handler = PlanRendezvousHandler("run", pool)
+        handler.placement = NodePlacement(0, 2, 0, 2, OTHER, port, OTHER)
         info = handler.next_rendezvous()
     # Ranks of this node are told a store that there is, and wait there for those who do not come.
     assert info.bootstrap_store_info.master_addr == OWN

@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
-from ftrun.agent.snapshots.kept_state import KeptState
-from ftrun.agent.snapshots.stub_link import KEPT_FDS, STUB_SOCKET, StubLink, kept
+from ftrun.agent.snapshots.kept_state import PersistedAgentState
+from ftrun.agent.snapshots.stub_link import KEPT_FDS, STUB_SOCKET, StubClient, kept
 from tests.unit.recovery.made import card, plan
 
 # An agent keeps its end of the socket until its process ends; here it is collected before.
@@ -36,10 +36,10 @@ def test_state_and_memory_come_to_the_next_agent_and_to_the_one_after_it(
     stub: socket.socket, monkeypatch: pytest.MonkeyPatch, num_nodes: int
 ) -> None:
     cards = [card(f"node-{number}") for number in range(num_nodes)]
-    state = KeptState(plan(1, cards), took_effect=True)
+    state = PersistedAgentState(plan(1, cards), took_effect=True)
     arena = os.memfd_create("arena")
     os.write(arena, b"bytes")
-    StubLink().keep([arena], state)
+    StubClient().keep([arena], state)
     os.close(arena)
     names = inherited(stub)
     again = ",".join(str(os.dup(int(fd))) for fd in names.split(","))
@@ -56,7 +56,7 @@ def test_state_and_memory_come_to_the_next_agent_and_to_the_one_after_it(
 def test_the_same_is_not_sent_twice_and_a_stub_that_is_gone_harms_nobody(
     stub: socket.socket,
 ) -> None:
-    link, state = StubLink(), KeptState(took_effect=True)
+    link, state = StubClient(), PersistedAgentState(took_effect=True)
     link.keep([], state)
     link.keep([], state)
     inherited(stub)
@@ -64,9 +64,9 @@ def test_the_same_is_not_sent_twice_and_a_stub_that_is_gone_harms_nobody(
     with pytest.raises(BlockingIOError):
         stub.recv(1)
     stub.close()
-    link.keep([], KeptState())
+    link.keep([], PersistedAgentState())
 
 
 def test_nothing_was_kept_for_a_first_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEPT_FDS, raising=False)
-    assert kept() == ([], KeptState())
+    assert kept() == ([], PersistedAgentState())

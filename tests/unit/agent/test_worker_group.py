@@ -16,27 +16,27 @@ SETUP = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from ftrun import process_tree
-from ftrun.agent.launch.process import Child, spawn
-from ftrun.agent.snapshots.smp_client import SmpLink
+from ftrun.agent.launch.process import ChildProcess, spawn
+from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.agent.launch.worker_group import WorkerGroup
-from ftrun.agent.launch.warm_start import Place, WorkerHandle, WorkerStarter
+from ftrun.agent.launch.warm_start import LaunchSlot, WorkerHandle, WorkerStarter
 from ftrun.config import RunSpec
 from ftrun.journal import Journal
 from ftrun.linux import become_subreaper
 from ftrun.wire import environment as env
-from ftrun.wire.shared_memory.pages import Page, create_page
+from ftrun.wire.shared_memory.pages import SharedPage, create_page
 from ftrun.wire.run_environment import RunFolder
 
 def group_of(*commands, stuck_pids=()):
     become_subreaper()
     spec = RunSpec(run_id="r", script="s", torchrun_argv=[], log_folder=".", cwd=".")
     starter = WorkerStarter(None, Journal(Path("."), who="agent"))
-    smp = SmpLink(RunFolder(Path(".")), 1.0)
+    smp = AgentSmpClient(RunFolder(Path(".")), 1.0)
     group = WorkerGroup(spec, smp=smp, starter=starter, stuck_pids=stuck_pids)
     variables = {**os.environ, env.AGENT_PID: str(os.getpid())}
     for rank, command in enumerate(commands):
         fd = create_page("rank")
-        place = Place(rank, fd, Page(fd), fd, "", None, {})
+        place = LaunchSlot(rank, fd, SharedPage(fd), fd, "", None, {})
         child = spawn(["sh", "-c", command], name="rank", variables=variables, new_session=True)
         starter.handles[rank] = WorkerHandle(rank, child, place, "fresh")
     return group
@@ -105,7 +105,7 @@ print("clean")
 REPORTED = """
 # A node whose ranks have ended is not reported as running.
 from types import SimpleNamespace
-from ftrun.agent.report import NodeReport
+from ftrun.agent.report import NodeReporter
 group = group_of("sleep 600")
 told = []
 repeats = SimpleNamespace(warning="")
@@ -119,7 +119,7 @@ run = SimpleNamespace(
     eyes=SimpleNamespace(p99_s=0.0, views=(), sample=None),
     brain=SimpleNamespace(tell=lambda here: told.append(here.beat)),
 )
-report = NodeReport(run)
+report = NodeReporter(run)
 
 def state():
     report.tell(now_s=time.monotonic(), is_urgent=False)

@@ -9,7 +9,7 @@ from ftrun.errors import FtrunError
 from ftrun.tools.drill import environments as drill_places
 from ftrun.tools.drill.drill_plan_files import plan_from
 from ftrun.tools.drill.environments import environment, load_script
-from ftrun.tools.drill.jobs import Job, job_for, steps_for
+from ftrun.tools.drill.jobs import DrillJob, job_for, steps_for
 from ftrun.tools.drill.plan import trials_of
 
 
@@ -29,7 +29,7 @@ def test_steps_are_enough_for_every_fault_and_whole_epochs() -> None:
 
 
 def test_newest_step_is_found_in_a_file_that_is_being_written(tmp_path: Path) -> None:
-    job = Job("ddp", ("train.py", "--folder", "FOLDER"), ("rank0.jsonl",), 100)
+    job = DrillJob("ddp", ("train.py", "--folder", "FOLDER"), ("rank0.jsonl",), 100)
     (path,) = job.note_files(tmp_path)
     assert job.last_step(path) == -1
     lines = [json.dumps({"kind": "step", "step": step, "loss": "0x1p0"}) for step in range(500)]

@@ -7,24 +7,24 @@ from pathlib import Path
 import pytest
 
 from ftrun.tools.drill.drill_outcome import Outcome, difference, outcome_of
-from ftrun.tools.drill.expected import Expected, expected_of
-from ftrun.tools.drill.judge import JournalLine, Row, is_over, judge, row_of
-from ftrun.tools.drill.plan import Trial
+from ftrun.tools.drill.expected import ExpectedOutcome, expected_of
+from ftrun.tools.drill.judge import DecodedLine, FaultResult, is_over, judge, row_of
+from ftrun.tools.drill.plan import FaultTrial
 from ftrun.tools.drill.series import batches, compare_all
 from ftrun.wire.fault_catalog import FAULTS
 
 RECORDED = Path(__file__).parent / "journals" / "drill.jsonl"
 
 
-def trial(kind: str, rank: int = -1, **more: object) -> Trial:
+def trial(kind: str, rank: int = -1, **more: object) -> FaultTrial:
     expected = replace(expected_of(kind, rank=rank), **more)  # type: ignore[arg-type]
-    return Trial(kind, kind, rank, -1, 0, None, None, expected)
+    return FaultTrial(kind, kind, rank, -1, 0, None, None, expected)
 
 
-def lines_of(fault: str) -> tuple[str, list[JournalLine]]:
+def lines_of(fault: str) -> tuple[str, list[DecodedLine]]:
     """The order's id, and the lines from its order up to the next one."""
     lines = [json.loads(line) for line in RECORDED.read_text().splitlines()]
-    found: list[JournalLine] = []
+    found: list[DecodedLine] = []
     for line in lines:
         if line["kind"] == "FaultOrdered" and found:
             break
@@ -33,7 +33,7 @@ def lines_of(fault: str) -> tuple[str, list[JournalLine]]:
     return str(found[0]["id"]), found
 
 
-def judged(it: Trial, lines: list[JournalLine], order_id: str) -> Row:
+def judged(it: FaultTrial, lines: list[DecodedLine], order_id: str) -> FaultResult:
     row = row_of(it, "ddp", "1 x 2")
     judge(it, row, lines, order_id=order_id)
     return row
@@ -129,9 +129,10 @@ def test_limits_of_time_and_steps() -> None:
     ]
 
 
-def rows_at(*steps: int) -> list[Row]:
+def rows_at(*steps: int) -> list[FaultResult]:
     return [
-        Row("f", "f", fired=True, fired_step=step, in_effect=True, passed=True) for step in steps
+        FaultResult("f", "f", fired=True, fired_step=step, in_effect=True, passed=True)
+        for step in steps
     ]
 
 
@@ -179,4 +180,4 @@ def test_what_must_be_alone_gets_a_run_of_its_own() -> None:
     assert [len(batch) for batch in found] == [2, 1, 2, 1]
     assert found[1] == [one]
     assert list(batches([], 2)) == []
-    assert Expected().verdicts == ()
+    assert ExpectedOutcome().verdicts == ()

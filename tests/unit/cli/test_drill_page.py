@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from ftrun.tools.drill.drill_page import drill_page
 from ftrun.tools.drill.drill_table import HEAD, cells, grouped, line, markdown, summary
-from ftrun.tools.drill.judge import Row
+from ftrun.tools.drill.judge import FaultResult
 from ftrun.tools.report.render.page import MAX_BYTES
 
-GOOD = Row(
+GOOD = FaultResult(
     "hang", "hang", "rank 1", "ddp", "2 x 2", "hang in computation", "hang in computation",
     fired=True, fired_step=20, in_effect=True, detected_s=9.5, recovered_s=11.0, culprits=[1],
     culprit_right=True, action="respawn", steps_lost=1, equal=True, passed=True,
@@ -16,11 +16,13 @@ BAD = replace(
     GOOD, target="rank 2", detected_s=12.25, culprit_right=False, equal=False, passed=False,
     steps_lost=3, problem="names ranks [1], not [2]",
 )  # fmt: skip
-QUIET = Row("smp-kill", "smp-kill", "the node", passed=True, found="no incident", steps_lost=0)
+QUIET = FaultResult(
+    "smp-kill", "smp-kill", "the node", passed=True, found="no incident", steps_lost=0
+)
 HOSTILE = "</td><script>alert(1)</script>\u202e\x1b[31m|<img src=http://x.invalid/y>"
 
 
-def page_of(rows: list[Row], name: str = "plan") -> str:
+def page_of(rows: list[FaultResult], name: str = "plan") -> str:
     return drill_page(
         rows, name=name, about=name, conditions=["2 cores"], took_s=100.0, source="drill.json",
         made_t_s=1.8e9,

@@ -16,11 +16,11 @@ from ftrun.cli.screen import terminal as render
 from ftrun.errors import FtrunError, UsageError
 from ftrun.tools.estimate import text as words
 from ftrun.tools.estimate.assumptions import ABOUT, Assumptions, flag_of
-from ftrun.tools.estimate.command import Wanted, estimated, node_counts
+from ftrun.tools.estimate.command import EstimateRequest, estimated, node_counts
 from ftrun.tools.estimate.estimate_flags import default_words, estimate_help
 from ftrun.tools.estimate.estimate_picture import picture
 from ftrun.tools.estimate.estimate_run import measured_in, nothing_measured
-from ftrun.tools.estimate.outlook import MAX_NODES, Decided, outlook
+from ftrun.tools.estimate.outlook import MAX_NODES, FixedChoices, outlook
 from ftrun.tools.report.render.svg import width_of
 from ftrun.tools.report.run import run_facts
 
@@ -37,8 +37,10 @@ def run(*line: str) -> str:
     return found.output
 
 
-def wanted(nodes: str = "64", values: dict[str, float] | None = None, **more: Any) -> Wanted:
-    return Wanted(nodes=nodes, values=values or {}, **more)
+def wanted(
+    nodes: str = "64", values: dict[str, float] | None = None, **more: Any
+) -> EstimateRequest:
+    return EstimateRequest(nodes=nodes, values=values or {}, **more)
 
 
 def document(*line: str) -> dict[str, Any]:
@@ -155,9 +157,9 @@ def test_small_parts_are_not_nothing() -> None:
         "0 %", "below 0.001 %", "0.02 %", "25.0 %"]  # fmt: skip
 
 
-def advice(nodes: int, decided: Decided | None = None, **values: float) -> dict[str, str]:
+def advice(nodes: int, decided: FixedChoices | None = None, **values: float) -> dict[str, str]:
     given = Assumptions(**values)
-    return dict(words.advice(outlook(nodes, given, decided or Decided()), given))
+    return dict(words.advice(outlook(nodes, given, decided or FixedChoices()), given))
 
 
 def test_each_choice_says_why() -> None:
@@ -177,17 +179,17 @@ def test_each_choice_says_why() -> None:
 def test_what_is_not_so_is_not_said() -> None:
     assert advice(1)["code"].startswith("none: one node")
     assert advice(16, risk=1.0)["code"].startswith("none is needed")
-    assert "as given" in advice(64, Decided(code=(6, 2)))["code"]
+    assert "as given" in advice(64, FixedChoices(code=(6, 2)))["code"]
     assert "nothing fails" in advice(64, rate=0.0)["goodput"]
     assert "protected first" in advice(16384, state_gb=100.0, snapshot_cost_s=0.1)["interval"]
-    assert "as auto does" in advice(2048, Decided(every=6))["interval"]
+    assert "as auto does" in advice(2048, FixedChoices(every=6))["interval"]
     assert "less" in advice(16, snapshot_cost_s=4000.0, state_gb=1e5)["goodput"]
     assert "at once" not in advice(2048, domain_share=0.0)["spares"]
 
 
 def test_the_model_says_where_it_is_too_kind() -> None:
     given = Assumptions()
-    few, many = (outlook(nodes, given, Decided()) for nodes in (2, 5000))
+    few, many = (outlook(nodes, given, FixedChoices()) for nodes in (2, 5000))
     assert any("below 16" in one for one in words.caveats([few, many], given))
     assert any("--crowding" in one for one in words.caveats([few, many], given))
     assert any("--restart-more" in one for one in words.caveats([few], given))

@@ -8,17 +8,17 @@ from ftrun.errors import UsageError
 from ftrun.tools.logs.files import log_files, parse_ranks
 from ftrun.tools.logs.log_lines import (
     MAX_LINE_BYTES,
-    Reader,
-    Splitter,
+    LineSplitter,
+    LogReader,
     lines_of,
     shown,
     tail_offset,
 )
-from ftrun.tools.report.journal import Line
+from ftrun.tools.report.journal import JournalLine
 
 
 def test_a_line_is_shown_when_it_is_whole() -> None:
-    splitter = Splitter()
+    splitter = LineSplitter()
     assert splitter.feed(b"one\ntw") == ["one"]
     assert splitter.feed(b"o\n\nthree") == ["two", ""]
     assert splitter.rest() == ["three"]
@@ -26,16 +26,16 @@ def test_a_line_is_shown_when_it_is_whole() -> None:
 
 
 def test_of_a_progress_bar_the_last_state_is_shown() -> None:
-    assert Splitter().feed(b" 10%\r 50%\r100%\n") == ["100%"]
-    assert Splitter().feed(b"windows\r\n") == ["windows"]
+    assert LineSplitter().feed(b" 10%\r 50%\r100%\n") == ["100%"]
+    assert LineSplitter().feed(b"windows\r\n") == ["windows"]
 
 
 def test_a_line_without_end_is_given_in_parts_and_not_kept_for_ever() -> None:
-    splitter = Splitter()
+    splitter = LineSplitter()
     parts = splitter.feed(b"x" * (2 * MAX_LINE_BYTES + 5))
     assert [len(part) for part in parts] == [MAX_LINE_BYTES] * 2
     assert splitter.rest() == ["xxxxx"]
-    bar = Splitter()
+    bar = LineSplitter()
     assert bar.feed(b"".join(b"%d%% of it\r" % n for n in range(100_000)) + b"done") == []
     assert bar.rest() == ["done"]
 
@@ -49,7 +49,7 @@ def test_colour_stays_and_ends_with_its_line_and_nothing_else_gets_through() -> 
 def test_reader_follows_growth_and_begins_anew_where_the_file_was_cut(tmp_path: Path) -> None:
     path = tmp_path / "stdout.log"
     path.write_text("a\nb\nc\n")
-    reader = Reader(path, offset=tail_offset(path, 1))
+    reader = LogReader(path, offset=tail_offset(path, 1))
     assert reader.grown() == ["c"]
     with path.open("a") as file:
         file.write("d\nhalf")
@@ -89,8 +89,8 @@ def test_ranks_as_they_are_typed() -> None:
             parse_ranks(wrong)
 
 
-def line(t_s: float, kind: str, node: str = "", **fields: object) -> Line:
-    return Line(t_s=t_s, node=node, kind=kind, mono_s=t_s, fields=fields)
+def line(t_s: float, kind: str, node: str = "", **fields: object) -> JournalLine:
+    return JournalLine(t_s=t_s, node=node, kind=kind, mono_s=t_s, fields=fields)
 
 
 def make(folder: Path, *names: str) -> None:

@@ -10,8 +10,8 @@ from ftrun.errors import FtrunError, UsageError
 from ftrun.tools.manifests.job import (
     GIB,
     OWN_BYTES,
-    Job,
-    Machine,
+    MachineSpec,
+    ManifestJob,
     job_of,
     quantity,
     seconds_of,
@@ -19,11 +19,11 @@ from ftrun.tools.manifests.job import (
 )
 
 
-def job(words: str, machine: Machine | None = None, **more: str) -> Job:
-    return job_of(words.split(), machine=machine or Machine(), **more)
+def job(words: str, machine: MachineSpec | None = None, **more: str) -> ManifestJob:
+    return job_of(words.split(), machine=machine or MachineSpec(), **more)
 
 
-def refused(words: str, machine: Machine | None = None, **more: str) -> str:
+def refused(words: str, machine: MachineSpec | None = None, **more: str) -> str:
     with pytest.raises(UsageError) as caught:
         job(words, machine, **more)
     return str(caught.value)
@@ -42,7 +42,7 @@ def refused(words: str, machine: Machine | None = None, **more: str) -> str:
     ],
 )
 def test_nodes_and_ranks(words: str, found: tuple[int, int, int, int]) -> None:
-    made = job(words, Machine(cpus=64, gpus=4))
+    made = job(words, MachineSpec(cpus=64, gpus=4))
     assert (made.least, made.most, made.spares, made.ranks) == found
     assert made.nodes == found[1] + found[2]
 
@@ -103,15 +103,15 @@ def test_an_engine_of_their_own_may_be_named() -> None:
 def test_snapshots_take_two_slots_and_parity(nodes: int, flags: str, times: float) -> None:
     """As docs/many-nodes.md has it: 2 (1 + M/K) S."""
     words = f"--nnodes {nodes} --nproc-per-node 2 {flags} train.py"
-    made = job(words, Machine(memory="100Gi", state="3Gi"))
+    made = job(words, MachineSpec(memory="100Gi", state="3Gi"))
     assert made.snapshot_bytes == math.ceil(3 * GIB * 2 * times)
     assert made.memory_bytes(5) == 100 * GIB + made.snapshot_bytes + 5 + OWN_BYTES
 
 
 def test_what_was_not_said_is_not_made_up() -> None:
     assert job("train.py").memory_bytes() is None
-    assert job("train.py", Machine(state="1Gi")).memory_bytes() is None
-    made = job("train.py", Machine(memory="1Gi"))
+    assert job("train.py", MachineSpec(state="1Gi")).memory_bytes() is None
+    made = job("train.py", MachineSpec(memory="1Gi"))
     assert made.memory_bytes() == GIB + OWN_BYTES
     assert "--state was not given" in made.memory_in_words()
 
@@ -120,10 +120,10 @@ def test_a_checkpoint_that_takes_long_gets_its_time() -> None:
     """After a signal the run gives the last checkpoint as long as --grace says."""
     assert job("train.py").ending_s == 2 * 30 + 10
     assert job("--grace 45 train.py").ending_s == 2 * 45 + 10
-    made = job("--nnodes 2 --nproc-per-node 8 train.py", Machine(state="20G"))
+    made = job("--nnodes 2 --nproc-per-node 8 train.py", MachineSpec(state="20G"))
     assert made.flags[:2] == ("--grace", "800")
     assert made.ending_s == 2 * 800 + 10
-    made = job("train.py", Machine(state="20G"), last_checkpoint="20s")
+    made = job("train.py", MachineSpec(state="20G"), last_checkpoint="20s")
     assert (made.flags, made.ending_s) == ((), 70)
     said = refused("--grace 45 train.py", last_checkpoint="2m")
     assert "--grace 45 lets the last checkpoint take 45 s, and it takes 120 s" in said

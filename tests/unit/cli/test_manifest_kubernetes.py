@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from manifest_schema import problems
 
 from ftrun.errors import UsageError
-from ftrun.tools.manifests.job import Machine, job_of
-from ftrun.tools.manifests.kubernetes import Cluster, manifest
-from ftrun.tools.manifests.volumes import PodPlace
+from ftrun.tools.manifests.job import MachineSpec, job_of
+from ftrun.tools.manifests.kubernetes import KubernetesOptions, manifest
+from ftrun.tools.manifests.volumes import PodOptions
 from ftrun.tools.manifests.yaml_text import WIDTH
 
 LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -23,7 +23,7 @@ FOUR = "--nnodes 4 --spares 1 --nproc-per-node 8 --checkpoint-dir /shared/run1 t
 def documents(
     words: str | list[str],
     *,
-    machine: Machine | None = None,
+    machine: MachineSpec | None = None,
     kind: str = "jobset",
     namespace: str | None = None,
     restarts: int = 20,
@@ -32,11 +32,11 @@ def documents(
     **place: Any,
 ) -> list[dict[str, Any]]:
     typed = words.split() if isinstance(words, str) else words
-    job = job_of(typed, machine=machine or Machine(), name=name, time=time)
+    job = job_of(typed, machine=machine or MachineSpec(), name=name, time=time)
     if job.shared_directory:
         place.setdefault("claim", "shared")
-    where = PodPlace(image=place.pop("image", "registry.example/train:1"), **place)
-    text = manifest(job, where, Cluster(kind, namespace, restarts))
+    where = PodOptions(image=place.pop("image", "registry.example/train:1"), **place)
+    text = manifest(job, where, KubernetesOptions(kind, namespace, restarts))
     return list(yaml.safe_load_all(text))
 
 
@@ -76,13 +76,20 @@ EVERYTHING = [
         ("jobset", "trainjob"),
         ("--nnodes 1", "--nnodes 4 --spares 1", "--nnodes 2:4"),
         (0, 1000),
-        (Machine(), Machine(8, 8, "1Gi", "1Gi"), Machine(gpus=1), Machine(memory="2G")),
+        (
+            MachineSpec(),
+            MachineSpec(8, 8, "1Gi", "1Gi"),
+            MachineSpec(gpus=1),
+            MachineSpec(memory="2G"),
+        ),
     )
 ]
 
 
 @pytest.mark.parametrize(("kind", "nodes", "user", "machine"), EVERYTHING)
-def test_every_manifest_is_of_its_kind(kind: str, nodes: str, user: int, machine: Machine) -> None:
+def test_every_manifest_is_of_its_kind(
+    kind: str, nodes: str, user: int, machine: MachineSpec
+) -> None:
     for more in ("train.py", "--checkpoint-dir /shared/x --metrics-port 9400 train.py -- $x"):
         found = documents(f"{nodes} {more}", kind=kind, user=user, machine=machine, time="1h")
         assert [problems(one) for one in found] == [[] for _ in found]
@@ -132,7 +139,7 @@ def test_the_schema_finds_what_is_wrong() -> None:
 
 
 def test_a_jobset_of_four_nodes_and_a_spare() -> None:
-    (jobset,) = documents(FOUR, namespace="ml", machine=Machine(16, 8, "100Gi", "1Gi"))
+    (jobset,) = documents(FOUR, namespace="ml", machine=MachineSpec(16, 8, "100Gi", "1Gi"))
     assert jobset["metadata"]["namespace"] == "ml"
     assert jobset["spec"]["network"] == {
         "enableDNSHostnames": True,
@@ -261,9 +268,9 @@ def test_the_scripts_words_are_given_as_they_were_typed(words: list[str]) -> Non
 
 
 def test_lines_are_no_longer_than_a_screen() -> None:
-    job = job_of(FOUR.split(), machine=Machine(8, 8, "1Gi", "1Gi"))
+    job = job_of(FOUR.split(), machine=MachineSpec(8, 8, "1Gi", "1Gi"))
     for kind in ("jobset", "trainjob"):
-        text = manifest(job, PodPlace("i", claim="shared"), Cluster(kind))
+        text = manifest(job, PodOptions("i", claim="shared"), KubernetesOptions(kind))
         assert max(map(len, text.splitlines())) <= WIDTH
 
 

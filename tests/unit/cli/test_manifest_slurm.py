@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftrun.errors import UsageError
-from ftrun.tools.manifests.job import Machine, job_of
-from ftrun.tools.manifests.slurm import Place, batch_script
+from ftrun.tools.manifests.job import MachineSpec, job_of
+from ftrun.tools.manifests.slurm import SlurmOptions, batch_script
 from ftrun.tools.manifests.yaml_text import WIDTH
 
 OF_SBATCH = {
@@ -24,13 +24,13 @@ FOUR = "--nnodes 4 --spares 1 --nproc-per-node 8 --checkpoint-dir /shared/run1 t
 
 def script(
     words: str,
-    machine: Machine | None = None,
-    place: Place | None = None,
+    machine: MachineSpec | None = None,
+    place: SlurmOptions | None = None,
     name: str | None = None,
     time: str | None = None,
 ) -> str:
-    job = job_of(words.split(), machine=machine or Machine(), name=name, time=time)
-    return batch_script(job, place or Place())
+    job = job_of(words.split(), machine=machine or MachineSpec(), name=name, time=time)
+    return batch_script(job, place or SlurmOptions())
 
 
 def directives(text: str) -> dict[str, str]:
@@ -64,8 +64,8 @@ def check_bash(text: str) -> None:
 
 
 def test_four_nodes_and_a_spare() -> None:
-    machine = Machine(cpus=64, gpus=8, memory="500Gi", state="75Mi")
-    text = script(FOUR, machine, Place("main", "us", 9, ["--constraint=ib"]), time="36h")
+    machine = MachineSpec(cpus=64, gpus=8, memory="500Gi", state="75Mi")
+    text = script(FOUR, machine, SlurmOptions("main", "us", 9, ["--constraint=ib"]), time="36h")
     check_bash(text)
     assert max(map(len, text.splitlines())) <= WIDTH
     found = directives(text)
@@ -93,7 +93,7 @@ def test_four_nodes_and_a_spare() -> None:
 
 
 def test_each_line_has_its_reason() -> None:
-    lines = script(FOUR, Machine(gpus=8), time="1d").splitlines()
+    lines = script(FOUR, MachineSpec(gpus=8), time="1d").splitlines()
     for above, line in itertools.pairwise(lines):
         if line.startswith("#SBATCH"):
             assert above.startswith("#"), line
@@ -118,7 +118,7 @@ def test_one_node_has_nothing_of_several() -> None:
 
 @pytest.mark.parametrize("cpus", [None, 2, 1234567])
 def test_sruns_own_words_are_whole_on_one_line_or_several(cpus: int | None) -> None:
-    words = command(script(FOUR, Machine(cpus=cpus)), "srun")
+    words = command(script(FOUR, MachineSpec(cpus=cpus)), "srun")
     own = words[1 : words.index("ftrun")]
     assert all(re.fullmatch(r"--[a-z-]+(=\S+)?", word) for word in own), own
     assert own[-1].startswith("--output=")
@@ -135,8 +135,8 @@ _words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0
 @settings(max_examples=30, deadline=None)
 @given(st.lists(_words, max_size=8))
 def test_the_scripts_words_are_given_as_they_were_typed(words: list[str]) -> None:
-    job = job_of(["--nnodes", "2", "train.py", *words], machine=Machine())
-    text = batch_script(job, Place())
+    job = job_of(["--nnodes", "2", "train.py", *words], machine=MachineSpec())
+    text = batch_script(job, SlurmOptions())
     assert command(text)[3:] == ["--nnodes", "2", "train.py", *words]
 
 
@@ -144,13 +144,25 @@ def test_the_scripts_words_are_given_as_they_were_typed(words: list[str]) -> Non
     ("words", "options", "said"),
     [
         ("train.py", {"name": "a b"}, "--name 'a b' is not usable"),
-        ("train.py", {"place": Place(partition="a;b")}, "--partition is a name"),
-        ("train.py", {"place": Place(account="")}, "--account is a name"),
-        ("train.py", {"place": Place(max_requeues=-1)}, "--max-requeues is 0 to 10000"),
-        ("train.py", {"place": Place(directives=["constraint"])}, "--sbatch is an option"),
-        ("train.py", {"place": Place(directives=["--qos=a\n#SBATCH -n 9"])}, "--sbatch is an"),
-        ("train.py", {"place": Place(directives=["--nodes=9"])}, "is set by ftrun render already"),
-        ("train.py", {"place": Place(directives=["-N 9"])}, "is set by ftrun render already"),
+        ("train.py", {"place": SlurmOptions(partition="a;b")}, "--partition is a name"),
+        ("train.py", {"place": SlurmOptions(account="")}, "--account is a name"),
+        ("train.py", {"place": SlurmOptions(max_requeues=-1)}, "--max-requeues is 0 to 10000"),
+        ("train.py", {"place": SlurmOptions(directives=["constraint"])}, "--sbatch is an option"),
+        (
+            "train.py",
+            {"place": SlurmOptions(directives=["--qos=a\n#SBATCH -n 9"])},
+            "--sbatch is an",
+        ),
+        (
+            "train.py",
+            {"place": SlurmOptions(directives=["--nodes=9"])},
+            "is set by ftrun render already",
+        ),
+        (
+            "train.py",
+            {"place": SlurmOptions(directives=["-N 9"])},
+            "is set by ftrun render already",
+        ),
         ("train.py", {"time": "100s"}, "the end of the job takes 130 s"),
         ("--grace 40000 train.py", {}, "and 65535 s are there"),
     ],
@@ -170,6 +182,6 @@ def test_a_name_comes_from_the_script() -> None:
 
 
 def test_it_is_queued_again_for_the_codes_that_the_pages_name() -> None:
-    text = script(FOUR, place=Place(max_requeues=7))
+    text = script(FOUR, place=SlurmOptions(max_requeues=7))
     assert re.search(r"^75 \| 76 \| 137 \| 138\)$", text, re.MULTILINE)
     assert "-lt 7 ]" in text

@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrun.tools.manifests.yaml_text import WIDTH, Said, Tree, plain, scalar, to_yaml
+from ftrun.tools.manifests.yaml_text import WIDTH, Commented, Tree, plain, scalar, to_yaml
 
 _letters = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 _texts = st.text(_letters, max_size=30)
@@ -17,13 +17,13 @@ _reasons = st.text(st.characters(categories=["L", "N", "P", "Zs"]), max_size=200
 
 
 def _grown(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
-    said = st.builds(Said, _reasons, inner)
+    said = st.builds(Commented, _reasons, inner)
     branch = inner | said
     return st.lists(branch, max_size=4) | st.dictionaries(_keys, branch, max_size=4)
 
 
 _trees = st.recursive(_values, _grown, max_leaves=12)
-_documents = st.dictionaries(_keys, _trees | st.builds(Said, _reasons, _trees), min_size=1)
+_documents = st.dictionaries(_keys, _trees | st.builds(Commented, _reasons, _trees), min_size=1)
 
 
 @settings(max_examples=40)
@@ -55,7 +55,7 @@ def test_what_is_plain_can_be_nothing_but_text(text: str) -> None:
 
 def test_what_is_said_stands_above_and_is_folded() -> None:
     tree: dict[str, Tree] = {
-        "a": Said("word " * 40, {"b": [Said("of the first", {"c": 1, "d": {}}), "x"]}),
+        "a": Commented("word " * 40, {"b": [Commented("of the first", {"c": 1, "d": {}}), "x"]}),
     }
     lines = to_yaml([tree]).splitlines()
     assert max(map(len, lines)) <= WIDTH

@@ -23,11 +23,11 @@ from ftrun.cli.screen import terminal as render
 from ftrun.errors import ExitCode, FtrunError, PeerError, UsageError
 from ftrun.ids import RunId
 from ftrun.journal import NETWORK_NAME
-from ftrun.network.detect.probe_schedule import Road
+from ftrun.network.detect.probe_schedule import NetworkPath
 from ftrun.tools.network_view import text as words
-from ftrun.tools.network_view.facts import NetworkFacts, State, network_facts
-from ftrun.tools.network_view.network_part import NetworkPart
-from ftrun.wire.messages.envelope import AskStatus, Status
+from ftrun.tools.network_view.facts import NetworkFacts, PathState, network_facts
+from ftrun.tools.network_view.network_part import NetworkStatus
+from ftrun.wire.messages.envelope import StatusReply, StatusRequest
 from ftrun.wire.transport.channel import accept, listen
 
 
@@ -67,9 +67,9 @@ def alive(document: dict[str, Any], *, run_id: str = "big-1") -> Iterator[None]:
             with suppress(PeerError):
                 while not is_told:
                     asked = channel.receive(deadline_s=5.0)
-                    is_told = isinstance(asked.body, AskStatus)
+                    is_told = isinstance(asked.body, StatusRequest)
                 number = asked.envelope.question
-                channel.send(Status(json.dumps(document).encode()), question=number)
+                channel.send(StatusReply(json.dumps(document).encode()), question=number)
             channel.close()
 
     thread = threading.Thread(target=answer, daemon=True)
@@ -90,7 +90,7 @@ def run(*line: str) -> str:
 
 
 def facts_of(document: dict[str, Any]) -> NetworkFacts:
-    return network_facts(msgspec.convert(document, NetworkPart))
+    return network_facts(msgspec.convert(document, NetworkStatus))
 
 
 # --- the page of the docs ---------------------------------------------------------------------
@@ -220,8 +220,8 @@ def test_many_nodes_that_are_well_have_their_slowest() -> None:
 
 def test_a_single_road_is_no_nodes_fault() -> None:
     facts = facts_of(made_network(6, cut={("node1", "node4", "eth1")}))
-    assert facts.single() == [Road("node1", "node4", "eth1")]
-    assert {one.state for one in facts.node_rails.values()} == {State.GOOD}
+    assert facts.single() == [NetworkPath("node1", "node4", "eth1")]
+    assert {one.state for one in facts.node_rails.values()} == {PathState.GOOD}
     assert facts.node_rails["node1", "eth1"].dead == 1
 
 
@@ -232,13 +232,13 @@ def test_what_a_node_does_wrong_one_way_is_said_so() -> None:
             road["bytes_per_s"] /= 20
     facts = facts_of(document)
     found = facts.node_rails["node2", "eth0"]
-    assert (found.sends, found.receives) == (State.SLOW, State.GOOD)
+    assert (found.sends, found.receives) == (PathState.SLOW, PathState.GOOD)
     assert words.remark(found) == "sending slow"
 
 
 def test_a_narrow_uplink_is_no_nodes_fault() -> None:
     facts = facts_of(made_network(8, between=0.1))
-    assert facts.count(State.SLOW) == 0
+    assert facts.count(PathState.SLOW) == 0
     assert facts.node_rails["node0", "eth0"].sends_per_s > 1e9
 
 
@@ -286,7 +286,7 @@ def test_a_rail_that_some_nodes_lack_and_a_road_without_a_rate() -> None:
 def test_differing_interfaces_stand_in_the_table() -> None:
     document = made_network(3)
     document["rails"]["node1"][0] |= {"speed_mbit": 1000, "duplex": "half"}
-    part = msgspec.convert(document, NetworkPart)
+    part = msgspec.convert(document, NetworkStatus)
     row = words.rail_row(network_facts(part).rail_facts[0], part)
     assert "1,000 to 10,000 Mbit/s, some half duplex" in row
 

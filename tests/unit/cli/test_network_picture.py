@@ -14,7 +14,7 @@ from ftrun.cli.app import app
 from ftrun.errors import UsageError
 from ftrun.journal import NETWORK_NAME
 from ftrun.tools.network_view.facts import network_facts
-from ftrun.tools.network_view.network_part import NetworkPart
+from ftrun.tools.network_view.network_part import NetworkStatus
 from ftrun.tools.network_view.picture import picture
 from ftrun.tools.report.render.page import MAX_BYTES
 from ftrun.tools.report.render.svg import width_of
@@ -24,7 +24,7 @@ HOSTILE = '</text><script>alert(1)</script>"><img src=http://example.org/x>'
 
 
 def drawn(document: dict[str, Any]) -> ElementTree.Element:
-    facts = network_facts(msgspec.convert(document, NetworkPart))
+    facts = network_facts(msgspec.convert(document, NetworkStatus))
     return ElementTree.fromstring(str(picture(facts)))
 
 

@@ -21,7 +21,7 @@ from ftrun.cli.launch.profiles import find_profile, read_profile, shown_path
 from ftrun.cli.screen import terminal as render
 from ftrun.cli.screen.status_page import page
 from ftrun.tools.network_view.facts import network_facts
-from ftrun.tools.network_view.network_part import NetworkPart, Told
+from ftrun.tools.network_view.network_part import NetworkReport, NetworkStatus
 from ftrun.tools.network_view.network_table import show_network
 
 LONG = "a reason that is longer than any line, " * 8 + "and its end"
@@ -108,8 +108,10 @@ class TestPiped:
 
     def test_network_of_a_run(self, capsys: pytest.CaptureFixture[str]) -> None:
         name = f"eth-{'y' * 60}"
-        part = msgspec.convert(made_network(rails=(name, "eth1")), NetworkPart)
-        show_network(Told("big", part, {}, is_live=True, source="big"), network_facts(part))
+        part = msgspec.convert(made_network(rails=(name, "eth1")), NetworkStatus)
+        show_network(
+            NetworkReport("big", part, {}, is_live=True, source="big"), network_facts(part)
+        )
         lines = capsys.readouterr().out.splitlines()
         assert sum(line.startswith(f"{name}  ") for line in lines) == 1
         assert not any("…" in line for line in lines)

@@ -7,7 +7,7 @@ import pytest
 from ftrun.cli.launch.profiles import (
     INTERNAL_NAMES,
     MAX_PROFILE_BYTES,
-    Setting,
+    SettingValue,
     find_profile,
     known_keys,
     plain_value,
@@ -54,7 +54,7 @@ def test_later_layer_wins_and_says_so(tmp_path: Path) -> None:
     resolved = resolve(
         name,
         variables={"FTRUN_RESTART_BUDGET": "2", "FTRUN_RESTART_WINDOW_S": "6"},
-        flags=[Setting("restart", "budget", 3, "--set")],
+        flags=[SettingValue("restart", "budget", 3, "--set")],
     )
     assert resolved.profile.restart.budget == 3
     assert resolved.profile.restart.window_s == 6

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ftrun.cli.commands import status
-from ftrun.cli.runs import FoundRun, Life
+from ftrun.cli.runs import FoundRun, RunLiveness
 from ftrun.wire.run_environment import RunFolder
 
 
@@ -32,6 +32,6 @@ def test_the_time_between_two_agents(
 ) -> None:
     monkeypatch.setattr(FoundRun, "to_smp", lambda _self: SimpleNamespace())
     monkeypatch.setattr(status, "_ask", lambda _channel: said)
-    found = status.document_of(FoundRun(RunFolder(tmp_path / "mine"), Life.STARTING, 7))
+    found = status.document_of(FoundRun(RunFolder(tmp_path / "mine"), RunLiveness.STARTING, 7))
     assert found["state"] == state
     assert words in found["verdict"]

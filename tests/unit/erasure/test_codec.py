@@ -13,7 +13,7 @@ import pytest
 from ftrun.erasure import isal
 from ftrun.erasure.codec import MAX_DATA, MAX_PARITY, Buffer, Codec, choose_codec
 from ftrun.erasure.isal import IsalCodec, find_isal, load_isal
-from ftrun.erasure.pinned_buffers import MAX_BLOCK_BYTES, Pinned
+from ftrun.erasure.pinned_buffers import MAX_BLOCK_BYTES, PinnedBuffers
 from ftrun.erasure.pyeclib_codec import PyeclibCodec
 from ftrun.errors import InternalError, NotSupportedHere
 
@@ -166,7 +166,7 @@ def test_a_wrong_length_is_refused_before_anything_is_written(kind: type[Codec])
     with pytest.raises(InternalError):
         codec.encode([b"", b""], [bytearray()])
     with pytest.raises(InternalError):
-        Pinned([good], [])
+        PinnedBuffers([good], [])
     assert target == b"?" * 10
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ftrun.erasure.codec import MAX_DATA, MAX_PARITY
 from ftrun.erasure.groups import (
-    Group,
+    ProtectionGroup,
     default_parity,
     make_groups,
     next_groups,
@@ -134,7 +134,11 @@ def test_what_cannot_be_grouped_is_refused(nodes: list[str], data: int | None, p
 
 
 def test_a_group_as_small_as_its_parity_says_so() -> None:
-    for group in (Group(("a", "b"), 2), Group(("a",), 1), Group(("a", "b"), 0)):
+    for group in (
+        ProtectionGroup(("a", "b"), 2),
+        ProtectionGroup(("a",), 1),
+        ProtectionGroup(("a", "b"), 0),
+    ):
         assert not group.is_protected
         assert not group.survives_domains({})
         assert "no protection by parity" in group.note({})
@@ -142,28 +146,28 @@ def test_a_group_as_small_as_its_parity_says_so() -> None:
 
 
 def test_a_domain_that_takes_too_many_is_named() -> None:
-    group = Group(("a", "b", "c", "d"), 1)
+    group = ProtectionGroup(("a", "b", "c", "d"), 1)
     domains = {"a": "rack1", "c": "rack1"}
     assert (group.data, group.is_protected) == (3, True)
     assert group.survives_domains({})
     assert not group.survives_domains(domains)
     assert "rack1" in group.note(domains)
     assert "2 of 4" in group.note(domains)
-    assert Group(group.nodes, 2).note(domains) == ""
+    assert ProtectionGroup(group.nodes, 2).note(domains) == ""
 
 
 def test_groups_are_told_apart_by_nodes_order_and_parity() -> None:
     groups = [
-        Group(("a", "b", "c"), 1),
-        Group(("a", "c", "b"), 1),
-        Group(("a", "b", "c"), 2),
-        Group(("ab", "c"), 1),
-        Group(("a", "bc"), 1),
-        Group(("a", "b"), 1),
+        ProtectionGroup(("a", "b", "c"), 1),
+        ProtectionGroup(("a", "c", "b"), 1),
+        ProtectionGroup(("a", "b", "c"), 2),
+        ProtectionGroup(("ab", "c"), 1),
+        ProtectionGroup(("a", "bc"), 1),
+        ProtectionGroup(("a", "b"), 1),
     ]
     assert len({group.id for group in groups}) == len(groups)
     assert all(0 <= group.id < 1 << 64 for group in groups)
-    assert groups[0].id == Group(("a", "b", "c"), 1).id
+    assert groups[0].id == ProtectionGroup(("a", "b", "c"), 1).id
 
 
 # --- from generation to generation --------------------------------------------------------------

@@ -14,7 +14,7 @@ from ftrun.erasure.fragments import (
     pack,
     run_digest,
 )
-from ftrun.erasure.rebuild import Rebuilt, StripeFacts, rebuild_stripe
+from ftrun.erasure.rebuild import RebuiltBlocks, StripeFacts, rebuild_stripe
 from ftrun.errors import InternalError, StripeLost
 from ftrun.ids import Generation, RunId, version
 
@@ -50,7 +50,7 @@ def test_data_and_parity_come_back() -> None:
     found = wanted(1, 5)
     done = rebuild_stripe(CODEC, FACTS, map(fragment, (0, 2, 3, 4)), found)
     assert_right(found)
-    assert done == Rebuilt((0, 2, 3, 4), frozenset(), ())
+    assert done == RebuiltBlocks((0, 2, 3, 4), frozenset(), ())
 
 
 def test_known_digests_are_compared() -> None:
@@ -245,7 +245,7 @@ def test_what_is_wanted_and_comes_is_copied() -> None:
     found = wanted(1)
     done = rebuild_stripe(CODEC, FACTS, [fragment(0), fragment(1)], found)
     assert_right(found)
-    assert done == Rebuilt((), frozenset(), ())
+    assert done == RebuiltBlocks((), frozenset(), ())
 
 
 def test_a_part_may_come_while_the_rest_is_rebuilt() -> None:
@@ -256,7 +256,7 @@ def test_a_part_may_come_while_the_rest_is_rebuilt() -> None:
 
 
 def test_nothing_wanted_is_nothing_done() -> None:
-    assert rebuild_stripe(CODEC, FACTS, [], {}) == Rebuilt((), frozenset(), ())
+    assert rebuild_stripe(CODEC, FACTS, [], {}) == RebuiltBlocks((), frozenset(), ())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ftrun.tools.estimate.goodput import (
-    Kind,
+    FailureKind,
     best_interval_s,
     daly_interval_s,
     goodput,
@@ -21,8 +21,8 @@ seconds = st.floats(0.1, 1e5)
 mtbfs = st.floats(10.0, 1e8)
 
 
-def one(dead_s: float, lag_s: float = 0.0) -> list[Kind]:
-    return [Kind(1.0, dead_s, lag_s)]
+def one(dead_s: float, lag_s: float = 0.0) -> list[FailureKind]:
+    return [FailureKind(1.0, dead_s, lag_s)]
 
 
 def daly(interval_s: float, save_s: float, dead_s: float, mtbf_s: float) -> float:
@@ -65,10 +65,12 @@ def test_one_kind_of_failure_gives_the_formula_of_the_papers(
 def test_kinds_that_cost_the_same_are_one_kind(
     interval_s: float, save_s: float, dead_s: float, mtbf_s: float
 ) -> None:
-    def found(kinds: list[Kind]) -> float:
+    def found(kinds: list[FailureKind]) -> float:
         return goodput(interval_s=interval_s, save_s=save_s, mtbf_s=mtbf_s, kinds=kinds)
 
-    assert found([Kind(0.3, dead_s), Kind(0.7, dead_s)]) == pytest.approx(found(one(dead_s)))
+    assert found([FailureKind(0.3, dead_s), FailureKind(0.7, dead_s)]) == pytest.approx(
+        found(one(dead_s))
+    )
 
 
 # --- order ------------------------------------------------------------------------------------
@@ -192,7 +194,7 @@ RUNS = {
 def test_a_simulation_comes_to_the_same(run: Run) -> None:
     mean, off = interval_of(lambda dice: run.goodput(dice, lives=600), runs=40, seed=1)
     assert off < 0.05 * mean, "too few runs to tell"
-    kinds = [Kind(one.share, one.dead_s, one.lag_s) for one in run.kinds]
+    kinds = [FailureKind(one.share, one.dead_s, one.lag_s) for one in run.kinds]
     expected = goodput(interval_s=run.interval_s, save_s=run.save_s, mtbf_s=run.mtbf_s, kinds=kinds)
     expected = over_disk(
         expected,

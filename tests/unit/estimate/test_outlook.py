@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from ftrun.tools.estimate.assumptions import ABOUT, Assumptions, flag_of, problems
 from ftrun.tools.estimate.failure_rates import mtbf_s
-from ftrun.tools.estimate.outlook import Decided, Outlook, best_every, ftrun_kinds, outlook
+from ftrun.tools.estimate.outlook import FixedChoices, Outlook, best_every, ftrun_kinds, outlook
 
-NOTHING_DECIDED = Decided()
+NOTHING_DECIDED = FixedChoices()
 
 
-def at(nodes: int, decided: Decided = NOTHING_DECIDED, **values: float) -> Outlook:
+def at(nodes: int, decided: FixedChoices = NOTHING_DECIDED, **values: float) -> Outlook:
     return outlook(nodes, Assumptions(**values), decided)
 
 
@@ -39,7 +39,7 @@ def test_crowded_nodes_fail_more_often_than_alone() -> None:
 
 @pytest.mark.parametrize("nodes", [1, 16, 2048])
 def test_without_failures_only_snapshots_cost(nodes: int) -> None:
-    found = at(nodes, Decided(every=10), rate=0.0, disk_blocks_s=6.0)
+    found = at(nodes, FixedChoices(every=10), rate=0.0, disk_blocks_s=6.0)
     snapshots = 150.0 / (150.0 + Assumptions().one_snapshot_s)
     assert found.ftrun.goodput == pytest.approx(snapshots * 600 / 606)
     run_s = 54 * 86_400.0
@@ -52,7 +52,7 @@ def test_periodic_checkpoints_are_those_of_the_study() -> None:
     """Llama 3's rate, 60 s a checkpoint, 600 + 600 s a failure, each at its best interval."""
     expected = {16: 0.990, 256: 0.951, 1024: 0.880, 2048: 0.808, 4096: 0.693, 16384: 0.310}
     for nodes, goodput in expected.items():
-        found = at(nodes, Decided(code=(6, 2))).periodic.goodput
+        found = at(nodes, FixedChoices(code=(6, 2))).periodic.goodput
         assert found == pytest.approx(goodput, abs=0.001)
 
 
@@ -99,7 +99,7 @@ def test_whatever_is_assumed_parts_are_parts(nodes: int, given_: Assumptions) ->
 def test_the_more_failures_the_less_goodput_of_each_way(
     nodes: int, rate: float, times: float
 ) -> None:
-    decided = Decided(code=(6, 2))
+    decided = FixedChoices(code=(6, 2))
     few, many = (at(nodes, decided, rate=one) for one in (rate, rate * times))
     for way in ("periodic", "noticed", "ftrun"):
         assert getattr(many, way).goodput <= getattr(few, way).goodput
@@ -132,9 +132,10 @@ def test_a_simulation_of_the_whole_comes_to_the_same() -> None:
 
 
 def test_no_other_number_of_steps_is_better() -> None:
-    best = at(2048, Decided(code=(6, 2))).every
+    best = at(2048, FixedChoices(code=(6, 2))).every
     found = [
-        at(2048, Decided(code=(6, 2), every=n)).ftrun.goodput for n in (best - 1, best, best + 1)
+        at(2048, FixedChoices(code=(6, 2), every=n)).ftrun.goodput
+        for n in (best - 1, best, best + 1)
     ]
     assert max(found) == found[1]
 
@@ -173,7 +174,7 @@ def test_one_node_has_no_code() -> None:
 
 
 def test_what_is_decided_is_not_chosen() -> None:
-    found = at(64, Decided(code=(3, 1), every=7, spares=5))
+    found = at(64, FixedChoices(code=(3, 1), every=7, spares=5))
     assert (found.code.name, found.every, found.spares) == ("3+1", 7, 5)
     assert found.ftrun.interval_s == 7 * 15.0
 

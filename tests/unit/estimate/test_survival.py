@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ftrun.erasure.groups import make_groups
 from ftrun.tools.estimate.survival import (
-    Losses,
-    Placement,
+    GroupPlacement,
+    NodeLossModel,
     at_least,
     loss_per_s,
     lost_within,
@@ -27,11 +27,11 @@ parities = st.integers(1, 4)
 
 def losses(
     node_per_s: float = 1e-6, *, domains_per_s: float = 0.0, window_s: float = 300.0
-) -> Losses:
-    return Losses(node_per_s, domains_per_s, window_s)
+) -> NodeLossModel:
+    return NodeLossModel(node_per_s, domains_per_s, window_s)
 
 
-def sizes_of(placed: Placement) -> dict[int, int]:
+def sizes_of(placed: GroupPlacement) -> dict[int, int]:
     """How many groups there are of each number of nodes."""
     found: Counter[int] = Counter()
     for (_, borne, fatal), count in placed.groups.items():
@@ -185,6 +185,6 @@ def test_a_simulation_loses_the_state_as_often(case: tuple[float, ...]) -> None:
     )
     found = fleet.losses(random.Random(1), over_s)
     placed = spread(nodes, data=data, parity=parity, domain_nodes=domain_nodes)
-    per_s = loss_per_s(placed, Losses(node_per_s, domains_per_s, window_s))
+    per_s = loss_per_s(placed, NodeLossModel(node_per_s, domains_per_s, window_s))
     assert found > 200, "too few to tell"
     assert abs(found - per_s * over_s) <= SURE * math.sqrt(found)

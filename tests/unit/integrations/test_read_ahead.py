@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ftrun.integrations.read_ahead import ReadAhead
+from ftrun.integrations.read_ahead import PrefetchingPosition
 from ftrun.snapshot.plain_values import decode, encode
 from ftrun.worker.state import determinism as rng
 
@@ -42,7 +42,7 @@ def seed(number: int) -> None:
     random.seed(number)
 
 
-def train(feed: ReadAhead, passes: int, ahead: int, settled: Any, boundary: Any) -> Seen:
+def train(feed: PrefetchingPosition, passes: int, ahead: int, settled: Any, boundary: Any) -> Seen:
     """Train as a framework does that holds `ahead` batches in its hands besides the current one."""
     seen: Seen = []
     for _ in range(passes):
@@ -65,13 +65,13 @@ def resumed(make: Any, *, after: int, ahead: int, passes: int = 2) -> tuple[Seen
     """What an undisturbed run has seen after so many batches, and what a resumed one sees."""
     states: list[bytes] = []
     seed(1)
-    feed = ReadAhead("loader", make())
+    feed = PrefetchingPosition("loader", make())
     calm = train(
         feed, passes, ahead, lambda: None, lambda: states.append(encode([feed.state(), taken()]))
     )
     state, randomness = decode(states[after - 1])
     seed(99)
-    again = ReadAhead("loader", make())
+    again = PrefetchingPosition("loader", make())
     again.load_state(state)
     waiting = [randomness]
     hit = train(
@@ -128,18 +128,18 @@ def test_a_generator_deep_in_the_samplers_is_taken_along() -> None:
 
 
 def test_a_pass_that_has_not_been_begun_is_none_of_its_business() -> None:
-    feed = ReadAhead("loader", DataLoader(range(4), batch_size=2))
+    feed = PrefetchingPosition("loader", DataLoader(range(4), batch_size=2))
     assert [batch.tolist() for batch in feed.loader] == [[0, 1], [2, 3]]
     assert feed.state()["asked"] == 0
 
 
 def test_another_number_of_ranks_goes_on_behind_what_was_used() -> None:
-    feed = ReadAhead("loader", DataLoader(range(8), batch_size=2))
+    feed = PrefetchingPosition("loader", DataLoader(range(8), batch_size=2))
     feed.begin_pass(lambda: None)
     first = iter(feed.loader)
     next(first)
     feed.trained()
-    again = ReadAhead("loader", DataLoader(range(8), batch_size=2))
+    again = PrefetchingPosition("loader", DataLoader(range(8), batch_size=2))
     again.load_state({**feed.state(), "handed_out": 2, "resized": True})
     settled: list[int] = []
     again.begin_pass(lambda: settled.append(1))
@@ -150,7 +150,7 @@ def test_another_number_of_ranks_goes_on_behind_what_was_used() -> None:
 def test_batches_that_are_to_be_left_out_come_again_and_that_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    feed = ReadAhead("loader", DataLoader(range(4)))
+    feed = PrefetchingPosition("loader", DataLoader(range(4)))
     feed.leave_out(0)
     assert not caplog.records
     feed.leave_out(2)
@@ -158,8 +158,8 @@ def test_batches_that_are_to_be_left_out_come_again_and_that_is_said(
 
 
 def test_what_cannot_be_exact_is_said() -> None:
-    assert ReadAhead("loader", DataLoader(range(4))).warning() is None
+    assert PrefetchingPosition("loader", DataLoader(range(4))).warning() is None
     assert "worker processes" in (
-        ReadAhead("l", DataLoader(range(4), num_workers=1)).warning() or ""
+        PrefetchingPosition("l", DataLoader(range(4), num_workers=1)).warning() or ""
     )
-    assert "iterable" in (ReadAhead("loader", DataLoader(Stream())).warning() or "")
+    assert "iterable" in (PrefetchingPosition("loader", DataLoader(Stream())).warning() or "")

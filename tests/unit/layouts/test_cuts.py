@@ -4,15 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftrun.sharding.cuts import CutImpossible, divide, hold, share
-from ftrun.sharding.rules import Cut, FusedPart, Uneven
+from ftrun.sharding.cuts import SplitImpossible, divide, hold, share
+from ftrun.sharding.rules import DimensionSplit, FusedPart, UnevenPolicy
 
 counts = st.integers(1, 7)
 
 
-@given(st.integers(0, 40), counts, st.sampled_from(Uneven), st.integers(0, 3))
-def test_all_items_are_somewhere_once(size: int, count: int, uneven: Uneven, pad_to: int) -> None:
-    cut = Cut("tp", 0, uneven=uneven, pad_to=pad_to)
+@given(st.integers(0, 40), counts, st.sampled_from(UnevenPolicy), st.integers(0, 3))
+def test_all_items_are_somewhere_once(
+    size: int, count: int, uneven: UnevenPolicy, pad_to: int
+) -> None:
+    cut = DimensionSplit("tp", 0, uneven=uneven, pad_to=pad_to)
     held = [hold(cut, size, count=count, index=index) for index in range(count)]
     items = [
         at for one in held for run in one.runs for at in range(run.start, run.start + run.size)
@@ -31,7 +33,8 @@ def test_a_balanced_cut_differs_by_one_and_a_chunk_only_at_the_end(size: int, co
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
     chunks = [
-        high - low for low, high in (divide(size, count, i, Uneven.CHUNK) for i in range(count))
+        high - low
+        for low, high in (divide(size, count, i, UnevenPolicy.CHUNK) for i in range(count))
     ]
     assert sum(chunks) == size
     assert all(one == chunks[0] for one in chunks[: size // max(1, chunks[0])])
@@ -39,29 +42,33 @@ def test_a_balanced_cut_differs_by_one_and_a_chunk_only_at_the_end(size: int, co
 
 def test_sizes_may_be_given() -> None:
     part = FusedPart(unit=4, sizes=(2, 0, 1))
-    found = [share(part, Uneven.BALANCED, 12, count=3, index=index) for index in range(3)]
+    found = [share(part, UnevenPolicy.BALANCED, 12, count=3, index=index) for index in range(3)]
     assert found == [(0, 8), (8, 0), (8, 4)]
 
 
 def test_units_that_are_fewer_than_the_coordinates_may_be_shared() -> None:
     part = FusedPart(unit=2, is_shared=True)
-    found = [share(part, Uneven.BALANCED, 4, count=4, index=index) for index in range(4)]
+    found = [share(part, UnevenPolicy.BALANCED, 4, count=4, index=index) for index in range(4)]
     assert found == [(0, 2), (0, 2), (2, 2), (2, 2)]
-    assert share(part, Uneven.BALANCED, 8, count=2, index=1) == (4, 4)
-    assert share(part, Uneven.BALANCED, 0, count=2, index=1) == (0, 0)
+    assert share(part, UnevenPolicy.BALANCED, 8, count=2, index=1) == (4, 4)
+    assert share(part, UnevenPolicy.BALANCED, 0, count=2, index=1) == (0, 0)
 
 
 @pytest.mark.parametrize(
     ("cut", "size", "told"),
     [
-        (Cut("tp", 0, size=9), 8, "rule's size 9"),
-        (Cut("tp", 0, (FusedPart(2), FusedPart(1))), 8, "parts of 2 : 1"),
-        (Cut("tp", 0, (FusedPart(unit=3),)), 8, "units of 3"),
-        (Cut("tp", 0, (FusedPart(sizes=(4, 4)),)), 8, "for 2 coordinates"),
-        (Cut("tp", 0, (FusedPart(sizes=(4, 4, 1)),)), 8, "there are 8 units"),
-        (Cut("tp", 0, (FusedPart(unit=4, is_shared=True),)), 8, "2 units cannot be shared"),
+        (DimensionSplit("tp", 0, size=9), 8, "rule's size 9"),
+        (DimensionSplit("tp", 0, (FusedPart(2), FusedPart(1))), 8, "parts of 2 : 1"),
+        (DimensionSplit("tp", 0, (FusedPart(unit=3),)), 8, "units of 3"),
+        (DimensionSplit("tp", 0, (FusedPart(sizes=(4, 4)),)), 8, "for 2 coordinates"),
+        (DimensionSplit("tp", 0, (FusedPart(sizes=(4, 4, 1)),)), 8, "there are 8 units"),
+        (
+            DimensionSplit("tp", 0, (FusedPart(unit=4, is_shared=True),)),
+            8,
+            "2 units cannot be shared",
+        ),
     ],
 )
-def test_what_cannot_be_cut_is_told(cut: Cut, size: int, told: str) -> None:
-    with pytest.raises(CutImpossible, match=told):
+def test_what_cannot_be_cut_is_told(cut: DimensionSplit, size: int, told: str) -> None:
+    with pytest.raises(SplitImpossible, match=told):
         hold(cut, size, count=3, index=0)

@@ -2,11 +2,11 @@
 
 import pytest
 
-from ftrun.errors import RulesUnfit
-from ftrun.sharding.cuts import CutImpossible
-from ftrun.sharding.rule_matching import Follows, Kin, match
+from ftrun.errors import RulesMismatch
+from ftrun.sharding.cuts import SplitImpossible
+from ftrun.sharding.rule_matching import OwningParameter, StateOwnership, match
 from ftrun.sharding.rule_parser import read_rules
-from ftrun.sharding.rules import Kind
+from ftrun.sharding.rules import SharingKind
 
 TEXT = """
 mesh: {pp: 2, tp: 2}
@@ -26,8 +26,8 @@ RULES = read_rules(TEXT, source="x.yaml")
 
 def test_names_with_two_rules_and_with_none_are_all_listed() -> None:
     names = ["model.norm", "a.1.w", "b", "c", "model.up"]
-    kin = Kin("model.up", None)
-    with pytest.raises(RulesUnfit) as caught:
+    kin = OwningParameter("model.up", None)
+    with pytest.raises(RulesMismatch) as caught:
         match(RULES, [*((name, None) for name in names), ("factor", kin)])
     assert caught.value.problems == (
         "model.norm is matched by replicate *.norm (line 4) and by shard model.* (line 7)",
@@ -39,7 +39,7 @@ def test_names_with_two_rules_and_with_none_are_all_listed() -> None:
 
 
 def test_the_first_ten_are_shown_and_the_others_counted() -> None:
-    with pytest.raises(RulesUnfit) as caught:
+    with pytest.raises(RulesMismatch) as caught:
         match(RULES, [(f"x{at}", None) for at in range(13)])
     text = str(caught.value)
     assert "x9 is" in text
@@ -52,21 +52,21 @@ def test_state_has_the_rule_of_its_parameter_unless_it_has_its_own() -> None:
     found = match(
         RULES,
         [
-            ("s.like", Kin("model.last", Follows.LIKE)),
-            ("s.number", Kin("model.last", Follows.NUMBER)),
+            ("s.like", OwningParameter("model.last", StateOwnership.LIKE)),
+            ("s.number", OwningParameter("model.last", StateOwnership.NUMBER)),
             ("model.last", None),
-            ("lonely", Kin("model.last", Follows.LIKE)),
+            ("lonely", OwningParameter("model.last", StateOwnership.LIKE)),
             ("mine", None),
-            ("s.mine", Kin("mine", Follows.NUMBER)),
+            ("s.mine", OwningParameter("mine", StateOwnership.NUMBER)),
         ],
     )
     assert found["s.like"] == found["model.last"]
-    assert found["s.number"].rule.kind is Kind.REPLICATE
+    assert found["s.number"].rule.kind is SharingKind.REPLICATE
     assert found["s.number"].homes(2) == {1}
     assert found["lonely"].home is None
-    assert found["s.mine"].rule.kind is Kind.OWN
-    with pytest.raises(RulesUnfit):
-        match(RULES, [("s", Kin("nobody", Follows.LIKE))])
+    assert found["s.mine"].rule.kind is SharingKind.OWN
+    with pytest.raises(RulesMismatch):
+        match(RULES, [("s", OwningParameter("nobody", StateOwnership.LIKE))])
 
 
 def test_where_a_number_lives() -> None:
@@ -74,9 +74,9 @@ def test_where_a_number_lives() -> None:
     even = read_rules(text.format(""), source="x")
     found = match(even, [(f"l.{n}", None) for n in range(6)])
     assert [found[f"l.{n}"].homes(2) for n in range(5)] == [{0}, {0}, {0}, {1}, {1}]
-    with pytest.raises(CutImpossible, match="number 5 is not below of: 5"):
+    with pytest.raises(SplitImpossible, match="number 5 is not below of: 5"):
         found["l.5"].homes(2)
     sized = match(read_rules(text.format(", sizes: [1, 4]"), source="x"), [("l.1", None)])
     assert sized["l.1"].homes(2) == {1}
-    with pytest.raises(CutImpossible, match="2 runs of layers, and there are 5 for 3"):
+    with pytest.raises(SplitImpossible, match="2 runs of layers, and there are 5 for 3"):
         sized["l.1"].homes(3)

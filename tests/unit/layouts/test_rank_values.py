@@ -4,7 +4,7 @@ from typing import Any
 
 from ftrun.sharding.rank_values import RankValues
 from ftrun.sharding.rule_parser import read_rules
-from ftrun.sharding.world_layout import Stored, lay_out, read_world
+from ftrun.sharding.world_layout import StoredEntry, lay_out, read_world
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.plain_values import TensorRef
 from ftrun.snapshot.regroup import DERIVED
@@ -45,7 +45,10 @@ def made(**sizes: int) -> tuple[RankValues, list[dict[str, Any]]]:
         [
             stored
             for name in held
-            for stored in (Stored(name, "F32", (2,)), Stored(f"s.{name}", "F32", (2,), name))
+            for stored in (
+                StoredEntry(name, "F32", (2,)),
+                StoredEntry(f"s.{name}", "F32", (2,), name),
+            )
         ]
         for held in names
     ]

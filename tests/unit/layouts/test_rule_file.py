@@ -5,7 +5,7 @@ import pytest
 from ftrun.errors import RulesInvalid
 from ftrun.sharding.mesh import Mesh
 from ftrun.sharding.rule_parser import carried, read_carried, read_rules
-from ftrun.sharding.rules import Cut, Flat, FusedPart, Kind, Uneven
+from ftrun.sharding.rules import DimensionSplit, FlatBuffer, FusedPart, SharingKind, UnevenPolicy
 
 WHOLE = """
 mesh: {pp: 2, dp: 2, tp: 4}
@@ -53,20 +53,20 @@ def test_everything_that_can_be_said() -> None:
     rules = read_rules(WHOLE, source="x.yaml")
     assert rules.mesh == Mesh((("pp", 2), ("dp", 2), ("tp", 4)), ("dp", "pp"))
     by_name = {rule.pattern.text: rule for rule in rules.rules}
-    assert [by_name[f"model.{one}"].kind for one in "abc"] == [Kind.REPLICATE] * 3
-    assert by_name["model.mine"].kind is Kind.OWN
+    assert [by_name[f"model.{one}"].kind for one in "abc"] == [SharingKind.REPLICATE] * 3
+    assert by_name["model.mine"].kind is SharingKind.OWN
     assert by_name["model.f"].axis == "dp"
-    assert by_name["model.embed"].cuts == (Cut("tp", 0, size=1000, pad_to=64),)
-    assert by_name["model.proj"].cuts == (Cut("tp", -1, uneven=Uneven.CHUNK),)
-    assert by_name["model.both"].cuts == (Cut("tp", 0), Cut("dp", 1))
-    assert by_name["model.up"].cuts == (Cut("tp", 0, (FusedPart(), FusedPart())),)
+    assert by_name["model.embed"].cuts == (DimensionSplit("tp", 0, size=1000, pad_to=64),)
+    assert by_name["model.proj"].cuts == (DimensionSplit("tp", -1, uneven=UnevenPolicy.CHUNK),)
+    assert by_name["model.both"].cuts == (DimensionSplit("tp", 0), DimensionSplit("dp", 1))
+    assert by_name["model.up"].cuts == (DimensionSplit("tp", 0, (FusedPart(), FusedPart())),)
     assert by_name["model.qkv"].cuts[0].parts == (
         FusedPart(8, 64),
         FusedPart(2, 64, is_shared=True),
         FusedPart(2, 32, (1, 1, 0, 0)),
     )
     shapes = (("model.w", (4, 8)), ("model.b", (8,)), ("model.n", ()))
-    assert by_name["row"].flat == Flat("dp", 2, shapes)
+    assert by_name["row"].flat == FlatBuffer("dp", 2, shapes)
     layers, embed, tied, chunks, through = rules.homes
     assert (layers.at, layers.count, layers.sizes) == (None, 24, (10, 14))
     assert embed.at == tied.at == (0, -1, 1)

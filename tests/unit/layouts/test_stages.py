@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftrun.errors import RulesUnfit
+from ftrun.errors import RulesMismatch
 from ftrun.sharding.rank_values import RankValues
 from ftrun.sharding.rule_parser import read_rules
-from ftrun.sharding.rules import Rules
-from ftrun.sharding.world_layout import Stored, lay_out, read_world
+from ftrun.sharding.rules import ShardingRules
+from ftrun.sharding.world_layout import StoredEntry, lay_out, read_world
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.plain_values import TensorRef
 from tests.unit.layouts.worlds import Array, moved, numbers, stored_of
@@ -19,7 +19,7 @@ from tests.unit.layouts.worlds import Array, moved, numbers, stored_of
 Layers = dict[int, Array]
 
 
-def rules(text: str) -> Rules:
+def rules(text: str) -> ShardingRules:
     return read_rules(text, source="x.yaml")
 
 
@@ -39,7 +39,7 @@ def pipelines(draw: st.DrawFn, count: int) -> dict[str, Any]:
     }
 
 
-def rules_of(count: int, way: dict[str, Any]) -> Rules:
+def rules_of(count: int, way: dict[str, Any]) -> ShardingRules:
     name = "chunk{turn}.layers.{n}.*" if way["says_turn"] else "layers.{n}.*"
     more = f", sizes: {way['sizes']}" if way["sizes"] else ""
     more += ", numbered: anew" if way["is_anew"] else ""
@@ -126,9 +126,9 @@ def parts_of(names: list[str]) -> dict[str, bytes]:
     return {name: plain.encode(value) for name, value in parts.items()}
 
 
-def stored_with_state(names: list[str]) -> list[Stored]:
-    states = [Stored(f"o.state.{name}.seen", "F32", (2,), name) for name in names]
-    return [*(Stored(name, "F32", (2,)) for name in names), *states]
+def stored_with_state(names: list[str]) -> list[StoredEntry]:
+    states = [StoredEntry(f"o.state.{name}.seen", "F32", (2,), name) for name in names]
+    return [*(StoredEntry(name, "F32", (2,)) for name in names), *states]
 
 
 def test_groups_and_state_are_called_as_the_new_rank_calls_them() -> None:
@@ -158,8 +158,8 @@ def test_groups_and_state_are_called_as_the_new_rank_calls_them() -> None:
 
 
 def problems(text: str, *ranks: list[str]) -> list[str]:
-    with pytest.raises(RulesUnfit) as caught:
-        read_world(rules(text), [[Stored(name, "F32", (2,)) for name in one] for one in ranks])
+    with pytest.raises(RulesMismatch) as caught:
+        read_world(rules(text), [[StoredEntry(name, "F32", (2,)) for name in one] for one in ranks])
     return list(caught.value.problems)
 
 
@@ -177,7 +177,7 @@ def test_a_stage_with_more_layers_than_said() -> None:
 def test_what_all_ranks_of_a_stage_have_too_many_is_told_once_and_without_its_state() -> None:
     text = ANEW.format(2, "").replace("pp: 2", "pp: 2, tp: 2")
     names = ["l.0.w", "l.1.w"]
-    with pytest.raises(RulesUnfit) as caught:
+    with pytest.raises(RulesMismatch) as caught:
         read_world(rules(text), [stored_with_state(names)] * 4)
     assert [problem.partition(" by ")[0] for problem in caught.value.problems] == [
         f"l.1.w: its number is 1, and pp {at} has numbers 0 to 0" for at in range(2)
@@ -189,7 +189,7 @@ def test_layers_that_nobody_has() -> None:
     assert found[0].startswith(f"{UNIQUE} has 10 layers, and 2, 3, 4, 7, 8 and 1 more are on no")
     text = ANEW.format(4, ", empty: [1]")
     assert ", and 3 is on no rank" in problems(text, ["l.0.w"], ["l.0.w"])[0]
-    both = [[Stored("l.0.w", "F32", (2,))]] * 2
+    both = [[StoredEntry("l.0.w", "F32", (2,))]] * 2
     assert list(read_world(rules(ANEW.format(4, ", empty: [1, 3]")), both).wholes) == [
         "l.0.w",
         "l.2.w",

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import xxhash
 
-from ftrun.errors import RulesUnfit
+from ftrun.errors import RulesMismatch
 from ftrun.sharding.replica_check import differing
 from ftrun.sharding.rule_parser import read_rules
 from ftrun.sharding.stored_entries import plain_bytes, stored_entries
-from ftrun.sharding.world_layout import Stored, read_world
+from ftrun.sharding.world_layout import StoredEntry, read_world
 from ftrun.snapshot import plain_values as plain
-from ftrun.snapshot.boxes import Part
-from ftrun.snapshot.layout import PLAIN_NAME, SMALL_BYTES, Entry, When, make_layout
+from ftrun.snapshot.boxes import TensorPart
+from ftrun.snapshot.layout import PLAIN_NAME, SMALL_BYTES, CopyTiming, LayoutEntry, make_layout
 from ftrun.snapshot.plain_values import TensorRef
-from ftrun.snapshot.shard_header import ShardHead
+from ftrun.snapshot.shard_header import ShardHeader
 from tests.unit.layouts.worlds import Array
 
 
@@ -26,7 +26,7 @@ class Made:
         self,
         ranks: Sequence[Mapping[str, Array]],
         state: object = None,
-        part: Part | None = None,
+        part: TensorPart | None = None,
     ) -> None:
         saved = {"opt": {"state": state or {}}}
         self.plain = plain.encode({"optimizer_state": plain.encode(saved)})
@@ -35,8 +35,12 @@ class Made:
         self.data = [data for _, data in made]
         self.num_reads = 0
 
-    def _made(self, held: Mapping[str, Array], part: Part | None) -> tuple[ShardHead, bytes]:
-        entries = [Entry(n, "F32", a.shape, When.LAZY, part=part) for n, a in held.items()]
+    def _made(
+        self, held: Mapping[str, Array], part: TensorPart | None
+    ) -> tuple[ShardHeader, bytes]:
+        entries = [
+            LayoutEntry(n, "F32", a.shape, CopyTiming.LAZY, part=part) for n, a in held.items()
+        ]
         layout = make_layout(entries, plain_bytes=len(self.plain) + 8)
         data = bytearray(layout.data_bytes)
         for entry in layout.entries:
@@ -48,7 +52,7 @@ class Made:
             xxhash.xxh3_64_intdigest(data[p.offset : p.offset + p.num_bytes]) for p in layout.pieces
         ]
         table = memoryview(np.array(digests, np.uint64).tobytes()).cast("Q")
-        return ShardHead(layout, 0, table), bytes(data)
+        return ShardHeader(layout, 0, table), bytes(data)
 
     def read(self, rank: int, name: str, first_byte: int, num_bytes: int) -> memoryview:
         self.num_reads += 1
@@ -80,18 +84,18 @@ def test_state_is_told_with_its_parameter() -> None:
     (found,) = stored_entries(made.heads, made.parts(), source="x")
     owners = {one.name: one.of for one in found}
     assert owners == {"w": None, "s.mean": "w", "s.one": "w", "s.two": "w", "s.global": None}
-    assert found[0] == Stored("w", "F32", (2,))
+    assert found[0] == StoredEntry("w", "F32", (2,))
 
 
 def test_dtensors_need_no_rules() -> None:
-    made = Made([{"w": array(1, 2)}], part=Part((4,), (2,)))
-    with pytest.raises(RulesUnfit, match="w is a DTensor"):
+    made = Made([{"w": array(1, 2)}], part=TensorPart((4,), (2,)))
+    with pytest.raises(RulesMismatch, match="w is a DTensor"):
         stored_entries(made.heads, made.parts(), source="x")
 
 
 def test_what_no_session_has_saved_is_refused_in_words() -> None:
     made = Made([{"w": array(1, 2)}])
-    with pytest.raises(RulesUnfit, match=r"saved by ftrun\.dcp"):
+    with pytest.raises(RulesMismatch, match=r"saved by ftrun\.dcp"):
         stored_entries(made.heads, [{"objects": b""}], source="x")
 
 

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrun.errors import RulesUnfit
+from ftrun.errors import RulesMismatch
 from ftrun.sharding.mesh import Mesh
 from ftrun.sharding.rule_parser import read_rules
-from ftrun.sharding.rules import Rules
-from ftrun.sharding.world_layout import Stored, WorldLayout, lay_out, read_world
+from ftrun.sharding.rules import ShardingRules
+from ftrun.sharding.world_layout import StoredEntry, WorldLayout, lay_out, read_world
 from tests.unit.layouts.worlds import (
     Array,
     Made,
@@ -59,7 +59,7 @@ def test_to_another_world_and_back_is_what_it_was(
 # --- the cases of the paper ------------------------------------------------------------------
 
 
-def rules(text: str) -> Rules:
+def rules(text: str) -> ShardingRules:
     return read_rules(text, source="rules.yaml")
 
 
@@ -139,13 +139,13 @@ def test_heads_of_keys_that_are_fewer_than_the_ranks_are_shared() -> None:
 
 def test_copies_that_went_their_own_ways_are_told_apart_until_they_are_one() -> None:
     text = "mesh: {{dp: {dp}}}\naverage:\n  - {{name: e, axis: dp}}\n"
-    stored = [[Stored("e", "F32", (3,))] for _ in range(3)]
+    stored = [[StoredEntry("e", "F32", (3,))] for _ in range(3)]
     source = read_world(rules(text.format(dp=3)), stored)
     target = lay_out(rules(text.format(dp=2)), source)
     copies = source.stock().copies(target.entries[1]["e"].patches)
     assert [[copy.rank for copy in one] for one in copies] == [[0], [1], [2]]
-    with pytest.raises(RulesUnfit, match="I64"):
-        read_world(rules(text.format(dp=1)), [[Stored("e", "I64", (3,))]])
+    with pytest.raises(RulesMismatch, match="I64"):
+        read_world(rules(text.format(dp=1)), [[StoredEntry("e", "I64", (3,))]])
 
 
 def test_what_is_each_ranks_own_goes_to_the_rank_of_the_same_coordinates() -> None:
@@ -233,14 +233,14 @@ own: [model.mine]
 """
 
 
-def with_state(rank: int) -> list[Stored]:
+def with_state(rank: int) -> list[StoredEntry]:
     return [
-        Stored("model.w", "BF16", (3, 2)),
-        Stored("opt.w.mean", "F32", (3, 2), "model.w"),
-        Stored("opt.w.step", "F32", (), "model.w"),
-        Stored("model.mine", "F32", (1 + rank,)),
-        Stored("opt.mine.mean", "F32", (1 + rank,), "model.mine"),
-        Stored("opt.mine.step", "F32", (), "model.mine"),
+        StoredEntry("model.w", "BF16", (3, 2)),
+        StoredEntry("opt.w.mean", "F32", (3, 2), "model.w"),
+        StoredEntry("opt.w.step", "F32", (), "model.w"),
+        StoredEntry("model.mine", "F32", (1 + rank,)),
+        StoredEntry("opt.mine.mean", "F32", (1 + rank,), "model.mine"),
+        StoredEntry("opt.mine.step", "F32", (), "model.mine"),
     ]
 
 
@@ -260,8 +260,8 @@ def test_state_goes_with_its_parameter() -> None:
 # --- what does not fit -----------------------------------------------------------------------
 
 
-def problems_of(text: str, *ranks: list[Stored]) -> tuple[str, ...]:
-    with pytest.raises(RulesUnfit) as caught:
+def problems_of(text: str, *ranks: list[StoredEntry]) -> tuple[str, ...]:
+    with pytest.raises(RulesMismatch) as caught:
         read_world(rules(text), ranks)
     return caught.value.problems
 
@@ -293,14 +293,14 @@ def test_a_mesh_of_another_size_is_told() -> None:
 def test_what_does_not_fit_is_told(
     text: str, shapes_there: list[tuple[int, ...]], told: str
 ) -> None:
-    ranks = [[Stored("w", "F32", shape)] for shape in shapes_there]
+    ranks = [[StoredEntry("w", "F32", shape)] for shape in shapes_there]
     (problem, *_) = problems_of(f"mesh: {{dp: 1, tp: 2}}\n{text}", *ranks)
     assert problem.startswith("w")
     assert told in problem
 
 
 def test_a_tensor_that_is_not_everywhere_or_of_two_dtypes_is_told() -> None:
-    w, half = Stored("w", "F32", (2,)), Stored("w", "F16", (2,))
+    w, half = StoredEntry("w", "F32", (2,)), StoredEntry("w", "F16", (2,))
     assert "not on ranks [1]" in problems_of("mesh: {tp: 2}\nreplicate: [w]", [w], [])[0]
     assert "F16 and as F32" in problems_of("mesh: {tp: 2}\nreplicate: [w]", [w], [half])[0]
 
@@ -309,9 +309,9 @@ def test_a_target_that_cannot_be_is_told() -> None:
     def problems(target: str) -> str:
         source = read_world(
             rules("mesh: {tp: 1}\nshard: [{name: w, axis: tp, dim: 0}]"),
-            [[Stored("w", "F32", (4,))]],
+            [[StoredEntry("w", "F32", (4,))]],
         )
-        with pytest.raises(RulesUnfit) as caught:
+        with pytest.raises(RulesMismatch) as caught:
             lay_out(rules(target), source)
         return "".join(caught.value.problems)
 

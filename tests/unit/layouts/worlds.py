@@ -12,9 +12,18 @@ from hypothesis import strategies as st
 
 from ftrun.sharding.mesh import Mesh
 from ftrun.sharding.name_patterns import NamePattern
-from ftrun.sharding.partition import Patch
-from ftrun.sharding.rules import Cut, Flat, FusedPart, Home, Kind, Rule, Rules, Uneven
-from ftrun.sharding.world_layout import Placed, Stored, WorldLayout
+from ftrun.sharding.partition import StoredRegion
+from ftrun.sharding.rules import (
+    DimensionSplit,
+    FlatBuffer,
+    FusedPart,
+    ShardingRule,
+    ShardingRules,
+    SharingKind,
+    StagePlacement,
+    UnevenPolicy,
+)
+from ftrun.sharding.world_layout import PlacedEntry, StoredEntry, WorldLayout
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -25,10 +34,10 @@ class Made:
 
     name: str
     wholes: dict[str, Array]
-    rule: Rule
+    rule: ShardingRule
     cut: Callable[[Mapping[str, int], Mesh], Array]
-    others: tuple[Rule, ...] = ()
-    home: Home | None = None
+    others: tuple[ShardingRule, ...] = ()
+    home: StagePlacement | None = None
     places: Callable[[Mesh], set[int]] = field(default=lambda mesh: set(range(99)))
 
     def array(self, rank: int, mesh: Mesh) -> Array | None:
@@ -38,14 +47,16 @@ class Made:
         return self.cut(where, mesh)
 
 
-def named(kind: Kind, name: str, **more: Any) -> Rule:
-    return Rule(kind, NamePattern(name), 1, **more)
+def named(kind: SharingKind, name: str, **more: Any) -> ShardingRule:
+    return ShardingRule(kind, NamePattern(name), 1, **more)
 
 
-def split(array: Array, dim: int, count: int, index: int, *, unit: int, uneven: Uneven) -> Array:
+def split(
+    array: Array, dim: int, count: int, index: int, *, unit: int, uneven: UnevenPolicy
+) -> Array:
     """As torch.chunk or numpy.array_split cut it, unit by unit."""
     units = array.shape[dim] // unit
-    if uneven is Uneven.CHUNK:
+    if uneven is UnevenPolicy.CHUNK:
         step = -(-units // count)
         ends = [min(units, at * step) for at in range(count + 1)]
     else:
@@ -85,7 +96,7 @@ axes = st.sampled_from(["dp", "tp"])
 @st.composite
 def replicated(draw: st.DrawFn, name: str) -> Made:
     whole = numbers(draw(st.lists(st.integers(0, 5), max_size=3)))
-    return Made(name, {name: whole}, named(Kind.REPLICATE, name), lambda where, mesh: whole)
+    return Made(name, {name: whole}, named(SharingKind.REPLICATE, name), lambda where, mesh: whole)
 
 
 @st.composite
@@ -95,7 +106,7 @@ def sharded(draw: st.DrawFn, name: str) -> Made:
     cuts = []
     for axis in draw(st.sampled_from([["tp"], ["dp"], ["tp", "dp"], ["dp", "tp"]])):
         dim = draw(st.integers(-whole.ndim, whole.ndim - 1))
-        cuts.append(Cut(axis, dim, uneven=draw(st.sampled_from(Uneven))))
+        cuts.append(DimensionSplit(axis, dim, uneven=draw(st.sampled_from(UnevenPolicy))))
 
     def cut(where: Mapping[str, int], mesh: Mesh) -> Array:
         part = whole
@@ -104,20 +115,20 @@ def sharded(draw: st.DrawFn, name: str) -> Made:
             part = split(part, one.dim, count, index, unit=1, uneven=one.uneven)
         return part
 
-    return Made(name, {name: whole}, named(Kind.SHARD, name, cuts=tuple(cuts)), cut)
+    return Made(name, {name: whole}, named(SharingKind.SHARD, name, cuts=tuple(cuts)), cut)
 
 
 @st.composite
 def padded_vocabulary(draw: st.DrawFn, name: str) -> Made:
     whole = numbers((draw(st.integers(1, 20)), draw(st.integers(1, 3))))
     pad_to = draw(st.integers(1, 5))
-    rule = Cut("tp", 0, size=len(whole), pad_to=pad_to)
+    rule = DimensionSplit("tp", 0, size=len(whole), pad_to=pad_to)
 
     def cut(where: Mapping[str, int], mesh: Mesh) -> Array:
         count = mesh.size_of("tp")
         return np.split(padded(whole, 0, pad_to * count), count)[where["tp"]]
 
-    return Made(name, {name: whole}, named(Kind.SHARD, name, cuts=(rule,)), cut)
+    return Made(name, {name: whole}, named(SharingKind.SHARD, name, cuts=(rule,)), cut)
 
 
 @st.composite
@@ -129,9 +140,11 @@ def fragmented(draw: st.DrawFn, name: str) -> Made:
     shape = [draw(st.integers(1, 4))] * 2
     shape[dim] = unit * sum(weights)
     whole = numbers(shape)
-    uneven = draw(st.sampled_from(Uneven))
+    uneven = draw(st.sampled_from(UnevenPolicy))
     parts = tuple(FusedPart(weight, unit) for weight in weights)
-    rule = named(Kind.FRAGMENT, name, cuts=(Cut("tp", dim, parts, uneven=uneven),))
+    rule = named(
+        SharingKind.FRAGMENT, name, cuts=(DimensionSplit("tp", dim, parts, uneven=uneven),)
+    )
 
     def cut(where: Mapping[str, int], mesh: Mesh) -> Array:
         count, index = mesh.size_of("tp"), where["tp"]
@@ -153,15 +166,19 @@ def flat_row(draw: st.DrawFn, name: str) -> Made:
     wholes = {f"{name}.w{at}": numbers(shape) for at, shape in enumerate(given)}
     is_cut = {one: draw(st.booleans()) for one in wholes}
     pad_to = draw(st.integers(1, 4))
-    flat = Flat("dp", pad_to, tuple((one, whole.shape) for one, whole in wholes.items()))
+    flat = FlatBuffer("dp", pad_to, tuple((one, whole.shape) for one, whole in wholes.items()))
     others = tuple(
-        named(Kind.SHARD, one, cuts=(Cut("tp", 0),)) for one, cut in is_cut.items() if cut
+        named(SharingKind.SHARD, one, cuts=(DimensionSplit("tp", 0),))
+        for one, cut in is_cut.items()
+        if cut
     )
 
     def cut(where: Mapping[str, int], mesh: Mesh) -> Array:
         count, index = mesh.size_of("tp"), where["tp"]
         local = [
-            split(whole, 0, count, index, unit=1, uneven=Uneven.BALANCED) if is_cut[one] else whole
+            split(whole, 0, count, index, unit=1, uneven=UnevenPolicy.BALANCED)
+            if is_cut[one]
+            else whole
             for one, whole in wholes.items()
         ]
         row = np.concatenate([part.reshape(-1) for part in local])
@@ -170,19 +187,19 @@ def flat_row(draw: st.DrawFn, name: str) -> Made:
         ]
 
     whole_names = {f"{name}/{one}": whole for one, whole in wholes.items()}
-    return Made(name, whole_names, named(Kind.FLAT, name, flat=flat), cut, others)
+    return Made(name, whole_names, named(SharingKind.FLAT, name, flat=flat), cut, others)
 
 
 @st.composite
 def at_one_stage(draw: st.DrawFn, name: str) -> Made:
     whole = numbers(draw(shapes))
     at = draw(st.sampled_from([(0,), (-1,), (0, -1)]))
-    home = Home(NamePattern(name), 2, "pp", at)
-    rule = named(Kind.SHARD, name, cuts=(Cut("tp", 0),))
+    home = StagePlacement(NamePattern(name), 2, "pp", at)
+    rule = named(SharingKind.SHARD, name, cuts=(DimensionSplit("tp", 0),))
 
     def cut(where: Mapping[str, int], mesh: Mesh) -> Array:
         count, index = mesh.size_of("tp"), where["tp"]
-        return split(whole, 0, count, index, unit=1, uneven=Uneven.BALANCED)
+        return split(whole, 0, count, index, unit=1, uneven=UnevenPolicy.BALANCED)
 
     def places(mesh: Mesh) -> set[int]:
         return {one % mesh.size_of("pp") for one in at}
@@ -202,9 +219,11 @@ meshes = st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 4)).map(
 )
 
 
-def rules_of(model: Sequence[Made], mesh: Mesh) -> Rules:
+def rules_of(model: Sequence[Made], mesh: Mesh) -> ShardingRules:
     rules = tuple(rule for one in model for rule in (one.rule, *one.others))
-    return Rules("made", mesh, rules, tuple(one.home for one in model if one.home is not None))
+    return ShardingRules(
+        "made", mesh, rules, tuple(one.home for one in model if one.home is not None)
+    )
 
 
 def arrays_of(model: Sequence[Made], mesh: Mesh) -> list[dict[str, Array]]:
@@ -216,11 +235,11 @@ def arrays_of(model: Sequence[Made], mesh: Mesh) -> list[dict[str, Array]]:
     return found
 
 
-def stored_of(arrays: Sequence[Mapping[str, Array]]) -> list[list[Stored]]:
-    return [[Stored(n, "I64", array.shape) for n, array in held.items()] for held in arrays]
+def stored_of(arrays: Sequence[Mapping[str, Array]]) -> list[list[StoredEntry]]:
+    return [[StoredEntry(n, "I64", array.shape) for n, array in held.items()] for held in arrays]
 
 
-def filled(placed: Placed, wholes: Mapping[str, Array]) -> Array:
+def filled(placed: PlacedEntry, wholes: Mapping[str, Array]) -> Array:
     """An entry, filled from whole tensors patch by patch."""
     items = np.zeros(placed.num_items, np.int64)
     for patch in placed.patches:
@@ -265,5 +284,5 @@ def moved(
     return found
 
 
-def _count(times: Array, patch: Patch) -> None:
+def _count(times: Array, patch: StoredRegion) -> None:
     view_of(times, patch.first, patch.box.shape, patch.strides)[...] += 1

@@ -6,7 +6,7 @@ Each rank runs the same program: per step it calls one collective in each of its
 
 from dataclasses import dataclass, field
 
-from ftrun.monitor.evidence import Call, GroupView, RankView
+from ftrun.monitor.evidence import CollectiveCall, ProcessGroupView, RankView
 
 KEPT = 8
 
@@ -103,11 +103,13 @@ def views_of(
     }
 
 
-def _group(world: World, player: Player, name: str) -> GroupView:
+def _group(world: World, player: Player, name: str) -> ProcessGroupView:
     last = player.entered[name]
-    calls = tuple(Call(n, "all_reduce", "[8]") for n in range(max(1, last - KEPT + 1), last + 1))
+    calls = tuple(
+        CollectiveCall(n, "all_reduce", "[8]") for n in range(max(1, last - KEPT + 1), last + 1)
+    )
     waits = last if player.inside == name else 0
-    return GroupView(name, name, world.groups[name], calls, waits, 5.0 if waits else 0.0)
+    return ProcessGroupView(name, name, world.groups[name], calls, waits, 5.0 if waits else 0.0)
 
 
 def view(rank: int, **changes: object) -> RankView:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftrun.monitor.slow.delay_matrix import LinkSample, NodeLook
-from ftrun.monitor.slow.stragglers import RankLook
+from ftrun.monitor.slow.delay_matrix import LinkSample, NodeTraffic
+from ftrun.monitor.slow.stragglers import RankObservation
 
 FOLDER = Path(__file__).with_name("traces")
 NAMES = sorted(path.name.removesuffix(".json.gz") for path in FOLDER.glob("*.json.gz"))
@@ -31,12 +31,14 @@ class Recording:
     fault: str
     groups: dict[str, tuple[int, ...]]
     hosts: dict[str, str]
-    rank_looks: list[RankLook]
-    link_looks: list[tuple[float, NodeLook]]
+    rank_looks: list[RankObservation]
+    link_looks: list[tuple[float, NodeTraffic]]
 
-    def seconds_of_ranks(self, every_s: float = 0.5) -> Iterator[tuple[float, list[RankLook]]]:
+    def seconds_of_ranks(
+        self, every_s: float = 0.5
+    ) -> Iterator[tuple[float, list[RankObservation]]]:
         """The looks of all ranks, in bundles of so many seconds."""
-        waiting: list[RankLook] = []
+        waiting: list[RankObservation] = []
         due_s = self.rank_looks[0].at_s + every_s
         for look in self.rank_looks:
             if look.at_s >= due_s:
@@ -46,9 +48,9 @@ class Recording:
             waiting.append(look)
         yield due_s, waiting
 
-    def seconds_of_links(self) -> Iterator[tuple[float, list[NodeLook]]]:
+    def seconds_of_links(self) -> Iterator[tuple[float, list[NodeTraffic]]]:
         """The looks of all nodes, second by second."""
-        waiting: dict[str, NodeLook] = {}
+        waiting: dict[str, NodeTraffic] = {}
         for second, look in self.link_looks:
             if look.node in waiting:
                 yield second, list(waiting.values())
@@ -63,17 +65,17 @@ def recording(name: str) -> Recording:
     links = []
     for node, second, addresses in told["links"]:
         samples = [LinkSample(host, *figures) for host, figures in addresses.items()]
-        links.append((second, NodeLook(f"node{node}", 1.0, samples)))
+        links.append((second, NodeTraffic(f"node{node}", 1.0, samples)))
     groups = {name: tuple(ranks) for name, ranks in told["groups"].items()}
     hosts = {f"10.77.0.{index + 1}": f"node{index}" for index in range(8)}
     return Recording(told["fault"], groups, hosts, looks, links)
 
 
-def _rank_look(told: list[Any], ranks_per_node: int, last_s: dict[int, float]) -> RankLook:
+def _rank_look(told: list[Any], ranks_per_node: int, last_s: dict[int, float]) -> RankObservation:
     rank, second, step, entries = told
     entered = []
     for at in range(0, len(entries), 3):
         group, seq, since = entries[at : at + 3]
         last_s[rank] = last_s.get(rank, 0.0) + since / 1e4
         entered.append((group, seq, last_s[rank]))
-    return RankLook(rank, f"node{rank // ranks_per_node}", second, step, entered)
+    return RankObservation(rank, f"node{rank // ranks_per_node}", second, step, entered)

@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ftrun.monitor.slow.stragglers import RankLook
+from ftrun.monitor.slow.stragglers import RankObservation
 
 Groups = dict[str, tuple[int, ...]]
 
@@ -114,7 +114,7 @@ class SlowWorld:
                 found.update(one.groups)
         return found
 
-    def run(self, steps: int) -> Iterator[list[RankLook]]:
+    def run(self, steps: int) -> Iterator[list[RankObservation]]:
         """So many steps more; gives all ranks' looks whenever it is time for one."""
         due_s = max(self._time) + self.look_s
         for _ in range(steps):
@@ -125,12 +125,12 @@ class SlowWorld:
                 yield [self.look(rank, max(self._time)) for rank in range(self.ranks)]
                 due_s += self.look_s
 
-    def look(self, rank: int, at_s: float) -> RankLook:
+    def look(self, rank: int, at_s: float) -> RankObservation:
         node = rank // self.ranks_per_node
         wrong_s = self._wrong_s[node]
         entered = [(group, seq, t + wrong_s) for group, seq, t in self._entries[rank]]
         error_s = self.clock_error_s if node else 0.0
-        return RankLook(rank, f"node{node}", at_s, self.step, entered, error_s)
+        return RankObservation(rank, f"node{node}", at_s, self.step, entered, error_s)
 
     def _do(self, one: Compute | Meet | Wait) -> None:
         if isinstance(one, Compute):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from ftrun.monitor.slow import arrivals
-from ftrun.monitor.slow.arrivals import Arrivals, Meeting, against_the_others
+from ftrun.monitor.slow.arrivals import ArrivalTracker, JoinedCollective, against_the_others
 
 GROUPS = {"all": (0, 1, 2, 3), "t0": (0, 1), "t1": (2, 3), "one": (0,)}
 NODES = ("a", "b", "c", "d")
@@ -14,17 +14,17 @@ Entries = Mapping[int, list[tuple[str, int, float]]]
 
 
 def meetings(
-    entries: Entries, nodes: tuple[str, ...] = NODES, found: Arrivals | None = None
-) -> list[Meeting]:
+    entries: Entries, nodes: tuple[str, ...] = NODES, found: ArrivalTracker | None = None
+) -> list[JoinedCollective]:
     """All that can be judged, once every rank has been seen a second later."""
-    found = found or Arrivals()
+    found = found or ArrivalTracker()
     for rank, entered in entries.items():
         end_s = max(at_s for told in entries.values() for _, _, at_s in told) + 1.0
         found.add(rank, nodes[rank], entered, GROUPS, seen_s=end_s)
     return found.take()
 
 
-def late(meeting: Meeting) -> dict[int, float]:
+def late(meeting: JoinedCollective) -> dict[int, float]:
     return {rank: round(value, 6) for rank, value in sorted(meeting.late_s.items())}
 
 
@@ -44,7 +44,7 @@ def test_the_late_one_is_late_against_the_median_of_the_others() -> None:
 
 
 def test_a_collective_is_given_once_and_when_all_have_been_looked_at_after_it() -> None:
-    found = Arrivals()
+    found = ArrivalTracker()
     for rank in range(4):
         found.add(rank, NODES[rank], [("all", 1, 10.0)], GROUPS, seen_s=11.0)
     assert [one.seq for one in found.take()] == [1]
@@ -105,7 +105,7 @@ def test_a_slow_collective_makes_nobody_late() -> None:
 
 
 def test_who_goes_on_beside_a_collective_shows_that_it_overlaps() -> None:
-    found = Arrivals()
+    found = ArrivalTracker()
     entries = joined(
         *(everyone(seq, seq + 0.0, seq + 0.0, seq + 0.0, seq + 1.5) for seq in range(1, 6))
     )
@@ -145,16 +145,16 @@ def test_the_first_of_some_ranks_only_is_left_out() -> None:
 
 
 def test_groups_of_others_and_of_one_are_left_out() -> None:
-    found = Arrivals()
+    found = ArrivalTracker()
     found.add(2, "c", [("t0", 1, 1.0), ("one", 1, 2.0)], GROUPS, seen_s=3.0)
     assert found.take() == []
-    assert Arrivals().take() == []
+    assert ArrivalTracker().take() == []
 
 
 def test_what_never_becomes_whole_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrivals, "MAX_OPEN", 3)
     monkeypatch.setattr(arrivals, "REMEMBERED", 4)
-    found = Arrivals()
+    found = ArrivalTracker()
     found.add(0, "a", [("all", seq, float(seq)) for seq in range(1, 30)], GROUPS, seen_s=29.0)
     assert len(found._open) == 3
     assert len(found._ranks[0].entries) <= 8

@@ -4,33 +4,33 @@ import pytest
 
 from ftrun.monitor.slow.memory_trend import MemoryTrend
 from ftrun.monitor.slow.samples import KEPT_CALLS, RUN, NodeSample, RankSample, thinned
-from ftrun.monitor.slow.skipped_collectives import KEPT, CallCounts
-from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind
+from ftrun.monitor.slow.skipped_collectives import KEPT, CollectiveCounts
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 
 NODES = {0: "a", 1: "a", 2: "b", 3: "b"}
 
 
 def counted(
-    made: CallCounts, step: int, counts: list[int], world_size: int | None = None
+    made: CollectiveCounts, step: int, counts: list[int], world_size: int | None = None
 ) -> Verdict | None:
     told = [(rank, ((step, calls),)) for rank, calls in enumerate(counts)]
     return made.look(told, world_size or len(counts), NODES)
 
 
 def test_equal_counts_say_nothing() -> None:
-    made = CallCounts()
+    made = CollectiveCounts()
     for step in range(1, 3 * KEPT):
         assert counted(made, step, [3 * step] * 4) is None
 
 
 def test_a_rank_that_leaves_one_out_is_named() -> None:
-    made = CallCounts()
+    made = CollectiveCounts()
     for step in (8, 16, 24):
         counted(made, step, [3 * step] * 4)
     found = counted(made, 32, [96, 96, 93, 96])
     assert found is not None
     assert (found.kind, found.culprits) == (VerdictKind.SKIPPED_COLLECTIVE, (2,))
-    assert (found.sure, found.nodes, found.victims) == (Sure.CERTAIN, ("b",), (0, 1, 3))
+    assert (found.sure, found.nodes, found.victims) == (Confidence.CERTAIN, ("b",), (0, 1, 3))
     assert "between steps 24 and 32" in found.text
     assert "rank 2 has called 3 fewer" in found.evidence[1]
     assert not found.acts_at_once
@@ -38,16 +38,16 @@ def test_a_rank_that_leaves_one_out_is_named() -> None:
 
 
 def test_of_two_the_one_with_fewer() -> None:
-    made = CallCounts()
+    made = CollectiveCounts()
     for step in (8, 16, 24):
         counted(made, step, [step, step])
     found = counted(made, 32, [32, 31])
     assert found is not None
-    assert (found.culprits, found.sure) == ((1,), Sure.LIKELY)
+    assert (found.culprits, found.sure) == ((1,), Confidence.LIKELY)
 
 
 def test_one_that_calls_more() -> None:
-    made = CallCounts()
+    made = CollectiveCounts()
     for step in (8, 16, 24):
         counted(made, step, [step] * 3)
     found = counted(made, 32, [32, 32, 33])
@@ -56,13 +56,13 @@ def test_one_that_calls_more() -> None:
 
 
 def test_stages_of_a_pipeline_call_differently_by_design() -> None:
-    made = CallCounts()
+    made = CollectiveCounts()
     for step in (8, 16, 24, 32):
         assert counted(made, step, [step, 2 * step]) is None
 
 
 def test_a_rank_that_has_not_told_yet_is_waited_for() -> None:
-    made = CallCounts()
+    made = CollectiveCounts()
     for step in (8, 16, 24):
         counted(made, step, [step] * 2)
     assert made.look([(0, ((32, 32),))], 2, NODES) is None
@@ -70,7 +70,7 @@ def test_a_rank_that_has_not_told_yet_is_waited_for() -> None:
 
 
 def test_one_rank_has_nobody_to_differ_from() -> None:
-    assert counted(CallCounts(), 8, [8]) is None
+    assert counted(CollectiveCounts(), 8, [8]) is None
 
 
 def sample(at_s: float, held: list[int], left: int) -> NodeSample:

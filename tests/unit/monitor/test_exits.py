@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ftrun.events import Kind
+from ftrun.events import ExitKind
 from ftrun.ids import Rank
 from ftrun.monitor.worker_exits import (
     ExitFacts,
@@ -24,24 +24,28 @@ FACTS = ExitFacts(rank=Rank(1), pid=42, status=0)
 @pytest.mark.parametrize(
     ("facts", "kind", "words"),
     [
-        (FACTS, Kind.FINISHED, "has finished"),
-        (replace(FACTS, status=3), Kind.EXIT_CODE, "exited with code 3"),
-        (replace(FACTS, status=120), Kind.EXIT_CODE, "could not write the rest of its output"),
-        (replace(FACTS, status=120, full_disk="/logs"), Kind.EXIT_CODE, "disk of /logs is full"),
+        (FACTS, ExitKind.FINISHED, "has finished"),
+        (replace(FACTS, status=3), ExitKind.EXIT_CODE, "exited with code 3"),
+        (replace(FACTS, status=120), ExitKind.EXIT_CODE, "could not write the rest of its output"),
+        (
+            replace(FACTS, status=120, full_disk="/logs"),
+            ExitKind.EXIT_CODE,
+            "disk of /logs is full",
+        ),
         (
             replace(FACTS, status=1, message="ValueError: bad\nmore", traceback=TRACE),
-            Kind.EXCEPTION,
+            ExitKind.EXCEPTION,
             "raised ValueError: bad",
         ),
-        (replace(FACTS, status=-11), Kind.SIGNAL, "killed by SIGSEGV"),
-        (replace(FACTS, status=-9), Kind.SIGNAL, "by whom is not known"),
-        (replace(FACTS, status=-9, oom_kills=0), Kind.SIGNAL, "has not run out of memory"),
-        (replace(FACTS, status=-9, oom_kills=1), Kind.OUT_OF_MEMORY, "out of memory"),
-        (replace(FACTS, status=-9, stopped_s=6.0), Kind.STOPPED, "stopped (SIGSTOP) for 6 s"),
-        (replace(FACTS, status=1, corrupt="digest"), Kind.CORRUPT_SNAPSHOT, "digest"),
+        (replace(FACTS, status=-11), ExitKind.SIGNAL, "killed by SIGSEGV"),
+        (replace(FACTS, status=-9), ExitKind.SIGNAL, "by whom is not known"),
+        (replace(FACTS, status=-9, oom_kills=0), ExitKind.SIGNAL, "has not run out of memory"),
+        (replace(FACTS, status=-9, oom_kills=1), ExitKind.OUT_OF_MEMORY, "out of memory"),
+        (replace(FACTS, status=-9, stopped_s=6.0), ExitKind.STOPPED, "stopped (SIGSTOP) for 6 s"),
+        (replace(FACTS, status=1, corrupt="digest"), ExitKind.CORRUPT_SNAPSHOT, "digest"),
     ],
 )
-def test_end_is_explained(facts: ExitFacts, kind: Kind, words: str) -> None:
+def test_end_is_explained(facts: ExitFacts, kind: ExitKind, words: str) -> None:
     found = explain(facts)
     assert found.kind is kind
     assert words in found.text

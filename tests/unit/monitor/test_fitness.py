@@ -4,10 +4,10 @@ import msgspec
 import pytest
 
 from ftrun.monitor.node_fitness import (
-    Figures,
-    Fitness,
+    CheckOutcome,
     Floors,
-    Outcome,
+    NodeFitness,
+    NodeMeasurements,
     far_below,
     judge,
     rate_in_words,
@@ -23,7 +23,7 @@ FLOORS = Floors(
     min_open_files=256,
     min_processes=64,
 )
-GOOD = Figures(
+GOOD = NodeMeasurements(
     memory_bytes_per_s=8e9,
     loopback_rtt_s=2e-5,
     loopback_bytes_per_s=9e8,
@@ -37,13 +37,13 @@ GOOD = Figures(
 )
 
 
-def figures(**changes: object) -> Figures:
+def figures(**changes: object) -> NodeMeasurements:
     return msgspec.structs.replace(GOOD, **changes)
 
 
 def test_good_figures_pass() -> None:
     found = judge(GOOD, FLOORS, number=3, is_whole=False)
-    assert found == Fitness(Outcome.PASS, GOOD, number=3, is_whole=False)
+    assert found == NodeFitness(CheckOutcome.PASS, GOOD, number=3, is_whole=False)
     assert found.is_fit
     assert str(found) == "fit"
 
@@ -81,7 +81,7 @@ def test_good_figures_pass() -> None:
 )
 def test_what_ranks_cannot_run_with_is_a_failure(changes: dict[str, object], problem: str) -> None:
     found = judge(figures(**changes), FLOORS)
-    assert found.outcome is Outcome.FAIL
+    assert found.outcome is CheckOutcome.FAIL
     assert not found.is_fit
     assert found.problems == (problem,)
     assert str(found) == problem
@@ -100,18 +100,18 @@ def test_what_ranks_cannot_run_with_is_a_failure(changes: dict[str, object], pro
 )
 def test_what_only_costs_something_is_a_warning(changes: dict[str, object], warning: str) -> None:
     found = judge(figures(**changes), FLOORS)
-    assert found.outcome is Outcome.WARN
+    assert found.outcome is CheckOutcome.WARN
     assert found.is_fit
     assert found.warnings == (warning,)
 
 
 def test_what_was_not_measured_says_nothing() -> None:
-    assert judge(Figures(), FLOORS).outcome is Outcome.PASS
+    assert judge(NodeMeasurements(), FLOORS).outcome is CheckOutcome.PASS
 
 
 def test_a_floor_of_nothing_is_none() -> None:
     poor = figures(memory_bytes_per_s=1.0, open_files=0, free_memory_bytes=0)
-    assert judge(poor, Floors()).outcome is Outcome.PASS
+    assert judge(poor, Floors()).outcome is CheckOutcome.PASS
 
 
 def test_a_node_far_below_the_others_is_told() -> None:
@@ -147,4 +147,4 @@ def test_sizes_are_read_easily() -> None:
 
 def test_it_survives_the_wire() -> None:
     found = judge(figures(clock="odd"), FLOORS)
-    assert msgspec.json.decode(msgspec.json.encode(found), type=Fitness) == found
+    assert msgspec.json.decode(msgspec.json.encode(found), type=NodeFitness) == found

@@ -7,9 +7,9 @@ from msgspec.structs import replace
 from unit.monitor.ranks import World, play, view, views_of
 
 from ftrun.monitor.deadlines import HangSettings
-from ftrun.monitor.evidence import Call, GroupView, RankView, own_functions
+from ftrun.monitor.evidence import CollectiveCall, ProcessGroupView, RankView, own_functions
 from ftrun.monitor.hang_detector import find_hang
-from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 
 SETTINGS = HangSettings()
 LIMIT_S = 8.5
@@ -27,11 +27,13 @@ def judged(views: dict[int, RankView], nodes: dict[int, str] | None = None) -> V
 
 
 def group(rank: int, *, entered: int, waits: bool, size: int = 4, op: str = "all_reduce",
-          sizes: str = "[8]") -> GroupView:  # fmt: skip
-    calls = tuple(Call(n, "all_reduce", "[8]") for n in range(1, entered)) + (
-        (Call(entered, op, sizes),) if entered else ()
+          sizes: str = "[8]") -> ProcessGroupView:  # fmt: skip
+    calls = tuple(CollectiveCall(n, "all_reduce", "[8]") for n in range(1, entered)) + (
+        (CollectiveCall(entered, op, sizes),) if entered else ()
     )
-    return GroupView("0", "default_pg", tuple(range(size)), calls, entered if waits else 0, 3.0)
+    return ProcessGroupView(
+        "0", "default_pg", tuple(range(size)), calls, entered if waits else 0, 3.0
+    )
 
 
 def waiting(rank: int, seq: int = 5, **changes: object) -> RankView:
@@ -60,7 +62,7 @@ def test_who_has_not_entered_is_the_culprit(culprit: int) -> None:
     assert found.victims == tuple(r for r in range(4) if r != culprit)
     assert found.nodes == (f"node{culprit // 2}",)
     assert found.acts_at_once
-    assert found.sure is Sure.CERTAIN
+    assert found.sure is Confidence.CERTAIN
     assert f"rank {culprit} on node{culprit // 2}" in found.text
     assert "train.py:42 in step" in found.text
     assert "all_reduce #5 of the default group" in found.text
@@ -118,7 +120,7 @@ def test_patience_is_asked_for_where_a_rank_evaluates_or_computes() -> None:
     busy = behind(1, phase="eval", cpu=0.8, still_s=0.0)
     found = judged({0: waiting(0), 1: busy, 2: waiting(2), 3: waiting(3)})
     assert len(found.against) == 2
-    assert found.sure is Sure.LIKELY
+    assert found.sure is Confidence.LIKELY
 
 
 def test_a_sleeper_of_which_the_lock_is_not_known_may_hold_it() -> None:
@@ -136,7 +138,7 @@ def test_a_rank_that_makes_steps_will_come() -> None:
 
 def test_a_rank_that_nobody_waits_for_may_be_at_something_of_its_own() -> None:
     found = judged({0: view(0, silent_s=1.0), 1: view(1)})
-    assert (found.culprits, found.acts_at_once, found.sure) == ((1,), False, Sure.LIKELY)
+    assert (found.culprits, found.acts_at_once, found.sure) == ((1,), False, Confidence.LIKELY)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +214,7 @@ def test_of_two_who_differ_in_nothing_else_nobody_can_tell() -> None:
     odd = group(1, entered=5, waits=True, sizes="[10]")
     found = judged({0: waiting(0), 1: view(1, groups=(odd,))})
     assert found.culprits == (0, 1)
-    assert found.sure is Sure.POSSIBLE
+    assert found.sure is Confidence.POSSIBLE
     assert found.against
 
 
@@ -230,9 +232,9 @@ def test_ranks_of_a_node_that_has_not_told_yet_are_not_judged() -> None:
 
 
 def test_groups_whose_ranks_are_not_known() -> None:
-    def of(entered: int, *, waits: bool) -> GroupView:
-        calls = tuple(Call(n, "all_reduce") for n in range(1, entered + 1))
-        return GroupView("9", "tp", (), calls, entered if waits else 0, 4.0)
+    def of(entered: int, *, waits: bool) -> ProcessGroupView:
+        calls = tuple(CollectiveCall(n, "all_reduce") for n in range(1, entered + 1))
+        return ProcessGroupView("9", "tp", (), calls, entered if waits else 0, 4.0)
 
     views = {0: view(0, groups=(of(3, waits=True),)), 1: view(1, groups=(of(2, waits=False),))}
     found = judged(views, {})
@@ -241,9 +243,9 @@ def test_groups_whose_ranks_are_not_known() -> None:
 
 
 def test_two_who_wait_for_one_another_in_two_groups() -> None:
-    def of(name: str, *, waits: bool) -> GroupView:
-        calls = (Call(1, "all_reduce", "[8]"),) if waits else ()
-        return GroupView(name, name, (0, 1), calls, int(waits), 4.0)
+    def of(name: str, *, waits: bool) -> ProcessGroupView:
+        calls = (CollectiveCall(1, "all_reduce", "[8]"),) if waits else ()
+        return ProcessGroupView(name, name, (0, 1), calls, int(waits), 4.0)
 
     views = {
         0: view(0, groups=(of("a", waits=True), of("b", waits=False))),
@@ -251,9 +253,9 @@ def test_two_who_wait_for_one_another_in_two_groups() -> None:
     }
     found = judged(views)
     assert (found.kind, found.culprits) == (VerdictKind.DEADLOCK, (0, 1))
-    assert (found.acts_at_once, found.sure) == (True, Sure.CERTAIN)
+    assert (found.acts_at_once, found.sure) == (True, Confidence.CERTAIN)
     moving = {rank: replace(one, still_s=0.0) for rank, one in views.items()}
-    assert (judged(moving).acts_at_once, judged(moving).sure) == (False, Sure.POSSIBLE)
+    assert (judged(moving).acts_at_once, judged(moving).sure) == (False, Confidence.POSSIBLE)
 
 
 RECEIVES = ("/x/site-packages/torch/distributed/distributed_c10d.py:99 in recv", "/me/t.py:5 in f")
@@ -267,7 +269,7 @@ def test_who_waits_for_a_message_is_a_victim() -> None:
 
 def test_all_wait_for_messages() -> None:
     found = judged({0: view(0, stack=RECEIVES), 1: view(1, stack=RECEIVES)})
-    assert (found.kind, found.sure) == (VerdictKind.HANG_IN_COMMUNICATION, Sure.POSSIBLE)
+    assert (found.kind, found.sure) == (VerdictKind.HANG_IN_COMMUNICATION, Confidence.POSSIBLE)
 
 
 def test_a_rank_that_waits_for_a_message_is_not_the_end_of_the_chain() -> None:
@@ -308,9 +310,9 @@ def test_whoever_has_done_all_there_is_to_do_is_no_culprit(world: World) -> None
 
 
 def test_evidence_names_a_child_that_hangs_and_a_group_without_a_name() -> None:
-    def of(entered: int, *, waits: bool) -> GroupView:
-        calls = tuple(Call(n, "all_reduce") for n in range(1, entered + 1))
-        return GroupView("7", "undefined", (0, 1), calls, entered if waits else 0, 4.0)
+    def of(entered: int, *, waits: bool) -> ProcessGroupView:
+        calls = tuple(CollectiveCall(n, "all_reduce") for n in range(1, entered + 1))
+        return ProcessGroupView("7", "undefined", (0, 1), calls, entered if waits else 0, 4.0)
 
     child = "its child process 9 is stopped (state T)"
     silent = view(1, groups=(of(2, waits=False),), stack=(), child=child)

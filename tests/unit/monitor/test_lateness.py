@@ -1,7 +1,7 @@
 """A name is given for what is more than noise, and taken back when no more than noise is left."""
 
-from ftrun.monitor.slow.lateness import LEARNT, LEFT_OUT, WINDOWS, Series
-from ftrun.monitor.verdicts import Sure
+from ftrun.monitor.slow.lateness import LEARNT, LEFT_OUT, WINDOWS, LatenessSeries
+from ftrun.monitor.verdicts import Confidence
 
 STEP_S = 0.14
 FLOOR_S = 0.003
@@ -12,7 +12,7 @@ AFTERWARDS_MS = [28, -26, 25, 48, 22, 24, 21, 30, 26, 23, -18, 22, 27, 25, 24, 2
 """More often late than early, by no more than before."""
 
 
-def fed(series: Series, values_ms: list[int]) -> list[Sure | None]:
+def fed(series: LatenessSeries, values_ms: list[int]) -> list[Confidence | None]:
     said = []
     for value in values_ms:
         series.add(value / 1000)
@@ -21,15 +21,15 @@ def fed(series: Series, values_ms: list[int]) -> list[Sure | None]:
 
 
 def test_what_is_left_in_the_noise_is_gone() -> None:
-    series = Series()
+    series = LatenessSeries()
     assert set(fed(series, (NOISY_MS * 3)[: LEFT_OUT + LEARNT + WINDOWS])) == {None}
-    assert fed(series, SLOW_MS)[-1] is Sure.LIKELY
+    assert fed(series, SLOW_MS)[-1] is Confidence.LIKELY
     assert fed(series, AFTERWARDS_MS)[WINDOWS] is None
-    assert fed(series, SLOW_MS)[-1] is Sure.LIKELY
+    assert fed(series, SLOW_MS)[-1] is Confidence.LIKELY
 
 
 def test_who_is_less_late_than_before_keeps_its_name() -> None:
-    series = Series()
+    series = LatenessSeries()
     fed(series, (NOISY_MS * 3)[: LEFT_OUT + LEARNT + WINDOWS])
-    assert fed(series, SLOW_MS)[-1] is Sure.LIKELY
-    assert set(fed(series, [value * 2 // 3 for value in SLOW_MS])) == {Sure.LIKELY}
+    assert fed(series, SLOW_MS)[-1] is Confidence.LIKELY
+    assert set(fed(series, [value * 2 // 3 for value in SLOW_MS])) == {Confidence.LIKELY}

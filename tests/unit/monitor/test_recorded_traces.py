@@ -2,8 +2,8 @@
 
 import pytest
 
-from ftrun.monitor.slow.links import Links
-from ftrun.monitor.slow.stragglers import Stragglers
+from ftrun.monitor.slow.links import SlowLinkDetector
+from ftrun.monitor.slow.stragglers import StragglerDetector
 from ftrun.monitor.verdicts import VerdictKind
 from tests.unit.monitor.recorded import FOLDER, NAMES, recording
 
@@ -30,7 +30,7 @@ def test_all_recordings_are_small_and_used() -> None:
 
 @pytest.mark.parametrize(("name", "rank"), SLOW_RANKS.items())
 def test_the_slow_rank_is_named_within_20_steps(name: str, rank: int) -> None:
-    trace, eyes = recording(name), Stragglers()
+    trace, eyes = recording(name), StragglerDetector()
     first = None
     step_before = 0
     for second, looks in trace.seconds_of_ranks():
@@ -49,7 +49,7 @@ def test_the_slow_rank_is_named_within_20_steps(name: str, rank: int) -> None:
 
 
 def test_on_a_machine_without_time_nobody_is_named_or_the_right_one() -> None:
-    trace, eyes = recording("noisy_slow_rank_of_4"), Stragglers()
+    trace, eyes = recording("noisy_slow_rank_of_4"), StragglerDetector()
     for second, looks in trace.seconds_of_ranks():
         verdict = eyes.look(looks, trace.groups)
         assert verdict is None or (second > 0 and verdict.culprits == (2,))
@@ -57,7 +57,7 @@ def test_on_a_machine_without_time_nobody_is_named_or_the_right_one() -> None:
 
 @pytest.mark.parametrize(("name", "nodes"), SLOW_LINKS.items())
 def test_the_slow_link_is_named(name: str, nodes: tuple[str, ...]) -> None:
-    trace, links = recording(name), Links()
+    trace, links = recording(name), SlowLinkDetector()
     first = None
     for second, looks in trace.seconds_of_links():
         verdict = links.look(looks, trace.hosts, now_s=second)
@@ -75,7 +75,7 @@ def test_the_slow_link_is_named(name: str, nodes: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if recording(name).link_looks])
 def test_no_link_is_named_for_a_slow_rank_or_for_nothing(name: str) -> None:
-    trace, links = recording(name), Links()
+    trace, links = recording(name), SlowLinkDetector()
     is_link = name in SLOW_LINKS
     for second, looks in trace.seconds_of_links():
         verdict = links.look(looks, trace.hosts, now_s=second)
@@ -84,6 +84,6 @@ def test_no_link_is_named_for_a_slow_rank_or_for_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("healthy")])
 def test_on_healthy_recordings_nobody_is_named(name: str) -> None:
-    trace, eyes = recording(name), Stragglers()
+    trace, eyes = recording(name), StragglerDetector()
     for _, looks in trace.seconds_of_ranks():
         assert eyes.look(looks, trace.groups) is None

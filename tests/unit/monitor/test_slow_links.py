@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrun.monitor.slow.delay_matrix import DelayMatrix, LinkSample, NodeLook, Pair
+from ftrun.monitor.slow.delay_matrix import DelayMatrix, LinkSample, NodeTraffic, Pair
 from ftrun.monitor.slow.links import (
     LOOKS,
     PROBE_EVERY_S,
     PROBE_LASTS_S,
     WELL_LOOKS,
-    Links,
-    Probe,
+    LinkProbeReading,
+    SlowLinkDetector,
     place_of,
 )
-from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 
 LEARNING = 14
 """Looks until each cell has a past."""
@@ -34,7 +34,7 @@ class Network:
         self.far_s: dict[Pair, float] = {}
         self.mb = 50.0
         self.now_s = 0.0
-        self.links = Links()
+        self.links = SlowLinkDetector()
         self._chance = random.Random(seed)
         self._is_ring = is_ring
 
@@ -51,7 +51,7 @@ class Network:
     def look(self) -> Verdict | None:
         self.now_s += 1.0
         looks = [
-            NodeLook(
+            NodeTraffic(
                 node,
                 1.0,
                 [self._sample(pair) for pair in self.pairs if pair[0] == node]
@@ -116,7 +116,7 @@ def test_the_place_is_told_by_its_cells(place: str, nodes: int) -> None:
         assert {one.kind for one in found} == {VerdictKind.SLOW_COMMUNICATION}
         assert all(one.text.startswith(words.format(name)) for one in found), found[0].text
         assert name in found[-1].nodes
-        assert found[-1].sure is Sure.LIKELY
+        assert found[-1].sure is Confidence.LIKELY
         assert len(found) >= 10 - LOOKS - 1
         hot = {(cell.sender, cell.receiver) for cell in network.links.table() if cell.is_hot}
         assert hot == set(network.slow)
@@ -176,7 +176,7 @@ def test_everything_slower_is_the_network() -> None:
     network.slow = dict.fromkeys(network.pairs, 40.0)
     verdict = network.looks(9)[-1]
     assert verdict is not None
-    assert verdict.sure is Sure.POSSIBLE
+    assert verdict.sure is Confidence.POSSIBLE
     assert verdict.nodes == ("n0", "n1", "n2")
     network.mb = 0.01
     network.slow.clear()
@@ -222,15 +222,17 @@ def test_addresses_of_nobody_and_of_the_own_node_are_left_out() -> None:
     matrix = DelayMatrix()
     samples = [LinkSample(host, 10**6, 0.1, 0.001, 0, 0, 0.0) for host in ("here", "8.8.8.8")]
     for _ in range(LOOKS):
-        matrix.look([NodeLook("n0", 1.0, samples)], {"here": "n0"})
+        matrix.look([NodeTraffic("n0", 1.0, samples)], {"here": "n0"})
     assert matrix.cells() == []
 
 
 # --- probes -----------------------------------------------------------------------------------
 
 
-def probe(pair: Pair, at_s: float, *, rtt_s: float = 0.0005, mb_per_s: float = 100.0) -> Probe:
-    return Probe(*pair, at_s, rtt_s, mb_per_s * 1e6)
+def probe(
+    pair: Pair, at_s: float, *, rtt_s: float = 0.0005, mb_per_s: float = 100.0
+) -> LinkProbeReading:
+    return LinkProbeReading(*pair, at_s, rtt_s, mb_per_s * 1e6)
 
 
 def suspected() -> tuple[Network, Pair, Pair]:
@@ -255,7 +257,7 @@ def test_a_suspicion_that_a_probe_confirms_is_certain(found: dict[str, float]) -
     network.links.probed(probe(other, network.now_s))
     verdict = network.looks(2)[-1]
     assert verdict is not None
-    assert verdict.sure is Sure.CERTAIN
+    assert verdict.sure is Confidence.CERTAIN
     assert verdict.nodes == ("n1", "n2")
     assert any("a probe" in text for text in verdict.evidence)
 
@@ -275,7 +277,7 @@ def test_a_probe_may_speak_against_a_verdict() -> None:
         network.links.probed(probe(pair, network.now_s))
     verdict = network.looks(2)[-1]
     assert verdict is not None
-    assert verdict.sure is Sure.POSSIBLE
+    assert verdict.sure is Confidence.POSSIBLE
     assert verdict.against
 
 
@@ -364,7 +366,7 @@ def test_a_node_whose_link_was_slow_from_the_beginning_is_named_with_a_doubt(nod
     found = [one for one in network.looks(LEARNING + 10) if one is not None]
     assert found
     assert {one.nodes for one in found} == {("n1",)}
-    assert {one.sure for one in found} == {Sure.POSSIBLE}
+    assert {one.sure for one in found} == {Confidence.POSSIBLE}
     assert "and as at first" not in found[0].text
     assert "since the first steps" in found[0].against[0]
 

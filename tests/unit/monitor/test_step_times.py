@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftrun.monitor.deadlines import Deadlines, HangSettings
+from ftrun.monitor.deadlines import HangDeadlines, HangSettings
 from ftrun.monitor.evidence import RankView
 from ftrun.monitor.page_values import FORGET_AT, NUM_BUCKETS, bucket_of, quantile_s, upper_edge_s
 from ftrun.monitor.process_groups import (
@@ -16,7 +16,7 @@ from ftrun.monitor.process_groups import (
     encode_ranks,
 )
 from ftrun.monitor.verdicts import ranks_in_words
-from ftrun.wire.shared_memory.pages import Page, create_page
+from ftrun.wire.shared_memory.pages import SharedPage, create_page
 
 
 @given(st.integers(0, 1 << 60))
@@ -40,7 +40,7 @@ def test_quantiles() -> None:
 
 def test_a_page_counts_and_forgets() -> None:
     fd = create_page("test")
-    page = Page(fd)
+    page = SharedPage(fd)
     for _ in range(FORGET_AT - 1):
         page.count_step(10**8)
     assert sum(page.step_times) == FORGET_AT - 1
@@ -53,9 +53,9 @@ def test_a_page_counts_and_forgets() -> None:
 
 
 def test_deadlines_follow_the_steps() -> None:
-    quick = Deadlines.of(0.1, HangSettings())
+    quick = HangDeadlines.of(0.1, HangSettings())
     assert (quick.act_s, quick.kill_s) == (10.0, 120.0)
-    slow = Deadlines.of(20.0, HangSettings())
+    slow = HangDeadlines.of(20.0, HangSettings())
     assert (slow.act_s, slow.kill_s) == (60.0, 200.0)
     assert quick.look_s < quick.suspect_s < quick.act_s
 

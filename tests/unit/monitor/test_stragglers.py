@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrun.monitor.slow.stragglers import RankLook, Stragglers
-from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind
+from ftrun.monitor.slow.stragglers import RankObservation, StragglerDetector
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 from tests.unit.monitor.slow_world import (
     Compute,
     Meet,
@@ -51,10 +51,10 @@ def any_world(seed: int, *, noises: tuple[float, ...] = (0.01, 0.05, 0.1, 0.2)) 
 
 
 def watched(
-    world: SlowWorld, steps: int, eyes: Stragglers | None = None
+    world: SlowWorld, steps: int, eyes: StragglerDetector | None = None
 ) -> list[tuple[int, Verdict]]:
     """What is said in so many steps, and at which."""
-    eyes = eyes or Stragglers()
+    eyes = eyes or StragglerDetector()
     found = []
     for looks in world.run(steps):
         verdict = eyes.look(looks, world.groups)
@@ -74,7 +74,7 @@ def ddp_world(ranks: int = 4, *, seed: int = 1, noise: float = 0.02, **other: fl
 @pytest.mark.parametrize("slow", [1.3, 2.0])
 def test_each_rank_in_turn_is_named_within_20_steps(ranks: int, slow: float) -> None:
     for culprit in range(ranks):
-        world, eyes = ddp_world(ranks, seed=culprit), Stragglers()
+        world, eyes = ddp_world(ranks, seed=culprit), StragglerDetector()
         assert watched(world, WARM_STEPS, eyes) == []
         world.slow[culprit] = slow
         found = watched(world, 30, eyes)
@@ -82,7 +82,7 @@ def test_each_rank_in_turn_is_named_within_20_steps(ranks: int, slow: float) -> 
         assert found[0][0] - WARM_STEPS <= NAMED_WITHIN
         verdict = found[-1][1]
         assert verdict.kind is VerdictKind.SLOW_COMPUTATION
-        assert verdict.sure is Sure.LIKELY
+        assert verdict.sure is Confidence.LIKELY
         assert verdict.victims == tuple(rank for rank in range(ranks) if rank != culprit)
         assert f"rank {culprit} is late by" in verdict.text
         assert not verdict.acts_at_once
@@ -94,7 +94,7 @@ def test_each_rank_in_turn_is_named_within_20_steps(ranks: int, slow: float) -> 
 def test_over_two_kinds_of_groups_only_the_culprit_is_named(data: int, tensor: int) -> None:
     for culprit in range(data * tensor):
         program = tensor_parallel(data, tensor, layers=4, step_s=0.4)
-        world, eyes = SlowWorld(data * tensor, program, culprit, noise=0.03), Stragglers()
+        world, eyes = SlowWorld(data * tensor, program, culprit, noise=0.03), StragglerDetector()
         assert watched(world, WARM_STEPS, eyes) == []
         world.slow[culprit] = 2.0
         found = watched(world, 30, eyes)
@@ -104,18 +104,18 @@ def test_over_two_kinds_of_groups_only_the_culprit_is_named(data: int, tensor: i
 
 def test_small_waits_in_each_layer_add_up() -> None:
     program = tensor_parallel(2, 2, layers=24, step_s=1.0)
-    world, eyes = SlowWorld(4, program, 3, noise=0.02, spike=0.0, kept=256), Stragglers()
+    world, eyes = SlowWorld(4, program, 3, noise=0.02, spike=0.0, kept=256), StragglerDetector()
     assert watched(world, WARM_STEPS, eyes) == []
     world.slow[1] = 1.3  # 11 ms in a layer, a quarter of a second in the step
     found = watched(world, 40, eyes)
     assert {verdict.culprits for _, verdict in found} == {(1,)}
     verdict = found[-1][1]
-    assert verdict.sure is Sure.POSSIBLE
+    assert verdict.sure is Confidence.POSSIBLE
     assert any("added up" in text for text in verdict.against)
 
 
 def test_a_node_is_named_when_all_its_ranks_are_slow() -> None:
-    world, eyes = ddp_world(6), Stragglers()
+    world, eyes = ddp_world(6), StragglerDetector()
     assert watched(world, WARM_STEPS, eyes) == []
     world.slow |= {2: 1.6, 3: 1.6}
     verdict = watched(world, 30, eyes)[-1][1]
@@ -125,7 +125,7 @@ def test_a_node_is_named_when_all_its_ranks_are_slow() -> None:
 
 
 def test_two_slow_ranks_of_two_nodes_are_both_named() -> None:
-    world, eyes = ddp_world(6), Stragglers()
+    world, eyes = ddp_world(6), StragglerDetector()
     assert watched(world, WARM_STEPS, eyes) == []
     world.slow |= {0: 1.6, 5: 1.7}
     verdict = watched(world, 30, eyes)[-1][1]
@@ -135,7 +135,7 @@ def test_two_slow_ranks_of_two_nodes_are_both_named() -> None:
 
 def test_tensor_parallel_ranks_of_one_node_may_be_slow_together() -> None:
     program = tensor_parallel(2, 2, layers=4, step_s=0.4)
-    world, eyes = SlowWorld(4, program, 5, noise=0.03), Stragglers()
+    world, eyes = SlowWorld(4, program, 5, noise=0.03), StragglerDetector()
     assert watched(world, WARM_STEPS, eyes) == []
     world.slow |= {2: 2.0, 3: 2.0}
     verdict = watched(world, 30, eyes)[-1][1]
@@ -148,12 +148,12 @@ def test_who_was_late_from_the_beginning_is_named_as_possible() -> None:
     world.slow[1] = 2.0
     verdict = watched(world, 60)[-1][1]
     assert verdict.culprits == (1,)
-    assert verdict.sure is Sure.POSSIBLE
+    assert verdict.sure is Confidence.POSSIBLE
     assert any("by design" in text for text in verdict.against)
 
 
 def test_it_is_over_when_the_rank_is_as_quick_as_before() -> None:
-    world, eyes = ddp_world(4), Stragglers()
+    world, eyes = ddp_world(4), StragglerDetector()
     watched(world, WARM_STEPS, eyes)
     world.slow[2] = 2.0
     assert watched(world, 30, eyes)
@@ -167,7 +167,7 @@ def test_who_was_late_from_the_beginning_and_is_so_no_more_makes_nobody_else_lat
     for seed in range(10):
         world = SlowWorld(2, ddp(2, buckets=1, step_s=0.1), seed, noise=0.2, look_s=1.0)
         world.slow[0] = 2.0
-        eyes = Stragglers()
+        eyes = StragglerDetector()
         assert {v.culprits for _, v in watched(world, 120, eyes)} == {(0,)}
         world.slow[0] = 1.0
         watched(world, 60, eyes)  # until it is given up
@@ -178,7 +178,7 @@ def test_who_was_late_from_the_beginning_and_is_so_no_more_makes_nobody_else_lat
 
 
 def test_lateness_is_given_for_each_rank() -> None:
-    world, eyes = ddp_world(4), Stragglers()
+    world, eyes = ddp_world(4), StragglerDetector()
     assert eyes.lateness() == {}
     watched(world, WARM_STEPS, eyes)
     world.slow[2] = 2.0
@@ -193,7 +193,7 @@ def test_lateness_is_given_for_each_rank() -> None:
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**9), slow=st.sampled_from([1.5, 2.0, 3.0]))
 def test_a_slow_rank_is_named_and_nobody_else(seed: int, slow: float) -> None:
-    world, eyes = any_world(seed, noises=(0.01, 0.05)), Stragglers()
+    world, eyes = any_world(seed, noises=(0.01, 0.05)), StragglerDetector()
     assert watched(world, WARM_STEPS, eyes) == []
     culprit = seed % world.ranks
     world.slow[culprit] = slow
@@ -221,7 +221,7 @@ def test_uneven_work_by_design_is_no_fault() -> None:
 
 
 def test_a_rank_that_becomes_slow_beside_uneven_work_is_named() -> None:
-    world, eyes = ddp_world(4), Stragglers()
+    world, eyes = ddp_world(4), StragglerDetector()
     world.uneven[0] = 1.15
     assert watched(world, WARM_STEPS, eyes) == []
     world.slow[1] = 1.6
@@ -229,7 +229,7 @@ def test_a_rank_that_becomes_slow_beside_uneven_work_is_named() -> None:
 
 
 def test_all_slow_alike_is_nobody() -> None:
-    world, eyes = ddp_world(4), Stragglers()
+    world, eyes = ddp_world(4), StragglerDetector()
     watched(world, WARM_STEPS, eyes)
     world.slow |= dict.fromkeys(range(4), 1.8)
     assert watched(world, 60, eyes) == []
@@ -240,7 +240,7 @@ def test_where_all_become_uneven_hardly_anybody_is_named() -> None:
     named = 0
     for seed in range(30):
         world = SlowWorld(2, [Compute(0.05), Meet(everyone(2))] * 2, seed, noise=0.02)
-        eyes = Stragglers()
+        eyes = StragglerDetector()
         watched(world, 80, eyes)
         world.noise = 0.6
         named += bool(watched(world, 100, eyes))
@@ -248,7 +248,7 @@ def test_where_all_become_uneven_hardly_anybody_is_named() -> None:
 
 
 def test_one_that_saves_now_and_then_is_nobody() -> None:
-    world, eyes = ddp_world(4), Stragglers()
+    world, eyes = ddp_world(4), StragglerDetector()
     watched(world, WARM_STEPS, eyes)
     for _ in range(10):
         world.slow[0] = 6.0
@@ -258,7 +258,7 @@ def test_one_that_saves_now_and_then_is_nobody() -> None:
 
 
 def test_beside_a_slow_link_nobody_new_is_named() -> None:
-    world, eyes = ddp_world(4), Stragglers()
+    world, eyes = ddp_world(4), StragglerDetector()
     watched(world, WARM_STEPS, eyes)
     world.slow[2] = 2.0
     for looks in world.run(30):
@@ -270,7 +270,7 @@ def test_beside_a_slow_link_nobody_new_is_named() -> None:
 
 
 def test_what_was_late_beside_a_slow_link_is_nobody_once_that_is_mended() -> None:
-    world, eyes = ddp_world(4), Stragglers()
+    world, eyes = ddp_world(4), StragglerDetector()
     watched(world, WARM_STEPS, eyes)
     world.slow[2] = 2.0
     for looks in world.run(30):
@@ -286,7 +286,7 @@ def test_what_was_late_beside_a_slow_link_is_nobody_once_that_is_mended() -> Non
 def test_within_the_error_of_the_clocks_nobody_is_named() -> None:
     program = [Compute(0.05), Meet(everyone(2))]
     world = SlowWorld(2, program, 4, noise=0.01, ranks_per_node=1, clock_error_s=0.05)
-    eyes = Stragglers()
+    eyes = StragglerDetector()
     watched(world, 200, eyes)
     world._wrong_s[1] += 0.04
     assert watched(world, 200, eyes) == []
@@ -297,7 +297,7 @@ def test_within_the_error_of_the_clocks_nobody_is_named() -> None:
 
 def test_entries_that_were_overwritten_between_two_looks_do_no_harm() -> None:
     program = ddp(4, buckets=4, step_s=0.02)
-    world, eyes = SlowWorld(4, program, 6, noise=0.05, look_s=1.0, kept=64), Stragglers()
+    world, eyes = SlowWorld(4, program, 6, noise=0.05, look_s=1.0, kept=64), StragglerDetector()
     assert watched(world, 1000, eyes) == []
     world.slow[3] = 2.0
     found = watched(world, 600, eyes)
@@ -305,7 +305,7 @@ def test_entries_that_were_overwritten_between_two_looks_do_no_harm() -> None:
 
 
 def test_a_look_that_lacks_a_rank_waits_for_it() -> None:
-    world, eyes = ddp_world(3), Stragglers()
+    world, eyes = ddp_world(3), StragglerDetector()
     for number, looks in enumerate(world.run(WARM_STEPS)):
         seen = [one for one in looks if one.rank != number % 3]
         assert eyes.look(seen, world.groups) is None
@@ -313,22 +313,22 @@ def test_a_look_that_lacks_a_rank_waits_for_it() -> None:
 
 
 def test_a_rank_that_meets_nobody_is_in_nobodys_way() -> None:
-    world, eyes = ddp_world(3), Stragglers()
+    world, eyes = ddp_world(3), StragglerDetector()
     assert watched(world, WARM_STEPS, eyes) == []
     world.slow[1] = 2.0
     found = []
     for looks in world.run(30):
-        alone = RankLook(9, "node9", looks[0].at_s, world.step, [])
+        alone = RankObservation(9, "node9", looks[0].at_s, world.step, [])
         verdict = eyes.look([*looks, alone], world.groups)
         found += [verdict] if verdict is not None else []
     assert {verdict.culprits for verdict in found} == {(1,)}
 
 
 def test_ranks_that_make_no_steps_are_not_judged() -> None:
-    eyes = Stragglers()
+    eyes = StragglerDetector()
     for second in range(60):
         looks = [
-            RankLook(rank, "node0", float(second), 0, [("0", second, second + 0.4 * rank)])
+            RankObservation(rank, "node0", float(second), 0, [("0", second, second + 0.4 * rank)])
             for rank in range(2)
         ]
         assert eyes.look(looks, {"0": (0, 1)}) is None

@@ -10,7 +10,7 @@ from ftrun.monitor.time_book import (
     RECOVERY,
     SAVING,
     START,
-    TimeBook,
+    TimeAccounting,
 )
 
 
@@ -18,7 +18,7 @@ class Clock:
     """A book and its time."""
 
     def __init__(self) -> None:
-        self.book = TimeBook(100.0)
+        self.book = TimeAccounting(100.0)
         self.now_s = 100.0
 
     def go(self, life: str, seconds: float, *, blocked_s: float = 0.0, **flags: bool) -> None:
@@ -71,14 +71,14 @@ def test_waiting_for_nodes_and_growing_are_no_start() -> None:
 
 
 def test_no_more_is_moved_than_is_there_and_no_time_has_no_goodput() -> None:
-    book = TimeBook(0.0)
+    book = TimeAccounting(0.0)
     book.move(PRODUCTIVE, DETECTION, 5.0)
     assert sum(book.seconds.values()) == 0.0
     assert book.goodput(0.0) is None
 
 
 def test_counters_never_go_back_and_count_what_goes_on() -> None:
-    book = TimeBook(0.0)
+    book = TimeAccounting(0.0)
     book.turn("run", is_paused=False, has_stepped=False, blocked_s=0.0, now_s=0.0)
     assert book.counters(50.0)[PRODUCTIVE] == pytest.approx(50.0)
     book.turn("suspect", is_paused=False, has_stepped=False, blocked_s=0.0, now_s=60.0)

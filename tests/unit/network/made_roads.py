@@ -4,8 +4,8 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ftrun.network.detect.probe_schedule import Road, Schedule, schedule
-from ftrun.wire.cluster.rails import Rail, RoadFound
+from ftrun.network.detect.probe_schedule import NetworkPath, ProbeSchedule, schedule
+from ftrun.wire.cluster.rails import PathMeasurement, Rail
 
 RATE = 1.18e9
 """Bytes per second of an interface: 10 Gbit/s without headers."""
@@ -32,7 +32,7 @@ class MadeRoads:
     seed: int = 0
     sides: dict[tuple[str, str, str], float] = field(default_factory=dict)
     """Share of its rate that a side (node, `out` or `in`, rail) has; 0: it is dead."""
-    roads: dict[Road, float] = field(default_factory=dict)
+    roads: dict[NetworkPath, float] = field(default_factory=dict)
     """Likewise of single roads."""
 
     def __post_init__(self) -> None:
@@ -61,11 +61,11 @@ class MadeRoads:
         for way in ways:
             self.sides[node, way, rail] = share
 
-    def survey(self, plan: Schedule | None = None) -> list[RoadFound]:
+    def survey(self, plan: ProbeSchedule | None = None) -> list[PathMeasurement]:
         plan = plan or schedule(self.nodes, dict.fromkeys(self.rails, self.nodes))
         return [found for one in plan.rounds for found in self.round(one)]
 
-    def round(self, roads: Sequence[Road]) -> list[RoadFound]:
+    def round(self, roads: Sequence[NetworkPath]) -> list[PathMeasurement]:
         """What one round finds."""
         crossing: dict[tuple[str, str], int] = {}
         for road in roads:
@@ -73,11 +73,11 @@ class MadeRoads:
                 crossing[link] = crossing.get(link, 0) + 1
         return [self._probe(road, crossing) for road in roads]
 
-    def _uplinks(self, road: Road) -> list[tuple[str, str]]:
+    def _uplinks(self, road: NetworkPath) -> list[tuple[str, str]]:
         one, other = self.leaves[road.source], self.leaves[road.destination]
         return [] if one == other else [(one, "out"), (other, "in")]
 
-    def _probe(self, road: Road, crossing: Mapping[tuple[str, str], int]) -> RoadFound:
+    def _probe(self, road: NetworkPath, crossing: Mapping[tuple[str, str], int]) -> PathMeasurement:
         share = min(
             self.sides.get((road.source, "out", road.rail), 1.0),
             self.sides.get((road.destination, "in", road.rail), 1.0),
@@ -85,9 +85,11 @@ class MadeRoads:
             *(self.uplink / crossing[link] for link in self._uplinks(road)),
         )
         if share <= 0:
-            return RoadFound(road.source, road.destination, road.rail, problem="no answer in 0.1 s")
+            return PathMeasurement(
+                road.source, road.destination, road.rail, problem="no answer in 0.1 s"
+            )
         rtt_s = 0.0001 * (1 + 2 * self._draw.random())
-        return RoadFound(
+        return PathMeasurement(
             road.source, road.destination, road.rail, rtt_s, RATE * share * self._noise()
         )
 

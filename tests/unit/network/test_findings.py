@@ -9,34 +9,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftrun.network.detect.findings import (
-    Finding,
-    FindingKind,
-    Findings,
+    NetworkFinding,
+    NetworkFindingKind,
+    NetworkFindings,
     judge,
     rate_words,
     trip_words,
 )
 from ftrun.network.detect.leaf_switches import leaves_from_probes
 from ftrun.network.detect.localization import slowest_medians
-from ftrun.network.detect.probe_schedule import Road
-from ftrun.wire.cluster.rails import RoadFound
+from ftrun.network.detect.probe_schedule import NetworkPath
+from ftrun.wire.cluster.rails import PathMeasurement
 from tests.unit.network.made_roads import MadeRoads, leaf_map
 
 NOISE = 0.3
 seeds = st.integers(0, 1 << 20)
 
 
-def found_in(made: MadeRoads, *, by_probes: bool = False) -> Findings:
+def found_in(made: MadeRoads, *, by_probes: bool = False) -> NetworkFindings:
     roads = made.survey()
     leaves = leaves_from_probes(made.nodes, roads).of if by_probes else made.leaves
     return judge(made.cards(), roads, leaves)
 
 
-def places(findings: Findings) -> set[tuple[str, str, tuple[str, ...], str]]:
+def places(findings: NetworkFindings) -> set[tuple[str, str, tuple[str, ...], str]]:
     return {(one.kind.value, one.rail, one.nodes, one.direction) for one in findings.found}
 
 
-def only(findings: Findings) -> Finding:
+def only(findings: NetworkFindings) -> NetworkFinding:
     assert len(findings.found) == 1, findings.found
     return findings.found[0]
 
@@ -49,7 +49,7 @@ def test_a_whole_network_has_no_culprit_however_narrow_its_uplinks(
     made = MadeRoads(leaf_map(*sizes, shuffled=seed), uplink=uplink, noise=NOISE, seed=seed)
     findings = found_in(made)
     assert not any(one.nodes for one in findings.found if len(one.nodes) == 1)
-    assert not any(one.kind is FindingKind.DEAD for one in findings.found)
+    assert not any(one.kind is NetworkFindingKind.DEAD for one in findings.found)
 
 
 @pytest.mark.parametrize("uplink", [0.25, 0.5, 1.0])
@@ -77,7 +77,7 @@ def test_one_node_s_interface_is_blamed_for_all_its_roads(
     node = made.nodes[seed % len(made.nodes)]
     made.slow_node(node, "eth1", share, ways)
     one = only(found_in(made))
-    assert one.kind is (FindingKind.SLOW if share else FindingKind.DEAD)
+    assert one.kind is (NetworkFindingKind.SLOW if share else NetworkFindingKind.DEAD)
     assert (one.rail, one.nodes) == ("eth1", (node,))
     assert one.direction == ("" if len(ways) == 2 else ways[0])
     assert one.sentence.startswith(node)
@@ -104,8 +104,8 @@ def test_most_nodes_dead_do_not_make_the_others_culprits() -> None:
 
 def test_one_road_is_named_alone() -> None:
     made = MadeRoads(leaf_map(4, 4), uplink=0.5, noise=NOISE)
-    made.roads[Road("n3", "n4", "eth0")] = 0.0
-    made.roads[Road("n1", "n2", "eth1")] = 0.1
+    made.roads[NetworkPath("n3", "n4", "eth0")] = 0.0
+    made.roads[NetworkPath("n1", "n2", "eth1")] = 0.1
     findings = found_in(made)
     assert places(findings) == {
         ("dead", "eth0", ("n3", "n4"), ""),
@@ -113,7 +113,7 @@ def test_one_road_is_named_alone() -> None:
     }
     dead, slow = findings.found
     assert dead.sentence == "n3 does not reach n4 over eth0: no answer in 0.1 s."
-    assert findings.dead == {Road("n3", "n4", "eth0")}
+    assert findings.dead == {NetworkPath("n3", "n4", "eth0")}
     assert slow.sentence.startswith("The road from n1 to n2 over eth1 has ")
     assert slow.sentence.endswith("is usual inside a leaf.")
 
@@ -141,10 +141,10 @@ def test_a_rail_is_slow_as_a_whole_below_a_third_of_another(share: float, is_slo
 def test_a_rail_that_is_slow_on_few_roads_is_not_slow_as_a_whole() -> None:
     # Of two nodes one road of eth1 is at a fifth, and the other one of eth0 is as quick as it.
     found = [
-        RoadFound("n0", "n1", "eth0", 0.0002, 100e6),
-        RoadFound("n1", "n0", "eth0", 0.0002, 20e6),
-        RoadFound("n0", "n1", "eth1", 0.0002, 20e6),
-        RoadFound("n1", "n0", "eth1", 0.0002, 20e6),
+        PathMeasurement("n0", "n1", "eth0", 0.0002, 100e6),
+        PathMeasurement("n1", "n0", "eth0", 0.0002, 20e6),
+        PathMeasurement("n0", "n1", "eth1", 0.0002, 20e6),
+        PathMeasurement("n1", "n0", "eth1", 0.0002, 20e6),
     ]
     findings = judge(MadeRoads(leaf_map(2)).cards(), found)
     assert not [one for one in findings.found if not one.nodes]
@@ -159,11 +159,11 @@ def test_of_two_nodes_a_slow_rail_is_named_as_nobody_knows_whose_end_it_is() -> 
 def test_a_node_that_some_still_reach_is_told_so() -> None:
     made = MadeRoads(leaf_map(7), rails=["eth0"])
     for node in made.nodes[1:6]:
-        made.roads[Road("n0", node, "eth0")] = 0.0
+        made.roads[NetworkPath("n0", node, "eth0")] = 0.0
     one = only(found_in(made))
     assert one.sentence == "n0 reaches hardly anybody over eth0: 5 of 6 roads are dead."
     for node in made.nodes[1:6]:
-        made.roads[Road(node, "n0", "eth0")] = 0.0
+        made.roads[NetworkPath(node, "n0", "eth0")] = 0.0
     one = only(found_in(made))
     assert one.sentence == (
         "n0 hardly reaches others or is reached over eth0: 10 of 12 roads are dead."
@@ -185,7 +185,7 @@ def test_without_leaves_a_slow_node_is_told_with_a_doubt() -> None:
 def test_many_slow_roads_without_a_culprit_are_told_as_one() -> None:
     made = MadeRoads(leaf_map(6, 2), rails=["eth0"], uplink=0.5)
     one = only(judge(made.cards(), made.survey()))
-    assert one.kind is FindingKind.UPLINK
+    assert one.kind is NetworkFindingKind.UPLINK
     assert one.nodes == ()
     assert "no interface explains them" in one.sentence
 
@@ -200,14 +200,16 @@ def test_two_slow_nodes_of_a_leaf_of_three_do_not_drag_in_the_third() -> None:
 # --- what is known besides rates ------------------------------------------------------------------
 
 
-def one_by_one(made: MadeRoads, change: dict[Road, dict[str, object]]) -> Findings:
-    roads = [msgspec.structs.replace(one, **change.get(Road.of(one), {})) for one in made.survey()]
+def one_by_one(made: MadeRoads, change: dict[NetworkPath, dict[str, object]]) -> NetworkFindings:
+    roads = [
+        msgspec.structs.replace(one, **change.get(NetworkPath.of(one), {})) for one in made.survey()
+    ]
     return judge(made.cards(), roads, made.leaves)
 
 
 def test_an_answer_without_a_rate_is_a_slow_road_not_a_dead_one() -> None:
     made = MadeRoads(leaf_map(5), rails=["eth0"])
-    road = Road("n0", "n1", "eth0")
+    road = NetworkPath("n0", "n1", "eth0")
     findings = one_by_one(made, {road: {"bytes_per_s": 0.0, "problem": "cut off after 0.1 s"}})
     assert only(findings).sentence == (
         "The road from n0 to n1 over eth0 ended no transfer, where 1,180 MB/s is usual inside a "
@@ -218,7 +220,7 @@ def test_an_answer_without_a_rate_is_a_slow_road_not_a_dead_one() -> None:
 
 def test_a_long_round_trip_is_told_as_that_and_lowers_no_pace() -> None:
     made = MadeRoads(leaf_map(5), rails=["eth0"])
-    road = Road("n0", "n1", "eth0")
+    road = NetworkPath("n0", "n1", "eth0")
     findings = one_by_one(made, {road: {"rtt_s": 0.05}})
     one = only(findings)
     assert re.fullmatch(
@@ -226,7 +228,7 @@ def test_a_long_round_trip_is_told_as_that_and_lowers_no_pace() -> None:
         r"leaf\.",
         one.sentence,
     )
-    assert (one.kind, one.nodes, one.is_late) == (FindingKind.SLOW, ("n0", "n1"), True)
+    assert (one.kind, one.nodes, one.is_late) == (NetworkFindingKind.SLOW, ("n0", "n1"), True)
     assert findings.late == {road}
     assert findings.paces[road] == 1
 
@@ -234,7 +236,7 @@ def test_a_long_round_trip_is_told_as_that_and_lowers_no_pace() -> None:
 @pytest.mark.parametrize("rtt_s", [0.005, 0.015, 0.023])
 def test_a_round_trip_that_the_scheduler_makes_is_no_finding(rtt_s: float) -> None:
     made = MadeRoads(leaf_map(5), rails=["eth0"])
-    late = {Road("n0", node, "eth0"): {"rtt_s": rtt_s} for node in made.nodes[1:]}
+    late = {NetworkPath("n0", node, "eth0"): {"rtt_s": rtt_s} for node in made.nodes[1:]}
     assert one_by_one(made, late).found == ()
 
 
@@ -253,9 +255,9 @@ def test_a_node_s_long_round_trips_are_told_once(ways: tuple[str, ...], words: s
 
 def test_many_long_round_trips_without_a_culprit_are_told_as_one() -> None:
     made = MadeRoads(leaf_map(6), rails=["eth0"])
-    ring = {Road(f"n{at}", f"n{(at + 1) % 6}", "eth0"): {"rtt_s": 0.05} for at in range(6)}
+    ring = {NetworkPath(f"n{at}", f"n{(at + 1) % 6}", "eth0"): {"rtt_s": 0.05} for at in range(6)}
     one = only(one_by_one(made, ring))
-    assert (one.kind, one.nodes, one.is_late) == (FindingKind.UPLINK, (), True)
+    assert (one.kind, one.nodes, one.is_late) == (NetworkFindingKind.UPLINK, (), True)
     assert one.sentence.startswith(
         "6 of 30 roads over eth0 have long round trips, and no interface explains them: one takes "
         "50 ms in the median, where 0."
@@ -265,17 +267,17 @@ def test_many_long_round_trips_without_a_culprit_are_told_as_one() -> None:
 def test_what_is_slow_by_its_rate_is_not_told_again_for_its_round_trips() -> None:
     made = MadeRoads(leaf_map(5), rails=["eth0"])
     made.slow_node("n2", "eth0", 0.1)
-    made.roads[Road("n0", "n1", "eth0")] = 0.1
-    slow = [*of_node(made, "n2", ("out", "in")), Road("n0", "n1", "eth0")]
+    made.roads[NetworkPath("n0", "n1", "eth0")] = 0.1
+    slow = [*of_node(made, "n2", ("out", "in")), NetworkPath("n0", "n1", "eth0")]
     findings = one_by_one(made, {road: {"rtt_s": 0.05} for road in slow})
     assert [one.nodes for one in findings.found] == [("n2",), ("n0", "n1")]
     assert not any(one.is_late for one in findings.found)
 
 
-def of_node(made: MadeRoads, node: str, ways: tuple[str, ...]) -> list[Road]:
+def of_node(made: MadeRoads, node: str, ways: tuple[str, ...]) -> list[NetworkPath]:
     others = [one for one in made.nodes if one != node]
-    sent = [Road(node, one, "eth0") for one in others] if "out" in ways else []
-    return sent + ([Road(one, node, "eth0") for one in others] if "in" in ways else [])
+    sent = [NetworkPath(node, one, "eth0") for one in others] if "out" in ways else []
+    return sent + ([NetworkPath(one, node, "eth0") for one in others] if "in" in ways else [])
 
 
 any_survey = st.tuples(
@@ -292,7 +294,7 @@ any_survey = st.tuples(
 """Sizes of leaves, and MB/s and round trips that roads take in turn."""
 
 
-def surveyed(sizes: tuple[int, ...], figures: list[tuple[float, float]]) -> list[RoadFound]:
+def surveyed(sizes: tuple[int, ...], figures: list[tuple[float, float]]) -> list[PathMeasurement]:
     made = MadeRoads(leaf_map(*sizes))
     return [
         msgspec.structs.replace(
@@ -337,7 +339,7 @@ def test_round_trips_change_no_rate_and_no_pace(
 
 def test_of_a_road_that_was_probed_twice_the_last_one_counts() -> None:
     made = MadeRoads(leaf_map(5), rails=["eth0"])
-    again = RoadFound("n0", "n1", "eth0", problem="no answer")
+    again = PathMeasurement("n0", "n1", "eth0", problem="no answer")
     assert only(judge(made.cards(), [*made.survey(), again], made.leaves)).nodes == ("n0", "n1")
     findings = judge(made.cards(), [again, *made.survey()], made.leaves)
     assert findings.found == ()
@@ -346,7 +348,9 @@ def test_of_a_road_that_was_probed_twice_the_last_one_counts() -> None:
 
 def test_a_road_of_which_nothing_is_known_is_no_finding() -> None:
     made = MadeRoads(leaf_map(5), rails=["eth0"])
-    findings = one_by_one(made, {Road("n0", "n1", "eth0"): {"bytes_per_s": 0.0, "rtt_s": 0.0}})
+    findings = one_by_one(
+        made, {NetworkPath("n0", "n1", "eth0"): {"bytes_per_s": 0.0, "rtt_s": 0.0}}
+    )
     assert findings.found == ()
 
 
@@ -358,7 +362,7 @@ def test_without_probes_there_are_no_findings() -> None:
 # --- by the drivers' word -------------------------------------------------------------------------
 
 
-def by_word(made: MadeRoads, node: str, **said: object) -> Findings:
+def by_word(made: MadeRoads, node: str, **said: object) -> NetworkFindings:
     cards = made.cards()
     cards[node][0] = msgspec.structs.replace(cards[node][0], **said)
     return judge(cards, made.survey(), made.leaves)
@@ -366,7 +370,7 @@ def by_word(made: MadeRoads, node: str, **said: object) -> Findings:
 
 def test_one_gigabit_among_ten_is_named_by_its_driver() -> None:
     one = only(by_word(MadeRoads(leaf_map(4)), "n2", speed_mbit=1000))
-    assert (one.kind, one.nodes, one.pace) == (FindingKind.SPEED, ("n2",), 0.1)
+    assert (one.kind, one.nodes, one.pace) == (NetworkFindingKind.SPEED, ("n2",), 0.1)
     assert one.sentence == (
         "eth0 of n2 runs at 1,000 Mbit/s, by its driver, and 3 of 4 interfaces on eth0 at "
         "10,000 Mbit/s."
@@ -377,14 +381,14 @@ def test_where_rates_agree_with_the_driver_it_is_one_finding() -> None:
     made = MadeRoads(leaf_map(4))
     made.slow_node("n2", "eth0", 0.1)
     one = only(by_word(made, "n2", speed_mbit=1000))
-    assert one.kind is FindingKind.SPEED
+    assert one.kind is NetworkFindingKind.SPEED
     assert "by its driver" in one.sentence
     assert "Probes agree: n2 sends and receives 118 MB/s" in one.sentence
 
 
 def test_half_duplex_is_named_and_unknown_speeds_are_not() -> None:
     one = only(by_word(MadeRoads(leaf_map(4)), "n1", duplex="half", speed_mbit=0))
-    assert (one.kind, one.nodes) == (FindingKind.DUPLEX, ("n1",))
+    assert (one.kind, one.nodes) == (NetworkFindingKind.DUPLEX, ("n1",))
     assert "3 of 4 interfaces on eth0 are full duplex" in one.sentence
 
 
@@ -399,7 +403,7 @@ def test_the_worst_kind_comes_first() -> None:
     made.slow_node("n3", "eth1", 0.1)
     made.slow_node("n4", "eth0", 0.0)
     kinds = [one.kind for one in by_word(made, "n2", duplex="half").found]
-    assert kinds == [FindingKind.DEAD, FindingKind.SLOW, FindingKind.DUPLEX]
+    assert kinds == [NetworkFindingKind.DEAD, NetworkFindingKind.SLOW, NetworkFindingKind.DUPLEX]
 
 
 @pytest.mark.parametrize(
@@ -425,9 +429,9 @@ def test_what_a_rail_carries_at_its_slowest_is_no_single_road_s(
 
 
 def test_of_two_nodes_the_median_of_both_roads_counts() -> None:
-    rates = {Road("n0", "n1", "eth0"): 10.0, Road("n1", "n0", "eth0"): 90.0}
+    rates = {NetworkPath("n0", "n1", "eth0"): 10.0, NetworkPath("n1", "n0", "eth0"): 90.0}
     assert slowest_medians(rates, ["n0", "n1"]) == {"eth0": 50.0}
-    rates |= {Road("n0", "n2", "eth0"): 20.0, Road("n2", "n0", "eth0"): 90.0}
+    rates |= {NetworkPath("n0", "n2", "eth0"): 20.0, NetworkPath("n2", "n0", "eth0"): 90.0}
     assert slowest_medians(rates, ["n0", "n1", "n2"]) == {"eth0": 15.0}
 
 

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from ftrun.network.detect.leaf_switches import leaves_from_probes
-from ftrun.network.detect.probe_schedule import Road, schedule
-from ftrun.wire.cluster.rails import RoadFound
+from ftrun.network.detect.probe_schedule import NetworkPath, schedule
+from ftrun.wire.cluster.rails import PathMeasurement
 from tests.unit.network.made_roads import MadeRoads, leaf_map, same_leaves
 
 NOISE = 0.3
@@ -63,7 +63,7 @@ def test_some_roads_that_are_missing_or_dead_do_not_mislead(seed: int) -> None:
     made = MadeRoads(leaf_map(4, 4, shuffled=seed), uplink=NARROW, noise=NOISE, seed=seed)
     chance = random.Random(seed)
     for one, other in (chance.sample(made.nodes, 2) for _ in range(4)):
-        made.roads[Road(one, other, "eth0")] = 0.0
+        made.roads[NetworkPath(one, other, "eth0")] = 0.0
     found = [one for one in made.survey() if chance.random() > 0.1]
     leaves = leaves_from_probes(made.nodes, found)
     assert same_leaves(made.leaves, leaves.of)
@@ -108,7 +108,7 @@ def test_with_most_nodes_slow_nothing_is_said() -> None:
 def test_far_leaves_are_told_by_round_trips_where_rates_are_alike() -> None:
     made = MadeRoads(leaf_map(4, 4))
     found = [
-        RoadFound(one.source, one.destination, one.rail, rtt_s, one.bytes_per_s)
+        PathMeasurement(one.source, one.destination, one.rail, rtt_s, one.bytes_per_s)
         for one in made.survey()
         for rtt_s in [0.0002 if made.leaves[one.source] == made.leaves[one.destination] else 0.02]
     ]
@@ -130,7 +130,7 @@ def test_leaves_between_which_nothing_was_probed_are_not_told_apart() -> None:
 
 def test_leaves_are_named_in_the_order_in_which_they_are_met() -> None:
     made = MadeRoads({"a": "x", "b": "y", "c": "y", "d": "x"}, uplink=NARROW)
-    found = [*made.survey(), RoadFound("a", "stranger", "eth0", 0.001, 1e9)]
+    found = [*made.survey(), PathMeasurement("a", "stranger", "eth0", 0.001, 1e9)]
     leaves = leaves_from_probes(made.nodes, found)
     assert leaves.of == {"a": "leaf0", "b": "leaf1", "c": "leaf1", "d": "leaf0"}
 

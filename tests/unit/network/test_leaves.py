@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from ftrun.erasure.groups import make_groups
 from ftrun.errors import UsageError
 from ftrun.network.detect.leaves import (
-    Leaves,
+    LeafSwitches,
     group_domains,
     leaves_from_file,
     leaves_from_labels,
@@ -33,7 +33,7 @@ def test_labels() -> None:
 def test_without_labels_nothing_is_known() -> None:
     leaves = leaves_from_labels({"a": "", "b": ""})
     assert not leaves.is_known
-    assert leaves == Leaves(words="No node has a label.")
+    assert leaves == LeafSwitches(words="No node has a label.")
 
 
 def test_a_file_of_switches_with_nodes() -> None:

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftrun.network.plan.loads import (
-    Cost,
-    Link,
-    Network,
+    DirectedLink,
+    NetworkModel,
+    OrderCost,
     cost_of,
     loads_of,
     path_of,
@@ -40,31 +40,31 @@ def test_trees_reach_all_and_carry_half_up_and_half_down(count: int) -> None:
 
 
 def test_leaves_kept_together_cross_once_each_way() -> None:
-    loads = loads_of("abcd", ring_flows(4), Network(TWO_LEAVES))
+    loads = loads_of("abcd", ring_flows(4), NetworkModel(TWO_LEAVES))
     assert {link: load for link, load in loads.items() if link.kind == "uplink"} == {
-        Link("uplink", way_of, way): 1.5 for way_of in ("s1", "s2") for way in ("out", "in")
+        DirectedLink("uplink", way_of, way): 1.5 for way_of in ("s1", "s2") for way in ("out", "in")
     }
-    assert loads[Link("node", "a", "out")] == loads[Link("node", "a", "in")] == 1.5
+    assert loads[DirectedLink("node", "a", "out")] == loads[DirectedLink("node", "a", "in")] == 1.5
 
 
 def test_leaves_that_take_turns_cross_at_every_step() -> None:
-    assert ring_load("abcd", Network(TWO_LEAVES)) == 1.5
-    assert ring_load("acbd", Network(TWO_LEAVES)) == 3.0
-    assert cost_of("abcd", Network(TWO_LEAVES)) < cost_of("acbd", Network(TWO_LEAVES))
+    assert ring_load("abcd", NetworkModel(TWO_LEAVES)) == 1.5
+    assert ring_load("acbd", NetworkModel(TWO_LEAVES)) == 3.0
+    assert cost_of("abcd", NetworkModel(TWO_LEAVES)) < cost_of("acbd", NetworkModel(TWO_LEAVES))
 
 
 def test_a_narrow_uplink_carries_more_load() -> None:
-    network = Network(TWO_LEAVES, uplink_rates={"s1": 0.5})
+    network = NetworkModel(TWO_LEAVES, uplink_rates={"s1": 0.5})
     assert ring_load("abcd", network) == 3.0
 
 
 def test_switches_above_leaves_carry_what_leaves_them() -> None:
     above = {"s1": "left", "s2": "left", "s3": "right"}
-    network = Network({"a": "s1", "b": "s2", "c": "s3"}, above)
+    network = NetworkModel({"a": "s1", "b": "s2", "c": "s3"}, above)
     loads = loads_of("abc", ring_flows(3), network)
-    assert loads[Link("uplink", "s1", "out")] == pytest.approx(4 / 3)
-    assert loads[Link("uplink", "left", "out")] == pytest.approx(4 / 3)
-    assert loads[Link("uplink", "right", "in")] == pytest.approx(4 / 3)
+    assert loads[DirectedLink("uplink", "s1", "out")] == pytest.approx(4 / 3)
+    assert loads[DirectedLink("uplink", "left", "out")] == pytest.approx(4 / 3)
+    assert loads[DirectedLink("uplink", "right", "in")] == pytest.approx(4 / 3)
     assert path_of("s1", above) == ("s1", "left")
     assert path_of(None, above) == ()
 
@@ -74,15 +74,15 @@ def test_switches_that_hang_on_each_other_end_somewhere() -> None:
 
 
 def test_slow_nodes_and_bad_roads_count_by_their_rates() -> None:
-    network = Network(node_rates={"b": 0.5}, road_rates={("a", "b"): 0.25, ("b", "a"): 0.0})
+    network = NetworkModel(node_rates={"b": 0.5}, road_rates={("a", "b"): 0.25, ("b", "a"): 0.0})
     loads = loads_of("ab", ring_flows(2), network)
-    assert loads[Link("node", "b", "in")] == 2.0
-    assert loads[Link("road", "a", "b")] == 4.0
-    assert loads[Link("road", "b", "a")] == 1000.0
+    assert loads[DirectedLink("node", "b", "in")] == 2.0
+    assert loads[DirectedLink("road", "a", "b")] == 4.0
+    assert loads[DirectedLink("road", "b", "a")] == 1000.0
 
 
 def test_one_node_costs_nothing() -> None:
-    assert cost_of("a", Network()) == cost_of("", Network()) == Cost(0.0, 0.0, 0.0)
+    assert cost_of("a", NetworkModel()) == cost_of("", NetworkModel()) == OrderCost(0.0, 0.0, 0.0)
 
 
 @given(st.lists(st.sampled_from("xyz"), min_size=2, max_size=12), st.randoms())
@@ -91,6 +91,6 @@ def test_names_do_not_matter(leaves: list[str], chance: random.Random) -> None:
     other = [f"m{number}" for number in range(len(leaves))]
     chance.shuffle(other)
     names = dict(zip("xyz", chance.sample("pqr", 3), strict=True))
-    one = Network(dict(zip(nodes, leaves, strict=True)))
-    two = Network({node: names[leaf] for node, leaf in zip(other, leaves, strict=True)})
+    one = NetworkModel(dict(zip(nodes, leaves, strict=True)))
+    two = NetworkModel({node: names[leaf] for node, leaf in zip(other, leaves, strict=True)})
     assert cost_of(nodes, one) == cost_of(other, two)

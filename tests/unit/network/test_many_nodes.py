@@ -11,10 +11,10 @@ from collections import Counter
 import pytest
 
 from ftrun.network.detect.findings import judge
-from ftrun.network.detect.leaves import Leaves
-from ftrun.network.detect.probe_schedule import Schedule, schedule
-from ftrun.network.plan.planner import Situation, plan_roads
-from ftrun.wire.cluster.rails import RoadFound
+from ftrun.network.detect.leaves import LeafSwitches
+from ftrun.network.detect.probe_schedule import ProbeSchedule, schedule
+from ftrun.network.plan.planner import PlanningInputs, plan_roads
+from ftrun.wire.cluster.rails import PathMeasurement
 from tests.unit.network.made_roads import PROBE_BYTES, TIMEOUT_S, MadeRoads, leaf_map
 
 WORD_S = 0.02
@@ -23,13 +23,13 @@ ROUND_TRIPS = 7
 """One to connect, five to measure, one for the last byte's answer."""
 
 
-def probe_s(found: RoadFound) -> float:
+def probe_s(found: PathMeasurement) -> float:
     if found.problem:
         return TIMEOUT_S
     return ROUND_TRIPS * found.rtt_s + PROBE_BYTES / found.bytes_per_s
 
 
-def surveyed(made: MadeRoads, plan: Schedule) -> tuple[float, list[RoadFound]]:
+def surveyed(made: MadeRoads, plan: ProbeSchedule) -> tuple[float, list[PathMeasurement]]:
     """How long all rounds take, and what they find."""
     taken_s, found = 0.0, []
     for one in plan.rounds:
@@ -39,7 +39,7 @@ def surveyed(made: MadeRoads, plan: Schedule) -> tuple[float, list[RoadFound]]:
     return taken_s, found
 
 
-def planned(made: MadeRoads, **more: int) -> Schedule:
+def planned(made: MadeRoads, **more: int) -> ProbeSchedule:
     return schedule(made.nodes, {rail: set(made.nodes) for rail in made.rails}, **more)
 
 
@@ -111,7 +111,9 @@ def test_many_nodes_are_planned_in_a_ring_that_leaves_each_switch_once(count: in
     made = MadeRoads(leaves, uplink=8.0, noise=0.3)
     made.slow_node("n9", "eth0", 0.1)
     found = made.survey(planned(made, most_rounds=28))
-    plan = plan_roads(Situation(made.nodes, made.cards(), found, Leaves(leaves, "slurm", above)))
+    plan = plan_roads(
+        PlanningInputs(made.nodes, made.cards(), found, LeafSwitches(leaves, "slurm", above))
+    )
     ring = [leaves[node] for node in plan.order]
     assert sum(one != ring[place - 1] for place, one in enumerate(ring)) == switches
     spines = [above[leaf] for leaf in ring]

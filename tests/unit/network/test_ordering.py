@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ftrun.network.plan import node_order as ordering
-from ftrun.network.plan.loads import Network, cost_of, ring_load
+from ftrun.network.plan.loads import NetworkModel, cost_of, ring_load
 from ftrun.network.plan.node_order import order_nodes
 from tests.unit.network.made_roads import leaf_map
 
@@ -19,7 +19,7 @@ def moves(one: tuple[str, ...], other: tuple[str, ...]) -> int:
 
 
 @st.composite
-def networks(draw: st.DrawFn, least: int, most: int, most_leaves: int = 4) -> Network:
+def networks(draw: st.DrawFn, least: int, most: int, most_leaves: int = 4) -> NetworkModel:
     """Nodes on leaves, some of whose roads are bad, and switches above some leaves."""
     count = draw(st.integers(least, most))
     nodes = [f"n{number}" for number in range(count)]
@@ -29,7 +29,7 @@ def networks(draw: st.DrawFn, least: int, most: int, most_leaves: int = 4) -> Ne
         del leaves[node]
     ends = st.tuples(st.sampled_from(nodes), st.sampled_from(nodes))
     roads = draw(st.dictionaries(ends, st.sampled_from([0.0, 0.1, 0.4]), max_size=4))
-    return Network(
+    return NetworkModel(
         leaves,
         draw(st.dictionaries(st.sampled_from(switches), st.just("spine"))),
         uplink_rates=draw(st.dictionaries(st.sampled_from(switches), st.sampled_from([0.5, 4.0]))),
@@ -37,14 +37,14 @@ def networks(draw: st.DrawFn, least: int, most: int, most_leaves: int = 4) -> Ne
     )
 
 
-def nodes_of(network: Network) -> list[str]:
+def nodes_of(network: NetworkModel) -> list[str]:
     named = {*network.leaves, *(end for road in network.road_rates for end in road)}
     return sorted(named)
 
 
 @given(networks(2, 5))
 @settings(max_examples=30, deadline=None)
-def test_of_few_nodes_the_order_is_the_best_with_the_fewest_moves(network: Network) -> None:
+def test_of_few_nodes_the_order_is_the_best_with_the_fewest_moves(network: NetworkModel) -> None:
     nodes = nodes_of(network)
     assume(nodes)
     found = order_nodes(nodes, network)
@@ -60,14 +60,14 @@ def test_of_few_nodes_the_order_is_the_best_with_the_fewest_moves(network: Netwo
 @pytest.mark.parametrize("count", [6, 7])
 def test_of_seven_nodes_too(count: int) -> None:
     leaves = {f"n{number}": f"s{number % 3}" for number in range(count)}
-    network = Network(leaves, road_rates={("n0", "n3"): 0.0, ("n1", "n4"): 0.2})
+    network = NetworkModel(leaves, road_rates={("n0", "n3"): 0.0, ("n1", "n4"): 0.2})
     best = min(cost_of(order, network) for order in itertools.permutations(leaves))
     assert order_nodes(list(leaves), network).cost == best
 
 
 @given(networks(2, 24, most_leaves=5))
 @settings(max_examples=30, deadline=None)
-def test_an_order_is_never_worse_than_the_one_given(network: Network) -> None:
+def test_an_order_is_never_worse_than_the_one_given(network: NetworkModel) -> None:
     nodes = nodes_of(network)
     found = order_nodes(nodes, network)
     assert sorted(found.order) == sorted(nodes)
@@ -79,7 +79,9 @@ def test_an_order_is_never_worse_than_the_one_given(network: Network) -> None:
 
 @given(networks(2, 6), st.randoms(use_true_random=False))
 @settings(max_examples=30, deadline=None)
-def test_a_relabelled_cluster_has_the_same_load(network: Network, chance: random.Random) -> None:
+def test_a_relabelled_cluster_has_the_same_load(
+    network: NetworkModel, chance: random.Random
+) -> None:
     nodes = nodes_of(network)
     other, mapped = relabelled(network, nodes, chance)
     assert order_nodes(mapped, other).cost == order_nodes(nodes, network).cost
@@ -94,18 +96,18 @@ def test_a_relabelled_cluster_has_the_same_load(network: Network, chance: random
 def test_a_large_relabelled_cluster_has_the_same_load_in_a_ring(
     sizes: list[int], seed: int, chance: random.Random
 ) -> None:
-    network = Network(leaf_map(*sizes, shuffled=seed))
+    network = NetworkModel(leaf_map(*sizes, shuffled=seed))
     nodes = list(network.leaves)
     other, mapped = relabelled(network, nodes, chance)
     load = order_nodes(mapped, other).cost.ring
     assert load == order_nodes(nodes, network).cost.ring
     # No ring can do with less: each leaf sends to another at least once.
-    assert load == ring_load(nodes, Network())
+    assert load == ring_load(nodes, NetworkModel())
 
 
 def relabelled(
-    network: Network, nodes: list[str], chance: random.Random
-) -> tuple[Network, list[str]]:
+    network: NetworkModel, nodes: list[str], chance: random.Random
+) -> tuple[NetworkModel, list[str]]:
     """The same network with other names for nodes and switches, its nodes in another order."""
     drawn = chance.sample(range(1000), len(nodes))
     names = {node: f"m{number}" for node, number in zip(nodes, drawn, strict=True)}
@@ -114,7 +116,7 @@ def relabelled(
     )
     drawn = chance.sample(range(1000), len(switches))
     called = {switch: f"t{number}" for switch, number in zip(switches, drawn, strict=True)}
-    other = Network(
+    other = NetworkModel(
         {names[node]: called[leaf] for node, leaf in network.leaves.items()},
         {called[one]: called[up] for one, up in network.above.items()},
         uplink_rates={called[one]: rate for one, rate in network.uplink_rates.items()},
@@ -129,7 +131,7 @@ def relabelled(
 
 def test_leaves_that_take_turns_are_put_together_with_two_moves() -> None:
     leaves = {f"n{number}": f"s{number % 2}" for number in range(4)}
-    found = order_nodes(list(leaves), Network(leaves))
+    found = order_nodes(list(leaves), NetworkModel(leaves))
     assert [leaves[node] for node in found.order] in (
         ["s0", "s0", "s1", "s1"],
         ["s1", "s1", "s0", "s0"],
@@ -142,25 +144,25 @@ def test_leaves_that_take_turns_are_put_together_with_two_moves() -> None:
 @given(st.lists(st.integers(1, 6), min_size=2, max_size=5), st.integers(0, 9))
 @settings(max_examples=15, deadline=None)
 def test_an_order_that_was_planned_stays(sizes: list[int], seed: int) -> None:
-    network = Network(leaf_map(*sizes, shuffled=seed))
+    network = NetworkModel(leaf_map(*sizes, shuffled=seed))
     planned = order_nodes(list(network.leaves), network).order
     assert order_nodes(planned, network).moves == 0
 
 
 def test_a_spare_of_the_same_leaf_moves_nobody() -> None:
     leaves = leaf_map(8, 8, 8, 8, shuffled=3)
-    planned = order_nodes(list(leaves), Network(leaves)).order
+    planned = order_nodes(list(leaves), NetworkModel(leaves)).order
     lost = planned[5]
     order = ["spare" if node == lost else node for node in planned]
-    assert order_nodes(order, Network({**leaves, "spare": leaves[lost]})).moves == 0
+    assert order_nodes(order, NetworkModel({**leaves, "spare": leaves[lost]})).moves == 0
 
 
 def test_a_bad_road_inside_a_leaf_is_not_used() -> None:
     leaves = leaf_map(12, 12)
-    network = Network(leaves, road_rates={("n0", "n1"): 0.0, ("n12", "n13"): 0.1})
+    network = NetworkModel(leaves, road_rates={("n0", "n1"): 0.0, ("n12", "n13"): 0.1})
     found = order_nodes(list(leaves), network)
     assert found.naive.ring > 1000
-    whole = cost_of(list(leaves), Network(leaves))
+    whole = cost_of(list(leaves), NetworkModel(leaves))
     assert found.cost == whole
     assert found.moves <= 8
 
@@ -168,7 +170,7 @@ def test_a_bad_road_inside_a_leaf_is_not_used() -> None:
 def test_leaves_under_one_switch_lie_side_by_side() -> None:
     leaves = leaf_map(6, 6, 6, 6, 6, 6, 6, 6)
     above = {f"sw{number}": f"spine{number % 2}" for number in range(8)}
-    found = order_nodes(list(leaves), Network(leaves, above))
+    found = order_nodes(list(leaves), NetworkModel(leaves, above))
     spines = [above[leaves[node]] for node in found.order]
     changes = sum(one != other for one, other in itertools.pairwise(spines))
     assert changes == 1
@@ -188,7 +190,7 @@ def test_of_many_nodes_with_bad_roads_so_much_is_tried_as_a_lead_has_time_for(
     monkeypatch.setattr(ordering, "MOST_EXCHANGES", 50)
     nodes = [f"n{number}" for number in range(300)]
     bad = dict.fromkeys(itertools.pairwise(nodes), 0.0)
-    found = order_nodes(nodes, Network(dict.fromkeys(nodes, "sw0"), road_rates=bad))
+    found = order_nodes(nodes, NetworkModel(dict.fromkeys(nodes, "sw0"), road_rates=bad))
     assert sum(count == 2 for count in tried) == 100, "before and after each exchange"
     assert found.cost < found.naive
 
@@ -196,12 +198,12 @@ def test_of_many_nodes_with_bad_roads_so_much_is_tried_as_a_lead_has_time_for(
 def test_rows_of_many_nodes_are_not_all_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     costs: list[int] = []
 
-    def counted(order: Sequence[str], network: Network) -> float:
+    def counted(order: Sequence[str], network: NetworkModel) -> float:
         costs.append(len(order))
         return ring_load(order, network)
 
     monkeypatch.setattr(ordering, "ring_load", counted)
     nodes = [f"n{number}" for number in range(2000)]
     leaves = dict.fromkeys(nodes, "sw0") | {"n7": "sw1"}
-    order_nodes(nodes, Network(leaves))
+    order_nodes(nodes, NetworkModel(leaves))
     assert 0 < sum(costs) <= ordering.MOST_WORK

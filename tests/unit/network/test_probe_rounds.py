@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftrun.network.detect import probe_schedule as probe_rounds
-from ftrun.network.detect.probe_schedule import Road, Schedule, pack, schedule, schedule_for
+from ftrun.network.detect.probe_schedule import (
+    NetworkPath,
+    ProbeSchedule,
+    pack,
+    schedule,
+    schedule_for,
+)
 
 
 def names(count: int) -> list[str]:
@@ -19,7 +25,7 @@ def rails(count: int, on: list[str]) -> dict[str, list[str]]:
     return {f"eth{number}": on for number in range(count)}
 
 
-def assert_apart(plan: Schedule) -> None:
+def assert_apart(plan: ProbeSchedule) -> None:
     for one in plan.rounds:
         ends = Counter(end for road in one for end in (road.source, road.destination))
         assert max(ends.values()) == 1
@@ -74,7 +80,7 @@ def test_a_sample_has_the_neighbours_in_a_ring() -> None:
     }
     for distance in (1, 2, 4, 8):
         pairs = [(one, nodes[(place + distance) % 96]) for place, one in enumerate(nodes)]
-        assert all(Road(one, other, "eth0") in roads for one, other in pairs)
+        assert all(NetworkPath(one, other, "eth0") in roads for one, other in pairs)
 
 
 def test_another_seed_draws_others() -> None:
@@ -117,7 +123,7 @@ def test_nodes_that_join_are_probed_with_all_others(count: int, some: int, num_r
     assert_apart(plan)
     roads = {road for one in plan.rounds for road in one}
     assert roads == {
-        Road(one, other, rail)
+        NetworkPath(one, other, rail)
         for one in nodes
         for other in nodes
         for rail in rails(num_rails, nodes)
@@ -135,16 +141,18 @@ def test_one_node_that_joins_many_is_probed_with_some() -> None:
     assert {"n7"} == set.intersection(*({one[0].source, one[0].destination} for one in plan.rounds))
 
 
-roads = st.builds(Road, st.sampled_from("abcdef"), st.sampled_from("uvwxyz"), st.just("eth0"))
+roads = st.builds(
+    NetworkPath, st.sampled_from("abcdef"), st.sampled_from("uvwxyz"), st.just("eth0")
+)
 
 
 @given(st.lists(roads, unique=True))
-def test_any_roads_fit_into_rounds(some: list[Road]) -> None:
+def test_any_roads_fit_into_rounds(some: list[NetworkPath]) -> None:
     rounds = pack(some)
     assert sorted(road for one in rounds for road in one) == sorted(some)
     degree = Counter(end for road in some for end in (road.source, road.destination))
     assert len(rounds) <= max(0, 2 * max(degree.values(), default=0) - 1)
-    assert_apart(Schedule(tuple(rounds), 1.0, ""))
+    assert_apart(ProbeSchedule(tuple(rounds), 1.0, ""))
 
 
 def test_without_roads_nothing_is_left_to_probe() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from ftrun.network.detect.rail_variables import VARIABLES, env_for, rails_named
 from ftrun.network.detect.rails import match_rails, rails_of_node
-from ftrun.wire.cluster.rails import Rail, RoadsPlan
+from ftrun.wire.cluster.rails import NetworkPlan, Rail
 
 RAILS = match_rails(
     {
@@ -16,7 +16,7 @@ RAILS = match_rails(
 
 
 def env(node: str, rails: list[str], user: dict[str, str] | None = None) -> dict[str, str]:
-    return env_for(RoadsPlan(rails=rails), rails_of_node(RAILS, node), user or {})
+    return env_for(NetworkPlan(rails=rails), rails_of_node(RAILS, node), user or {})
 
 
 def test_each_node_is_told_its_own_names() -> None:

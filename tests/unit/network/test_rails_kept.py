@@ -2,12 +2,12 @@
 
 from ftrun.network.detect.rails import match_rails
 from ftrun.network.plan.rails_kept import keep_rails
-from ftrun.wire.cluster.rails import Rail, RoadsPlan
+from ftrun.wire.cluster.rails import NetworkPlan, Rail
 
 ALL = match_rails(
     {node: [Rail(f"eth{i}", f"10.{i}.0.{node}", 24) for i in range(3)] for node in "12"}
 )
-BEFORE = RoadsPlan(
+BEFORE = NetworkPlan(
     order=["2", "1"],
     rails=["eth0"],
     dropped={"eth1": "slow", "eth2": "slower"},
@@ -30,7 +30,7 @@ def test_a_dead_rail_is_left_for_one_that_all_are_on() -> None:
 def test_snapshots_leave_a_dead_rail_too_and_keep_a_sound_one() -> None:
     both = keep_rails(BEFORE, ["1", "2"], ALL, {"eth0": "dead", "eth1": "dead"})
     assert (both.rails, both.snapshot_rail) == (["eth2"], "eth2")
-    last = RoadsPlan(rails=["eth0", "eth1"], snapshot_rail="eth2", snapshot_bytes_per_s=7)
+    last = NetworkPlan(rails=["eth0", "eth1"], snapshot_rail="eth2", snapshot_bytes_per_s=7)
     made = keep_rails(last, ["1", "2"], ALL, {"eth0": "dead"})
     assert (made.rails, made.snapshot_rail, made.snapshot_bytes_per_s) == (["eth1"], "eth2", 7)
 

@@ -5,22 +5,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrun.network.detect.leaves import Leaves, leaves_from_labels
-from ftrun.network.detect.probe_schedule import Road
-from ftrun.network.plan.planner import Situation, plan_roads
-from ftrun.wire.cluster.rails import RoadsPlan
+from ftrun.network.detect.leaves import LeafSwitches, leaves_from_labels
+from ftrun.network.detect.probe_schedule import NetworkPath
+from ftrun.network.plan.planner import PlanningInputs, plan_roads
+from ftrun.wire.cluster.rails import NetworkPlan
 from tests.unit.network.made_roads import RATE, MadeRoads, leaf_map
 
 TURNS = {f"n{number}": f"sw{number % 2}" for number in range(8)}
 """Two leaves that take turns in the order of names."""
 
 
-def situation(made: MadeRoads, **more: object) -> Situation:
+def situation(made: MadeRoads, **more: object) -> PlanningInputs:
     given_by = {"leaves": leaves_from_labels(made.leaves)} | more
-    return Situation(made.nodes, made.cards(), made.survey(), **given_by)
+    return PlanningInputs(made.nodes, made.cards(), made.survey(), **given_by)
 
 
-def plan(made: MadeRoads, **more: object) -> RoadsPlan:
+def plan(made: MadeRoads, **more: object) -> NetworkPlan:
     return plan_roads(situation(made, **more))
 
 
@@ -39,7 +39,7 @@ def test_a_whole_network_has_all_its_rails_and_says_so() -> None:
     ]
 
 
-def told(found: RoadsPlan) -> str:
+def told(found: NetworkPlan) -> str:
     leaves = list(dict.fromkeys(found.leaves[node] for node in found.order))
     return "; ".join(
         f"{leaf}: {', '.join(node for node in found.order if found.leaves[node] == leaf)}"
@@ -49,7 +49,7 @@ def told(found: RoadsPlan) -> str:
 
 def test_leaves_are_put_together_by_labels_or_by_what_probes_tell() -> None:
     made = MadeRoads(TURNS, uplink=0.5, noise=0.2)
-    for leaves in (leaves_from_labels(made.leaves), Leaves()):
+    for leaves in (leaves_from_labels(made.leaves), LeafSwitches()):
         found = plan(made, leaves=leaves)
         in_order = [made.leaves[node] for node in found.order]
         changes = sum(one != in_order[place - 1] for place, one in enumerate(in_order))
@@ -61,7 +61,9 @@ def test_a_plan_that_was_followed_moves_nobody() -> None:
     made = MadeRoads(TURNS, uplink=0.5)
     first = plan(made)
     again = plan_roads(
-        Situation(first.order, made.cards(), made.survey(), Leaves(first.leaves, "labels"))
+        PlanningInputs(
+            first.order, made.cards(), made.survey(), LeafSwitches(first.leaves, "labels")
+        )
     )
     assert again.order == first.order
     assert "Nodes stay in their order: no other that was tried loads a link less." in again.words
@@ -69,15 +71,15 @@ def test_a_plan_that_was_followed_moves_nobody() -> None:
 
 def test_leaves_that_probes_told_before_are_kept() -> None:
     made = MadeRoads(TURNS, uplink=0.5, noise=0.2)
-    before = plan(made, leaves=Leaves())
+    before = plan(made, leaves=LeafSwitches())
     made.noise, made.uplink = 0.3, 8.0
-    after = plan(made, leaves=Leaves(), previous=before)
+    after = plan(made, leaves=LeafSwitches(), previous=before)
     assert after.leaves == before.leaves
     assert "Leaf switches of 8 of 8 nodes are those found before." in after.words
-    unknown = plan(made, leaves=Leaves(), previous=RoadsPlan())
+    unknown = plan(made, leaves=LeafSwitches(), previous=NetworkPlan())
     assert (unknown.leaves, unknown.leaves_from) == ({}, "")
-    strangers = RoadsPlan(leaves={"other": "leaf0"}, leaves_from="probes")
-    assert plan(made, leaves=Leaves(), previous=strangers).leaves_from == ""
+    strangers = NetworkPlan(leaves={"other": "leaf0"}, leaves_from="probes")
+    assert plan(made, leaves=LeafSwitches(), previous=strangers).leaves_from == ""
 
 
 def test_an_order_that_is_not_to_change_stays_and_the_gain_is_told() -> None:
@@ -117,9 +119,9 @@ def test_a_rail_on_which_a_node_is_dead_is_left_out() -> None:
 
 def test_several_dead_places_are_counted() -> None:
     made = MadeRoads(leaf_map(5))
-    made.roads[Road("n0", "n1", "eth1")] = made.roads[Road("n2", "n3", "eth1")] = 0.0
+    made.roads[NetworkPath("n0", "n1", "eth1")] = made.roads[NetworkPath("n2", "n3", "eth1")] = 0.0
     assert plan(made).dropped["eth1"].endswith(" (1 more place is dead)")
-    made.roads[Road("n3", "n4", "eth1")] = 0.0
+    made.roads[NetworkPath("n3", "n4", "eth1")] = 0.0
     assert plan(made).dropped["eth1"].endswith(" (2 more places are dead)")
 
 
@@ -162,7 +164,7 @@ def test_a_rail_that_some_nodes_lack_is_left_out() -> None:
         for one in made.survey()
         if one.rail == "eth0" or {"n1", "n3"}.isdisjoint({one.source, one.destination})
     ]
-    made_plan = plan_roads(Situation(made.nodes, cards, found))
+    made_plan = plan_roads(PlanningInputs(made.nodes, cards, found))
     assert made_plan.rails == ["eth0"]
     assert made_plan.dropped["eth1"] == "n1 and 1 more of 4 nodes have no interface on it"
 
@@ -176,7 +178,7 @@ def test_a_rail_that_one_node_lacks_is_told_in_the_singular() -> None:
         for one in made.survey()
         if one.rail == "eth0" or "n1" not in (one.source, one.destination)
     ]
-    made_plan = plan_roads(Situation(made.nodes, cards, found))
+    made_plan = plan_roads(PlanningInputs(made.nodes, cards, found))
     assert made_plan.dropped["eth1"] == "n1 has no interface on it"
 
 
@@ -192,7 +194,7 @@ def test_a_busy_machine_throttles_and_drops_nothing() -> None:
             )
             for at, one in enumerate(made.survey())
         ]
-        made_plan = plan_roads(Situation(made.nodes, made.cards(), found))
+        made_plan = plan_roads(PlanningInputs(made.nodes, made.cards(), found))
         assert (made_plan.rails, made_plan.dropped) == (["eth0", "eth1"], {})
         assert made_plan.snapshot_bytes_per_s >= 0.2 * 35e6
 
@@ -209,7 +211,9 @@ def test_round_trips_change_no_choice(rtts: list[float], count: int, seed: int) 
     even = made.survey()
     odd = [msgspec.structs.replace(one, rtt_s=rtts[at % len(rtts)]) for at, one in enumerate(even)]
     leaves = leaves_from_labels(made.leaves)
-    one, other = (plan_roads(Situation(made.nodes, made.cards(), of, leaves)) for of in (even, odd))
+    one, other = (
+        plan_roads(PlanningInputs(made.nodes, made.cards(), of, leaves)) for of in (even, odd)
+    )
     assert one == other
 
 
@@ -221,7 +225,7 @@ def test_no_single_road_and_no_single_node_sets_the_pace_of_snapshots(
     made = MadeRoads(leaf_map(4), ["eth0"])
     usual = plan(made).snapshot_bytes_per_s
     made.slow_node(made.nodes[seed % 4], "eth0", share)
-    made.roads[Road("n0", "n1", "eth0")] = share
+    made.roads[NetworkPath("n0", "n1", "eth0")] = share
     assert plan(made).snapshot_bytes_per_s == usual
 
 
@@ -234,7 +238,7 @@ def test_a_rail_that_the_monitor_suspects_is_left_out() -> None:
 def test_with_no_rail_left_the_least_bad_one_is_used() -> None:
     made = MadeRoads(leaf_map(4))
     made.slow_node("n0", "eth0", 0.0)
-    made.roads[Road("n1", "n2", "eth1")] = 0.0
+    made.roads[NetworkPath("n1", "n2", "eth1")] = 0.0
     found = plan(made)
     assert found.rails == ["eth1"]
     assert found.words[0] == (
@@ -256,13 +260,13 @@ def test_with_no_rail_at_all_the_libraries_choose() -> None:
         "No rail connects all nodes: the libraries choose interfaces by themselves." in found.words
     )
     assert "Snapshots go as agents speak, and are held to nothing." in found.words
-    nothing = plan_roads(Situation(made.nodes, {node: [] for node in made.nodes}))
+    nothing = plan_roads(PlanningInputs(made.nodes, {node: [] for node in made.nodes}))
     assert nothing.rails == []
 
 
 def test_without_probes_training_keeps_to_the_rail_of_the_agents() -> None:
     made = MadeRoads(leaf_map(3))
-    found = plan_roads(Situation(made.nodes, made.cards()))
+    found = plan_roads(PlanningInputs(made.nodes, made.cards()))
     assert (found.rails, found.dropped) == (["eth0"], {"eth1": "no road was probed"})
     assert found.words[0] == "No road was probed: training keeps to eth0."
     assert found.words[-1] == (
@@ -273,13 +277,13 @@ def test_without_probes_training_keeps_to_the_rail_of_the_agents() -> None:
 def test_a_rail_that_was_not_probed_is_left_out() -> None:
     made = MadeRoads(leaf_map(3))
     found = [one for one in made.survey() if one.rail == "eth0"]
-    made_plan = plan_roads(Situation(made.nodes, made.cards(), found))
+    made_plan = plan_roads(PlanningInputs(made.nodes, made.cards(), found))
     assert made_plan.dropped == {"eth1": "none of its roads was probed"}
 
 
 def test_one_node_has_no_roads() -> None:
     made = MadeRoads(leaf_map(1))
-    assert plan(made) == RoadsPlan(order=["n0"], words=["One node: there is no road to plan."])
+    assert plan(made) == NetworkPlan(order=["n0"], words=["One node: there is no road to plan."])
 
 
 # --- single roads ---------------------------------------------------------------------------------
@@ -287,7 +291,7 @@ def test_one_node_has_no_roads() -> None:
 
 def test_neighbours_in_a_ring_have_no_slow_road_between_them() -> None:
     made = MadeRoads(leaf_map(5), ["eth0"])
-    made.roads[Road("n1", "n2", "eth0")] = 0.1
+    made.roads[NetworkPath("n1", "n2", "eth0")] = 0.1
     found = plan(made)
     places = {node: place for place, node in enumerate(found.order)}
     assert (places["n2"] - places["n1"]) % 5 != 1
@@ -374,4 +378,4 @@ def test_every_plan_is_whole(
         assert found.snapshot_rail in {"", *rails}
     assert all(one.endswith(".") and len(one) > 10 for one in found.words)
     assert plan(made.again()) == found
-    assert msgspec.json.decode(msgspec.json.encode(found), type=RoadsPlan) == found
+    assert msgspec.json.decode(msgspec.json.encode(found), type=NetworkPlan) == found

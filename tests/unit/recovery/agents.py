@@ -6,38 +6,38 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ftrun.membership.discovery import Role
+from ftrun.membership.discovery import MemberRole
 from ftrun.membership.events import (
-    Adopted,
-    Closed,
-    DialFailed,
+    ConnectFailed,
+    ConnectionClosed,
+    ConnectionOpened,
+    GenerationInstalled,
     Happening,
-    Heard,
-    HereIs,
-    Opened,
+    MessageReceived,
+    NodeReported,
     Passing,
-    PlanKept,
+    PlanPersisted,
     Quiesced,
-    WitnessSaid,
+    WitnessAnswered,
 )
 from ftrun.membership.member import Member
-from ftrun.membership.witness import Register, rule
+from ftrun.membership.witness import WitnessRegister, rule
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import (
-    Adopt,
-    AskWitness,
     Command,
-    Dial,
-    HangUp,
-    KeepPlan,
+    Connect,
+    Disconnect,
+    InstallGeneration,
+    PersistPlan,
+    QueryWitness,
     Quiesce,
-    RunGeneration,
     Send,
+    StartRanks,
 )
-from ftrun.recovery.generation_monitor import Oversight
-from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.cluster.generation import NodeCard, Plan
-from ftrun.wire.cluster.heartbeats import Beat
+from ftrun.recovery.generation_monitor import GenerationMonitor
+from ftrun.recovery.settings import MembershipSettings
+from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
+from ftrun.wire.cluster.heartbeats import Heartbeat
 from ftrun.wire.messages.smp import Inventory
 from tests.unit.recovery.made import POLICY, card, settings
 
@@ -52,14 +52,14 @@ class Agent:
     """One agent with its node."""
 
     member: Member
-    settings: ClusterSettings
-    beat: Beat = field(default_factory=lambda: Beat(generation=-1))
+    settings: MembershipSettings
+    beat: Heartbeat = field(default_factory=lambda: Heartbeat(generation=-1))
     holdings: Inventory = field(default_factory=lambda: Inventory([]))
-    kept: Plan | None = None
+    kept: GenerationPlan | None = None
     took_effect: bool = False
     done: list[Command] = field(default_factory=list)
     """All that it was told, except what goes to the network."""
-    sent: list[Send | Dial] = field(default_factory=list)
+    sent: list[Send | Connect] = field(default_factory=list)
     is_frozen: bool = False
     """The process stands still; what comes in waits in its kernel."""
     missed: list[Happening] = field(default_factory=list)
@@ -83,16 +83,16 @@ class Outside:
     LEASE_S = 3.0
 
     def __init__(self) -> None:
-        self.register: Register | None = None
+        self.register: WitnessRegister | None = None
         self.lead: NodeCard | None = None
         self.ends_s = 0.0
         self.away: set[str] = set()
         """Nodes that do not reach it."""
         self.lives = 70
 
-    def ask(self, me: NodeCard, asked: AskWitness, now_s: float) -> WitnessSaid:
+    def ask(self, me: NodeCard, asked: QueryWitness, now_s: float) -> WitnessAnswered:
         if me.node_id in self.away:
-            return WitnessSaid(asked, is_reached=False, why="etcd is out of reach")
+            return WitnessAnswered(asked, is_reached=False, why="etcd is out of reach")
         if now_s >= self.ends_s:
             self.lead = None
         self.lives += 1
@@ -100,13 +100,13 @@ class Outside:
         if ruling.granted:
             self.register, self.lead = ruling.register, ruling.lead
             self.ends_s = now_s + self.LEASE_S if ruling.lead == me else self.ends_s
-        return WitnessSaid(asked, True, ruling.granted, self.register, self.lead)
+        return WitnessAnswered(asked, True, ruling.granted, self.register, self.lead)
 
 
 class Agents:
     """Agents by node id. `a` is at the endpoint; whoever is linked hears the other at once."""
 
-    def __init__(self, node_ids: str, wishes: ClusterSettings) -> None:
+    def __init__(self, node_ids: str, wishes: MembershipSettings) -> None:
         self.now_s = 1000.0
         self.settings = wishes
         self.all: dict[str, Agent] = {}
@@ -215,10 +215,10 @@ class Agents:
                 for command in agent.member.handle(what, now_s=self.now_s):
                     self._carry_out(agent, command)
 
-    def here_is(self, node_id: str, found: Beat) -> None:
+    def here_is(self, node_id: str, found: Heartbeat) -> None:
         """The node's ranks have something to say."""
         self.all[node_id].beat = found
-        self.happens(node_id, HereIs(found))
+        self.happens(node_id, NodeReported(found))
 
     # --- commands -----------------------------------------------------------------------------
 
@@ -229,13 +229,13 @@ class Agents:
                 agent.sent.append(command)
                 pair = frozenset((me, command.node_id))
                 if pair in self.links and pair not in self.cuts:
-                    self._queue.append((command.node_id, Heard(me, command.message)))
-            case Dial():
+                    self._queue.append((command.node_id, MessageReceived(me, command.message)))
+            case Connect():
                 agent.sent.append(command)
                 self._dial(agent, command)
-            case HangUp():
+            case Disconnect():
                 self._unlink(frozenset((me, command.node_id)))
-            case AskWitness():
+            case QueryWitness():
                 said = self.outside.ask(agent.card, command, self.now_s)
                 self._queue.append((me, said))
             case _:
@@ -246,40 +246,42 @@ class Agents:
         """What the node's hands do, and what they say to it."""
         match command:
             case Quiesce():
-                agent.beat = Beat(generation=-1)
+                agent.beat = Heartbeat(generation=-1)
                 held = Quiesced(command.generation, agent.holdings, 1000, 2000)
-                return [HereIs(agent.beat), held]
-            case Adopt():
+                return [NodeReported(agent.beat), held]
+            case InstallGeneration():
                 agent.kept, agent.took_effect = command.plan, False
                 if agent.card.node_id in self.disks and command.plan.restore is None:
                     return [self.read_disk(agent.card.node_id, command.plan)]
                 read = self.reads.get(agent.card.node_id, (command.plan.restore, ""))
-                return [] if read is None else [Adopted(command.plan.generation, *read)]
-            case KeepPlan():
+                return [] if read is None else [GenerationInstalled(command.plan.generation, *read)]
+            case PersistPlan():
                 agent.kept, agent.took_effect = command.plan, command.took_effect
-                return [] if command.took_effect else [PlanKept(command.plan.edition)]
-            case RunGeneration():
+                return [] if command.took_effect else [PlanPersisted(command.plan.edition)]
+            case StartRanks():
                 agent.kept, agent.took_effect = command.plan, True
-                agent.beat = Beat(generation=command.plan.generation, state="running")
-                return [HereIs(agent.beat)]
+                agent.beat = Heartbeat(generation=command.plan.generation, state="running")
+                return [NodeReported(agent.beat)]
             case _:
                 return []
 
-    def read_disk(self, node_id: str, plan: Plan) -> Adopted:
-        """Load the newest checkpoint that nobody has rejected, as `Generations.adopt` does."""
+    def read_disk(self, node_id: str, plan: GenerationPlan) -> GenerationInstalled:
+        """Load the newest checkpoint that nobody has rejected, as `GenerationRunner.adopt` does."""
         if (stall := self.stalls.pop(node_id, None)) is not None:
-            return Adopted(plan.generation, None, stall, "", {stall.partition(":")[0]: stall})
+            return GenerationInstalled(
+                plan.generation, None, stall, "", {stall.partition(":")[0]: stall}
+            )
         rejected: dict[str, str] = {}
         for step, problem in sorted(self.disks[node_id].items(), reverse=True):
             name = f"step-{step}"
             if name in plan.history.bad_checkpoints:
                 continue
             if not problem:
-                return Adopted(plan.generation, (-1, step), "", name, rejected)
+                return GenerationInstalled(plan.generation, (-1, step), "", name, rejected)
             rejected[name] = problem
-        return Adopted(plan.generation, None, "no checkpoint can be used", "", rejected)
+        return GenerationInstalled(plan.generation, None, "no checkpoint can be used", "", rejected)
 
-    def _dial(self, agent: Agent, command: Dial) -> None:
+    def _dial(self, agent: Agent, command: Connect) -> None:
         me = agent.card.node_id
         node_id = command.host.removesuffix(".local")
         pair = frozenset((me, node_id))
@@ -287,20 +289,20 @@ class Agents:
         if node_id == me or pair in self.cuts or (other is not None and other.is_frozen):
             return
         if other is None or command.port != other.card.port or pair in self.resets:
-            failed = DialFailed(command.host, command.port, command.node_id, True, "refused")
+            failed = ConnectFailed(command.host, command.port, command.node_id, True, "refused")
             self._queue.append((me, failed))
             return
         self.links.add(pair)
-        self._queue.append((me, Opened(node_id, other.card.incarnation)))
-        self._queue.append((node_id, Opened(me, agent.card.incarnation)))
+        self._queue.append((me, ConnectionOpened(node_id, other.card.incarnation)))
+        self._queue.append((node_id, ConnectionOpened(me, agent.card.incarnation)))
 
     def _unlink(self, pair: frozenset[str]) -> None:
         self.links.discard(pair)
         for node_id in pair:
             for other in pair - {node_id}:
-                self._queue.append((node_id, Closed(other)))
+                self._queue.append((node_id, ConnectionClosed(other)))
 
-    def answers(self, node_id: str, event: Happening) -> list[Send | Dial]:
+    def answers(self, node_id: str, event: Happening) -> list[Send | Connect]:
         """What one agent says to the others on that."""
         before = len(self.all[node_id].sent)
         self.happens(node_id, event)
@@ -313,7 +315,7 @@ class Agents:
         leads = {
             agent.member.lead_card.node_id if agent.member.lead_card is not None else ""
             for agent in self.all.values()
-            if agent.member.role is not Role.ENDED
+            if agent.member.role is not MemberRole.ENDED
         }
         return leads.pop() if len(leads) == 1 else ""
 
@@ -321,31 +323,31 @@ class Agents:
         """The generation that runs, of each node that runs any."""
         return {one: agent.runs for one, agent in self.all.items() if agent.runs >= 0}
 
-    def role(self, node_id: str) -> Role:
+    def role(self, node_id: str) -> MemberRole:
         return self.all[node_id].member.role
 
-    def plan(self, node_id: str) -> Plan:
+    def plan(self, node_id: str) -> GenerationPlan:
         found = self.all[node_id].member.follower.plan
         assert found is not None
         return found
 
 
-def _fields(wishes: ClusterSettings) -> dict[str, object]:
+def _fields(wishes: MembershipSettings) -> dict[str, object]:
     return {name: getattr(wishes, name) for name in wishes.__dataclass_fields__}
 
 
 def _member(
     me: NodeCard,
-    wishes: ClusterSettings,
+    wishes: MembershipSettings,
     now_s: float,
     *,
-    kept: Plan | None = None,
+    kept: GenerationPlan | None = None,
     took_effect: bool = False,
 ) -> Member:
     return Member(
         me,
         wishes,
-        lambda: Oversight(POLICY, wishes, pairs=PairCheck()),
+        lambda: GenerationMonitor(POLICY, wishes, pairs=PairCheck()),
         now_s=now_s,
         kept=kept,
         took_effect=took_effect,

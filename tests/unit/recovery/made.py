@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import msgspec
 
-from ftrun.membership.leader.failure_detector import Peer, Peers
-from ftrun.recovery.settings import ClusterSettings, Wishes
+from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
+from ftrun.recovery.settings import ClusterSize, MembershipSettings
 from ftrun.recovery.supervisor import Policy
-from ftrun.wire.cluster.generation import NodeCard, Plan, PlanNode, VersionPair
+from ftrun.wire.cluster.generation import GenerationPlan, NodeCard, PlanMember, VersionPair
 from ftrun.wire.cluster.membership import Promise
-from ftrun.wire.messages.protected import GroupMember, Protected, ShardOffer
+from ftrun.wire.messages.protected import GroupMember, ProtectionPart, ShardOffer
 from ftrun.wire.messages.smp import Inventory
 
 POLICY = Policy(
@@ -23,10 +23,10 @@ POLICY = Policy(
     grace_s=30.0,
     boundary_wait_s=10.0,
 )
-SETTINGS = ClusterSettings(Wishes(2, 4, 1), endpoint=("a.local", 29400))
+SETTINGS = MembershipSettings(ClusterSize(2, 4, 1), endpoint=("a.local", 29400))
 
 
-def settings(**changes: object) -> ClusterSettings:
+def settings(**changes: object) -> MembershipSettings:
     return replace(SETTINGS, **changes)  # type: ignore[arg-type]
 
 
@@ -46,13 +46,13 @@ def plan(
     members: Iterable[str | NodeCard],
     spares: Iterable[str | NodeCard] = (),
     **changes: object,
-) -> Plan:
+) -> GenerationPlan:
     """A generation of these nodes, led by the first; `"abc"` are three of one rank each."""
     placed, first_rank = [], 0
     for one in cards(members):
-        placed.append(PlanNode(one, first_rank))
+        placed.append(PlanMember(one, first_rank))
         first_rank += one.num_ranks
-    found = Plan(
+    found = GenerationPlan(
         generation=generation,
         lead=placed[0].node_id,
         why="a test",
@@ -90,10 +90,10 @@ def part(
     parity: int = 1,
     first_rank: int = 0,
     **changes: object,
-) -> Protected:
+) -> ProtectionPart:
     """One node's whole part in the protection of its group, whose nodes have a rank each."""
     place = members.index(node_id)
-    found = Protected(
+    found = ProtectionPart(
         generation=at[0],
         step=at[1],
         world_size=first_rank + len(members),
@@ -112,6 +112,8 @@ def offer(rank: int, at: VersionPair, world_size: int) -> ShardOffer:
     return ShardOffer(rank, at[0], at[1], world_size, 4096)
 
 
-def meet(peers: Peers, who: str | NodeCard, *, now_s: float = 0.0, linked: bool = True) -> Peer:
+def meet(
+    peers: FailureDetector, who: str | NodeCard, *, now_s: float = 0.0, linked: bool = True
+) -> PeerState:
     """An agent that has come, and hears this lead as far as anybody knows."""
     return peers.put(cards([who])[0], now_s=now_s, linked=linked, has_answered=True)

@@ -1,27 +1,27 @@
 """The lead names the step of the next snapshot far enough ahead, and not much further."""
 
-from ftrun.recovery.alignment import Alignment
+from ftrun.recovery.alignment import SnapshotAlignment
 
 
 def test_the_next_step_is_named_first() -> None:
-    assert Alignment().after_commit(-1, step=10) == 11
+    assert SnapshotAlignment().after_commit(-1, step=10) == 11
 
 
 def test_a_step_that_was_named_is_never_taken_back() -> None:
-    assert Alignment().after_commit(40, step=10) == 40
-    assert Alignment().after_skip(40, skipped=40, step=10) > 40
+    assert SnapshotAlignment().after_commit(40, step=10) == 40
+    assert SnapshotAlignment().after_skip(40, skipped=40, step=10) > 40
 
 
 def test_a_step_skipped_before_the_named_one_moves_nothing() -> None:
     """Ranks that had not heard of the named step have skipped it, and nobody has taken it."""
-    found = Alignment()
+    found = SnapshotAlignment()
     assert found.after_skip(40, skipped=39, step=39) == 40
     assert found.after_commit(-1, step=10) == 11
 
 
 def test_a_report_that_takes_hundreds_of_steps_is_caught_up_with_soon() -> None:
     """A rank reads what was named 200 steps late, and reports each 50 steps."""
-    found, named, read = Alignment(), 0, -1
+    found, named, read = SnapshotAlignment(), 0, -1
     for step in range(50, 5000, 50):
         skipped = step if read <= step else -1
         if skipped < 0:
@@ -31,7 +31,7 @@ def test_a_report_that_takes_hundreds_of_steps_is_caught_up_with_soon() -> None:
 
 
 def test_words_that_arrive_late_put_it_further_ahead_until_they_do_not() -> None:
-    found = Alignment()
+    found = SnapshotAlignment()
     assert found.after_skip(11, skipped=11, step=17) == 17 + 12  # there and back
     assert found.after_skip(29, skipped=29, step=30) == 30 + 18
     ahead = [found.after_commit(-1, step=100) - 100 for _ in range(40)]

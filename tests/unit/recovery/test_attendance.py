@@ -2,16 +2,16 @@
 
 import pytest
 
-from ftrun.membership.leader.failure_detector import Peer, Peers
-from ftrun.wire.cluster.heartbeats import Beat
+from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
+from ftrun.wire.cluster.heartbeats import Heartbeat
 from tests.unit.recovery.made import card, meet, plan, settings
 
 SETTINGS = settings(deadline_s=3.0, cut_off_s=2.0, redial_s=0.5)
 
 
-def peers() -> tuple[Peers, Peer]:
+def peers() -> tuple[FailureDetector, PeerState]:
     """The lead's view of itself and of b, which has just come."""
-    made = Peers(card("a"), SETTINGS)
+    made = FailureDetector(card("a"), SETTINGS)
     meet(made, card("a"), now_s=100.0, linked=True)
     return made, meet(made, card("b"), now_s=100.0, linked=True)
 
@@ -49,7 +49,7 @@ def test_another_rail_is_no_break_in_being_here_and_a_closed_connection_is_one()
 def test_who_is_not_heard_is_silent() -> None:
     made, b = peers()
     number = made.next_number(now_s=105.0)
-    made.beat(b, Beat(generation=1, number=1, heard=number), now_s=200.0)
+    made.beat(b, Heartbeat(generation=1, number=1, heard=number), now_s=200.0)
     b.heard_s = 103.0
     assert made.silent_s(b, now_s=106.0) == 3.0
 
@@ -60,11 +60,11 @@ def test_who_does_not_hear_the_lead_is_as_silent() -> None:
     assert numbers == [1, 2, 3]
     b.heard_s = 106.0
     assert made.silent_s(b, now_s=106.0) == 6.0
-    made.beat(b, Beat(generation=1, number=1, heard=2), now_s=200.0)
+    made.beat(b, Heartbeat(generation=1, number=1, heard=2), now_s=200.0)
     assert made.silent_s(b, now_s=106.0) == 4.0
     # An answer to an older one does not take that back, and an unknown one is none.
-    made.beat(b, Beat(generation=1, number=2, heard=1), now_s=200.0)
-    made.beat(b, Beat(generation=1, number=3, heard=99), now_s=200.0)
+    made.beat(b, Heartbeat(generation=1, number=2, heard=1), now_s=200.0)
+    made.beat(b, Heartbeat(generation=1, number=3, heard=99), now_s=200.0)
     assert made.silent_s(b, now_s=106.0) == 4.0
 
 
@@ -73,20 +73,20 @@ def test_what_left_too_long_ago_is_no_answer_any_more() -> None:
     b.acked_s = b.met_s = b.heard_s = 0.0
     first = made.next_number(now_s=100.0)
     made.next_number(now_s=106.0)
-    made.beat(b, Beat(generation=1, number=1, heard=first), now_s=200.0)
+    made.beat(b, Heartbeat(generation=1, number=1, heard=first), now_s=200.0)
     assert b.acked_s == 100.0
     b.acked_s = 0.0
     made.next_number(now_s=106.1)
-    made.beat(b, Beat(generation=1, number=2, heard=first), now_s=200.0)
+    made.beat(b, Heartbeat(generation=1, number=2, heard=first), now_s=200.0)
     assert b.acked_s == 0.0
 
 
 def test_a_heartbeat_that_is_late_or_came_twice_says_nothing_new() -> None:
     made, b = peers()
-    assert made.beat(b, Beat(generation=1, number=2), now_s=200.0)
-    assert not made.beat(b, Beat(generation=1, number=2), now_s=200.0)
-    assert not made.beat(b, Beat(generation=1, number=1), now_s=200.0)
-    assert made.beat(b, Beat(generation=1, number=3), now_s=200.0)
+    assert made.beat(b, Heartbeat(generation=1, number=2), now_s=200.0)
+    assert not made.beat(b, Heartbeat(generation=1, number=2), now_s=200.0)
+    assert not made.beat(b, Heartbeat(generation=1, number=1), now_s=200.0)
+    assert made.beat(b, Heartbeat(generation=1, number=3), now_s=200.0)
 
 
 # --- rule 3: this process stood still ---------------------------------------------------------
@@ -128,7 +128,7 @@ def test_who_is_not_connected_is_dialled_now_and_then() -> None:
 def test_a_majority_that_may_not_hear_this_lead_may_replace_it(
     unheard: str, may: bool, how: str
 ) -> None:
-    made = Peers(card("a"), SETTINGS)
+    made = FailureDetector(card("a"), SETTINGS)
     for one in "abcde":
         if how == "unknown" and one in unheard:
             continue
@@ -149,7 +149,7 @@ def test_who_is_back_may_have_decided_with_others_until_it_answers() -> None:
     number = made.next_number(now_s=100.0)
     assert made.silent_s(back, now_s=101.0) == 1.0, "it has a deadline like everyone"
     assert made.may_decide_without_me(plan(1, "ab", spares="c"), now_s=100.0)
-    made.beat(back, Beat(generation=1, number=1, heard=number), now_s=200.0)
+    made.beat(back, Heartbeat(generation=1, number=1, heard=number), now_s=200.0)
     assert not made.may_decide_without_me(plan(1, "ab", spares="c"), now_s=100.0)
 
 
@@ -158,7 +158,7 @@ def test_who_was_started_again_has_decided_nothing_if_it_heard_this_lead_to_the_
     silence_s: float, may: bool
 ) -> None:
     """Its successor is the proof; c does not hear this lead."""
-    made = Peers(card("a"), SETTINGS)
+    made = FailureDetector(card("a"), SETTINGS)
     for one in "abc":
         meet(made, one, now_s=0.0, linked=False)
     b = made.get("b")

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from ftrun.membership.ballots import Ballot, Vote, carries, electorate, electorate_of
-from ftrun.wire.cluster.generation import Edition, Identity, Plan, Voters
+from ftrun.membership.ballots import Ballot, VoterState, carries, electorate, electorate_of
+from ftrun.wire.cluster.generation import Edition, GenerationPlan, Identity, VoterSet
 from ftrun.wire.cluster.membership import Accepted
 from tests.unit.recovery.made import card, cards, plan, promise
 
@@ -105,7 +105,7 @@ def test_another_incarnation_of_a_voter_has_no_vote() -> None:
 def test_each_number_is_promised_to_one_and_never_a_lower_one_after_a_higher(
     asked: list[tuple[int, str]],
 ) -> None:
-    vote = Vote()
+    vote = VoterState()
     given_: dict[int, str] = {}
     for number, name in asked:
         if not vote.may_promise(number, (name, 1)):
@@ -120,7 +120,7 @@ def test_each_number_is_promised_to_one_and_never_a_lower_one_after_a_higher(
 
 
 def test_a_promise_that_came_twice_changes_nothing() -> None:
-    vote = Vote()
+    vote = VoterState()
     vote.promise(3, ("a", 1))
     vote.promise(3, ("b", 1))
     vote.promise(2, ("b", 1))
@@ -128,7 +128,7 @@ def test_a_promise_that_came_twice_changes_nothing() -> None:
 
 
 def test_only_what_was_promised_is_accepted() -> None:
-    vote = Vote()
+    vote = VoterState()
     vote.promise(3, ("a", 1))
     assert not vote.accept(plan(2, "ab"), ("a", 1))
     assert not vote.accept(plan(3, "ba"), ("b", 1))
@@ -143,12 +143,12 @@ def test_only_what_was_promised_is_accepted() -> None:
 RUNS = plan(3, "abc")
 
 
-def with_spares(spares: str, roster: int) -> Plan:
-    return plan(3, "abc", spares, roster=roster, decided_by=[Voters(3, sorted(who("abc")))])
+def with_spares(spares: str, roster: int) -> GenerationPlan:
+    return plan(3, "abc", spares, roster=roster, decided_by=[VoterSet(3, sorted(who("abc")))])
 
 
 def test_the_lead_of_a_generation_may_change_its_voters_again_and_again() -> None:
-    vote = Vote(3, ("a", 1), RUNS)
+    vote = VoterState(3, ("a", 1), RUNS)
     for roster in (1, 2, 5):
         assert vote.enrol(with_spares("d" * (roster % 2), roster), ("a", 1))
         assert vote.accepted is not None
@@ -157,7 +157,7 @@ def test_the_lead_of_a_generation_may_change_its_voters_again_and_again() -> Non
 
 
 def test_a_roster_that_came_twice_is_accepted_and_an_older_one_or_another_is_not() -> None:
-    vote = Vote(3, ("a", 1), RUNS)
+    vote = VoterState(3, ("a", 1), RUNS)
     vote.enrol(with_spares("d", 2), ("a", 1))
     assert vote.enrol(with_spares("d", 2), ("a", 1))
     assert not vote.enrol(with_spares("e", 2), ("a", 1))
@@ -166,20 +166,25 @@ def test_a_roster_that_came_twice_is_accepted_and_an_older_one_or_another_is_not
 
 
 def test_who_has_promised_a_later_generation_accepts_no_roster_of_this_one() -> None:
-    for vote in (Vote(4, ("b", 1), RUNS), Vote(3, ("b", 1)), Vote(3, ("a", 2)), Vote(4)):
+    for vote in (
+        VoterState(4, ("b", 1), RUNS),
+        VoterState(3, ("b", 1)),
+        VoterState(3, ("a", 2)),
+        VoterState(4),
+    ):
         before = vote.accepted
         assert not vote.enrol(with_spares("d", 1), ("a", 1))
         assert vote.accepted == before
 
 
 def test_the_successor_of_one_that_has_promised_this_generation_may_vote_in_it() -> None:
-    vote = Vote(promised=3)
+    vote = VoterState(promised=3)
     assert vote.enrol(with_spares("d", 1), ("a", 1))
     assert vote.proposer == ("a", 1)
 
 
 def test_who_votes_for_the_first_time_is_bound_by_it() -> None:
-    vote = Vote()
+    vote = VoterState()
     assert vote.enrol(with_spares("d", 1), ("a", 1))
     assert (vote.promised, vote.proposer) == (3, ("a", 1))
     assert not vote.may_promise(3, ("b", 1))
@@ -192,7 +197,7 @@ def test_a_roster_counts_like_a_generation() -> None:
     assert made.newest_plan() == with_spares("de", 1)
     made.take_promise(promise(9, "b", effective=with_spares("d", 2)))
     assert (made.base, made.needs) == ((3, 2), {(3, 2): who("abcd")})
-    assert made.decided_by() == [Voters(3, sorted(who("abcd")), roster=2)]
+    assert made.decided_by() == [VoterSet(3, sorted(who("abcd")), roster=2)]
     made.announce(plan(9, "ab", decided_by=made.decided_by()))
     assert made.needs == {(3, 2): who("abcd")}
 
@@ -200,7 +205,7 @@ def test_a_roster_counts_like_a_generation() -> None:
 # --- one ballot -----------------------------------------------------------------------------
 
 
-def ballot(generation: int, base: Plan | None) -> Ballot:
+def ballot(generation: int, base: GenerationPlan | None) -> Ballot:
     if base is None:
         return Ballot(generation, "a test", (-1, 0), {})
     return Ballot(generation, "a test", base.edition, {base.edition: electorate(base.voters)})
@@ -218,7 +223,7 @@ def test_a_promise_that_brings_a_newer_generation_makes_its_voters_decide() -> N
 def test_a_plan_that_may_have_taken_effect_has_its_voters_asked_too() -> None:
     """Rule 2, with all that the plan itself needed."""
     between = plan(
-        3, "bcd", decided_by=[Voters(1, sorted(who("xyz"))), Voters(2, sorted(who("d")))]
+        3, "bcd", decided_by=[VoterSet(1, sorted(who("xyz"))), VoterSet(2, sorted(who("d")))]
     )
     made = ballot(9, plan(1, "abc"))
     made.take_promise(promise(9, "b", accepted=between))
@@ -250,8 +255,8 @@ def test_a_plan_says_who_has_decided_it() -> None:
     made = ballot(9, plan(1, "ba"))
     made.mind(plan(3, "c"))
     assert made.decided_by() == [
-        Voters(1, [("a", 1), ("b", 1)]),
-        Voters(3, [("c", 1)]),
+        VoterSet(1, [("a", 1), ("b", 1)]),
+        VoterSet(3, [("c", 1)]),
     ]
 
 
@@ -260,7 +265,7 @@ def test_of_the_first_generation_those_who_are_here_are_the_voters() -> None:
     made.take_promise(promise(0, "b"))
     made.take_promise(promise(0, "a"))
     assert made.is_promised()
-    assert made.decided_by() == [Voters(-1, [("a", 1), ("b", 1)])]
+    assert made.decided_by() == [VoterSet(-1, [("a", 1), ("b", 1)])]
     made.announce(plan(0, "ab", decided_by=made.decided_by()))
     made.accepted["a"] = Accepted(0, None)
     assert not made.is_accepted()
@@ -293,7 +298,7 @@ def test_a_generation_takes_effect_only_with_a_majority_of_the_last_one() -> Non
 
 def test_after_it_is_announced_those_decide_whom_the_plan_names() -> None:
     made = ballot(2, plan(1, "abc"))
-    made.announce(plan(2, "a", decided_by=[Voters(1, [("d", 1)])]))
+    made.announce(plan(2, "a", decided_by=[VoterSet(1, [("d", 1)])]))
     assert made.needs == {(1, 0): who("d")}
 
 
@@ -364,8 +369,8 @@ IDS = "abcde"
 class Voter:
     """An agent with its vote and what it knows to have taken effect."""
 
-    vote: Vote
-    plan: Plan
+    vote: VoterState
+    plan: GenerationPlan
 
 
 @dataclass
@@ -374,7 +379,7 @@ class World:
 
     voters: dict[str, Voter]
     ballots: dict[str, Ballot] = field(default_factory=dict)
-    took_effect: list[tuple[Plan, set[Edition]]] = field(default_factory=list)
+    took_effect: list[tuple[GenerationPlan, set[Edition]]] = field(default_factory=list)
     """With the generations whose voters were asked."""
     highest: int = 0
     rosters: int = 0
@@ -435,7 +440,7 @@ class World:
             before,
             spares=cards(sorted(spares - members)),
             roster=self.rosters,
-            decided_by=[Voters(before.generation, voters, before.roster)],
+            decided_by=[VoterSet(before.generation, voters, before.roster)],
         )
         agreed = {
             (one, 1) for one in sorted(heard) if self.voters[one].vote.enrol(wanted, (lead, 1))
@@ -488,7 +493,7 @@ def test_what_takes_effect_was_known_to_whatever_takes_effect_next(
     found: list[tuple[object, ...]],
 ) -> None:
     first = plan(0, "abc", spares="d")
-    world = World({one: Voter(Vote(0, ("a", 1)), first) for one in IDS})
+    world = World({one: Voter(VoterState(0, ("a", 1)), first) for one in IDS})
     for what in found:
         act(world, what)
     effective = sorted(world.took_effect, key=lambda one: one[0].edition)
@@ -504,7 +509,7 @@ def test_a_roster_that_only_its_own_lead_could_bring_about_is_not_asked_by_it() 
     base = plan(3, "ab", "c")
     made = ballot(4, base)
     made.void = frozenset({(3, 1)})
-    before = [Voters(3, sorted(electorate(base.voters)))]
+    before = [VoterSet(3, sorted(electorate(base.voters)))]
     given_up = plan(3, "ab", "defgh", roster=1, decided_by=before)
     made.take_promise(promise(4, "d", accepted=given_up))
     assert set(made.needs) == {(3, 0)}
@@ -513,7 +518,7 @@ def test_a_roster_that_only_its_own_lead_could_bring_about_is_not_asked_by_it() 
 # --- the outside witness ----------------------------------------------------------------------
 
 
-def witnessed(base: Plan, generation: int = 5) -> Ballot:
+def witnessed(base: GenerationPlan, generation: int = 5) -> Ballot:
     return Ballot(generation, "a test", base.edition, {base.edition: electorate_of(base)})
 
 
@@ -551,7 +556,7 @@ def test_witness_without_a_vote_decides_nothing() -> None:
 def test_what_the_witness_remembers_may_have_taken_effect() -> None:
     ballot = witnessed(plan(4, "ab", witness=7), generation=6)
     ballot.take_promise(promise(6, "b"))
-    ballot.take_witness(7, plan(5, "a", decided_by=[Voters(4, sorted(who("ab")))]))
+    ballot.take_witness(7, plan(5, "a", decided_by=[VoterSet(4, sorted(who("ab")))]))
     assert not ballot.is_promised(), "a may go on alone in generation 5"
     newest = ballot.newest_plan()
     assert newest is not None
@@ -562,7 +567,7 @@ def test_what_the_witness_remembers_may_have_taken_effect() -> None:
 
 def test_what_came_before_the_generation_that_is_known_decides_no_more() -> None:
     ballot = witnessed(plan(4, "ab", witness=7))
-    ballot.take_witness(7, plan(4, "ab", witness=7, decided_by=[Voters(3, sorted(who("cd")))]))
+    ballot.take_witness(7, plan(4, "ab", witness=7, decided_by=[VoterSet(3, sorted(who("cd")))]))
     assert ballot.needs == {(4, 0): electorate_of(plan(4, "ab", witness=7))}
 
 

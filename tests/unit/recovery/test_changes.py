@@ -1,25 +1,25 @@
 """Growth and eviction: at a step boundary, so that no step is lost."""
 
-from ftrun.membership.leader.changes import Changes
-from ftrun.membership.leader.failure_detector import Peers
+from ftrun.membership.leader.changes import BoundaryReconfiguration
+from ftrun.membership.leader.failure_detector import FailureDetector
 from ftrun.network.failover.pair_check import PairCheck
-from ftrun.recovery.generation_monitor import Oversight
-from ftrun.recovery.settings import ClusterSettings, Wishes
-from ftrun.wire.cluster.generation import Plan
-from ftrun.wire.cluster.heartbeats import Beat
+from ftrun.recovery.generation_monitor import GenerationMonitor
+from ftrun.recovery.settings import ClusterSize, MembershipSettings
+from ftrun.wire.cluster.generation import GenerationPlan
+from ftrun.wire.cluster.heartbeats import Heartbeat
 from tests.unit.recovery.made import POLICY, card, meet, plan, settings
 
-SETTINGS = settings(wishes=Wishes(2, 4, 0), heartbeat_s=0.5, settle_s=5.0, answer_s=30.0)
+SETTINGS = settings(wishes=ClusterSize(2, 4, 0), heartbeat_s=0.5, settle_s=5.0, answer_s=30.0)
 PLAN = plan(1, "ab")
 
 
 class Run:
     """Two members that run steadily, and whoever else has come."""
 
-    def __init__(self, wishes: ClusterSettings = SETTINGS, *, attached: bool = True) -> None:
-        self.peers = Peers(card("a"), wishes)
-        self.oversight = Oversight(POLICY, wishes, pairs=PairCheck())
-        self.changes = Changes(wishes)
+    def __init__(self, wishes: MembershipSettings = SETTINGS, *, attached: bool = True) -> None:
+        self.peers = FailureDetector(card("a"), wishes)
+        self.oversight = GenerationMonitor(POLICY, wishes, pairs=PairCheck())
+        self.changes = BoundaryReconfiguration(wishes)
         self.oversight.begin(PLAN, now_s=0.0)
         for one in "ab":
             meet(self.peers, card(one), now_s=0.0, linked=True)
@@ -29,10 +29,10 @@ class Run:
         meet(self.peers, card(node_id, incarnation), now_s=now_s, linked=True)
 
     def beat(self, node_id: str, *, step: int = 7, attached: bool = True, **more: object) -> None:
-        found = Beat(generation=1, step=step, steps_here=step, attached=attached, **more)  # type: ignore[arg-type]
+        found = Heartbeat(generation=1, step=step, steps_here=step, attached=attached, **more)  # type: ignore[arg-type]
         self.oversight.beat(node_id, found, now_s=0.0)
 
-    def look(self, now_s: float, *, aside: str = "", of: Plan = PLAN) -> str:
+    def look(self, now_s: float, *, aside: str = "", of: GenerationPlan = PLAN) -> str:
         return self.changes.look(of, self.peers, set(aside), self.oversight, now_s=now_s)
 
     @property
@@ -133,7 +133,7 @@ def test_no_run_grows_beyond_what_was_wished_for() -> None:
         run.come(one)
     run.look(100.0)
     assert run.oversight.orders.why == "grows from 2 to 4 nodes"
-    full = Run(settings(wishes=Wishes(2, 2, 1), settle_s=5.0), attached=False)
+    full = Run(settings(wishes=ClusterSize(2, 2, 1), settle_s=5.0), attached=False)
     full.come("c")
     assert full.look(100.0) == ""
 

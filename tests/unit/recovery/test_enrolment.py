@@ -8,25 +8,25 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 
 from ftrun.membership.ballots import electorate
-from ftrun.membership.leader.failure_detector import Peers
-from ftrun.membership.leader.reconfiguration import Enrolment
+from ftrun.membership.leader.failure_detector import FailureDetector
+from ftrun.membership.leader.reconfiguration import VoterReconfiguration
 from ftrun.recovery.commands import Command, Send
-from ftrun.recovery.settings import Wishes
-from ftrun.wire.cluster.generation import History, Plan, Voters
-from ftrun.wire.cluster.membership import Accepted, Announce
+from ftrun.recovery.settings import ClusterSize
+from ftrun.wire.cluster.generation import FailureHistory, GenerationPlan, VoterSet
+from ftrun.wire.cluster.membership import Accept, Accepted
 from tests.unit.recovery.made import card, meet, plan, settings
 
-SETTINGS = settings(heartbeat_s=0.5, settle_s=5.0, wishes=Wishes(1, 4, 9))
-HISTORY = History(restarts=2)
+SETTINGS = settings(heartbeat_s=0.5, settle_s=5.0, wishes=ClusterSize(1, 4, 9))
+HISTORY = FailureHistory(restarts=2)
 
 
 class Lead:
     """a leads a generation; who of it is here, and who has come beside it."""
 
-    def __init__(self, of: Plan, here: str) -> None:
+    def __init__(self, of: GenerationPlan, here: str) -> None:
         self.plan = of
-        self.peers = Peers(card("a"), SETTINGS)
-        self.enrolment = Enrolment(SETTINGS)
+        self.peers = FailureDetector(card("a"), SETTINGS)
+        self.enrolment = VoterReconfiguration(SETTINGS)
         for one in here:
             self.come(one)
 
@@ -41,7 +41,7 @@ class Lead:
     def look(self, now_s: float = 10.0) -> list[Command]:
         return self.enrolment.look(self.plan, self.peers, HISTORY, now_s=now_s)
 
-    def accept(self, node_ids: str, roster: int | None = None) -> list[Plan | None]:
+    def accept(self, node_ids: str, roster: int | None = None) -> list[GenerationPlan | None]:
         wanted = self.enrolment.wanted
         assert wanted is not None
         body = Accepted(wanted.generation, None, roster=wanted.roster if roster is None else roster)
@@ -72,9 +72,9 @@ def test_a_node_that_has_come_votes_in_place_of_one_that_is_lost() -> None:
     assert wanted is not None
     assert (wanted.edition, made.spares) == ((4, 1), "d")
     assert wanted.is_of(made.plan)
-    assert wanted.decided_by == [Voters(4, [("a", 1), ("b", 1), ("c", 1)], roster=0)]
+    assert wanted.decided_by == [VoterSet(4, [("a", 1), ("b", 1), ("c", 1)], roster=0)]
     assert wanted.history == HISTORY
-    assert found == [Send(one, Announce(wanted)) for one in "abd"]
+    assert found == [Send(one, Accept(wanted)) for one in "abd"]
 
 
 def test_a_plan_that_takes_effect_is_given_once() -> None:
@@ -163,7 +163,7 @@ def test_a_spare_that_is_lost_votes_no_more() -> None:
 def test_no_more_stand_by_with_a_vote_than_were_wished_for() -> None:
     """Else strangers could outvote the members, and their loss would pause a healthy run."""
     made = Lead(plan(4, "ab", spares="c"), "abdefg")
-    made.enrolment = Enrolment(settings(wishes=Wishes(2, 2, 1)))
+    made.enrolment = VoterReconfiguration(settings(wishes=ClusterSize(2, 2, 1)))
     made.look()
     assert made.spares == "d"
 

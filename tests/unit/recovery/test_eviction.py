@@ -6,31 +6,31 @@ import msgspec
 from unit.recovery.test_hang_watch import hang
 from unit.recovery.test_watching import beat, sample, slow_link, told
 
-from ftrun.membership.leader.changes import Changes
-from ftrun.membership.leader.failure_detector import Peers
+from ftrun.membership.leader.changes import BoundaryReconfiguration
+from ftrun.membership.leader.failure_detector import FailureDetector
 from ftrun.monitor.deadlines import HangSettings
 from ftrun.monitor.slow.clock_offsets import ClockOffset
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import Send
-from ftrun.recovery.generation_monitor import Oversight
-from ftrun.recovery.settings import ClusterSettings, SlowSettings, Wishes
-from ftrun.wire.cluster.heartbeats import Beat, RestartTimes
-from ftrun.wire.cluster.messages import AskProbe, ProbeFound
+from ftrun.recovery.generation_monitor import GenerationMonitor
+from ftrun.recovery.settings import ClusterSize, MembershipSettings, SlowSettings
+from ftrun.wire.cluster.heartbeats import Heartbeat, RestartTimes
+from ftrun.wire.cluster.messages import ProbeLinkRequest, ProbeLinkResult
 from tests.unit.recovery.made import POLICY, card, meet, plan, settings
 
 PLAN = plan(1, [card("a", num_ranks=2), card("b", num_ranks=2)], spares="s")
 EVICT = settings(
-    wishes=Wishes(2, 2, 1), heartbeat_s=0.5, answer_s=30.0, slow=SlowSettings("evict", 20.0)
+    wishes=ClusterSize(2, 2, 1), heartbeat_s=0.5, answer_s=30.0, slow=SlowSettings("evict", 20.0)
 )
 
 
 class Run:
     """Two nodes of two ranks, and one that stands by; rank 2 on b is late from step 30 on."""
 
-    def __init__(self, wishes: ClusterSettings = EVICT, *, spare: bool = True) -> None:
-        self.peers = Peers(card("a"), wishes)
-        self.oversight = Oversight(POLICY, wishes, "a", pairs=PairCheck())
-        self.changes = Changes(wishes)
+    def __init__(self, wishes: MembershipSettings = EVICT, *, spare: bool = True) -> None:
+        self.peers = FailureDetector(card("a"), wishes)
+        self.oversight = GenerationMonitor(POLICY, wishes, "a", pairs=PairCheck())
+        self.changes = BoundaryReconfiguration(wishes)
         self.oversight.begin(PLAN, now_s=0.0)
         clock = ClockOffset()
         clock.add(10**9, 10**9, 10**9, 10**9)
@@ -65,7 +65,7 @@ class Run:
         return self.oversight.set_aside(now_s=now_s)
 
 
-def slow_run(wishes: ClusterSettings = EVICT, *, spare: bool = True) -> Run:
+def slow_run(wishes: MembershipSettings = EVICT, *, spare: bool = True) -> Run:
     run = Run(wishes, spare=spare)
     run.go(1, 30, 0.0)
     run.go(30, 90, 0.08)
@@ -90,7 +90,7 @@ def test_the_node_of_a_rank_that_stays_slow_is_evicted_at_a_boundary() -> None:
     run.oversight.begin(plan(2, [card("a", num_ranks=2), card("s", num_ranks=2)]), now_s=92.0)
     for node in "as":
         ranks = beat("a" if node == "a" else "b", 200).ranks
-        body = Beat(generation=2, attached=True, step=200, steps_here=9, ranks=ranks,
+        body = Heartbeat(generation=2, attached=True, step=200, steps_here=9, ranks=ranks,
                     restart=RestartTimes(0.1, 0.5, 0.1, 0.1))  # fmt: skip
         run.oversight.beat(node, body, now_s=93.0)
     run.oversight.passing(now_s=94.0)
@@ -146,8 +146,8 @@ def test_of_a_slow_link_one_end_is_evicted() -> None:
         run.look(float(number))
         for send in run.oversight.probes(now_s=float(number)):
             assert isinstance(send, Send)
-            assert isinstance(send.message, AskProbe)
-            found = ProbeFound(send.message.number, "a", 0.001, 1e9, 1e5)
+            assert isinstance(send.message, ProbeLinkRequest)
+            found = ProbeLinkResult(send.message.number, "a", 0.001, 1e9, 1e5)
             run.oversight.watching.slow.probed(found, now_s=float(number))
     assert run.oversight.orders.why.startswith("node b is evicted: ")
 

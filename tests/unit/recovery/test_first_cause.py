@@ -6,7 +6,7 @@ import pytest
 from unit.monitor.ranks import view
 from unit.monitor.test_hangs import group, waiting
 
-from ftrun.events import Kind, WorkerExit
+from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Rank
 from ftrun.monitor.verdicts import VerdictKind
 from ftrun.recovery.first_cause import first_cause, hidden_cause, may_be_a_consequence
@@ -15,37 +15,37 @@ BROKEN = "raised RuntimeError: [gloo/transport/tcp/pair.cc:5] Read error: Connec
 NODES = {0: "a", 1: "a", 2: "b", 3: "b"}
 
 
-def end(rank: int, kind: Kind, text: str = "x", code: int = 1, at_ns: int = 0) -> WorkerExit:
+def end(rank: int, kind: ExitKind, text: str = "x", code: int = 1, at_ns: int = 0) -> WorkerExit:
     return WorkerExit(Rank(rank), kind, code, f"rank {rank} {text}", failed_at_ns=at_ns)
 
 
 def broken(rank: int) -> WorkerExit:
-    return end(rank, Kind.EXCEPTION, BROKEN)
+    return end(rank, ExitKind.EXCEPTION, BROKEN)
 
 
 def finished(rank: int) -> WorkerExit:
-    return end(rank, Kind.FINISHED, "has finished", 0)
+    return end(rank, ExitKind.FINISHED, "has finished", 0)
 
 
 def test_a_kill_comes_before_an_exception_and_a_lost_node_before_both() -> None:
-    killed, lost = end(1, Kind.SIGNAL, code=-9), end(2, Kind.NODE_LOST)
+    killed, lost = end(1, ExitKind.SIGNAL, code=-9), end(2, ExitKind.NODE_LOST)
     assert first_cause([broken(0), killed]) == killed
     assert first_cause([killed, lost]) == lost
 
 
 def test_among_exceptions_the_earliest() -> None:
-    late, early = end(0, Kind.EXCEPTION, at_ns=9), end(1, Kind.EXCEPTION, at_ns=3)
-    assert first_cause([late, end(2, Kind.EXCEPTION), early]) == early
+    late, early = end(0, ExitKind.EXCEPTION, at_ns=9), end(1, ExitKind.EXCEPTION, at_ns=3)
+    assert first_cause([late, end(2, ExitKind.EXCEPTION), early]) == early
 
 
 @pytest.mark.parametrize(
     ("one", "is_so"),
     [
         (broken(0), True),
-        (end(0, Kind.SIGNAL, code=-6), True),
-        (end(0, Kind.SIGNAL, code=-9), False),
-        (end(0, Kind.EXCEPTION, "raised ValueError: mine"), False),
-        (end(0, Kind.EXIT_CODE), False),
+        (end(0, ExitKind.SIGNAL, code=-6), True),
+        (end(0, ExitKind.SIGNAL, code=-9), False),
+        (end(0, ExitKind.EXCEPTION, "raised ValueError: mine"), False),
+        (end(0, ExitKind.EXIT_CODE), False),
     ],
 )
 def test_what_may_be_a_consequence(one: WorkerExit, is_so: bool) -> None:
@@ -56,7 +56,7 @@ def test_a_rank_that_ends_while_others_need_it_is_to_blame() -> None:
     found = hidden_cause([finished(2), broken(1), broken(3)], {}, NODES)
     assert found is not None
     cause, verdict = found
-    assert (cause.rank, cause.kind, cause.code) == (2, Kind.LEFT_EARLY, 1)
+    assert (cause.rank, cause.kind, cause.code) == (2, ExitKind.LEFT_EARLY, 1)
     assert cause.text == (
         "rank 2 on b has ended with exit code 0 while ranks 1 and 3 still needed it"
     )
@@ -84,11 +84,11 @@ def test_a_rank_that_calls_something_else_is_to_blame_for_an_abort() -> None:
     views = {rank: waiting(rank) for rank in (0, 3)}
     views[2] = view(2, groups=(group(2, entered=5, waits=True, sizes="[99]"),))
     views[1] = view(1, process="")
-    aborted = end(1, Kind.SIGNAL, "was killed by SIGABRT", -6)
+    aborted = end(1, ExitKind.SIGNAL, "was killed by SIGABRT", -6)
     found = hidden_cause([aborted, broken(3)], views, NODES)
     assert found is not None
     cause, verdict = found
-    assert (cause.rank, cause.kind) == (2, Kind.SKIPPED)
+    assert (cause.rank, cause.kind) == (2, ExitKind.SKIPPED)
     assert verdict is not None
     assert verdict.kind is VerdictKind.SKIPPED_COLLECTIVE
     assert first_cause([aborted, cause]) == cause
@@ -99,9 +99,9 @@ def test_a_rank_that_calls_something_else_is_to_blame_for_an_abort() -> None:
     [
         [],
         [finished(0)],
-        [end(0, Kind.SIGNAL, code=-9), finished(1)],
+        [end(0, ExitKind.SIGNAL, code=-9), finished(1)],
         [broken(0), broken(1)],
-        [end(0, Kind.SIGNAL, code=-6), finished(1)],
+        [end(0, ExitKind.SIGNAL, code=-6), finished(1)],
     ],
 )
 def test_where_nothing_is_hidden(ended: list[WorkerExit]) -> None:

@@ -7,30 +7,30 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 
 from ftrun.ids import version
-from ftrun.membership.events import Adopted, PlanKept, Quiesced
-from ftrun.membership.voter import Follower
+from ftrun.membership.events import GenerationInstalled, PlanPersisted, Quiesced
+from ftrun.membership.voter import Voter
 from ftrun.recovery.commands import (
-    Abandon,
-    Adopt,
-    AskLastSnapshot,
-    Checkpoint,
+    AbandonStep,
     Command,
-    Commit,
+    CommitSnapshot,
     EndRun,
-    ExamineRanks,
-    KeepPlan,
+    InspectRanks,
+    InstallGeneration,
     KillWorkers,
-    MovePeers,
+    PersistPlan,
     Quiesce,
-    RunGeneration,
+    RequestFinalSnapshot,
     Send,
-    SetInterval,
+    SetFirstSnapshotStep,
+    SetSnapshotInterval,
     SignalWorkers,
-    TakeFrom,
+    StartRanks,
+    UpdatePeerPorts,
+    WriteCheckpointPart,
 )
-from ftrun.wire.cluster.generation import Edition, Plan
-from ftrun.wire.cluster.heartbeats import LeadBeat
-from ftrun.wire.cluster.membership import Accepted, Announce, NotPromised, Prepare, Promise
+from ftrun.wire.cluster.generation import Edition, GenerationPlan
+from ftrun.wire.cluster.heartbeats import LeaderHeartbeat
+from ftrun.wire.cluster.membership import Accept, Accepted, Prepare, PrepareRejected, Promise
 from ftrun.wire.messages.smp import Inventory
 from tests.unit.recovery.made import card, offer, plan
 
@@ -44,17 +44,17 @@ def prepare(generation: int, proposer: str = "a", knows: Edition = (-1, 0)) -> P
 
 
 def asked(
-    made: Follower, generation: int, proposer: str = "a", *, hears_lead: bool = False
+    made: Voter, generation: int, proposer: str = "a", *, hears_lead: bool = False
 ) -> list[Command]:
     body = prepare(generation, proposer)
     return made.prepare(proposer, body, card("l"), hears_lead=hears_lead)
 
 
-def quiesced(made: Follower, generation: int) -> list[Command]:
+def quiesced(made: Voter, generation: int) -> list[Command]:
     return made.quiesced(Quiesced(generation, HOLDS, 1000, 2000))
 
 
-def promised(made: Follower, generation: int, proposer: str = "a") -> Promise:
+def promised(made: Voter, generation: int, proposer: str = "a") -> Promise:
     """Go through to the promise."""
     assert asked(made, generation, proposer) == [Quiesce(generation, "c was lost")]
     (found,) = quiesced(made, generation)
@@ -64,20 +64,22 @@ def promised(made: Follower, generation: int, proposer: str = "a") -> Promise:
     return found.message
 
 
-def follower(of: Plan | None = RUNS) -> Follower:
+def follower(of: GenerationPlan | None = RUNS) -> Voter:
     """One that runs ranks of a generation which has taken effect."""
-    made = Follower(ME, None, took_effect=False)
+    made = Voter(ME, None, took_effect=False)
     if of is None:
         return made
     promised(made, of.generation, of.lead)
-    made.announce(of.lead, Announce(of), (of.lead, 1))
-    made.adopted(Adopted(of.generation, of.restore))
-    assert made.obey(of.lead, LeadBeat(generation=of.generation, number=1)) == [RunGeneration(of)]
+    made.announce(of.lead, Accept(of), (of.lead, 1))
+    made.adopted(GenerationInstalled(of.generation, of.restore))
+    assert made.obey(of.lead, LeaderHeartbeat(generation=of.generation, number=1)) == [
+        StartRanks(of)
+    ]
     return made
 
 
-def beat(number: int, **changes: object) -> LeadBeat:
-    return msgspec.structs.replace(LeadBeat(generation=4, number=number), **changes)
+def beat(number: int, **changes: object) -> LeaderHeartbeat:
+    return msgspec.structs.replace(LeaderHeartbeat(generation=4, number=number), **changes)
 
 
 # --- rule 1: a promise comes after the death of the workers -----------------------------------
@@ -113,30 +115,30 @@ def test_a_higher_number_needs_the_workers_dead_anew() -> None:
 
 
 def test_that_workers_are_dead_is_no_promise_to_anybody() -> None:
-    made = Follower(ME, plan(3, "abc"), took_effect=False)
+    made = Voter(ME, plan(3, "abc"), took_effect=False)
     assert quiesced(made, 3) == []
-    assert made.adopted(Adopted(3, None)) == []
+    assert made.adopted(GenerationInstalled(3, None)) == []
 
 
-def refusal(commands: list[Command]) -> NotPromised:
+def refusal(commands: list[Command]) -> PrepareRejected:
     (found,) = commands
     assert isinstance(found, Send)
-    assert isinstance(found.message, NotPromised)
+    assert isinstance(found.message, PrepareRejected)
     return found.message
 
 
 def test_no_number_is_promised_twice_nor_a_lower_one() -> None:
     made = follower()
     promised(made, 6)
-    assert refusal(asked(made, 6, "c")) == NotPromised(6, 6, None, 4)
-    assert refusal(asked(made, 5, "c")) == NotPromised(5, 6, None, 4)
+    assert refusal(asked(made, 6, "c")) == PrepareRejected(6, 6, None, 4)
+    assert refusal(asked(made, 5, "c")) == PrepareRejected(5, 6, None, 4)
 
 
 def test_no_number_is_promised_that_has_taken_effect() -> None:
-    made = Follower(ME, None, took_effect=False)
+    made = Voter(ME, None, took_effect=False)
     made.take_current(plan(7, "acd"))
-    assert refusal(asked(made, 7)) == NotPromised(7, 7, None, 7)
-    assert refusal(asked(made, 6)) == NotPromised(6, 7, None, 7)
+    assert refusal(asked(made, 7)) == PrepareRejected(7, 7, None, 7)
+    assert refusal(asked(made, 6)) == PrepareRejected(6, 7, None, 7)
 
 
 # --- rule 2: whoever hears its lead promises nobody else --------------------------------------
@@ -144,7 +146,7 @@ def test_no_number_is_promised_that_has_taken_effect() -> None:
 
 def test_who_hears_its_lead_says_so_and_goes_on() -> None:
     made = follower()
-    assert refusal(asked(made, 5, "c", hears_lead=True)) == NotPromised(5, 4, card("l"), 4)
+    assert refusal(asked(made, 5, "c", hears_lead=True)) == PrepareRejected(5, 4, card("l"), 4)
     assert not made.is_in_ballot
 
 
@@ -165,13 +167,13 @@ def test_what_was_accepted_and_may_have_taken_effect_is_told() -> None:
     made = follower()
     promised(made, 5)
     wanted = plan(5, "abd")
-    assert made.announce("a", Announce(wanted), ("a", 1)) == [Adopt(wanted)]
+    assert made.announce("a", Accept(wanted), ("a", 1)) == [InstallGeneration(wanted)]
     found = promised(made, 6, "c")
     assert (found.effective, found.accepted, found.knows) == (RUNS, wanted, 5)
 
 
 def test_what_was_only_told_proves_nothing_of_what_was_accepted() -> None:
-    made = Follower(ME, None, took_effect=False)
+    made = Voter(ME, None, took_effect=False)
     made.take_current(plan(7, "acd"))
     found = promised(made, 8)
     assert (found.effective, found.accepted, found.knows) == (plan(7, "acd"), None, -1)
@@ -179,7 +181,7 @@ def test_what_was_only_told_proves_nothing_of_what_was_accepted() -> None:
 
 @pytest.mark.parametrize("took_effect", [False, True])
 def test_an_agent_that_was_started_again_has_its_predecessors_memory(took_effect: bool) -> None:
-    made = Follower(card("b", 2), RUNS, took_effect=took_effect)
+    made = Voter(card("b", 2), RUNS, took_effect=took_effect)
     assert not made.is_member, "its ranks died with the first"
     assert made.newest_plan == RUNS
     # It does not know what the first one promised of that number, or of those below.
@@ -190,7 +192,7 @@ def test_an_agent_that_was_started_again_has_its_predecessors_memory(took_effect
 
 
 def test_without_memory_it_knows_of_nothing() -> None:
-    made = Follower(ME, None, took_effect=False)
+    made = Voter(ME, None, took_effect=False)
     assert (made.newest_plan, made.edition, made.knows) == (None, (-1, 0), -1)
     assert not made.is_in_ballot
     found = promised(made, 0)
@@ -211,20 +213,20 @@ def test_the_newest_commit_is_told() -> None:
 def test_a_plan_is_accepted_once_this_node_is_ready_for_it() -> None:
     made = follower()
     promised(made, 5)
-    wanted = Announce(plan(5, "abd"))
-    assert made.announce("a", wanted, ("a", 1)) == [Adopt(wanted.plan)]
+    wanted = Accept(plan(5, "abd"))
+    assert made.announce("a", wanted, ("a", 1)) == [InstallGeneration(wanted.plan)]
     assert made.announce("a", wanted, ("a", 1)) == [], "it is being adopted"
     answer = Send("a", Accepted(5, (4, 8), "disk full"))
-    assert made.adopted(Adopted(4, None)) == []
-    assert made.adopted(Adopted(5, (4, 8), "disk full")) == [answer]
+    assert made.adopted(GenerationInstalled(4, None)) == []
+    assert made.adopted(GenerationInstalled(5, (4, 8), "disk full")) == [answer]
     assert made.announce("a", wanted, ("a", 1)) == [answer], "it was not heard"
 
 
 def test_a_plan_that_was_not_promised_is_not_accepted() -> None:
     made = follower()
     promised(made, 6)
-    assert made.announce("a", Announce(plan(5, "ab")), ("a", 1)) == []
-    assert made.announce("c", Announce(plan(6, "cb")), ("c", 1)) == []
+    assert made.announce("a", Accept(plan(5, "ab")), ("a", 1)) == []
+    assert made.announce("c", Accept(plan(6, "cb")), ("c", 1)) == []
     assert made.newest_plan == RUNS
 
 
@@ -232,7 +234,7 @@ def test_what_is_over_is_not_accepted() -> None:
     made = follower()
     promised(made, 5)
     made.take_current(plan(6, "abc"))
-    assert made.announce("a", Announce(plan(5, "ab")), ("a", 1)) == []
+    assert made.announce("a", Accept(plan(5, "ab")), ("a", 1)) == []
 
 
 # --- effect -----------------------------------------------------------------------------------
@@ -242,22 +244,22 @@ def test_a_generation_runs_once_its_lead_says_that_it_has_taken_effect() -> None
     made = follower()
     promised(made, 5)
     wanted = plan(5, "abd")
-    made.announce("a", Announce(wanted), ("a", 1))
-    made.adopted(Adopted(5, None))
+    made.announce("a", Accept(wanted), ("a", 1))
+    made.adopted(GenerationInstalled(5, None))
     assert made.obey("a", beat(2)) == []
     made.begin_to_follow()
     assert made.obey("c", beat(1, generation=5)) == [], "c wants another one"
     made.begin_to_follow()
-    assert made.obey("a", beat(1, generation=5)) == [RunGeneration(wanted)]
+    assert made.obey("a", beat(1, generation=5)) == [StartRanks(wanted)]
     assert (made.generation, made.is_member) == (5, True)
     assert not made.is_in_ballot
 
 
 def test_a_spare_runs_nothing() -> None:
-    made = Follower(ME, None, took_effect=False)
+    made = Voter(ME, None, took_effect=False)
     promised(made, 4)
-    made.announce("a", Announce(plan(4, "ac", spares="b")), ("a", 1))
-    made.adopted(Adopted(4, None))
+    made.announce("a", Accept(plan(4, "ac", spares="b")), ("a", 1))
+    made.adopted(GenerationInstalled(4, None))
     assert made.obey("a", beat(1)) == []
     assert (made.generation, made.is_member) == (4, False)
     # Nor does it obey what is for members.
@@ -268,8 +270,8 @@ def test_a_spare_runs_nothing() -> None:
 def test_who_has_promised_a_later_one_starts_no_ranks_of_the_earlier() -> None:
     made = follower(None)
     promised(made, 4)
-    made.announce("a", Announce(RUNS), ("a", 1))
-    made.adopted(Adopted(4, None))
+    made.announce("a", Accept(RUNS), ("a", 1))
+    made.adopted(GenerationInstalled(4, None))
     asked(made, 5, "c")
     assert made.obey("a", beat(1)) == []
     assert made.generation == 4
@@ -290,12 +292,12 @@ def test_a_generation_that_was_accepted_here_runs_when_a_lead_tells_of_it() -> N
     made = follower()
     promised(made, 5)
     wanted = plan(5, "abd")
-    made.announce("a", Announce(wanted), ("a", 1))
-    assert made.take_current(wanted) == [RunGeneration(wanted)]
+    made.announce("a", Accept(wanted), ("a", 1))
+    assert made.take_current(wanted) == [StartRanks(wanted)]
 
 
 def test_another_process_of_a_member_is_no_member() -> None:
-    made = Follower(card("b", 2), None, took_effect=False)
+    made = Voter(card("b", 2), None, took_effect=False)
     made.take_current(RUNS)
     assert not made.is_member
 
@@ -303,17 +305,17 @@ def test_another_process_of_a_member_is_no_member() -> None:
 # --- a roster ---------------------------------------------------------------------------------
 
 
-def with_spares(spares: str, roster: int, **changes: object) -> Plan:
+def with_spares(spares: str, roster: int, **changes: object) -> GenerationPlan:
     return plan(4, "abc", spares, roster=roster, **changes)
 
 
 def test_a_roster_is_accepted_once_it_is_kept() -> None:
     made = follower()
     wanted = with_spares("d", 1)
-    assert made.enrol("a", wanted, ("a", 1)) == [KeepPlan(wanted, took_effect=False)]
+    assert made.enrol("a", wanted, ("a", 1)) == [PersistPlan(wanted, took_effect=False)]
     answer = Send("a", Accepted(4, None, roster=1))
-    assert made.plan_kept(PlanKept((4, 0))) == []
-    assert made.plan_kept(PlanKept((4, 1))) == [answer]
+    assert made.plan_kept(PlanPersisted((4, 0))) == []
+    assert made.plan_kept(PlanPersisted((4, 1))) == [answer]
     assert made.enrol("a", wanted, ("a", 1)) == [answer], "it was not heard"
     assert made.edition == (4, 0), "it is not in effect"
     assert not made.is_in_ballot
@@ -321,8 +323,8 @@ def test_a_roster_is_accepted_once_it_is_kept() -> None:
 
 def test_that_the_first_plan_is_kept_is_no_roster() -> None:
     made = follower()
-    assert made.plan_kept(PlanKept((4, 0))) == []
-    assert Follower(ME, None, took_effect=False).plan_kept(PlanKept((-1, 0))) == []
+    assert made.plan_kept(PlanPersisted((4, 0))) == []
+    assert Voter(ME, None, took_effect=False).plan_kept(PlanPersisted((-1, 0))) == []
 
 
 @pytest.mark.parametrize(
@@ -335,14 +337,14 @@ def test_that_the_first_plan_is_kept_is_no_roster() -> None:
     ],
     ids=["no newer", "of another generation", "with other members", "of another lead"],
 )
-def test_a_roster_of_something_else_is_not_accepted(wanted: Plan) -> None:
+def test_a_roster_of_something_else_is_not_accepted(wanted: GenerationPlan) -> None:
     made = follower()
     assert made.enrol("a", wanted, ("a", 1)) == []
     assert made.newest_plan == RUNS
 
 
 def test_who_is_in_no_generation_or_in_a_ballot_accepts_no_roster() -> None:
-    beside = Follower(ME, None, took_effect=False)
+    beside = Voter(ME, None, took_effect=False)
     assert beside.enrol("a", with_spares("d", 1), ("a", 1)) == []
     made = follower()
     promised(made, 5, "c")
@@ -353,11 +355,11 @@ def test_a_roster_takes_effect_without_a_word_to_the_ranks() -> None:
     made = follower()
     wanted = with_spares("d", 1)
     made.enrol("a", wanted, ("a", 1))
-    made.plan_kept(PlanKept((4, 1)))
+    made.plan_kept(PlanPersisted((4, 1)))
     assert made.obey("a", beat(2)) == []
-    assert made.obey("a", beat(3, roster=1)) == [KeepPlan(wanted, took_effect=True)]
+    assert made.obey("a", beat(3, roster=1)) == [PersistPlan(wanted, took_effect=True)]
     assert (made.plan, made.is_member) == (wanted, True)
-    assert made.obey("a", beat(4, roster=1, committed=(4, 8))) == [Commit(version(4, 8))]
+    assert made.obey("a", beat(4, roster=1, committed=(4, 8))) == [CommitSnapshot(version(4, 8))]
 
 
 def test_another_roster_than_the_accepted_one_is_not_taken_for_it() -> None:
@@ -366,7 +368,7 @@ def test_another_roster_than_the_accepted_one_is_not_taken_for_it() -> None:
     assert made.obey("a", beat(2, roster=2)) == []
     assert made.edition == (4, 0)
     told = with_spares("e", 2)
-    assert made.take_current(told) == [KeepPlan(told, took_effect=True)]
+    assert made.take_current(told) == [PersistPlan(told, took_effect=True)]
     assert made.edition == (4, 2)
 
 
@@ -385,24 +387,24 @@ def test_a_roster_that_was_accepted_is_told_to_the_next_proposer() -> None:
 def test_it_knows_of_what_is_in_effect_or_was_accepted(told: Edition, is_known: bool) -> None:
     made = follower()
     made.enrol("a", with_spares("d", 1), ("a", 1))
-    assert made.knows_of(LeadBeat(generation=told[0], roster=told[1])) is is_known
-    beside = Follower(ME, None, took_effect=False)
-    assert not beside.knows_of(LeadBeat(generation=told[0], roster=told[1]))
+    assert made.knows_of(LeaderHeartbeat(generation=told[0], roster=told[1])) is is_known
+    beside = Voter(ME, None, took_effect=False)
+    assert not beside.knows_of(LeaderHeartbeat(generation=told[0], roster=told[1]))
 
 
 # --- rule 3: orders ---------------------------------------------------------------------------
 
 
 ORDERS: list[tuple[dict[str, object], Command]] = [
-    ({"committed": (4, 8)}, Commit(version(4, 8))),
-    ({"checkpoint": (4, 8)}, Checkpoint(version(4, 8))),
-    ({"abandoned_step": 3}, Abandon(3)),
-    ({"take_from": 12}, TakeFrom(12)),
-    ({"every": 5, "every_from_step": 70}, SetInterval(5, 70)),
-    ({"stop_after_step": 0, "why": "grows"}, AskLastSnapshot("grows", 0)),
+    ({"committed": (4, 8)}, CommitSnapshot(version(4, 8))),
+    ({"checkpoint": (4, 8)}, WriteCheckpointPart(version(4, 8))),
+    ({"abandoned_step": 3}, AbandonStep(3)),
+    ({"take_from": 12}, SetFirstSnapshotStep(12)),
+    ({"every": 5, "every_from_step": 70}, SetSnapshotInterval(5, 70)),
+    ({"stop_after_step": 0, "why": "grows"}, RequestFinalSnapshot("grows", 0)),
     ({"signal": 15, "signal_count": 1, "why": "now"}, SignalWorkers(15, "now")),
-    ({"moved": {"c": 7}}, MovePeers({"c": 7})),
-    ({"examine": True}, ExamineRanks()),
+    ({"moved": {"c": 7}}, UpdatePeerPorts({"c": 7})),
+    ({"examine": True}, InspectRanks()),
     ({"killed": True, "why": "failed"}, KillWorkers("failed")),
 ]
 
@@ -441,7 +443,7 @@ def test_what_was_obeyed_in_one_generation_is_obeyed_anew_in_the_next() -> None:
     made = follower()
     made.obey("a", beat(2, killed=True, signal=15, signal_count=1))
     promised(made, 5)
-    made.announce("a", Announce(plan(5, "abd")), ("a", 1))
+    made.announce("a", Accept(plan(5, "abd")), ("a", 1))
     made.obey("a", beat(3, generation=5))
     found = made.obey("a", beat(4, generation=5, killed=True, signal=2, signal_count=1))
     assert found == [SignalWorkers(2, ""), KillWorkers("")]
@@ -450,7 +452,7 @@ def test_what_was_obeyed_in_one_generation_is_obeyed_anew_in_the_next() -> None:
 def test_an_interval_is_new_where_only_its_beginning_is() -> None:
     made = follower()
     made.obey("a", beat(2, every=5, every_from_step=70))
-    assert made.obey("a", beat(3, every=5, every_from_step=90)) == [SetInterval(5, 90)]
+    assert made.obey("a", beat(3, every=5, every_from_step=90)) == [SetSnapshotInterval(5, 90)]
     assert made.obey("a", beat(4)) == [], "no interval is no order"
 
 
@@ -458,7 +460,7 @@ def test_each_signal_and_each_later_abandoned_step_is_passed_on() -> None:
     made = follower()
     made.obey("a", beat(2, signal=15, signal_count=1, abandoned_step=5))
     found = made.obey("a", beat(3, signal=15, signal_count=2, abandoned_step=7))
-    assert found == [Abandon(7), SignalWorkers(15, "")]
+    assert found == [AbandonStep(7), SignalWorkers(15, "")]
 
 
 some_orders = st.builds(
@@ -488,7 +490,7 @@ def test_another_lead_counts_anew() -> None:
     made.obey("a", beat(9))
     assert made.obey("c", beat(1, committed=(4, 8))) == []
     made.begin_to_follow()
-    assert made.obey("c", beat(1, committed=(4, 8))) == [Commit(version(4, 8))]
+    assert made.obey("c", beat(1, committed=(4, 8))) == [CommitSnapshot(version(4, 8))]
 
 
 # --- the end ----------------------------------------------------------------------------------
@@ -505,14 +507,14 @@ def test_the_end_is_obeyed_once_whatever_generation_it_names() -> None:
 def test_the_last_commit_comes_before_the_end() -> None:
     made = follower()
     over = beat(2, ended=True, committed=(4, 9), why="done")
-    assert made.obey("a", over) == [Commit(version(4, 9)), EndRun(0, "done")]
+    assert made.obey("a", over) == [CommitSnapshot(version(4, 9)), EndRun(0, "done")]
 
 
 @pytest.mark.parametrize("committed", [None, (4, 9)])
 def test_who_runs_nothing_has_nothing_to_commit_at_the_end(
     committed: tuple[int, int] | None,
 ) -> None:
-    beside = Follower(ME, None, took_effect=False)
+    beside = Voter(ME, None, took_effect=False)
     beside.take_current(plan(4, "ac"))
     assert beside.obey("a", beat(1, ended=True, committed=committed)) == [EndRun(0, "")]
     member = follower()
@@ -525,11 +527,11 @@ def test_who_runs_nothing_has_nothing_to_commit_at_the_end(
 
 def test_what_was_accepted_later_stays_kept_when_an_older_roster_is_told() -> None:
     """Its successor on this node proves by it what was accepted here."""
-    made = Follower(ME, RUNS, took_effect=True)
+    made = Voter(ME, RUNS, took_effect=True)
     newer = msgspec.structs.replace(RUNS, roster=2)
-    assert made.enrol("a", newer, ("a", 1)) == [KeepPlan(newer, took_effect=False)]
+    assert made.enrol("a", newer, ("a", 1)) == [PersistPlan(newer, took_effect=False)]
     older = msgspec.structs.replace(RUNS, roster=1)
     assert made.take_current(older) == []
     assert made.edition == (4, 1)
     assert made.newest_plan == newer
-    assert made.take_current(newer) == [KeepPlan(newer, took_effect=True)]
+    assert made.take_current(newer) == [PersistPlan(newer, took_effect=True)]

@@ -2,27 +2,27 @@
 
 import msgspec
 
-from ftrun.membership.gathering import Gatherer
+from ftrun.membership.gathering import InitialQuorum
 from ftrun.recovery.commands import Send
-from ftrun.recovery.settings import Wishes
+from ftrun.recovery.settings import ClusterSize
 from ftrun.wire.cluster.generation import NodeCard
-from ftrun.wire.cluster.membership import Gathering, Join, TurnedAway
+from ftrun.wire.cluster.membership import Join, JoinPending, JoinRejected
 from tests.unit.recovery.made import card, settings
 
-SETTINGS = settings(wishes=Wishes(2, 3, 1), settle_s=5.0, blank_wait_s=2.0)
+SETTINGS = settings(wishes=ClusterSize(2, 3, 1), settle_s=5.0, blank_wait_s=2.0)
 
 
-def gatherer() -> Gatherer:
-    return Gatherer(card("a"), SETTINGS, now_s=100.0)
+def gatherer() -> InitialQuorum:
+    return InitialQuorum(card("a"), SETTINGS, now_s=100.0)
 
 
 def join(
-    made: Gatherer, who: NodeCard, *, now_s: float = 100.0, knows: int = -1
-) -> Gathering | TurnedAway:
+    made: InitialQuorum, who: NodeCard, *, now_s: float = 100.0, knows: int = -1
+) -> JoinPending | JoinRejected:
     (found,) = made.join(who.node_id, Join(who, "2:3+1", knows), now_s=now_s)
     assert isinstance(found, Send)
     assert found.node_id == who.node_id
-    assert isinstance(found.message, Gathering | TurnedAway)
+    assert isinstance(found.message, JoinPending | JoinRejected)
     return found.message
 
 
@@ -31,7 +31,7 @@ def test_with_all_that_were_wished_for_it_begins_once_a_lead_would_have_come() -
     for one in "dc":
         join(made, card(one), now_s=110.0)
         assert not made.is_complete(now_s=110.0), "nobody has settled"
-    assert join(made, card("b"), now_s=110.0) == Gathering(["a", "b", "c", "d"], 4)
+    assert join(made, card("b"), now_s=110.0) == JoinPending(["a", "b", "c", "d"], 4)
     assert made.is_complete(now_s=110.0)
 
 
@@ -81,12 +81,12 @@ def test_two_nodes_of_one_name_are_told_apart() -> None:
     made = gatherer()
     mine = msgspec.structs.replace(card("a", 2), host="x.local")
     answer = join(made, mine)
-    assert isinstance(answer, TurnedAway)
+    assert isinstance(answer, JoinRejected)
     assert "a.local and x.local are both named a" in answer.why
     join(made, card("b"))
     other = msgspec.structs.replace(card("b", 2), host="x.local")
     answer = join(made, other)
-    assert isinstance(answer, TurnedAway)
+    assert isinstance(answer, JoinRejected)
     assert "b.local and x.local are both named b" in answer.why
     assert made.cards["b"] == card("b")
 
@@ -94,12 +94,12 @@ def test_two_nodes_of_one_name_are_told_apart() -> None:
 def test_an_agent_that_was_started_again_takes_the_place_of_the_first() -> None:
     made = gatherer()
     join(made, card("b"))
-    assert isinstance(join(made, card("b", 2), now_s=110.0), Gathering)
+    assert isinstance(join(made, card("b", 2), now_s=110.0), JoinPending)
     assert made.cards["b"] == card("b", 2)
     assert not made.is_complete(now_s=114.9), "it has just come"
     # The same process by another way is the same process.
     moved = msgspec.structs.replace(card("b", 2), host="x.local")
-    assert isinstance(join(made, moved), Gathering)
+    assert isinstance(join(made, moved), JoinPending)
 
 
 def test_no_run_begins_while_one_may_go_on_that_the_witness_remembers() -> None:

@@ -8,25 +8,25 @@ from unit.monitor.test_hangs import behind, waiting
 
 from ftrun.monitor.deadlines import HangSettings
 from ftrun.monitor.evidence import RankView
-from ftrun.monitor.verdicts import Sure, VerdictKind
-from ftrun.recovery.suspicions import Finding, HangWatch
-from ftrun.wire.cluster.heartbeats import Beat
+from ftrun.monitor.verdicts import Confidence, VerdictKind
+from ftrun.recovery.suspicions import HangFinding, HangSuspicions
+from ftrun.wire.cluster.heartbeats import Heartbeat
 from tests.unit.recovery.made import card, plan
 
 PLAN = plan(1, [card("a", num_ranks=2), card("b", num_ranks=2)])
 
 
-def watch(**changes: object) -> HangWatch:
-    made = HangWatch(HangSettings(**changes))  # type: ignore[arg-type]
+def watch(**changes: object) -> HangSuspicions:
+    made = HangSuspicions(HangSettings(**changes))  # type: ignore[arg-type]
     made.begin()
     return made
 
 
 def beats(
     views: Mapping[int, RankView], *, p99_s: float = 0.1, generation: int = 1
-) -> dict[str, Beat]:
+) -> dict[str, Heartbeat]:
     return {
-        node.node_id: Beat(
+        node.node_id: Heartbeat(
             generation=generation,
             p99_s=p99_s,
             views=tuple(views[rank] for rank in node.ranks if rank in views),
@@ -41,7 +41,9 @@ def hang(silent_s: float, **changes: object) -> dict[int, RankView]:
     return {rank: msgspec.structs.replace(one, silent_s=silent_s) for rank, one in views.items()}
 
 
-def look(made: HangWatch, views: Mapping[int, RankView], **changes: object) -> Finding | None:
+def look(
+    made: HangSuspicions, views: Mapping[int, RankView], **changes: object
+) -> HangFinding | None:
     return made.look(beats(views, **changes), PLAN)  # type: ignore[arg-type]
 
 
@@ -131,7 +133,7 @@ def test_a_node_that_has_not_told_is_waited_for_but_not_for_ever() -> None:
     last = look(made, late)
     assert last is not None
     assert last.verdict is not None
-    assert (last.verdict.sure, last.acts) == (Sure.POSSIBLE, True)
+    assert (last.verdict.sure, last.acts) == (Confidence.POSSIBLE, True)
     assert last.verdict.kind is VerdictKind.HANG_IN_COMPUTATION
     assert last.verdict.victims == (0, 1)
 
@@ -142,7 +144,7 @@ def test_views_of_another_generation_do_not_count() -> None:
 
 
 def test_before_a_generation_runs_nothing_is_looked_at() -> None:
-    assert HangWatch(HangSettings()).look(beats(hang(60.0)), PLAN) is None
+    assert HangSuspicions(HangSettings()).look(beats(hang(60.0)), PLAN) is None
 
 
 def test_ranks_that_have_not_stepped_are_not_late() -> None:

@@ -2,14 +2,14 @@
 
 import pytest
 
-from ftrun.recovery.settings import Wishes
+from ftrun.recovery.settings import ClusterSize
 from tests.unit.recovery.agents import STEP_S, Agents
 from tests.unit.recovery.made import settings
 
 TICK_S = STEP_S
 
 
-def begun(wishes: Wishes) -> Agents:
+def begun(wishes: ClusterSize) -> Agents:
     """A run of three nodes, led by a, that has begun."""
     made = Agents("abc", settings(wishes=wishes, settle_s=5.0))
     made.passes(20.0)
@@ -31,7 +31,7 @@ def successors_start_s(made: Agents, lost: str) -> float:
 @pytest.mark.parametrize("phase", range(8))
 @pytest.mark.parametrize("lost", ["a", "b"])
 def test_lease_of_a_frozen_agent_ends_before_its_successors_start(lost: str, phase: int) -> None:
-    made = begun(Wishes(2, 2, 1))
+    made = begun(ClusterSize(2, 2, 1))
     made.passes(phase * TICK_S)
     made[lost].is_frozen = True
     lease_s = made[lost].member.holding.lease_s
@@ -43,7 +43,7 @@ def test_lease_of_a_frozen_agent_ends_before_its_successors_start(lost: str, pha
 
 @pytest.mark.parametrize("lost", ["a", "b"])
 def test_lease_is_not_renewed_by_an_agent_that_is_cut_off(lost: str) -> None:
-    made = begun(Wishes(2, 2, 1))
+    made = begun(ClusterSize(2, 2, 1))
     made.cut(lost)
     last_s = 0.0
     give_up_s = made.now_s + 60.0
@@ -55,7 +55,7 @@ def test_lease_is_not_renewed_by_an_agent_that_is_cut_off(lost: str) -> None:
 
 
 def test_lease_is_renewed_when_the_lead_is_heard_again() -> None:
-    made = begun(Wishes(2, 3, 0))
+    made = begun(ClusterSize(2, 3, 0))
     made.cut("c")
     made.passes(2.5)
     assert made["c"].member.is_held
@@ -68,7 +68,7 @@ def test_lease_is_renewed_when_the_lead_is_heard_again() -> None:
 
 
 def test_a_node_that_nothing_can_replace_needs_no_lease() -> None:
-    made = Agents("a", settings(wishes=Wishes(1, 1, 0)))
+    made = Agents("a", settings(wishes=ClusterSize(1, 1, 0)))
     made.passes(20.0)
     assert made.running() == {"a": 0}
     assert made["a"].member.holding.lease_s is None

@@ -10,22 +10,24 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from unit.recovery.test_hang_watch import hang
 
-from ftrun.events import Kind, Progress, WorkerExit
+from ftrun.events import ExitKind, Progress, WorkerExit
 from ftrun.ids import Rank, Step
 from ftrun.monitor.deadlines import HangSettings
 from ftrun.monitor.hang_detector import find_hang
 from ftrun.monitor.verdicts import Verdict
-from ftrun.recovery.incidents import Incidents, verdict_of
-from ftrun.recovery.lifecycle import TABLE, Life, LifeCycle
-from ftrun.recovery.losses import Losses
-from ftrun.recovery.suspicions import Finding
-from ftrun.wire.cluster.heartbeats import Beat, RankReport, RestartTimes
+from ftrun.recovery.incidents import IncidentLog, verdict_of
+from ftrun.recovery.lifecycle import TABLE, Lifecycle, LifecycleState
+from ftrun.recovery.losses import LossContinuity
+from ftrun.recovery.suspicions import HangFinding
+from ftrun.wire.cluster.heartbeats import Heartbeat, RankReport, RestartTimes
 from tests.unit.recovery.made import plan
 
-KILLED = WorkerExit(Rank(0), Kind.SIGNAL, -9, "rank 0 was killed", detail="a\n  b", fingerprint="k")
+KILLED = WorkerExit(
+    Rank(0), ExitKind.SIGNAL, -9, "rank 0 was killed", detail="a\n  b", fingerprint="k"
+)
 
 
-def lines(made: Incidents, kind: str) -> list[dict[str, Any]]:
+def lines(made: IncidentLog, kind: str) -> list[dict[str, Any]]:
     """Of this kind, since the last look; all others are dropped."""
     return [note.fields for note in made.take_notes() if note.kind == kind]
 
@@ -34,18 +36,18 @@ def progress(step: int, *, attached: bool = True) -> Progress:
     return Progress(Step(step), step, attached)
 
 
-def beats(step: int, loss: float | None = None, age_s: float = 0.1) -> list[Beat]:
-    return [Beat(generation=1, ranks=(RankReport(0, 1, "running", step, age_s, "", loss),))]
+def beats(step: int, loss: float | None = None, age_s: float = 0.1) -> list[Heartbeat]:
+    return [Heartbeat(generation=1, ranks=(RankReport(0, 1, "running", step, age_s, "", loss),))]
 
 
 TIMES = RestartTimes(stepped_age_s=0.1, total_s=0.4, restore_s=0.05, first_step_s=0.02)
 
 
-def running(step: int = 10) -> Incidents:
-    made = Incidents()
+def running(step: int = 10) -> IncidentLog:
+    made = IncidentLog()
     made.generation_begins(plan(0, "ab"))
     made.progress(beats(step), progress(step), now_s=1.0)
-    assert made.life.state is Life.RUN
+    assert made.life.state is LifecycleState.RUN
     return made
 
 
@@ -65,7 +67,7 @@ def test_a_rank_that_is_killed() -> None:
     for node_id in "ab":
         made.stepped(node_id, TIMES, now_s=5.6)
     made.progress(beats(19), progress(19), now_s=5.7)
-    assert made.life.state is Life.VERIFY
+    assert made.life.state is LifecycleState.VERIFY
     made.progress(beats(21, loss=0.5), progress(22), now_s=5.9)
     assert made.open is None
     notes = made.take_notes()
@@ -88,10 +90,10 @@ def test_a_hang_from_suspicion_to_the_end() -> None:
     for step, loss in enumerate([2.0, 1.9, 1.8, 1.7, 1.6], start=10):
         made.progress(beats(step, loss), progress(step), now_s=step)
     views = tuple(hang(12.0).values())
-    made.suspected(Finding(9.0, 10.0, None, views), progress(20), now_s=109.0)
+    made.suspected(HangFinding(9.0, 10.0, None, views), progress(20), now_s=109.0)
     made.named(verdict(), views, now_s=110.0)
     made.named(verdict(), views, now_s=111.0)  # said once
-    hung = WorkerExit(Rank(1), Kind.HUNG, 75, "hang in computation: rank 1", fingerprint="x")
+    hung = WorkerExit(Rank(1), ExitKind.HUNG, 75, "hang in computation: rank 1", fingerprint="x")
     made.failed(hung, ["a"], progress(20), now_s=112.0)
     made.acted("respawn", "x")
     made.generation_begins(plan(1, "ab", restore=(0, 20)))
@@ -113,7 +115,7 @@ def test_a_hang_from_suspicion_to_the_end() -> None:
 def test_a_verdict_that_changes_is_told_again() -> None:
     made = running()
     views = tuple(hang(9.0).values())
-    made.suspected(Finding(9.0, 10.0, None, views), progress(20), now_s=109.0)
+    made.suspected(HangFinding(9.0, 10.0, None, views), progress(20), now_s=109.0)
     for one in (replace(verdict(), acts_at_once=False), verdict(), replace(verdict(), text="x")):
         made.named(one, views, now_s=110.0)
     notes = [note for note in made.take_notes() if note.kind == "Verdict"]
@@ -125,7 +127,7 @@ def test_what_fails_before_it_is_verified_belongs_to_it() -> None:
     made.failed(KILLED, ["a"], progress(20), now_s=5.0)
     made.acted("respawn", "x")
     made.generation_begins(plan(1, "ab", restore=(0, 20)))
-    lost = WorkerExit(Rank(1), Kind.NODE_LOST, 76, "node b is lost", fingerprint="node b")
+    lost = WorkerExit(Rank(1), ExitKind.NODE_LOST, 76, "node b is lost", fingerprint="node b")
     made.failed(lost, ["b"], progress(20), now_s=6.0)
     assert [one["incident"] for one in lines(made, "Also")] == [1]
     assert made.count == 1
@@ -134,7 +136,7 @@ def test_what_fails_before_it_is_verified_belongs_to_it() -> None:
 def test_a_silence_that_ends_by_itself_is_closed_as_reported() -> None:
     made = running()
     views = tuple(hang(9.0).values())
-    made.suspected(Finding(9.0, 10.0, None, views), progress(20), now_s=100.0)
+    made.suspected(HangFinding(9.0, 10.0, None, views), progress(20), now_s=100.0)
     assert made.is_suspected
     made.cleared(progress(21), now_s=101.0)
     closed = lines(made, "IncidentClosed")[0]
@@ -169,7 +171,7 @@ def test_the_end_of_the_run_closes_what_is_open(is_done: bool, actions: list[str
 def test_without_attach_running_again_is_all_that_can_be_verified() -> None:
     made = running()
     made.progress(beats(3), progress(3, attached=False), now_s=1.0)
-    alone = Incidents()
+    alone = IncidentLog()
     alone.generation_begins(plan(0, "a"))
     alone.progress(beats(30), progress(30, attached=False), now_s=1.0)
     alone.failed(KILLED, ["a"], progress(30, attached=False), now_s=2.0)
@@ -183,7 +185,7 @@ def test_without_attach_running_again_is_all_that_can_be_verified() -> None:
 def test_nodes_taken_in_are_no_incident() -> None:
     made = running()
     made.generation_begins(plan(1, "abc"))
-    assert made.life.state is Life.CHECK
+    assert made.life.state is LifecycleState.CHECK
     assert made.count == 0
 
 
@@ -195,7 +197,7 @@ def test_a_restart_that_takes_nodes_in_has_a_downtime_and_no_incident() -> None:
 
 
 def test_a_successor_goes_on_counting() -> None:
-    made = Incidents()
+    made = IncidentLog()
     made.succeed(4)
     made.failed(KILLED, ["a"], progress(20), now_s=5.0)
     assert made.open is not None
@@ -205,20 +207,20 @@ def test_a_successor_goes_on_counting() -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "culprits"),
     [
-        (Kind.NODE_LOST, "node lost", ()),
-        (Kind.OUT_OF_MEMORY, "out of memory", (0,)),
-        (Kind.STOPPED, "frozen", (0,)),
-        (Kind.EXCEPTION, "crash", (0,)),
+        (ExitKind.NODE_LOST, "node lost", ()),
+        (ExitKind.OUT_OF_MEMORY, "out of memory", (0,)),
+        (ExitKind.STOPPED, "frozen", (0,)),
+        (ExitKind.EXCEPTION, "crash", (0,)),
     ],
 )
-def test_an_end_is_a_verdict(kind: Kind, name: str, culprits: tuple[int, ...]) -> None:
+def test_an_end_is_a_verdict(kind: ExitKind, name: str, culprits: tuple[int, ...]) -> None:
     found = verdict_of(WorkerExit(Rank(0), kind, 1, "x"), ["a"])
     assert (found.kind.value, found.culprits) == (name, culprits)
 
 
-@given(st.lists(st.sampled_from(Life), max_size=20))
-def test_only_what_the_table_has_is_ever_done(wishes: list[Life]) -> None:
-    made = LifeCycle()
+@given(st.lists(st.sampled_from(LifecycleState), max_size=20))
+def test_only_what_the_table_has_is_ever_done(wishes: list[LifecycleState]) -> None:
+    made = Lifecycle()
     seen = [made.state]
     for wish in wishes:
         change = made.go(wish, "x")
@@ -231,9 +233,13 @@ def test_only_what_the_table_has_is_ever_done(wishes: list[Life]) -> None:
 
 
 def test_the_end_is_reached_from_everywhere_and_left_for_nowhere() -> None:
-    assert set(TABLE) == set(Life)
-    assert all(Life.ENDED in after for life, after in TABLE.items() if life is not Life.ENDED)
-    assert not TABLE[Life.ENDED]
+    assert set(TABLE) == set(LifecycleState)
+    assert all(
+        LifecycleState.ENDED in after
+        for life, after in TABLE.items()
+        if life is not LifecycleState.ENDED
+    )
+    assert not TABLE[LifecycleState.ENDED]
 
 
 @pytest.mark.parametrize(
@@ -248,14 +254,16 @@ def test_the_end_is_reached_from_everywhere_and_left_for_nowhere() -> None:
     ],
 )
 def test_losses(before: list[float], after: float | None, says: str) -> None:
-    made = Losses()
+    made = LossContinuity()
     for step, loss in enumerate(before):
         made.add(step, loss)
         made.add(step, loss)
     assert made.judge(after) == says
 
 
-def restarted(made: Incidents, generation: int, *, at_s: float, **changes: float) -> dict[str, Any]:
+def restarted(
+    made: IncidentLog, generation: int, *, at_s: float, **changes: float
+) -> dict[str, Any]:
     """The line on the downtime, once both nodes have said when their ranks had a first step."""
     made.generation_begins(plan(generation, "ab", restore=(0, 18)))
     made.stepped("a", TIMES, now_s=at_s - 0.3)
@@ -299,7 +307,7 @@ def test_a_second_fault_in_an_incident_adds_its_own_downtime() -> None:
 
 
 def test_an_agent_that_took_over_after_a_killed_one_counts_from_its_end() -> None:
-    made = Incidents()
+    made = IncidentLog()
     made.succeed(2)
     made.agent_lost("a", 10.0, now_s=10.8)
     told = restarted(made, 1, at_s=12.0)

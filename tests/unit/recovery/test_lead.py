@@ -6,24 +6,29 @@ import msgspec
 import pytest
 
 from ftrun.errors import ExitCode
-from ftrun.events import Kind, WorkerExit
+from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Rank
-from ftrun.membership.events import Adopted, Closed, Heard, Opened
+from ftrun.membership.events import (
+    ConnectionClosed,
+    ConnectionOpened,
+    GenerationInstalled,
+    MessageReceived,
+)
 from ftrun.membership.leader.failure_detector import AWAIT_SILENT_S
 from ftrun.membership.leader.pausing import GONE_S
 from ftrun.recovery.commands import (
-    AskLastSnapshot,
-    Commit,
-    Dial,
+    CommitSnapshot,
+    Connect,
     EndRun,
+    JournalEntry,
     KillWorkers,
-    Note,
-    RunGeneration,
+    RequestFinalSnapshot,
     SignalWorkers,
+    StartRanks,
 )
-from ftrun.recovery.settings import Wishes
-from ftrun.wire.cluster.heartbeats import Beat
-from ftrun.wire.cluster.membership import Accepted, Join, LeadIs
+from ftrun.recovery.settings import ClusterSize
+from ftrun.wire.cluster.heartbeats import Heartbeat
+from ftrun.wire.cluster.membership import Accepted, Join, LeaderInfo
 from ftrun.wire.cluster.messages import AnyClusterMessage, JournalLines
 from ftrun.wire.messages.smp import Inventory
 from tests.unit.recovery.agents import Agents
@@ -32,7 +37,7 @@ from tests.unit.recovery.made import card, offer, part, promise, settings
 
 def begun(node_ids: str, **changes: object) -> Agents:
     """A run of these, led by a, that has begun; all that came are wished for."""
-    wishes = {"wishes": Wishes(2, len(node_ids), 0), "settle_s": 5.0, **changes}
+    wishes = {"wishes": ClusterSize(2, len(node_ids), 0), "settle_s": 5.0, **changes}
     made = Agents(node_ids, settings(**wishes))
     made.passes(10.0)
     assert made.lead() == "a"
@@ -42,17 +47,17 @@ def begun(node_ids: str, **changes: object) -> Agents:
 
 def with_spares(node_ids: str = "abcd", **changes: object) -> Agents:
     """Three members, and the others stand by."""
-    return begun(node_ids, wishes=Wishes(2, 3, len(node_ids) - 3), **changes)
+    return begun(node_ids, wishes=ClusterSize(2, 3, len(node_ids) - 3), **changes)
 
 
 def notes(made: Agents, node_id: str, kind: str) -> list[str]:
-    return [one.text for one in made[node_id].told(Note) if one.kind == kind]
+    return [one.text for one in made[node_id].told(JournalEntry) if one.kind == kind]
 
 
 def works(made: Agents, step: int, node_ids: Iterable[str] = "abc", **changes: object) -> None:
     """These nodes' ranks are at a step."""
     for one in node_ids:
-        found = Beat(
+        found = Heartbeat(
             generation=made[one].runs, state="running", attached=True, step=step, steps_here=step
         )
         made.here_is(one, msgspec.structs.replace(found, **changes))
@@ -68,7 +73,7 @@ def hold(made: Agents, step: int, node_ids: str, generation: int = 0) -> None:
     made.passes(1.0)
 
 
-def exited(rank: int, kind: Kind, code: int) -> WorkerExit:
+def exited(rank: int, kind: ExitKind, code: int) -> WorkerExit:
     return WorkerExit(Rank(rank), kind, code, f"rank {rank}: {kind.value}", "", "mark")
 
 
@@ -129,7 +134,7 @@ def test_a_node_that_is_back_is_taken_in_at_a_step_boundary() -> None:
     made.heal()
     works(made, 7, "ab")
     made.passes(8.0)
-    (asked,) = made["a"].told(AskLastSnapshot)
+    (asked,) = made["a"].told(RequestFinalSnapshot)
     assert asked.why == "grows from 2 to 3 nodes"
     hold(made, asked.after_step, "ab", generation=1)
     works(made, asked.after_step, "ab", at_boundary=True, ready=(1, asked.after_step))
@@ -158,34 +163,34 @@ def test_a_node_that_is_back_votes_in_place_of_one_that_is_lost() -> None:
 
 def test_another_process_of_a_member_that_joins_takes_its_place() -> None:
     made = begun("abc")
-    made.happens("a", Opened("z", 1))
+    made.happens("a", ConnectionOpened("z", 1))
     join = Join(card("c", 2), "2:3+0")
-    made.happens("a", Heard("c", join))
+    made.happens("a", MessageReceived("c", join))
     assert notes(made, "a", "NodeLost") == ["node c is lost: its agent was started again"]
 
 
 def test_a_run_that_is_about_to_begin_gives_way_to_one_that_a_newcomer_knows() -> None:
-    made = Agents("a", settings(wishes=Wishes(1, 2, 0), settle_s=1.0))
+    made = Agents("a", settings(wishes=ClusterSize(1, 2, 0), settle_s=1.0))
     made.reads["a"] = None  # it is reading a checkpoint
     made.passes(6.0)
     lead = made["a"].member.lead
     assert lead is not None
     assert lead.ballot is not None
     assert lead.ballot.plan is not None
-    made.happens("a", Opened("z", 1))
-    made.happens("a", Heard("z", Join(card("z"), "1:2+0", knows=5)))
+    made.happens("a", ConnectionOpened("z", 1))
+    made.happens("a", MessageReceived("z", Join(card("z"), "1:2+0", knows=5)))
     assert lead.ballot.generation == 6
     assert notes(made, "a", "Ballot")[-1] == "node z knows of a run"
 
 
 def test_a_connection_of_who_has_not_joined_or_is_lost_is_not_missed() -> None:
     made = begun("abc")
-    made.happens("a", Opened("z", 1))
-    assert made.answers("a", Closed("z")) == []
+    made.happens("a", ConnectionOpened("z", 1))
+    assert made.answers("a", ConnectionClosed("z")) == []
     made.cut("c")
     made.passes(6.0)
     assert notes(made, "a", "NodeLost")
-    assert made.answers("a", Closed("c")) == []
+    assert made.answers("a", ConnectionClosed("c")) == []
 
 
 def test_whoever_another_proposer_is_it_is_heard() -> None:
@@ -195,8 +200,8 @@ def test_whoever_another_proposer_is_it_is_heard() -> None:
     assert made["a"].member.lead is not None
     assert made["a"].member.lead.ballot is not None
     made.start("z")
-    made.happens("a", Heard("z", LeadIs(card("z"), 0, False)))
-    assert Dial("z.local", 29400, "z") in made["a"].sent
+    made.happens("a", MessageReceived("z", LeaderInfo(card("z"), 0, False)))
+    assert Connect("z.local", 29400, "z") in made["a"].sent
 
 
 def test_late_answers_change_nothing() -> None:
@@ -206,27 +211,27 @@ def test_late_answers_change_nothing() -> None:
         Accepted(0, None),
         Accepted(0, None, roster=1),
         JournalLines(["{}"]),
-        Beat(generation=0, number=0, exits=(exited(1, Kind.SIGNAL, -9),)),
+        Heartbeat(generation=0, number=0, exits=(exited(1, ExitKind.SIGNAL, -9),)),
     ]
     for body in late:
-        assert made.answers("a", Heard("b", body)) == []
+        assert made.answers("a", MessageReceived("b", body)) == []
     made["c"].is_frozen = True
     made.kill("b")
-    assert made.answers("a", Heard("c", Accepted(0, None, roster=1))) == []
+    assert made.answers("a", MessageReceived("c", Accepted(0, None, roster=1))) == []
     assert made["a"].member.lead is not None
 
 
 def test_a_member_that_has_promised_another_a_later_generation_leads_to_a_ballot() -> None:
     made = begun("abc")
-    found = Beat(generation=-1, number=99, promised=7)
-    made.happens("a", Heard("c", found))
+    found = Heartbeat(generation=-1, number=99, promised=7)
+    made.happens("a", MessageReceived("c", found))
     made.passes(10.0)
     assert made.running() == {"a": 8, "b": 8, "c": 8}
 
 
 def test_what_a_spare_has_promised_another_disturbs_nobody() -> None:
     made = with_spares()
-    made.happens("a", Heard("d", Beat(generation=-1, number=99, promised=7)))
+    made.happens("a", MessageReceived("d", Heartbeat(generation=-1, number=99, promised=7)))
     made.passes(5.0)
     assert made.running() == {"a": 0, "b": 0, "c": 0}
 
@@ -273,20 +278,24 @@ def test_a_member_that_is_slow_to_get_ready_is_waited_for_by_name() -> None:
     """It reads a checkpoint: another ballot would have it read it once more."""
     made = begun("abc", answer_s=10.0, deadline_s=60.0)
     made.reads["c"] = None
-    made.here_is("b", Beat(generation=0, exits=(exited(1, Kind.SIGNAL, -9),), steps_here=1))
+    made.here_is(
+        "b", Heartbeat(generation=0, exits=(exited(1, ExitKind.SIGNAL, -9),), steps_here=1)
+    )
     made.passes(40.0)
     assert made["a"].runs == -1
     (said,) = notes(made, "a", "Waiting")
     assert "generation 1 waits for c to get ready" in said
-    made.happens("c", Adopted(1, None))
+    made.happens("c", GenerationInstalled(1, None))
     made.passes(1.0)
     assert made.running() == {"a": 1, "b": 1, "c": 1}
 
 
 def test_without_enough_acceptances_of_spares_it_begins_anew() -> None:
-    made = begun("abc", wishes=Wishes(1, 1, 2), answer_s=10.0, deadline_s=60.0)
+    made = begun("abc", wishes=ClusterSize(1, 1, 2), answer_s=10.0, deadline_s=60.0)
     made.reads |= {"b": None, "c": None}
-    made.here_is("a", Beat(generation=0, exits=(exited(0, Kind.SIGNAL, -9),), steps_here=1))
+    made.here_is(
+        "a", Heartbeat(generation=0, exits=(exited(0, ExitKind.SIGNAL, -9),), steps_here=1)
+    )
     made.passes(5.0)
     assert made["a"].runs == -1
     made.reads.clear()
@@ -296,7 +305,7 @@ def test_without_enough_acceptances_of_spares_it_begins_anew() -> None:
 
 def test_a_lead_that_may_be_replaced_for_long_begins_a_ballot() -> None:
     """Its spares alone are not heard, so no loss of a member leads to one."""
-    made = begun("abc", wishes=Wishes(1, 1, 2))
+    made = begun("abc", wishes=ClusterSize(1, 1, 2))
     assert made.running() == {"a": 0}
     made.cut("a")
     made.passes(12.0)
@@ -358,7 +367,7 @@ def test_a_pause_ends_the_run_after_its_limit() -> None:
 
 
 def test_fewer_nodes_than_the_run_may_have_pause_it() -> None:
-    made = begun("abc", wishes=Wishes(3, 3, 0))
+    made = begun("abc", wishes=ClusterSize(3, 3, 0))
     made.kill("c")
     made.passes(3.0)
     assert "2 of at least 3 nodes are here" in notes(made, "a", "Paused")[0]
@@ -375,7 +384,7 @@ def test_two_nodes_without_a_spare_are_warned() -> None:
 def test_a_commit_is_told_to_all_and_gone_on_from() -> None:
     made = begun("abcd")
     hold(made, 8, "abcd")
-    assert all(len(made[one].told(Commit)) == 1 for one in "abcd")
+    assert all(len(made[one].told(CommitSnapshot)) == 1 for one in "abcd")
     made.kill("d")
     made.passes(3.0)
     assert made.plan("a").restore == (0, 8)
@@ -403,7 +412,9 @@ def test_where_nobody_can_hold_the_commit_any_more_the_run_ends() -> None:
     hold(made, 8, "abc")
     for one in "abc":
         made[one].holdings = Inventory([])
-    made.here_is("b", Beat(generation=0, exits=(exited(1, Kind.SIGNAL, -9),), steps_here=1))
+    made.here_is(
+        "b", Heartbeat(generation=0, exits=(exited(1, ExitKind.SIGNAL, -9),), steps_here=1)
+    )
     made.passes(20.0)
     for one in "abc":
         (end,) = made[one].told(EndRun)
@@ -416,8 +427,8 @@ def test_where_nobody_can_hold_the_commit_any_more_the_run_ends() -> None:
 def test_a_killed_rank_leads_to_a_new_generation_on_the_same_nodes() -> None:
     made = begun("abc")
     works(made, 5)
-    failed = (exited(1, Kind.SIGNAL, -9),)
-    made.here_is("b", Beat(generation=0, state="running", attached=True, step=5, exits=failed))
+    failed = (exited(1, ExitKind.SIGNAL, -9),)
+    made.here_is("b", Heartbeat(generation=0, state="running", attached=True, step=5, exits=failed))
     made.passes(1.0)
     assert made.running() == {"a": 1, "b": 1, "c": 1}
     assert made.plan("c").why == "rank 1: signal"
@@ -429,8 +440,8 @@ def test_an_exception_waits_for_a_node_that_is_not_heard_just_now() -> None:
     works(made, 5)
     made.cut("c")
     made.passes(1.5)
-    failed = (exited(1, Kind.EXCEPTION, 1),)
-    made.here_is("b", Beat(generation=0, attached=True, step=5, steps_here=5, exits=failed))
+    failed = (exited(1, ExitKind.EXCEPTION, 1),)
+    made.here_is("b", Heartbeat(generation=0, attached=True, step=5, steps_here=5, exits=failed))
     made.passes(1.0)
     assert made.running() == {"a": 0, "b": 0, "c": 0}
     made.passes(4.0)
@@ -440,7 +451,9 @@ def test_an_exception_waits_for_a_node_that_is_not_heard_just_now() -> None:
 
 def test_an_exception_before_the_first_step_ends_the_run_everywhere() -> None:
     made = begun("abc")
-    made.here_is("b", Beat(generation=0, attached=True, exits=(exited(1, Kind.EXCEPTION, 3),)))
+    made.here_is(
+        "b", Heartbeat(generation=0, attached=True, exits=(exited(1, ExitKind.EXCEPTION, 3),))
+    )
     made.passes(2.0)
     for one in "abc":
         (end,) = made[one].told(EndRun)
@@ -454,8 +467,8 @@ def test_a_run_whose_ranks_have_finished_ends_with_0_and_the_lead_last() -> None
     works(made, 5)
     made.cut("c")
     for rank, one in enumerate("abc"):
-        done = (exited(rank, Kind.FINISHED, 0),)
-        made.here_is(one, Beat(generation=0, state="running", attached=True, exits=done))
+        done = (exited(rank, ExitKind.FINISHED, 0),)
+        made.here_is(one, Heartbeat(generation=0, state="running", attached=True, exits=done))
     made.heal()
     made.passes(0.5)
     made.cut("c")
@@ -470,7 +483,9 @@ def test_a_run_whose_ranks_have_finished_ends_with_0_and_the_lead_last() -> None
 
 def test_the_lead_does_not_wait_for_ever_for_those_who_do_not_hear_the_end() -> None:
     made = begun("abc", deadline_s=3.0)
-    made.here_is("b", Beat(generation=0, attached=True, exits=(exited(1, Kind.EXCEPTION, 3),)))
+    made.here_is(
+        "b", Heartbeat(generation=0, attached=True, exits=(exited(1, ExitKind.EXCEPTION, 3),))
+    )
     made["c"].is_frozen = True
     made.passes(1.0)
     assert made["b"].told(EndRun)
@@ -487,7 +502,7 @@ def test_a_finished_run_waits_for_an_agent_that_is_being_started_again() -> None
     made.kill("d")
     made.passes(1.0)
     for rank, one in enumerate("abc"):
-        works(made, 7, one, exits=(exited(rank, Kind.FINISHED, 0),))
+        works(made, 7, one, exits=(exited(rank, ExitKind.FINISHED, 0),))
     made.passes(1.0)
     assert made["b"].told(EndRun)
     assert not made["a"].told(EndRun)
@@ -504,7 +519,7 @@ def finished_without_d() -> Agents:
     made.passes(5.0)
     assert "silent" in notes(made, "a", "NodeLost")[0]
     for rank, one in enumerate("abc"):
-        works(made, 7, one, exits=(exited(rank, Kind.FINISHED, 0),))
+        works(made, 7, one, exits=(exited(rank, ExitKind.FINISHED, 0),))
     made.passes(1.0)
     assert made["b"].told(EndRun)
     return made
@@ -529,14 +544,14 @@ def test_a_finished_run_does_not_wait_long_for_a_silent_node() -> None:
 def test_a_stop_takes_a_last_snapshot_and_signals_all_ranks() -> None:
     made = begun("abc")
     works(made, 5)
-    made.here_is("b", Beat(generation=0, attached=True, step=5, stops=1, stop_signal=2))
+    made.here_is("b", Heartbeat(generation=0, attached=True, step=5, stops=1, stop_signal=2))
     for one in "abc":
-        assert len(made[one].told(AskLastSnapshot)) == 1
+        assert len(made[one].told(RequestFinalSnapshot)) == 1
     works(made, 7, at_boundary=True, stops=1)
     for one in "abc":
         assert [told.signal for told in made[one].told(SignalWorkers)] == [2]
     for rank, one in enumerate("abc"):
-        works(made, 7, one, exits=(exited(rank, Kind.FINISHED, 0),), stops=1)
+        works(made, 7, one, exits=(exited(rank, ExitKind.FINISHED, 0),), stops=1)
     made.passes(1.0)
     assert [end.exit_code for one in "abc" for end in made[one].told(EndRun)] == [130] * 3
 
@@ -544,10 +559,10 @@ def test_a_stop_takes_a_last_snapshot_and_signals_all_ranks() -> None:
 def test_a_node_that_is_lost_while_the_run_stops_is_not_replaced() -> None:
     made = with_spares()
     works(made, 5)
-    made.here_is("a", Beat(generation=0, attached=True, step=5, stops=1))
+    made.here_is("a", Heartbeat(generation=0, attached=True, step=5, stops=1))
     made.kill("c")
     for rank, one in enumerate("ab"):
-        works(made, 7, one, exits=(exited(rank, Kind.FINISHED, 0),), stops=1)
+        works(made, 7, one, exits=(exited(rank, ExitKind.FINISHED, 0),), stops=1)
     made.passes(8.0)
     assert [end.exit_code for one in "ab" for end in made[one].told(EndRun)] == [143] * 2
 
@@ -557,7 +572,7 @@ def test_a_stop_during_a_pause_ends_the_run() -> None:
     made.kill("b")
     made.kill("c")
     made.passes(5.0)
-    made.here_is("a", Beat(generation=-1, stops=1, stop_signal=2))
+    made.here_is("a", Heartbeat(generation=-1, stops=1, stop_signal=2))
     made.passes(1.0)
     assert [end.exit_code for end in made["a"].told(EndRun)] == [130]
 
@@ -565,16 +580,18 @@ def test_a_stop_during_a_pause_ends_the_run() -> None:
 def test_a_stop_during_a_ballot_ends_the_run() -> None:
     made = begun("abc", deadline_s=3.0)
     made["c"].is_frozen = True
-    made.here_is("b", Beat(generation=0, exits=(exited(1, Kind.SIGNAL, -9),), steps_here=1))
+    made.here_is(
+        "b", Heartbeat(generation=0, exits=(exited(1, ExitKind.SIGNAL, -9),), steps_here=1)
+    )
     made.passes(1.0)
-    made.here_is("a", Beat(generation=-1, stops=1))
+    made.here_is("a", Heartbeat(generation=-1, stops=1))
     made.passes(10.0)
     assert [end.exit_code for end in made["a"].told(EndRun)] == [143]
 
 
 @pytest.mark.parametrize("by", ["problem", "difference"])
 def test_a_checkpoint_that_too_few_nodes_can_read_ends_the_run(by: str) -> None:
-    made = Agents("abc", settings(wishes=Wishes(3, 3, 0), has_checkpoints=True))
+    made = Agents("abc", settings(wishes=ClusterSize(3, 3, 0), has_checkpoints=True))
     made.reads["b"] = (None, "/saved: stale handle") if by == "problem" else ((0, 4), "")
     made.passes(10.0)
     (end,) = made["a"].told(EndRun)
@@ -583,37 +600,43 @@ def test_a_checkpoint_that_too_few_nodes_can_read_ends_the_run(by: str) -> None:
     assert wanted[by] in end.why
 
 
-@pytest.mark.parametrize("wishes", [Wishes(2, 3, 0), Wishes(2, 2, 1)], ids=["shrinks", "spare"])
-def test_the_run_continues_without_a_node_that_alone_can_read_no_checkpoint(wishes: Wishes) -> None:
+@pytest.mark.parametrize(
+    "wishes", [ClusterSize(2, 3, 0), ClusterSize(2, 2, 1)], ids=["shrinks", "spare"]
+)
+def test_the_run_continues_without_a_node_that_alone_can_read_no_checkpoint(
+    wishes: ClusterSize,
+) -> None:
     made = Agents("abc", settings(wishes=wishes, has_checkpoints=True))
     made.reads["b"] = (None, "/saved: stale handle")
     made.passes(10.0)
     assert not made["a"].told(EndRun)
-    plan = made["a"].told(RunGeneration)[-1].plan
+    plan = made["a"].told(StartRanks)[-1].plan
     assert [node.node_id for node in plan.members] == ["a", "c"]
     assert [card.node_id for card in plan.spares] == ["b"]
     (text,) = [text for text in notes(made, "a", "Unfit") if "stale handle" in text]
     assert text.startswith("node b may not run ranks for an hour: it cannot load the checkpoint")
 
 
-@pytest.mark.parametrize("wishes", [Wishes(2, 3, 0), Wishes(2, 2, 1)], ids=["shrinks", "spare"])
-def test_a_node_without_any_checkpoint_takes_none_from_the_others(wishes: Wishes) -> None:
+@pytest.mark.parametrize(
+    "wishes", [ClusterSize(2, 3, 0), ClusterSize(2, 2, 1)], ids=["shrinks", "spare"]
+)
+def test_a_node_without_any_checkpoint_takes_none_from_the_others(wishes: ClusterSize) -> None:
     """It rejects the only one, which the others can load."""
     made = from_disk(wishes, a={9: ""}, b={9: "damaged"}, c={9: ""})
     assert not made["a"].told(EndRun)
-    plan = made["a"].told(RunGeneration)[-1].plan
+    plan = made["a"].told(StartRanks)[-1].plan
     assert [node.node_id for node in plan.members] == ["a", "c"]
     assert made.read_disk("c", plan).restored == (-1, 9)
     assert not plan.history.bad_checkpoints
 
 
 def test_the_only_checkpoint_is_lost_if_no_node_can_be_spared() -> None:
-    made = from_disk(Wishes(3, 3, 0), a={9: ""}, b={9: "damaged"}, c={9: ""})
+    made = from_disk(ClusterSize(3, 3, 0), a={9: ""}, b={9: "damaged"}, c={9: ""})
     assert [end.exit_code for end in made["a"].told(EndRun)] == [ExitCode.STATE_LOST]
 
 
 def test_a_directory_that_is_taken_ends_the_run_though_others_could_read_it() -> None:
-    made = Agents("abc", settings(wishes=Wishes(2, 3, 0), has_checkpoints=True))
+    made = Agents("abc", settings(wishes=ClusterSize(2, 3, 0), has_checkpoints=True))
     made.reads["a"] = (None, "it belongs to run other", "", {}, int(ExitCode.USAGE))
     made.passes(10.0)
     (end,) = made["b"].told(EndRun)
@@ -624,19 +647,19 @@ def test_a_directory_that_cannot_be_read_for_a_moment_costs_one_more_ballot() ->
     """The node names the directory itself."""
     made = from_disk(a={6: ""}, b={6: ""}, c={6: ""}, at_first={"b": "/saved: stale handle"})
     assert not made["a"].told(EndRun)
-    plan = made["b"].told(RunGeneration)[-1].plan
+    plan = made["b"].told(StartRanks)[-1].plan
     assert [node.node_id for node in plan.members] == ["a", "b", "c"]
     assert made.read_disk("b", plan).restored == (-1, 6)
     assert plan.history.bad_checkpoints == {"/saved": "b: /saved: stale handle"}
 
 
 def from_disk(
-    wishes: Wishes | None = None,
+    wishes: ClusterSize | None = None,
     *,
     at_first: dict[str, str] | None = None,
     **disks: dict[int, str],
 ) -> Agents:
-    wishes = wishes or Wishes(2, 3, 0)
+    wishes = wishes or ClusterSize(2, 3, 0)
     made = Agents("abc", settings(wishes=wishes, has_checkpoints=True))
     made.disks |= disks
     made.stalls |= at_first or {}
@@ -666,7 +689,7 @@ def test_all_nodes_start_from_the_newest_checkpoint_that_none_has_rejected(
         return
     assert not ends
     for node_id in "abc":
-        plan = made[node_id].told(RunGeneration)[-1].plan
+        plan = made[node_id].told(StartRanks)[-1].plan
         loaded = made.read_disk(node_id, plan)
         assert loaded.restored == (-1, usable[0])
     bad = plan.history.bad_checkpoints

@@ -12,20 +12,20 @@ from ftrun.monitor.evidence import RankView
 from ftrun.monitor.verdicts import VerdictKind
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import StartGeneration
-from ftrun.recovery.generation_monitor import Oversight
+from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.recovery.lost_links import lost_links, with_lost_links
-from ftrun.recovery.settings import Wishes
-from ftrun.wire.cluster.heartbeats import Beat
+from ftrun.recovery.settings import ClusterSize
+from ftrun.wire.cluster.heartbeats import Heartbeat
 from tests.unit.recovery.made import POLICY, card, plan, settings
 
 MEMBERS = [card("a"), card("b"), card("c"), card("d")]
 PLAN = plan(1, MEMBERS, spares="s")
-SETTINGS = settings(wishes=Wishes(4, 4, 1), heartbeat_s=0.5)
+SETTINGS = settings(wishes=ClusterSize(4, 4, 1), heartbeat_s=0.5)
 
 
-def beats(unreachable: Mapping[str, str], generation: int = 1) -> dict[str, Beat]:
+def beats(unreachable: Mapping[str, str], generation: int = 1) -> dict[str, Heartbeat]:
     return {
-        one: Beat(generation=generation, unreachable=tuple(unreachable.get(one, "")))
+        one: Heartbeat(generation=generation, unreachable=tuple(unreachable.get(one, "")))
         for one in "abcd"
     }
 
@@ -79,9 +79,9 @@ class Run:
     """Four nodes of one rank; the link between b and c is cut after step 40."""
 
     def __init__(self, *, spares: int = 1, action: str = "restart") -> None:
-        self.oversight = Oversight(
+        self.oversight = GenerationMonitor(
             POLICY,
-            settings(wishes=Wishes(4, 4, 1), hang=HangSettings(action=action)),
+            settings(wishes=ClusterSize(4, 4, 1), hang=HangSettings(action=action)),
             "a",
             pairs=PairCheck(),
         )

@@ -4,21 +4,21 @@ import msgspec
 import pytest
 from unit.recovery.test_hang_watch import hang
 
-from ftrun.events import Kind, WorkerExit
+from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Rank
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import (
-    AskLastSnapshot,
     EndRun,
     KillWorkers,
+    RequestFinalSnapshot,
     SignalWorkers,
     StartGeneration,
     SupervisorCommand,
 )
-from ftrun.recovery.generation_monitor import CAUSE_WAIT_S, EVERY_AHEAD_STEPS, Oversight
-from ftrun.recovery.supervisor import State
-from ftrun.wire.cluster.generation import History, Plan
-from ftrun.wire.cluster.heartbeats import Beat, LeadBeat
+from ftrun.recovery.generation_monitor import CAUSE_WAIT_S, EVERY_AHEAD_STEPS, GenerationMonitor
+from ftrun.recovery.supervisor import SupervisorState
+from ftrun.wire.cluster.generation import FailureHistory, GenerationPlan
+from ftrun.wire.cluster.heartbeats import Heartbeat, LeaderHeartbeat
 from tests.unit.recovery.made import POLICY, card, plan, settings
 
 SETTINGS = settings(heartbeat_s=0.5, same_boundary_s=1.0, failures_per_hour=3)
@@ -26,19 +26,21 @@ TWO = plan(1, [card("a", num_ranks=2), card("b", num_ranks=2)], spares="s", smp_
 ONE = plan(1, "a")
 
 
-def oversight(of: Plan = TWO, **changes: object) -> Oversight:
-    made = Oversight(POLICY, settings(**changes) if changes else SETTINGS, pairs=PairCheck())
+def oversight(of: GenerationPlan = TWO, **changes: object) -> GenerationMonitor:
+    made = GenerationMonitor(
+        POLICY, settings(**changes) if changes else SETTINGS, pairs=PairCheck()
+    )
     assert made.begin(of, now_s=0.0) == []
     return made
 
 
-def beat(**changes: object) -> Beat:
+def beat(**changes: object) -> Heartbeat:
     """Of a rank that has made a step."""
-    found = Beat(generation=1, attached=True, step=5, steps_here=5)
+    found = Heartbeat(generation=1, attached=True, step=5, steps_here=5)
     return msgspec.structs.replace(found, **changes)
 
 
-def exited(rank: int, kind: Kind = Kind.EXCEPTION, code: int = 1) -> WorkerExit:
+def exited(rank: int, kind: ExitKind = ExitKind.EXCEPTION, code: int = 1) -> WorkerExit:
     return WorkerExit(Rank(rank), kind, code, f"rank {rank}: {kind.value}", "", "mark")
 
 
@@ -51,24 +53,26 @@ def starts(commands: list[SupervisorCommand]) -> list[str]:
 
 def test_a_heartbeat_counts_for_the_generation_it_names() -> None:
     made = oversight()
-    late = beat(generation=0, exits=(exited(0, Kind.SIGNAL, -9),), at_boundary=True, ready=(0, 5))
+    late = beat(
+        generation=0, exits=(exited(0, ExitKind.SIGNAL, -9),), at_boundary=True, ready=(0, 5)
+    )
     for node_id in "ab":
         assert made.beat(node_id, late, now_s=1.0) == []
     assert starts(made.passing(now_s=9.0)) == []
-    assert made.orders == LeadBeat(generation=1)
+    assert made.orders == LeaderHeartbeat(generation=1)
     assert made.progress().step == 0
 
 
 def test_a_node_that_is_no_member_reports_nothing_of_the_generation() -> None:
     made = oversight()
-    made.beat("s", beat(exits=(exited(0, Kind.SIGNAL, -9),), problem="x"), now_s=1.0)
+    made.beat("s", beat(exits=(exited(0, ExitKind.SIGNAL, -9),), problem="x"), now_s=1.0)
     assert starts(made.passing(now_s=9.0)) == []
 
 
 def test_before_any_generation_nothing_follows_from_a_heartbeat() -> None:
-    made = Oversight(POLICY, SETTINGS, pairs=PairCheck())
+    made = GenerationMonitor(POLICY, SETTINGS, pairs=PairCheck())
     assert made.beat("a", beat(ready=(1, 5)), now_s=1.0) == []
-    assert made.orders == LeadBeat(generation=-1)
+    assert made.orders == LeaderHeartbeat(generation=-1)
     assert made.beats == {"a": beat(ready=(1, 5))}
 
 
@@ -77,7 +81,7 @@ def test_a_new_generation_begins_with_no_orders_and_no_failures() -> None:
     made.beat("a", beat(exits=(exited(0),), problem="x"), now_s=1.0)
     made.stop_at_boundary("grows")
     made.begin(plan(2, "ab"), now_s=2.0)
-    assert made.orders == LeadBeat(generation=2)
+    assert made.orders == LeaderHeartbeat(generation=2)
     assert not made.waits_for_cause
     for node_id in "ab":
         made.beat(node_id, beat(generation=2), now_s=2.0)
@@ -97,7 +101,7 @@ def test_an_exception_waits_a_moment_for_the_kill_it_followed_from() -> None:
     assert made.waits_for_cause
     assert not made.is_steady
     assert starts(made.passing(now_s=1.0 + CAUSE_WAIT_S / 2)) == []
-    made.beat("b", beat(exits=(exited(2, Kind.SIGNAL, -9),)), now_s=1.0 + CAUSE_WAIT_S / 2)
+    made.beat("b", beat(exits=(exited(2, ExitKind.SIGNAL, -9),)), now_s=1.0 + CAUSE_WAIT_S / 2)
     assert not made.waits_for_cause
     assert starts(made.passing(now_s=1.0 + CAUSE_WAIT_S / 2)) == ["rank 2: signal"]
 
@@ -119,14 +123,14 @@ def test_on_one_node_nothing_is_waited_for() -> None:
 def test_a_rank_fails_once() -> None:
     made = oversight()
     for now_s in (1.0, 2.0):
-        made.beat("a", beat(exits=(exited(0, Kind.SIGNAL, -9),)), now_s=now_s)
+        made.beat("a", beat(exits=(exited(0, ExitKind.SIGNAL, -9),)), now_s=now_s)
         found = made.passing(now_s=now_s)
         assert len(starts(found)) == (1 if now_s == 1.0 else 0)
 
 
 def test_every_rank_that_finished_ends_the_run() -> None:
     made = oversight()
-    done = [exited(rank, Kind.FINISHED, 0) for rank in range(4)]
+    done = [exited(rank, ExitKind.FINISHED, 0) for rank in range(4)]
     made.beat("a", beat(exits=tuple(done[:2])), now_s=1.0)
     assert not made.waits_for_cause
     assert made.passing(now_s=1.0) == []
@@ -294,7 +298,7 @@ def test_without_an_interval_no_checkpoint_is_named() -> None:
 
 def test_an_order_is_news_until_a_heartbeat_has_said_it() -> None:
     made = oversight()
-    assert made.heartbeat((1, 3), 4, is_held=True) == LeadBeat(
+    assert made.heartbeat((1, 3), 4, is_held=True) == LeaderHeartbeat(
         generation=1, roster=3, number=4, is_held=True
     )
     assert not made.has_new_orders()
@@ -307,7 +311,7 @@ def test_an_order_is_news_until_a_heartbeat_has_said_it() -> None:
 def test_orders_for_another_generation_are_not_said_except_the_end() -> None:
     made = oversight()
     made.stop_at_boundary("grows")
-    assert made.heartbeat((2, 0), 5, is_held=False) == LeadBeat(generation=2, number=5)
+    assert made.heartbeat((2, 0), 5, is_held=False) == LeaderHeartbeat(generation=2, number=5)
     cause = exited(0)
     made.end(EndRun(3, "over", cause, "mend it"), now_s=1.0)
     found = made.heartbeat((2, 0), 6, is_held=False)
@@ -397,7 +401,7 @@ def test_an_smp_that_was_started_again_is_found_at_its_new_port() -> None:
 
 def test_what_all_nodes_are_to_do_goes_into_the_orders() -> None:
     made = oversight()
-    assert made.stands_for([AskLastSnapshot("SIGTERM")]) == []
+    assert made.stands_for([RequestFinalSnapshot("SIGTERM")]) == []
     assert (made.orders.stop_after_step, made.orders.why) == (1, "SIGTERM")
     for count in (1, 2):
         assert made.stands_for([SignalWorkers(15, "now")]) == []
@@ -423,7 +427,7 @@ def test_a_stop_asks_for_a_last_snapshot_and_signals_once_all_wait() -> None:
     made = oversight()
     made.beat("a", beat(), now_s=1.0)
     assert made.beat("b", beat(stops=1, stop_signal=2), now_s=1.0) == [
-        AskLastSnapshot("a signal on b")
+        RequestFinalSnapshot("a signal on b")
     ]
     assert made.is_stopping
     assert made.stop_signal == 2
@@ -457,12 +461,12 @@ def test_the_same_signal_on_every_node_is_one_stop_and_another_one_kills() -> No
 def test_two_signals_that_come_at_once_are_two() -> None:
     made = oversight()
     found = made.beat("a", beat(stops=2), now_s=1.0)
-    assert [type(one) for one in found] == [AskLastSnapshot, KillWorkers]
+    assert [type(one) for one in found] == [RequestFinalSnapshot, KillWorkers]
 
 
 @pytest.mark.parametrize(("given", "signal"), [(2, 2), (0, 15)])
 def test_a_stop_while_no_rank_runs_is_kept_and_ends_the_run(given: int, signal: int) -> None:
-    made = Oversight(POLICY, SETTINGS, pairs=PairCheck())
+    made = GenerationMonitor(POLICY, SETTINGS, pairs=PairCheck())
     made.note("a", beat(generation=-1))
     assert made.stop_signal == 0
     made.note("b", beat(generation=-1, stops=1, stop_signal=given))
@@ -481,7 +485,7 @@ def test_a_run_is_steady_once_all_ranks_run_and_none_has_failed() -> None:
     made.beat("b", beat(), now_s=1.0)
     assert made.is_steady
     assert not made.is_stopping
-    made.beat("b", beat(exits=(exited(2, Kind.FINISHED, 0),)), now_s=1.0)
+    made.beat("b", beat(exits=(exited(2, ExitKind.FINISHED, 0),)), now_s=1.0)
     assert not made.is_steady
 
 
@@ -515,14 +519,14 @@ def test_a_lost_node_reports_nothing_any_more() -> None:
 
 def test_the_next_lead_is_as_strict() -> None:
     made = oversight()
-    made.beat("a", beat(exits=(exited(0, Kind.SIGNAL, -9),)), now_s=10.0)
+    made.beat("a", beat(exits=(exited(0, ExitKind.SIGNAL, -9),)), now_s=10.0)
     made.passing(now_s=10.0)
     made.note_failure("b", now_s=20.0)
     made.note_failure("c", now_s=-5000.0)
     told = made.history(now_s=30.0)
     assert told.restarts == 1
     assert told.node_failures == {"b": [10.0]}, "what is older than an hour is forgotten"
-    heir = Oversight(POLICY, SETTINGS, pairs=PairCheck())
+    heir = GenerationMonitor(POLICY, SETTINGS, pairs=PairCheck())
     heir.succeed(told, now_s=500.0, known_s=500.0)
     assert heir.history(now_s=500.0) == told
     # Its own count goes on from there, and is not doubled by hearing it again.
@@ -534,26 +538,26 @@ def test_the_next_lead_is_as_strict() -> None:
 
 
 def test_whoever_takes_over_sees_how_far_the_generation_has_come() -> None:
-    made = Oversight(POLICY, SETTINGS, pairs=PairCheck())
-    made.succeed(History(), now_s=0.0, known_s=0.0)
+    made = GenerationMonitor(POLICY, SETTINGS, pairs=PairCheck())
+    made.succeed(FailureHistory(), now_s=0.0, known_s=0.0)
     made.note("a", beat(step=7))
     assert made.progress().step == 0
     made.take_over(TWO, since_s=0.0)
     assert made.progress().step == 7
     assert made.supervisor.world_size == 4
-    assert made.supervisor.state is State.RUNNING
+    assert made.supervisor.state is SupervisorState.RUNNING
 
 
 def test_a_generation_says_what_it_was_restored_from() -> None:
     made = oversight()
     assert made.begin(plan(2, "ab", restore=(1, 5)), now_s=1.0) == []
-    assert made.orders == LeadBeat(generation=2)
+    assert made.orders == LeaderHeartbeat(generation=2)
 
 
 # --- a run that makes no steps ----------------------------------------------------------------
 
 
-def silent(silent_s: float) -> dict[str, Beat]:
+def silent(silent_s: float) -> dict[str, Heartbeat]:
     """Rank 1 stands still, and the others wait for it."""
     views = hang(silent_s)
     return {
@@ -562,7 +566,7 @@ def silent(silent_s: float) -> dict[str, Beat]:
     }
 
 
-def looked(made: Oversight, silent_s: float, now_s: float) -> list[SupervisorCommand]:
+def looked(made: GenerationMonitor, silent_s: float, now_s: float) -> list[SupervisorCommand]:
     for node_id, one in silent(silent_s).items():
         made.beat(node_id, one, now_s=now_s)
     return made.passing(now_s=now_s)

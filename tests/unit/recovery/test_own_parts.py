@@ -3,8 +3,8 @@
 import pytest
 
 from ftrun.events import PartEvent, SmpExited, ZygoteExited
-from ftrun.recovery.commands import GoOnWithout, RespawnSmp, RespawnZygote
-from ftrun.recovery.own_parts import Parts
+from ftrun.recovery.commands import DisableComponent, RespawnSmp, RespawnZygote
+from ftrun.recovery.own_parts import ComponentRestarts
 
 
 @pytest.mark.parametrize(
@@ -14,10 +14,10 @@ from ftrun.recovery.own_parts import Parts
 def test_own_parts_are_respawned_until_they_die_too_often(
     event: PartEvent, respawn: type[RespawnSmp | RespawnZygote], part: str
 ) -> None:
-    parts = Parts()
+    parts = ComponentRestarts()
     for _ in range(5):
         assert isinstance(parts.handle(event, now_s=1.0), respawn)
     last = parts.handle(event, now_s=1.0)
-    assert isinstance(last, GoOnWithout)
+    assert isinstance(last, DisableComponent)
     assert last.part == part
     assert isinstance(parts.handle(event, now_s=1000.0), respawn)

@@ -6,10 +6,10 @@ import pytest
 from ftrun.monitor.deadlines import HangSettings
 from ftrun.network.failover.pair_check import AGAIN_S, ALL_AGAIN_S, Pair, PairCheck
 from ftrun.recovery.commands import Send
-from ftrun.recovery.generation_monitor import Oversight
-from ftrun.recovery.settings import Wishes
-from ftrun.wire.cluster.messages import AskRoad, RoadTried
-from ftrun.wire.cluster.rails import RoadFound
+from ftrun.recovery.generation_monitor import GenerationMonitor
+from ftrun.recovery.settings import ClusterSize
+from ftrun.wire.cluster.messages import ProbePathRequest, ProbePathResult
+from ftrun.wire.cluster.rails import PathMeasurement
 from tests.unit.recovery.made import POLICY, card, plan, settings
 from tests.unit.recovery.test_lost_links import Run
 
@@ -18,19 +18,19 @@ PLAN = plan(1, "abcd")
 
 def answer(
     asked: list[Send], cut: set[Pair], problem: str = "silent"
-) -> list[tuple[str, RoadTried]]:
+) -> list[tuple[str, ProbePathResult]]:
     """What the members find where these pairs are cut."""
     found = []
     for one in asked:
         order = one.message
-        assert isinstance(order, AskRoad)
+        assert isinstance(order, ProbePathRequest)
         ends = (one.node_id, order.destination)
         is_cut = bool(cut & {ends, ends[::-1]})
-        road = RoadFound(*ends, order.rail, 0.0 if is_cut else 0.001, 0.0)
+        road = PathMeasurement(*ends, order.rail, 0.0 if is_cut else 0.001, 0.0)
         if is_cut:
             is_unreached = problem != "refused"
             road = msgspec.structs.replace(road, problem=problem, is_unreached=is_unreached)
-        found.append((one.node_id, RoadTried(order.survey, road)))
+        found.append((one.node_id, ProbePathResult(order.survey, road)))
     return found
 
 
@@ -83,8 +83,8 @@ def test_a_member_that_does_not_answer_names_nobody() -> None:
 
 
 def test_an_answer_without_a_survey_changes_nothing() -> None:
-    found = RoadFound("a", "b", "agents")
-    assert PairCheck().tried("a", RoadTried(-1, found), now_s=1.0) == []
+    found = PathMeasurement("a", "b", "agents")
+    assert PairCheck().tried("a", ProbePathResult(-1, found), now_s=1.0) == []
 
 
 @pytest.mark.parametrize("steps", [40, 0], ids=["in a collective", "before the first step"])
@@ -124,7 +124,7 @@ def test_a_pair_is_forgotten_when_steps_are_made_again() -> None:
     assert run.oversight.probes(now_s=50.0) == []
     assert (
         run.oversight.watching.pairs.tried(
-            "a", RoadTried(-1, RoadFound("a", "b", "agents")), now_s=50.0
+            "a", ProbePathResult(-1, PathMeasurement("a", "b", "agents")), now_s=50.0
         )
         == []
     )
@@ -141,8 +141,8 @@ def test_the_next_leader_knows_of_the_hang_and_of_the_longest_start() -> None:
     history = before.oversight.history(now_s=241.0)
     assert history.hung_nodes
     assert history.longest_start_s == pytest.approx(60.0)
-    after = Oversight(
-        POLICY, settings(wishes=Wishes(4, 4, 1), hang=HangSettings()), "b", pairs=PairCheck()
+    after = GenerationMonitor(
+        POLICY, settings(wishes=ClusterSize(4, 4, 1), hang=HangSettings()), "b", pairs=PairCheck()
     )
     after.succeed(history, now_s=300.0, known_s=300.0)
     members = [card(one) for one in "bacd"]

@@ -3,7 +3,7 @@
 import pytest
 
 from ftrun.membership.leader.draining import NOTICE_S
-from ftrun.membership.leader.failure_detector import Peers
+from ftrun.membership.leader.failure_detector import FailureDetector
 from ftrun.recovery.past import MAX_GONE, MAX_RESTARTS, Past
 from tests.unit.agent.test_cluster_verdict import status, verdict
 from tests.unit.recovery.agents import Agents
@@ -113,7 +113,7 @@ def test_a_node_that_is_back_is_gone_no_more() -> None:
 
 
 def test_what_is_kept_has_a_bound() -> None:
-    made, peers = Past(), Peers(card("me"), SETTINGS)
+    made, peers = Past(), FailureDetector(card("me"), SETTINGS)
     for number in range(50):
         made.begins(plan(number, "ab", why="x" * 1000), now_s=float(number))
         peer = meet(peers, f"n{number}")
@@ -127,7 +127,7 @@ def test_what_is_kept_has_a_bound() -> None:
 
 
 def test_what_a_leader_has_seen_itself_stays() -> None:
-    first, second, peers = Past(), Past(), Peers(card("me"), SETTINGS)
+    first, second, peers = Past(), Past(), FailureDetector(card("me"), SETTINGS)
     for made, reason, at_s in ((first, "old", 10.0), (second, "new", 30.0)):
         made.begins(plan(1, "ab", why=reason), now_s=at_s)
         made.goes(meet(peers, "c"), reason, was_member=True, now_s=at_s)
@@ -148,7 +148,7 @@ def test_what_a_leader_has_seen_itself_stays() -> None:
 
 
 def test_another_agent_of_a_node_that_has_left_is_lost_like_any_other() -> None:
-    made, peers = Past(), Peers(card("me"), SETTINGS)
+    made, peers = Past(), FailureDetector(card("me"), SETTINGS)
     peer = meet(peers, "c")
     made.leaves(peer.card, now_s=1.0)
     made.leaves(peer.card, now_s=2.0)

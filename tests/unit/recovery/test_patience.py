@@ -3,26 +3,28 @@
 import pytest
 
 from ftrun.errors import ExitCode
-from ftrun.membership.patience import SAY_EVERY_S, Patience
-from ftrun.recovery.commands import EndRun, Note
+from ftrun.membership.patience import SAY_EVERY_S, JoinTimeout
+from ftrun.recovery.commands import EndRun, JournalEntry
 from tests.unit.recovery.made import settings
 
 SETTINGS = settings(join_wait_s=100.0, endpoint=("a.local", 29400))
 
 
 def test_it_says_now_and_then_what_is_waited_for() -> None:
-    made = Patience(SETTINGS, now_s=50.0)
+    made = JoinTimeout(SETTINGS, now_s=50.0)
     said_s = []
     for now_s in range(50, 100):
         found = made.wait(now_s - 50.0, "a is here", gathers=True, now_s=float(now_s))
         if found:
-            assert found == [Note("Waiting", f"waiting for {now_s - 50} s: a is here", say=True)]
+            assert found == [
+                JournalEntry("Waiting", f"waiting for {now_s - 50} s: a is here", say=True)
+            ]
             said_s.append(now_s - 50)
     assert said_s == [SAY_EVERY_S, 2 * SAY_EVERY_S, 3 * SAY_EVERY_S]
 
 
 def test_a_wait_that_has_just_begun_says_nothing() -> None:
-    made = Patience(SETTINGS, now_s=50.0)
+    made = JoinTimeout(SETTINGS, now_s=50.0)
     assert made.wait(0.0, "4 of 4 nodes are here", gathers=True, now_s=200.0) == []
 
 
@@ -36,7 +38,7 @@ def test_a_wait_that_has_just_begun_says_nothing() -> None:
 def test_it_gives_up_after_the_limit_with_what_to_check(
     gathers: bool, code: ExitCode, advice: str
 ) -> None:
-    made = Patience(SETTINGS, now_s=0.0)
+    made = JoinTimeout(SETTINGS, now_s=0.0)
     before = made.wait(99.9, "nobody", gathers=gathers, now_s=99.9)
     assert not any(isinstance(one, EndRun) for one in before)
     (end,) = made.wait(100.0, "nobody", gathers=gathers, now_s=100.0)
@@ -48,7 +50,7 @@ def test_it_gives_up_after_the_limit_with_what_to_check(
 
 @pytest.mark.parametrize("gathers", [True, False])
 def test_where_they_meet_at_a_witness_that_is_what_to_check(gathers: bool) -> None:
-    made = Patience(settings(join_wait_s=100.0, endpoint=("", 0), witness=True), now_s=0.0)
+    made = JoinTimeout(settings(join_wait_s=100.0, endpoint=("", 0), witness=True), now_s=0.0)
     (end,) = made.wait(100.0, "nobody", gathers=gathers, now_s=100.0)
     assert isinstance(end, EndRun)
     assert (

@@ -1,14 +1,14 @@
 """Pausing: what is missing is said once, and the wait for it ends."""
 
 from ftrun.errors import ExitCode
-from ftrun.membership.leader.pausing import GONE_S, PUT_OFF_S, Pause
-from ftrun.recovery.commands import EndRun, Note
+from ftrun.membership.leader.pausing import GONE_S, PUT_OFF_S, NodeWait
+from ftrun.recovery.commands import EndRun, JournalEntry
 
 
 def test_it_says_what_is_missing_and_says_it_again_where_that_is_news() -> None:
-    made = Pause(100.0)
+    made = NodeWait(100.0)
     assert made.begin("b is missing", now_s=0.0) == [
-        Note("Paused", "PAUSED: b is missing; gives up after 100 s", {}, say=True)
+        JournalEntry("Paused", "PAUSED: b is missing; gives up after 100 s", {}, say=True)
     ]
     assert made.begin("b is missing", now_s=1.0) == []
     assert len(made.begin("c is missing", now_s=2.0)) == 1
@@ -16,7 +16,7 @@ def test_it_says_what_is_missing_and_says_it_again_where_that_is_news() -> None:
 
 
 def test_the_limit_counts_from_the_first_reason_and_the_end_is_the_last_ones() -> None:
-    made = Pause(100.0)
+    made = NodeWait(100.0)
     made.begin("b is missing", now_s=0.0)
     lost = EndRun(ExitCode.STATE_LOST, "", None, "bring it back")
     made.begin("the state is lost", now_s=60.0, end=lost)
@@ -31,7 +31,7 @@ def test_the_limit_counts_from_the_first_reason_and_the_end_is_the_last_ones() -
 
 
 def test_a_run_that_goes_on_waits_for_nothing() -> None:
-    made = Pause(100.0)
+    made = NodeWait(100.0)
     assert made.given_up(now_s=1e6) is None
     made.begin("b is missing", now_s=0.0)
     assert made.is_on
@@ -42,7 +42,7 @@ def test_a_run_that_goes_on_waits_for_nothing() -> None:
 
 
 def test_where_nobody_is_left_it_waits_a_minute_for_who_may_be_started_again() -> None:
-    made = Pause(900.0)
+    made = NodeWait(900.0)
     assert made.given_up(now_s=0.0, are_gone=True) is None
     made.begin("1 of 3 nodes is here", now_s=10.0)
     assert made.given_up(now_s=10.0 + GONE_S - 0.1, are_gone=True) is None
@@ -51,13 +51,13 @@ def test_where_nobody_is_left_it_waits_a_minute_for_who_may_be_started_again() -
     assert end is not None
     assert end.exit_code == ExitCode.TRY_AGAIN
     assert "nobody of this run is left" in end.why
-    short = Pause(5.0)
+    short = NodeWait(5.0)
     short.begin("1 of 3 nodes is here", now_s=0.0)
     assert short.given_up(now_s=5.0, are_gone=True) is not None
 
 
 def test_a_node_that_has_come_gets_the_time_to_make_the_run_go_on() -> None:
-    made = Pause(100.0)
+    made = NodeWait(100.0)
     made.put_off(now_s=0.0)
     made.begin("b is missing", now_s=0.0)
     made.put_off(now_s=99.0)

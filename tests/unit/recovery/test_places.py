@@ -5,23 +5,25 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from ftrun.membership.leader.rank_assignment import Assignment, NotEnough, assign, first_order
-from ftrun.recovery.settings import Wishes
+from ftrun.membership.leader.rank_assignment import RankAssignment, TooFewNodes, assign, first_order
+from ftrun.recovery.settings import ClusterSize
 from ftrun.wire.cluster.generation import NodeCard
 from tests.unit.recovery.made import card, cards, plan
 
-WISHES = Wishes(1, 4, 2)
+WISHES = ClusterSize(1, 4, 2)
 
 
 def names(found: tuple[NodeCard, ...]) -> str:
     return "".join(one.node_id for one in found)
 
 
-def assigned(here: str, before: str, wishes: Wishes = WISHES, aside: str = "") -> tuple[str, str]:
+def assigned(
+    here: str, before: str, wishes: ClusterSize = WISHES, aside: str = ""
+) -> tuple[str, str]:
     """Members and spares; the members before `/` ran the last generation, the others stood by."""
     members, _, spares = before.partition("/")
     found = assign(cards(here), plan(3, members, spares), wishes, set(aside))
-    assert isinstance(found, Assignment)
+    assert isinstance(found, RankAssignment)
     return names(found.members), names(found.spares)
 
 
@@ -34,9 +36,9 @@ def test_everyone_has_one_place_and_whoever_stays_keeps_its_own(
     here: list[str], before: list[str], max_nodes: int, aside: set[str]
 ) -> None:
     previous = plan(3, before[:max_nodes], before[max_nodes:])
-    found = assign(cards(here), previous, Wishes(1, max_nodes, 2), aside)
+    found = assign(cards(here), previous, ClusterSize(1, max_nodes, 2), aside)
     usable = [one for one in here if one not in aside]
-    if isinstance(found, NotEnough):
+    if isinstance(found, TooFewNodes):
         assert not usable
         return
     members = [one.node_id for one in found.members]
@@ -55,42 +57,42 @@ def test_everyone_has_one_place_and_whoever_stays_keeps_its_own(
 
 
 def test_a_spare_takes_the_place_of_the_node_that_is_lost() -> None:
-    assert assigned("acd", "abc/d", Wishes(2, 3, 1)) == ("adc", "")
+    assert assigned("acd", "abc/d", ClusterSize(2, 3, 1)) == ("adc", "")
 
 
 def test_a_node_that_comes_back_gets_its_old_place_if_that_is_free() -> None:
-    assert assigned("xcba", "abc", Wishes(2, 3, 1)) == ("abc", "x")
-    assert assigned("bxca", "axc", Wishes(2, 3, 1)) == ("axc", "b")
+    assert assigned("xcba", "abc", ClusterSize(2, 3, 1)) == ("abc", "x")
+    assert assigned("bxca", "axc", ClusterSize(2, 3, 1)) == ("axc", "b")
 
 
 def test_places_close_up_where_the_number_changes_and_their_order_stays() -> None:
     assert assigned("dba", "abcd") == ("abd", "")
-    assert assigned("edcba", "ad/b", Wishes(1, 5, 0)) == ("adbce", "")
+    assert assigned("edcba", "ad/b", ClusterSize(1, 5, 0)) == ("adbce", "")
 
 
 def test_who_was_a_spare_comes_before_who_is_new() -> None:
-    assert assigned("abcz", "ab/z", Wishes(2, 3, 1)) == ("abz", "c")
+    assert assigned("abcz", "ab/z", ClusterSize(2, 3, 1)) == ("abz", "c")
 
 
 def test_a_node_that_is_set_aside_is_no_member_and_may_still_vote() -> None:
-    assert assigned("abcd", "abc/d", Wishes(2, 3, 1), aside="b") == ("adc", "b")
+    assert assigned("abcd", "abc/d", ClusterSize(2, 3, 1), aside="b") == ("adc", "b")
 
 
 def test_too_few_nodes_are_counted_and_those_set_aside_are_named() -> None:
-    few = assign(cards("a"), None, Wishes(2, 4, 0))
+    few = assign(cards("a"), None, ClusterSize(2, 4, 0))
     assert str(few) == "1 of at least 2 nodes are here"
-    aside = assign(cards("dabc"), None, Wishes(3, 4, 0), {"d", "c"})
+    aside = assign(cards("dabc"), None, ClusterSize(3, 4, 0), {"d", "c"})
     assert str(aside) == ("2 of at least 3 nodes are here; set aside after too many failures: c, d")
 
 
 def test_as_many_as_are_needed_are_enough() -> None:
-    found = assign(cards("ab"), None, Wishes(2, 4, 0))
-    assert isinstance(found, Assignment)
+    found = assign(cards("ab"), None, ClusterSize(2, 4, 0))
+    assert isinstance(found, RankAssignment)
     assert names(found.members) == "ab"
 
 
 def test_ranks_follow_one_another() -> None:
-    found = Assignment(tuple(card(one, num_ranks=n) for one, n in (("a", 4), ("b", 2))), ())
+    found = RankAssignment(tuple(card(one, num_ranks=n) for one, n in (("a", 4), ("b", 2))), ())
     assert found.first_ranks == [0, 4]
 
 
@@ -115,13 +117,13 @@ def test_the_first_order_does_not_depend_on_who_came_first(given_: list[str]) ->
 
 
 def test_wishes_read_as_the_words_of_the_command_line() -> None:
-    assert str(Wishes(2, 4, 1)) == "2:4+1"
+    assert str(ClusterSize(2, 4, 1)) == "2:4+1"
 
 
 def test_a_new_process_of_a_node_keeps_the_place_of_its_node() -> None:
     again = msgspec.structs.replace(card("b"), incarnation=9)
-    found = assign([again, *cards("ca")], plan(3, "abc"), Wishes(2, 3, 0))
-    assert isinstance(found, Assignment)
+    found = assign([again, *cards("ca")], plan(3, "abc"), ClusterSize(2, 3, 0))
+    assert isinstance(found, RankAssignment)
     assert [(one.node_id, one.incarnation) for one in found.members] == [
         ("a", 1),
         ("b", 9),

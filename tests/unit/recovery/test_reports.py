@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from ftrun.events import Progress
 from ftrun.ids import Step
-from ftrun.recovery.snapshot_coordination import Reports
-from ftrun.wire.cluster.heartbeats import Beat
+from ftrun.recovery.snapshot_coordination import MemberReports
+from ftrun.wire.cluster.heartbeats import Heartbeat
 from tests.unit.recovery.made import plan
 
 beats = st.builds(
-    Beat,
+    Heartbeat,
     generation=st.integers(1, 2),
     step=st.integers(0, 9),
     steps_here=st.integers(0, 5),
@@ -33,7 +33,9 @@ acts = st.one_of(
 )
 
 
-def agrees(reports: Reports, newest: dict[str, Beat], seen: list[Beat], generation: int) -> None:
+def agrees(
+    reports: MemberReports, newest: dict[str, Heartbeat], seen: list[Heartbeat], generation: int
+) -> None:
     """Everything as it comes out when it is looked up among all."""
     now = [beat for one, beat in newest.items() if one in "ab" and beat.generation == generation]
     assert reports.step == max((beat.step for beat in seen), default=0)
@@ -63,13 +65,13 @@ def agrees(reports: Reports, newest: dict[str, Beat], seen: list[Beat], generati
 def test_the_sums_are_those_of_the_members_of_the_running_generation(
     found: list[tuple[object, ...]],
 ) -> None:
-    reports, generation = Reports(), 1
+    reports, generation = MemberReports(), 1
     reports.begin(plan(1, "ab", spares="z"))
-    newest: dict[str, Beat] = {}
-    seen: list[Beat] = []
+    newest: dict[str, Heartbeat] = {}
+    seen: list[Heartbeat] = []
     for what in found:
         match what:
-            case ("take", str(node_id), Beat() as beat):
+            case ("take", str(node_id), Heartbeat() as beat):
                 counts = node_id in "ab" and beat.generation == generation
                 assert reports.take(node_id, beat) is counts
                 newest[node_id] = beat
@@ -91,8 +93,8 @@ def test_the_sums_are_those_of_the_members_of_the_running_generation(
 
 
 def test_before_the_first_generation_nothing_is_summed_up() -> None:
-    reports = Reports()
-    assert not reports.take("a", Beat(generation=0, step=7, at_boundary=True, ready=(0, 7)))
+    reports = MemberReports()
+    assert not reports.take("a", Heartbeat(generation=0, step=7, at_boundary=True, ready=(0, 7)))
     assert reports.progress == Progress(Step(0), 0, False)
     assert not reports.all_run
     assert not reports.all_at_boundary
@@ -100,7 +102,7 @@ def test_before_the_first_generation_nothing_is_summed_up() -> None:
 
 
 def test_a_member_is_known_with_its_ranks() -> None:
-    reports = Reports()
+    reports = MemberReports()
     reports.begin(plan(1, "ab", spares="z"))
     node = reports.member("b")
     assert node is not None

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from ftrun.ids import version
 from ftrun.recovery.restore_point import ancestry, choose, is_valid
-from ftrun.wire.cluster.generation import Plan, Source, VersionPair
-from ftrun.wire.messages.protected import Protected
+from ftrun.wire.cluster.generation import GenerationPlan, RestoreSource, VersionPair
+from ftrun.wire.messages.protected import ProtectionPart
 from ftrun.wire.messages.smp import Inventory
 from tests.unit.recovery.made import offer, part, plan
 
@@ -54,9 +54,11 @@ def with_part(holdings: Holdings, node_id: str, **changes: object) -> Holdings:
     return holdings | {node_id: msgspec.structs.replace(one, protected=parts)}
 
 
-def source(group: str, *, parity: int = 1, generation: int = 0, first_rank: int = 0) -> Source:
+def source(
+    group: str, *, parity: int = 1, generation: int = 0, first_rank: int = 0
+) -> RestoreSource:
     ranks = [[rank] for rank, _ in enumerate(group, first_rank)]
-    return Source(list(group), ranks, parity, generation)
+    return RestoreSource(list(group), ranks, parity, generation)
 
 
 # --- what m bears -----------------------------------------------------------------------------
@@ -106,7 +108,7 @@ def test_each_group_bears_its_own_losses(lost: set[str], lost_too: set[str]) -> 
 def test_without_protection_the_slots_themselves_must_be_here() -> None:
     found = choose(bare((0, 8), "ab", "ab"), None)
     assert found.version == version(0, 8)
-    assert found.sources == (Source(["a"], [[0]], 0, -1), Source(["b"], [[1]], 0, -1))
+    assert found.sources == (RestoreSource(["a"], [[0]], 0, -1), RestoreSource(["b"], [[1]], 0, -1))
     lost = choose(bare((0, 8), "a", "ab"), None)
     assert lost.version is None
     assert "rank 1 is held by no node that is here, and nothing protects it" in lost.why
@@ -220,9 +222,9 @@ def test_of_a_version_in_two_worlds_that_bear_the_same_the_committed_one_is_take
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> list[Plan]:
+def histories(draw: st.DrawFn) -> list[GenerationPlan]:
     """Generations, each of which starts anew or from what the one before it counts as valid."""
-    plans: list[Plan] = []
+    plans: list[GenerationPlan] = []
     for generation in range(draw(st.integers(1, 9))):
         previous = plans[-1] if plans else None
         offered = [version(at, step) for at in range(generation) for step in range(4)]
@@ -237,7 +239,7 @@ def histories(draw: st.DrawFn) -> list[Plan]:
 @effort(max_examples=100, deadline=None)
 @given(histories(), st.integers(0, 9), st.integers(0, 4))
 def test_a_version_counts_only_where_the_newest_generation_came_from_it(
-    plans: list[Plan], generation: int, step: int
+    plans: list[GenerationPlan], generation: int, step: int
 ) -> None:
     newest = plans[-1]
     is_ancestor = generation >= newest.generation
@@ -437,7 +439,7 @@ def test_members_of_the_newest_generation_may_hold_what_is_missing() -> None:
 
 
 def test_parts_without_any_slot_are_something_that_is_held() -> None:
-    parts: list[Protected] = [part("a", (0, 8), "abc")]
+    parts: list[ProtectionPart] = [part("a", (0, 8), "abc")]
     found = choose({"a": Inventory([], parts)}, None)
     assert found.version is None
     assert found.holders == {"b", "c"}

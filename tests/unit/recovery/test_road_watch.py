@@ -5,27 +5,32 @@ from typing import Any
 
 import pytest
 
-from ftrun.membership.leader.failure_detector import Peers
-from ftrun.membership.leader.rank_assignment import Assignment
-from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind
-from ftrun.network.detect.findings import Findings
-from ftrun.network.detect.leaves import Leaves
-from ftrun.network.detect.probe_schedule import Road
+from ftrun.membership.leader.failure_detector import FailureDetector
+from ftrun.membership.leader.rank_assignment import RankAssignment
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
+from ftrun.network.detect.findings import NetworkFindings
+from ftrun.network.detect.leaves import LeafSwitches
+from ftrun.network.detect.probe_schedule import NetworkPath
 from ftrun.network.failover import path_map as road_map
 from ftrun.network.failover import path_monitor as road_watch
 from ftrun.network.failover.pair_check import PairCheck
-from ftrun.network.failover.road_guard import GuardedRoads
-from ftrun.network.plan.planner import Situation, survey_of
-from ftrun.recovery.commands import Command, Note, Send
-from ftrun.recovery.health import Watching
+from ftrun.network.failover.road_guard import GuardedPathMonitor
+from ftrun.network.plan.planner import PlanningInputs, survey_of
+from ftrun.recovery.commands import Command, JournalEntry, Send
+from ftrun.recovery.health import HealthMonitor
 from ftrun.recovery.settings import NetworkSettings
-from ftrun.recovery.slow_watch import SlowWatch
-from ftrun.wire.cluster.generation import NodeCard, Plan
-from ftrun.wire.cluster.messages import AskRoad, ProbeFound, RoadSilent, RoadTried
-from ftrun.wire.cluster.rails import Rail, RoadFound, RoadsPlan
+from ftrun.recovery.slow_watch import SlowSuspicions
+from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
+from ftrun.wire.cluster.messages import (
+    ProbeLinkResult,
+    ProbePathRequest,
+    ProbePathResult,
+    RailSilent,
+)
+from ftrun.wire.cluster.rails import NetworkPlan, PathMeasurement, Rail
 from tests.unit.recovery.made import card, meet, plan, settings
 
-Rate = Callable[[Road], float]
+Rate = Callable[[NetworkPath], float]
 
 
 def railed(node_id: str, count: int = 2, **changes: object) -> NodeCard:
@@ -34,7 +39,7 @@ def railed(node_id: str, count: int = 2, **changes: object) -> NodeCard:
     return card(node_id, rails=rails, **changes)
 
 
-class Slow(SlowWatch):
+class Slow(SlowSuspicions):
     """Says what it is told to."""
 
     def __init__(self) -> None:
@@ -51,16 +56,16 @@ class World:
 
     def __init__(self, nodes: str = "abc", mode: str = "on", count: int = 2, **more: Any) -> None:
         self.cards = [railed(one, count) for one in nodes]
-        self.peers = Peers(self.cards[0], settings())
+        self.peers = FailureDetector(self.cards[0], settings())
         for one in self.cards:
             meet(self.peers, one, now_s=1.0)
-        self.watching = Watching(settings(), "report", "a", PairCheck())
+        self.watching = HealthMonitor(settings(), "report", "a", PairCheck())
         self.slow = self.watching.slow = Slow()
-        self.roads = GuardedRoads("a", NetworkSettings(plan=mode, **more), self.peers)
+        self.roads = GuardedPathMonitor("a", NetworkSettings(plan=mode, **more), self.peers)
         self.now_s = 1.0
         self.rate: Rate = lambda road: 1e9
-        self.asked: list[AskRoad] = []
-        self.notes: list[Note] = []
+        self.asked: list[ProbePathRequest] = []
+        self.notes: list[JournalEntry] = []
 
     def answer(self, commands: list[Command]) -> None:
         waiting = list(commands)
@@ -68,12 +73,12 @@ class World:
             command = waiting.pop(0)
             assert isinstance(command, Send)
             order = command.message
-            assert isinstance(order, AskRoad)
+            assert isinstance(order, ProbePathRequest)
             self.asked.append(order)
             self.now_s += 0.01
-            road = Road(command.node_id, order.destination, order.rail)
+            road = NetworkPath(command.node_id, order.destination, order.rail)
             rate = self.rate(road)
-            found = RoadFound(
+            found = PathMeasurement(
                 road.source,
                 road.destination,
                 road.rail,
@@ -82,20 +87,20 @@ class World:
                 "" if rate else "no answer",
             )
             waiting += self.roads.told(
-                road.source, RoadTried(order.survey, found), self.watching, now_s=self.now_s
+                road.source, ProbePathResult(order.survey, found), self.watching, now_s=self.now_s
             )
 
-    def ballot(self, previous: Plan | None = None) -> Assignment:
+    def ballot(self, previous: GenerationPlan | None = None) -> RankAssignment:
         """Up to the plan."""
         held = self.roads.hold_up(self.cards, previous, now_s=self.now_s)
         while held is not None:
             assert held
             self.answer(held)
             held = self.roads.hold_up(self.cards, previous, now_s=self.now_s)
-        places = Assignment(tuple(self.cards), ())
+        places = RankAssignment(tuple(self.cards), ())
         return places.along(self.roads.decide(places.members, places.spares, previous))
 
-    def begin(self) -> Plan:
+    def begin(self) -> GenerationPlan:
         """A generation that runs."""
         places = self.ballot()
         self.roads.begin()
@@ -108,9 +113,9 @@ class World:
         self.rate = lambda road: (
             0.0 if road.rail == rail and node_id in (road.source, road.destination) else 1e9
         )
-        self.roads.told("b", RoadSilent(node_id, rail, 1.0), self.watching, now_s=self.now_s)
+        self.roads.told("b", RailSilent(node_id, rail, 1.0), self.watching, now_s=self.now_s)
 
-    def pass_by(self, running: Plan, for_s: float = 1.0) -> None:
+    def pass_by(self, running: GenerationPlan, for_s: float = 1.0) -> None:
         end_s = self.now_s + for_s
         while self.now_s < end_s:
             self.now_s += 0.05
@@ -136,7 +141,7 @@ def test_before_the_first_generation_every_road_is_probed_and_the_plan_takes_eff
 def test_report_tells_the_plan_and_changes_nothing() -> None:
     world = World(mode="report")
     places = world.ballot()
-    assert places == Assignment(tuple(world.cards), ())
+    assert places == RankAssignment(tuple(world.cards), ())
     world.roads.begin()
     assert world.asked == [], "no start waits for it"
     world.pass_by(plan(0, world.cards))
@@ -224,10 +229,10 @@ def test_a_node_that_joins_is_probed_beside_the_generation_a_round_at_a_time() -
 
 def test_answers_without_a_survey_change_nothing_and_link_probes_go_to_who_asked() -> None:
     world = World()
-    late = RoadTried(1, RoadFound("a", "b", "eth0", 1e-4, 1e9))
+    late = ProbePathResult(1, PathMeasurement("a", "b", "eth0", 1e-4, 1e9))
     assert world.roads.told("a", late, world.watching, now_s=1.0) == []
-    assert world.roads.told("a", ProbeFound(1, "b"), world.watching, now_s=1.0) == []
-    pair = RoadTried(-1, RoadFound("a", "b", "agents"))
+    assert world.roads.told("a", ProbeLinkResult(1, "b"), world.watching, now_s=1.0) == []
+    pair = ProbePathResult(-1, PathMeasurement("a", "b", "agents"))
     assert world.roads.told("a", pair, world.watching, now_s=1.0) == []
 
 
@@ -239,7 +244,7 @@ def test_a_silent_rail_is_tried_and_left_at_once() -> None:
     world.rate = lambda road: (
         0.0 if road.rail == rail and "c" in (road.source, road.destination) else 1e9
     )
-    world.roads.told("b", RoadSilent("c", rail, 1.0), world.watching, now_s=world.now_s)
+    world.roads.told("b", RailSilent("c", rail, 1.0), world.watching, now_s=world.now_s)
     world.pass_by(running, 0.3)
     assert all(one.is_short and one.rail == rail for one in world.asked)
     why = world.roads.take_urgent()
@@ -254,7 +259,7 @@ def test_a_silent_rail_is_tried_and_left_at_once() -> None:
 def test_a_silent_rail_that_is_found_alive_is_not_suspected_again_at_once() -> None:
     world = World("abcd")
     running = world.begin()
-    said = RoadSilent("c", "eth0", 1.0)
+    said = RailSilent("c", "eth0", 1.0)
     world.roads.told("b", said, world.watching, now_s=world.now_s)
     world.pass_by(running, 0.3)
     asked = len(world.asked)
@@ -268,7 +273,7 @@ def test_a_silent_rail_that_is_found_alive_is_not_suspected_again_at_once() -> N
 def test_a_node_that_is_not_heard_at_all_is_no_rail_that_is_dead() -> None:
     world = World("ab")
     running = world.begin()
-    world.roads.told("a", RoadSilent("b", "eth0", 1.0), world.watching, now_s=world.now_s)
+    world.roads.told("a", RailSilent("b", "eth0", 1.0), world.watching, now_s=world.now_s)
     peer = world.peers.get("b")
     assert peer is not None
     peer.heard_s = world.now_s - 5
@@ -282,7 +287,7 @@ def test_two_nodes_try_the_silent_rail_both_ways() -> None:
     world = World("ab")
     running = world.begin()
     world.rate = lambda road: 0.0 if road.rail == "eth0" else 1e9
-    world.roads.told("a", RoadSilent("b", "eth0", 1.0), world.watching, now_s=world.now_s)
+    world.roads.told("a", RailSilent("b", "eth0", 1.0), world.watching, now_s=world.now_s)
     world.pass_by(running, 0.3)
     assert len(world.asked) == 2
     assert "eth0" in world.roads.take_urgent()
@@ -291,7 +296,7 @@ def test_two_nodes_try_the_silent_rail_both_ways() -> None:
 def test_words_of_a_rail_that_nobody_knows_or_that_are_old_are_dropped() -> None:
     world = World("ab")
     running = world.begin()
-    world.roads.told("a", RoadSilent("b", "eth9", 1.0), world.watching, now_s=world.now_s)
+    world.roads.told("a", RailSilent("b", "eth9", 1.0), world.watching, now_s=world.now_s)
     world.pass_by(running, 2.0)
     assert world.asked == []
 
@@ -302,12 +307,12 @@ def verdict() -> Verdict:
         culprits=(),
         nodes=("b",),
         text="the link of node b is slow",
-        sure=Sure.LIKELY,
+        sure=Confidence.LIKELY,
         fingerprint="slow b",
     )
 
 
-def slow_rail(world: World, running: Plan) -> str:
+def slow_rail(world: World, running: GenerationPlan) -> str:
     assert running.roads is not None
     rail = running.roads.rails[0]
     world.rate = lambda road: (
@@ -402,14 +407,14 @@ def test_a_topology_that_cannot_be_used_costs_only_itself() -> None:
 
 
 def test_a_bug_in_the_plan_costs_the_plan_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks(_: object) -> RoadsPlan:
+    def breaks(_: object) -> NetworkPlan:
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(road_watch, "plan_roads", breaks)
     monkeypatch.setattr(road_map, "survey_of", breaks)
     world = World()
     places = world.ballot()
-    assert places == Assignment(tuple(world.cards), ())
+    assert places == RankAssignment(tuple(world.cards), ())
     assert "RoadsBug" in {one.kind for one in world.roads.take_notes()}
 
 
@@ -427,9 +432,9 @@ def test_of_very_many_roads_the_worst_are_shown(monkeypatch: pytest.MonkeyPatch)
 def test_what_was_judged_is_not_judged_again_before_more_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[Situation] = []
+    asked: list[PlanningInputs] = []
 
-    def counted(situation: Situation) -> tuple[Findings, Leaves]:
+    def counted(situation: PlanningInputs) -> tuple[NetworkFindings, LeafSwitches]:
         asked.append(situation)
         return survey_of(situation)
 
@@ -462,8 +467,8 @@ def test_what_is_dead_is_not_tried_for_every_word_and_looked_at_again_later() ->
     world.pass_by(running, 0.5)
     asked = len(world.asked)
     told = world.kinds().count("RoadFinding")
-    world.roads.told("c", RoadSilent("a", "eth1", 1.0), world.watching, now_s=world.now_s)
-    world.roads.told("d", RoadSilent("c", "eth1", 1.0), world.watching, now_s=world.now_s)
+    world.roads.told("c", RailSilent("a", "eth1", 1.0), world.watching, now_s=world.now_s)
+    world.roads.told("d", RailSilent("c", "eth1", 1.0), world.watching, now_s=world.now_s)
     world.pass_by(running, 0.5)
     assert len(world.asked) == asked
     world.pass_by(running, 31.0)
@@ -498,7 +503,7 @@ def test_where_no_plan_was_made_with_on_none_is_told_later() -> None:
     assert world.kinds().count("RoadsPlan") == 1
 
 
-def new_lead(running: Plan, nodes: str = "abcd") -> World:
+def new_lead(running: GenerationPlan, nodes: str = "abcd") -> World:
     """One that has taken over: it has probed nothing."""
     world = World(nodes)
     world.roads.know(running.voters)
@@ -517,7 +522,7 @@ def test_a_new_lead_leaves_a_dead_rail_though_it_knows_no_rate(nodes: str) -> No
     world.rate = lambda road: (
         0.0 if road.rail == rail and "b" in (road.source, road.destination) else 1e9
     )
-    world.roads.told("a", RoadSilent("b", rail, 1.0), world.watching, now_s=world.now_s)
+    world.roads.told("a", RailSilent("b", rail, 1.0), world.watching, now_s=world.now_s)
     world.pass_by(running, 0.3)
     assert rail in world.roads.take_urgent()
     places = world.ballot(running)
@@ -530,7 +535,7 @@ def test_a_new_lead_stays_on_a_sound_rail_after_a_false_alarm() -> None:
     assert running.roads is not None
     world = new_lead(running)
     rail = running.roads.rails[-1]
-    world.roads.told("a", RoadSilent("b", rail, 1.0), world.watching, now_s=world.now_s)
+    world.roads.told("a", RailSilent("b", rail, 1.0), world.watching, now_s=world.now_s)
     world.pass_by(running, 0.3)
     assert world.asked
     assert world.roads.take_urgent() == world.roads.wish == ""
@@ -542,7 +547,7 @@ def test_a_new_lead_stays_on_a_sound_rail_after_a_false_alarm() -> None:
 def test_a_short_look_keeps_the_rate_that_was_measured() -> None:
     world = World("abcd")
     running = world.begin()
-    world.roads.told("b", RoadSilent("c", "eth0", 1.0), world.watching, now_s=world.now_s)
+    world.roads.told("b", RailSilent("c", "eth0", 1.0), world.watching, now_s=world.now_s)
     world.pass_by(running, 0.3)
     assert world.asked
     status = world.roads.status(running, now_s=world.now_s)
@@ -606,11 +611,11 @@ def test_a_bug_anywhere_is_told_once_and_no_road_is_looked_at_again(
 
     world = World()
     running = world.begin()
-    monkeypatch.setattr(road_watch.Roads, name, breaks)
+    monkeypatch.setattr(road_watch.PathMonitor, name, breaks)
     for _ in range(2):
         world.ballot()
         world.roads.begin()
-        world.roads.told("b", RoadSilent("c", "eth0", 1.0), world.watching, now_s=world.now_s)
+        world.roads.told("b", RailSilent("c", "eth0", 1.0), world.watching, now_s=world.now_s)
         world.roads.lost("d")
         world.roads.know(world.cards)
         world.pass_by(running, 0.1)

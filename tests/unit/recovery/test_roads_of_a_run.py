@@ -3,16 +3,16 @@
 import msgspec
 import pytest
 
-from ftrun.membership.events import Heard
+from ftrun.membership.events import MessageReceived
 from ftrun.membership.member import Member
 from ftrun.network.failover.pair_check import PairCheck
-from ftrun.recovery.commands import Command, Note, RunGeneration, TryRoad
-from ftrun.recovery.generation_monitor import Oversight
-from ftrun.recovery.settings import NetworkSettings, Wishes
-from ftrun.wire.cluster.generation import Plan
-from ftrun.wire.cluster.heartbeats import Beat
-from ftrun.wire.cluster.messages import RoadSilent, RoadTried
-from ftrun.wire.cluster.rails import Rail, RoadFound
+from ftrun.recovery.commands import Command, JournalEntry, ProbePath, StartRanks
+from ftrun.recovery.generation_monitor import GenerationMonitor
+from ftrun.recovery.settings import ClusterSize, NetworkSettings
+from ftrun.wire.cluster.generation import GenerationPlan
+from ftrun.wire.cluster.heartbeats import Heartbeat
+from ftrun.wire.cluster.messages import ProbePathResult, RailSilent
+from ftrun.wire.cluster.rails import PathMeasurement, Rail
 from tests.unit.recovery.agents import Agent, Agents
 from tests.unit.recovery.made import POLICY, card, settings
 
@@ -27,7 +27,7 @@ class Railed(Agents):
         self.tried: list[tuple[str, str, str]] = []
         count = len(node_ids)
         network = NetworkSettings(plan=mode)
-        super().__init__(node_ids, settings(wishes=Wishes(2, count, 0), network=network))
+        super().__init__(node_ids, settings(wishes=ClusterSize(2, count, 0), network=network))
 
     def start(self, node_id: str, incarnation: int = 1, **changes: object) -> Agent:
         assert not changes
@@ -38,14 +38,14 @@ class Railed(Agents):
         member = Member(
             me,
             wishes,
-            lambda: Oversight(POLICY, wishes, node_id, pairs=PairCheck()),
+            lambda: GenerationMonitor(POLICY, wishes, node_id, pairs=PairCheck()),
             now_s=self.now_s,
         )
         self.all[node_id] = Agent(member, wishes)
         return self.all[node_id]
 
     def _carry_out(self, agent: Agent, command: Command) -> None:
-        if not isinstance(command, TryRoad):
+        if not isinstance(command, ProbePath):
             super()._carry_out(agent, command)
             return
         me, order = agent.card.node_id, command.order
@@ -54,20 +54,20 @@ class Railed(Agents):
             return
         is_dead = bool({(me, order.rail), (order.destination, order.rail)} & self.dead)
         figures = (0.0, 0.0, "no answer") if is_dead else (1e-4, 1e9, "")
-        found = RoadFound(me, order.destination, order.rail, *figures)
-        answer = Heard(me, RoadTried(order.survey, found))
+        found = PathMeasurement(me, order.destination, order.rail, *figures)
+        answer = MessageReceived(me, ProbePathResult(order.survey, found))
         if command.asks == me or frozenset((me, command.asks)) in self.links:
             self._queue.append((command.asks, answer))
 
-    def plan(self) -> Plan:
+    def plan(self) -> GenerationPlan:
         """Of the newest generation that runs."""
-        return self["a"].told(RunGeneration)[-1].plan
+        return self["a"].told(StartRanks)[-1].plan
 
     def works(self, step: int) -> None:
         for one in self.all:
             self.here_is(
                 one,
-                Beat(
+                Heartbeat(
                     generation=self[one].runs,
                     state="running",
                     attached=True,
@@ -97,9 +97,9 @@ def test_nodes_that_try_nothing_delay_the_start_by_no_more_than_the_limit(mute: 
     made.mute = set(mute)
     made.passes(3.0)
     begun_s = made.now_s
-    while not made["a"].told(RunGeneration) and made.now_s < begun_s + 20:
+    while not made["a"].told(StartRanks) and made.now_s < begun_s + 20:
         made.passes(0.25)
-    assert made["a"].told(RunGeneration)
+    assert made["a"].told(StartRanks)
     assert made.now_s - begun_s < 6.0
 
 
@@ -123,7 +123,7 @@ def test_a_rail_that_falls_silent_is_left_within_one_generation() -> None:
     rail = before.roads.rails[0]
     made.works(7)
     made.dead.add(("c", rail))
-    made.happens("a", Heard("b", RoadSilent("c", rail, 1.0)))
+    made.happens("a", MessageReceived("b", RailSilent("c", rail, 1.0)))
     made.passes(1.0)
     after = made.plan()
     assert after.generation == 1
@@ -132,7 +132,7 @@ def test_a_rail_that_falls_silent_is_left_within_one_generation() -> None:
     assert [one.node_id for one in after.members] == [one.node_id for one in before.members]
     host = after.members[0].card.rails[int(after.roads.rails[0][-1])].host
     assert after.store_host == host
-    findings = [one for one in made["a"].told(Note) if one.kind == "RoadFinding"]
+    findings = [one for one in made["a"].told(JournalEntry) if one.kind == "RoadFinding"]
     assert any(one.say and rail in one.text for one in findings)
 
 
@@ -141,10 +141,10 @@ def test_with_report_a_dead_rail_is_named_and_nothing_else_happens() -> None:
     made.passes(10.0)
     made.works(7)
     made.dead.add(("c", "eth1"))
-    made.happens("a", Heard("b", RoadSilent("c", "eth1", 1.0)))
+    made.happens("a", MessageReceived("b", RailSilent("c", "eth1", 1.0)))
     made.passes(2.0)
     assert made.plan().generation == 0
-    findings = [one.text for one in made["a"].told(Note) if one.kind == "RoadFinding"]
+    findings = [one.text for one in made["a"].told(JournalEntry) if one.kind == "RoadFinding"]
     assert any("eth1" in text for text in findings)
 
 
@@ -153,4 +153,4 @@ def test_a_plan_whose_rail_the_first_node_lacks_meets_at_its_address() -> None:
     made.passes(10.0)
     plan = made.plan()
     assert plan.roads is not None
-    assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
+    assert msgspec.json.decode(msgspec.json.encode(plan), type=GenerationPlan) == plan

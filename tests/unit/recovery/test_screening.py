@@ -3,39 +3,39 @@
 import msgspec
 import pytest
 
-from ftrun.events import Kind
-from ftrun.membership.events import Checked, RanksStuck
-from ftrun.membership.leader.failure_detector import Peers
-from ftrun.membership.leader.rank_assignment import Assignment, NotEnough
-from ftrun.membership.leader.screening import Screening
-from ftrun.monitor.node_fitness import Figures, Fitness, Outcome
-from ftrun.recovery.commands import CheckAgain, Note
-from ftrun.recovery.settings import Wishes
-from ftrun.wire.cluster.heartbeats import LeadBeat
+from ftrun.events import ExitKind
+from ftrun.membership.events import NodeChecked, RanksStuck
+from ftrun.membership.leader.failure_detector import FailureDetector
+from ftrun.membership.leader.rank_assignment import RankAssignment, TooFewNodes
+from ftrun.membership.leader.screening import Admission
+from ftrun.monitor.node_fitness import CheckOutcome, NodeFitness, NodeMeasurements
+from ftrun.recovery.commands import JournalEntry, RepeatNodeCheck
+from ftrun.recovery.settings import ClusterSize
+from ftrun.wire.cluster.heartbeats import LeaderHeartbeat
 from tests.unit.recovery.agents import Agents
 from tests.unit.recovery.made import card, plan, settings
 from tests.unit.recovery.test_lead import exited, notes, works
 
-SETTINGS = settings(wishes=Wishes(2, 3, 1))
-FIT = Fitness(Outcome.PASS)
+SETTINGS = settings(wishes=ClusterSize(2, 3, 1))
+FIT = NodeFitness(CheckOutcome.PASS)
 STUCK = "rank 1 (pid 7) has not died of SIGKILL"
-UNFIT = Fitness(Outcome.FAIL, problems=("memory is copied at 3 MB/s",))
+UNFIT = NodeFitness(CheckOutcome.FAIL, problems=("memory is copied at 3 MB/s",))
 
 
-def fit(number: int, *, is_whole: bool = True, rate: float = 0.0) -> Fitness:
-    figures = Figures(memory_bytes_per_s=rate)
-    return Fitness(Outcome.PASS, figures, number=number, is_whole=is_whole)
+def fit(number: int, *, is_whole: bool = True, rate: float = 0.0) -> NodeFitness:
+    figures = NodeMeasurements(memory_bytes_per_s=rate)
+    return NodeFitness(CheckOutcome.PASS, figures, number=number, is_whole=is_whole)
 
 
-def made_of(**checks: Fitness | None) -> tuple[Screening, Peers]:
+def made_of(**checks: NodeFitness | None) -> tuple[Admission, FailureDetector]:
     """A lead's screening of nodes with these results."""
-    peers = Peers(card("a"), SETTINGS)
+    peers = FailureDetector(card("a"), SETTINGS)
     for node_id, fitness in checks.items():
         peers.put(card(node_id), now_s=0.0, linked=True, has_answered=True).fitness = fitness
-    return Screening(SETTINGS, peers), peers
+    return Admission(SETTINGS, peers), peers
 
 
-def texts(notes: list[Note]) -> list[tuple[str, str]]:
+def texts(notes: list[JournalEntry]) -> list[tuple[str, str]]:
     return [(one.kind, one.text) for one in notes]
 
 
@@ -44,7 +44,7 @@ def test_who_has_failed_its_check_is_left_out_and_named() -> None:
     assert screening.unfit(set()) == {"b": "memory is copied at 3 MB/s"}
     assert screening.barred({"z"}) == {"b", "z"}
     found = screening.assign([card("a"), card("b"), card("c")], None, set())
-    assert isinstance(found, Assignment)
+    assert isinstance(found, RankAssignment)
     assert [one.node_id for one in found.members] == ["a", "c"]
     assert [one.node_id for one in found.spares] == ["b"]
 
@@ -52,7 +52,7 @@ def test_who_has_failed_its_check_is_left_out_and_named() -> None:
 def test_too_few_fit_nodes_are_told_with_the_check() -> None:
     screening, _ = made_of(a=FIT, b=UNFIT)
     found = screening.assign([card("a"), card("b"), card("d")], None, {"d"})
-    assert found == NotEnough(1, 2, ("d",), ("b (memory is copied at 3 MB/s)",))
+    assert found == TooFewNodes(1, 2, ("d",), ("b (memory is copied at 3 MB/s)",))
     assert str(found) == (
         "1 of at least 2 nodes are here; set aside after too many failures: d; not fit: b (memory "
         "is copied at 3 MB/s)"
@@ -97,7 +97,7 @@ def test_a_node_that_is_forgotten_is_not_fit_again() -> None:
 def test_whoever_was_set_aside_makes_another_check_first() -> None:
     screening, peers = made_of(a=FIT, b=fit(1))
     screening.look({"b"})
-    beat = LeadBeat(generation=0)
+    beat = LeaderHeartbeat(generation=0)
     assert screening.ask(beat) is beat
     notes = screening.look(set())
     why = "node b may not run ranks: it was set aside, and checks itself again"
@@ -143,77 +143,79 @@ def test_slow_nodes_are_told_once() -> None:
 # --- among agents -----------------------------------------------------------------------------
 
 
-def started(node_ids: str, unfit: str, wishes: Wishes, **changes: object) -> Agents:
+def started(node_ids: str, unfit: str, wishes: ClusterSize, **changes: object) -> Agents:
     """Agents that know how they are before they meet."""
     made = Agents(node_ids, settings(wishes=wishes, settle_s=2.0, **changes))
     for one in node_ids:
-        made.happens(one, Checked(UNFIT if one in unfit else FIT))
+        made.happens(one, NodeChecked(UNFIT if one in unfit else FIT))
     made.passes(10.0)
     return made
 
 
 def test_a_spare_runs_in_place_of_an_unfit_node_from_the_beginning() -> None:
-    made = started("abcd", "b", Wishes(3, 3, 1))
+    made = started("abcd", "b", ClusterSize(3, 3, 1))
     assert made.running() == {"a": 0, "c": 0, "d": 0}
     assert [one.node_id for one in made.plan("a").spares] == ["b"]
-    notes = [one.text for one in made["a"].told(Note) if one.kind == "Unfit"]
+    notes = [one.text for one in made["a"].told(JournalEntry) if one.kind == "Unfit"]
     assert notes == ["node b may not run ranks: memory is copied at 3 MB/s"]
 
 
 def test_an_unfit_endpoint_leads_without_ranks() -> None:
-    made = started("abc", "a", Wishes(2, 2, 1))
+    made = started("abc", "a", ClusterSize(2, 2, 1))
     assert made.lead() == "a"
     assert made.running() == {"b": 0, "c": 0}
 
 
 def test_too_few_fit_nodes_wait_until_one_passes() -> None:
-    made = started("abc", "c", Wishes(3, 3, 0))
+    made = started("abc", "c", ClusterSize(3, 3, 0))
     assert made.running() == {}
     lead = made["a"].member.lead
     assert lead is not None
     assert "not fit: c (memory is copied at 3 MB/s)" in lead.pause.why
-    made.happens("c", Checked(fit(2)))
+    made.happens("c", NodeChecked(fit(2)))
     made.passes(5.0)
     assert made.running() == {"a": 0, "b": 0, "c": 0}
 
 
 def test_a_run_does_not_grow_by_an_unfit_node() -> None:
-    made = started("abc", "c", Wishes(2, 3, 0))
+    made = started("abc", "c", ClusterSize(2, 3, 0))
     assert made.running() == {"a": 0, "b": 0}
     made.passes(20.0)
     assert made.running() == {"a": 0, "b": 0}
-    made.happens("c", Checked(fit(2)))
+    made.happens("c", NodeChecked(fit(2)))
     made.passes(10.0)
     assert made.running() == {"a": 1, "b": 1, "c": 1}
 
 
 def test_a_node_that_was_set_aside_is_asked_once_and_comes_back_when_it_passes() -> None:
-    made = started("abc", "", Wishes(2, 3, 0), failures_per_hour=1)
+    made = started("abc", "", ClusterSize(2, 3, 0), failures_per_hour=1)
     made.kill("c")
     made.passes(2.0)
     made.start("c", 2)
-    made.happens("c", Checked(FIT))
+    made.happens("c", NodeChecked(FIT))
     made.passes(10.0)
     assert made.running() == {"a": 1, "b": 1}
-    assert made["c"].told(CheckAgain) == []
+    assert made["c"].told(RepeatNodeCheck) == []
     made.passes(3600.0, step_s=0.5)
-    assert made["c"].told(CheckAgain) == [CheckAgain(2)]
+    assert made["c"].told(RepeatNodeCheck) == [RepeatNodeCheck(2)]
     assert made.running() == {"a": 1, "b": 1}
-    made.happens("c", Checked(msgspec.structs.replace(UNFIT, number=2)))
+    made.happens("c", NodeChecked(msgspec.structs.replace(UNFIT, number=2)))
     made.passes(10.0)
     assert made.running() == {"a": 1, "b": 1}
-    made.happens("c", Checked(fit(3)))
+    made.happens("c", NodeChecked(fit(3)))
     made.passes(10.0)
     assert set(made.running()) == {"a", "b", "c"}
 
 
 @pytest.mark.parametrize("checked", [None, fit(1)])
-def test_a_node_whose_ranks_do_not_die_runs_none_until_they_have(checked: Fitness | None) -> None:
-    made = started("abc", "", Wishes(2, 2, 1))
+def test_a_node_whose_ranks_do_not_die_runs_none_until_they_have(
+    checked: NodeFitness | None,
+) -> None:
+    made = started("abc", "", ClusterSize(2, 2, 1))
     made["b"].member.follower._checked = checked
     works(made, 5, "ab")
     made.happens("b", RanksStuck(STUCK))
-    works(made, 5, "b", exits=(exited(1, Kind.SIGNAL, -9),))
+    works(made, 5, "b", exits=(exited(1, ExitKind.SIGNAL, -9),))
     made.passes(5.0)
     assert made.running() == {"a": 1, "c": 1}
     assert notes(made, "a", "Unfit") == [f"node b may not run ranks: {STUCK}"]
@@ -223,6 +225,8 @@ def test_a_node_whose_ranks_do_not_die_runs_none_until_they_have(checked: Fitnes
 
 
 def test_who_makes_no_checks_is_asked_for_none() -> None:
-    made = started("abc", "", Wishes(2, 3, 0))
+    made = started("abc", "", ClusterSize(2, 3, 0))
     made["b"].member.follower._checked = None
-    assert made["b"].member.follower.obey("a", LeadBeat(0, number=10**6, checks={"b": 2})) == []
+    assert (
+        made["b"].member.follower.obey("a", LeaderHeartbeat(0, number=10**6, checks={"b": 2})) == []
+    )

@@ -11,23 +11,23 @@ from ftrun.errors import ExitCode
 from ftrun.events import (
     AllAtBoundary,
     Event,
+    ExitKind,
     GenerationStarted,
-    Kind,
     Progress,
-    StopAsked,
+    StopRequested,
     Tick,
     WorkerExit,
     WorkersExited,
 )
 from ftrun.ids import Generation, Rank, Step
 from ftrun.recovery.commands import (
-    AskLastSnapshot,
     EndRun,
     KillWorkers,
+    RequestFinalSnapshot,
     SignalWorkers,
     StartGeneration,
 )
-from ftrun.recovery.supervisor import Policy, State, Supervisor, first_cause
+from ftrun.recovery.supervisor import Policy, Supervisor, SupervisorState, first_cause
 
 POLICY = Policy(
     max_restarts=None,
@@ -50,17 +50,17 @@ def progress(step: int, *, here: int | None = None, attached: bool = True) -> Pr
 
 
 def killed(rank: int = 0, fingerprint: str = "SIGKILL") -> WorkerExit:
-    return WorkerExit(Rank(rank), Kind.SIGNAL, -9, f"rank {rank} was killed", "", fingerprint)
+    return WorkerExit(Rank(rank), ExitKind.SIGNAL, -9, f"rank {rank} was killed", "", fingerprint)
 
 
 def raised(rank: int = 0, code: int = 1, at_ns: int = 0) -> WorkerExit:
     return WorkerExit(
-        Rank(rank), Kind.EXCEPTION, code, f"rank {rank} raised", "", "exception", at_ns
+        Rank(rank), ExitKind.EXCEPTION, code, f"rank {rank} raised", "", "exception", at_ns
     )
 
 
 def finished(rank: int) -> WorkerExit:
-    return WorkerExit(Rank(rank), Kind.FINISHED, 0, f"rank {rank} has finished")
+    return WorkerExit(Rank(rank), ExitKind.FINISHED, 0, f"rank {rank} has finished")
 
 
 def ends(*exits: WorkerExit, at: Progress) -> WorkersExited:
@@ -98,7 +98,7 @@ def test_run_ends_when_every_rank_has_finished() -> None:
     assert made.handle(ends(finished(1), at=progress(5)), now_s=2.0) == [
         EndRun(ExitCode.DONE, "every rank has finished")
     ]
-    assert made.state is State.ENDED
+    assert made.state is SupervisorState.ENDED
 
 
 def test_ranks_that_finished_before_a_restart_are_counted_anew() -> None:
@@ -117,7 +117,7 @@ def test_program_that_ends_before_its_first_step_is_not_retried() -> None:
 
 
 def test_a_rank_that_ends_well_too_early_before_the_first_step_is_not_retried() -> None:
-    left = WorkerExit(Rank(0), Kind.LEFT_EARLY, 1, "rank 0 has ended", fingerprint="left early")
+    left = WorkerExit(Rank(0), ExitKind.LEFT_EARLY, 1, "rank 0 has ended", fingerprint="left early")
     kill, end = supervisor().handle(ends(left, at=progress(0)), now_s=1.0)
     assert isinstance(kill, KillWorkers)
     assert isinstance(end, EndRun)
@@ -215,17 +215,17 @@ def test_ends_of_workers_between_two_generations_are_not_news() -> None:
     made = supervisor(replace(POLICY, same_cause_limit=99))
     for generation in range(1, 3):
         made.handle(ends(killed(), at=progress(7)), now_s=0.0)
-        if made.state is State.STARTING:
+        if made.state is SupervisorState.STARTING:
             made.handle(started(generation), now_s=0.0)
     made.handle(ends(killed(), at=progress(7)), now_s=0.0)
-    assert made.state is State.BACKING_OFF
+    assert made.state is SupervisorState.BACKING_OFF
     assert made.handle(ends(killed(1), at=progress(7)), now_s=0.0) == []
 
 
 def test_nothing_follows_the_end() -> None:
     made = supervisor()
     made.handle(ends(finished(0), finished(1), at=progress(1)), now_s=0.0)
-    assert made.handle(StopAsked(SIGTERM, "late", attached=True), now_s=1.0) == []
+    assert made.handle(StopRequested(SIGTERM, "late", attached=True), now_s=1.0) == []
 
 
 def test_a_successor_is_as_strict() -> None:
@@ -233,14 +233,14 @@ def test_a_successor_is_as_strict() -> None:
     made.handle(ends(killed(), at=progress(3)), now_s=10.0)
     heir = Supervisor(made._policy, world_size=2)
     heir.succeed(made.history(now_s=30.0), now_s=100.0)
-    assert heir.state is State.RUNNING
+    assert heir.state is SupervisorState.RUNNING
     assert heir.history(now_s=100.0) == made.history(now_s=30.0)
 
 
 def test_stop_takes_a_last_snapshot_then_signals_then_ends() -> None:
     made = supervisor()
-    assert made.handle(StopAsked(SIGTERM, "SIGTERM", attached=True), now_s=0.0) == [
-        AskLastSnapshot("SIGTERM")
+    assert made.handle(StopRequested(SIGTERM, "SIGTERM", attached=True), now_s=0.0) == [
+        RequestFinalSnapshot("SIGTERM")
     ]
     assert made.handle(Tick(), now_s=1.0) == []
     assert made.handle(AllAtBoundary(), now_s=2.0) == [
@@ -254,13 +254,13 @@ def test_stop_takes_a_last_snapshot_then_signals_then_ends() -> None:
 
 
 def test_stop_without_attach_signals_at_once() -> None:
-    commands = supervisor().handle(StopAsked(SIGINT, "SIGINT", attached=False), now_s=0.0)
+    commands = supervisor().handle(StopRequested(SIGINT, "SIGINT", attached=False), now_s=0.0)
     assert commands == [SignalWorkers(SIGINT, "SIGINT")]
 
 
 def test_stop_goes_on_when_no_boundary_comes_and_kills_after_the_grace() -> None:
     made = supervisor()
-    made.handle(StopAsked(SIGTERM, "SIGTERM", attached=True), now_s=0.0)
+    made.handle(StopRequested(SIGTERM, "SIGTERM", attached=True), now_s=0.0)
     assert isinstance(made.handle(Tick(), now_s=10.0)[0], SignalWorkers)
     assert made.handle(Tick(), now_s=29.0) == []
     assert isinstance(made.handle(Tick(), now_s=30.0)[0], KillWorkers)
@@ -269,9 +269,9 @@ def test_stop_goes_on_when_no_boundary_comes_and_kills_after_the_grace() -> None
 
 def test_stop_asked_for_during_a_start_is_not_forgotten() -> None:
     made = Supervisor(POLICY, world_size=2)
-    made.handle(StopAsked(SIGTERM, "SIGTERM", attached=False), now_s=0.0)
+    made.handle(StopRequested(SIGTERM, "SIGTERM", attached=False), now_s=0.0)
     made.handle(started(), now_s=0.0)
-    assert made.state is State.SIGNALLED
+    assert made.state is SupervisorState.SIGNALLED
 
 
 def test_boundary_that_comes_unasked_is_no_news() -> None:
@@ -280,9 +280,9 @@ def test_boundary_that_comes_unasked_is_no_news() -> None:
 
 def test_second_signal_kills_at_once() -> None:
     made = supervisor()
-    made.handle(StopAsked(SIGINT, "SIGINT", attached=True), now_s=0.0)
+    made.handle(StopRequested(SIGINT, "SIGINT", attached=True), now_s=0.0)
     assert isinstance(
-        made.handle(StopAsked(SIGINT, "SIGINT", attached=True), now_s=0.1)[0], KillWorkers
+        made.handle(StopRequested(SIGINT, "SIGINT", attached=True), now_s=0.1)[0], KillWorkers
     )
 
 
@@ -293,7 +293,7 @@ def test_stop_during_a_pause_ends_the_run() -> None:
     made.handle(ends(killed(), at=progress(7)), now_s=0.0)
     made.handle(started(2), now_s=0.0)
     made.handle(ends(killed(), at=progress(7)), now_s=0.0)
-    assert made.handle(StopAsked(SIGTERM, "SIGTERM", attached=True), now_s=0.1) == [
+    assert made.handle(StopRequested(SIGTERM, "SIGTERM", attached=True), now_s=0.1) == [
         EndRun(143, "stopped by SIGTERM")
     ]
 
@@ -318,7 +318,7 @@ EVENTS = st.one_of(
         st.integers(0, 2),
         st.integers(0, 5),
     ),
-    st.builds(lambda attached: StopAsked(SIGTERM, "SIGTERM", attached), st.booleans()),
+    st.builds(lambda attached: StopRequested(SIGTERM, "SIGTERM", attached), st.booleans()),
 )
 
 
@@ -340,8 +340,8 @@ def test_whatever_happens_the_budget_holds_and_nothing_follows_the_end(events: l
 @pytest.mark.parametrize(
     "blip",
     [
-        WorkerExit(Rank(0), Kind.LINK_LOST, 75, "a fetch failed", "", "restore a"),
-        WorkerExit(Rank(0), Kind.EXCEPTION, 1, "rank 0: Connection reset by peer", "", "reset"),
+        WorkerExit(Rank(0), ExitKind.LINK_LOST, 75, "a fetch failed", "", "restore a"),
+        WorkerExit(Rank(0), ExitKind.EXCEPTION, 1, "rank 0: Connection reset by peer", "", "reset"),
     ],
     ids=["fetch", "gloo"],
 )
@@ -364,7 +364,7 @@ def test_a_lost_connection_is_not_the_same_cause_and_the_budget_bounds_it(blip: 
 
 def test_a_lost_connection_between_two_equal_failures_does_not_hide_the_second() -> None:
     made = supervisor(replace(POLICY, backoff_first_s=0.0))
-    blip = WorkerExit(Rank(0), Kind.LINK_LOST, 75, "a fetch failed", "", "restore a")
+    blip = WorkerExit(Rank(0), ExitKind.LINK_LOST, 75, "a fetch failed", "", "restore a")
     for cause in (killed(), blip, killed(), blip):
         made.handle(ends(cause, at=progress(7)), now_s=0.0)
         made.handle(started(), now_s=0.0)

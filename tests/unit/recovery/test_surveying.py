@@ -8,20 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftrun.agent.cluster import path_probe as road_probe
-from ftrun.network.detect.probe_schedule import Road, schedule, schedule_for
+from ftrun.network.detect.probe_schedule import NetworkPath, schedule, schedule_for
 from ftrun.network.detect.rails import match_rails
 from ftrun.network.failover.survey import (
     MOST_ROADS,
     ROUND_S,
     SHORT_ROUND_S,
-    Survey,
+    ProbeSurvey,
     most_kept,
     most_rounds,
     roads_to,
 )
 from ftrun.recovery.commands import Send
-from ftrun.wire.cluster.messages import AskRoad, RoadTried
-from ftrun.wire.cluster.rails import Rail, RoadFound
+from ftrun.wire.cluster.messages import ProbePathRequest, ProbePathResult
+from ftrun.wire.cluster.rails import PathMeasurement, Rail
 
 LIMIT_S = 3.0
 
@@ -33,26 +33,26 @@ def rails_of(nodes: str, count: int = 2) -> dict[str, list[Rail]]:
     }
 
 
-def survey_of(nodes: str, count: int = 2, **more: object) -> Survey:
+def survey_of(nodes: str, count: int = 2, **more: object) -> ProbeSurvey:
     matched = match_rails(rails_of(nodes, count))
     rounds = schedule(list(nodes), matched).rounds
-    return Survey(5, rounds, matched, limit_s=LIMIT_S, now_s=0.0, **more)  # type: ignore[arg-type]
+    return ProbeSurvey(5, rounds, matched, limit_s=LIMIT_S, now_s=0.0, **more)  # type: ignore[arg-type]
 
 
-def asked(commands: list[Send]) -> list[tuple[str, AskRoad]]:
+def asked(commands: list[Send]) -> list[tuple[str, ProbePathRequest]]:
     found = []
     for one in commands:
-        assert isinstance(one.message, AskRoad)
+        assert isinstance(one.message, ProbePathRequest)
         found.append((one.node_id, one.message))
     return found
 
 
-def found_by(source: str, order: AskRoad, *, is_dead: bool = False) -> RoadTried:
+def found_by(source: str, order: ProbePathRequest, *, is_dead: bool = False) -> ProbePathResult:
     figures = (0.0, 0.0, "no answer") if is_dead else (1e-4, 1e8, "")
-    return RoadTried(5, RoadFound(source, order.destination, order.rail, *figures))
+    return ProbePathResult(5, PathMeasurement(source, order.destination, order.rail, *figures))
 
 
-def run(survey: Survey, dead: set[tuple[str, str]] = frozenset()) -> tuple[float, list[int]]:  # type: ignore[assignment]
+def run(survey: ProbeSurvey, dead: set[tuple[str, str]] = frozenset()) -> tuple[float, list[int]]:  # type: ignore[assignment]
     """Answer everything; a try of a dead interface takes 0.4 s, another one 10 ms."""
     now_s, sizes = 0.0, []
     waiting = asked(survey.look(now_s=now_s))
@@ -73,11 +73,11 @@ def test_every_road_is_asked_for_with_the_addresses_of_its_rail() -> None:
     survey = survey_of("ab")
     (source, order), *more = asked(survey.look(now_s=0.0))
     assert (source, more) == ("a", [])
-    assert order == AskRoad(5, "b", "eth0", "eth0", "10.0.0.1", "10.0.0.2", 7000)
+    assert order == ProbePathRequest(5, "b", "eth0", "eth0", "10.0.0.1", "10.0.0.2", 7000)
     survey = survey_of("ab")
     run(survey)
     assert set(survey.found) == {
-        Road(one, other, rail) for one, other in ("ab", "ba") for rail in ("eth0", "eth1")
+        NetworkPath(one, other, rail) for one, other in ("ab", "ba") for rail in ("eth0", "eth1")
     }
 
 
@@ -93,7 +93,7 @@ def test_an_answer_to_another_survey_or_of_another_node_changes_nothing() -> Non
     survey = survey_of("ab")
     ((source, order),) = asked(survey.look(now_s=0.0))
     right = found_by(source, order)
-    assert survey.tried(source, RoadTried(4, right.found), now_s=0.1) == []
+    assert survey.tried(source, ProbePathResult(4, right.found), now_s=0.1) == []
     assert survey.tried("b", right, now_s=0.1) == []
     assert survey.found == {}
 
@@ -184,7 +184,7 @@ def test_eight_nodes_with_two_rails_take_28_rounds() -> None:
 def test_it_ends_in_time_whatever_nodes_do(count: int, moods: list[str]) -> None:
     nodes = "abcdefghi"[:count]
     survey = survey_of(nodes)
-    now_s, number, late = 0.0, 0, list[tuple[str, AskRoad]]()
+    now_s, number, late = 0.0, 0, list[tuple[str, ProbePathRequest]]()
     waiting = asked(survey.look(now_s=now_s))
     times = [now_s]
     while not survey.is_over:
@@ -218,12 +218,12 @@ def test_of_two_tries_of_a_road_the_better_one_counts() -> None:
         for source, order in waiting:
             mine = rates.get((source, order.destination))
             rate = mine.pop(0) if mine else 1e8
-            found = RoadFound(source, order.destination, order.rail, 1e-4, rate)
-            out += survey.tried(source, RoadTried(5, found), now_s=0.1)
+            found = PathMeasurement(source, order.destination, order.rail, 1e-4, rate)
+            out += survey.tried(source, ProbePathResult(5, found), now_s=0.1)
         waiting = asked(out)
     assert rates == {("a", "b"): [], ("b", "a"): []}
-    assert survey.found[Road("a", "b", "eth0")].bytes_per_s == 1e6
-    assert survey.found[Road("b", "a", "eth0")].bytes_per_s == 1e8
+    assert survey.found[NetworkPath("a", "b", "eth0")].bytes_per_s == 1e6
+    assert survey.found[NetworkPath("b", "a", "eth0")].bytes_per_s == 1e8
 
 
 @pytest.mark.parametrize("num_rails", [1, 2])
@@ -248,7 +248,7 @@ def test_a_node_that_could_not_try_says_nothing_of_the_road_and_is_asked_again()
     survey = survey_of("ab", 1)
     ((source, order),) = asked(survey.look(now_s=0.0))
     answer = found_by(source, order, is_dead=True)
-    untried = RoadTried(5, answer.found, is_untried=True)
+    untried = ProbePathResult(5, answer.found, is_untried=True)
     assert asked(survey.tried(source, untried, now_s=0.1)), "the next round begins"
     assert survey.found == {}
     assert survey.given_up == set()

@@ -1,13 +1,13 @@
 """Waiting: ranks stand still before the run may go on without them."""
 
-from ftrun.membership.fencing import Waiting
+from ftrun.membership.fencing import SelfFencing
 from tests.unit.recovery.made import settings
 
 SETTINGS = settings(heartbeat_s=0.5, cut_off_s=2.0)
 
 
-def waiting() -> Waiting:
-    return Waiting(SETTINGS, now_s=100.0)
+def waiting() -> SelfFencing:
+    return SelfFencing(SETTINGS, now_s=100.0)
 
 
 def test_ranks_wait_once_the_lead_was_not_heard_for_as_long_as_it_may_be_replaced() -> None:

@@ -9,30 +9,30 @@ from unit.monitor.ranks import view
 from unit.monitor.test_hangs import behind, group, waiting
 from unit.recovery.test_hang_watch import hang
 
-from ftrun.events import Kind, WorkerExit
+from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Rank
 from ftrun.monitor.slow.clock_offsets import ClockOffset
 from ftrun.monitor.slow.delay_matrix import LinkSample
 from ftrun.monitor.slow.samples import NodeSample, RankSample
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import EndRun, Send, StartGeneration, SupervisorCommand
-from ftrun.recovery.generation_monitor import Oversight
-from ftrun.recovery.slow_watch import SlowWatch
-from ftrun.wire.cluster.heartbeats import Beat, RankReport
-from ftrun.wire.cluster.messages import AskProbe, ProbeFound
+from ftrun.recovery.generation_monitor import GenerationMonitor
+from ftrun.recovery.slow_watch import SlowSuspicions
+from ftrun.wire.cluster.heartbeats import Heartbeat, RankReport
+from ftrun.wire.cluster.messages import ProbeLinkRequest, ProbeLinkResult
 from tests.unit.recovery.made import POLICY, card, plan, settings
 
 PLAN = plan(1, [card("a", num_ranks=2), card("b", num_ranks=2)], spares="s")
 SETTINGS = settings(heartbeat_s=0.5)
 
 
-def oversight(policy: str = "report") -> Oversight:
-    made = Oversight(replace(POLICY, bad_numbers=policy), SETTINGS, "a", pairs=PairCheck())
+def oversight(policy: str = "report") -> GenerationMonitor:
+    made = GenerationMonitor(replace(POLICY, bad_numbers=policy), SETTINGS, "a", pairs=PairCheck())
     made.begin(PLAN, now_s=0.0)
     return made
 
 
-def beat(node: str, step: int, **changes: object) -> Beat:
+def beat(node: str, step: int, **changes: object) -> Heartbeat:
     first = 0 if node == "a" else 2
     loss = changes.pop("loss", None)
     bad_step = changes.pop("bad_step", 0)
@@ -40,11 +40,11 @@ def beat(node: str, step: int, **changes: object) -> Beat:
         RankReport(rank, 1, "running", step, 0.1, "", loss, bad_step)  # type: ignore[arg-type]
         for rank in (first, first + 1)
     )
-    known = Beat(generation=1, attached=True, step=step, steps_here=step, ranks=ranks)
+    known = Heartbeat(generation=1, attached=True, step=step, steps_here=step, ranks=ranks)
     return msgspec.structs.replace(known, **changes)
 
 
-def told(made: Oversight, kind: str) -> list[dict[str, Any]]:
+def told(made: GenerationMonitor, kind: str) -> list[dict[str, Any]]:
     return [note.fields for note in made.incidents.take_notes() if note.kind == kind]
 
 
@@ -55,7 +55,9 @@ def whys(commands: list[SupervisorCommand]) -> list[str]:
 # --- numbers ----------------------------------------------------------------------------------
 
 
-def bad(made: Oversight, now_s: float = 10.0, *, attached: bool = True) -> list[SupervisorCommand]:
+def bad(
+    made: GenerationMonitor, now_s: float = 10.0, *, attached: bool = True
+) -> list[SupervisorCommand]:
     first = beat("a", 40, loss=math.nan, bad_step=38, attached=attached)
     second = beat("b", 40, loss=math.nan, bad_step=39, attached=attached)
     found = made.beat("a", first, now_s=now_s) + made.beat("b", second, now_s=now_s)
@@ -122,7 +124,7 @@ def sample(node: str, number: int, late_s: float, *, calls: int = 0) -> NodeSamp
     return NodeSample(number, at_s, 1.0, tuple(ranks), (link,), 1 << 40)
 
 
-def looks(made: SlowWatch, first: int, last: int, late_s: float, calls: int = 0) -> list[Any]:
+def looks(made: SlowSuspicions, first: int, last: int, late_s: float, calls: int = 0) -> list[Any]:
     found = []
     for number in range(first, last):
         beats = {
@@ -134,8 +136,8 @@ def looks(made: SlowWatch, first: int, last: int, late_s: float, calls: int = 0)
     return found
 
 
-def slow_watch() -> SlowWatch:
-    made = SlowWatch()
+def slow_watch() -> SlowSuspicions:
+    made = SlowSuspicions()
     clock = ClockOffset()
     clock.add(10**9, 10**9, 10**9, 10**9)
     made.clocks = {"b": clock}
@@ -154,7 +156,7 @@ def test_a_rank_that_becomes_late_is_told_once_with_its_node() -> None:
 
 
 def test_a_node_whose_clock_is_not_known_is_not_compared() -> None:
-    made = SlowWatch()
+    made = SlowSuspicions()
     assert looks(made, 1, 60, 0.5) == []
 
 
@@ -181,7 +183,7 @@ def slow_link(number: int, *, is_slow: bool) -> NodeSample:
 
 
 def test_a_suspect_link_is_tried_by_the_node_that_does_not_lead() -> None:
-    made = Oversight(POLICY, SETTINGS, "a", pairs=PairCheck())
+    made = GenerationMonitor(POLICY, SETTINGS, "a", pairs=PairCheck())
     made.begin(PLAN, now_s=0.0)
     asked: list[Send] = []
     for number in range(1, 60):
@@ -194,12 +196,12 @@ def test_a_suspect_link_is_tried_by_the_node_that_does_not_lead() -> None:
     assert asked
     assert {one.node_id for one in asked} == {"b"}
     body = asked[0].message
-    assert isinstance(body, AskProbe)
+    assert isinstance(body, ProbeLinkRequest)
     assert (body.receiver, body.host) == ("a", "a.local")
     slow = made.watching.slow
-    slow.probed(ProbeFound(body.number, "a", 0.001, 1e6, 1e9), now_s=60.0)
-    slow.probed(ProbeFound(body.number, "a", 0.001, 1e6, 1e9), now_s=60.0)  # it came twice
-    slow.probed(ProbeFound(99, "a", problem="x"), now_s=60.0)
+    slow.probed(ProbeLinkResult(body.number, "a", 0.001, 1e6, 1e9), now_s=60.0)
+    slow.probed(ProbeLinkResult(body.number, "a", 0.001, 1e6, 1e9), now_s=60.0)  # it came twice
+    slow.probed(ProbeLinkResult(99, "a", problem="x"), now_s=60.0)
     assert {cell["sender"] for cell in slow.matrix()} == {"a", "b"}
     told_of = told(made, "Verdict")
     assert [one["verdict"]["kind"] for one in told_of] == ["slow communication"]
@@ -207,7 +209,7 @@ def test_a_suspect_link_is_tried_by_the_node_that_does_not_lead() -> None:
 
 
 def test_without_a_generation_no_link_is_tried() -> None:
-    assert Oversight(POLICY, SETTINGS, pairs=PairCheck()).probes(now_s=1.0) == []
+    assert GenerationMonitor(POLICY, SETTINGS, pairs=PairCheck()).probes(now_s=1.0) == []
 
 
 # --- together ---------------------------------------------------------------------------------
@@ -229,7 +231,7 @@ def test_what_cards_and_gpus_have_counted_stands_in_the_verdict() -> None:
 
 def test_what_is_slow_is_told_beside_an_open_incident() -> None:
     made = oversight()
-    killed = WorkerExit(Rank(0), Kind.SIGNAL, -9, "rank 0 was killed", fingerprint="k")
+    killed = WorkerExit(Rank(0), ExitKind.SIGNAL, -9, "rank 0 was killed", fingerprint="k")
     made.beat("a", beat("a", 5, exits=(killed,)), now_s=1.0)
     made.passing(now_s=2.0)
     made.begin(plan(2, [card("a", num_ranks=2), card("b", num_ranks=2)]), now_s=3.0)
@@ -252,7 +254,7 @@ def test_a_hang_is_looked_at_only_once_in_a_while() -> None:
 # --- ranks that fall together -----------------------------------------------------------------
 
 
-def end(rank: int, kind: Kind, text: str, code: int) -> WorkerExit:
+def end(rank: int, kind: ExitKind, text: str, code: int) -> WorkerExit:
     return WorkerExit(Rank(rank), kind, code, f"rank {rank} {text}")
 
 
@@ -261,7 +263,7 @@ BROKEN = "raised RuntimeError: [gloo/transport] Connection reset by peer"
 
 def test_all_nodes_are_asked_what_was_called_before_an_abort_is_judged() -> None:
     made = oversight()
-    aborted = end(1, Kind.SIGNAL, "was killed by SIGABRT", -6)
+    aborted = end(1, ExitKind.SIGNAL, "was killed by SIGABRT", -6)
     made.beat("a", beat("a", 5, exits=(aborted,)), now_s=1.0)
     assert made.orders.examine
     assert whys(made.passing(now_s=1.1)) == []
@@ -278,19 +280,19 @@ def test_all_nodes_are_asked_what_was_called_before_an_abort_is_judged() -> None
 
 def test_a_rank_that_left_early_is_blamed_for_broken_connections() -> None:
     made = oversight()
-    made.beat("b", beat("b", 5, exits=(end(2, Kind.FINISHED, "x", 0),)), now_s=1.0)
-    made.beat("a", beat("a", 5, exits=(end(0, Kind.EXCEPTION, BROKEN, 1),)), now_s=1.1)
+    made.beat("b", beat("b", 5, exits=(end(2, ExitKind.FINISHED, "x", 0),)), now_s=1.0)
+    made.beat("a", beat("a", 5, exits=(end(0, ExitKind.EXCEPTION, BROKEN, 1),)), now_s=1.1)
     found = whys(made.passing(now_s=2.0))
     assert found == ["rank 2 on b has ended with exit code 0 while rank 0 still needed it"]
 
 
 def test_replicas_that_differ_are_told_once_with_the_ranks_of_the_node() -> None:
     three = plan(1, "abc")
-    made = Oversight(POLICY, SETTINGS, "a", pairs=PairCheck())
+    made = GenerationMonitor(POLICY, SETTINGS, "a", pairs=PairCheck())
     made.begin(three, now_s=0.0)
     for now_s in (1.0, 2.0):
         for node in "abc":
-            one = Beat(generation=1, step=5, steps_here=5, differs="x", differing_ranks=(1,))
+            one = Heartbeat(generation=1, step=5, steps_here=5, differs="x", differing_ranks=(1,))
             made.beat(node, one, now_s=now_s)
         made.passing(now_s=now_s + 0.5)
     verdicts = [one["verdict"] for one in told(made, "Verdict")]
@@ -314,14 +316,14 @@ def test_a_bug_in_what_looks_costs_the_looks_and_not_the_run() -> None:
     assert made.passing(now_s=1.0) == []
     assert made.passing(now_s=2.0) == []
     assert len([note for note in made.incidents.take_notes() if note.kind == "bug"]) == 1
-    killed = end(0, Kind.SIGNAL, "was killed", -9)
+    killed = end(0, ExitKind.SIGNAL, "was killed", -9)
     made._take_exits([killed], 3.0)
     assert len(whys(made.passing(now_s=4.0))) == 1
 
 
 def test_a_rank_that_has_finished_is_no_rank_to_act_on() -> None:
     made = oversight()
-    done = end(1, Kind.FINISHED, "x", 0)
+    done = end(1, ExitKind.FINISHED, "x", 0)
     found: list[SupervisorCommand] = []
     for silent_s in (9.0, 11.0, 11.5):
         views = {**hang(silent_s), 1: behind(1, is_finished=True, process="")}

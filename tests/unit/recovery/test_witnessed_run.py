@@ -3,18 +3,24 @@
 import pytest
 
 from ftrun.errors import ExitCode
-from ftrun.membership.discovery import Role
-from ftrun.membership.events import HereIs, WitnessSaid
-from ftrun.recovery.commands import AskWitness, EndRun, HoldRanks, Note, Wish
-from ftrun.recovery.settings import Wishes
-from ftrun.wire.cluster.heartbeats import Beat
+from ftrun.membership.discovery import MemberRole
+from ftrun.membership.events import NodeReported, WitnessAnswered
+from ftrun.recovery.commands import (
+    EndRun,
+    JournalEntry,
+    QueryWitness,
+    SuspendRanks,
+    WitnessOperation,
+)
+from ftrun.recovery.settings import ClusterSize
+from ftrun.wire.cluster.heartbeats import Heartbeat
 from tests.unit.recovery.agents import Agents
 from tests.unit.recovery.made import card, plan, settings
 
 WISHES = {
     "witness": True,
     "endpoint": ("", 0),
-    "wishes": Wishes(1, 2, 0),
+    "wishes": ClusterSize(1, 2, 0),
     "settle_s": 2.0,
     "blank_wait_s": 1.0,
     "pause_limit_s": 100.0,
@@ -35,7 +41,7 @@ def begun(node_ids: str = "ab", **changes: object) -> Agents:
 
 
 def notes(made: Agents, node_id: str, kind: str) -> list[str]:
-    return [one.text for one in made[node_id].told(Note) if one.kind == kind]
+    return [one.text for one in made[node_id].told(JournalEntry) if one.kind == kind]
 
 
 # --- finding the run --------------------------------------------------------------------------
@@ -44,7 +50,7 @@ def notes(made: Agents, node_id: str, kind: str) -> list[str]:
 def test_first_to_claim_gathers_and_the_others_come_to_it() -> None:
     made = meet()
     made.passes(0.5)
-    assert (made.role("a"), made.role("b")) == (Role.GATHERING, Role.JOINING)
+    assert (made.role("a"), made.role("b")) == (MemberRole.GATHERING, MemberRole.JOINING)
     made.passes(2.0)
     assert made.running() == {"a": 0, "b": 0}
     assert made.outside.register is not None
@@ -54,26 +60,26 @@ def test_first_to_claim_gathers_and_the_others_come_to_it() -> None:
 
 
 def test_another_one_gathers_where_the_first_is_gone() -> None:
-    made = meet("abc", wishes=Wishes(2, 2, 0))
+    made = meet("abc", wishes=ClusterSize(2, 2, 0))
     made.cut("a")
     made.passes(0.5)
-    assert made.role("a") is Role.GATHERING
+    assert made.role("a") is MemberRole.GATHERING
     made.kill("a")
     made.passes(8.0)
     assert made.running() == {"b": 0, "c": 0}
 
 
 def test_who_finds_that_another_gathers_goes_to_it() -> None:
-    made = meet(wishes=Wishes(2, 2, 0))
+    made = meet(wishes=ClusterSize(2, 2, 0))
     made.cut("a")
     made.outside.away.add("a")
     made.passes(0.5)
-    assert made.role("a") is Role.JOINING
+    assert made.role("a") is MemberRole.JOINING
     assert made["a"].member.reach == "etcd is out of reach"
-    assert made.role("b") is Role.GATHERING
+    assert made.role("b") is MemberRole.GATHERING
     made.outside.away = {"b"}
     made.passes(4.0)
-    assert (made.role("a"), made.role("b")) == (Role.GATHERING, Role.GATHERING)
+    assert (made.role("a"), made.role("b")) == (MemberRole.GATHERING, MemberRole.GATHERING)
     made.heal()
     made.outside.away.clear()
     made.passes(4.0)
@@ -98,7 +104,7 @@ def test_run_that_is_remembered_is_not_begun_anew_by_a_part_of_it() -> None:
     made.start("b", 2)
     made.passes(20.0)
     assert made.running() == {}
-    assert made.role("b") is Role.GATHERING
+    assert made.role("b") is MemberRole.GATHERING
     assert "with which a may go on" in made["b"].member.reach
     made.start("a", 2)
     made.passes(5.0)
@@ -107,32 +113,32 @@ def test_run_that_is_remembered_is_not_begun_anew_by_a_part_of_it() -> None:
 
 
 def test_agent_that_was_started_again_is_told_who_leads() -> None:
-    made = begun("abc", wishes=Wishes(2, 2, 1))
+    made = begun("abc", wishes=ClusterSize(2, 2, 1))
     made.cut("c", "b")
     made.start_again("c")
     made.passes(4.0)
-    assert made.role("c") is Role.FOLLOWING
+    assert made.role("c") is MemberRole.FOLLOWING
     assert made.lead() == "a"
 
 
 def test_agent_that_was_started_again_where_nobody_leads_goes_on_looking() -> None:
-    made = begun("abc", wishes=Wishes(2, 2, 1))
+    made = begun("abc", wishes=ClusterSize(2, 2, 1))
     made.cut("c")
     made.outside.away = {"a", "b"}
     made.outside.ends_s = 0.0
     made.start_again("c")
     made.passes(1.0)
-    assert made.role("c") is Role.SEEKING
+    assert made.role("c") is MemberRole.SEEKING
     assert made.outside.lead is None
     made.heal()
     made.passes(6.0)
-    assert made.role("c") is Role.FOLLOWING
+    assert made.role("c") is MemberRole.FOLLOWING
 
 
 @pytest.mark.parametrize("away_s", [0.5, 20.0])
 def test_who_waits_for_a_node_is_found_by_it_when_it_is_back(away_s: float) -> None:
     """It comes back as somebody who knows nothing, and its place at the witness may be free."""
-    made = begun(wishes=Wishes(2, 2, 0))
+    made = begun(wishes=ClusterSize(2, 2, 0))
     made.cut("a")
     made.kill("a")
     made.passes(away_s)
@@ -145,7 +151,9 @@ def test_who_waits_for_a_node_is_found_by_it_when_it_is_back(away_s: float) -> N
 
 def test_who_is_told_to_go_ends() -> None:
     made = meet()
-    final = WitnessSaid(AskWitness(Wish.CLAIM, 1.0), True, why="taken", is_final=True)
+    final = WitnessAnswered(
+        QueryWitness(WitnessOperation.CLAIM, 1.0), True, why="taken", is_final=True
+    )
     made.happens("a", final)
     assert made["a"].told(EndRun) == [EndRun(ExitCode.USAGE, "taken")]
 
@@ -153,12 +161,16 @@ def test_who_is_told_to_go_ends() -> None:
 def test_run_that_is_over_is_forgotten() -> None:
     made = begun()
     for one in "ab":
-        made.happens(one, HereIs(Beat(generation=0, state="running", stops=1, stop_signal=15)))
+        made.happens(
+            one, NodeReported(Heartbeat(generation=0, state="running", stops=1, stop_signal=15))
+        )
     made.passes(8.0)
     for one in "ab":
-        made.happens(one, HereIs(Beat(generation=-1, state="idle", stops=1, stop_signal=15)))
+        made.happens(
+            one, NodeReported(Heartbeat(generation=-1, state="idle", stops=1, stop_signal=15))
+        )
     made.passes(60.0)
-    if made.role("a") is Role.ENDED:
+    if made.role("a") is MemberRole.ENDED:
         assert (made.outside.register, made.outside.lead) == (None, None)
 
 
@@ -172,7 +184,7 @@ def test_survivor_of_two_goes_on_when_the_other_is_silent(lost: str) -> None:
     made.cut(lost)
     made.outside.away.add(lost)
     made.passes(8.0)
-    assert made[lost].told(HoldRanks), "it waits before it may have been replaced"
+    assert made[lost].told(SuspendRanks), "it waits before it may have been replaced"
     assert made[left].runs == 1
     assert [one.node_id for one in made.plan(left).members] == [left]
     made.heal()
@@ -208,7 +220,7 @@ def test_without_it_the_survivor_of_two_pauses_until_it_is_back() -> None:
 
 
 def test_half_of_four_goes_on_with_it() -> None:
-    made = begun("abcd", wishes=Wishes(2, 2, 2))
+    made = begun("abcd", wishes=ClusterSize(2, 2, 2))
     assert made.plan("a").witness
     for one in "ac":
         made.cut(one)
@@ -218,7 +230,7 @@ def test_half_of_four_goes_on_with_it() -> None:
 
 
 def test_odd_number_of_nodes_decides_without_it() -> None:
-    made = begun("abc", wishes=Wishes(2, 2, 1))
+    made = begun("abc", wishes=ClusterSize(2, 2, 1))
     assert made.plan("a").witness == 0
     made.outside.away = set("abc")
     made.cut("a")
@@ -256,7 +268,7 @@ def test_one_that_has_lost_its_memory_votes_as_another_one() -> None:
 
 def test_number_that_another_one_took_there_is_not_taken_again() -> None:
     made = begun()
-    asked = AskWitness(Wish.PROMISE, made.now_s, 7)
+    asked = QueryWitness(WitnessOperation.PROMISE, made.now_s, 7)
     made.outside.lead = None
     made.outside.ask(card("x"), asked, made.now_s)
     made.outside.ends_s = made.now_s
@@ -268,12 +280,12 @@ def test_number_that_another_one_took_there_is_not_taken_again() -> None:
 
 
 def test_newcomer_that_has_the_claim_is_called_by_the_lead() -> None:
-    made = begun("ab", wishes=Wishes(1, 3, 0), settle_s=2.0)
+    made = begun("ab", wishes=ClusterSize(1, 3, 0), settle_s=2.0)
     made.outside.away = {"a", "b"}
     made.passes(4.0)
     made.start("c")
     made.passes(1.0)
-    assert made.role("c") is Role.GATHERING
+    assert made.role("c") is MemberRole.GATHERING
     made.outside.away.clear()
     made.passes(6.0)
     assert set(made.running()) == {"a", "b", "c"}

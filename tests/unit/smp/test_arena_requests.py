@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from ftrun.free_memory import Available
+from ftrun.free_memory import AvailableMemory
 from ftrun.ids import Generation, Rank
-from ftrun.smp.jobs import Jobs
+from ftrun.smp.jobs import JobLanes
 from ftrun.smp.memory import arena_requests
 from ftrun.smp.memory.arena_requests import ArenaRequests
-from ftrun.smp.memory.arenas import ArenaMemory, create
+from ftrun.smp.memory.arenas import ArenaStore, create
 from ftrun.snapshot.commit_tracker import CommitTracker
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
@@ -43,9 +43,9 @@ class Node:
     """The SMP's arenas; a test lets them be made."""
 
     def __init__(self) -> None:
-        self.jobs, self.tracker = Jobs(), CommitTracker()
+        self.jobs, self.tracker = JobLanes(), CommitTracker()
         self.free_bytes = 10**10
-        self.memory = ArenaMemory(lambda: Available(self.free_bytes, "a limit"))
+        self.memory = ArenaStore(lambda: AvailableMemory(self.free_bytes, "a limit"))
         self.agent: list[Any] = []
         self.num_short = self.vault_bytes = 0
         self.requests = ArenaRequests(

@@ -3,11 +3,11 @@
 import pytest
 
 from ftrun import clock
-from ftrun.smp.checkpoint.storage.copy_room import KEEP_S, CopyRoom
+from ftrun.smp.checkpoint.storage.copy_room import KEEP_S, CopyBuffers
 
 
-def room(free_bytes: int = 1 << 40) -> CopyRoom:
-    return CopyRoom(lambda: free_bytes)
+def room(free_bytes: int = 1 << 40) -> CopyBuffers:
+    return CopyBuffers(lambda: free_bytes)
 
 
 def fill(blocks: list[memoryview] | None, mark: bytes) -> None:
@@ -57,7 +57,7 @@ def test_what_is_lent_is_nobody_elses_before_the_next_try() -> None:
 
 def test_what_is_there_already_asks_for_no_free_memory() -> None:
     free = [30]
-    made = CopyRoom(lambda: free[0])
+    made = CopyBuffers(lambda: free[0])
     assert made.lend([30, 1]) is None
     assert made.num_bytes == 0
     assert made.lend([1, 2]) is not None

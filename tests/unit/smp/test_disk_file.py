@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ftrun.smp.checkpoint.storage import direct_file as disk_file
-from ftrun.smp.checkpoint.storage.direct_file import BLOCK_BYTES, BUFFER_BYTES, DiskFile
+from ftrun.smp.checkpoint.storage.direct_file import BLOCK_BYTES, BUFFER_BYTES, DirectFile
 
 SIZES = [
     *(0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1),
@@ -22,8 +22,8 @@ def content(size: int) -> bytes:
     return random.Random(size).randbytes(size)
 
 
-def written(path: Path, data: bytes, cut: int) -> DiskFile:
-    file = DiskFile(path)
+def written(path: Path, data: bytes, cut: int) -> DirectFile:
+    file = DirectFile(path)
     try:
         for at in range(0, len(data), cut):
             file.write(memoryview(data)[at : at + cut])
@@ -52,7 +52,7 @@ def test_what_lies_in_memory_already_is_written_from_there(
     memory = mmap.mmap(-1, max(size, 1))
     memory[switch:size] = data[switch:]
     source, in_place = memoryview(memory)[:size], 0
-    file, at = DiskFile(tmp_path / "file"), 0
+    file, at = DirectFile(tmp_path / "file"), 0
     while at < size:
         limit = min(cut, (switch if at < switch else size) - at)
         room = file.room(source if at >= switch else None)[:limit]
@@ -112,7 +112,7 @@ def test_the_pace_is_asked_before_each_write_and_can_give_the_file_up(tmp_path: 
         if len(asked) >= 3:
             raise RuntimeError("the run is being stopped")
 
-    file = DiskFile(tmp_path / "file", pace=pace)
+    file = DirectFile(tmp_path / "file", pace=pace)
     with pytest.raises(RuntimeError, match="being stopped"):
         file.write(content(5 * BUFFER_BYTES))
     file.close()
@@ -126,7 +126,7 @@ def test_while_one_buffer_drains_the_other_is_filled(tmp_path: Path) -> None:
     from threading import Event
 
     may_write = Event()
-    file = DiskFile(tmp_path / "file", pace=lambda _: assert_(may_write.wait(30)))
+    file = DirectFile(tmp_path / "file", pace=lambda _: assert_(may_write.wait(30)))
     file.write(content(BUFFER_BYTES))
     room = file.room()
     room[:3] = b"abc"

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 from ftrun.errors import MemoryTooSmall
-from ftrun.free_memory import Available
+from ftrun.free_memory import AvailableMemory
 from ftrun.ids import Generation, Rank
-from ftrun.smp.memory.arenas import ArenaMemory, create
+from ftrun.smp.memory.arenas import ArenaStore, create
 from ftrun.wire.shared_memory.arena import ArenaShape
 
 MB = 10**6
@@ -21,7 +21,7 @@ class Node:
 
     def __init__(self) -> None:
         self.free_bytes = 0
-        self.memory = ArenaMemory(lambda: Available(self.free_bytes, "a limit"))
+        self.memory = ArenaStore(lambda: AvailableMemory(self.free_bytes, "a limit"))
 
     def promise(self, rank: int, total_bytes: int = ARENA) -> None:
         self.memory.promise(Rank(rank), total_bytes, image_bytes=MB)

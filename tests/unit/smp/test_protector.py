@@ -6,22 +6,22 @@ from typing import Any
 import pytest
 
 from ftrun.ids import Rank, RunId, version
-from ftrun.smp.memory.parity_store import Vaults, make_vault
+from ftrun.smp.memory.parity_store import ParityStore, make_vault
 from ftrun.smp.redundancy.exchange import ProtectorTools
-from ftrun.smp.redundancy.group import Protecting
+from ftrun.smp.redundancy.group import LocalGroup
 from ftrun.smp.redundancy.protector import Protector
 from ftrun.snapshot.manifest import NodeManifest
-from ftrun.snapshot.redundancy import NodePlan
-from ftrun.wire.cluster.transfer import Sealed
-from ftrun.wire.messages.protected import NodePlace
+from ftrun.snapshot.redundancy import NodeRedundancy
+from ftrun.wire.cluster.transfer import RoundSealed
+from ftrun.wire.messages.protected import NodeAddress
 from ftrun.wire.messages.smp import VersionReady
-from ftrun.wire.shared_memory.parity_region import Vault, VaultRecord, VaultState
+from ftrun.wire.shared_memory.parity_region import ParityRecord, ParityRegion, ParityRegionState
 
 GENERATION, STEP = 1, 4
-GROUP = Protecting(
+GROUP = LocalGroup(
     generation=GENERATION,
     world_size=2,
-    nodes=tuple(NodePlace(f"n{at}", at, "host", 1, [at]) for at in range(2)),
+    nodes=tuple(NodeAddress(f"n{at}", at, "host", 1, [at]) for at in range(2)),
     place=0,
     parity=1,
     small_state_bytes=0,
@@ -36,7 +36,7 @@ class Links:
     def __init__(self) -> None:
         self.sent: list[Any] = []
 
-    def link(self, place: NodePlace, purpose: str) -> "Links":
+    def link(self, place: NodeAddress, purpose: str) -> "Links":
         return self
 
     def tell(self, frame: Any) -> None:
@@ -48,7 +48,7 @@ class Made:
 
     def __init__(self) -> None:
         self.links: Any = Links()
-        self.vaults = Vaults()
+        self.vaults = ParityStore()
         self.ready: list[Any] = []
         jobs: Any = SimpleNamespace(
             repeat=lambda *_: lambda: None, submit=lambda _, work, failed: work()()
@@ -65,7 +65,7 @@ class Made:
         )
         self.protector.begin(GROUP)
 
-    def keep(self, *, is_whole: bool) -> Vault:
+    def keep(self, *, is_whole: bool) -> ParityRegion:
         """A part of the version."""
         slot = self.vaults.free_slot()
         vault = make_vault(record())
@@ -73,12 +73,12 @@ class Made:
         vault.begin(record())
         if is_whole:
             vault.keep_mirror(1, 10, 1)
-            vault.mark(VaultState.COMPLETE)
+            vault.mark(ParityRegionState.COMPLETE)
         return vault
 
 
-def record() -> VaultRecord:
-    return VaultRecord(
+def record() -> ParityRecord:
+    return ParityRecord(
         generation=GENERATION,
         step=STEP,
         world_size=2,
@@ -88,7 +88,7 @@ def record() -> VaultRecord:
         place=0,
         block_bytes=4096,
         coded_bytes=[10, 10],
-        own=NodePlan([], 0, 0),
+        own=NodeRedundancy([], 0, 0),
         holders=[],
         mirrors=[(1, 100)],
         num_rows=1,
@@ -102,9 +102,9 @@ def test_a_whole_part_is_committed_although_its_round_has_begun_again(is_whole: 
     """  # noqa: D205 - one sentence
     made = Made()
     vault = made.keep(is_whole=is_whole)
-    made.protector.heard(GROUP.number, "n1", Sealed(GENERATION, STEP, 3, 0, []))
+    made.protector.heard(GROUP.number, "n1", RoundSealed(GENERATION, STEP, 3, 0, []))
     made.protector.committed(version(GENERATION, STEP))
-    assert (vault.state is VaultState.COMMITTED) == is_whole
+    assert (vault.state is ParityRegionState.COMMITTED) == is_whole
     assert (made.vaults.free_slot() != 0) == is_whole
     made.vaults.free()
 
@@ -114,12 +114,12 @@ def test_a_node_that_is_ready_repeats_what_a_lost_connection_took_along() -> Non
     made = Made()
     made.keep(is_whole=True)
     made.protector.protect(version(GENERATION, STEP), {Rank(0): []})
-    made.protector.heard(GROUP.number, "n1", Sealed(GENERATION, STEP, 1, 0, [], GENERATION))
+    made.protector.heard(GROUP.number, "n1", RoundSealed(GENERATION, STEP, 1, 0, [], GENERATION))
     assert VersionReady(GENERATION, STEP, 1) in made.ready
     made.ready.clear()
     made.protector.protect(version(GENERATION, STEP), {Rank(0): []})
     assert made.ready == [VersionReady(GENERATION, STEP, 1)], "its agent asks once more"
     made.links.sent.clear()
     made.protector.linked("n1")
-    assert made.links.sent == [Sealed(GENERATION, STEP, 1, 0, [], GENERATION)]
+    assert made.links.sent == [RoundSealed(GENERATION, STEP, 1, 0, [], GENERATION)]
     made.vaults.free()

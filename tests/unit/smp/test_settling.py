@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 from ftrun.ids import Generation, Rank, Version, version
-from ftrun.recovery.alignment import Alignment
-from ftrun.smp.memory.arenas import ArenaMemory
-from ftrun.smp.memory.commits import Commits, Start
+from ftrun.recovery.alignment import SnapshotAlignment
+from ftrun.smp.memory.arenas import ArenaStore
+from ftrun.smp.memory.commits import CommitCoordinator, GenerationStart
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
-from ftrun.wire.shared_memory.pages import Command, Page, create_command_page
-from ftrun.worker.capture.settling import Settling
+from ftrun.wire.shared_memory.pages import CommandField, SharedPage, create_command_page
+from ftrun.worker.capture.settling import CommitWait
 
 GENERATION = 3
 NUM_STEPS = 400
@@ -54,7 +54,7 @@ class Run:
         self.num_events = 0
         self.ready: dict[int, tuple[int, int] | None] = dict.fromkeys(range(num_nodes))
         self.ordered = (-1, -1, -1)
-        self.alignment = Alignment()
+        self.alignment = SnapshotAlignment()
         self.step = 0
         self.committed_at: list[tuple[float, int]] = []
         self.num_ranks = num_nodes * ranks_each
@@ -122,22 +122,22 @@ class Node:
     def __init__(self, run: Run, place: int, ranks: Sequence[Rank]) -> None:
         self.run, self.place, self.ranks = run, place, ranks
         fd = create_command_page()
-        self.page = Page(fd)
+        self.page = SharedPage(fd)
         os.close(fd)
-        self.commits = Commits(ArenaMemory(), self.tell_agent)
+        self.commits = CommitCoordinator(ArenaStore(), self.tell_agent)
         self.commits.protect_with(self)  # type: ignore[arg-type]
         self.ready: Version | None = None
         group: Any = SimpleNamespace()  # there is one: that is all that commits ask of it
         self.commits.begin(
-            self.page, Generation(GENERATION), ranks, run.num_ranks, Start(group=group)
+            self.page, Generation(GENERATION), ranks, run.num_ranks, GenerationStart(group=group)
         )
-        self.settling = {rank: Settling(self.page, GENERATION, None) for rank in ranks}
+        self.settling = {rank: CommitWait(self.page, GENERATION, None) for rank in ranks}
         self.slots = {rank: Slots() for rank in ranks}
         self.done = (-1, -1)
 
     def step(self, rank: Rank, step: int) -> None:
         """What `Capture` does at a boundary, with no patience for slower ranks."""
-        if step < self.page.get(Command.TAKE_FROM):
+        if step < self.page.get(CommandField.TAKE_FROM):
             return
         settling = self.settling[rank]
         if not settling.is_free:
@@ -168,7 +168,7 @@ class Node:
         self.run.later(self.run.delays.network, tell, line=("report", self.place))
 
     def obey(self, committed: int, abandoned: int, take_from: int) -> None:
-        self.page.set(Command.TAKE_FROM, max(take_from, self.page.get(Command.TAKE_FROM)))
+        self.page.set(CommandField.TAKE_FROM, max(take_from, self.page.get(CommandField.TAKE_FROM)))
         done, self.done = self.done, (committed, abandoned)
         if committed > done[0]:
             held = [self.slots[rank].steps for rank in self.ranks]
@@ -217,15 +217,15 @@ def test_commits_go_on_however_late_words_arrive(
 
 def test_what_was_committed_before_is_kept_while_ranks_start_from_another_version() -> None:
     fd = create_command_page()
-    page, restored, before = Page(fd), version(1, 6), version(0, 3)
+    page, restored, before = SharedPage(fd), version(1, 6), version(0, 3)
     os.close(fd)
-    page.set(Command.KEPT_GENERATION, before.generation)
-    page.set(Command.KEPT_STEP, before.step)
-    settling = Settling(page, 2, restored)
+    page.set(CommandField.KEPT_GENERATION, before.generation)
+    page.set(CommandField.KEPT_STEP, before.step)
+    settling = CommitWait(page, 2, restored)
     assert settling.slot_to_fill({before: 0}.get) == 1
     assert settling.slot_to_fill({before: 1}.get) == 0
     assert settling.slot_to_fill({restored: 0, before: 1}.get) == 1
     assert settling.slot_to_fill({}.get) == 0
-    page.set(Command.COMMITTED_STEP, 9)
-    page.set(Command.COMMITTED_GENERATION, 2)
+    page.set(CommandField.COMMITTED_STEP, 9)
+    page.set(CommandField.COMMITTED_GENERATION, 2)
     assert settling.slot_to_fill({before: 0, version(2, 9): 1}.get) == 0

@@ -8,14 +8,14 @@ import xxhash
 
 from ftrun.errors import LayoutUnknown
 from ftrun.ids import version
-from ftrun.smp.memory.parity_store import Vaults, make_vault
-from ftrun.snapshot.redundancy import NodePlan
+from ftrun.smp.memory.parity_store import ParityStore, make_vault
+from ftrun.snapshot.redundancy import NodeRedundancy
 from ftrun.wire.messages.protected import GroupMember
-from ftrun.wire.shared_memory.parity_region import Vault, VaultRecord, VaultState
+from ftrun.wire.shared_memory.parity_region import ParityRecord, ParityRegion, ParityRegionState
 
 
-def record(step: int, protected_in: int = 0) -> VaultRecord:
-    return VaultRecord(
+def record(step: int, protected_in: int = 0) -> ParityRecord:
+    return ParityRecord(
         generation=0,
         step=step,
         world_size=3,
@@ -25,7 +25,7 @@ def record(step: int, protected_in: int = 0) -> VaultRecord:
         place=0,
         block_bytes=4096,
         coded_bytes=[10, 20, 30],
-        own=NodePlan([], 0, 0),
+        own=NodeRedundancy([], 0, 0),
         holders=[],
         mirrors=[(2, 100)],
         num_rows=1,
@@ -33,13 +33,13 @@ def record(step: int, protected_in: int = 0) -> VaultRecord:
 
 
 @pytest.fixture
-def vaults() -> Iterator[Vaults]:
-    made = Vaults()
+def vaults() -> Iterator[ParityStore]:
+    made = ParityStore()
     yield made
     made.free()
 
 
-def fill(vaults: Vaults, step: int, state: VaultState, protected_in: int = 0) -> int:
+def fill(vaults: ParityStore, step: int, state: ParityRegionState, protected_in: int = 0) -> int:
     """As an exchange does it; in which slot."""
     wanted = record(step, protected_in)
     slot = vaults.free_slot()
@@ -52,65 +52,67 @@ def fill(vaults: Vaults, step: int, state: VaultState, protected_in: int = 0) ->
     return slot
 
 
-def held(vaults: Vaults) -> set[tuple[int, int]]:
+def held(vaults: ParityStore) -> set[tuple[int, int]]:
     return {(part.step, part.protected_in) for part in vaults.parts()}
 
 
-def test_two_vaults_change_places_at_each_commit(vaults: Vaults) -> None:
+def test_two_vaults_change_places_at_each_commit(vaults: ParityStore) -> None:
     slots = []
     for step in range(1, 6):
-        slots.append(fill(vaults, step, VaultState.COMPLETE))
+        slots.append(fill(vaults, step, ParityRegionState.COMPLETE))
         assert vaults.commit(version(0, step), 0) == []
     assert slots == [0, 1, 0, 1, 0]
     assert held(vaults) == {(5, 0), (4, 0)}
 
 
-def test_a_version_that_is_not_committed_does_not_cost_the_committed_one(vaults: Vaults) -> None:
+def test_a_version_that_is_not_committed_does_not_cost_the_committed_one(
+    vaults: ParityStore,
+) -> None:
     """A generation goes on from step 22; a node that is away holds no part of it, but of 20."""
-    fill(vaults, 20, VaultState.COMPLETE)
+    fill(vaults, 20, ParityRegionState.COMPLETE)
     vaults.commit(version(0, 20), 0)
-    fill(vaults, 22, VaultState.COMPLETE)
+    fill(vaults, 22, ParityRegionState.COMPLETE)
     vaults.keep(version(0, 22), 0)
-    assert fill(vaults, 22, VaultState.FILLING, protected_in=1) == 2
+    assert fill(vaults, 22, ParityRegionState.FILLING, protected_in=1) == 2
     assert {(20, 0), (22, 0)} <= held(vaults)
-    assert fill(vaults, 22, VaultState.COMPLETE, protected_in=1) == 2, "another attempt"
+    assert fill(vaults, 22, ParityRegionState.COMPLETE, protected_in=1) == 2, "another attempt"
     assert len(vaults.commit(version(0, 22), 1)) == 1
     assert (22, 1) in held(vaults)
     assert len(vaults.fds) == 2, "the third is freed"
 
 
 def test_a_restored_version_without_a_part_here_does_not_cost_the_committed_one(
-    vaults: Vaults,
+    vaults: ParityStore,
 ) -> None:
-    fill(vaults, 20, VaultState.COMPLETE)
+    fill(vaults, 20, ParityRegionState.COMPLETE)
     vaults.commit(version(0, 20), 0)
-    fill(vaults, 22, VaultState.FILLING)
+    fill(vaults, 22, ParityRegionState.FILLING)
     vaults.keep(version(0, 22), -1)
-    fill(vaults, 22, VaultState.COMPLETE, protected_in=1)
+    fill(vaults, 22, ParityRegionState.COMPLETE, protected_in=1)
     assert (20, 0) in held(vaults)
 
 
-def test_without_memory_for_a_third_the_committed_one_is_overwritten(vaults: Vaults) -> None:
-    fill(vaults, 20, VaultState.COMPLETE)
+def test_without_memory_for_a_third_the_committed_one_is_overwritten(vaults: ParityStore) -> None:
+    fill(vaults, 20, ParityRegionState.COMPLETE)
     vaults.commit(version(0, 20), 0)
-    fill(vaults, 22, VaultState.COMPLETE)
+    fill(vaults, 22, ParityRegionState.COMPLETE)
     vaults.keep(version(0, 22), 0)
     assert vaults.give_up_committed()
     assert not vaults.give_up_committed()
-    fill(vaults, 22, VaultState.FILLING, protected_in=1)
+    fill(vaults, 22, ParityRegionState.FILLING, protected_in=1)
     assert held(vaults) == {(22, 0), (22, 1)}
 
 
-def test_vaults_keep_their_slots_when_another_smp_takes_over(vaults: Vaults) -> None:
+def test_vaults_keep_their_slots_when_another_smp_takes_over(vaults: ParityStore) -> None:
     """The agent has duplicates by slot: another number would have it close the wrong one."""
-    fill(vaults, 20, VaultState.COMPLETE)
+    fill(vaults, 20, ParityRegionState.COMPLETE)
     vaults.commit(version(0, 20), 0)
-    fill(vaults, 22, VaultState.COMPLETE)
+    fill(vaults, 22, ParityRegionState.COMPLETE)
     vaults.keep(version(0, 22), 0)
-    fill(vaults, 22, VaultState.COMPLETE, protected_in=1)
+    fill(vaults, 22, ParityRegionState.COMPLETE, protected_in=1)
     vaults.commit(version(0, 22), 1)
     assert vaults.slots == [1, 2]
-    other = Vaults()
+    other = ParityStore()
     for slot, fd in zip(vaults.slots, vaults.fds, strict=True):
         other.adopt(os.dup(fd), slot)
     assert other.slots == vaults.slots
@@ -119,7 +121,7 @@ def test_vaults_keep_their_slots_when_another_smp_takes_over(vaults: Vaults) -> 
     other.free()
 
 
-def test_memory_that_was_made_twice_for_a_slot_is_not_leaked(vaults: Vaults) -> None:
+def test_memory_that_was_made_twice_for_a_slot_is_not_leaked(vaults: ParityStore) -> None:
     """A lost connection ends an attempt whose memory is being made, and another one begins."""
     slot, wanted = vaults.free_slot(), record(1)
     first, second = make_vault(wanted), make_vault(wanted)
@@ -130,14 +132,14 @@ def test_memory_that_was_made_twice_for_a_slot_is_not_leaked(vaults: Vaults) -> 
         os.fstat(first.fd)
 
 
-def test_a_node_without_a_part_frees_what_is_over(vaults: Vaults) -> None:
-    fill(vaults, 20, VaultState.COMPLETE)
+def test_a_node_without_a_part_frees_what_is_over(vaults: ParityStore) -> None:
+    fill(vaults, 20, ParityRegionState.COMPLETE)
     vaults.commit(version(0, 20), 0)
     assert vaults.commit(version(0, 30), 3) == [0]
     assert vaults.fds == []
 
 
-def test_a_damaged_mirror_is_offered_no_more_and_its_parity_stays(vaults: Vaults) -> None:
+def test_a_damaged_mirror_is_offered_no_more_and_its_parity_stays(vaults: ParityStore) -> None:
     """A leader that still found it in the inventory would choose the same restore for ever."""
     vault = vaults_with_a_mirror(vaults)
     vault.mirror_room(2)[3] ^= 1
@@ -145,7 +147,7 @@ def test_a_damaged_mirror_is_offered_no_more_and_its_parity_stays(vaults: Vaults
     assert [(part.mirrors, part.is_complete) for part in vaults.parts()] == [([], True)]
 
 
-def test_a_whole_mirror_stays(vaults: Vaults) -> None:
+def test_a_whole_mirror_stays(vaults: ParityStore) -> None:
     """A question may have met a vault that is filled anew, or one that has no such mirror."""
     vaults_with_a_mirror(vaults)
     vaults.drop_damaged_mirror(version(0, 1), 0, 2)
@@ -154,18 +156,18 @@ def test_a_whole_mirror_stays(vaults: Vaults) -> None:
     assert [part.mirrors for part in vaults.parts()] == [["n2"]]
 
 
-def test_a_damaged_part_counts_as_missing_until_it_is_filled_again(vaults: Vaults) -> None:
-    fill(vaults, 1, VaultState.COMPLETE)
+def test_a_damaged_part_counts_as_missing_until_it_is_filled_again(vaults: ParityStore) -> None:
+    fill(vaults, 1, ParityRegionState.COMPLETE)
     vaults.note_damage(version(0, 1), 0)
     vaults.note_damage(version(0, 2), 0)
     assert [part.is_complete for part in vaults.parts()] == [False]
     assert vaults.find(version(0, 1), 0) is not None, "what is whole is still served"
-    fill(vaults, 1, VaultState.COMPLETE, protected_in=1)
+    fill(vaults, 1, ParityRegionState.COMPLETE, protected_in=1)
     assert [part.is_complete for part in vaults.parts()] == [True]
 
 
-def vaults_with_a_mirror(vaults: Vaults) -> Vault:
-    fill(vaults, 1, VaultState.COMPLETE)
+def vaults_with_a_mirror(vaults: ParityStore) -> ParityRegion:
+    fill(vaults, 1, ParityRegionState.COMPLETE)
     vault = vaults.find(version(0, 1), 0)
     assert vault is not None
     vault.mirror_room(2)[:8] = b"mirrored"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ftrun.snapshot.boxes import (
     Box,
-    Part,
+    TensorPart,
     cut_to,
     first_hole,
     overlap,
@@ -117,7 +117,7 @@ def test_a_part_is_cut_into_runs_that_are_short_enough(
 
 def test_a_box_is_written_as_ranges_and_a_part_comes_back_from_its_text() -> None:
     assert str(Box((2, 0), (3, 4))) == "[2:5, 0:4]"
-    for part in (Part((8, 4), (4, 0)), Part((3,), None), Part((), ())):
+    for part in (TensorPart((8, 4), (4, 0)), TensorPart((3,), None), TensorPart((), ())):
         assert parse_part(str(part)) == part
 
 

@@ -6,7 +6,14 @@ import pytest
 
 from ftrun.errors import CheckpointError
 from ftrun.snapshot.plain_values import TensorRef
-from ftrun.tools.export.selection import Choice, Outline, natural, outline_of, refs_in, replaced
+from ftrun.tools.export.selection import (
+    ExportOutline,
+    NameFilter,
+    natural,
+    outline_of,
+    refs_in,
+    replaced,
+)
 
 HELD = ["model.b.10.w", "model.b.2.w", "model.wte", "table", "optimizer.params[0][2]"]
 GROUPS = [{"params": ["model.wte", "model.b.2.w"], "lr": 0.1}, {"params": ["model.b.10.w"]}]
@@ -21,8 +28,8 @@ PARTS: dict[str, Any] = {
 }
 
 
-def outline(*patterns: str, **other: Any) -> Outline:
-    return outline_of({**PARTS, **other}, STATES, other.get("held", HELD), Choice(patterns))
+def outline(*patterns: str, **other: Any) -> ExportOutline:
+    return outline_of({**PARTS, **other}, STATES, other.get("held", HELD), NameFilter(patterns))
 
 
 def test_a_module_has_its_own_names_and_all_of_them() -> None:
@@ -96,12 +103,12 @@ def test_a_pattern_that_matches_nothing_is_an_error_that_lists_what_there_is() -
     with pytest.raises(CheckpointError, match=r"scheduler and 1 more$"):
         outline("x")
     with pytest.raises(CheckpointError, match=r"there are: progress$"):
-        Choice(["a"], ["progress"]).check_all_used()
+        NameFilter(["a"], ["progress"]).check_all_used()
 
 
 def test_what_an_older_ftrun_has_written_has_modules_by_their_dots() -> None:
     parts = {name: part for name, part in PARTS.items() if name != "modules"}
-    found = outline_of(parts, STATES, HELD, Choice())
+    found = outline_of(parts, STATES, HELD, NameFilter())
     assert set(found.modules) == {"model"}
     assert "head" not in found.modules["model"]
     assert found.tensors == ["optimizer.params[0][2]", "table"]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftrun.errors import LayoutUnknown
-from ftrun.snapshot.boxes import Box, Part
+from ftrun.snapshot.boxes import Box, TensorPart
 from ftrun.snapshot.layout import (
     ALIGN_BYTES,
     ITEM_BYTES,
@@ -16,10 +16,10 @@ from ftrun.snapshot.layout import (
     PLAIN_BYTES,
     PLAIN_NAME,
     SMALL_BYTES,
-    Entry,
+    CopyTiming,
     Layout,
+    LayoutEntry,
     Piece,
-    When,
     cut,
     make_layout,
     parse_header,
@@ -29,14 +29,14 @@ shapes = st.lists(st.integers(0, 300), max_size=2).map(tuple) | st.sampled_from(
     [(SMALL_BYTES,), (SMALL_BYTES + 3, 3), (SMALL_BYTES // 8 + 1, 8)]
 )
 entries = st.lists(
-    st.tuples(st.sampled_from(sorted(ITEM_BYTES)), shapes, st.sampled_from(When)), max_size=12
-).map(lambda found: [Entry(f"t{at}", *one) for at, one in enumerate(found)])
+    st.tuples(st.sampled_from(sorted(ITEM_BYTES)), shapes, st.sampled_from(CopyTiming)), max_size=12
+).map(lambda found: [LayoutEntry(f"t{at}", *one) for at, one in enumerate(found)])
 
 
 @settings(deadline=None, max_examples=60)
 @given(entries, st.integers(0, 100_000))
 def test_entries_lie_end_to_end_and_large_ones_are_aligned(
-    given_entries: list[Entry], plain_bytes: int
+    given_entries: list[LayoutEntry], plain_bytes: int
 ) -> None:
     layout = make_layout(given_entries, plain_bytes=plain_bytes)
     at = 0
@@ -53,7 +53,7 @@ def test_entries_lie_end_to_end_and_large_ones_are_aligned(
 
 
 def test_plain_values_that_grow_by_a_little_need_other_layouts_seldom() -> None:
-    weight = [Entry("weight", "F32", (1 << 20,), When.LAZY)]
+    weight = [LayoutEntry("weight", "F32", (1 << 20,), CopyTiming.LAZY)]
     capacity, num_layouts = 0, 0
     for plain_bytes in range(12_000, 4_000_000, 9):  # a number for each step, in a list
         if plain_bytes > capacity:
@@ -63,7 +63,7 @@ def test_plain_values_that_grow_by_a_little_need_other_layouts_seldom() -> None:
 
 
 def test_large_tensors_leave_more_room_for_plain_values() -> None:
-    weight = [Entry("weight", "F32", (1 << 28,), When.LAZY)]
+    weight = [LayoutEntry("weight", "F32", (1 << 28,), CopyTiming.LAZY)]
     assert make_layout(weight, plain_bytes=10).plain_capacity == PIECE_BYTES
     assert make_layout([], plain_bytes=10).plain_capacity == PLAIN_BYTES
     assert make_layout(weight, plain_bytes=10, plain_capacity=64).plain_capacity == 64
@@ -71,14 +71,14 @@ def test_large_tensors_leave_more_room_for_plain_values() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(entries)
-def test_every_item_lies_at_a_multiple_of_its_size(given_entries: list[Entry]) -> None:
+def test_every_item_lies_at_a_multiple_of_its_size(given_entries: list[LayoutEntry]) -> None:
     for entry in make_layout(given_entries, plain_bytes=10).entries:
         assert entry.offset % ITEM_BYTES[entry.dtype] == 0 or entry.num_bytes == 0
 
 
 @settings(deadline=None, max_examples=60)
 @given(entries)
-def test_pieces_cover_the_data_without_a_gap(given_entries: list[Entry]) -> None:
+def test_pieces_cover_the_data_without_a_gap(given_entries: list[LayoutEntry]) -> None:
     layout = make_layout(given_entries, plain_bytes=10)
     at = 0
     for piece in layout.pieces:
@@ -97,7 +97,7 @@ def test_pieces_cover_the_data_without_a_gap(given_entries: list[Entry]) -> None
 
 @settings(deadline=None, max_examples=60)
 @given(entries)
-def test_a_layout_reads_back_from_its_own_bytes(given_entries: list[Entry]) -> None:
+def test_a_layout_reads_back_from_its_own_bytes(given_entries: list[LayoutEntry]) -> None:
     layout = make_layout(given_entries, plain_bytes=10, metadata={"step": "4"})
     assert len(layout.header) % PAGE_BYTES == 0
     image = memoryview(layout.header + bytes(layout.data_bytes))
@@ -108,8 +108,10 @@ def test_a_layout_reads_back_from_its_own_bytes(given_entries: list[Entry]) -> N
 
 
 def test_small_neighbours_of_one_time_form_one_piece() -> None:
-    small = [Entry(f"s{at}", "F32", (10,), When.LAZY) for at in range(5)]
-    layout = make_layout([*small, Entry("b", "F32", (10,), When.BOUNDARY)], plain_bytes=1)
+    small = [LayoutEntry(f"s{at}", "F32", (10,), CopyTiming.LAZY) for at in range(5)]
+    layout = make_layout(
+        [*small, LayoutEntry("b", "F32", (10,), CopyTiming.BOUNDARY)], plain_bytes=1
+    )
     plain = layout.entries[-1]
     assert layout.pieces[:2] == (Piece(0, ALIGN_BYTES), Piece(ALIGN_BYTES, 200))
     assert layout.pieces[2].offset == plain.offset
@@ -124,7 +126,7 @@ def test_large_entries_are_cut() -> None:
 
 
 def test_an_entry_is_written_as_dtype_and_shape() -> None:
-    assert str(Entry("w", "BF16", (3, 4), When.LAZY)) == "BF16[3, 4]"
+    assert str(LayoutEntry("w", "BF16", (3, 4), CopyTiming.LAZY)) == "BF16[3, 4]"
 
 
 def header_of(described: object) -> bytes:
@@ -160,17 +162,17 @@ def test_other_bytes_are_refused(image: bytes) -> None:
 
 def test_the_shortest_good_header_is_read() -> None:
     layout, start = parse_header(memoryview(header_of(whole()) + bytes(16)))
-    entries = (Entry(PLAIN_NAME, "U8", (16,), When.BOUNDARY, 0),)
+    entries = (LayoutEntry(PLAIN_NAME, "U8", (16,), CopyTiming.BOUNDARY, 0),)
     assert layout == Layout(entries, 16, {}, knows_parts=False)
     assert start == len(header_of(whole()))
 
 
 def test_parts_come_back_from_the_header_and_whole_tensors_cost_next_to_nothing() -> None:
     parted = [
-        Entry("a", "F32", (2, 4), When.LAZY, part=Part((8, 4), (4, 0))),
-        Entry("b", "F32", (0, 4), When.LAZY, part=Part((8, 4), (8, 0))),
-        Entry("c", "F32", (), When.LAZY),
-        Entry("d", "F32", (3,), When.BOUNDARY, part=Part((12,), None)),
+        LayoutEntry("a", "F32", (2, 4), CopyTiming.LAZY, part=TensorPart((8, 4), (4, 0))),
+        LayoutEntry("b", "F32", (0, 4), CopyTiming.LAZY, part=TensorPart((8, 4), (8, 0))),
+        LayoutEntry("c", "F32", (), CopyTiming.LAZY),
+        LayoutEntry("d", "F32", (3,), CopyTiming.BOUNDARY, part=TensorPart((12,), None)),
     ]
     layout = make_layout(parted, plain_bytes=1)
     found, _ = parse_header(memoryview(layout.header + bytes(layout.data_bytes)))
@@ -179,7 +181,7 @@ def test_parts_come_back_from_the_header_and_whole_tensors_cost_next_to_nothing(
     boxes = {entry.name: entry.box for entry in found.entries}
     assert (boxes["a"], boxes["c"], boxes["d"]) == (Box((4, 0), (2, 4)), Box((), ()), None)
     many = make_layout(
-        [Entry(f"t{at}", "F32", (9,), When.LAZY) for at in range(100)], plain_bytes=1
+        [LayoutEntry(f"t{at}", "F32", (9,), CopyTiming.LAZY) for at in range(100)], plain_bytes=1
     )
     assert b'"ftrun.parts":""' in many.header
 
@@ -195,7 +197,7 @@ def test_a_part_that_is_none_makes_the_header_unreadable(text: str) -> None:
 
 
 def test_a_layout_of_unknown_parts_says_nothing_of_them() -> None:
-    made = make_layout([Entry("w", "F32", (4,), When.LAZY)], plain_bytes=1)
+    made = make_layout([LayoutEntry("w", "F32", (4,), CopyTiming.LAZY)], plain_bytes=1)
     unknown = Layout(made.entries, made.plain_capacity, knows_parts=False)
     assert b"ftrun.parts" in made.header
     assert b"ftrun.parts" not in unknown.header

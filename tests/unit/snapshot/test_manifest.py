@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrun.snapshot.boxes import Part
-from ftrun.snapshot.layout import SMALL_BYTES, Entry, Layout, When, make_layout
+from ftrun.snapshot.boxes import TensorPart
+from ftrun.snapshot.layout import SMALL_BYTES, CopyTiming, Layout, LayoutEntry, make_layout
 from ftrun.snapshot.manifest import RankManifest, Section, content_digests, sections_of
 
 LARGE = SMALL_BYTES // 4
@@ -15,17 +15,17 @@ LARGE = SMALL_BYTES // 4
 
 
 @st.composite
-def entries(draw: st.DrawFn) -> list[Entry]:
+def entries(draw: st.DrawFn) -> list[LayoutEntry]:
     """Empty, small, large and very large ones; some are copied lazily."""
     items = st.sampled_from([0, 1, 7, LARGE - 1, LARGE, LARGE + 1, 3 * LARGE])
-    found = draw(st.lists(st.tuples(items, st.sampled_from(When)), max_size=8))
+    found = draw(st.lists(st.tuples(items, st.sampled_from(CopyTiming)), max_size=8))
     return [
-        Entry(f"entry {at}", "F32", (num_items,), when)
+        LayoutEntry(f"entry {at}", "F32", (num_items,), when)
         for at, (num_items, when) in enumerate(found)
     ]
 
 
-def layout_of(*found: Entry, **metadata: str) -> Layout:
+def layout_of(*found: LayoutEntry, **metadata: str) -> Layout:
     return make_layout(found, plain_bytes=10, metadata=metadata)
 
 
@@ -33,13 +33,13 @@ def keys(layout: Layout) -> list[int]:
     return [place.section.key for place in sections_of(layout)]
 
 
-def lazy(name: str, num_items: int, *, dtype: str = "F32") -> Entry:
-    return Entry(name, dtype, (num_items,), When.LAZY)
+def lazy(name: str, num_items: int, *, dtype: str = "F32") -> LayoutEntry:
+    return LayoutEntry(name, dtype, (num_items,), CopyTiming.LAZY)
 
 
 @settings(max_examples=200)
 @given(entries())
-def test_sections_are_all_pieces_in_order(given_: list[Entry]) -> None:
+def test_sections_are_all_pieces_in_order(given_: list[LayoutEntry]) -> None:
     layout = layout_of(*given_)
     at = 0
     for place in sections_of(layout):
@@ -54,14 +54,14 @@ def test_sections_are_all_pieces_in_order(given_: list[Entry]) -> None:
 
 @settings(max_examples=200)
 @given(entries())
-def test_a_large_entry_is_a_section_of_its_own(given_: list[Entry]) -> None:
+def test_a_large_entry_is_a_section_of_its_own(given_: list[LayoutEntry]) -> None:
     layout = layout_of(*given_)
     sections = [(place.offset, place.section) for place in sections_of(layout)]
     found = {offset: section for offset, section in sections if section.num_bytes}
     for entry in layout.entries:
         if not entry.is_small:
             assert found[entry.offset].num_bytes == entry.num_bytes
-            assert found[entry.offset].may_repeat is (entry.when is When.LAZY)
+            assert found[entry.offset].may_repeat is (entry.when is CopyTiming.LAZY)
 
 
 def test_only_what_belongs_to_an_optimizer_may_repeat() -> None:
@@ -69,8 +69,8 @@ def test_only_what_belongs_to_an_optimizer_may_repeat() -> None:
     layout = layout_of(
         lazy("large", LARGE),
         lazy("small", 1),
-        Entry("mean", "F32", (LARGE,), When.BOUNDARY),
-        Entry("count", "F32", (1,), When.BOUNDARY),
+        LayoutEntry("mean", "F32", (LARGE,), CopyTiming.BOUNDARY),
+        LayoutEntry("count", "F32", (1,), CopyTiming.BOUNDARY),
     )
     names = {entry.offset: entry.name for entry in layout.entries}
     found = {names[place.offset]: place.section.may_repeat for place in sections_of(layout)}
@@ -85,7 +85,9 @@ def test_only_what_belongs_to_an_optimizer_may_repeat() -> None:
 
 def test_a_key_does_not_depend_on_the_rank_or_on_what_lies_before() -> None:
     alone = layout_of(lazy("a", LARGE), rank="0")
-    behind = layout_of(Entry("b", "F32", (7,), When.BOUNDARY), lazy("a", LARGE), rank="1")
+    behind = layout_of(
+        LayoutEntry("b", "F32", (7,), CopyTiming.BOUNDARY), lazy("a", LARGE), rank="1"
+    )
     assert set(keys(alone)) < set(keys(behind))
 
 
@@ -96,7 +98,7 @@ def test_a_key_does_not_depend_on_the_rank_or_on_what_lies_before() -> None:
         {"name": "other"},
         {"dtype": "I32"},
         {"shape": (3, 4)},
-        {"part": Part((24 * LARGE,), (12 * LARGE,))},
+        {"part": TensorPart((24 * LARGE,), (12 * LARGE,))},
     ],
     ids=lambda one: next(iter(one)),
 )
@@ -121,7 +123,7 @@ def test_a_name_that_reads_like_two_entries_is_one() -> None:
 @settings(max_examples=100)
 @given(entries(), st.data())
 def test_a_digest_changes_with_each_of_its_pieces_and_with_no_other(
-    given_: list[Entry], data: st.DataObject
+    given_: list[LayoutEntry], data: st.DataObject
 ) -> None:
     layout = layout_of(*given_)
     places = sections_of(layout)

@@ -8,12 +8,12 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrun.snapshot.layout import Entry, When, make_layout
+from ftrun.snapshot.layout import CopyTiming, LayoutEntry, make_layout
 from ftrun.snapshot.manifest import NodeManifest, RankManifest, content_digests, sections_of
 from ftrun.snapshot.redundancy import (
     MAX_BLOCK_BYTES,
-    Plan,
-    RankPlan,
+    RankRedundancy,
+    RedundancyPlan,
     block_bytes,
     changed_keys,
     differing,
@@ -27,8 +27,8 @@ BIG = 1 << 18
 
 def manifest(rank: int, contents: dict[str, str], *, fixed: int = 8) -> RankManifest:
     """One rank with a lazy entry for each name; equal contents are equal bytes."""
-    entries = [Entry(name, "F32", (BIG,), When.LAZY) for name in contents]
-    entries.append(Entry("mean", "F64", (fixed,), When.BOUNDARY))
+    entries = [LayoutEntry(name, "F32", (BIG,), CopyTiming.LAZY) for name in contents]
+    entries.append(LayoutEntry("mean", "F64", (fixed,), CopyTiming.BOUNDARY))
     layout = make_layout(entries, plain_bytes=10, metadata={"rank": str(rank)})
     table = memoryview(bytearray(8 * len(layout.pieces))).cast("Q")
     places = sections_of(layout)
@@ -57,7 +57,7 @@ def nodes_of(contents: Sequence[dict[str, str]], *, fixed: int = 8) -> list[Node
     return [NodeManifest([manifest(at, one, fixed=fixed)]) for at, one in enumerate(contents)]
 
 
-def pieces(plan: RankPlan, kind: str) -> set[int]:
+def pieces(plan: RankRedundancy, kind: str) -> set[int]:
     runs = {
         "mirrored": plan.mirrored,
         "coded": plan.coded,
@@ -66,7 +66,7 @@ def pieces(plan: RankPlan, kind: str) -> set[int]:
     return {index for run in runs for index in range(run.first, run.first + run.count)}
 
 
-def check_covers(plan: Plan, manifests: Sequence[NodeManifest], parity: int) -> None:
+def check_covers(plan: RedundancyPlan, manifests: Sequence[NodeManifest], parity: int) -> None:
     """Every piece is safe by exactly one thing, and replicas are where the plan says."""
     for place, (node, manifest_) in enumerate(zip(plan.nodes, manifests, strict=True)):
         for rank_plan, rank in zip(node.ranks, manifest_.ranks, strict=True):
@@ -140,7 +140,7 @@ def test_ranks_of_a_node_may_be_in_different_sets() -> None:
 
 
 def test_what_no_optimizer_owns_never_counts_as_a_replica() -> None:
-    entries = [Entry("running_mean", "F32", (BIG,), When.BOUNDARY)]
+    entries = [LayoutEntry("running_mean", "F32", (BIG,), CopyTiming.BOUNDARY)]
     layout = make_layout(entries, plain_bytes=10)
     assert not any(place.section.may_repeat for place in sections_of(layout))
 

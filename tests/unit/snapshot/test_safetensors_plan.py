@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftrun.snapshot.layout import ITEM_BYTES
-from ftrun.tools.export.safetensors import Described, PlannedFile, index_of, plan_files
+from ftrun.tools.export.safetensors import PlannedFile, TensorDescription, index_of, plan_files
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 tensors = st.dictionaries(
     st.text("ab.01", min_size=1, max_size=4), st.tuples(st.sampled_from(sorted(ITEM_BYTES)), shapes)
-).map(lambda found: [Described(name, *kind) for name, kind in found.items()])
+).map(lambda found: [TensorDescription(name, *kind) for name, kind in found.items()])
 
 
 def header_of(file: PlannedFile) -> dict[str, dict[str, object]]:
@@ -21,7 +21,9 @@ def header_of(file: PlannedFile) -> dict[str, dict[str, object]]:
 
 
 @given(tensors, st.integers(1, 300), st.randoms())
-def test_any_tensors_find_their_places(given: list[Described], limit: int, random: object) -> None:
+def test_any_tensors_find_their_places(
+    given: list[TensorDescription], limit: int, random: object
+) -> None:
     files = plan_files(given, limit_bytes=limit, tied={})
     random.shuffle(given)  # type: ignore[attr-defined]
     assert plan_files(given, limit_bytes=limit, tied={}) == files
@@ -51,13 +53,13 @@ def test_any_tensors_find_their_places(given: list[Described], limit: int, rando
 
 
 def test_layer_ten_comes_behind_layer_two() -> None:
-    given = [Described(f"layer.{at}", "F32", (1,)) for at in (10, 2, 1)]
+    given = [TensorDescription(f"layer.{at}", "F32", (1,)) for at in (10, 2, 1)]
     files = plan_files(given, limit_bytes=4, tied={})
     assert [list(file.places) for file in files] == [["layer.1"], ["layer.2"], ["layer.10"]]
 
 
 def test_other_names_of_a_tied_tensor_are_where_it_is() -> None:
-    given = [Described("a", "F32", (1,)), Described("b", "F32", (1,))]
+    given = [TensorDescription("a", "F32", (1,)), TensorDescription("b", "F32", (1,))]
     one, two = plan_files(given, limit_bytes=4, tied={"c": "a", "d": "a"})
     assert header_of(one)["__metadata__"] == {"format": "pt", "c": "a", "d": "a"}
     assert header_of(two)["__metadata__"] == {"format": "pt"}

@@ -4,24 +4,24 @@ from array import array
 
 import pytest
 
-from ftrun.snapshot.layout import PIECE_BYTES, PLAIN_NAME, Entry, When, make_layout
-from ftrun.snapshot.shard_header import ShardHead
+from ftrun.snapshot.layout import PIECE_BYTES, PLAIN_NAME, CopyTiming, LayoutEntry, make_layout
+from ftrun.snapshot.shard_header import ShardHeader
 
 ENTRIES = [
-    Entry("mean", "F32", (10,), When.BOUNDARY),
-    Entry("none", "F32", (0,), When.LAZY),
-    Entry("step", "F32", (), When.LAZY),
-    Entry("bias", "F32", (100,), When.LAZY),
-    Entry("wide", "U8", (2 * PIECE_BYTES + 5,), When.LAZY),
+    LayoutEntry("mean", "F32", (10,), CopyTiming.BOUNDARY),
+    LayoutEntry("none", "F32", (0,), CopyTiming.LAZY),
+    LayoutEntry("step", "F32", (), CopyTiming.LAZY),
+    LayoutEntry("bias", "F32", (100,), CopyTiming.LAZY),
+    LayoutEntry("wide", "U8", (2 * PIECE_BYTES + 5,), CopyTiming.LAZY),
 ]
 
 
-def head(change: int = -1) -> ShardHead:
+def head(change: int = -1) -> ShardHeader:
     layout = make_layout(ENTRIES, plain_bytes=1)
     digests = [1000 + at for at in range(len(layout.pieces))]
     if change >= 0:
         digests[change] += 1
-    return ShardHead(layout, len(layout.header), memoryview(array("Q", digests)))
+    return ShardHeader(layout, len(layout.header), memoryview(array("Q", digests)))
 
 
 @pytest.mark.parametrize("name", ["mean", "step", "bias", "wide", PLAIN_NAME])

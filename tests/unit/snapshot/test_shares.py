@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftrun.snapshot.load_shares import MOST_NODES, Share, company_of, ranks_at, share_of
+from ftrun.snapshot.load_shares import MOST_NODES, LoadShare, company_of, ranks_at, share_of
 
 SIZE = {digest: 1 + digest * 7 % 13 for digest in range(40)}
 """Equal digests are equal bytes, so of one size."""
@@ -23,7 +23,7 @@ def worlds(draw: st.DrawFn) -> tuple[dict[int, list[int]], dict[int, list[int]]]
     return ranks, tables
 
 
-def shares(ranks: dict[int, list[int]], tables: dict[int, list[int]]) -> dict[int, Share]:
+def shares(ranks: dict[int, list[int]], tables: dict[int, list[int]]) -> dict[int, LoadShare]:
     """Each as its node finds it: with the sizes of its own pieces only."""
     return {
         node: share_of(

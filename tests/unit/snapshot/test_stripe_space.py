@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ftrun.errors import LayoutUnknown
 from ftrun.snapshot.layout import Piece
-from ftrun.snapshot.redundancy import NodePlan, RankPlan, Run
+from ftrun.snapshot.redundancy import NodeRedundancy, PieceRun, RankRedundancy
 from ftrun.snapshot.stripe_space import StripeSpace
 
 sizes = st.lists(st.integers(1, 50), min_size=1, max_size=12)
@@ -21,7 +21,7 @@ def pieces_of(lengths: list[int]) -> list[Piece]:
 
 
 def space_of(
-    ranks: dict[int, tuple[list[Piece], list[Run]]], block_bytes: int
+    ranks: dict[int, tuple[list[Piece], list[PieceRun]]], block_bytes: int
 ) -> tuple[StripeSpace, bytes, dict[int, bytes]]:
     """The space, its bytes as they should be, and each rank's data."""
     data = {
@@ -34,30 +34,30 @@ def space_of(
         for run in runs
         for at in range(run.first, run.first + run.count)
     )
-    plan = NodePlan(
-        [RankPlan(rank, [], runs, []) for rank, (_, runs) in ranks.items()], 0, len(row)
+    plan = NodeRedundancy(
+        [RankRedundancy(rank, [], runs, []) for rank, (_, runs) in ranks.items()], 0, len(row)
     )
     space = StripeSpace(plan, {rank: pieces for rank, (pieces, _) in ranks.items()}, block_bytes)
     return space, row, data
 
 
 @st.composite
-def a_rank(draw: st.DrawFn) -> tuple[list[Piece], list[Run]]:
+def a_rank(draw: st.DrawFn) -> tuple[list[Piece], list[PieceRun]]:
     pieces = pieces_of(draw(sizes))
     coded = draw(st.lists(st.booleans(), min_size=len(pieces), max_size=len(pieces)))
-    runs: list[Run] = []
+    runs: list[PieceRun] = []
     for at, is_coded in enumerate(coded):
         if is_coded and at and coded[at - 1]:
-            runs[-1] = Run(runs[-1].first, runs[-1].count + 1)
+            runs[-1] = PieceRun(runs[-1].first, runs[-1].count + 1)
         elif is_coded:
-            runs.append(Run(at, 1))
+            runs.append(PieceRun(at, 1))
     return pieces, runs
 
 
 @settings(max_examples=200)
 @given(st.lists(a_rank(), min_size=1, max_size=3), st.integers(1, 64))
 def test_blocks_are_the_row_cut_up(
-    given_: list[tuple[list[Piece], list[Run]]], block_bytes: int
+    given_: list[tuple[list[Piece], list[PieceRun]]], block_bytes: int
 ) -> None:
     ranks = dict(enumerate(given_))
     space, row, data = space_of(ranks, block_bytes)
@@ -81,7 +81,7 @@ def test_blocks_are_the_row_cut_up(
 
 
 def test_a_run_without_bytes_is_passed_over() -> None:
-    runs = [Run(0, 1), Run(1, 1), Run(2, 1)]
+    runs = [PieceRun(0, 1), PieceRun(1, 1), PieceRun(2, 1)]
     space, row, data = space_of({0: (pieces_of([10, 0, 6]), runs)}, 12)
     parts = [space.extents(block) for block in range(space.num_blocks)]
     assert [[(e.offset, e.num_bytes) for e in part] for part in parts] == [
@@ -92,7 +92,7 @@ def test_a_run_without_bytes_is_passed_over() -> None:
 
 
 def test_a_plan_of_another_layout_is_refused() -> None:
-    plan = NodePlan([RankPlan(0, [], [Run(0, 3)], [])], 0, 30)
+    plan = NodeRedundancy([RankRedundancy(0, [], [PieceRun(0, 3)], [])], 0, 30)
     with pytest.raises(LayoutUnknown):
         StripeSpace(plan, {0: pieces_of([10, 10])}, 16)
     with pytest.raises(LayoutUnknown):

@@ -11,23 +11,23 @@ from hypothesis import strategies as st
 
 from ftrun.errors import LayoutUnknown, RanksDiffer, TensorIncomplete
 from ftrun.ids import Rank
-from ftrun.sharding.source_index import WholeTensor, WorldIndex
-from ftrun.snapshot.boxes import Box, Part, overlap, span_of, whole
-from ftrun.snapshot.layout import Entry, When, make_layout, parse_header
-from ftrun.snapshot.shard_header import ShardHead
+from ftrun.sharding.source_index import SourceIndex, WholeTensor
+from ftrun.snapshot.boxes import Box, TensorPart, overlap, span_of, whole
+from ftrun.snapshot.layout import CopyTiming, LayoutEntry, make_layout, parse_header
+from ftrun.snapshot.shard_header import ShardHeader
 
 
-def head_of(*entries: Entry, knows_parts: bool = True) -> ShardHead:
+def head_of(*entries: LayoutEntry, knows_parts: bool = True) -> ShardHeader:
     """As it is read from a shard's own header."""
     made = make_layout(entries, plain_bytes=1)
     header = bytearray(made.header)
     if not knows_parts:
         header = bytearray(header.replace(b'"ftrun.parts"', b'"ftrun.other"'))
     layout, start = parse_header(memoryview(header), image_bytes=made.image_bytes)
-    return ShardHead(layout, start, memoryview(array("Q", range(len(layout.pieces)))))
+    return ShardHeader(layout, start, memoryview(array("Q", range(len(layout.pieces)))))
 
 
-def heads_of(*ranks: list[Entry]) -> dict[Rank, ShardHead]:
+def heads_of(*ranks: list[LayoutEntry]) -> dict[Rank, ShardHeader]:
     return {Rank(at): head_of(*entries) for at, entries in enumerate(ranks)}
 
 
@@ -49,9 +49,9 @@ def worlds(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     return shape, draw(st.permutations(found))
 
 
-def entry_of(shape: tuple[int, ...], box: Box) -> Entry:
-    part = None if box == whole(shape) else Part(shape, box.offsets)
-    return Entry("w", "I64", box.shape, When.LAZY, part=part)
+def entry_of(shape: tuple[int, ...], box: Box) -> LayoutEntry:
+    part = None if box == whole(shape) else TensorPart(shape, box.offsets)
+    return LayoutEntry("w", "I64", box.shape, CopyTiming.LAZY, part=part)
 
 
 def read(tensor: WholeTensor, held: list[np.ndarray], wanted: Box) -> np.ndarray:
@@ -82,7 +82,7 @@ def test_any_box_is_put_together_from_any_cut(
         np.ascontiguousarray(everything[tuple(map(slice, box.offsets, box.end))]) for box in held
     ]
     prefer = data.draw(st.integers(0, len(held) - 1))
-    index = WorldIndex(heads_of(*([entry_of(shape, box)] for box in held)), prefer=Rank(prefer))
+    index = SourceIndex(heads_of(*([entry_of(shape, box)] for box in held)), prefer=Rank(prefer))
     tensor = index.tensor("w")
     assert tensor is not None
     tensor.check_is_whole()
@@ -104,8 +104,10 @@ def test_a_box_that_nobody_holds_is_named(
     shape, held = world
     gone = data.draw(st.sampled_from([box for box in held if not box.is_empty]))
     left = [box for box in held if box != gone]
-    entries = [[entry_of(shape, box)] for box in left] or [[Entry("v", "U8", (1,), When.LAZY)]]
-    index = WorldIndex(heads_of(*entries), prefer=Rank(0))
+    entries = [[entry_of(shape, box)] for box in left] or [
+        [LayoutEntry("v", "U8", (1,), CopyTiming.LAZY)]
+    ]
+    index = SourceIndex(heads_of(*entries), prefer=Rank(0))
     tensor = index.tensor("w")
     if tensor is None:
         assert not left
@@ -115,25 +117,25 @@ def test_a_box_that_nobody_holds_is_named(
     assert caught.value.hole == str(gone)
 
 
-def lazy(shape: tuple[int, ...], part: Part | None = None, dtype: str = "F32") -> Entry:
-    return Entry("w", dtype, shape, When.LAZY, part=part)
+def lazy(shape: tuple[int, ...], part: TensorPart | None = None, dtype: str = "F32") -> LayoutEntry:
+    return LayoutEntry("w", dtype, shape, CopyTiming.LAZY, part=part)
 
 
 @pytest.mark.parametrize(
     "other",
-    [lazy((3,)), lazy((4,), dtype="F64"), lazy((2,), Part((6,), (0,)))],
+    [lazy((3,)), lazy((4,), dtype="F64"), lazy((2,), TensorPart((6,), (0,)))],
 )
-def test_ranks_that_hold_parts_of_different_tensors_are_named(other: Entry) -> None:
-    index = WorldIndex(heads_of([lazy((4,))], [lazy((4,))], [other]), prefer=Rank(0))
+def test_ranks_that_hold_parts_of_different_tensors_are_named(other: LayoutEntry) -> None:
+    index = SourceIndex(heads_of([lazy((4,))], [lazy((4,))], [other]), prefer=Rank(0))
     with pytest.raises(RanksDiffer) as caught:
         index.tensor("w")
     assert (caught.value.key, caught.value.ranks) == ("w", (0, 2))
 
 
 def test_what_no_optimizer_owns_is_each_ranks_own_and_may_differ_in_shape() -> None:
-    ranks = [[Entry("mean", "F32", (size,), When.BOUNDARY)] for size in (3, 4)]
+    ranks = [[LayoutEntry("mean", "F32", (size,), CopyTiming.BOUNDARY)] for size in (3, 4)]
     for prefer in (0, 1):
-        tensor = WorldIndex(heads_of(*ranks), prefer=Rank(prefer)).tensor("mean")
+        tensor = SourceIndex(heads_of(*ranks), prefer=Rank(prefer)).tensor("mean")
         assert tensor is not None
         assert not tensor.is_shared
         assert tensor.shape == (3 + prefer,)
@@ -141,21 +143,24 @@ def test_what_no_optimizer_owns_is_each_ranks_own_and_may_differ_in_shape() -> N
 
 
 def test_a_part_that_is_no_box_counts_for_nothing_and_is_told() -> None:
-    strided = lazy((2,), Part((4,), None))
-    index = WorldIndex(heads_of([strided], [lazy((2,), Part((4,), (2,)))]), prefer=Rank(0))
+    strided = lazy((2,), TensorPart((4,), None))
+    index = SourceIndex(heads_of([strided], [lazy((2,), TensorPart((4,), (2,)))]), prefer=Rank(0))
     tensor = index.tensor("w")
     assert tensor is not None
     with pytest.raises(TensorIncomplete) as caught:
         tensor.check_is_whole()
     assert (caught.value.hole, caught.value.unplaced) == ("[0:2]", (0,))
-    also_whole = WorldIndex(heads_of([strided], [lazy((4,))]), prefer=Rank(0)).tensor("w")
+    also_whole = SourceIndex(heads_of([strided], [lazy((4,))]), prefer=Rank(0)).tensor("w")
     assert also_whole is not None
     also_whole.check_is_whole()
 
 
 def test_padding_and_plain_values_are_no_tensors_and_unknown_names_are_none() -> None:
-    odd = [Entry("a", "U8", (3,), When.BOUNDARY), Entry("b", "F32", (5,), When.LAZY)]
-    index = WorldIndex(heads_of(odd, odd[1:]), prefer=Rank(1))
+    odd = [
+        LayoutEntry("a", "U8", (3,), CopyTiming.BOUNDARY),
+        LayoutEntry("b", "F32", (5,), CopyTiming.LAZY),
+    ]
+    index = SourceIndex(heads_of(odd, odd[1:]), prefer=Rank(1))
     assert index.common_names == ["b"]
     assert index.tensor("nobody") is None
 
@@ -163,16 +168,16 @@ def test_padding_and_plain_values_are_no_tensors_and_unknown_names_are_none() ->
 def test_shards_without_parts_are_refused() -> None:
     heads = {Rank(0): head_of(lazy((2,))), Rank(1): head_of(lazy((2,)), knows_parts=False)}
     with pytest.raises(LayoutUnknown):
-        WorldIndex(heads, prefer=Rank(0))
+        SourceIndex(heads, prefer=Rank(0))
 
 
 def test_a_tensor_is_put_together_once_and_reads_as_dtype_and_shape() -> None:
-    index = WorldIndex(heads_of([lazy((4, 2))]), prefer=Rank(0))
+    index = SourceIndex(heads_of([lazy((4, 2))]), prefer=Rank(0))
     found = index.tensor("w")
     assert found is index.tensor("w")
     assert str(found) == "F32[4, 2]"
 
 
 def test_names_are_those_that_any_rank_has() -> None:
-    w, v = (Entry(name, "F32", (2,), When.LAZY) for name in "wv")
-    assert WorldIndex(heads_of([w], [w, v]), prefer=Rank(0)).names == ["w", "v"]
+    w, v = (LayoutEntry(name, "F32", (2,), CopyTiming.LAZY) for name in "wv")
+    assert SourceIndex(heads_of([w], [w, v]), prefer=Rank(0)).names == ["w", "v"]

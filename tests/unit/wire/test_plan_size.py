@@ -3,8 +3,14 @@
 import msgspec
 
 from ftrun.agent.cluster.own_rails import MAX_RAILS
-from ftrun.wire.cluster.generation import NodeCard, Plan, PlanNode, Source, Voters
-from ftrun.wire.cluster.rails import Rail, RoadsPlan
+from ftrun.wire.cluster.generation import (
+    GenerationPlan,
+    NodeCard,
+    PlanMember,
+    RestoreSource,
+    VoterSet,
+)
+from ftrun.wire.cluster.rails import NetworkPlan, Rail
 from ftrun.wire.transport.framing import MAX_FRAME_BYTES
 
 NODES = 1_024
@@ -42,11 +48,11 @@ def test_a_plan_of_many_nodes_with_many_rails_fits_a_frame() -> None:
     names = [one.node_id for one in cards]
     groups = [names[at : at + 8] for at in range(0, NODES, 8)]
     ranks = [[*range(PER_NODE * at, PER_NODE * at + PER_NODE)] for at in range(NODES)]
-    plan = Plan(
+    plan = GenerationPlan(
         generation=3,
         lead=names[0],
         why="node gpu-node-0077 was lost",
-        members=[PlanNode(one, PER_NODE * at) for at, one in enumerate(cards)],
+        members=[PlanMember(one, PER_NODE * at) for at, one in enumerate(cards)],
         spares=[],
         restore=(2, 100_000),
         restore_why="",
@@ -55,11 +61,12 @@ def test_a_plan_of_many_nodes_with_many_rails_fits_a_frame() -> None:
         groups=groups,
         parity=1,
         sources=[
-            Source(group, ranks[8 * at : 8 * at + 8], 1, 2) for at, group in enumerate(groups)
+            RestoreSource(group, ranks[8 * at : 8 * at + 8], 1, 2)
+            for at, group in enumerate(groups)
         ],
         smp_ports=dict.fromkeys(names, 45_000),
-        decided_by=[Voters(2, [(name, 1 << 61) for name in names])],
-        roads=RoadsPlan(
+        decided_by=[VoterSet(2, [(name, 1 << 61) for name in names])],
+        roads=NetworkPlan(
             order=names,
             rails=[rail.name for rail in cards[0].rails],
             leaves={one.node_id: one.switch for one in cards},

@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import nn
 
-from ftrun.worker.capture.accumulation import Accumulation
+from ftrun.worker.capture.accumulation import AccumulationTracker
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[nn.Module, torch.optim.Optimizer, Accumulation]]:
+def pair() -> Iterator[tuple[nn.Module, torch.optim.Optimizer, AccumulationTracker]]:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    made = Accumulation([optimizer])
+    made = AccumulationTracker([optimizer])
     yield model, optimizer, made
     made.close()
 
 
-Pair = tuple[nn.Module, torch.optim.Optimizer, Accumulation]
+Pair = tuple[nn.Module, torch.optim.Optimizer, AccumulationTracker]
 
 
 def backward(model: nn.Module) -> None:
@@ -55,7 +55,7 @@ def test_after_a_step_the_next_backward_is_pending_again(pair: Pair, set_to_none
 def test_a_gradient_at_the_place_of_one_that_was_freed_is_another() -> None:
     model = nn.Linear(3, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accumulation = Accumulation([optimizer])
+    accumulation = AccumulationTracker([optimizer])
     backward(model)
     optimizer.step()
     assert not accumulation.boundary()
@@ -73,7 +73,7 @@ def test_a_gradient_at_the_place_of_one_that_was_freed_is_another() -> None:
 def test_one_of_several_optimizers_in_the_middle_is_enough(pair: Pair) -> None:
     model, optimizer, accumulation = pair
     other = nn.Linear(3, 1)
-    both = Accumulation([optimizer, torch.optim.SGD(other.parameters(), lr=0.1)])
+    both = AccumulationTracker([optimizer, torch.optim.SGD(other.parameters(), lr=0.1)])
     backward(model)
     backward(other)
     optimizer.step()
@@ -104,7 +104,7 @@ class Told:
 
 def test_an_object_that_keeps_gradients_for_itself_is_asked_at_each_boundary(pair: Pair) -> None:
     model, optimizer, _ = pair
-    both = Accumulation([optimizer], [object(), Told(True, False, False)])
+    both = AccumulationTracker([optimizer], [object(), Told(True, False, False)])
     assert both.boundary()
     assert not both.boundary()
     backward(model)
@@ -117,7 +117,7 @@ def test_with_most_parameters_frozen_the_gradients_of_the_others_are_found() -> 
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in {"7.weight", "33.bias"})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accumulation = Accumulation([optimizer])
+    accumulation = AccumulationTracker([optimizer])
     backward(model)
     assert accumulation.boundary()
     backward(model)
@@ -132,7 +132,7 @@ def test_with_most_parameters_frozen_the_gradients_of_the_others_are_found() -> 
 def test_a_gradient_of_one_expert_of_many_is_found() -> None:
     experts = nn.ModuleList(nn.Linear(3, 1, bias=False) for _ in range(40))
     optimizer = torch.optim.SGD(experts.parameters(), lr=0.1)
-    accumulation = Accumulation([optimizer])
+    accumulation = AccumulationTracker([optimizer])
     backward(experts[3])
     optimizer.step()
     assert not accumulation.boundary()
@@ -144,7 +144,7 @@ def test_a_gradient_of_one_expert_of_many_is_found() -> None:
 def test_an_optimizer_without_gradients_is_in_no_accumulation() -> None:
     model, idle = nn.Linear(3, 1), nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    both = Accumulation([optimizer, torch.optim.SGD(idle.parameters(), lr=0.1)])
+    both = AccumulationTracker([optimizer, torch.optim.SGD(idle.parameters(), lr=0.1)])
     backward(model)
     assert both.boundary()
     optimizer.step()
@@ -156,7 +156,7 @@ def test_a_frozen_weight_that_the_script_changes_is_no_step() -> None:
     model = nn.Linear(3, 1)
     model.weight.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accumulation = Accumulation([optimizer])
+    accumulation = AccumulationTracker([optimizer])
     accumulation.boundary()
     backward(model)
     model.weight.mul_(0.5)
@@ -200,7 +200,7 @@ def test_gradients_that_are_thrown_away_do_not_cross(pair: Pair, set_to_none: bo
 def test_gradients_that_a_closure_makes_do_not_cross() -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
-    accumulation = Accumulation([optimizer])
+    accumulation = AccumulationTracker([optimizer])
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -232,7 +232,7 @@ def test_gradients_set_to_zero_while_another_optimizer_steps_are_not_pending(is_
     model, other = nn.Linear(3, 1), nn.Linear(3, 1)
     still = torch.optim.SGD(model.parameters(), lr=0.1)
     stepping = torch.optim.SGD(other.parameters(), lr=0.1)
-    accumulation = Accumulation([still, stepping])
+    accumulation = AccumulationTracker([still, stepping])
     backward(model)
     still.step()
     assert not accumulation.boundary()

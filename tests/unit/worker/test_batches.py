@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRando
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ftrun.snapshot.plain_values import decode, encode
-from ftrun.snapshot.regroup import Resize, loader
+from ftrun.snapshot.regroup import WorldResize, loader
 from ftrun.worker.state import determinism as rng
-from ftrun.worker.state.data_position import Feed
+from ftrun.worker.state.data_position import DataPosition
 
 
 class Counted(Dataset[int]):
@@ -50,7 +50,7 @@ def resumed_like_undisturbed(make: Any, *, after: int, passes: int = 2) -> Any:
         return torch.rand(1).item(), random.random(), float(np.random.rand())
 
     seed()
-    feed = Feed("loader", make())
+    feed = DataPosition("loader", make())
     seen: list[object] = []
     states = []
     for _ in range(passes):
@@ -60,7 +60,7 @@ def resumed_like_undisturbed(make: Any, *, after: int, passes: int = 2) -> Any:
     state, randomness = decode(states[after - 1])
     random.seed(99)
     torch.manual_seed(99)
-    again = Feed("loader", make())
+    again = DataPosition("loader", make())
     again.load_state(state)
     found: list[object] = []
     waiting = [randomness]
@@ -75,13 +75,13 @@ def resumed_like_undisturbed(make: Any, *, after: int, passes: int = 2) -> Any:
 def test_batches_that_led_to_bad_numbers_are_left_out_into_the_next_pass_too(after: int) -> None:
     """Passes of four batches; five are left out."""
     data = torch.arange(8)
-    feed = Feed("loader", DataLoader(data, batch_size=2))
+    feed = DataPosition("loader", DataLoader(data, batch_size=2))
     states, seen = [], []
     for _ in range(3):
         for batch in feed.batches(None, lambda: None):
             seen.append(batch.tolist())
             states.append(encode(feed.state()))
-    again = Feed("loader", DataLoader(data, batch_size=2))
+    again = DataPosition("loader", DataLoader(data, batch_size=2))
     again.load_state(decode(states[after - 1]))
     again.leave_out(5)
     found = [batch.tolist() for _ in range(3) for batch in again.batches(None, lambda: None)]
@@ -101,7 +101,7 @@ def test_a_loop_that_has_begun_before_its_loader_draws_what_it_would_have_drawn(
         return DataLoader(Counted(), batch_size=3, shuffle=True)
 
     seed()
-    feed = Feed("loader", make())
+    feed = DataPosition("loader", make())
     batches = feed.batches(None, lambda: None)
     for _ in range(2):
         next(batches)
@@ -109,7 +109,7 @@ def test_a_loop_that_has_begun_before_its_loader_draws_what_it_would_have_drawn(
     state, randomness = decode(encode([feed.state(), rng.take_all()]))
     expected = [(next(batches).tolist(), torch.rand(1).item()) for _ in range(2)]
     torch.manual_seed(99)
-    again = Feed("loader", make())
+    again = DataPosition("loader", make())
     again.load_state(state)
     rng.put_back(randomness)  # as the first turn of steps() does
     rest = again.batches(None, lambda: None)
@@ -149,18 +149,18 @@ def test_worker_processes_get_the_right_indices(persistent: bool) -> None:
 
 def test_an_iterable_data_set_is_read_again_and_said_so() -> None:
     loader = resumed_like_undisturbed(lambda: DataLoader(Stream(), batch_size=3), after=2)
-    assert "iterable" in (Feed("loader", loader).warning() or "")
+    assert "iterable" in (DataPosition("loader", loader).warning() or "")
 
 
 def test_worker_processes_are_warned_of() -> None:
     loader = DataLoader(Counted(), num_workers=1)
-    assert "StatefulDataLoader" in (Feed("loader", loader).warning() or "")
-    assert Feed("loader", [1, 2]).warning() is None
+    assert "StatefulDataLoader" in (DataPosition("loader", loader).warning() or "")
+    assert DataPosition("loader", [1, 2]).warning() is None
 
 
 def test_the_sampler_is_told_the_epoch() -> None:
     sampler = torch.utils.data.DistributedSampler(Counted(), 2, 0)
-    feed = Feed("loader", DataLoader(Counted(), sampler=sampler))
+    feed = DataPosition("loader", DataLoader(Counted(), sampler=sampler))
     list(feed.batches(7, lambda: None))
     assert sampler.epoch == 7
     list(feed.batches(None, lambda: None))
@@ -171,14 +171,14 @@ def resized(make: Any, used: list[int], rank: int, size: int) -> list[int]:
     """What one rank of a new world goes on with, after old ranks have used so many batches."""
     states = []
     for old_rank, count in enumerate(used):
-        feed = Feed("loader", make(old_rank, len(used)))
+        feed = DataPosition("loader", make(old_rank, len(used)))
         batches = feed.batches(None, lambda: None)
         for _ in range(count):
             next(batches)
         states.append(decode(encode(feed.state())))
         batches.close()
-    again = Feed("loader", make(rank, size))
-    again.load_state(loader(states, Resize(rank, len(used), size)))
+    again = DataPosition("loader", make(rank, size))
+    again.load_state(loader(states, WorldResize(rank, len(used), size)))
     return [index for batch in again.batches(None, lambda: None) for index in batch.tolist()]
 
 
@@ -229,7 +229,7 @@ def test_a_loader_with_a_state_dict_of_its_own_goes_on_where_it_was() -> None:
 
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
 def test_a_loader_that_is_iterated_by_hand_is_not_followed() -> None:
-    by_hand, here, own = (Feed("loader", DataLoader(range(4))) for _ in range(3))
+    by_hand, here, own = (DataPosition("loader", DataLoader(range(4))) for _ in range(3))
     next(iter(by_hand.loader))
     next(here.batches(None, lambda: None))
     own.loader = StatefulDataLoader(range(4))

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from ftrun.monitor.repeat_check import LATE_STEPS, BoundaryRecord
-from ftrun.wire.shared_memory.pages import MAX_SAMPLES, Page, create_page
+from ftrun.wire.shared_memory.pages import MAX_SAMPLES, SharedPage, create_page
 from ftrun.worker.capture.boundary_digests import STAYS, BoundaryDigests
 from ftrun.worker.capture.host_copies import HostCopy
-from ftrun.worker.state.attached import Attached
+from ftrun.worker.state.attached import AttachedState
 
 
 class Watched:
@@ -19,12 +19,12 @@ class Watched:
 
     def __init__(self, model: nn.Module, *parameters: nn.Parameter) -> None:
         self.model = model
-        self.attached = Attached()
+        self.attached = AttachedState()
         self.attached.add("model", model)
         used = list(parameters) or list(model.parameters())
         self.optimizer = torch.optim.SGD(used, lr=0.1)
         self.attached.add("optimizer", self.optimizer)
-        self.page = Page(create_page("test"))
+        self.page = SharedPage(create_page("test"))
         self.digests = BoundaryDigests(self.page, self.attached)
 
     def at(self, step: int) -> BoundaryRecord:

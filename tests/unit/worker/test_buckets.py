@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ftrun.worker.state.buckets import WrapperWatch, ready_order, warm_buckets
+from ftrun.worker.state.buckets import DdpWrapperTracker, ready_order, warm_buckets
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_an_order_of_another_model_is_not_used() -> None:
 
 def test_wrappers_are_found_whenever_they_are_made() -> None:
     before, bare = wrapped(), Backwards()
-    watch = WrapperWatch()
+    watch = DdpWrapperTracker()
     try:
         modules = {"raw": before.module, "wrapped": before, "late": bare}
         assert set(watch.wrappers_of(modules)) == {"wrapped"}

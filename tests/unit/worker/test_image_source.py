@@ -8,9 +8,9 @@ import xxhash
 
 from ftrun.errors import LayoutUnknown, RanksDiffer, SnapshotCorrupt
 from ftrun.ids import Rank, version
-from ftrun.sharding.source_index import WorldIndex
-from ftrun.snapshot.boxes import Part
-from ftrun.snapshot.layout import PIECE_BYTES, Entry, Layout, When, make_layout
+from ftrun.sharding.source_index import SourceIndex
+from ftrun.snapshot.boxes import TensorPart
+from ftrun.snapshot.layout import PIECE_BYTES, CopyTiming, Layout, LayoutEntry, make_layout
 from ftrun.wire.shared_memory.arena import (
     Arena,
     ArenaShape,
@@ -20,22 +20,22 @@ from ftrun.wire.shared_memory.arena import (
     table_digest,
 )
 from ftrun.worker.replicas import check_replicas
-from ftrun.worker.reshard.source import CheckedImages, LocalImages, Range
+from ftrun.worker.reshard.source import ByteRange, CheckedShards, LocalShards
 from ftrun.worker.reshard.tensor_reader import fill
 
 WANTED = version(2, 7)
 ROWS, COLUMNS = 1200, 150
 
-Give = Callable[..., LocalImages]
+Give = Callable[..., LocalShards]
 
 
 def layout_of(rank: int) -> Layout:
     return make_layout(
         [
-            Entry("step", "F32", (), When.LAZY),
-            Entry("bias", "F32", (2,), When.LAZY, part=Part((4,), (2 * rank,))),
-            Entry("wide", "F32", (ROWS, COLUMNS), When.LAZY),
-            Entry("mean", "F32", (3,), When.BOUNDARY),
+            LayoutEntry("step", "F32", (), CopyTiming.LAZY),
+            LayoutEntry("bias", "F32", (2,), CopyTiming.LAZY, part=TensorPart((4,), (2 * rank,))),
+            LayoutEntry("wide", "F32", (ROWS, COLUMNS), CopyTiming.LAZY),
+            LayoutEntry("mean", "F32", (3,), CopyTiming.BOUNDARY),
         ],
         plain_bytes=1,
     )
@@ -79,12 +79,12 @@ def tensors_of(rank: int) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def give() -> Iterator[Give]:
     """Two ranks' shards; `change` is given both and may damage them first."""
-    opened: list[LocalImages] = []
+    opened: list[LocalShards] = []
 
     def make(
         change: Callable[[Arena, int], object] = lambda arena, rank: None,
         **different: torch.Tensor,
-    ) -> LocalImages:
+    ) -> LocalShards:
         fds = {}
         for rank in (0, 1):
             fd = arena_of(rank, tensors_of(rank) | (different if rank else {}))
@@ -92,7 +92,7 @@ def give() -> Iterator[Give]:
             change(arena, rank)
             arena.close()
             fds[Rank(rank)] = fd
-        opened.append(LocalImages(fds, WANTED))
+        opened.append(LocalShards(fds, WANTED))
         return opened[-1]
 
     yield make
@@ -109,10 +109,10 @@ def wanted() -> dict[str, torch.Tensor]:
     }
 
 
-def restored(images: LocalImages, prefer: int = 0) -> dict[str, torch.Tensor]:
+def restored(images: LocalShards, prefer: int = 0) -> dict[str, torch.Tensor]:
     """All tensors, as a world of one rank gets them."""
-    checked = CheckedImages(images, "test")
-    index = WorldIndex(checked.heads, prefer=Rank(prefer))
+    checked = CheckedShards(images, "test")
+    index = SourceIndex(checked.heads, prefer=Rank(prefer))
     targets = wanted()
     saved = {name: found for name in targets if (found := index.tensor(name)) is not None}
     check_replicas(saved, targets, checked)
@@ -185,18 +185,18 @@ def test_replicas_that_differ_are_named(give: Give, name: str, other: torch.Tens
 
 def test_a_part_of_a_large_tensor_is_read_by_the_pieces_under_it(give: Give) -> None:
     images = give()
-    checked = CheckedImages(images, "test")
-    asked: list[Range] = []
+    checked = CheckedShards(images, "test")
+    asked: list[ByteRange] = []
     read = images.read
 
     def noting(rank: Rank, offset: int, num_bytes: int) -> memoryview:
-        asked.append(Range(rank, offset, num_bytes))
+        asked.append(ByteRange(rank, offset, num_bytes))
         return read(rank, offset, num_bytes)
 
     images.read = noting  # type: ignore[method-assign]
     wide = checked.heads[Rank(0)].entries["wide"]
     found = checked.read(Rank(0), wide.offset + PIECE_BYTES + 8, 40)
-    assert asked == [Range(Rank(0), wide.offset + PIECE_BYTES, PIECE_BYTES)]
+    assert asked == [ByteRange(Rank(0), wide.offset + PIECE_BYTES, PIECE_BYTES)]
     expected = tensors_of(0)["wide"].view(-1)[PIECE_BYTES // 4 + 2 :][:10]
     assert torch.equal(torch.frombuffer(bytearray(found), dtype=torch.float32), expected)
 
@@ -207,4 +207,4 @@ def test_an_arena_without_the_version_is_named(give: Give) -> None:
             arena.write_header(1, SlotHeader(SlotState.SEALED, 2, 8, 0, 0, 1))
 
     with pytest.raises(LayoutUnknown):
-        CheckedImages(give(change), "test")
+        CheckedShards(give(change), "test")

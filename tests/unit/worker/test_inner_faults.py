@@ -12,10 +12,15 @@ import torch
 from ftrun import clock
 from ftrun.ids import Generation, Incarnation, Rank, RunId
 from ftrun.wire.fault_orders import FaultOrder, FaultPage, make_order
-from ftrun.wire.shared_memory.pages import Beat, Page, create_command_page, create_page
+from ftrun.wire.shared_memory.pages import (
+    HeartbeatField,
+    SharedPage,
+    create_command_page,
+    create_page,
+)
 from ftrun.worker.context import SnapshotSettings, WorkerContext
 from ftrun.worker.process import in_process_faults as inner_faults
-from ftrun.worker.process.in_process_faults import FaultWatch, Telling, slow_input
+from ftrun.worker.process.in_process_faults import FaultProgress, InProcessFaults, slow_input
 
 
 @pytest.fixture
@@ -33,8 +38,8 @@ def context(tmp_path: Path) -> WorkerContext:
         world_size=1,
         generation=Generation(0),
         incarnation=Incarnation(0),
-        page=Page(create_page("beats")),
-        commands=Page(create_command_page()),
+        page=SharedPage(create_page("beats")),
+        commands=SharedPage(create_command_page()),
         arena_fd=None,
         restore=None,
         smp_socket=tmp_path / "smp.sock",
@@ -49,10 +54,10 @@ class Job:
         self.weight = torch.nn.Parameter(torch.ones(3))
         self.optimizer = torch.optim.SGD([self.weight], lr=0.0)
         self._beats = context.page
-        self.watch = FaultWatch(context, page)
+        self.watch = InProcessFaults(context, page)
 
     def step(self) -> None:
-        self._beats.add(Beat.OPTIMIZER_STEPS, 1)
+        self._beats.add(HeartbeatField.OPTIMIZER_STEPS, 1)
         self.watch.after_step(self.optimizer)
 
 
@@ -81,7 +86,7 @@ def test_the_next_process_of_a_rank_does_not_do_it_again(
     ordered(page, "exception", at_step=1)
     with pytest.raises(RuntimeError):
         Job(context, page).step()
-    context.page.set(Beat.OPTIMIZER_STEPS, 0)
+    context.page.set(HeartbeatField.OPTIMIZER_STEPS, 0)
     other = Job(context, FaultPage(os.dup(page.fd)))
     other.step()
     other.step()
@@ -94,7 +99,7 @@ def test_what_is_to_be_repeated_is_repeated_at_the_same_step(
 ) -> None:
     ordered(page, kind, at_step=2, again=True)
     for time in (1, 2):
-        context.page.set(Beat.OPTIMIZER_STEPS, 0)
+        context.page.set(HeartbeatField.OPTIMIZER_STEPS, 0)
         job = Job(context, FaultPage(os.dup(page.fd)))
         job.step()
         with pytest.raises(RuntimeError):
@@ -106,8 +111,8 @@ def test_what_is_to_be_repeated_is_repeated_at_the_same_step(
 def test_a_restored_rank_counts_the_steps_of_the_run(
     context: WorkerContext, page: FaultPage
 ) -> None:
-    context.page.set(Beat.ATTACHED, 1)
-    context.page.set(Beat.RESTORED_STEP, 40)
+    context.page.set(HeartbeatField.ATTACHED, 1)
+    context.page.set(HeartbeatField.RESTORED_STEP, 40)
     ordered(page, "nan", at_step=41)
     Job(context, page).step()
     assert page.fired_step == 41
@@ -145,7 +150,7 @@ def test_what_cannot_be_made_harms_nobody_and_is_not_tried_again(
     job.step()
     assert (page.fired, page.failed) == (0, 1)
     assert "weight-bitflip needs a parameter" in page.why
-    context.page.set(Beat.OPTIMIZER_STEPS, 0)
+    context.page.set(HeartbeatField.OPTIMIZER_STEPS, 0)
     other = Job(context, FaultPage(os.dup(page.fd)))
     other.step()
     assert other.weight.tolist() == [1, 1, 1]
@@ -188,7 +193,7 @@ def test_a_step_of_another_optimizer_is_not_a_step(context: WorkerContext, page:
 
 def test_batches_come_late_for_a_while() -> None:
     told: list[str] = []
-    tell = Telling(lambda: told.append("fired"), lambda: told.append("ended"), clock.now_s)
+    tell = FaultProgress(lambda: told.append("fired"), lambda: told.append("ended"), clock.now_s)
     slow_input(0.01, 0.2, tell)
     batches = 0
     while "ended" not in told:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ftrun.snapshot.layout import When
+from ftrun.snapshot.layout import CopyTiming
 from ftrun.worker.capture.laziness import (
     BOUNDARY_BYTES,
     ROW_BYTES,
@@ -104,5 +104,5 @@ def test_small_empty_and_uncounted_tensors_are_copied_at_the_boundary() -> None:
         "hasty": (torch.zeros(BOUNDARY_BYTES), False),
     }
     for name, (tensor, lazy) in cases.items():
-        assert is_lazy(source_of(name, tensor, When.LAZY), {"hasty"}) is lazy, name
-        assert not is_lazy(source_of(name, tensor, When.BOUNDARY), set())
+        assert is_lazy(source_of(name, tensor, CopyTiming.LAZY), {"hasty"}) is lazy, name
+        assert not is_lazy(source_of(name, tensor, CopyTiming.BOUNDARY), set())

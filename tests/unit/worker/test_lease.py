@@ -15,7 +15,12 @@ from torch import nn
 
 from ftrun import clock
 from ftrun.ids import Generation, Incarnation, Rank, RunId
-from ftrun.wire.shared_memory.pages import Command, Page, create_command_page, create_page
+from ftrun.wire.shared_memory.pages import (
+    CommandField,
+    SharedPage,
+    create_command_page,
+    create_page,
+)
 from ftrun.worker.context import SnapshotSettings, WorkerContext
 from ftrun.worker.process import lease
 
@@ -24,9 +29,9 @@ WAIT_S = 60.0
 BEHIND_A_WRAPPER = """
 import os, sys, time
 from types import SimpleNamespace
-from ftrun.wire.shared_memory.pages import Page, create_command_page
+from ftrun.wire.shared_memory.pages import SharedPage, create_command_page
 from ftrun.worker import lease
-lease.install(SimpleNamespace(commands=Page(create_command_page())))
+lease.install(SimpleNamespace(commands=SharedPage(create_command_page())))
 print(os.getpid(), flush=True)
 time.sleep(600)
 """
@@ -34,9 +39,9 @@ time.sleep(600)
 
 IN_A_LATER_TIME = """
 import sys, threading
-from ftrun.wire.shared_memory.pages import Page
+from ftrun.wire.shared_memory.pages import SharedPage
 from ftrun.worker import lease
-stepping = threading.Thread(target=lease.wait, args=(Page(int(sys.argv[1])),), daemon=True)
+stepping = threading.Thread(target=lease.wait, args=(SharedPage(int(sys.argv[1])),), daemon=True)
 stepping.start()
 stepping.join(0.5)
 print("waits" if stepping.is_alive() else "steps")
@@ -50,8 +55,8 @@ def context() -> WorkerContext:
         world_size=1,
         generation=Generation(0),
         incarnation=Incarnation(0),
-        page=Page(create_page("beat")),
-        commands=Page(create_command_page()),
+        page=SharedPage(create_page("beat")),
+        commands=SharedPage(create_command_page()),
         arena_fd=None,
         restore=None,
         smp_socket=Path("none"),
@@ -70,22 +75,22 @@ def test_no_optimizer_steps_without_a_lease(kind: str) -> None:
     after_one = weight.detach().clone()
     assert not torch.equal(after_one, torch.ones(3))
 
-    found.commands.set(Command.LEASE_NS, clock.now_ns() + 10**12)
+    found.commands.set(CommandField.LEASE_NS, clock.now_ns() + 10**12)
     optimizer.step()
     after_two = weight.detach().clone()
     assert not torch.equal(after_two, after_one)
 
-    found.commands.set(Command.LEASE_NS, 1)
+    found.commands.set(CommandField.LEASE_NS, 1)
     stepping = threading.Thread(target=optimizer.step, daemon=True)
     stepping.start()
     clock.sleep(0.3)
     assert stepping.is_alive()
     assert torch.equal(weight, after_two)
-    found.commands.set(Command.LEASE_NS, clock.now_ns() + 10**12)
+    found.commands.set(CommandField.LEASE_NS, clock.now_ns() + 10**12)
     stepping.join(WAIT_S)
     assert not stepping.is_alive()
     assert not torch.equal(weight, after_two)
-    found.commands.set(Command.LEASE_NS, 0)
+    found.commands.set(CommandField.LEASE_NS, 0)
 
 
 @pytest.mark.parametrize(("ahead_s", "found"), [(0, "steps"), (1000, "waits")])
@@ -95,7 +100,7 @@ def test_a_lease_ends_while_the_machine_is_suspended(ahead_s: int, found: str) -
     if shutil.which("unshare") is None or subprocess.run([*later, "true"], check=False).returncode:
         pytest.skip("needs namespaces (time)")
     fd = create_command_page()
-    Page(fd).set(Command.LEASE_NS, clock.now_ns() + 500 * 10**9)
+    SharedPage(fd).set(CommandField.LEASE_NS, clock.now_ns() + 500 * 10**9)
     done = subprocess.run(
         [*later, sys.executable, "-c", IN_A_LATER_TIME, str(fd)],
         pass_fds=[fd],

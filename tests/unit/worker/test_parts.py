@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ftrun.snapshot.boxes import Part, whole
+from ftrun.snapshot.boxes import TensorPart, whole
 from ftrun.worker.state.parts import box_of, part_of
 
 PLACEMENTS = [
@@ -63,7 +63,7 @@ def test_the_items_of_the_box_are_those_held(
 
 def test_what_is_no_box_is_told_as_none(rank: int) -> None:
     _, strided = cut(8, (_StridedShard(0, split_factor=2),))
-    assert part_of(strided, tuple(strided.to_local().shape)) == Part((8, 3), None)
+    assert part_of(strided, tuple(strided.to_local().shape)) == TensorPart((8, 3), None)
     mesh = init_device_mesh("cpu", (4,))
     partial = DTensor.from_local(torch.ones(2, 3), mesh, [Partial()], run_check=False)
     assert box_of(partial) is None

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ftrun.free_memory import Available
+from ftrun.free_memory import AvailableMemory
 from ftrun.snapshot.layout import PAGE_BYTES
 from ftrun.worker.restore import ready_memory
-from ftrun.worker.restore.ready_memory import LEAST_BYTES, ReadyMemory
+from ftrun.worker.restore.ready_memory import LEAST_BYTES, PrefaultedMemory
 
 MIB = 1 << 20
 
@@ -23,8 +23,8 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 @pytest.fixture
-def ready(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReadyMemory]:
-    made = ReadyMemory(16 * MIB)
+def ready(monkeypatch: pytest.MonkeyPatch) -> Iterator[PrefaultedMemory]:
+    made = PrefaultedMemory(16 * MIB)
     monkeypatch.setattr(ready_memory, "_ready", made)
     yield made
     made.close()
@@ -43,7 +43,7 @@ def resident_bytes(address: int, num_bytes: int) -> int:
     return mmap.PAGESIZE * sum(one & 1 for one in pages)
 
 
-def test_what_is_touched_is_there_before_it_is_used(ready: ReadyMemory) -> None:
+def test_what_is_touched_is_there_before_it_is_used(ready: PrefaultedMemory) -> None:
     tensor = ready.take(PAGE_BYTES)
     assert tensor is not None
     assert resident_bytes(tensor.data_ptr(), 16 * MIB) == 0
@@ -53,7 +53,7 @@ def test_what_is_touched_is_there_before_it_is_used(ready: ReadyMemory) -> None:
     )
 
 
-def test_tensors_have_pages_of_their_own(ready: ReadyMemory) -> None:
+def test_tensors_have_pages_of_their_own(ready: PrefaultedMemory) -> None:
     made = [ready_memory.empty((3, LEAST_BYTES // 4), torch.float32, "cpu") for _ in range(5)]
     for at, one in enumerate(made):
         one.fill_(at)
@@ -62,7 +62,7 @@ def test_tensors_have_pages_of_their_own(ready: ReadyMemory) -> None:
     assert all(b - a == 3 * LEAST_BYTES for a, b in itertools.pairwise(starts))
 
 
-def test_what_does_not_fit_or_is_small_is_allocated_as_ever(ready: ReadyMemory) -> None:
+def test_what_does_not_fit_or_is_small_is_allocated_as_ever(ready: PrefaultedMemory) -> None:
     large = ready_memory.empty((32 * MIB,), torch.uint8, "cpu")
     small = ready_memory.empty((7,), torch.bfloat16, "cpu")
     assert large.shape == (32 * MIB,)
@@ -71,7 +71,7 @@ def test_what_does_not_fit_or_is_small_is_allocated_as_ever(ready: ReadyMemory) 
     assert ready.take(1) is None
 
 
-def test_a_tensor_outlives_the_rest_and_its_pages_go_with_it(ready: ReadyMemory) -> None:
+def test_a_tensor_outlives_the_rest_and_its_pages_go_with_it(ready: PrefaultedMemory) -> None:
     tensor = ready_memory.empty((4 * MIB,), torch.uint8, "cpu")
     address = tensor.data_ptr()
     rest = address + 8 * MIB
@@ -90,7 +90,7 @@ def test_a_tensor_outlives_the_rest_and_its_pages_go_with_it(ready: ReadyMemory)
     assert resident_bytes(address, 4 * MIB) == 0
 
 
-def test_touching_ends_when_it_is_over(ready: ReadyMemory) -> None:
+def test_touching_ends_when_it_is_over(ready: PrefaultedMemory) -> None:
     threads = [threading.Thread(target=ready.touch) for _ in range(2)]
     for one in threads:
         one.start()
@@ -121,9 +121,9 @@ def test_a_pool_that_comes_too_late_is_not_made(monkeypatch: pytest.MonkeyPatch)
 def test_all_that_is_left_to_touch_counts_and_not_only_what_is_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    short = Available(200 * MIB, "a cgroup")
+    short = AvailableMemory(200 * MIB, "a cgroup")
     monkeypatch.setattr(ready_memory, "available_memory", lambda: short)
-    large = ReadyMemory(128 * MIB)
+    large = PrefaultedMemory(128 * MIB)
     tensor = large.take(PAGE_BYTES)
     large.touch()
     assert tensor is not None
@@ -132,9 +132,9 @@ def test_all_that_is_left_to_touch_counts_and_not_only_what_is_next(
 
 
 def test_nothing_is_touched_that_would_leave_too_little(
-    ready: ReadyMemory, monkeypatch: pytest.MonkeyPatch
+    ready: PrefaultedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scarce = Available(MIB, "a cgroup")
+    scarce = AvailableMemory(MIB, "a cgroup")
     monkeypatch.setattr(ready_memory, "available_memory", lambda: scarce)
     tensor = ready.take(PAGE_BYTES)
     ready.touch()

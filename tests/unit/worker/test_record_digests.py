@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ftrun.worker.state.attached import Attached
+from ftrun.worker.state.attached import AttachedState
 from ftrun.worker.state.state_tree import StateTree
 from ftrun.worker.verify import record_digests as digests
 
@@ -82,7 +82,7 @@ def test_tensor_digest_is_of_the_elements() -> None:
 def test_state_has_a_key_for_each_tensor_and_value() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    attached = Attached()
+    attached = AttachedState()
     attached.add("model", model)
     attached.add("optimizer", optimizer)
     model(torch.ones(2, 2)).sum().backward()

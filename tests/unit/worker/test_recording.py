@@ -26,7 +26,7 @@ from torch import nn
 from ftrun.wire import environment as env
 from ftrun.wire.verify_records import VerifyPlan
 from ftrun.worker import context as contexts
-from ftrun.worker.state.attached import Attached
+from ftrun.worker.state.attached import AttachedState
 from ftrun.worker.verify.recording import Recording
 
 def recording(folder, steps=100):
@@ -42,7 +42,7 @@ def train(found, wrap=lambda model: model):
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if found is not None:
-        attached = Attached()
+        attached = AttachedState()
         attached.add("model", model)
         attached.add("optimizer", optimizer)
         found.attached(attached, lambda: {"session": {"step": 0}}, (), 0)
@@ -102,7 +102,7 @@ _TRAINED = """
 found = recording(sys.argv[1])
 model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-attached = Attached()
+attached = AttachedState()
 attached.add("model", model)
 attached.add("optimizer", optimizer)
 found.attached(attached, lambda: {"session": {"step": 0}}, (), 0)
@@ -172,7 +172,7 @@ learn()
 attached.state["file"] = sys.stdout
 assert found.boundary(1)
 whole = Wrapper()
-again = Attached()
+again = AttachedState()
 again.add("model", whole)
 found.attached(again, dict, (), 1)
 whole(Columns(x=torch.ones(2, 3)))

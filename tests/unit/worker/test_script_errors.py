@@ -5,31 +5,31 @@ import sys
 
 import pytest
 
-from ftrun.wire.shared_memory.pages import Beat, Page, create_page
+from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage, create_page
 from ftrun.worker.process.script_errors import explain_missing_name
 
 
 @pytest.fixture
-def page() -> Page:
+def page() -> SharedPage:
     """Of a process that was restored at step 20."""
-    made = Page(create_page("beat"))
-    made.set(Beat.RESTORE_END_NS, 1)
-    made.set(Beat.RESTORED_STEP, 20)
+    made = SharedPage(create_page("beat"))
+    made.set(HeartbeatField.RESTORE_END_NS, 1)
+    made.set(HeartbeatField.RESTORED_STEP, 20)
     return made
 
 
 @pytest.mark.parametrize("error", [NameError("step"), UnboundLocalError("step")])
 def test_a_missing_name_is_explained_where_the_loop_had_no_turn(
-    page: Page, error: Exception
+    page: SharedPage, error: Exception
 ) -> None:
     explain_missing_name(error, page)
     assert "step 20 is restored" in error.__notes__[0]
 
 
-def test_other_errors_and_processes_that_made_a_step_are_left_alone(page: Page) -> None:
+def test_other_errors_and_processes_that_made_a_step_are_left_alone(page: SharedPage) -> None:
     other, missing = KeyError("step"), NameError("step")
     explain_missing_name(other, page)
-    page.set(Beat.FIRST_STEP_NS, 1)
+    page.set(HeartbeatField.FIRST_STEP_NS, 1)
     explain_missing_name(missing, page)
     assert not hasattr(other, "__notes__")
     assert not hasattr(missing, "__notes__")
@@ -40,13 +40,14 @@ def test_a_script_whose_loop_had_no_turn_ends_with_the_explanation() -> None:
     program = """
 import os
 from ftrun.wire import environment as env
-from ftrun.wire.shared_memory.pages import Beat, Page, create_command_page, create_page
+from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage, create_command_page,
+create_page
 from ftrun.worker import script_errors
 
 fd = create_page("beat")
-page = Page(fd)
-page.set(Beat.RESTORE_END_NS, 1)
-page.set(Beat.RESTORED_STEP, 20)
+page = SharedPage(fd)
+page.set(HeartbeatField.RESTORE_END_NS, 1)
+page.set(HeartbeatField.RESTORED_STEP, 20)
 os.environ |= {
     env.RUN_ID: "test", env.HEARTBEAT_FD: str(fd), env.COMMAND_FD: str(create_command_page()),
     "RANK": "0", "WORLD_SIZE": "1", env.GENERATION: "1", env.INCARNATION: "1", env.SMP_SOCKET: "x",

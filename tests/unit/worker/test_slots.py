@@ -6,7 +6,7 @@ from torch import nn
 
 from ftrun.errors import MemoryTooSmall
 from ftrun.worker.capture import slots
-from ftrun.worker.state.attached import Attached
+from ftrun.worker.state.attached import AttachedState
 from ftrun.worker.state.state_tree import StateTree
 
 
@@ -70,7 +70,7 @@ def test_refused_memory_names_the_flags_that_help() -> None:
 
 def test_frozen_parameters_are_those_of_no_optimizer() -> None:
     model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 1, bias=False))
-    attached = Attached()
+    attached = AttachedState()
     attached.add("model", model)
     attached.add("optimizer", torch.optim.SGD(model[1].parameters(), 0.1))
     assert slots.frozen_bytes(StateTree(attached).collect({})) == 400

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from ftrun.errors import UsageError, ValueNotStorable
-from ftrun.snapshot.layout import When
+from ftrun.snapshot.layout import CopyTiming
 from ftrun.snapshot.plain_values import decode
-from ftrun.worker.state.attached import Attached, Skip, by_name, every_name, unwrapped
+from ftrun.worker.state.attached import AttachedState, Skip, by_name, every_name, unwrapped
 from ftrun.worker.state.state_tree import StateTree
 from ftrun.worker.state.tensors import at_home, kind_of
 
 
 def tree_of(**given: object) -> StateTree:
-    attached = Attached()
+    attached = AttachedState()
     for argument, thing in given.items():
         for name, one in by_name(argument, thing).items():
             attached.add(name, one)
@@ -48,10 +48,10 @@ def test_only_what_an_optimizer_owns_is_lazy() -> None:
     net(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     found = {s.name: s.when for s in tree_of(model=net, optimizer=optimizer).lasting().sources}
-    assert found["model.0.weight"] is When.LAZY
-    assert found["optimizer.state.model.0.weight.exp_avg"] is When.LAZY
-    assert found["model.1.weight"] is When.BOUNDARY
-    assert found["model.1.running_mean"] is When.BOUNDARY
+    assert found["model.0.weight"] is CopyTiming.LAZY
+    assert found["optimizer.state.model.0.weight.exp_avg"] is CopyTiming.LAZY
+    assert found["model.1.weight"] is CopyTiming.BOUNDARY
+    assert found["model.1.running_mean"] is CopyTiming.BOUNDARY
 
 
 def test_tied_parameters_are_taken_once() -> None:
@@ -257,39 +257,39 @@ class Script:
         self.progress: dict[Any, Any] = {"best": 1}
         self.ema = Ema()
 
-    def attached(self, *skip: str) -> Attached:
-        found = Attached(skip=Skip(skip))
+    def attached(self, *skip: str) -> AttachedState:
+        found = AttachedState(skip=Skip(skip))
         for name in ("model", "optimizer", "progress", "ema"):
             found.add(name, getattr(self, name))
         return found
 
 
-def set_in(holder: str, key: Any, value: Any) -> Callable[[Script, Attached], None]:
-    def spoil(script: Script, attached: Attached) -> None:
+def set_in(holder: str, key: Any, value: Any) -> Callable[[Script, AttachedState], None]:
+    def spoil(script: Script, attached: AttachedState) -> None:
         getattr(attached if holder == "state" else script, holder)[key] = value
 
     return spoil
 
 
-def in_state(key: Any, value: object) -> Callable[[Script, Attached], None]:
-    def spoil(script: Script, _: Attached) -> None:
+def in_state(key: Any, value: object) -> Callable[[Script, AttachedState], None]:
+    def spoil(script: Script, _: AttachedState) -> None:
         script.optimizer.state[script.model.weight if key is None else key] = value
 
     return spoil
 
 
-def set_attribute(owner: str, name: str, value: object) -> Callable[[Script, Attached], None]:
-    def spoil(script: Script, _: Attached) -> None:
+def set_attribute(owner: str, name: str, value: object) -> Callable[[Script, AttachedState], None]:
+    def spoil(script: Script, _: AttachedState) -> None:
         setattr(getattr(script, owner), name, value)
 
     return spoil
 
 
-def add_sparse_buffer(script: Script, _: Attached) -> None:
+def add_sparse_buffer(script: Script, _: AttachedState) -> None:
     script.model.register_buffer("odd", torch.zeros(2).to_sparse())
 
 
-SPOILT: dict[str, Callable[[Script, Attached], None]] = {
+SPOILT: dict[str, Callable[[Script, AttachedState], None]] = {
     "optimizer[0].cache": set_in("group", "cache", Lock()),
     "optimizer[0].cache.lock": set_in("group", "cache", {"lock": Lock()}),
     "optimizer[0].fns[1]": set_in("group", "fns", [1, Lock()]),

@@ -7,7 +7,12 @@ import torch
 
 from ftrun.errors import ValueNotStorable
 from ftrun.ids import Generation, Incarnation, Rank, RunId
-from ftrun.wire.shared_memory.pages import Beat, Page, create_command_page, create_page
+from ftrun.wire.shared_memory.pages import (
+    HeartbeatField,
+    SharedPage,
+    create_command_page,
+    create_page,
+)
 from ftrun.worker.capture.copying import CopyThread
 from ftrun.worker.context import SnapshotSettings, WorkerContext
 from ftrun.worker.process import finite, heartbeat
@@ -15,34 +20,34 @@ from ftrun.worker.state.unprotected import UnprotectedReasons
 
 
 @pytest.fixture
-def page() -> Page:
-    return Page(create_page("beat"))
+def page() -> SharedPage:
+    return SharedPage(create_page("beat"))
 
 
 def broken(*_: object) -> None:
     raise KeyError("a broken part")
 
 
-def test_a_hook_passes_its_arguments_on_and_returns_nothing(page: Page) -> None:
+def test_a_hook_passes_its_arguments_on_and_returns_nothing(page: SharedPage) -> None:
     seen: list[tuple[object, ...]] = []
     hook = UnprotectedReasons(page).guarded(lambda *args: seen.append(args))
     assert hook(1, (2,), {}) is None
     assert seen == [(1, (2,), {})]
-    assert not page.get(Beat.UNPROTECTED)
+    assert not page.get(HeartbeatField.UNPROTECTED)
 
 
 def test_a_fault_of_a_hook_is_a_reason_and_is_logged_once_with_its_traceback(
-    page: Page, caplog: pytest.LogCaptureFixture
+    page: SharedPage, caplog: pytest.LogCaptureFixture
 ) -> None:
     hook = UnprotectedReasons(page).guarded(broken)
     hook()
     hook()
-    assert page.get(Beat.UNPROTECTED) == 1
+    assert page.get(HeartbeatField.UNPROTECTED) == 1
     assert page.note == "a bug in ftrun: KeyError: 'a broken part' (in broken)"
     assert [record.exc_info is not None for record in caplog.records] == [False, True]
 
 
-def test_an_error_of_the_script_in_a_hook_is_no_bug(page: Page) -> None:
+def test_an_error_of_the_script_in_a_hook_is_no_bug(page: SharedPage) -> None:
     def refuse(*_: object) -> None:
         raise ValueNotStorable(key="optimizer.state.lock", kind="lock")
 
@@ -51,7 +56,7 @@ def test_an_error_of_the_script_in_a_hook_is_no_bug(page: Page) -> None:
 
 
 def test_a_fault_after_an_optimizer_step_stays_within_ftrun(
-    page: Page, monkeypatch: pytest.MonkeyPatch, tmp_path: object
+    page: SharedPage, monkeypatch: pytest.MonkeyPatch, tmp_path: object
 ) -> None:
     context = WorkerContext(
         run_id=RunId("r"),
@@ -60,7 +65,7 @@ def test_a_fault_after_an_optimizer_step_stays_within_ftrun(
         generation=Generation(0),
         incarnation=Incarnation(0),
         page=page,
-        commands=Page(create_command_page()),
+        commands=SharedPage(create_command_page()),
         arena_fd=None,
         restore=None,
         smp_socket=tmp_path,  # type: ignore[arg-type]

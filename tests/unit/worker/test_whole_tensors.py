@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from ftrun.errors import CheckpointError
 from ftrun.snapshot import plain_values as plain
-from ftrun.snapshot.boxes import Box, Part, whole
-from ftrun.snapshot.layout import PLAIN_NAME, Entry, When, make_layout
-from ftrun.tools.export.source import ExportWorld
-from ftrun.tools.export.whole_tensors import TensorReader
-from ftrun.wire.messages.export_facts import ShardPlace
+from ftrun.snapshot.boxes import Box, TensorPart, whole
+from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, LayoutEntry, make_layout
+from ftrun.tools.export.source import ExportSource
+from ftrun.tools.export.whole_tensors import WholeTensorReader
+from ftrun.wire.messages.export_facts import ShardFileLocation
 from ftrun.worker.disk_images import DiskImages
 
 EMPTY = (
@@ -28,11 +28,13 @@ PARTS = {name: plain.encode({}) for name in EMPTY}
 PARTS["modules"] = plain.encode({"names": ["m"], "tied": {}})
 
 
-def write_shard(folder: Path, rank: int, held: dict[str, tuple[Box, np.ndarray]]) -> ShardPlace:
+def write_shard(
+    folder: Path, rank: int, held: dict[str, tuple[Box, np.ndarray]]
+) -> ShardFileLocation:
     """Both files of a rank, with boxes of these whole arrays."""
-    parts = {name: Part(array.shape, box.offsets) for name, (box, array) in held.items()}
+    parts = {name: TensorPart(array.shape, box.offsets) for name, (box, array) in held.items()}
     entries = [
-        Entry(name, "I64", box.shape, When.LAZY, part=parts[name])
+        LayoutEntry(name, "I64", box.shape, CopyTiming.LAZY, part=parts[name])
         for name, (box, _) in held.items()
     ]
     packed = plain.encode(PARTS)
@@ -55,7 +57,7 @@ def write_shard(folder: Path, rank: int, held: dict[str, tuple[Box, np.ndarray]]
     paths = [folder / f"rank-{rank:05d}.{ending}" for ending in ("safetensors", "digests")]
     paths[0].write_bytes(layout.header + data)
     paths[1].write_bytes(table)
-    return ShardPlace(
+    return ShardFileLocation(
         rank=rank,
         path=str(paths[0]),
         digests_path=str(paths[1]),
@@ -88,8 +90,8 @@ def test_any_cut_comes_out_whole(case: tuple[tuple[int, ...], list[Box]], most_i
         images = DiskImages(
             [write_shard(Path(name), at, {"m.w": (box, array)}) for at, box in enumerate(boxes)]
         )
-        world = ExportWorld(images)
-        reader = TensorReader(images, world.tell, part_bytes=most_items * 8)
+        world = ExportSource(images)
+        reader = WholeTensorReader(images, world.tell, part_bytes=most_items * 8)
         parts = list(reader.parts(world.whole("m.w")))
         images.close()
     assert all(len(part) <= most_items * 8 for part in parts)
@@ -100,8 +102,8 @@ def test_any_cut_comes_out_whole(case: tuple[tuple[int, ...], list[Box]], most_i
 def test_a_tensor_without_items_has_no_bytes(tmp_path: Path) -> None:
     array = np.zeros((3, 0), np.int64)
     images = DiskImages([write_shard(tmp_path, 0, {"m.w": (whole((3, 0)), array)})])
-    world = ExportWorld(images)
-    assert list(TensorReader(images, world.tell).parts(world.whole("m.w"))) == []
+    world = ExportSource(images)
+    assert list(WholeTensorReader(images, world.tell).parts(world.whole("m.w"))) == []
     images.close()
 
 
@@ -109,7 +111,7 @@ def test_a_part_that_nobody_has_is_named(tmp_path: Path) -> None:
     array = np.arange(6)
     images = DiskImages([write_shard(tmp_path, 0, {"m.w": (Box((0,), (4,)), array)})])
     with pytest.raises(CheckpointError, match=r"m\.w of shape \[6\].*no rank has saved \[4:6\]"):
-        ExportWorld(images).whole("m.w")
+        ExportSource(images).whole("m.w")
     images.close()
 
 
@@ -124,7 +126,7 @@ def test_ranks_that_hold_different_things_have_no_one_tensor(
     ]
     images = DiskImages(places)
     with pytest.raises(CheckpointError, match=r"m\.w cannot be exported: ranks 0 and 1 hold"):
-        ExportWorld(images).whole("m.w")
+        ExportSource(images).whole("m.w")
     images.close()
 
 
@@ -138,5 +140,5 @@ def test_equal_small_tensors_beside_different_ones_are_equal(tmp_path: Path) -> 
         for rank in range(2)
     ]
     images = DiskImages(places)
-    assert ExportWorld(images).whole("m.w").shape == (4,)
+    assert ExportSource(images).whole("m.w").shape == (4,)
     images.close()

@@ -26,7 +26,7 @@ _PLENTY = 4
 """So many times what is kept must be free: larger arenas may be needed at any time."""
 
 
-class CopyRoom:
+class CopyBuffers:
     """The copies of one node's ranks.
 
     Args:

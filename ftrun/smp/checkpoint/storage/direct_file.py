@@ -37,7 +37,7 @@ def no_pace(num_bytes: int) -> None:
     """As fast as it goes."""
 
 
-class DiskFile:
+class DirectFile:
     """One file, from its first byte to its last.
 
     Args:

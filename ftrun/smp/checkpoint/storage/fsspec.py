@@ -17,8 +17,8 @@ from typing import Any
 
 from ftrun.errors import CheckpointError
 from ftrun.smp.checkpoint.storage.direct_file import Pace
-from ftrun.smp.checkpoint.storage.url_calls import ANSWER_S, Calls
-from ftrun.smp.checkpoint.storage.url_upload import UploadFile, block_bytes
+from ftrun.smp.checkpoint.storage.url_calls import ANSWER_S, CallThread
+from ftrun.smp.checkpoint.storage.url_upload import ObjectWriter, block_bytes
 from ftrun.urls import below, password_of, without_password
 
 READ_BYTES = 16 << 20
@@ -31,7 +31,7 @@ Sizes = Mapping[str, int | None]
 """Of the objects in a folder, by name; None where the store does not tell."""
 
 
-class UrlStore:
+class FsspecStorage:
     """The folder that a URL names.
 
     Args:
@@ -46,8 +46,8 @@ class UrlStore:
     def __init__(self, url: str, stop: threading.Event, *, answer_s: float = ANSWER_S) -> None:
         self.shown = without_password(url)
         """The URL for messages."""
-        self._again = partial(UrlStore, url, stop, answer_s=answer_s)
-        self._calls = Calls(self.shown, stop, answer_s=answer_s, secret=password_of(url))
+        self._again = partial(FsspecStorage, url, stop, answer_s=answer_s)
+        self._calls = CallThread(self.shown, stop, answer_s=answer_s, secret=password_of(url))
         try:
             self._fs, self._root = self._calls(partial(_open, url))
         except CheckpointError:
@@ -56,13 +56,13 @@ class UrlStore:
         kinds = self._fs.protocol
         self._is_flat = bool(_FLAT & ({kinds} if isinstance(kinds, str) else set(kinds)))
 
-    def __enter__(self) -> "UrlStore":
+    def __enter__(self) -> "FsspecStorage":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._calls.close()
 
-    def anew(self) -> "UrlStore":
+    def anew(self) -> "FsspecStorage":
         """The same folder over a connection of its own."""
         return self._again()
 
@@ -94,11 +94,11 @@ class UrlStore:
             self._calls(partial(_make, self._fs, self._path(folder)))
 
     @contextmanager
-    def uploaded(self, name: str, num_bytes: int, pace: Pace) -> Iterator[UploadFile]:
+    def uploaded(self, name: str, num_bytes: int, pace: Pace) -> Iterator[ObjectWriter]:
         """A large object of so many bytes; at the end it is there, or given up."""
         size, path = block_bytes(num_bytes), self._path(name)
         opened = partial(self._fs.open, path, "wb", block_size=size)
-        file = UploadFile(self._calls, opened, min(size, max(1, num_bytes)), pace)
+        file = ObjectWriter(self._calls, opened, min(size, max(1, num_bytes)), pace)
         try:
             yield file
             file.finish()
@@ -107,7 +107,7 @@ class UrlStore:
             raise
 
     @contextmanager
-    def opened(self, name: str) -> Iterator["Download"]:
+    def opened(self, name: str) -> Iterator["ObjectReader"]:
         """A large object, to be read.
 
         Raises:
@@ -118,7 +118,7 @@ class UrlStore:
         how = partial(self._fs.open, path, "rb", block_size=_FETCH_BYTES, cache_type="none")
         file = self._calls(how)
         try:
-            yield Download(self._calls, file)
+            yield ObjectReader(self._calls, file)
         finally:
             with suppress(CheckpointError):
                 self._calls(file.close)
@@ -146,10 +146,10 @@ class UrlStore:
         return self._calls(partial(_list, self._fs, self._path(folder)))
 
 
-class Download:
+class ObjectReader:
     """An object of a store that is being read."""
 
-    def __init__(self, calls: Calls, file: Any) -> None:
+    def __init__(self, calls: CallThread, file: Any) -> None:
         self._calls = calls
         self._file = file
         self.size: int = calls(partial(_size, file))

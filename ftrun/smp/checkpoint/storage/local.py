@@ -28,7 +28,7 @@ from ftrun import clock
 from ftrun.errors import CheckpointError
 from ftrun.ids import Version
 from ftrun.smp.checkpoint.index import read_indexes
-from ftrun.smp.checkpoint.storage.direct_file import DiskFile, Pace
+from ftrun.smp.checkpoint.storage.direct_file import DirectFile, Pace
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages.checkpoint import INDEX_NAME
 
@@ -144,10 +144,10 @@ def replaced(path: Path) -> Iterator[Callable[[memoryview | bytes], None]]:
 
 
 @contextlib.contextmanager
-def replaced_large(path: Path, pace: Pace) -> Iterator[DiskFile]:
+def replaced_large(path: Path, pace: Pace) -> Iterator[DirectFile]:
     """The same for a file of many megabytes: past the page cache, at this pace."""
     temporary = path.with_name(f".{path.name}.{_OWN}")
-    file = DiskFile(temporary, pace=pace)
+    file = DirectFile(temporary, pace=pace)
     try:
         yield file
         file.finish()

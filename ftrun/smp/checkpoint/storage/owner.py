@@ -27,7 +27,7 @@ from typing import Protocol
 from ftrun import clock
 from ftrun.errors import CheckpointError, CheckpointsTaken
 from ftrun.ids import RunId
-from ftrun.smp.checkpoint.storage.fsspec import UrlStore
+from ftrun.smp.checkpoint.storage.fsspec import FsspecStorage
 from ftrun.smp.checkpoint.storage.local import order_lock
 from ftrun.urls import is_url, without_password
 from ftrun.wire.checkpoint_owner import (
@@ -109,11 +109,11 @@ class _Url:
         self._stop = stop
 
     def read(self) -> bytes | None:
-        with UrlStore(self._url, self._stop) as store:
+        with FsspecStorage(self._url, self._stop) as store:
             return store.read(OWNER_NAME)
 
     def write(self, data: bytes) -> None:
-        with UrlStore(self._url, self._stop) as store:
+        with FsspecStorage(self._url, self._stop) as store:
             store.make()
             store.put(OWNER_NAME, data)
 

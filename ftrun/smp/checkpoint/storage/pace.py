@@ -2,7 +2,7 @@
 
 Runs in:  the SMP, in the threads that write.
 Takes in: bytes per second; an event that says that all is given up.
-Gives:    a `Pace` for `ftrun.smp.checkpoint.storage.direct_file.DiskFile`.
+Gives:    a `Pace` for `ftrun.smp.checkpoint.storage.direct_file.DirectFile`.
 """
 
 import threading

@@ -26,14 +26,14 @@ from pathlib import Path
 import xxhash
 
 from ftrun.ids import Version, version
-from ftrun.smp.checkpoint.index import Part
+from ftrun.smp.checkpoint.index import CheckpointPart
 from ftrun.smp.checkpoint.storage.local import GONE, LATEST_NAME, is_stale, remove
 
 _NAME = re.compile(r"\.tmp-step-(\d{8,})-g(-?\d+)-([0-9a-f]{8})-([0-9a-f]{8})")
 
 
 @dataclass(frozen=True, slots=True)
-class PartFolder:
+class PendingCheckpoint:
     """One of them, as its name tells."""
 
     path: Path
@@ -41,14 +41,14 @@ class PartFolder:
     run_tag: str
 
 
-def folder_of(directory: Path, key: Part) -> Path:
+def folder_of(directory: Path, key: CheckpointPart) -> Path:
     """Where parts that can be put together with this one are."""
     tag = _tag(f"{key.run_id}/{key.token}/{key.world_size}")
     step = f"step-{key.step:08d}-g{key.generation}"
     return directory / f".tmp-{step}-{_tag(key.run_id)}-{tag}"
 
 
-def part_folders(directory: Path, run_id: str) -> list[PartFolder]:
+def part_folders(directory: Path, run_id: str) -> list[PendingCheckpoint]:
     """Those of this run, the newest version first."""
     found = [one for one in _all(directory) if one.run_tag == _tag(run_id)]
     return sorted(found, key=lambda one: one.version, reverse=True)
@@ -90,12 +90,12 @@ def sweep_run(directory: Path, run_id: str) -> None:
         remove(one.path)
 
 
-def _all(directory: Path) -> Iterator[PartFolder]:
+def _all(directory: Path) -> Iterator[PendingCheckpoint]:
     for path in directory.glob(".tmp-step-*"):
         match = _NAME.fullmatch(path.name)
         if match is not None:
             step, generation, run_tag, _ = match.groups()
-            yield PartFolder(path, version(int(generation), int(step)), run_tag)
+            yield PendingCheckpoint(path, version(int(generation), int(step)), run_tag)
 
 
 def _tag(text: str) -> str:

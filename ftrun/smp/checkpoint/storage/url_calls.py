@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 _Job = Callable[[], None]
 
 
-class Answer(Generic[_T]):
+class CallResult(Generic[_T]):
     """What a call will give, once.
 
     An error is let go of when it is taken: its frames hold the store and its connection, and what
@@ -60,7 +60,7 @@ class Answer(Generic[_T]):
         return self._value.pop()
 
 
-class Calls:
+class CallThread:
     """One thread's calls, one after the other.
 
     Args:
@@ -90,15 +90,15 @@ class Calls:
         """
         return self.wait(self.start(call))
 
-    def start(self, call: Callable[[], _T]) -> Answer[_T]:
+    def start(self, call: Callable[[], _T]) -> CallResult[_T]:
         """Have it made after those before; `wait` gives the result."""
         if self._lost:
             raise CheckpointError(self._lost)
-        answer: Answer[_T] = Answer()
+        answer: CallResult[_T] = CallResult()
         self._jobs.put(partial(answer.make, call))
         return answer
 
-    def wait(self, answer: Answer[_T]) -> _T:
+    def wait(self, answer: CallResult[_T]) -> _T:
         """What a call has given.
 
         Raises:

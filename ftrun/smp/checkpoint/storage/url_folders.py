@@ -31,8 +31,8 @@ import xxhash
 from ftrun import clock
 from ftrun.errors import CheckpointError
 from ftrun.ids import Version, version
-from ftrun.smp.checkpoint.index import Index, Part, ShardFile, parse_index
-from ftrun.smp.checkpoint.storage.fsspec import Sizes, UrlStore
+from ftrun.smp.checkpoint.index import CheckpointIndex, CheckpointPart, ShardFile, parse_index
+from ftrun.smp.checkpoint.storage.fsspec import FsspecStorage, Sizes
 from ftrun.smp.checkpoint.storage.local import LATEST_NAME, STALE_S, Retention
 from ftrun.wire.messages.checkpoint import INDEX_NAME
 
@@ -41,13 +41,13 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class UrlFolder:
+class StoredCheckpoint:
     """One of them."""
 
     name: str
     version: Version
     run_tag: str
-    index: Index | None
+    index: CheckpointIndex | None
     """None: it is a half, or damaged."""
     problem: str = ""
     """Why its index cannot be used; empty: it has none."""
@@ -57,7 +57,7 @@ class UrlFolder:
         return self.index is None and not self.problem
 
 
-def name_of(key: Part) -> str:
+def name_of(key: CheckpointPart) -> str:
     """Of the folder where parts that can be put together with this one are."""
     tag = tag_of(f"{key.run_id}/{key.token}/{key.world_size}")
     return f"step-{key.step:08d}-g{max(0, key.generation)}-{tag_of(key.run_id)}-{tag}"
@@ -67,7 +67,7 @@ def tag_of(text: str) -> str:
     return xxhash.xxh32_hexdigest(text.encode())
 
 
-def read_folders(store: UrlStore) -> list[UrlFolder]:
+def read_folders(store: FsspecStorage) -> list[StoredCheckpoint]:
     """All there are: whole ones first, the one written last before the others."""
     found = []
     for name in sorted(store.folders(), reverse=True):
@@ -76,17 +76,17 @@ def read_folders(store: UrlStore) -> list[UrlFolder]:
             step, generation, run_tag, _ = match.groups()
             index, problem = _read_index(store, name)
             of = version(int(generation), int(step))
-            found.append(UrlFolder(name, of, run_tag, index, problem))
+            found.append(StoredCheckpoint(name, of, run_tag, index, problem))
     return sorted(found, key=_order, reverse=True)
 
 
-def read_latest(store: UrlStore) -> str:
+def read_latest(store: FsspecStorage) -> str:
     """The name that `latest` has; empty: there is none."""
     data = store.read(LATEST_NAME)
     return data.decode(errors="replace").strip() if data is not None else ""
 
 
-def put_latest(store: UrlStore, name: str) -> None:
+def put_latest(store: FsspecStorage, name: str) -> None:
     store.put(LATEST_NAME, f"{name}\n".encode())
 
 
@@ -96,13 +96,15 @@ def is_whole(shard: ShardFile, sizes: Sizes) -> bool:
     return all(name in sizes and sizes[name] in (size, None) for name, size in wanted)
 
 
-def next_serial(folders: Iterable[UrlFolder], *, besides: str) -> int:
+def next_serial(folders: Iterable[StoredCheckpoint], *, besides: str) -> int:
     """Of the next index; equal for all who make the one of this folder."""
     serials = [one.index.serial for one in folders if one.index and one.name != besides]
     return 1 + max(serials, default=0)
 
 
-def to_prune(folders: Sequence[UrlFolder], retention: Retention, *, newest: str) -> list[str]:
+def to_prune(
+    folders: Sequence[StoredCheckpoint], retention: Retention, *, newest: str
+) -> list[str]:
     """Those that are not to stay."""
     others = [
         one
@@ -114,13 +116,13 @@ def to_prune(folders: Sequence[UrlFolder], retention: Retention, *, newest: str)
     return [one.name for one in [*others[spare:], *old]]
 
 
-def age_s(folder: UrlFolder) -> float:
+def age_s(folder: StoredCheckpoint) -> float:
     """Since it was written, by its own index; 0 where that does not say."""
     written_s = folder.index.written_s if folder.index is not None else 0.0
     return clock.wall_s() - written_s if written_s else 0.0
 
 
-def remove(store: UrlStore, names: Iterable[str]) -> list[str]:
+def remove(store: FsspecStorage, names: Iterable[str]) -> list[str]:
     """Remove these as far as possible; a checkpoint is none any more from the first moment on."""
     removed = []
     for name in names:
@@ -134,7 +136,12 @@ def remove(store: UrlStore, names: Iterable[str]) -> list[str]:
 
 
 def sweep_before(
-    store: UrlStore, folders: Iterable[UrlFolder], run_id: str, begun: str, *, is_alone: bool
+    store: FsspecStorage,
+    folders: Iterable[StoredCheckpoint],
+    run_id: str,
+    begun: str,
+    *,
+    is_alone: bool,
 ) -> None:
     """This one is begun: remove what can be nobody's."""
     halves = [one for one in folders if one.is_half and one.name != begun]
@@ -145,7 +152,11 @@ def sweep_before(
 
 
 def sweep_finished(
-    store: UrlStore, folders: Iterable[UrlFolder], run_id: str, finished: Version, name: str
+    store: FsspecStorage,
+    folders: Iterable[StoredCheckpoint],
+    run_id: str,
+    finished: Version,
+    name: str,
 ) -> None:
     """This version is a checkpoint: nobody needs what is left of those before."""
     remove(
@@ -161,12 +172,12 @@ def sweep_finished(
 
 def sweep_url(url: str, stop: threading.Event, run_id: str) -> None:
     """The run begins anew on all nodes: no half of it will be finished."""
-    with contextlib.suppress(CheckpointError), UrlStore(url, stop) as store:
+    with contextlib.suppress(CheckpointError), FsspecStorage(url, stop) as store:
         halves = [one for one in read_folders(store) if one.is_half]
         remove(store, [one.name for one in halves if one.run_tag == tag_of(run_id)])
 
 
-def _read_index(store: UrlStore, name: str) -> tuple[Index | None, str]:
+def _read_index(store: FsspecStorage, name: str) -> tuple[CheckpointIndex | None, str]:
     data = store.read(f"{name}/{INDEX_NAME}")
     if data is None:
         return None, ""
@@ -176,10 +187,10 @@ def _read_index(store: UrlStore, name: str) -> tuple[Index | None, str]:
         return None, str(error)
 
 
-def _order(folder: UrlFolder) -> tuple[int, Version]:
+def _order(folder: StoredCheckpoint) -> tuple[int, Version]:
     return (folder.index.serial if folder.index is not None else 0, folder.version)
 
 
-def _is_stale(store: UrlStore, folder: UrlFolder) -> bool:
+def _is_stale(store: FsspecStorage, folder: StoredCheckpoint) -> bool:
     modified_s = store.modified_s(folder.name)
     return modified_s is not None and clock.wall_s() - modified_s > STALE_S

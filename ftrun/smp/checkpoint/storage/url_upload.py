@@ -17,7 +17,7 @@ from typing import Any
 
 from ftrun.errors import CheckpointError
 from ftrun.smp.checkpoint.storage.direct_file import Pace
-from ftrun.smp.checkpoint.storage.url_calls import Answer, Calls
+from ftrun.smp.checkpoint.storage.url_calls import CallResult, CallThread
 
 BLOCK_BYTES = 16 << 20
 _MOST_BLOCKS = 8_000
@@ -29,7 +29,7 @@ def block_bytes(num_bytes: int) -> int:
     return max(BLOCK_BYTES, -(-num_bytes // _MOST_BLOCKS >> 20) << 20)
 
 
-class UploadFile:
+class ObjectWriter:
     """A file with `room` and `take`, as `direct_file.DiskFile` has them; it copies always.
 
     Args:
@@ -41,12 +41,12 @@ class UploadFile:
 
     is_in_place = False
 
-    def __init__(self, calls: Calls, opened: Callable[[], Any], size: int, pace: Pace) -> None:
+    def __init__(self, calls: CallThread, opened: Callable[[], Any], size: int, pace: Pace) -> None:
         self._calls = calls
         self._pace = pace
         self._block = memoryview(bytearray(size))
         self._filled = 0
-        self._sending: Answer[None] | None = None
+        self._sending: CallResult[None] | None = None
         self._file = calls(opened)
 
     def room(self, source: memoryview | None = None) -> memoryview:

@@ -2,7 +2,7 @@
 
 Runs in:  cli. Pure.
 Takes in: the lines of one run, in the order of time.
-Gives:    a `Case` for each incident, with or without a number of its own.
+Gives:    a `IncidentLines` for each incident, with or without a number of its own.
 
 The lead numbers incidents (`Suspected`, `Verdict`, `Action`, `IncidentClosed`). The lines of a
 restart (`WorkersExited` to `Recovered`) are written by every node and carry no number, and older
@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ftrun.tools.report.facts import RESTARTS
-from ftrun.tools.report.journal import Line
+from ftrun.tools.report.journal import JournalLine
 
 _NUMBERED = ("Suspected", "Verdict", "Action", "Also", "Downtime", "IncidentClosed", "Transition")
 _FIRED = "FaultFired"
@@ -31,21 +31,21 @@ UNNUMBERED = 1001
 
 
 @dataclass(slots=True)
-class Case:
+class IncidentLines:
     """One incident's lines."""
 
     number: int | None = None
-    lines: list[Line] = field(default_factory=list)
+    lines: list[JournalLine] = field(default_factory=list)
     is_planned: bool = False
-    injected: Line | None = None
+    injected: JournalLine | None = None
 
-    def of(self, *kinds: str) -> list[Line]:
+    def of(self, *kinds: str) -> list[JournalLine]:
         return [line for line in self.lines if line.kind in kinds]
 
-    def first(self, *kinds: str) -> Line | None:
+    def first(self, *kinds: str) -> JournalLine | None:
         return next((line for line in self.lines if line.kind in kinds), None)
 
-    def last(self, *kinds: str) -> Line | None:
+    def last(self, *kinds: str) -> JournalLine | None:
         return next((line for line in reversed(self.lines) if line.kind in kinds), None)
 
     @property
@@ -55,17 +55,17 @@ class Case:
 
 @dataclass(slots=True)
 class _Sorting:
-    cases: list[Case] = field(default_factory=list)
-    numbered: dict[int, Case] = field(default_factory=dict)
-    restart: Case | None = None
+    cases: list[IncidentLines] = field(default_factory=list)
+    numbered: dict[int, IncidentLines] = field(default_factory=dict)
+    restart: IncidentLines | None = None
     """The one whose restart is under way, or was the last."""
     is_stopping: bool = False
-    fired: Line | None = None
+    fired: JournalLine | None = None
     """A fault that was ordered, of which no incident has told yet."""
-    adopted: Line | None = None
+    adopted: JournalLine | None = None
     """A new agent has taken over memory, and has begun no generation yet."""
 
-    def take(self, line: Line) -> None:
+    def take(self, line: JournalLine) -> None:
         if line.kind in _NUMBERED and (incident := line.whole("incident")) is not None:
             self._numbered(line, incident)
         elif line.kind in ("StopAsked", "run", "end"):
@@ -86,7 +86,7 @@ class _Sorting:
             assert self.restart is not None
             self.restart.lines.append(line)
 
-    def _repeated(self, line: Line) -> None:
+    def _repeated(self, line: JournalLine) -> None:
         """It belongs to the restart that started its generation, however much later it comes."""
         wanted = line.whole("generation")
         for case in reversed(self.cases):
@@ -97,27 +97,27 @@ class _Sorting:
     def _is_under_way(self) -> bool:
         return self.restart is not None and not self.restart.has_recovered
 
-    def _trouble(self, line: Line) -> None:
+    def _trouble(self, line: JournalLine) -> None:
         if self.is_stopping and line.kind != "StartGeneration":
             return
         self.is_stopping = False
         if line.kind == "EndRun" and not self._is_under_way() and not failed(line):
             return
         if not self._is_under_way() and not self._is_late(line):
-            self.restart = Case(is_planned=line.text("why").startswith(GROWTH)
+            self.restart = IncidentLines(is_planned=line.text("why").startswith(GROWTH)
                                 or line.text("text").startswith(GROWTH))  # fmt: skip
             self._begin(self.restart, line)
         assert self.restart is not None
         self.restart.lines.append(line)
 
-    def _is_late(self, line: Line) -> bool:
+    def _is_late(self, line: JournalLine) -> bool:
         """Another node tells of a generation that we have heard of already."""
         if self.restart is None or line.kind not in ("StartGeneration", "Ballot"):
             return False
         known = (one.whole("generation") for one in self.restart.of("StartGeneration"))
         return line.whole("generation") in set(known)
 
-    def _numbered(self, line: Line, incident: int) -> None:
+    def _numbered(self, line: JournalLine, incident: int) -> None:
         case = self.numbered.get(incident)
         if case is None:
             case = self._case_for(line, incident)
@@ -135,7 +135,7 @@ class _Sorting:
                 self.cases.remove(ours)
             self.restart = case
 
-    def _begin(self, case: Case, line: Line) -> None:
+    def _begin(self, case: IncidentLines, line: JournalLine) -> None:
         if self.adopted is not None and line.t_s - self.adopted.t_s < _FIRED_BEFORE_S:
             case.lines.append(self.adopted)
         self.adopted = None
@@ -144,20 +144,20 @@ class _Sorting:
         self.fired = None
         self.cases.append(case)
 
-    def _case_for(self, line: Line, incident: int) -> Case:
+    def _case_for(self, line: JournalLine, incident: int) -> IncidentLines:
         ours = self.restart
         closes = line.kind == "IncidentClosed"
         if ours is not None and ours.number is None and (closes or not ours.has_recovered):
             case = ours
         else:
-            case = Case()
+            case = IncidentLines()
             self._begin(case, line)
         case.number = incident
         self.numbered[incident] = case
         return case
 
 
-def begins_trouble(line: Line) -> bool:
+def begins_trouble(line: JournalLine) -> bool:
     """Ranks end, or are about to be ended and started again."""
     match line.kind:
         case "WorkersExited":
@@ -172,12 +172,12 @@ def begins_trouble(line: Line) -> bool:
             return False
 
 
-def failed(line: Line) -> bool:
+def failed(line: JournalLine) -> bool:
     """An `EndRun` by a failure."""
     return (line.whole("exit_code") or 0) != 0
 
 
-def cases_of(lines: Iterable[Line]) -> list[Case]:
+def cases_of(lines: Iterable[JournalLine]) -> list[IncidentLines]:
     """Every incident, in the order of its first line, each with a number.
 
     Where the lead numbers incidents, one that has none begins with `UNNUMBERED`, so that the next

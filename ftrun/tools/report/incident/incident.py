@@ -12,14 +12,14 @@ from dataclasses import replace
 
 from ftrun.cli.screen.report_clean import clean, numbers, texts, whole
 from ftrun.cli.screen.text import duration, joined, with_commas
-from ftrun.tools.report.background import Background, homes_of
-from ftrun.tools.report.facts import REPORTED, Event, IncidentFacts
-from ftrun.tools.report.incident.grouping import Case, failed
+from ftrun.tools.report.background import RunBackground, homes_of
+from ftrun.tools.report.facts import REPORTED, IncidentFacts, TimelineEvent
+from ftrun.tools.report.incident.grouping import IncidentLines, failed
 from ftrun.tools.report.incident.ranks import rows_of, slow_kind
 from ftrun.tools.report.incident.report_evidence import delays_of, evidence_of, stacks_of
 from ftrun.tools.report.incident.report_sentence import sentence_of
-from ftrun.tools.report.incident.timeline import Moments, bars_of, moments_of
-from ftrun.tools.report.journal import Line
+from ftrun.tools.report.incident.timeline import IncidentTimes, bars_of, moments_of
+from ftrun.tools.report.journal import JournalLine
 from ftrun.tools.report.report_cost import cost_of
 
 _STEP = re.compile(r"step[ =]([\d,]{1,20})")
@@ -27,7 +27,7 @@ _LOST_NODE = re.compile(r"node (\S{1,100}) is lost")
 _MAX_EVENTS = 80
 
 
-def incident_of(case: Case, background: Background) -> IncidentFacts:
+def incident_of(case: IncidentLines, background: RunBackground) -> IncidentFacts:
     """Everything a page about this incident says."""
     moments = moments_of(case)
     judged = case.last("Verdict")
@@ -89,7 +89,7 @@ def incident_of(case: Case, background: Background) -> IncidentFacts:
     return sentence_of(facts, case, clean(str(verdict.get("text") or ""), 600))
 
 
-def _downtime_s(case: Case, moments: Moments) -> float | None:
+def _downtime_s(case: IncidentLines, moments: IncidentTimes) -> float | None:
     """From the fault to the next step of every rank, as the lead measured it."""
     line = case.last("Downtime")
     told = line.number("total_s") if line is not None else None
@@ -98,7 +98,7 @@ def _downtime_s(case: Case, moments: Moments) -> float | None:
     return moments.recovered - moments.began
 
 
-def _first_ended(case: Case, moments: Moments) -> list[int]:
+def _first_ended(case: IncidentLines, moments: IncidentTimes) -> list[int]:
     """Ranks that ended by themselves."""
     for line in case.of("WorkersExited"):
         if moments.acted is None or line.t_s <= moments.acted:
@@ -107,12 +107,12 @@ def _first_ended(case: Case, moments: Moments) -> list[int]:
     return []
 
 
-def _lost_nodes(case: Case) -> tuple[str, ...]:
+def _lost_nodes(case: IncidentLines) -> tuple[str, ...]:
     seen = (_LOST_NODE.search(line.text("text")) for line in case.of("NodeLost"))
     return tuple(dict.fromkeys(one[1] for one in seen if one))
 
 
-def _kind(case: Case, ended: Sequence[int]) -> str:
+def _kind(case: IncidentLines, ended: Sequence[int]) -> str:
     if case.first("NodeLost") is not None:
         return "node lost"
     if case.first("LeadLost") is not None and not ended:
@@ -127,7 +127,9 @@ def _kind(case: Case, ended: Sequence[int]) -> str:
     return "crash" if ended else "restart"
 
 
-def _protected(moments: Moments, case: Case, background: Background) -> float | None:
+def _protected(
+    moments: IncidentTimes, case: IncidentLines, background: RunBackground
+) -> float | None:
     line = case.last("Recovered")
     generation = line.whole("generation") if line is not None else None
     if line is None or generation is None or moments.recovered is None:
@@ -137,7 +139,7 @@ def _protected(moments: Moments, case: Case, background: Background) -> float | 
     return None if first is None else first - moments.began
 
 
-def _injected(fired: Line | None) -> str:
+def _injected(fired: JournalLine | None) -> str:
     if fired is None:
         return ""
     rank, node = fired.whole("rank"), fired.text("node", 60)
@@ -146,14 +148,14 @@ def _injected(fired: Line | None) -> str:
     return f"{fired.text('fault', 40)}{where}{f' at step {step:,}' if step is not None else ''}"
 
 
-def _sure(case: Case, ended: Sequence[int]) -> str:
+def _sure(case: IncidentLines, ended: Sequence[int]) -> str:
     lost = case.first("NodeLost")
     if lost is not None and not ended:
         return "likely" if "silent" in lost.text("text") else "certain"
     return "certain" if ended else ""
 
 
-def _step(case: Case) -> int | None:
+def _step(case: IncidentLines) -> int | None:
     """The furthest that any rank had come."""
     found = []
     for line in case.lines:
@@ -179,12 +181,12 @@ def _counted_step(progress: str) -> re.Match[str] | None:
     return None if "attached=False" in progress else _STEP.search(progress)
 
 
-def _restored(case: Case) -> str:
+def _restored(case: IncidentLines) -> str:
     line = case.last("Recovered") or case.last("StartGeneration")
     return with_commas(line.text("restored", 100)) if line is not None else ""
 
 
-def _steps_lost(step: int | None, restored: str, case: Case) -> int | None:
+def _steps_lost(step: int | None, restored: str, case: IncidentLines) -> int | None:
     seen = _STEP.search(restored)
     if step is None or case.first("StartGeneration") is None:
         return None
@@ -193,13 +195,13 @@ def _steps_lost(step: int | None, restored: str, case: Case) -> int | None:
     return max(step - int(seen[1].replace(",", "") or 0), 0)
 
 
-def _generation(case: Case) -> int | None:
+def _generation(case: IncidentLines) -> int | None:
     line = case.first("StartGeneration", "Generation", "Ballot")
     found = line.whole("generation") if line is not None else None
     return found - 1 if found else found
 
 
-def _repeated(case: Case) -> tuple[str, ...]:
+def _repeated(case: IncidentLines) -> tuple[str, ...]:
     """The newest word of each node."""
     newest = {line.node: line.text("text", 400) for line in case.of("RepeatedSteps")}
     if len(set(newest.values())) == 1:
@@ -207,7 +209,7 @@ def _repeated(case: Case) -> tuple[str, ...]:
     return tuple(f"{node}: {text}" for node, text in sorted(newest.items()))
 
 
-def _outcome(case: Case, moments: Moments, kind: str) -> str:
+def _outcome(case: IncidentLines, moments: IncidentTimes, kind: str) -> str:
     end = case.first("EndRun")
     if end is not None and moments.recovered is None:
         if failed(end):
@@ -224,7 +226,7 @@ def _outcome(case: Case, moments: Moments, kind: str) -> str:
     return "not over when the journal ends"
 
 
-def _action(case: Case) -> str:
+def _action(case: IncidentLines) -> str:
     closed = case.last("IncidentClosed")
     if closed is not None and (listed := texts(closed.fields.get("actions"), most=6)):
         return ", then ".join(dict.fromkeys(listed))[:80]
@@ -236,7 +238,7 @@ def _action(case: Case) -> str:
     return "kill and respawn" if case.first("StartGeneration") is not None else ""
 
 
-def _verified(closed: Line | None) -> tuple[str, ...]:
+def _verified(closed: JournalLine | None) -> tuple[str, ...]:
     if closed is None:
         return ()
     verified = closed.part("verified")
@@ -250,7 +252,7 @@ def _verified(closed: Line | None) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _event(line: Line) -> Event:
+def _event(line: JournalLine) -> TimelineEvent:
     known = (line.text(name, 300) for name in ("text", "why", "cause"))
     said = next((one for one in known if one), "")
     if line.kind == "WorkersExited":
@@ -263,4 +265,4 @@ def _event(line: Line) -> Event:
         said = f"{line.text('old', 20)} to {line.text('new', 20)}: {said}"
     if line.kind == "Recovered":
         said = f"generation {line.whole('generation')} from {line.text('restored', 60) or 'start'}"
-    return Event(line.t_s, line.node, line.kind, said)
+    return TimelineEvent(line.t_s, line.node, line.kind, said)

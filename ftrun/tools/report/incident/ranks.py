@@ -13,24 +13,24 @@ from typing import Any
 
 from ftrun.cli.screen.report_clean import number, whole
 from ftrun.cli.screen.text import ranks
-from ftrun.tools.report.facts import Bar, Row
-from ftrun.tools.report.incident.grouping import Case
-from ftrun.tools.report.incident.timeline import PHASES, Moments
-from ftrun.tools.report.journal import Line
+from ftrun.tools.report.facts import RankRow, TimelineBar
+from ftrun.tools.report.incident.grouping import IncidentLines
+from ftrun.tools.report.incident.timeline import PHASES, IncidentTimes
+from ftrun.tools.report.journal import JournalLine
 
 MAX_ROWS = 20
 _SLOW = ("slow computation", "slow communication", "input-bound", "memory creeping")
 
 
 def rows_of(
-    case: Case,
-    moments: Moments,
+    case: IncidentLines,
+    moments: IncidentTimes,
     *,
     world: Sequence[int],
     homes: Mapping[int, tuple[str, str]],
     culprits: Sequence[int],
     victims: Sequence[int],
-) -> list[Row]:
+) -> list[RankRow]:
     """One row for ranks that did the same, the culprits' first.
 
     Args:
@@ -48,7 +48,7 @@ def rows_of(
     by_node = {line.node: line for line in case.of("Recovered")}
     length = max(moments.ended - moments.began, 1e-3)
     folded: dict[tuple[object, ...], list[int]] = {}
-    shown: dict[tuple[object, ...], tuple[Bar, ...]] = {}
+    shown: dict[tuple[object, ...], tuple[TimelineBar, ...]] = {}
     for rank in world:
         role = "culprit" if rank in culprits else "victim" if rank in victims else ""
         home, next_home = homes.get(rank, ("", ""))
@@ -63,7 +63,7 @@ def rows_of(
         shown.setdefault(key, bars)
     has_nodes = len(set(homes.values())) > 1
     rows = [
-        Row(_label(found, homes if has_nodes else {}), tuple(found), str(key[0]), shown[key])
+        RankRow(_label(found, homes if has_nodes else {}), tuple(found), str(key[0]), shown[key])
         for key, found in folded.items()
     ]
     return _fewer(rows)
@@ -75,7 +75,7 @@ def _about(at_s: float, length_s: float) -> int:
     return round(at_s / length_s * 12)
 
 
-def _views(case: Case) -> dict[int, tuple[float, Mapping[str, Any]]]:
+def _views(case: IncidentLines) -> dict[int, tuple[float, Mapping[str, Any]]]:
     """When each rank was looked at first, and what was seen."""
     found: dict[int, tuple[float, Mapping[str, Any]]] = {}
     for line in case.of("Verdict"):
@@ -86,7 +86,7 @@ def _views(case: Case) -> dict[int, tuple[float, Mapping[str, Any]]]:
     return found
 
 
-def _deaths(case: Case, moments: Moments) -> dict[int, float]:
+def _deaths(case: IncidentLines, moments: IncidentTimes) -> dict[int, float]:
     """Ranks that had ended before anybody ended them."""
     found: dict[int, float] = {}
     for line in case.of("WorkersExited"):
@@ -101,26 +101,32 @@ def _deaths(case: Case, moments: Moments) -> dict[int, float]:
 def _before(
     rank: int,
     role: str,
-    moments: Moments,
+    moments: IncidentTimes,
     seen: tuple[float, Mapping[str, Any]] | None,
     died: float | None,
-) -> list[Bar]:
+) -> list[TimelineBar]:
     """Until the ranks are ended."""
     end = _stop_begins(moments) - moments.began
     if died is not None:
         at = max(died - moments.began, 0.0)
-        return [Bar("training", -1e9, at, "training"), Bar("dead", at, max(at, end), "dead")]
+        return [
+            TimelineBar("training", -1e9, at, "training"),
+            TimelineBar("dead", at, max(at, end), "dead"),
+        ]
     if seen is not None:
         at_s, view = seen
         silent_s = number(view.get("silent_s")) or 0.0
         last_step = min(max(at_s - silent_s - moments.began, 0.0), end)
         style, name = _style(view, role)
-        return [Bar("training", -1e9, last_step, "training"), Bar(name, last_step, end, style)]
+        return [
+            TimelineBar("training", -1e9, last_step, "training"),
+            TimelineBar(name, last_step, end, style),
+        ]
     if role == "culprit":
         name, style = "no sign of life", "dead"
     else:
         name, style = "not looked at", "unknown"
-    return [Bar("training", -1e9, 0.0, "training"), Bar(name, 0.0, end, style)]
+    return [TimelineBar("training", -1e9, 0.0, "training"), TimelineBar(name, 0.0, end, style)]
 
 
 def _style(view: Mapping[str, Any], role: str) -> tuple[str, str]:
@@ -138,13 +144,13 @@ def _style(view: Mapping[str, Any], role: str) -> tuple[str, str]:
     return "hung", "computing or hung"
 
 
-def _stop_begins(moments: Moments) -> float:
+def _stop_begins(moments: IncidentTimes) -> float:
     noticed = moments.slowest.at_mono("noticed_s") if moments.slowest is not None else None
     found = [one for one in (moments.acted, noticed) if one is not None]
     return max(min(found, default=moments.ended), moments.began)
 
 
-def _after(line: Line | None, moments: Moments) -> list[Bar]:
+def _after(line: JournalLine | None, moments: IncidentTimes) -> list[TimelineBar]:
     """From the stop to the first steps."""
     zero = moments.began
     begin = _stop_begins(moments) - zero
@@ -153,21 +159,21 @@ def _after(line: Line | None, moments: Moments) -> list[Bar]:
         if moments.acted is None:
             return []
         end = moments.recovered if moments.recovered is not None else moments.ended
-        found = [Bar("no process, or starting", begin, end - zero, "dead")]
+        found = [TimelineBar("no process, or starting", begin, end - zero, "dead")]
         if moments.recovered is not None:
-            found.append(Bar("training", end - zero, 1e9, "training"))
+            found.append(TimelineBar("training", end - zero, 1e9, "training"))
         return found
     at = max(decided - zero, begin)
-    bars = [Bar("no process", begin, at, "dead")]
+    bars = [TimelineBar("no process", begin, at, "dead")]
     for key, name, style in PHASES:
         took_s = max(number(line.part("phases_s").get(key)) or 0.0, 0.0)
         label = "starting" if style == "starting" else name
         if bars[-1].style == style:
-            bars[-1] = Bar(label, bars[-1].begin_s, at + took_s, style)
+            bars[-1] = TimelineBar(label, bars[-1].begin_s, at + took_s, style)
         else:
-            bars.append(Bar(label, at, at + took_s, style))
+            bars.append(TimelineBar(label, at, at + took_s, style))
         at += took_s
-    return [*bars[:-1], Bar("training", bars[-1].begin_s, 1e9, "training")]
+    return [*bars[:-1], TimelineBar("training", bars[-1].begin_s, 1e9, "training")]
 
 
 def _label(found: Sequence[int], homes: Mapping[int, tuple[str, str]]) -> str:
@@ -181,7 +187,7 @@ def _label(found: Sequence[int], homes: Mapping[int, tuple[str, str]]) -> str:
     return f"{ranks(found, most=3)}{many}{where}"
 
 
-def _fewer(rows: list[Row]) -> list[Row]:
+def _fewer(rows: list[RankRow]) -> list[RankRow]:
     """At most `MAX_ROWS`: of those with the same role, the many are told by one of them."""
     order = {"culprit": 0, "victim": 1, "": 2}
     rows.sort(key=lambda row: (order[row.role], row.ranks[0]))
@@ -193,7 +199,7 @@ def _fewer(rows: list[Row]) -> list[Row]:
         if rest:
             members = sorted(rank for row in rest for rank in row.ranks)
             label = f"{len(members)} others, as rank {rest[0].ranks[0]}"
-            kept.append(Row(label, tuple(members), role, rest[0].bars))
+            kept.append(RankRow(label, tuple(members), role, rest[0].bars))
     return kept
 
 

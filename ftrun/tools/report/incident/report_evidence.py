@@ -10,17 +10,17 @@ from typing import Any
 from ftrun.cli.screen.report_clean import clean, number, texts, whole
 from ftrun.cli.screen.text import by_number, duration
 from ftrun.monitor.evidence import RankView
-from ftrun.tools.report.facts import Delays, Stack
-from ftrun.tools.report.incident.grouping import Case
-from ftrun.tools.report.journal import Line
+from ftrun.tools.report.facts import DelayView, StackView
+from ftrun.tools.report.incident.grouping import IncidentLines
+from ftrun.tools.report.journal import JournalLine
 
 _MAX_FRAMES = 40
 _MAX_NODES = 64
 
 
 def stacks_of(
-    judged: Line | None, culprits: Sequence[int], victims: Sequence[int], case: Case
-) -> Iterable[Stack]:
+    judged: JournalLine | None, culprits: Sequence[int], victims: Sequence[int], case: IncidentLines
+) -> Iterable[StackView]:
     """Of the culprits that have one, at most two, and of one victim."""
     views = {whole(one.get("rank")): one for one in (judged.parts("ranks") if judged else ())}
     others = [one for one in (*victims, *views) if one is not None and one not in culprits]
@@ -31,13 +31,13 @@ def stacks_of(
             if frames and shown < most:
                 shown += 1
                 own = RankView(rank, 0, "", 0, 0.0, stack=frames).place
-                yield Stack(f"rank {rank} ({role})", _doing(views[rank]), frames, own)
+                yield StackView(f"rank {rank} ({role})", _doing(views[rank]), frames, own)
     for line in case.of("WorkersExited")[:1]:
         for one in line.parts("exits")[:2]:
             detail = one.get("detail")
             if isinstance(detail, str) and detail.strip():
                 frames = tuple(clean(detail, 6000).rstrip().splitlines()[-_MAX_FRAMES:])
-                yield Stack(f"rank {whole(one.get('rank'))}: its exception", "", frames)
+                yield StackView(f"rank {whole(one.get('rank'))}: its exception", "", frames)
 
 
 def _doing(view: Mapping[str, Any]) -> str:
@@ -71,7 +71,7 @@ def collective(group: Mapping[str, Any]) -> str:
         f" of group {name}" if name else "")  # fmt: skip
 
 
-def delays_of(case: Case) -> Delays | None:
+def delays_of(case: IncidentLines) -> DelayView | None:
     """The newest matrix: a list of cells with `sender` and `receiver`, beside a verdict."""
     for line in reversed(case.of("Verdict", "IncidentClosed")):
         for where in (line.fields, line.part("verdict")):
@@ -82,7 +82,7 @@ def delays_of(case: Case) -> Delays | None:
     return None
 
 
-def _matrix(cells: list[object]) -> Delays | None:
+def _matrix(cells: list[object]) -> DelayView | None:
     rows = [one for one in cells[: _MAX_NODES**2] if isinstance(one, dict)]
     pairs = [(str(one.get("sender")), str(one.get("receiver")), one) for one in rows
              if one.get("sender") is not None and one.get("receiver") is not None]  # fmt: skip
@@ -103,10 +103,10 @@ def _matrix(cells: list[object]) -> Delays | None:
                 hot.append((at[sender], at[receiver]))
     shown = tuple(clean(name, 30) for name in names)
     title = "time per megabyte" if per_mb else "round trip"
-    return Delays(shown, shown, tuple(tuple(row) for row in table), title, tuple(hot))
+    return DelayView(shown, shown, tuple(tuple(row) for row in table), title, tuple(hot))
 
 
-def evidence_of(case: Case, acted: float | None) -> Iterable[str]:
+def evidence_of(case: IncidentLines, acted: float | None) -> Iterable[str]:
     """What older journals tell without a verdict; ends that ftrun itself made say nothing."""
     told = [line for line in case.of("WorkersExited") if acted is None or line.t_s <= acted]
     for line in told[:1]:

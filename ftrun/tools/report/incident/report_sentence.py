@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ftrun.cli.screen.text import count, duration, joined
 from ftrun.tools.report.facts import IncidentFacts
-from ftrun.tools.report.incident.grouping import Case
+from ftrun.tools.report.incident.grouping import IncidentLines
 
 _ASIDE = re.compile(r" \((?:pid \d+|the kernel has not run out of memory)\)")
 _HAS_STEP = re.compile(r"\bsteps? \d")
@@ -39,7 +39,7 @@ BY_NODE = ("partition", "slow-link", "node-loss", "lead-kill", "agent-kill")
 SIGNALS = {"SIGSEGV": "segv", "SIGABRT": "abort", "SIGKILL": "rank-kill", "SIGBUS": "segv"}
 
 
-def sentence_of(facts: IncidentFacts, case: Case, verdict_text: str) -> IncidentFacts:
+def sentence_of(facts: IncidentFacts, case: IncidentLines, verdict_text: str) -> IncidentFacts:
     """The same facts with the sentence and the drill."""
     what = _what(facts, case, verdict_text)
     parts = [what, _done(facts, what), _lost(facts)]
@@ -48,7 +48,7 @@ def sentence_of(facts: IncidentFacts, case: Case, verdict_text: str) -> Incident
     return replace(facts, sentence=f"{sentence}.", drill=drill, drill_note=note)
 
 
-def _what(facts: IncidentFacts, case: Case, verdict_text: str) -> str:
+def _what(facts: IncidentFacts, case: IncidentLines, verdict_text: str) -> str:
     if facts.is_planned:
         line = case.lines[0]
         return f"the run {line.text('text', 300) or line.text('why', 300) or 'was started again'}"
@@ -65,7 +65,7 @@ def _what(facts: IncidentFacts, case: Case, verdict_text: str) -> str:
     return told
 
 
-def _cause(case: Case) -> str:
+def _cause(case: IncidentLines) -> str:
     if case.lines[0].kind == "adopted":
         return "the agent was lost, and another one took over the memory it had left"
     for kind, name in (

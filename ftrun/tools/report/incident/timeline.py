@@ -2,7 +2,7 @@
 
 Runs in:  cli. Pure.
 Takes in: the lines of one incident.
-Gives:    `Moments`, and the bars of its timeline.
+Gives:    `IncidentTimes`, and the bars of its timeline.
 
 Every time is one that the journal holds. A phase that no line tells of has no bar.
 """
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from ftrun.cli.screen.report_clean import number, numbers, whole
 from ftrun.cli.screen.text import size, with_commas
-from ftrun.tools.report.facts import RESTARTS, Bar
-from ftrun.tools.report.incident.grouping import Case
-from ftrun.tools.report.journal import Line, first_step_at
+from ftrun.tools.report.facts import RESTARTS, TimelineBar
+from ftrun.tools.report.incident.grouping import IncidentLines
+from ftrun.tools.report.journal import JournalLine, first_step_at
 
 _SILENT = re.compile(r"silent for ([\d.]+) s")
 _FETCHED = re.compile(r"fetched (\d+) bytes in ([\d.]+) s")
@@ -31,7 +31,7 @@ PHASES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
+class IncidentTimes:
     """Points of time of one incident, as wall times; None: not known, or it did not happen."""
 
     began: float
@@ -43,7 +43,7 @@ class Moments:
     """Known to be a failure."""
     acted: float | None
     """Ranks are ended."""
-    slowest: Line | None
+    slowest: JournalLine | None
     """The `Recovered` line of the node that was last."""
     recovered: float | None
     """Every rank has made its first step."""
@@ -51,7 +51,7 @@ class Moments:
     """The last that is known."""
 
 
-def moments_of(case: Case) -> Moments:
+def moments_of(case: IncidentLines) -> IncidentTimes:
     first = case.lines[0].t_s
     down = case.last("Downtime")
     acts = [one for one in case.of("Action") if one.text("action") in RESTARTS]
@@ -76,7 +76,7 @@ def moments_of(case: Case) -> Moments:
         recovered = down.at_mono("stepped_s") or recovered
     else:
         recovered = recovered or _by_closing(case)
-    return Moments(
+    return IncidentTimes(
         began=max(began, noticed - _MAX_DETECT_S),
         suspected=None if suspected is None else suspected.t_s,
         judged=None if judged is None else judged.t_s,
@@ -88,20 +88,22 @@ def moments_of(case: Case) -> Moments:
     )
 
 
-def _by_closing(case: Case) -> float | None:
+def _by_closing(case: IncidentLines) -> float | None:
     """When training went on, by a journal that has no line for it."""
     closed, verdict = case.first("IncidentClosed"), case.first("Verdict")
     took_s = closed.number("recovered_s") if closed is not None else None
     return None if took_s is None or verdict is None else verdict.t_s + took_s
 
 
-def _judged(case: Case, acted: float | None) -> Line | None:
+def _judged(case: IncidentLines, acted: float | None) -> JournalLine | None:
     verdicts = case.of("Verdict")
     before = [one for one in verdicts if acted is None or one.t_s <= acted + 1e-3]
     return before[-1] if before else next(iter(verdicts), None)
 
 
-def _first_signs(case: Case, suspected: Line | None, judged: Line | None) -> Iterable[float]:
+def _first_signs(
+    case: IncidentLines, suspected: JournalLine | None, judged: JournalLine | None
+) -> Iterable[float]:
     """Times at which the fault showed first, by what was told later."""
     closed = case.first("IncidentClosed")
     verdict = case.first("Verdict")
@@ -119,9 +121,9 @@ def _first_signs(case: Case, suspected: Line | None, judged: Line | None) -> Ite
         yield from (judged.t_s - one for one in silent if one is not None)
 
 
-def _slowest(recovered: list[Line]) -> tuple[Line | None, float | None]:
+def _slowest(recovered: list[JournalLine]) -> tuple[JournalLine | None, float | None]:
     """The `Recovered` line of the node whose first step was last, and when that was."""
-    found: tuple[Line | None, float | None] = (None, None)
+    found: tuple[JournalLine | None, float | None] = (None, None)
     for line in recovered:
         at = first_step_at(line)
         done = line.t_s if at is None else at
@@ -130,14 +132,14 @@ def _slowest(recovered: list[Line]) -> tuple[Line | None, float | None]:
     return found
 
 
-def bars_of(case: Case, moments: Moments) -> list[Bar]:
+def bars_of(case: IncidentLines, moments: IncidentTimes) -> list[TimelineBar]:
     """The timeline, from the first sign; its zero is `moments.began`."""
     zero = moments.began
-    found: list[Bar] = []
+    found: list[TimelineBar] = []
 
     def add(name: str, begin: float | None, end: float | None, style: str, note: str = "") -> None:
         if begin is not None and end is not None and end >= begin:
-            found.append(Bar(name, begin - zero, end - zero, style, note))
+            found.append(TimelineBar(name, begin - zero, end - zero, style, note))
 
     suspected = moments.suspected
     add("detect", zero, suspected if suspected is not None else moments.noticed, "hung",
@@ -169,7 +171,9 @@ def bars_of(case: Case, moments: Moments) -> list[Bar]:
     return sorted(found, key=lambda bar: bar.begin_s)
 
 
-def _restart(case: Case, line: Line, moments: Moments, add: Callable[..., None]) -> None:
+def _restart(
+    case: IncidentLines, line: JournalLine, moments: IncidentTimes, add: Callable[..., None]
+) -> None:
     where = f"slowest on {line.node}" if line.node else ""
     is_new_agent = case.first("adopted") is not None
     noticed, stopped = line.at_mono("noticed_s"), line.at_mono("stopped_s")
@@ -195,21 +199,21 @@ def _restart(case: Case, line: Line, moments: Moments, add: Callable[..., None])
         where = ""
 
 
-def _how_noticed(case: Case) -> str:
+def _how_noticed(case: IncidentLines) -> str:
     if case.first("Suspected") is not None:
         return "no step for so long"
     match case.first("WorkersExited", "NodeLost", "LeadLost", "Verdict"):
-        case Line(kind="NodeLost", fields=fields) if "silent" in str(fields.get("text")):
+        case JournalLine(kind="NodeLost", fields=fields) if "silent" in str(fields.get("text")):
             return "no heartbeat of the node"
-        case Line(kind="WorkersExited"):
+        case JournalLine(kind="WorkersExited"):
             return "the kernel tells at once when a process ends"
-        case Line(kind="NodeLost" | "LeadLost"):
+        case JournalLine(kind="NodeLost" | "LeadLost"):
             return "the connection was closed or refused"
         case _:
             return ""
 
 
-def _why_acted(case: Case) -> str:
+def _why_acted(case: IncidentLines) -> str:
     action = next((one for one in case.of("Action") if one.text("action") in RESTARTS), None)
     verdict = case.last("Verdict")
     told = action.text("why", 120) if action is not None else ""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from ftrun.cli.screen.text import clock, duration, percent
-from ftrun.tools.report.facts import Bar, Delays, IncidentFacts, Loss, RunFacts
+from ftrun.tools.report.facts import DelayView, IncidentFacts, LostTime, RunFacts, TimelineBar
 from ftrun.tools.report.render.svg import Axis, Drawing, fit, nice, width_of
 
 WIDTH = 980.0
@@ -47,9 +47,9 @@ def timeline(facts: IncidentFacts) -> Markup | None:
     axis = axis_of(facts)
     end = max(bar.end_s for bar in facts.bars)
     step = f"to step {facts.step:,}" if facts.step is not None else ""
-    rows = [Bar("last good step", -1e9, 0.0, "training", step), *facts.bars]
+    rows = [TimelineBar("last good step", -1e9, 0.0, "training", step), *facts.bars]
     if facts.recovered_s is not None:
-        rows.append(Bar("training again", end, 1e9, "training", facts.restored and
+        rows.append(TimelineBar("training again", end, 1e9, "training", facts.restored and
                         f"from {facts.restored}"))  # fmt: skip
     height = _ROW * len(rows) + 30
     about = ". ".join(f"{bar.name}: {duration(bar.took_s)}" for bar in facts.bars)
@@ -118,7 +118,7 @@ def strip(facts: IncidentFacts) -> Markup | None:
     return drawing.markup()
 
 
-def heat_map(delays: Delays) -> Markup:
+def heat_map(delays: DelayView) -> Markup:
     """A cell for each sender and receiver; the darker, the slower."""
     rows, columns = len(delays.senders), len(delays.receivers)
     cell = min(44.0, (WIDTH - 180) / columns, 900.0 / rows)
@@ -163,7 +163,7 @@ def heat_map(delays: Delays) -> Markup:
 
 
 def _many_cells(
-    drawing: Drawing, delays: Delays, left: float, top: float, cell: float, most: float
+    drawing: Drawing, delays: DelayView, left: float, top: float, cell: float, most: float
 ) -> None:
     """One path for all cells of a level: a page of 64 nodes has 4,096 cells."""
     size = round(cell - 1, 1)
@@ -226,7 +226,7 @@ def shares(facts: RunFacts) -> Markup | None:
     """Useful time and the classes of lost time, as parts of one bar."""
     if facts.useful_s is None or facts.wall_s <= 0:
         return None
-    parts = [Loss("useful", facts.useful_s, ""), *facts.losses]
+    parts = [LostTime("useful", facts.useful_s, ""), *facts.losses]
     about = ", ".join(f"{one.name} {percent(one.seconds / facts.wall_s)}" for one in parts)
     drawing = Drawing(WIDTH, 40, name="shares", title="Where the time went", about=about)
     x = 0.0
