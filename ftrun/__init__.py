@@ -4,8 +4,10 @@
                                     |                                       |
                                     +--- starts ---> smp <--- arenas -------+
 
-Four processes do things: cli, agent, worker, smp. Three packages decide things and touch
-nothing: snapshot, monitor, recovery. Processes never import each other; they speak through wire.
+Four packages are processes: cli, agent, worker and smp. They never import each other; they
+communicate through wire. The packages erasure, snapshot, sharding, monitor, recovery, membership
+and network decide: they do no input or output. tools holds separate programs that the command line
+starts; integrations and dcp hold adapters for frameworks.
 
 In a training script:
 
@@ -28,7 +30,7 @@ __all__ = ["Session", "__version__", "attach", "dcp"]
 
 
 def __getattr__(name: str) -> object:
-    # Lazy (PEP 562): a re-export would load torch into the command line and into every SMP.
+    # Lazy (PEP 562), because a re-export would load torch into the command line and every SMP.
     if name in ("attach", "Session"):
         from ftrun.worker import session
 

@@ -1,4 +1,4 @@
-"""`python -m ftrun` is `ftrun`."""
+"""Runs the command line as `python -m ftrun`."""
 
 from ftrun.cli.app import main
 

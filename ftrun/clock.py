@@ -1,12 +1,12 @@
-"""The only reader of time.
+"""Reads the clocks for all processes.
 
-Runs in: every process. Decisions never import it: time comes to them as `now_s`.
+Decisions never import this module: they get the time as `now_s`.
 """
 
 import time
 
 _BOOTTIME = getattr(time, "CLOCK_BOOTTIME", None)
-"""It goes on while the machine is suspended, so a lease ends then. Only Linux has it."""
+"""CLOCK_BOOTTIME advances while the machine is suspended, so leases expire then. Linux only."""
 
 
 def now_s() -> float:
@@ -15,20 +15,18 @@ def now_s() -> float:
 
 
 def now_ns() -> int:
-    """Nanoseconds on the same clock as `now_s`."""
     return time.monotonic_ns() if _BOOTTIME is None else time.clock_gettime_ns(_BOOTTIME)
 
 
 def thread_cpu_s() -> float:
-    """Processor time of the calling thread, in seconds."""
     return time.thread_time()
 
 
 def wall_s() -> float:
-    """Seconds since 1970. For journals and file names only: it may jump."""
+    """Seconds since 1970, for journals and file names only: this clock may jump."""
     return time.time()
 
 
 def sleep(seconds: float) -> None:
-    """Give up the processor. Only for bounded back-off; a wait for a thing waits on the thing."""
+    """Sleeps, for bounded back-off only. A wait for a condition waits on a descriptor or event."""
     time.sleep(seconds)

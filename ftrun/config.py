@@ -1,11 +1,11 @@
-"""What a run is told: the profile, and the spec that the stub hands to the agent.
+"""Settings of a run: the profile, and the spec that the stub passes to the agent.
 
 Runs in:  cli (which loads and checks), stub and agent (which read the finished spec).
 Takes in: YAML profiles, checked key by key.
-Gives:    a `Profile`, a `RunSpec`; every number with its unit in its name.
+Gives:    a `Profile` and a `RunSpec`; every number has its unit in its name.
 
-The SMP and the workers do not import this; they are handed what they need: the SMP by arguments, a
-worker as `SnapshotSettings` in its environment.
+The SMP and the workers do not import this module. The SMP gets its settings as arguments, and a
+worker gets them as `SnapshotSettings` in its environment.
 """
 
 import hashlib
@@ -17,11 +17,11 @@ from msgspec import Meta
 from ftrun.urls import located
 
 MAX_DATA, MAX_PARITY = 32, 16
-"""The largest K+M; what the codec in `ftrun.erasure` can do."""
+"""Largest K and M that the codec in `ftrun.erasure` supports."""
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Immutable; an unknown key is an error."""
+    """An immutable section; an unknown key is an error."""
 
 
 class SnapshotConfig(_Section, frozen=True, kw_only=True):
@@ -62,7 +62,7 @@ class StartConfig(_Section, frozen=True, kw_only=True):
 
 
 class RestartConfig(_Section, frozen=True, kw_only=True):
-    """How often, and when not."""
+    """How often a run may restart, and when it must not."""
 
     budget: Annotated[int, Meta(ge=0, description="restarts allowed within window_s")] = 20
     window_s: Annotated[float, Meta(gt=0, description="length of the sliding window")] = 3600.0
@@ -76,7 +76,7 @@ class RestartConfig(_Section, frozen=True, kw_only=True):
 
 
 class StopConfig(_Section, frozen=True, kw_only=True):
-    """SIGTERM, SIGINT, SIGUSR1."""
+    """Handling of SIGTERM, SIGINT and SIGUSR1."""
 
     grace_s: Annotated[
         float, Meta(gt=0, description="from the first signal to SIGKILL of what is left")
@@ -90,7 +90,7 @@ class StopConfig(_Section, frozen=True, kw_only=True):
 
 
 class MonitorConfig(_Section, frozen=True, kw_only=True):
-    """When something is wrong."""
+    """Detection of failures and their culprits."""
 
     enabled: Annotated[
         bool,
@@ -105,7 +105,7 @@ class MonitorConfig(_Section, frozen=True, kw_only=True):
 
 
 class HangConfig(_Section, frozen=True, kw_only=True):
-    """A run that makes no steps any more. Both limits follow the run's own steps."""
+    """Detection of a run that makes no steps. Both limits grow with the run's own step time."""
 
     suspect_s: Annotated[
         float,
@@ -147,7 +147,7 @@ class HangConfig(_Section, frozen=True, kw_only=True):
 
 
 class SlowConfig(_Section, frozen=True, kw_only=True):
-    """Ranks and links that hold all others up, though they go on."""
+    """Ranks and links that are alive and delay all others."""
 
     action: Annotated[
         Literal["report", "evict"],
@@ -159,7 +159,7 @@ class SlowConfig(_Section, frozen=True, kw_only=True):
 
 
 class NumericsConfig(_Section, frozen=True, kw_only=True):
-    """A loss or parameters that are no numbers any more."""
+    """Handling of a loss or of parameters that are NaN or infinite."""
 
     policy: Annotated[
         Literal["report", "stop", "rollback", "skip-data"],
@@ -203,7 +203,7 @@ class CheckpointConfig(_Section, frozen=True, kw_only=True):
 
 
 class SmpConfig(_Section, frozen=True, kw_only=True):
-    """The snapshot manager."""
+    """The snapshot management process."""
 
     orphan_s: Annotated[
         float, Meta(gt=0, description="how long it keeps the memory when its agent is gone")
@@ -211,7 +211,7 @@ class SmpConfig(_Section, frozen=True, kw_only=True):
 
 
 class NodesConfig(_Section, frozen=True, kw_only=True):
-    """A run over several nodes: how they watch one another, and how long they wait."""
+    """A run over several nodes: failure detection, and how long nodes wait for each other."""
 
     heartbeat_s: Annotated[
         float, Meta(gt=0, le=60, description="between two heartbeats of a node")
@@ -241,7 +241,7 @@ class NodesConfig(_Section, frozen=True, kw_only=True):
 
 
 class NetworkConfig(_Section, frozen=True, kw_only=True):
-    """The ways between nodes: which there are, and who uses which."""
+    """Network paths between nodes: measuring and choosing them."""
 
     plan: Annotated[
         Literal["off", "report", "on"],
@@ -297,7 +297,7 @@ class PreflightConfig(_Section, frozen=True, kw_only=True):
 
 
 class ErasureConfig(_Section, frozen=True, kw_only=True):
-    """How snapshots survive the loss of nodes."""
+    """Protection of snapshots against the loss of nodes."""
 
     scheme: Annotated[
         str,
@@ -315,7 +315,7 @@ class ErasureConfig(_Section, frozen=True, kw_only=True):
 
     @property
     def data_and_parity(self) -> tuple[int | None, int | None]:
-        """K and M; (None, None) leaves both to ftrun, (None, 0) is no parity at all."""
+        """K and M; (None, None) leaves both to ftrun, (None, 0) means no parity."""
         if self.scheme == "auto":
             return None, None
         if self.scheme == "none":
@@ -325,7 +325,7 @@ class ErasureConfig(_Section, frozen=True, kw_only=True):
 
 
 class SecurityConfig(_Section, frozen=True, kw_only=True):
-    """Who may take part in a run over several nodes."""
+    """Authentication of the nodes of a run."""
 
     require_secret: Annotated[
         bool, Meta(description="refuse to start over several nodes without a secret")
@@ -336,7 +336,7 @@ class SecurityConfig(_Section, frozen=True, kw_only=True):
 
 
 class MetricsConfig(_Section, frozen=True, kw_only=True):
-    """Figures of a run for Prometheus, at /metrics."""
+    """Metrics of a run for Prometheus, at /metrics."""
 
     port: Annotated[int, Meta(ge=0, le=65535, description="where they are served; 0: nowhere")] = 0
     host: Annotated[str, Meta(description="address that is listened at")] = "127.0.0.1"
@@ -346,7 +346,7 @@ class MetricsConfig(_Section, frozen=True, kw_only=True):
 
 
 class HooksConfig(_Section, frozen=True, kw_only=True):
-    """Who is told of an incident: when it has its verdict, and when it is closed."""
+    """Notifications of an incident: at its verdict, and when it is closed."""
 
     on_incident: Annotated[
         str | None, Meta(description="command for the shell; it gets the incident as JSON on stdin")
@@ -358,7 +358,7 @@ class HooksConfig(_Section, frozen=True, kw_only=True):
 
 
 class Profile(_Section, frozen=True, kw_only=True):
-    """All that a profile may set."""
+    """All settings that a profile may contain."""
 
     snapshot: SnapshotConfig = SnapshotConfig()
     start: StartConfig = StartConfig()
@@ -380,7 +380,7 @@ class Profile(_Section, frozen=True, kw_only=True):
 
 
 class EtcdTls(_Section, frozen=True, kw_only=True):
-    """The files by which a node and an etcd cluster know each other; absolute paths."""
+    """Files for TLS between a node and an etcd cluster; absolute paths."""
 
     ca: Annotated[str | None, Meta(description="signs the cluster's; none: the system's CAs")] = (
         None
@@ -390,7 +390,7 @@ class EtcdTls(_Section, frozen=True, kw_only=True):
 
 
 class NodesSpec(_Section, frozen=True, kw_only=True):
-    """What one node knows of a run over several, from its own command line."""
+    """Settings of one node for a run over several nodes, from its own command line."""
 
     min_nodes: Annotated[
         int, Meta(ge=1, description="members of the smallest generation; spares apart")
@@ -444,7 +444,7 @@ class NodesSpec(_Section, frozen=True, kw_only=True):
 
 
 class RunSpec(_Section, frozen=True, kw_only=True):
-    """One run as the stub and the agent see it; `spec.json` in the run folder."""
+    """One run as the stub and the agent see it; stored as `spec.json` in the run folder."""
 
     run_id: str
     script: Annotated[
@@ -476,25 +476,25 @@ class RunSpec(_Section, frozen=True, kw_only=True):
 
     @property
     def folder_name(self) -> str:
-        """Of the run folder on this machine, which two nodes of a run may share."""
+        """Name of the run folder on this machine, which two nodes of a run may share."""
         if self.nodes is None or not self.nodes.is_named:
             return self.run_id
         return f"{self.run_id}@{self.nodes.node_id}"
 
     @property
     def command_digest(self) -> str:
-        """Equal where script and arguments are; arguments may hold secrets."""
+        """Equal for equal script and arguments; hashed, because arguments may be secret."""
         at = self.torchrun_argv.index("--") + 1 if "--" in self.torchrun_argv else 0
         return hashlib.sha256("\0".join(self.torchrun_argv[at:]).encode()).hexdigest()[:16]
 
     @property
     def checkpoint_directory(self) -> str | None:
-        """Absolute, as the SMP does not share our working directory; or a URL."""
+        """A URL, or an absolute path, because the SMP has another working directory."""
         directory = self.profile.checkpoint.directory
         return located(directory, cwd=self.cwd) if directory else None
 
     @property
     def resume_path(self) -> str | None:
-        """Absolute, or a URL: what `checkpoint.resume` names; None: nothing in particular."""
+        """Absolute path or URL that `checkpoint.resume` names; None for `auto` and `never`."""
         wish = self.profile.checkpoint.resume
         return None if wish in ("auto", "never") else located(wish, cwd=self.cwd)

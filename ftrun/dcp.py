@@ -1,30 +1,32 @@
-"""Memory speed for scripts that save and load with torch.distributed.checkpoint.
+"""Saves and loads in memory for scripts that use torch.distributed.checkpoint.
 
     dcp.save(state, storage_writer=ftrun.dcp.Writer())
     dcp.load(state, storage_reader=ftrun.dcp.Reader())
 
 Runs in:  worker, in the thread that calls dcp.save or dcp.load, or in that of dcp.async_save.
 Takes in: the plans of DCP's planners.
-Gives:    snapshots as those of `ftrun.attach`: in memory that outlives the ranks, protected across
-          nodes, written to --checkpoint-dir when due; the newest one, loaded into any layout.
-Survives: what those survive.
+Gives:    snapshots like those of `ftrun.attach`: in memory that outlives the ranks, protected
+          across nodes, written to --checkpoint-dir when due. A load fills any layout from the
+          newest one.
+Survives: what those snapshots survive.
 
-How it lies over what is there. A session captures what it finds by walking modules and optimizers;
-here DCP's planner says what there is. So a writer takes the place of the walk and of the loop, and
-nothing else: its items become the same named sources in the same arenas (`worker/saver.py` over
-`slots.py` and `copying.py`), sealed and committed by the same protocol, and the SMP, the agent and
-the checkpoints on disk do not know the difference. A reader opens the same shards as a restore into
-another number of ranks (`image_source.py`, `world_reader.py`), for every load: DCP gives a
-replicated item to one rank, so every rank reads what others hold, whatever their number. No layout
-is special, and there is no second way to be wrong.
+A session walks modules and optimizers to find what it captures; here DCP's planner lists the items.
+A writer replaces only that walk and the training loop. Its items become the same named sources in
+the same arenas (`worker/capture/explicit_save.py` over `slots.py` and `copying.py`), sealed and
+committed by the same protocol. The SMP, the agent and the checkpoints on disk see no difference.
 
-Rule 1: all ranks call together and name no part of them: a version is of the whole run. Rank 0,
-        DCP's coordinator, keeps the `Metadata` and seals last, when DCP says that all have done
-        their part; so nothing is ever committed that lacks its description.
-Rule 2: `save` returns when the snapshot is committed. It raises where it will not be, in DCP's own
-        way: on all ranks, as CheckpointException.
-Rule 3: memory holds the newest snapshot. A checkpoint_id is its label: the number it ends in is
-        its step, and a load that names another one is refused.
+A reader opens the same shards as a restore into another number of ranks
+(`worker/reshard/source.py`, `tensor_reader.py`). It does so for every load: DCP assigns a
+replicated item to one rank, so every rank reads shards of other ranks, whatever the world size. No
+layout needs a path of its own.
+
+Rule 1: all ranks call together, because a version is of the whole run; no rank saves a part under
+        another name. Rank 0, DCP's coordinator, holds the `Metadata`. It seals last, after DCP
+        reports that all ranks have written, so no committed version lacks its metadata.
+Rule 2: `save` returns when the snapshot is committed. If it will not be committed, `save` raises
+        CheckpointException on all ranks, as DCP does.
+Rule 3: memory holds the newest snapshot. A checkpoint_id is its label: the number at its end is the
+        step. A load with another checkpoint_id is refused.
 
 Source: torch.distributed.checkpoint, `StorageWriter` and `StorageReader` (read in 2.13).
 """
@@ -58,7 +60,7 @@ from ftrun.worker.reshard.dcp_metadata import room_for
 from ftrun.worker.reshard.engine import telling_of_corruption
 
 WAIT_S = 60.0
-"""How long a save waits for memory and for its commit, by default."""
+"""Default limit of a save for the wait for memory and for its commit."""
 
 AnyPath = str | os.PathLike[str]
 
@@ -66,10 +68,10 @@ _NUMBER = re.compile(r"\d{1,15}")
 
 
 def exists(fallback: AnyPath | None = None) -> bool:
-    """Whether there is something to load; the same on every rank.
+    """Whether there is a snapshot to load; equal on every rank.
 
     Args:
-        fallback: as given to `Reader`: outside ftrun, whether torch's checkpoint is there.
+        fallback: as for `Reader`. Outside ftrun the answer is whether a torch checkpoint is there.
     """
     if _context() is None:
         return fallback is not None and (Path(fallback) / ".metadata").exists()
@@ -77,9 +79,9 @@ def exists(fallback: AnyPath | None = None) -> bool:
 
 
 def newest_step() -> int | None:
-    """The step of the snapshot that a load would give; None where there is none.
+    """The step of the snapshot that a load would return, or None if there is none.
 
-    That is the number its checkpoint_id ended in, or else a count of saves.
+    The step is the number at the end of its checkpoint_id, or else a count of saves.
     """
     context = _context()
     if context is None:
@@ -89,9 +91,9 @@ def newest_step() -> int | None:
 
 
 class _InMemory:
-    """What a Writer and a Reader begin with: the rank, its snapshots, and the name of one.
+    """Common part of Writer and Reader: the rank, its snapshots, and the label of one.
 
-    Outside ftrun the constructor makes torch's own in its place.
+    Outside ftrun the constructor returns torch's own class instead.
     """
 
     _torchs: ClassVar[type[FileSystemReader | FileSystemWriter]]
@@ -111,25 +113,25 @@ class _InMemory:
         self._label: str | None = None
 
     def reset(self, checkpoint_id: AnyPath | None = None) -> None:
-        """Another save begins under this name, or a load of the snapshot of this name."""
+        """Starts another save or load under this label."""
         self._label = None if checkpoint_id is None else str(checkpoint_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: AnyPath) -> bool:
-        """Any text is a label."""
+        """Accepts any text, because a checkpoint_id is only a label."""
         return True
 
 
 class Writer(_InMemory, StorageWriter):
-    """A storage_writer that keeps what is saved in memory.
+    """A storage_writer that keeps saved state in memory.
 
     Args:
-        fallback: where torch's own FileSystemWriter saves outside ftrun; without it that is an
-            error.
-        wait_s: how long one save may take until it is committed.
+        fallback: folder of torch's own FileSystemWriter outside ftrun; without it, the constructor
+            raises UsageError there.
+        wait_s: longest time from the start of a save to its commit.
 
     Raises:
-        UsageError: this process was not started by ftrun; or it has called `ftrun.attach`.
+        UsageError: ftrun did not start this process; or it has called `ftrun.attach`.
     """
 
     _torchs = FileSystemWriter
@@ -144,8 +146,8 @@ class Writer(_InMemory, StorageWriter):
     # --- all ranks, before the plan ----------------------------------------------------------
 
     def storage_meta(self) -> StorageMeta:
-        # DCP's first call of each save on every rank, before anything of it can fail: so all ranks
-        # have counted the same saves, whatever has become of them.
+        # DCP calls this first in each save on every rank, before anything else can fail. So all
+        # ranks have counted the same number of saves, whatever their outcome.
         self._step = self._saver.begin(self._number())
         self._meta = StorageMeta(checkpoint_id=self._label, save_id=uuid.uuid4().hex)
         return self._meta
@@ -177,12 +179,12 @@ class Writer(_InMemory, StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         saver, rank = self._saver, self._context.rank
-        # A planner that caches its plans may hand out an old one, with the step of an older save.
+        # A planner that caches plans may return an old plan, with the step of an older save.
         if isinstance(plan.storage_data, int):
             self._step = saver.begin(max(self._step, plan.storage_data), is_new=False)
         with _naming_no_skip():
             items = self._items = ItemsToSave(plan, planner, rank)
-        # What is known in the end has to fit where this is now.
+        # Reserves space: `finish` replaces these bytes by the packed metadata, which must fit.
         packed = items.packed(bytes(saver.room_bytes) if rank == COORDINATOR else b"")
         saver.copy(self._step, items.sources, packed, give_up_s=self._give_up_s)
         if rank != COORDINATOR:
@@ -196,7 +198,7 @@ class Writer(_InMemory, StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         assert self._items is not None
         places = {one.index: one.storage_data for some in results for one in some}
-        # As torch's own writers do: the planner leaves these two to the storage.
+        # As in torch's own writers: the planner leaves these two fields to the storage.
         metadata.storage_data, metadata.storage_meta = places, self._meta
         with _naming_no_skip():
             described = packed_metadata(metadata, places)
@@ -212,7 +214,7 @@ class Writer(_InMemory, StorageWriter):
         )
 
     def _number(self) -> int:
-        """What the label ends in; -1: no number."""
+        """The number at the end of the label; -1 if it has none."""
         numbers = _NUMBER.findall(_name(self._label)) if self._label is not None else []
         return int(numbers[-1]) if numbers else -1
 
@@ -221,12 +223,12 @@ class Reader(_InMemory, StorageReader):
     """A storage_reader that loads the newest snapshot of this run.
 
     Args:
-        fallback: where torch's own FileSystemReader loads from outside ftrun; without it that is
-            an error.
-        wait_s: how long a load waits to hear what has become of a save before it.
+        fallback: folder of torch's own FileSystemReader outside ftrun; without it, the constructor
+            raises UsageError there.
+        wait_s: longest time that a load waits for the outcome of an earlier save.
 
     Raises:
-        UsageError: this process was not started by ftrun; or it has called `ftrun.attach`.
+        UsageError: ftrun did not start this process; or it has called `ftrun.attach`.
     """
 
     _torchs = FileSystemReader
@@ -252,7 +254,7 @@ class Reader(_InMemory, StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
     ) -> None:
-        """Nothing: it is set up already."""
+        """Does nothing, because `read_metadata` has opened the shards."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         assert self._saved is not None
@@ -294,7 +296,7 @@ class Reader(_InMemory, StorageReader):
             )
 
     def _telling(self, wanted: Version) -> Any:
-        """Have a shard set aside that is not what was sealed, where the run has restored it."""
+        """Reports a corrupt shard to the agent, if it is of the version that the run restored."""
         if wanted == self._context.restore:
             return telling_of_corruption(self._context)
         return contextlib.nullcontext()
@@ -306,7 +308,7 @@ class Reader(_InMemory, StorageReader):
 
 
 def _context() -> WorkerContext | None:
-    """This rank's, where ftrun has started it and keeps snapshots."""
+    """Context of this rank, or None if ftrun did not start it or keeps no snapshots."""
     context = worker_context()
     return context if context is not None and context.settings.enabled else None
 
@@ -353,13 +355,13 @@ def _check_world(context: WorkerContext, count: int) -> None:
 
 
 def _name(label: str) -> str:
-    """The last part of a label that looks like a path."""
+    """The last component of a label that looks like a path."""
     return PurePath(label).name
 
 
 @contextlib.contextmanager
 def _naming_no_skip() -> Iterator[None]:
-    """There is no `attach(skip=...)` that an error could advise."""
+    """Removes the advice `attach(skip=...)` from errors, because there is no `attach` here."""
     try:
         yield
     except ValueNotStorable as error:

@@ -1,36 +1,41 @@
 """Every exception that ftrun raises on purpose, and every exit code.
 
-    FtrunError                      exit 1    catch this to catch them all
-    |-- UsageError                  exit 2    the caller can put it right
+    FtrunError                      exit 1    base class of all of them
+    |-- UsageError                  exit 2    the caller can correct it
     |   |-- ProfileInvalid
     |   |-- RulesInvalid                      a file of layout rules does not parse
-    |   |-- RulesUnfit                        layout rules do not fit the tensors there are
+    |   |-- RulesMismatch                     layout rules do not fit the tensors of a checkpoint
     |   |-- RunIdTaken                        another script, or a run that is still alive
-    |   |-- AddressTaken                      somebody else listens there
-    |   |-- FaultRefused                      a fault that cannot really be made here
+    |   |-- AddressTaken                      another process listens at the address
+    |   |-- FaultRefused                      a fault that cannot be injected here
     |   `-- NotSupportedHere                  the launcher needs Linux
     |-- SnapshotError               exit 77   no state to resume from
     |   |-- MemoryTooSmall                    memory for snapshots does not fit
-    |   |-- ValueNotStorable                  a key whose value is neither tensor nor plain data
+    |   |-- ValueNotStorable                  a value is neither a tensor nor plain data
     |   |-- StateDictFailed                   the script's own state_dict() raised
     |   |-- ShapeChanged                      saved and present tensor differ
-    |   |-- LayoutUnknown                     the bytes are not an arena of this format
-    |   |-- TensorIncomplete                  no rank of the old world holds a part of a tensor
-    |   |-- RanksDiffer                       they hold different things under one name
+    |   |-- StructureChanged                  the script changed objects after attach
+    |   |-- LayoutUnknown                     the bytes are not in a known format
+    |   |-- TensorIncomplete                  no rank of the previous world holds a part of a tensor
+    |   |-- RanksDiffer                       ranks hold different values under one name
     |   |-- SnapshotCorrupt                   a digest does not match
-    |   |-- FragmentRefused                   a block is not the one that was asked for
+    |   |-- FragmentRefused                   a block is not the requested one
     |   |-- StripeLost                        fewer good fragments than data blocks
-    |   `-- FetchFailed                       a restored version cannot be had from other nodes
+    |   |-- FetchFailed                       no reachable node has a part of a restored version
+    |   `-- DirectoryTaken          exit 2    another run uses the checkpoint directory
     |-- CheckpointError             exit 77   a checkpoint on disk cannot be used
-    |-- PeerError                   exit 75   another process is gone or broke the protocol
+    |   |-- NoUsableCheckpoint
+    |   `-- CheckpointsTaken        exit 2    another run uses the checkpoint directory
+    |-- PeerError                   exit 75   another process is lost or broke the protocol
     |   |-- PeerLost
     |   |-- PeerTimeout
-    |   |-- HandshakeRefused                  one of the two sides does not want the other
+    |   |-- HandshakeRefused                  one of the two sides rejects the other
     |   `-- ProtocolError
     `-- InternalError               exit 70   a broken invariant: a bug in ftrun
 
-What ftrun exists to survive (a worker died, an SMP was killed) is not here. Those are values in
-`events.py`: somebody has to decide about them, and an exception only unwinds.
+Failures that ftrun exists to survive, such as a dead worker or a killed SMP, are not exceptions.
+They are values in `events.py`, because recovery must decide about them, and an exception only
+unwinds.
 """
 
 from collections.abc import Sequence
@@ -39,7 +44,7 @@ from typing import ClassVar, Literal
 
 
 class ExitCode(IntEnum):
-    """What the started process ends with when the user's program is not the cause."""
+    """Exit codes of the started process if the user's program is not the cause."""
 
     DONE = 0
     FAILED = 1
@@ -60,7 +65,7 @@ class FtrunError(Exception):
 
 
 class UsageError(FtrunError):
-    """The caller can put it right."""
+    """The caller can correct the error."""
 
     exit_code: ClassVar[int] = ExitCode.USAGE
 
@@ -86,7 +91,7 @@ class RulesInvalid(UsageError):
 
 
 class RulesMismatch(UsageError):
-    """Layout rules do not fit the tensors that a checkpoint has; the first ten are listed."""
+    """Layout rules do not fit the tensors of a checkpoint; the first ten problems are listed."""
 
     SHOWN = 10
 
@@ -104,11 +109,11 @@ class RunIdTaken(UsageError):
 
 
 class FaultRefused(UsageError):
-    """A fault that was ordered cannot really be made here; what is missing is named."""
+    """A fault cannot be injected here; the error names what is missing."""
 
 
 class AddressTaken(UsageError):
-    """Somebody else listens at an address already."""
+    """Another process already listens at the address."""
 
     def __init__(self, *, host: str, port: int) -> None:
         self.host = host
@@ -119,7 +124,7 @@ class AddressTaken(UsageError):
 
 
 class NotSupportedHere(UsageError):
-    """This part of ftrun needs something this machine does not have."""
+    """This machine lacks something that a part of ftrun needs."""
 
 
 class SnapshotError(FtrunError):
@@ -132,13 +137,13 @@ class MemoryTooSmall(SnapshotError):
     """Memory for snapshots does not fit on this node.
 
     Args:
-        needed_bytes: still to be allocated, for all ranks of the node that were counted.
+        needed_bytes: still to be allocated, for all counted ranks of the node.
         available_bytes: free now, less the margin.
-        limit: which limit leaves the least.
-        state_bytes: one slot of the rank that asked; 0: no single rank asked.
-        num_ranks: ranks that `needed_bytes` is for.
-        parity_bytes: what parity of other nodes needs besides, at most.
-        frozen_bytes: of that slot, for parameters that no optimizer updates.
+        limit: name of the limit that leaves the least.
+        state_bytes: one slot of the requesting rank; 0 if the request was not of a single rank.
+        num_ranks: number of ranks that `needed_bytes` is for.
+        parity_bytes: upper bound of the additional memory for parity of other nodes.
+        frozen_bytes: part of `state_bytes` for parameters that no optimizer updates.
     """
 
     def __init__(
@@ -189,7 +194,8 @@ class ValueNotStorable(SnapshotError):
         self.key = key
         self.kind = kind
         self.can_skip = True
-        """`attach(skip=...)` takes the key: it is no parameter that an optimizer updates."""
+        """`attach(skip=...)` accepts the key, because it is not a parameter that an optimizer
+        updates."""
         super().__init__(key, kind)
 
     def __str__(self) -> str:
@@ -201,7 +207,7 @@ class ValueNotStorable(SnapshotError):
 
 
 class StateDictFailed(SnapshotError):
-    """A method of an attached object, the script's own, raised when it was asked for its state."""
+    """A method of an object that the script has attached raised when ftrun asked for its state."""
 
     def __init__(self, *, name: str, method: str, error: Exception) -> None:
         self.name = name
@@ -212,13 +218,13 @@ class StateDictFailed(SnapshotError):
 
 
 class ShapeChanged(SnapshotError):
-    """What was saved does not fit what is there now; the first ten are listed.
+    """Saved values do not fit the present ones; the first ten are listed.
 
     Args:
-        key: the first that does not.
-        saved: what it was.
-        present: what it is.
-        others: the same three of all others.
+        key: name of the first mismatch.
+        saved: description of the saved value.
+        present: description of the present value.
+        others: key, saved and present of the other mismatches.
     """
 
     SHOWN = 10
@@ -269,11 +275,11 @@ class StructureChanged(SnapshotError):
 
 
 class LayoutUnknown(SnapshotError):
-    """The bytes of an arena or a checkpoint file are not in a format this version knows."""
+    """The bytes of an arena or a checkpoint file are in an unknown format."""
 
 
 class TensorIncomplete(SnapshotError):
-    """The shards of all ranks do not hold all of a tensor."""
+    """The shards of all ranks do not cover a whole tensor."""
 
     def __init__(
         self,
@@ -303,7 +309,7 @@ class TensorIncomplete(SnapshotError):
 
 
 class RanksDiffer(SnapshotError):
-    """Ranks have saved different things where only one can be meant."""
+    """Ranks have saved different values under a name that can have only one value."""
 
     def __init__(self, *, key: str, ranks: tuple[int, int], values: tuple[str, str]) -> None:
         self.key = key
@@ -317,20 +323,20 @@ class RanksDiffer(SnapshotError):
 
 
 class SnapshotCorrupt(SnapshotError):
-    """A digest does not match: these bytes are not what was captured."""
+    """A digest does not match: these bytes are not the captured ones."""
 
     def __init__(self, *, what: str, piece: int, pieces: int, rank: int | None = None) -> None:
         self.what = what
         self.piece = piece
         self.rank = rank
-        """Whose shard it is, where the bytes are those of another rank."""
+        """Rank that owns the shard, if the bytes are those of another rank."""
         super().__init__(
             f"{what}: the digest of piece {piece} of {pieces} does not match; it is set aside"
         )
 
 
 class FragmentRefused(SnapshotError):
-    """A fragment is not what was asked for, or its bytes are not what was protected."""
+    """A fragment is not the requested one, or its bytes are not the protected ones."""
 
     def __init__(self, *, what: str, why: str) -> None:
         self.what = what
@@ -339,7 +345,7 @@ class FragmentRefused(SnapshotError):
 
 
 class StripeLost(SnapshotError):
-    """The good fragments of a stripe are too few to rebuild what was lost of it."""
+    """Too few good fragments of a stripe are left to rebuild its lost blocks."""
 
     def __init__(
         self, *, what: str, have: Sequence[str], needed: int, problems: Sequence[str]
@@ -361,7 +367,7 @@ class StripeLost(SnapshotError):
 
 
 class FetchFailed(SnapshotError):
-    """What a restored version needs is on no node that can be asked."""
+    """No reachable node has the data of a restored version."""
 
 
 class CheckpointError(FtrunError):
@@ -371,7 +377,7 @@ class CheckpointError(FtrunError):
 
 
 class NoUsableCheckpoint(CheckpointError):
-    """There are checkpoints, and this node can use none of them."""
+    """Checkpoints exist, and this node can use none of them."""
 
     def __init__(self, text: str, rejected: dict[str, str]) -> None:
         self.rejected = rejected
@@ -380,7 +386,7 @@ class NoUsableCheckpoint(CheckpointError):
 
 
 class NoneOfThisRun(NoUsableCheckpoint):
-    """None is known to be of this run; those that cannot be read may be of it, or of others."""
+    """No checkpoint is known to be of this run; unreadable ones may be of it or of others."""
 
 
 class CheckpointsTaken(CheckpointError):
@@ -390,23 +396,23 @@ class CheckpointsTaken(CheckpointError):
 
 
 class DirectoryTaken(SnapshotError):
-    """The same, as the agent learns of it."""
+    """`CheckpointsTaken`, as the SMP reports it to the agent."""
 
     exit_code: ClassVar[int] = ExitCode.USAGE
 
 
 class PeerError(FtrunError):
-    """Another process is gone or broke the protocol."""
+    """Another process is lost or broke the protocol."""
 
     exit_code: ClassVar[int] = ExitCode.TRY_AGAIN
 
 
 HowLost = Literal["refused", "reset", "closed", "silent", "unreachable", "unknown"]
-"""What the kernel says of a lost peer.
+"""What the kernel reports of a lost peer.
 
-refused: its kernel answers and nobody listens. reset, closed: its kernel ended the connection.
-silent: nothing answers, or nothing is taken. unreachable: no way there, as far as is known.
-unknown: its name has no address.
+refused: its kernel answers, and no process listens. reset, closed: its kernel ended the
+connection. silent: the peer sends no answer, or takes no data. unreachable: no known route leads
+there. unknown: its name has no address.
 """
 
 _LOST_IN_WORDS: dict[HowLost, str] = {
@@ -420,7 +426,7 @@ _LOST_IN_WORDS: dict[HowLost, str] = {
 
 
 class PeerLost(PeerError):
-    """The other end of a connection is gone, or there never was one."""
+    """The other end of a connection is lost, or there never was one."""
 
     def __init__(self, *, peer: str, how: HowLost = "closed") -> None:
         self.peer = peer
@@ -438,7 +444,7 @@ class PeerTimeout(PeerError):
 
 
 class HandshakeRefused(PeerError):
-    """Two processes of two nodes do not belong together; one of them said so."""
+    """Two processes of two nodes do not belong together; one of them rejected the other."""
 
     def __init__(self, *, peer: str, why: str, is_ours: bool) -> None:
         self.peer = peer

@@ -1,6 +1,6 @@
-"""What happened: facts somebody has to decide about.
+"""Events of a run: the facts that recovery decides about.
 
-Runs in: agent (which gathers them), recovery (which decides). Pure.
+The agent gathers them.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from ftrun.ids import Generation, Rank, Step, Version
 
 
 class ExitKind(Enum):
-    """How a worker came to its end."""
+    """How a worker ended."""
 
     FINISHED = "finished"
     EXCEPTION = "exception"
@@ -31,20 +31,20 @@ class ExitKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerExit:
-    """One worker's end, and what is known of why."""
+    """How and why one worker ended."""
 
     rank: Rank
     kind: ExitKind
     code: int
-    """Exit code, or the signal's number with a minus sign."""
+    """Exit code, or the negative signal number."""
     text: str
     """In words: "rank 1 was killed by SIGKILL"."""
     detail: str = ""
-    """The exception's traceback, as far as it is the user's."""
+    """The user's part of the exception's traceback."""
     fingerprint: str = ""
     """Equal for two failures of the same kind at the same place."""
     failed_at_ns: int = 0
-    """When it failed, on the monotonic clock; 0 when only its end was seen."""
+    """Time of the failure on the monotonic clock; 0 if only the exit was observed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +57,18 @@ class GenerationStarted:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the workers of this generation are."""
+    """Progress of the workers of this generation."""
 
     step: Step
-    """The largest step boundary that any rank has passed."""
+    """Largest step boundary that any rank has passed."""
     steps_here: int
-    """Step boundaries passed in this generation by the rank that is furthest."""
+    """Step boundaries that the furthest rank has passed in this generation."""
     attached: bool
 
 
 @dataclass(frozen=True, slots=True)
 class WorkersExited:
-    """Workers that have ended, seen together."""
+    """Workers that have ended, observed together."""
 
     journal_kind: ClassVar[str] = "WorkersExited"
 
@@ -78,7 +78,7 @@ class WorkersExited:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """Somebody wants the run to end."""
+    """A signal or a command asks the run to end."""
 
     journal_kind: ClassVar[str] = "StopAsked"
 
@@ -89,7 +89,7 @@ class StopRequested:
 
 @dataclass(frozen=True, slots=True)
 class AllAtBoundary:
-    """Every worker waits at a step boundary, its last snapshot sealed."""
+    """Every worker waits at a step boundary, and its last snapshot is sealed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class SmpExited:
-    """The snapshot manager is gone."""
+    """The SMP has ended."""
 
     journal_kind: ClassVar[str] = "SmpExited"
 
@@ -108,7 +108,7 @@ class SmpExited:
 
 @dataclass(frozen=True, slots=True)
 class ZygoteExited:
-    """The warm process is gone."""
+    """The zygote has ended."""
 
     journal_kind: ClassVar[str] = "ZygoteExited"
 
@@ -116,7 +116,7 @@ class ZygoteExited:
 
 
 Event = GenerationStarted | WorkersExited | StopRequested | AllAtBoundary | Tick
-"""Of a whole run."""
+"""Events of the whole run."""
 
 PartEvent = SmpExited | ZygoteExited
-"""Of one node's own parts."""
+"""Events of the agent's own components."""

@@ -1,26 +1,26 @@
-"""How much memory this node still has.
+"""Measures how much memory this node still has.
 
-Runs in:  the SMP, before it promises or makes an arena.
-Takes in: /proc/meminfo, and the memory cgroup of this process with all above it (v1 and v2).
-Gives:    an `AvailableMemory`: bytes, and the name of the limit that is nearest.
+Runs in:  the SMP, before it promises or creates an arena.
+Takes in: /proc/meminfo, and the memory cgroup of this process with all cgroups above it (v1, v2).
+Gives:    an `AvailableMemory`: bytes, and the name of the limit that leaves the least.
 
-What a cgroup has used includes page cache that the kernel gives back on demand; the inactive
-part of it counts as free. Arenas are memory of whoever touches them first, so a limit on the
-cgroup counts them too, and without this check the end would be an OOM kill, not an error.
+The usage of a cgroup includes page cache that the kernel reclaims on demand; its inactive part
+counts as free. A cgroup charges the pages of an arena to the process that touches them first.
+Without this check an arena beyond the limit would therefore cause an OOM kill instead of an error.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
 MARGIN = 0.05
-"""Part of what is free that is never promised: page tables, sockets, the workers' own growth."""
+"""Fraction of the free memory that is never promised: page tables, sockets, growth of workers."""
 
 _UNLIMITED_BYTES = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
 class AvailableMemory:
-    """Free memory, less the margin, and which limit says so."""
+    """Free memory less the margin, and the limit that leaves the least."""
 
     num_bytes: int
     limit: str
@@ -40,10 +40,10 @@ _V1 = _Controller("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inact
 
 
 def available_memory(root: Path = Path("/")) -> AvailableMemory:
-    """The nearest of all limits on this process.
+    """The free memory under the tightest limit on this process.
 
     Args:
-        root: where proc and sys are found; for tests.
+        root: folder that contains proc and sys; for tests.
     """
     found = [_meminfo(root), *_cgroups(root)]
     nearest = min(found, key=lambda limit: limit.num_bytes)
@@ -62,7 +62,8 @@ def _cgroups(root: Path) -> list[AvailableMemory]:
     for controller, mount, path in _memberships(root):
         folder = mount / path.lstrip("/")
         if not folder.is_dir():
-            # Inside a container the path is the host's, and the mount is already ours.
+            # In a container the path is the host's, and the mount is already the cgroup of the
+            # container.
             folder = mount
         while True:
             limit = _limit_of(folder, controller)
@@ -75,7 +76,7 @@ def _cgroups(root: Path) -> list[AvailableMemory]:
 
 
 def _memberships(root: Path) -> list[tuple[_Controller, Path, str]]:
-    """Each memory cgroup of this process: how to read it, where it is mounted, its path."""
+    """Each memory cgroup of this process: its file names, mount point and path."""
     found = []
     try:
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()

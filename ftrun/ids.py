@@ -1,36 +1,34 @@
-"""Names for the things a run is made of.
+"""Identifiers of runs, ranks, generations, steps and snapshots.
 
-Runs in: every process.
-
-A rank is a slot; a worker is the process that fills it. The slot keeps its number; each new
-process in it is the next incarnation. A snapshot is named by its `Version`: the generation that
-took it and the step after which it was taken, because a step that is repeated after a restart
-is another version than the one that was lost.
+A rank is a slot, and a worker is the process that fills it. The slot keeps its number; each new
+process in it is the next incarnation. A `Version` names a snapshot by the generation that took it
+and the step after which it was taken. The generation is needed because a step that is repeated
+after a restart is another version than the lost one.
 """
 
 from dataclasses import dataclass
 from typing import NewType
 
 RunId = NewType("RunId", str)
-"""Name of one `ftrun run`, with all its restarts. Part of paths: letters, digits, `._-`."""
+"""Name of one `ftrun run` with all its restarts. It is part of paths: letters, digits, `._-`."""
 
 Rank = NewType("Rank", int)
 """Global index of a slot, 0 <= rank < world_size."""
 
 Generation = NewType("Generation", int)
-"""How many times the worker group has been started before. Shown to the user's program as
-TORCHELASTIC_RESTART_COUNT; the fencing token in every message, arena header and store."""
+"""Number of earlier starts of the worker group. The user's program sees it as
+TORCHELASTIC_RESTART_COUNT. It is the fencing token in every message, arena header and store."""
 
 Incarnation = NewType("Incarnation", int)
-"""How many processes have filled this role before this one, in this run."""
+"""Number of processes that filled this role before this one, in this run."""
 
 Step = NewType("Step", int)
-"""Step boundaries passed. A snapshot of step 8 is the state after eight whole steps."""
+"""Number of step boundaries passed. A snapshot of step 8 is the state after eight whole steps."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Version:
-    """One snapshot of the whole run: later generations are newer, whatever their step."""
+    """Names one snapshot of the whole run; a later generation is newer, whatever its step."""
 
     generation: Generation
     step: Step
@@ -41,5 +39,4 @@ class Version:
 
 
 def version(generation: int, step: int) -> Version:
-    """A `Version` from plain numbers, as they come off the wire."""
     return Version(Generation(generation), Step(step))

@@ -1,9 +1,10 @@
-"""The record of a run: every event and command, one JSON line each.
+"""Writes every event and command of a run as one JSON line each.
 
 Runs in:  agent.
 Takes in: a kind and plain fields.
-Gives:    `ftrun-logs/RUN_ID/journal.jsonl`, appended to, never rewritten.
-Survives: everything but the disk; an event's line is in the kernel's hands before it is acted on.
+Gives:    `ftrun-logs/RUN_ID/journal.jsonl`, which is appended to and never rewritten.
+Survives: everything but the loss of the disk: the kernel has an event's line before the agent acts
+          on the event.
 
 A full disk must not end a run: a line that cannot be written is counted and dropped.
 """
@@ -19,10 +20,10 @@ from ftrun import clock
 
 FILE_NAME = "journal.jsonl"
 NETWORK_NAME = "network.json"
-"""Beside it: what is known of the roads between nodes, where this node has led."""
+"""File in the same folder: state of the paths between nodes, on a node that has led the run."""
 
 Watcher = Callable[[str, Mapping[str, object]], None]
-"""Gets the kind and the fields of a line; in the thread that writes it, so it must not wait."""
+"""Gets the kind and the fields of a line. It runs in the writing thread, so it must not block."""
 
 
 class Journal:
@@ -42,7 +43,7 @@ class Journal:
             self._fd = -1
 
     def write(self, kind: str, **fields: object) -> None:
-        """One line: wall time, monotonic time, who, what, and the fields."""
+        """Appends one line: wall time, monotonic time, process, kind and the fields."""
         line = {
             "at": round(clock.wall_s(), 6),
             "mono_s": round(clock.now_s(), 6),
@@ -53,7 +54,7 @@ class Journal:
         }
         try:
             text = json.dumps(line, default=str, allow_nan=False)
-        except ValueError:  # what is no number has no form in JSON: it is written as a word
+        except ValueError:  # NaN and infinity have no form in JSON
             text = json.dumps(_as_words(line), default=str)
         if self._copies is not None:
             self._copies.append(text)
@@ -62,28 +63,28 @@ class Journal:
             watcher(kind, fields)
 
     def append(self, line: str) -> None:
-        """A line that is whole already."""
+        """Appends a line that is encoded already."""
         try:
             os.write(self._fd, line.encode() + b"\n")
         except OSError:
             self.dropped += 1
 
     def watch(self, watcher: Watcher) -> None:
-        """Have every line of this journal seen too, once it is written."""
+        """Calls the watcher with every further line of `write`, after the line is written."""
         self._watchers.append(watcher)
 
     def keep_copies(self) -> None:
-        """Keep each line for `take_copies` too, the newest thousand of them."""
+        """Keeps the newest 1,000 lines for `take_copies`."""
         self._copies = deque(maxlen=1000)
 
     def take_copies(self) -> list[str]:
-        """Lines since the last call."""
+        """Returns the copied lines since the last call."""
         copies = self._copies
         return [copies.popleft() for _ in range(len(copies))] if copies is not None else []
 
 
 def _as_words(value: object) -> object:
-    """The same, with NaN and infinity as text."""
+    """Replaces NaN and infinity by text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -94,7 +95,7 @@ def _as_words(value: object) -> object:
 
 
 def read_journal(folder: Path) -> list[dict[str, object]]:
-    """Every whole line, in order; a line torn by a full disk is left out."""
+    """Returns every complete line in order, and skips lines that a full disk has truncated."""
     found: list[dict[str, object]] = []
     with (folder / FILE_NAME).open(encoding="utf-8") as lines:
         for line in lines:

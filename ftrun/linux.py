@@ -1,6 +1,6 @@
-"""The few Linux calls that Python has no name for.
+"""Calls the Linux functions that Python does not wrap.
 
-Runs in: every process. Linux only; imported where that is certain.
+Linux only: a module imports this one only in processes that need Linux.
 """
 
 import contextlib
@@ -18,19 +18,19 @@ _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PTRACER = 0x59616D61
 OOM_SCORE = 500
-"""Under memory pressure a worker goes before anything of ftrun."""
+"""OOM score of workers, so that the kernel kills a worker before any process of ftrun."""
 
 
 def name_process(name: str) -> None:
-    """What `ps -o comm` shows, at most 15 characters."""
+    """Sets the name that `ps -o comm` shows, at most 15 characters."""
     _prctl(_PR_SET_NAME, name.encode()[:15] + b"\0")
 
 
 def die_with_parent(parent_pid: int, *, deadline_s: float = 10.0) -> None:
-    """Be killed when `parent_pid` dies; end at once if it already has.
+    """Has the kernel kill this process when `parent_pid` dies; exits if it is dead already.
 
-    Waits until it is the parent: a process that is forked twice belongs for a moment to the one
-    in the middle.
+    Waits until `parent_pid` is the parent, because a process that was forked twice is a child of
+    the intermediate process for a moment.
     """
     give_up_s = clock.now_s() + deadline_s
     while os.getppid() != parent_pid:
@@ -38,24 +38,24 @@ def die_with_parent(parent_pid: int, *, deadline_s: float = 10.0) -> None:
             os._exit(1)
         os.sched_yield()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # It may have died between the look and the call, and the signal with it.
+    # The parent may have died between the check and prctl(); then the kernel sends no signal.
     if os.getppid() != parent_pid:
         os._exit(1)
 
 
 def end_with_parent() -> None:
-    """Be sent SIGTERM when the parent dies, also one of another pid namespace.
+    """Has the kernel send SIGTERM when the parent dies, also a parent in another pid namespace.
 
-    It holds for what this process executes later, not for its children.
+    The setting survives exec() and does not apply to children.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def fork_orphan() -> bool:
-    """Fork a process that becomes a child of the next subreaper above; True in that process.
+    """Forks a process that becomes a child of the nearest subreaper above; True in that process.
 
     Raises:
-        OSError: no process can be made.
+        OSError: no process can be created.
     """
     middle = os.fork()
     if middle == 0:
@@ -72,10 +72,11 @@ def fork_orphan() -> bool:
 
 
 def threads_in_the_way() -> str:
-    """Why a fork of this process could hang; empty if it could not."""
+    """The reason why a fork of this process could hang; empty if a fork is safe."""
     with open("/proc/self/status", encoding="ascii") as status:
         threads = next(int(line.split()[1]) for line in status if line.startswith("Threads:"))
-    # OpenBLAS starts one harmless thread of its own when OMP_NUM_THREADS is not set.
+    # OpenBLAS starts its own threads if OMP_NUM_THREADS is not set, up to one per CPU; they are
+    # harmless.
     allowed = 1 if "OMP_NUM_THREADS" in os.environ else os.cpu_count() or 1
     if threads <= allowed:
         return ""
@@ -83,7 +84,7 @@ def threads_in_the_way() -> str:
 
 
 def become_subreaper() -> None:
-    """From now on a descendant that loses its parent becomes a child of this process.
+    """Makes this process the new parent of every descendant that loses its parent.
 
     Raises:
         OSError: the kernel does not allow it.
@@ -92,21 +93,21 @@ def become_subreaper() -> None:
 
 
 def hide_memory() -> None:
-    """No core dump and no tracer of another user: weights are in here."""
+    """Forbids core dumps and tracing by other users, because the memory holds weights."""
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def let_parent_trace() -> None:
-    """Let the parent and its other children read this process, where Yama restricts that.
+    """Lets the parent and its other children read this process, where Yama restricts that.
 
-    py-spy, which the agent starts, is no ancestor of a rank (kernel.yama.ptrace_scope=1).
+    The agent starts py-spy, which is no ancestor of a rank (kernel.yama.ptrace_scope=1).
     """
     with contextlib.suppress(OSError):  # a kernel without Yama
         _prctl(_PR_SET_PTRACER, os.getppid())
 
 
 def offer_to_oom_killer() -> None:
-    """Raise this process's OOM score, where the kernel lets us."""
+    """Raises the OOM score of this process, if the kernel allows it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE), encoding="ascii")
 
@@ -119,10 +120,10 @@ def _prctl(option: int, value: int | bytes) -> None:
 
 
 def ignore_user_signals() -> None:
-    """Until the script puts a handler in place: Slurm sends them to every process of a step.
+    """Ignores SIGUSR1 and SIGUSR2 until the script installs handlers.
 
-    Agent and stub take them as a wish to stop; a rank that died of one could not reach the
-    boundary first.
+    Slurm sends them to every process of a job step. The agent and the stub treat them as stop
+    requests, and a rank that died of one could not reach the step boundary first.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)

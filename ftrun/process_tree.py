@@ -1,21 +1,23 @@
-"""The processes of one run on this machine: how they are found, and how they are ended.
+"""Finds and ends the processes of one run on this machine.
 
 Runs in:  stub, cli, agent. Linux only; standard library only.
 Takes in: a parent, or a run folder whose stub has ended.
 Gives:    process ids; ended processes.
 
-A process that loses its parent becomes a child of the agent, and after the agent's end a child of
-the stub: both are subreapers. So the stub finds every process of its run among its descendants,
-whatever their names, groups and sessions are. After the stub's end there are two signs of them:
-the mark in the environment, and the sessions of the ranks, which the agent writes into the run
-folder. A process loses the first one if it overwrites its environment (setproctitle does), and the
-second one if it makes a session of its own. A cgroup would show both, but a job of Slurm or
-Kubernetes may not make one.
+A process that loses its parent becomes a child of the agent, or of the stub once the agent has
+ended: both are subreapers. The stub therefore finds every process of its run among its descendants,
+whatever their names, groups and sessions are.
 
-Rule 1: a process that is not a child of the caller is named by a pidfd from before it was looked
-        at, so a signal never reaches a later process of the same number.
-Rule 2: a session is its leader's pid and start time. The kernel gives the number to no other
-        process while the session has one, so a session without its leader is still the same one.
+After the stub has ended, two things identify the processes: the mark in the environment, and the
+sessions of the ranks, which the agent writes into the run folder. A process loses the mark if it
+overwrites its environment, as setproctitle does. It leaves the session if it creates a session of
+its own. A cgroup would show both, but a Slurm or Kubernetes job may not be allowed to create one.
+
+Rule 1: before a process that is not a child of the caller is examined, a pidfd of it is opened. A
+        signal therefore never reaches a later process with the same number.
+Rule 2: a session is identified by its leader's pid and start time. While the session has a process,
+        the kernel gives its number to no other process. A session without its leader is therefore
+        still the same one.
 """
 
 import contextlib
@@ -27,14 +29,14 @@ from pathlib import Path
 from ftrun import clock
 
 MARK = "FTRUN_PROCESS_TREE"
-"""Variable in the environment of all processes of a run below its stub."""
+"""Environment variable of all processes of a run below its stub."""
 
 LASTING = frozenset({"ftrun-smp", "ftrun-healer", "ftrun-reserve"})
-"""Names of processes that outlive their agent: snapshots, what takes a fault back, and what the
-next agents are forked from."""
+"""Names of the processes that outlive their agent: the SMP, the reverter of faults, and the process
+from which the next agents are forked."""
 
 _SESSIONS = "rank-sessions"
-"""In the run folder: where pids count, then pid and start time of each rank."""
+"""File in the run folder: the boot and pid namespace, then pid and start time of each rank."""
 
 _TERM_S = 3.0
 _KILL_S = 3.0
@@ -43,19 +45,19 @@ _STATE, _PARENT, _SESSION, _START = 0, 1, 3, 19
 
 
 def mark_of(folder: Path) -> str:
-    """What `MARK` is for the run of this folder; of no other folder, also not a later one."""
+    """Value of `MARK` for the run of this folder; a later folder of this name has another one."""
     found = folder.stat()
     return f"{found.st_dev:x}-{found.st_ino:x}-{folder}"
 
 
 def children() -> list[int]:
-    """The children of this process, ended ones too."""
+    """The children of this process, including zombies."""
     own = str(os.getpid())
     return [pid for pid in _all_pids() if _stat(pid)[_PARENT] == own]
 
 
 def children_by_list() -> list[int]:
-    """The same from the kernel's lists, which are short; one may be missing while another ends."""
+    """The children from the kernel's short lists; one may be missing while another one ends."""
     found: list[int] = []
     try:
         for thread in os.listdir("/proc/self/task"):
@@ -68,7 +70,7 @@ def children_by_list() -> list[int]:
 
 
 def descendants(roots: Collection[int]) -> list[int]:
-    """All processes below these; those that have lost a parent in between are not below them."""
+    """All processes below these, except those that have been given to another parent."""
     below: dict[str, list[int]] = {}
     for pid in _all_pids():
         below.setdefault(_stat(pid)[_PARENT], []).append(pid)
@@ -82,7 +84,7 @@ def descendants(roots: Collection[int]) -> list[int]:
 
 
 def note_sessions(folder: Path, leaders: Iterable[int]) -> None:
-    """Write down the sessions of the ranks that run now, each named by the pid of its leader."""
+    """Writes the sessions of the running ranks to the run folder, each by the pid of its leader."""
     lines = [_pid_world(), *(f"{pid} {_stat(pid)[_START]}" for pid in leaders)]
     (folder / _SESSIONS).write_text("\n".join(lines), encoding="ascii")
 
@@ -94,10 +96,10 @@ def left_behind(folder: Path) -> list[int]:
 
 
 def _left_behind(folder: Path) -> Callable[[int], bool]:
-    """Whether a process is of the run of this folder."""
+    """Returns a test whether a process belongs to the run of this folder."""
     try:
         wanted = f"{MARK}={mark_of(folder)}".encode()
-    except OSError:  # the folder has gone
+    except OSError:  # the folder is gone
         return lambda _pid: False
     sessions = _sessions(folder)
 
@@ -117,7 +119,7 @@ def _left_behind(folder: Path) -> Callable[[int], bool]:
 
 
 def _sessions(folder: Path) -> dict[str, str]:
-    """Start times of the ranks that were written down, by pid; none if pids count elsewhere."""
+    """Start times of the recorded ranks by pid; empty after a reboot or in another namespace."""
     try:
         where, *lines = (folder / _SESSIONS).read_text(encoding="ascii").splitlines()
         found = dict(line.split() for line in lines)
@@ -127,13 +129,13 @@ def _sessions(folder: Path) -> dict[str, str]:
 
 
 def _pid_world() -> str:
-    """This boot of this machine, and the pid namespace."""
+    """Identifies this boot of this machine and the pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def name_of(pid: int) -> str:
-    """What `ps -o comm` shows; empty if there is no such process."""
+    """The name that `ps -o comm` shows; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/comm").read_text(encoding="ascii", errors="replace").strip()
     except OSError:
@@ -141,24 +143,24 @@ def name_of(pid: int) -> str:
 
 
 def state_of(pid: int) -> str:
-    """The kernel's letter for the main thread: R, S, D, T, Z; empty if there is no process."""
+    """The kernel's letter for the main thread: R, S, D, T, Z; empty if there is no such process."""
     return _stat(pid)[_STATE]
 
 
 def parent_of(pid: int) -> int:
-    """0 if there is no process."""
+    """Pid of the parent; 0 if there is no such process."""
     return int(_stat(pid)[_PARENT] or 0)
 
 
 def session_of(pid: int) -> int:
-    """The session's number; 0 if there is no process."""
+    """Number of the session; 0 if there is no such process."""
     return int(_stat(pid)[_SESSION] or 0)
 
 
 def variables_of(pid: int) -> list[bytes]:
-    """The environment that a process was started with; empty if it cannot be read."""
+    """The environment at the start of a process; empty if it cannot be read."""
     with contextlib.suppress(OSError):
-        # The main thread may have ended before others; it has no environment any more then.
+        # The main thread may have ended before others. Its environment can then no longer be read.
         for thread in [str(pid), *os.listdir(f"/proc/{pid}/task")]:
             with contextlib.suppress(OSError):
                 if found := Path(f"/proc/{pid}/task/{thread}/environ").read_bytes():
@@ -167,13 +169,9 @@ def variables_of(pid: int) -> list[bytes]:
 
 
 def send(pid: int, number: int, *, still: Callable[[int], object]) -> None:
-    """Signal a process that may not be ours.
+    """Sends a signal to a process that may not be a child of this one.
 
-    Args:
-        pid: its number.
-        number: the signal.
-        still: whether the process of this number is the one that is meant; asked after the number
-            is bound to a process.
+    After a pidfd is opened, `still` checks that the pid is still of the intended process (Rule 1).
     """
     try:
         pidfd = os.pidfd_open(pid)
@@ -191,15 +189,15 @@ def send(pid: int, number: int, *, still: Callable[[int], object]) -> None:
 def end_children(
     *, term_first: bool, spare: Collection[str] = (), kill_s: float = _KILL_S
 ) -> list[int]:
-    """End every descendant; the children of one that ends become ours, until none is left.
+    """Ends every descendant. The children of an ended process become children of this one.
 
     Args:
-        term_first: ask before killing.
-        spare: processes of these names live on.
-        kill_s: seconds to wait for their end after SIGKILL.
+        term_first: send SIGTERM and wait 3 s before SIGKILL.
+        spare: names of processes that are left running.
+        kill_s: seconds to wait after SIGKILL.
 
     Returns:
-        Those that the kernel keeps (`explain_stuck`); none of them runs any more code.
+        Processes that have not ended (`explain_stuck`); none of them runs code any more.
     """
 
     def find() -> list[int]:
@@ -210,9 +208,9 @@ def end_children(
 
 
 def end_left_behind(folder: Path) -> list[int]:
-    """End what a run has left behind whose stub was killed; those that the kernel keeps.
+    """Ends the processes of a run whose stub was killed; returns those that have not ended.
 
-    For the holder of the run's lock, before an agent is started.
+    The caller holds the lock of the run and has started no agent yet.
     """
 
     def kill(pid: int, number: int) -> None:
@@ -222,7 +220,7 @@ def end_left_behind(folder: Path) -> list[int]:
 
 
 def reap_all() -> list[tuple[int, int]]:
-    """Every child that has ended, with its wait status."""
+    """Reaps every ended child; returns pids and wait statuses."""
     ended: list[tuple[int, int]] = []
     while True:
         try:
@@ -259,7 +257,6 @@ def _end(
 
 
 def explain_stuck(pid: int) -> str:
-    """What to say of a process that has not ended after SIGKILL."""
     return (
         f"process {pid} ({name_of(pid)}, state {state_of(pid)}) has not ended after SIGKILL: a "
         "device or a file system hangs in the kernel. It runs no more code, but keeps its memory. "
@@ -277,7 +274,7 @@ def _all_pids() -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on; empty ones if there is no such process."""
+    """Fields of /proc/PID/stat from the state on; empty strings if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             return file.read().rpartition(")")[2].split()

@@ -1,8 +1,6 @@
-"""Where checkpoints go: a directory of this machine, or a URL.
+"""Locations of checkpoints: a directory of this machine, or a URL.
 
-Runs in: every process. Pure.
-
-`file://` names a directory, and is one from here on: directories have rename, locks and fsync.
+A `file://` URL becomes a directory path, because directories have rename, locks and fsync.
 """
 
 import os
@@ -14,17 +12,12 @@ _PASSWORD = re.compile(r"(?<=://)([^/@:]*):([^/@]*)(?=@)")
 
 
 def is_url(text: str) -> bool:
-    """Not a path of this machine; `file://` is none either, once `located` has seen it."""
+    """Whether the text is a URL; `located` must have replaced a `file://` URL before."""
     return _URL.match(text) is not None
 
 
 def located(text: str, *, cwd: str) -> str:
-    """An absolute path, or a URL as it is.
-
-    Args:
-        text: as it was typed, or a path.
-        cwd: what a relative path counts from.
-    """
+    """Resolves a path against `cwd`, turns a `file://` URL into a path, and keeps other URLs."""
     if text.startswith(_FILE):
         from urllib.parse import unquote
 
@@ -33,16 +26,14 @@ def located(text: str, *, cwd: str) -> str:
 
 
 def below(url: str, name: str) -> str:
-    """A name in a folder."""
     return f"{url.rstrip('/')}/{name}"
 
 
 def without_password(url: str) -> str:
-    """The same for journals, status and messages."""
     return _PASSWORD.sub(r"\1:***", url)
 
 
 def password_of(url: str) -> str:
-    """Empty: it has none."""
+    """The password in the URL, or an empty string."""
     found = _PASSWORD.search(url)
     return found[2] if found else ""

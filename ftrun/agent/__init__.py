@@ -1,1 +1,1 @@
-"""PROCESS: one per node; starts, observes and executes. Makes no decision about the run."""
+"""PROCESS: one per node; starts, observes and executes. It makes no decisions about the run."""

@@ -1,4 +1,4 @@
-"""One agent: `python -m ftrun.agent RUN_FOLDER`, started by the stub; or a fork of the reserve.
+"""One agent: `python -m ftrun.agent RUN_FOLDER`, started by the stub or forked from the reserve.
 
 Runs in:  agent.
 Takes in: a run folder.
@@ -18,6 +18,6 @@ if __name__ == "__main__":
         code = main(begun)
         sys.stdout.flush()
         sys.stderr.flush()
-        # The interpreter's own teardown takes up to 0.7 s with torch loaded and frees nothing that
-        # the kernel would not.
+        # With torch loaded, the interpreter's own teardown takes up to 0.7 s. It frees nothing that
+        # the kernel would not free.
         os._exit(code)

@@ -4,7 +4,7 @@ Runs in:  agent.
 Takes in: the spec in the run folder; the memory of an SMP that has outlived the last agent.
 Gives:    a run, from its first generation (or the next one) to its exit code.
 
-SMP and this node's check of itself are started first; they overlap with the zygote's imports.
+The SMP and the node check start first, because they overlap with the imports of the zygote.
 """
 
 import logging
@@ -54,7 +54,7 @@ def main(begun: Begun) -> int:
         code = launch(spec, journal, smp, zygote, stub, kept=known, preflight=preflight)
         keep_memory = _keep_what_was_resumed(code, folder, spec, smp)
         return code
-    except KeyboardInterrupt:  # before the run loop takes signals; mostly in an import
+    except KeyboardInterrupt:  # before the run loop handles signals; usually during an import
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         journal.write("error", kind_of="KeyboardInterrupt", text="stopped before the first start")
         sys.stderr.write("ftrun: stopped by SIGINT before anything was started\n")
@@ -66,7 +66,7 @@ def main(begun: Begun) -> int:
         return error.exit_code
     except Exception as error:  # noqa: BLE001 - the process loop: anything here is our bug
         _tell_bug(error, spec, journal)
-        # The stub starts another agent, which goes on with the memory that the SMP keeps.
+        # The stub starts another agent, which continues with the memory that the SMP keeps.
         folder.crash_mark.touch()
         keep_memory = True
         return InternalError.exit_code
@@ -80,7 +80,6 @@ def main(begun: Begun) -> int:
 
 
 def _zygote(spec: RunSpec, begun: Begun) -> ZygoteClient | None:
-    """The one that was forked before anything else, or a new one."""
     if begun.error is not None:
         raise begun.error
     os.chdir(spec.cwd)
@@ -115,9 +114,9 @@ def _tell_bug(error: Exception, spec: RunSpec, journal: Journal) -> None:
 def _keep_what_was_resumed(
     code: int, folder: RunFolder, spec: RunSpec, smp: AgentSmpClient
 ) -> bool:
-    """Whether the memory outlives the run: it was adopted, and this run has added nothing to it.
+    """Keep the memory after the run if it was adopted and this run has committed nothing.
 
-    A script that was changed, or a wrong number of ranks, must not cost what they met.
+    A changed script or a wrong number of ranks must not cost the snapshots of the earlier run.
     """
     if not (0 < code < 128 and smp.was_adopted and smp.num_commits == 0):
         return False
@@ -130,7 +129,7 @@ def _keep_what_was_resumed(
 
 
 def _take_over(smp: AgentSmpClient, journal: Journal, spec: RunSpec) -> PersistedAgentState:
-    """Adopt what an earlier agent left, or start an SMP; what the earlier agent knew."""
+    """Adopt the memory of an earlier agent, or start an SMP; return the persisted agent state."""
     fds, from_stub = kept()
     left = smp.find()
     if left is None:

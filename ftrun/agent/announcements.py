@@ -1,7 +1,7 @@
-"""What is on the screen of this node about the generation to come: each cause once.
+"""Causes of the next generation that this node has printed, so that each is printed once.
 
 Runs in:  agent, main thread.
-Takes in: causes, as the leader names them; the reason of a generation, which holds the cause again.
+Takes in: causes as the leader names them; the reason of a generation, which contains the cause.
 Gives:    the lines to print.
 """
 
@@ -9,24 +9,27 @@ from collections import deque
 
 
 class Announcements:
-    """The causes since the last generation began."""
+    """The causes since the last generation started."""
 
     def __init__(self) -> None:
         self._said: deque[str] = deque(maxlen=20)
 
     def is_new(self, cause: str) -> bool:
-        """Whether this cause is still to be printed; it counts as printed then."""
+        """Return whether this cause is not printed yet, and count it as printed."""
         if cause in self._said:
             return False
         self._said.append(cause)
         return True
 
     def clear(self) -> None:
-        """A generation has begun without ranks here: the same failure again is news."""
+        """Forget all causes, because a generation without local ranks has started.
+
+        The same failure is then printed again.
+        """
         self._said.clear()
 
     def beginning(self, reason: str, generation: int, start: str) -> str:
-        """What begins now, behind that part of its reason that is not printed."""
+        """The line for a new generation, without the part of its reason that is already printed."""
         said = next((one for one in self._said if reason.startswith(one)), "")
         self._said.clear()
         rest = reason.removeprefix(said).lstrip("; ")

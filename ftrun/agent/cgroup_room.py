@@ -1,11 +1,11 @@
-"""What the cgroups of this process still let it take: memory, processes.
+"""Memory and processes that the cgroups of this process still allow.
 
 Runs in:  agent and its preflight child.
-Takes in: /proc/self/cgroup, and the files of the controller in our cgroup and all above (v1, v2).
-Gives:    the least that any of them leaves; None where none sets a limit.
+Takes in: /proc/self/cgroup, and the files of the controller in this cgroup and all above (v1, v2).
+Gives:    the smallest remainder of all of them; None if none sets a limit.
 
-Page cache that the kernel gives back on demand counts as used in a cgroup's figures; the inactive
-part of it counts as free here.
+The figures of a cgroup count page cache that the kernel reclaims on demand as used. Here the
+inactive part of that cache counts as free.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _RECLAIMABLE = ("inactive_file", "total_inactive_file")
 
 
 def cgroup_room(controller: str) -> int | None:
-    """How much may still be taken.
+    """The smallest remainder of all cgroups; None without a limit.
 
     Args:
         controller: `memory` (bytes) or `pids` (processes and threads).
@@ -53,7 +53,8 @@ def _folders(controller: str) -> Iterator[tuple[Path, bool]]:
         mount = ROOT / controller if names else ROOT
         folder = mount / inside.lstrip("/")
         if not folder.is_dir():
-            folder = mount  # in a container the path is the host's, and the mount is ours
+            # in a container the path is the host's, but the mount is the container's
+            folder = mount
         while True:
             yield folder, not names
             if folder == mount or mount not in folder.parents:

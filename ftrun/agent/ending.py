@@ -1,8 +1,8 @@
-"""The last thing on the screen.
+"""The final block on stderr.
 
 Runs in:  agent.
-Takes in: what the run ended by.
-Gives:    one block on stderr, in under 25 lines: the first cause, the user's own line, what to do.
+Takes in: the command that ended the run.
+Gives:    one block of fewer than 25 lines: first cause, the user's own line, what to do.
 """
 
 from dataclasses import dataclass
@@ -17,18 +17,19 @@ MAX_TRACE_LINES = 12
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What of the training is left after the run."""
+    """What remains of the training after the run."""
 
     step: int
-    """The last one that any rank completed."""
+    """The last step that any rank completed."""
     directory: str | None
-    """Where checkpoints go; None: nowhere."""
+    """Where checkpoints are written; None: nowhere."""
     checkpoint_step: int | None
-    """Of the last one that was written."""
+    """Step of the last checkpoint that was written."""
     not_written: str
-    """Why the one after it was not."""
+    """Why the checkpoint after it was not written."""
     part_step: int | None = None
-    """Of the newest checkpoint of which this node has written its part, and others had not."""
+    """Step of the newest checkpoint of which this node has written its part, but not all other
+    nodes."""
 
     def lines(self) -> list[str]:
         found = [f"  stopped at   step {self.step}"]
@@ -60,13 +61,13 @@ class Kept:
 def final_block(
     command: EndRun, spec: RunSpec, generations: GenerationRunner, kept: Kept | None = None
 ) -> str:
-    """What the operator reads first, and often only.
+    """The text that the operator reads first, and often the only one.
 
     Args:
         command: how the run ends.
         spec: of the run.
         generations: of this agent.
-        kept: of a run that was stopped; None: its script does not attach, or it failed.
+        kept: of a run that was stopped; None: the script does not attach, or the run failed.
     """
     restarts = len(generations.restarts)
     noun = "restart" if restarts == 1 else "restarts"

@@ -1,8 +1,8 @@
-"""What the brain has ordered, carried out on this node.
+"""Executes the commands of the control loop on this node.
 
 Runs in:  agent, main thread, inside torch's launcher.
-Takes in: orders, one after the other.
-Gives:    killed and started ranks, generations made ready; `RunEnded` when it is over.
+Takes in: commands, one at a time.
+Gives:    killed and started ranks, prepared generations; `RunEnded` at the end of the run.
 """
 
 import logging
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _CAUSES = ("NodeLost", "Verdict")
-"""Notes that may say the same of one failure, and the reason of the next generation with them."""
+"""Kinds of journal entries that may repeat one failure. The reason of the next generation may
+repeat it too."""
 
 
 class RunEnded(Exception):
-    """The supervisor has ended the run; unwinds torch's launcher."""
+    """The supervisor has ended the run; this unwinds torch's launcher."""
 
     def __init__(self, command: commands.EndRun) -> None:
         super().__init__(command.why)
@@ -38,17 +39,17 @@ class RunEnded(Exception):
 
 
 class CommandExecutor:
-    """The hands of one node."""
+    """Executes commands on one node."""
 
     def __init__(self, run: "RunLoop") -> None:
         self.is_done = False
         """Every rank has finished."""
         self.has_left = False
-        """The run goes on without this node."""
+        """The run continues without this node."""
         self.awaits_boundary = False
-        """Ranks are asked for a last snapshot, and wait at its boundary."""
+        """The ranks were asked for a final snapshot, and wait at its boundary."""
         self.noticed_s = 0.0
-        """When the loop has woken last."""
+        """When the loop last woke up."""
         self._run = run
         self._agent: FtrunElasticAgent | None = None
         self._failed_s = 0.0
@@ -57,14 +58,13 @@ class CommandExecutor:
         self._standing = StandingOrders()
 
     def begin(self, agent: FtrunElasticAgent) -> None:
-        """Torch's launcher is there."""
         self._agent = agent
 
     def obey(self) -> None:
-        """Carry out what is ordered by now.
+        """Execute all commands in the queue.
 
         Raises:
-            RunEnded: it is over, and not because every rank has finished.
+            RunEnded: the run is over, and not because every rank has finished.
         """
         while not self.is_done and (order := self._run.brain.next_order()) is not None:
             self._carry_out(order)
@@ -86,7 +86,7 @@ class CommandExecutor:
                     self._note(order)
                 self._kill()
             case commands.SuspendRanks() | commands.ResumeRanks():
-                self._note(order)  # it is done already, see ClusterBrain
+                self._note(order)  # already done, see ClusterControlLoop
             case commands.InspectRanks():
                 run.eyes.examine(run.workers.handles)
                 run.tell(is_urgent=True)
@@ -98,8 +98,8 @@ class CommandExecutor:
             case commands.SignalWorkers():
                 self._note(order)
                 self.awaits_boundary = False
-                # Ranks ignore USR1 and USR2, see kernel.ignore_user_signals; a stop by one of
-                # them ends them as SIGTERM does.
+                # Ranks ignore USR1 and USR2 (see linux.ignore_user_signals), so a stop by one of
+                # these signals ends the ranks with SIGTERM.
                 is_user = order.signal in (signal.SIGUSR1, signal.SIGUSR2)
                 run.workers.signal(signal.SIGTERM if is_user else order.signal)
             case commands.JournalEntry():
@@ -114,13 +114,13 @@ class CommandExecutor:
         generations = self._run.generations
         self._run.journal.write(note.kind, text=note.text, **note.fields)
         if note.kind == "Generation" and not generations.is_member:
-            generations.announcements.clear()  # no ranks begin here, which would clear it
+            # No ranks start here, and only their start would clear it.
+            generations.announcements.clear()
         is_cause = note.kind in _CAUSES
         if note.say and (not is_cause or generations.announcements.is_new(note.text)):
             _log.warning("%s", note.text)
 
     def _carry_out_beside(self, order: commands.SnapshotCommand) -> None:
-        """What the ranks do not notice."""
         run = self._run
         match order:
             case commands.CommitSnapshot():
@@ -132,8 +132,8 @@ class CommandExecutor:
             case commands.AbandonStep():
                 self._tell_smp(order)
             case commands.SetFirstSnapshotStep():
-                # Alone, the SMP commits by itself: a rank that has skipped a step would wait for a
-                # later one to be named, and no word of its skip reaches the leader.
+                # Alone, the SMP commits by itself. A rank that has skipped a step would wait for a
+                # later step to be named, because no report of the skip reaches the leader.
                 if not run.generations.is_alone:
                     run.workers.take_from(order.step)
             case commands.SetSnapshotInterval():
@@ -143,7 +143,7 @@ class CommandExecutor:
                 run.generations.move_peers(order.ports)
 
     def repeat(self) -> None:
-        """Tell the SMP once more what it has not carried out; called at each turn of the loop."""
+        """Resend commands that the SMP has not executed; called once per turn of the loop."""
         page, generation = self._run.workers.commands, self._run.generations.number
         if page is not None and self._run.workers.generation == generation:
             for order in self._standing.unheard(page, generation, now_s=clock.now_s()):
@@ -169,7 +169,7 @@ class CommandExecutor:
         self.report_stuck()
 
     def report_stuck(self) -> None:
-        """Have the leader know which ranks do not die of SIGKILL; cheap while none is known."""
+        """Report to the leader which ranks survive SIGKILL; cheap if there are none."""
         reason = self._run.workers.stuck()
         if reason == self._stuck:
             return
@@ -220,12 +220,12 @@ class CommandExecutor:
         assert self._agent is not None
         run = self._run
         run.generations.run(self._agent, noticed_s=self._failed_s, stopped_s=self._stopped_s)
-        run.signals.catch()  # torch has put its own handlers in place
+        run.signals.catch()  # torch has installed its own handlers
         run.caretaker.generation_started(clock.now_s())
         run.eyes.look_at(run.workers.handles)
         if run.brain.member.is_held:
             run.workers.hold(True)
-            if not run.brain.member.is_held:  # let go by the other thread just then
+            if not run.brain.member.is_held:  # resumed by the other thread just now
                 run.workers.hold(False)
         run.tell(is_urgent=True)
 

@@ -1,6 +1,6 @@
-"""What events and commands look like in the journal.
+"""Converts events and commands to journal fields.
 
-Runs in: agent. Pure.
+Runs in:  agent. Pure.
 """
 
 from dataclasses import fields
@@ -10,13 +10,13 @@ from ftrun import events
 
 
 class Journaled(Protocol):
-    """A dataclass that is written to the journal as it is."""
+    """A dataclass that is written to the journal field by field."""
 
     journal_kind: ClassVar[str]
 
 
 def fields_of(value: object) -> dict[str, object]:
-    """A value's fields as the journal writes them: text where they are not plain."""
+    """The fields of a value as the journal writes them; text if the field is not plain."""
     found: dict[str, object] = {}
     for field in fields(value):  # type: ignore[arg-type]
         content = getattr(value, field.name)

@@ -1,8 +1,8 @@
-"""Puts the parts of a run together and lets torch's launcher run them.
+"""Assembles the components of a run and starts torch's launcher.
 
 Runs in:  agent, main thread. The first module here that imports torch.
 Takes in: the spec, and what was started before torch was imported.
-Gives:    the run's exit code; its final block on stderr where it did not end well.
+Gives:    the run's exit code; its final block on stderr if it did not end well.
 """
 
 import logging
@@ -60,10 +60,10 @@ def launch(
     kept: PersistedAgentState,
     preflight: NodeCheck,
 ) -> int:
-    """Run to the end; the exit code of the started process.
+    """Run to the end; return the exit code of the started process.
 
     Raises:
-        UsageError: torch does not take the value of a flag; nothing was started.
+        UsageError: torch does not accept the value of a flag; nothing was started.
     """
     args = elastic.parse(spec)
     num_ranks = elastic.local_world_size(args)
@@ -80,7 +80,7 @@ def launch(
     else:
         _meet_again(node, smp, journal, run)
     run.onlookers = onlookers = Observers(run)
-    run.signals.catch()  # the stub passes on what waits as soon as the control server listens
+    run.signals.catch()  # the stub forwards waiting signals as soon as the control server listens
     run.publish_status()
     control = ControlServer(run, onlookers.status.document)
     control.start()
@@ -122,7 +122,10 @@ def _meet(node: LocalNode, smp: AgentSmpClient, journal: Journal, caretaker: Mai
 
 
 def _meet_again(node: LocalNode, smp: AgentSmpClient, journal: Journal, run: RunLoop) -> None:
-    """An SMP that outlived the last agent: it may have hung up while this one imported torch."""
+    """Introduce an SMP that outlived the last agent.
+
+    The SMP may have closed the connection while this agent imported torch.
+    """
     try:
         node.introduce(smp)
     except PeerError as error:
@@ -131,11 +134,12 @@ def _meet_again(node: LocalNode, smp: AgentSmpClient, journal: Journal, run: Run
         with suppress(PeerError):
             if smp.reconnect():
                 node.introduce(smp)
-        run.parts.look()  # where it is gone, another one is up before the first generation
+        # If the SMP has ended, this starts another one before the first generation.
+        run.parts.look()
 
 
 def _stores(args: Namespace, node: LocalNode) -> StorePool:
-    """Where ranks find each other on this node: as its flags say, or on any of its rails."""
+    """The store of this node: at the address its flags name, or on any of its rails."""
     if not node.is_alone:
         return StorePool(node.card.host, 0, [rail.host for rail in node.card.rails])
     host = _checked(args.master_addr) if _is_given(args) else node.card.host
@@ -173,7 +177,7 @@ def _assemble(  # noqa: PLR0913 - the parts of a run
         when_smp_is_up=lambda: node.introduce(smp),
     )
     brain = node.brain(_policy(spec), kept)
-    # Each node has a journal of its own; the merged one lies beside them, where the lead is.
+    # Each node has its own journal. The merged journal is next to them, on the leader.
     merged = Path(spec.log_folder).parent
     return RunLoop(
         spec,
@@ -206,7 +210,7 @@ def _policy(spec: RunSpec) -> Policy:
 
 
 def _fit(zygote: ZygoteClient | None, journal: Journal) -> ZygoteClient | None:
-    """Whether this torch can be forked warm; a version nobody has read starts fresh."""
+    """Keep the zygote if this version of torch is known to fork safely; else close it."""
     why = unknown_torch(torch.__version__)
     if zygote is None or not why:
         return zygote
@@ -217,7 +221,6 @@ def _fit(zygote: ZygoteClient | None, journal: Journal) -> ZygoteClient | None:
 
 
 def _checked(host: str) -> str:
-    """Raises: UsageError: the name has no address."""
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
@@ -237,7 +240,7 @@ def _say_end(command: EndRun, spec: RunSpec, run: RunLoop) -> None:
     cause = command.cause
     path = run.workers.error_file(cause.rank) if cause is not None else ""
     if path and os.path.exists(path) and "TORCHELASTIC_ERROR_FILE" in os.environ:
-        # Whoever has started us with an error file of its own finds the first cause there.
+        # A process that started ftrun with its own error file finds the first cause there.
         get_error_handler().dump_error_file(path, command.exit_code)
     sys.stdout.flush()
     sys.stderr.write(final_block(command, spec, run.generations, _kept(command, spec, run)))
@@ -246,7 +249,8 @@ def _say_end(command: EndRun, spec: RunSpec, run: RunLoop) -> None:
 
 def _kept(command: EndRun, spec: RunSpec, run: RunLoop) -> Kept | None:
     is_stop = command.exit_code > 128 and command.cause is None and not command.goes_on
-    # An agent that was started only to end the run has no ranks; their slots say how far they were.
+    # An agent that was started only to end the run has no ranks. The slots of its ranks show which
+    # step they had reached.
     held = max((offer.step for offer in run.smp.memory.offers()), default=None)
     progress = run.workers.progress()
     if not is_stop or not (progress.attached or held is not None):

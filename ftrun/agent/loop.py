@@ -1,13 +1,14 @@
-"""One agent's loop: gather what happens on this node, carry out what is to be done here.
+"""The loop of one agent: collects events on this node and executes commands here.
 
 Runs in:  agent, main thread, inside torch's launcher.
-Takes in: pidfds, signals, what the SMP says, what the cli asks, time; the brain's orders.
-Gives:    ended and restarted workers; how things are here; `RunEnded` when it is over.
+Takes in: pidfds, signals, messages of the SMP, requests of the CLI, time; commands of the control
+          loop.
+Gives:    ended and restarted workers; reports of this node; `RunEnded` at the end of the run.
 Survives: the SMP, the zygote, and every worker.
 
-It decides nothing about the run: that is the lead's word, which comes by way of the brain. What a
-turn of the loop consists of lies beside it: `node_orders.py` (what is ordered), `run_signals.py`,
-`part_deaths.py` and `node_report.py` (what has happened, and what is told of it).
+The loop makes no run-level decisions. The leader makes them, and the control loop delivers them as
+commands. Other modules implement the parts of one turn: `executor.py` (commands), `run_signals.py`,
+`part_deaths.py` and `report.py` (events, and the reports about them).
 """
 
 import select
@@ -42,7 +43,7 @@ EAGER_TICK_S = 0.005
 
 
 class RunLoop:
-    """One run on one node; its parts are public for what the main thread does beside."""
+    """One run on one node; its attributes are public for the other modules of the main thread."""
 
     def __init__(  # noqa: PLR0913 - the parts of a run
         self,
@@ -85,9 +86,9 @@ class RunLoop:
         """Run until every rank has finished.
 
         Raises:
-            RunEnded: it ends in another way.
+            RunEnded: the run ends in another way.
         """
-        name_process("ftrun-agent")  # torch has given it another name
+        name_process("ftrun-agent")  # torch has set another name
         self.orders.begin(agent)
         self.signals.catch()
         try:
@@ -95,7 +96,7 @@ class RunLoop:
         except RunEnded:
             raise
         except Exception:
-            # Torch waits 30 s for ranks that are suspended, and the next agent with it.
+            # Otherwise torch waits 30 s for suspended ranks, and delays the next agent by that.
             self.workers.kill()
             raise
 
@@ -119,16 +120,15 @@ class RunLoop:
                 self.desk.pass_lines_on()
 
     def wake(self) -> None:
-        """Have the loop look at what other threads have for it; for those threads."""
+        """Wake the loop so that it handles what other threads have for it; for those threads."""
         self.signals.wake()
 
     def publish_status(self) -> None:
-        """Before something that may take long: nothing newer is published until it is over."""
+        """Publish before a long operation, because nothing newer is published until it ends."""
         if self.onlookers is not None:
             self.onlookers.status.publish()
 
     def tell(self, *, is_urgent: bool) -> None:
-        """Say how things are here; at once where it asks for an act."""
         self.report.tell(now_s=clock.now_s(), is_urgent=is_urgent)
 
     def _wait(self) -> None:
@@ -150,7 +150,6 @@ class RunLoop:
         return found
 
     def _gather(self) -> None:
-        """Take in everything that has happened since the last look, and tell the brain."""
         self.signals.awake()
         self.report.take_ends()
         self.parts.look()

@@ -1,8 +1,8 @@
-"""What is due by the clock and asks for no decision.
+"""Periodic work that needs no decision.
 
 Runs in:  agent, main thread, once per turn of the loop.
 Takes in: the time.
-Gives:    checkpoints, standbys, an SMP brought up again, reports of silence, measured restarts.
+Gives:    checkpoints, standbys, a restarted SMP, reports of unresponsive ranks, measured restarts.
 """
 
 import logging
@@ -25,11 +25,12 @@ from ftrun.wire.shared_memory.pages import HeartbeatField
 _log = logging.getLogger(__name__)
 
 REFILL_AFTER_S = 0.5
-"""Standbys are forked after the restart they would compete with for the processors."""
+"""Standbys are forked this many seconds after a restart, because they would compete with it for
+processors."""
 
 
 class Maintenance:
-    """Housekeeping of one run."""
+    """Periodic work of one run."""
 
     def __init__(  # noqa: PLR0913 - the parts of a run
         self,
@@ -47,9 +48,9 @@ class Maintenance:
         self.smp_given_up = ""
         """Why there is no SMP any more; empty while there is one."""
         self.not_written = ""
-        """Why the last checkpoint was not; empty where it was."""
+        """Why the last checkpoint was not written; empty if it was."""
         self.last_commit: Version | None = None
-        """On several nodes: the newest version that the lead has called committed."""
+        """On several nodes: the newest version that the leader has reported as committed."""
         self._spec = spec
         self._journal = journal
         self._smp = smp
@@ -68,7 +69,7 @@ class Maintenance:
         self._silent_ranks.clear()
 
     def look_after(self, now_s: float) -> bool:
-        """Whether a new SMP is up and has to be told of the generation."""
+        """Do all work that is due; return whether a new SMP is up and needs the generation."""
         monitor = self._spec.profile.monitor
         self._workers.kill_long_stopped(now_s, monitor.stopped_kill_s)
         self._generations.measure()
@@ -79,11 +80,11 @@ class Maintenance:
         return self._bring_up_smp()
 
     def last_checkpoint(self, limit_s: float, *, is_cancelled: Callable[[], bool]) -> None:
-        """At the end of the run: what is committed goes to disk, if that is wished.
+        """Write the committed state at the end of the run, if there is a checkpoint directory.
 
         Args:
-            limit_s: how long the end may be put off for it.
-            is_cancelled: asked again and again; whether somebody wants it to end now.
+            limit_s: the longest delay of the end, in seconds.
+            is_cancelled: polled repeatedly; whether the operator wants the run to end now.
         """
         directory = self._spec.checkpoint_directory
         versions = self._last_versions()
@@ -103,12 +104,13 @@ class Maintenance:
         self._tell_checkpoint()
 
     def _last_versions(self) -> list[Version]:
-        """What the last checkpoint may be made of, the best first.
+        """The versions that the last checkpoint may be made of, the best first.
 
-        While ranks run it is the version that the leader has called committed. Where a generation
-        has ended, or the last agent of this node was killed, nodes may know of different commits:
-        then it is what they hold, two versions at most, of which the newest commit is one.
-        A run on one node may also end so soon that word of its first commit comes later.
+        While ranks run, it is the version that the leader has reported as committed. If a
+        generation has ended, or the last agent of this node was killed, nodes may have received
+        different commits. The candidates are then the versions that this node holds: at most two,
+        and the newest commit is one of them. A run on one node may also end before the report of
+        its first commit arrives.
         """
         if self._spec.nodes is not None and self._generations.has_ranks:
             return [] if self.last_commit is None else [self.last_commit]
@@ -117,7 +119,7 @@ class Maintenance:
     def _write_last_part(
         self, versions: Sequence[Version], limit_s: float, is_cancelled: Callable[[], bool]
     ) -> None:
-        """This node's part of each of these, until one is a checkpoint with those of the others."""
+        """Write the parts of these versions in turn, until a complete checkpoint results."""
         written = self._smp.num_checkpoints
         for wanted in versions:
             self.write_part(wanted, is_urgent=True)
@@ -126,12 +128,12 @@ class Maintenance:
                 return
 
     def await_smp(self) -> None:
-        """Where an SMP is being started, wait until it is up: what it holds is asked for."""
+        """If an SMP is starting, wait until it is up, because its inventory is needed next."""
         if self.smp_is_starting:
             self._bring_up_smp(waits=True)
 
     def write_part(self, wanted: Version, *, is_urgent: bool = False) -> None:
-        """On several nodes: this node's part of a version that all of them write now."""
+        """On several nodes: write this node's part of a version that all nodes write now."""
         directory = self._spec.checkpoint_directory
         if directory is None or not self._generations.holds_ranks:
             return
@@ -173,7 +175,7 @@ class Maintenance:
             try:
                 self._stores.prepare()
             except (OSError, RuntimeError) as error:
-                # Such as too many open files; the next generation can wait for its store.
+                # For example too many open files. The next generation can create its store then.
                 _log.debug("no store is made ready: %s", error)
                 self._refill_due_s = now_s + REFILL_AFTER_S
                 return

@@ -1,8 +1,8 @@
-"""The deaths of this node's own parts, zygote and SMP, and what is done about them.
+"""Handles the deaths of this node's components, zygote and SMP.
 
 Runs in:  agent, main thread.
 Takes in: exit statuses, closed connections.
-Gives:    another one, or a run that goes on without; journal lines.
+Gives:    a new process, or a run that continues without it; journal lines.
 Survives: both of them.
 """
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class ChildExits:
-    """One node's parts."""
+    """The components of one node."""
 
     def __init__(self, run: "RunLoop") -> None:
         self._run = run
@@ -32,12 +32,10 @@ class ChildExits:
 
     @property
     def children(self) -> list[ChildProcess]:
-        """Those that live."""
         found = [child for child in (self._run.smp.child, self._zygote()) if child is not None]
         return [child for child in found if child.status is None]
 
     def look(self) -> None:
-        """Notice who has died, and do something about it."""
         for death in self._deaths():
             self._run.journal.write(death.journal_kind, **fields_of(death))
             self._do_without(self._parts.handle(death, now_s=clock.now_s()))
@@ -68,8 +66,8 @@ class ChildExits:
             smp.collect()
         except PeerError:
             smp.lost()
-        # The exit status of an adopted SMP is not known here, so its lost connection counts. It may
-        # be lost before the loop begins, while this agent imports torch.
+        # The exit status of an adopted SMP is unknown here, so its closed connection counts as the
+        # exit. The connection may be lost before the loop starts, while this agent imports torch.
         is_lost = smp.child is None and smp.channel is None
         if is_lost and not self._run.caretaker.smp_given_up:
             found.append(events.SmpExited("the SMP has closed its connection"))

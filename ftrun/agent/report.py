@@ -1,8 +1,8 @@
-"""How things are on this node, as its heartbeats say it.
+"""Builds the report of this node for its heartbeats.
 
 Runs in:  agent, main thread.
-Takes in: ended workers, what the SMP has noticed, everything that a run is made of.
-Gives:    a `Heartbeat` for the brain, marked as urgent where it asks for an act.
+Takes in: ended workers, notices of the SMP, the state of all components of a run.
+Gives:    a `Heartbeat` for the control loop, marked as urgent if it needs a reaction.
 """
 
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class NodeReporter:
-    """What the lead is told of one node."""
+    """Reports the state of one node to the leader."""
 
     def __init__(self, run: "RunLoop") -> None:
         self.troubles = RecentDeviceErrors()
@@ -31,12 +31,11 @@ class NodeReporter:
         self._oom_kills = oom_kills()
 
     def begin(self) -> None:
-        """Another generation is made ready: what was of the last one is over."""
+        """Drop the reports of the last generation; another one is being prepared."""
         self._exits.clear()
         self._differs = ("", ())
 
     def take_ends(self) -> None:
-        """Find out which ranks have ended, and why."""
         run = self._run
         ended = run.workers.ended()
         if not ended:
@@ -51,7 +50,6 @@ class NodeReporter:
         run.journal.write(seen.journal_kind, **fields_of(seen))
 
     def take_notices(self, *, now_s: float) -> None:
-        """Write down what devices and the SMP have had to say."""
         run = self._run
         for text in self.troubles.take(run.eyes.troubles, now_s=now_s):
             run.journal.write("DeviceTrouble", text=text)
@@ -62,7 +60,7 @@ class NodeReporter:
                 self._differs = (notice.why, tuple(notice.ranks))
 
     def tell(self, *, now_s: float, is_urgent: bool) -> None:
-        """Say how things are here; at once where it asks for an act."""
+        """Report the state of this node; at once if it needs a reaction."""
         beat = self._here(now_s)
         is_urgent |= _what_matters(beat) != _what_matters(self._told)
         self._told = beat
@@ -72,7 +70,9 @@ class NodeReporter:
         run = self._run
         workers, smp = run.workers, run.smp
         progress = workers.progress()
-        sealed = workers.sealed()  # before what is committed: a rank seals after that is shown
+        # Read before `committed()`, because a rank seals a version only after the page shows the
+        # commit before it. In the other order an old commit could be paired with a new seal.
+        sealed = workers.sealed()
         runs = bool(workers.handles) and run.generations.is_member
         return Heartbeat(
             generation=run.generations.number if runs else -1,
@@ -112,12 +112,12 @@ class NodeReporter:
         run = self._run
         ready = run.smp.ready_version
         if run.desk is not None and run.generations.is_alone:
-            ready = run.smp.committed  # its SMP has nobody to wait for, and commits by itself
+            ready = run.smp.committed  # its SMP waits for no other node, and commits by itself
         return (ready.generation, ready.step) if ready is not None else None
 
 
 def _what_matters(beat: Heartbeat) -> tuple[object, ...]:
-    """What the lead has to know at once; the rest can wait for the next heartbeat."""
+    """Fields that the leader needs at once when they change; the rest waits for a heartbeat."""
     return (
         beat.generation,
         beat.state,

@@ -1,12 +1,12 @@
-"""Signals to an agent: wishes for the run to stop or for this node to leave, or the ranks' own.
+"""Signals to an agent: requests to stop the run or drain this node, or signals for the ranks.
 
 Runs in:  agent, main thread; `ask_stop` and `wake` in any.
 Takes in: signals, `ftrun stop`.
-Gives:    what this node says of them in its heartbeats; a descriptor that wakes the loop.
+Gives:    what this node reports of them in its heartbeats; a descriptor that wakes the loop.
 
 Rule 1: handlers only append; the loop handles.
-Rule 2: on several nodes SIGTERM may be for this node alone: whether it is to leave or the run is
-        to stop is the lead's to see. Everything else, and a second SIGTERM, is for the run.
+Rule 2: on several nodes SIGTERM may be for this node alone. The leader decides whether this node
+        drains or the run stops. Everything else, and a second SIGTERM, is for the run.
 """
 
 import signal
@@ -22,7 +22,8 @@ from ftrun.journal import Journal
 from ftrun.monitor.worker_exits import signal_name
 
 SAME_SIGNAL_S = 0.5
-"""Slurm signals every process of a step, and the stub passes on its own: it is one wish."""
+"""Equal signals within this time are one request, because Slurm signals every process of a step and
+the stub forwards its own copy."""
 
 _WISHES = (
     signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT,
@@ -30,14 +31,14 @@ _WISHES = (
 
 
 class RunSignals:
-    """What this agent was asked by signals."""
+    """The signals that this agent has received."""
 
     def __init__(self, spec: RunSpec, *, journal: Journal, workers: WorkerGroup) -> None:
         self.stops = 0
-        """So often the end of the run was asked for."""
+        """Number of requests to end the run."""
         self.stop_signal = 0
         self.leaves = False
-        """This node was asked to end."""
+        """This node was asked to drain."""
         self._spec = spec
         self._journal = journal
         self._workers = workers
@@ -51,12 +52,10 @@ class RunSignals:
     # --- any thread ---------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Have the loop look at what other threads have for it."""
         with suppress(BlockingIOError):
             self._wake_write.send(b"\0")
 
     def ask_stop(self, by: str) -> None:
-        """Somebody wants the run to stop."""
         self._asked.put(by)
         self.wake()
 
@@ -66,29 +65,27 @@ class RunSignals:
         return self._wake_read.fileno()
 
     def catch(self) -> None:
-        """Put the handlers in place; again, where torch has put its own."""
+        """Install the handlers; again after torch has installed its own."""
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         for number in _WISHES:
             signal.signal(number, lambda found, _frame: self._signals.append(found))
-        # It only wakes the loop: a stopped worker is seen in /proc.
+        # It only wakes the loop; /proc shows whether a worker is stopped.
         signal.signal(signal.SIGCHLD, lambda _found, _frame: None)
 
     def awake(self) -> None:
-        """The loop has been woken."""
         with suppress(BlockingIOError):
             self._wake_read.recv(4096)
 
     @property
     def is_end_wished(self) -> bool:
-        """A signal has come that was not handled, and is not for the ranks."""
+        """Whether a pending signal is not for the ranks."""
         return not all(self._is_for_ranks(number) for number in self._signals)
 
     def forget(self) -> None:
-        """What has come is of no more interest."""
         self._signals.clear()
 
     def handle(self) -> None:
-        """Do what is this node's to do, and keep what the lead is to know."""
+        """Handle the pending signals, and keep what the heartbeats must report."""
         while self._signals:
             self._on_signal(self._signals.pop(0))
         with suppress(Empty):

@@ -1,10 +1,11 @@
-"""The command line: `ftrun train.py`, `ftrun status` and the rest.
+"""Defines the command line: `ftrun train.py`, `ftrun status` and the other commands.
 
-Runs in: cli. Loads neither torch nor pydantic nor rich before a command needs them.
+Runs in: cli. Loads torch, pydantic and rich only when a command needs them.
 
-`ftrun [options] train.py` is `ftrun run [options] train.py`: a first word that is a command is
-one, and `ftrun run status` runs a script called status. What follows `run` is not typer's to
-read: `command_line.py` takes it apart as torchrun does. typer knows the flags for completion.
+`ftrun [options] train.py` means `ftrun run [options] train.py`. A first word that names a command
+selects this command; `ftrun run status` runs a script called status. typer does not parse the
+words after `run`: `command_line.py` parses them as torchrun does. typer receives the flags
+for completion only.
 """
 
 import difflib
@@ -56,7 +57,7 @@ _TOOLS: Mapping[str, tuple[str, str]] = {
         "Write a batch script for Slurm or a manifest for Kubernetes.",
     ),
 }
-"""Commands that are loaded by name: their module, and the line that `ftrun --help` shows."""
+"""Commands loaded by name: the module, and the line that `ftrun --help` shows."""
 _ORDER = (
     *("run", "verify", "status", "logs", "stop", "check", "report", "network"),
     *("inject-fault", "drill", "estimate", "profiles", "snapshots", "render"),
@@ -65,7 +66,7 @@ _GENERAL_FLAGS = ("--help", "-h", "--version", "--install-completion", "--show-c
 
 
 class _Commands(TyperGroup):
-    """The commands, with `run` as the one that need not be named."""
+    """Group of all commands; `run` is the default command."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -99,7 +100,7 @@ class _Commands(TyperGroup):
 
 
 def _refuse_misspelled_command(word: str, commands: Iterable[str]) -> None:
-    """Name the command that is meant by a word that is no script, such as `verfy`."""
+    """Raises a UsageError with the closest command if `word` is no script, such as `verfy`."""
     may_be_script = word.startswith("-") or Path(word).suffix or Path(word).exists()
     if may_be_script or os.environ.keys() & {"PET_MODULE", "PET_NO_PYTHON"}:
         return
@@ -136,11 +137,11 @@ def _general(
         bool, typer.Option("--version", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Run a PyTorch training script so that it outlives its failures."""
+    """Run a PyTorch training script that continues after failures."""
 
 
 def _run(ctx: typer.Context, **_: object) -> None:
-    """Start a run; the word may be left out."""
+    """Start a run; the word `run` may be omitted."""
     line = parse(ctx.args)
     if line.wants_help or not ctx.args:
         typer.echo(ctx.get_help())
@@ -162,7 +163,7 @@ def _status(
         float, typer.Option("--every", metavar="SECONDS", help="between two looks")
     ] = 1.0,
 ) -> None:
-    """Show how a run is doing."""
+    """Show the state of a run."""
     if watches and as_json:
         raise UsageError("--json prints one document; --watch is for people. Give one of the two")
     if watches:
@@ -176,7 +177,7 @@ def _status(
 
 @app.command("stop")
 def _stop(run_id: RunIdArgument = None) -> None:
-    """Stop a run, or free the memory that a lost one still holds."""
+    """Stop a run, or free the memory that a lost run still holds."""
     from ftrun.cli.commands.stop import stop
 
     raise typer.Exit(stop(run_id))
@@ -226,7 +227,7 @@ def _show_profile(
 
 
 def main() -> NoReturn:
-    """Console script. The one place where an error becomes a message and an exit code."""
+    """Console script entry point; turns an error into a message and an exit code."""
     try:
         typer.main.get_command(app).main(prog_name="ftrun")
     except FtrunError as error:

@@ -1,8 +1,6 @@
-"""What the shell completes: flags of a run, names of profiles and runs.
+"""Declares what the shell completes: flags of a run, names of profiles and runs.
 
-Runs in:  cli. Loads nothing before a shell asks.
-Takes in: the flags of `ftrun run`, ours and torchrun's.
-Gives:    parameters that typer reads; types of arguments that complete themselves.
+Runs in: cli. Profile names and run ids are read only when the shell requests a completion.
 """
 
 import inspect
@@ -16,7 +14,7 @@ from ftrun.cli.launch.torchrun_flags import TORCHRUN_FLAGS, CliFlag
 
 
 class AsTyped(TyperCommand):
-    """Every word goes to the function as it was typed."""
+    """Command that passes every word to its function unparsed."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if ctx.resilient_parsing:
@@ -26,7 +24,7 @@ class AsTyped(TyperCommand):
 
 
 def with_flags(function: Any) -> Any:
-    """Give a function the parameters that typer needs to complete the flags of a run."""
+    """Adds the parameters to a function that typer needs to complete the flags of a run."""
     parameters = [
         inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     ]

@@ -1,6 +1,6 @@
-"""What `ftrun --help` says.
+"""Builds the text of `ftrun --help` from the tables of flags.
 
-Runs in: cli. Plain text from the tables of flags, so that it comes at once and fits any terminal.
+Runs in: cli. The text is plain: it needs no import of rich and fits any terminal width.
 """
 
 import shutil
@@ -46,11 +46,6 @@ _COLUMN = 34
 
 
 def help_text(commands: Mapping[str, str]) -> str:
-    """The whole text.
-
-    Args:
-        commands: each subcommand with its line.
-    """
     width = help_width()
     general = {
         "--version": "show ftrun's version",
@@ -78,7 +73,7 @@ def help_text(commands: Mapping[str, str]) -> str:
 
 
 def help_width() -> int:
-    """Columns of the terminal, within bounds; the most where stdout is no terminal."""
+    """Returns the terminal width within bounds; the upper bound if stdout is not a terminal."""
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else _MAX_WIDTH
     return max(_MIN_WIDTH, min(_MAX_WIDTH, columns))
 
@@ -105,7 +100,6 @@ def _right(flag: CliFlag) -> str:
 
 
 def rows(told: Mapping[str, str], width: int) -> Iterator[str]:
-    """What is on the left with its words on the right, wrapped."""
     for left, right in told.items():
         lines = textwrap.wrap(right, width - _COLUMN)
         if len(left) > _COLUMN - 4:

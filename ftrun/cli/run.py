@@ -1,9 +1,9 @@
-"""`ftrun train.py`: from what was typed to a run folder, then the process becomes the stub.
+"""Turns the command line of `ftrun train.py` into a run folder and executes the stub.
 
 Runs in:  cli, until its last line.
 Takes in: a `CommandLine` and the environment.
-Gives:    `spec.json` in a locked run folder, and `execv`: process id, terminal and standard
-          streams stay, and the memory of this command line goes.
+Gives:    `spec.json` in a locked run folder, and `execv` of the stub. The process id, the
+          terminal and the standard streams stay; the memory of the command line is freed.
 """
 
 import difflib
@@ -74,16 +74,16 @@ _FAULT_FLAGS = ("allow-faults", "allow-network-faults")
 _LOCK_ATTEMPTS = 100
 _LOOK_AGAIN_S = 0.05
 MAX_TEMPORARY_BYTES = 75
-"""A path of a unix socket has at most 107, of which multiprocessing adds 32."""
+"""The path of a unix socket has at most 107 bytes; multiprocessing adds 32 to the folder."""
 
 _KINDS_OF_DEVICE = ("auto", "cpu", "gpu", "xpu")
 
 
 def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
-    """Start what was asked for, in place of this process.
+    """Starts the run by replacing this process with the stub.
 
     Raises:
-        UsageError: nothing was started.
+        UsageError: invalid input; nothing was started.
     """
     if sys.platform != "linux":
         raise NotSupportedHere(
@@ -101,7 +101,7 @@ def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
         sys.stderr.write(f"ftrun: {warning}\n")
     node_id = spec.nodes.node_id if spec.nodes is not None and spec.nodes.is_named else None
     folder, lock_fd = take_folder(RunId(spec.run_id), script=spec.script, node_id=node_id)
-    if folder.spec.exists():  # the stub of an earlier life was killed
+    if folder.spec.exists():  # the stub of an earlier start was killed
         for pid in process_tree.end_left_behind(folder.path):
             sys.stderr.write(f"ftrun: {process_tree.explain_stuck(pid)}\n")
     forget_earlier_life(folder, spec, slurm_step(variables))
@@ -111,15 +111,16 @@ def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
     sys.stderr.flush()
     os.set_inheritable(lock_fd, True)
     command = python_command("ftrun.cli.stub", str(folder.path), str(lock_fd))
-    # ^C waits until the stub can take it; see its _prepare.
+    # SIGINT stays blocked until the stub can handle it; see Stub._prepare.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.execv(command[0], command)
 
 
 def temporary_folder_warning(folder: str) -> str:
-    """Why DataLoader workers would hang with this folder for temporary files; empty: they do not.
+    """Explains why DataLoader workers hang with this temporary folder; empty if they do not.
 
-    The worker's thread that binds a socket there fails, and the rank waits for the batch for ever.
+    The thread of a worker that binds a socket in this folder fails. The rank then waits forever for
+    the batch.
     """
     if len(os.fsencode(folder)) <= MAX_TEMPORARY_BYTES:
         return ""
@@ -131,10 +132,10 @@ def temporary_folder_warning(folder: str) -> str:
 
 
 def with_log_folder(spec: RunSpec, *, is_given: bool) -> RunSpec:
-    """Make the folder of the logs; where that is not possible, another one, and say so.
+    """Creates the log folder; if that fails, falls back to another folder and prints a warning.
 
     Raises:
-        UsageError: it was named, and cannot be written.
+        UsageError: the operator named the folder, and it cannot be written.
     """
     folder = Path(spec.log_folder)
     try:
@@ -153,7 +154,6 @@ def with_log_folder(spec: RunSpec, *, is_given: bool) -> RunSpec:
 
 
 def build_spec(line: CommandLine, *, variables: Mapping[str, str]) -> RunSpec:
-    """Everything checked that can be checked before anything is started."""
     _check_versions(line)
     check_num_ranks(line, variables)
     script = _find_script(line, variables)
@@ -185,12 +185,13 @@ def build_spec(line: CommandLine, *, variables: Mapping[str, str]) -> RunSpec:
 
 
 def check_checkpoint_directory(spec: RunSpec) -> CheckpointOwner | None:
-    """That checkpoints cannot be written is to be known now, not after hours of training.
+    """Tests by a write that the checkpoint directory is writable, before hours of training.
 
-    Returns the record of the run that has written there last.
+    Returns:
+        The record of the last run that wrote to this directory.
 
     Raises:
-        UsageError: with what is wrong.
+        UsageError: the directory cannot be written.
     """
     directory = spec.checkpoint_directory
     if directory is None:
@@ -210,11 +211,6 @@ def check_checkpoint_directory(spec: RunSpec) -> CheckpointOwner | None:
 
 
 def check_resume(spec: RunSpec) -> None:
-    """That there is a checkpoint where one was named.
-
-    Raises:
-        UsageError: with what is there instead.
-    """
     path = spec.resume_path
     if path is None:
         return
@@ -239,7 +235,6 @@ def check_resume(spec: RunSpec) -> None:
 
 
 def resolve_options(line: CommandLine, *, variables: Mapping[str, str]) -> ResolvedProfile:
-    """The profile of the run, with flags and environment applied."""
     name = line.own_value("profile") or variables.get("FTRUN_PROFILE")
     return resolve(
         name,
@@ -250,7 +245,7 @@ def resolve_options(line: CommandLine, *, variables: Mapping[str, str]) -> Resol
 
 
 def settings_of(line: CommandLine) -> list[SettingValue]:
-    """What ftrun's own flags say, as keys of a profile; --set comes first and flags win."""
+    """Returns ftrun's own flags as profile keys; `--set` comes first, so that flags override it."""
     found = rdzv_settings(line.torchrun_value("rdzv-conf"), "--rdzv-conf")
     found += [setting_from_text(text) for text in line.own.get("set", [])]
     for flag, (section, key) in _KEY_OF_FLAG.items():
@@ -273,22 +268,21 @@ def settings_of(line: CommandLine) -> list[SettingValue]:
 
 
 def take_folder(run_id: RunId, *, script: str, node_id: str | None = None) -> tuple[RunFolder, int]:
-    """The run's folder, locked by the returned descriptor.
+    """Locks and returns the run's folder; the returned descriptor holds the lock.
 
-    With a `node_id`, the folder of that node: several nodes of a run may be on this machine.
-
-    A folder whose lock is free belongs to a run that has ended without its stub: it is taken
-    over, with the memory its SMP may still hold.
+    With a `node_id`, this is the folder of that node, because several nodes of a run may share a
+    machine. If the lock is free, the folder belongs to a run whose stub has ended. The new run then
+    takes over the folder and the memory that its SMP may still hold.
 
     Raises:
-        RunIdTaken: the run is alive, or what waits there is another script's.
+        RunIdTaken: the run is alive, or its SMP holds snapshots of another script.
     """
     folder = run_folder(run_id, node_id)
     for attempt in range(_LOCK_ATTEMPTS):
         folder.path.mkdir(mode=0o700, exist_ok=True)
         try:
             lock_fd = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except FileNotFoundError:  # removed in between by the run that has just ended
+        except FileNotFoundError:  # removed in between by a run that has just ended
             continue
         try:
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -297,7 +291,7 @@ def take_folder(run_id: RunId, *, script: str, node_id: str | None = None) -> tu
             os.close(lock_fd)
             is_run = owner.isdigit() and Path(f"/proc/{owner}").exists()
             if not is_run and attempt < _LOCK_ATTEMPTS - 1:
-                clock.sleep(_LOOK_AGAIN_S)  # `sweep` or `ftrun status` looks at the lock
+                clock.sleep(_LOOK_AGAIN_S)  # `sweep` or `ftrun status` holds the lock briefly
                 continue
             raise RunIdTaken(
                 f"run {folder.name} is alive (pid {owner or 'not known yet'}). Choose another "
@@ -319,13 +313,14 @@ def take_folder(run_id: RunId, *, script: str, node_id: str | None = None) -> tu
 
 
 def forget_earlier_life(folder: RunFolder, spec: RunSpec, step: SlurmStep | None) -> None:
-    """Free what the life before this one of a Slurm job may have left in memory here.
+    """Frees the memory that an earlier start of a requeued Slurm job may have left on this node.
 
-    Slurm has ended that life on all nodes, so mostly nothing is left. Where some node still has
-    its memory and most have none, those who are left could not decide without the others, and
-    would wait for them; the checkpoint is what all of this life's nodes have.
+    Slurm has ended the earlier start on all nodes, so that usually nothing is left. If only a
+    minority of nodes still holds memory, these nodes wait for the others, because they cannot
+    decide alone. All nodes of the new start can restore the checkpoint instead.
 
-    Raises: PeerTimeout: it cannot be freed.
+    Raises:
+        PeerTimeout: the memory cannot be freed.
     """
     if step is None or step.restarts == 0 or spec.checkpoint_directory is None:
         return
@@ -333,7 +328,7 @@ def forget_earlier_life(folder: RunFolder, spec: RunSpec, step: SlurmStep | None
         return
     give_up_s = clock.now_s() + SHUTDOWN_S
     is_going = shut_down_smp(folder)
-    while answers(folder.smp_socket):  # so that the agent finds none to take over
+    while answers(folder.smp_socket):  # the agent must find no SMP to take over
         if not is_going or clock.now_s() > give_up_s:
             raise PeerTimeout(peer="the SMP of the job's life before", waited_s=SHUTDOWN_S)
         clock.sleep(_LOOK_AGAIN_S)
@@ -371,7 +366,7 @@ def _check_versions(line: CommandLine) -> None:
 
 
 def check_num_ranks(line: CommandLine, variables: Mapping[str, str]) -> None:
-    """Its form; whether there are such devices is known with torch."""
+    """Checks the format only; the number of devices is known after the import of torch."""
     name, text = "--nproc-per-node", line.torchrun_value("nproc-per-node")
     if text is None:
         name, text = "PET_NPROC_PER_NODE", variables.get("PET_NPROC_PER_NODE", "1")
@@ -419,9 +414,10 @@ def _run_id(
     *,
     is_shared: bool,
 ) -> RunId:
-    """As given; else a fresh name, or on several nodes one that all of them find alike.
+    """Returns the given run id, or a new one; nodes of one run derive the same id.
 
-    Raises: UsageError: where they meet (`is_shared`) is for other runs as well, and none is given.
+    Raises:
+        UsageError: the rendezvous serves other runs too (`is_shared`), and no run id is given.
     """
     given = line.own_value("run-id")
     if given is not None:
@@ -439,9 +435,9 @@ def _run_id(
 
 
 def _common_name(nodes: NodesSpec | None, step: SlurmStep | None) -> str | None:
-    """What all nodes of a run know alike.
+    """Returns a name that all nodes of a run derive equally.
 
-    Not the endpoint's host: its own node may call it localhost, and the others by its name.
+    The endpoint's host is not used: its own node may call it localhost.
     """
     if nodes is None:
         return None

@@ -1,8 +1,8 @@
-"""Which runs there are on this machine, and what of them still answers.
+"""Finds the runs on this machine and tests which of their processes respond.
 
 Runs in:  cli.
 Takes in: the run folders of this user.
-Gives:    a `FoundRun` for each that is more than a folder.
+Gives:    a `FoundRun` per folder.
 """
 
 import fcntl
@@ -23,17 +23,17 @@ _CONNECT_S = 5.0
 
 
 class RunLiveness(Enum):
-    """What of a run is there."""
+    """Which processes of a run are alive."""
 
     RUNNING = "running"
-    STARTING = "starting"  # a stub, and no agent that answers yet
-    ORPHANED = "orphaned"  # no stub; an SMP with the memory, or processes that outlived the stub
+    STARTING = "starting"  # a stub without an agent that responds
+    ORPHANED = "orphaned"  # no stub; an SMP with memory, or processes that outlived the stub
     GONE = "gone"
 
 
 @dataclass(frozen=True, slots=True)
 class FoundRun:
-    """A run, and what of it is there."""
+    """A run and its liveness."""
 
     folder: RunFolder
     life: RunLiveness
@@ -45,15 +45,13 @@ class FoundRun:
 
     @property
     def name(self) -> str:
-        """What a command takes: the run id, or `RUN_ID@NODE_ID`."""
+        """The argument that commands accept: the run id, or `RUN_ID@NODE_ID`."""
         return self.folder.name
 
     def to_agent(self) -> Channel:
-        """Raises: PeerLost, PeerTimeout."""
         return _connect(self.folder, self.folder.agent_socket, "the agent")
 
     def to_smp(self) -> Channel:
-        """Raises: PeerLost, PeerTimeout."""
         return _connect(self.folder, self.folder.smp_socket, "the SMP")
 
 
@@ -66,16 +64,15 @@ def look_at(folder: RunFolder) -> FoundRun:
 
 
 def is_anything_left(folder: RunFolder) -> bool:
-    """Whether a run without a stub still has an SMP, or processes that outlived the stub."""
     return answers(folder.smp_socket) or bool(process_tree.left_behind(folder.path))
 
 
 def sweep() -> None:
-    """Remove the folders of runs of which nothing is left, not even memory."""
+    """Removes run folders that have no live process and no memory."""
     for folder in all_run_folders():
         try:
             lock_fd = os.open(folder.lock, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:  # being made this moment
+        except FileNotFoundError:  # its owner is just creating the folder
             continue
         try:
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,15 +94,15 @@ def is_file_of(path: Path, fd: int) -> bool:
 
 
 def choose(name: str | None, *, command: str) -> FoundRun:
-    """The run of that name, or the only one.
+    """Returns the named run, or the only live run.
 
     Args:
-        name: a run id; `RUN_ID@NODE_ID` where several nodes of the run are on this machine.
-        command: what is asked for, for the list of names.
+        name: a run id, or `RUN_ID@NODE_ID` if several nodes of the run are on this machine.
+        command: the command shown in the error that lists the runs.
 
     Raises:
-        UsageError: there are several, and none is named.
-        FtrunError: there is none.
+        UsageError: several runs match.
+        FtrunError: no run matches.
     """
     alive = _alive()
     if name is not None:
@@ -136,7 +133,7 @@ def _others() -> str:
 
 
 def _lock_owner(folder: RunFolder) -> int | None:
-    """The stub's process id (0 where it has not written it yet), or None: nobody holds the lock."""
+    """Returns the stub's pid (0 if not yet written), or None if the lock is free."""
     try:
         lock_fd = os.open(folder.lock, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,22 +1,24 @@
-"""What the started process is from then on: small, patient, and the last to go.
+"""Runs as the started process until the run ends: starts agents and forwards signals.
 
-Runs in:  the stub, in place of the cli. Standard library only, single-threaded.
-Takes in: a run folder whose lock it holds; signals; the ends of its children.
+Runs in:  the stub, which replaces the cli. Standard library only, single-threaded.
+Takes in: a run folder whose lock it holds; signals; exits of its children.
 Gives:    the run's exit code.
-Survives: every agent. A dead agent is followed by another, which finds the memory of the run
-          with the SMP.
+Survives: every agent. If an agent crashes, the stub starts another, which finds the run's memory
+          in the SMP.
 
-Rule 1: a signal handler does nothing; the number comes through the wakeup descriptor and is
-handled in the loop. No signal is lost or handled twice.
-Rule 2: every child is reaped, known or not: orphans come here too, and as PID 1 nobody else
-would reap them. The agent is reaped here only, so that its pid stays its own while signals are
-sent to it.
-Rule 3: when the run is over nothing stays: SMP, descendants, run folder.
-Rule 4: it holds duplicates of the run's memory, unread: agent and SMP may be killed together.
-Rule 5: while there may be snapshots in memory, a signal that ends the run waits until an agent
-listens: only an agent can have a last checkpoint written. So one is also started for that alone.
-Rule 6: no agent is started before all ranks of the last one have ended, with everything that they
-have started: ranks behind a wrapper do not die with their agent.
+Rule 1: A signal handler does nothing. The wakeup descriptor delivers the signal number to the
+loop, which handles it. No signal is lost or handled twice.
+Rule 2: The stub reaps every child, known or unknown. It is the subreaper of orphans, and as PID 1
+it is their only parent. Only the stub reaps the agent, so that the agent's pid is not reused while
+the stub sends signals to it.
+Rule 3: When the run ends, the SMP, all descendants and the run folder are removed.
+Rule 4: The stub holds duplicates of the descriptors of the run's memory and does not read them,
+because agent and SMP may be killed together.
+Rule 5: While snapshots may be in memory, a signal that ends the run waits until an agent listens,
+because only an agent can have a last checkpoint written. If no agent runs, the stub starts one for
+this purpose.
+Rule 6: Before a new agent starts, all ranks of the last agent and their descendants must have
+ended, because ranks behind a wrapper process do not die with their agent.
 """
 
 import contextlib
@@ -57,22 +59,25 @@ FORWARDED = (
 )
 ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
 NEEDS_HANDLER = frozenset({signal.SIGUSR1, signal.SIGUSR2})
-"""Deadly to an agent that has not put its handlers in place; they wait until it listens."""
+"""Signals that kill an agent without handlers; they are held until the agent listens."""
 
 MAX_AGENT_STARTS = 5
 AGENT_WINDOW_S = 600.0
 TRUSTED_AFTER_S = 60.0
-"""A fork that crashes sooner is not followed by another one; SIGKILL comes from outside."""
+"""Seconds; if a forked agent crashes sooner, the reserve forks no other agent.
+
+SIGKILL does not count, because it comes from outside.
+"""
 
 _PAUSES_S = (0.0, 0.1, 0.5, 2.0, 5.0)
 _READY_CHECK_S = 0.05
 SHUTDOWN_S = 5.0
 _OLD_RANKS_WAIT_S = 30.0
-"""The kernel takes seconds to free the memory of a rank with hundreds of GB, or with a GPU."""
+"""The kernel takes seconds to free the memory of a rank with hundreds of GB or with a GPU."""
 
 
 class Stub:
-    """One run, from the first agent to the empty folder."""
+    """Supervises one run, from its first agent to the removal of its folder."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -80,26 +85,25 @@ class Stub:
         self._status = 0
         self._incarnation = 0
         self._lost_s = 0.0
-        """When the last agent ended, on the monotonic clock; 0: this is the first one."""
+        """Monotonic time at which the last agent ended; 0 if there was none."""
         self._starts_s: deque[float] = deque()
         self._stuck_pids: list[int] = []
         self._asked: signal.Signals | None = None
         self._held: list[signal.Signals] = []
         self._found_memory = False
-        """An SMP was there before this stub had started any agent."""
+        """An SMP existed before this stub started an agent."""
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._keep_here, self._keep_there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._kept: list[int] = []
         self._reserve = ReserveLink()
         self._is_forked = False
-        """The agent is a fork of the reserve."""
+        """The current agent is a fork of the reserve."""
 
     @property
     def _may_hold_memory(self) -> bool:
         return bool(self._kept) or self._found_memory
 
     def run(self) -> int:
-        """Until the run is over; gives its exit code."""
         self._prepare()
         self._found_memory = self._folder.smp_socket.exists()
         self._start_agent()
@@ -140,7 +144,7 @@ class Stub:
 
     def _spawn_agent(self, variables: dict[str, str]) -> int:
         command = python_command("ftrun.agent", str(self._folder.path))
-        command.insert(1, "-u")  # as torchrun starts ranks, which are forks of this program
+        command.insert(1, "-u")  # as torchrun starts ranks; ranks are forks of this program
         with self._reserve.offer() as for_reserve:
             variables = {
                 **os.environ,
@@ -152,7 +156,8 @@ class Stub:
             inherited = [*self._kept, self._keep_there.fileno(), for_reserve.fileno()]
             for fd in inherited:
                 os.set_inheritable(fd, True)
-            # It takes ^C as soon as it can say so; before that there would be a traceback.
+            # SIGINT is blocked until the agent can handle it; an earlier one would print a
+            # traceback.
             pid = os.posix_spawn(
                 command[0], command, variables, setsid=True, setsigmask=[signal.SIGINT]
             )
@@ -161,7 +166,7 @@ class Stub:
         return pid
 
     def _take_what_to_keep(self) -> None:
-        """The newest memory that an agent has given, its own state first; see Rule 4."""
+        """Keeps only the newest descriptors from the agent, its own state first (Rule 4)."""
         self._keep_here.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -171,7 +176,6 @@ class Stub:
                 self._kept = list(fds)
 
     def _turn(self, *, timeout_s: float | None) -> None:
-        """Wait for signals, and handle all that are there."""
         watched: list[int] = [self._read_fd, self._keep_here.fileno()]
         select.select(watched, [], [], timeout_s)
         self._take_what_to_keep()
@@ -188,7 +192,7 @@ class Stub:
         if number in ENDING and self._asked is None:
             self._asked = number
         if number in NEEDS_HANDLER or (number in ENDING and self._may_hold_memory):
-            self._held.append(number)  # passed on in the same turn, if an agent listens
+            self._held.append(number)  # sent in the same turn if an agent listens
         elif self._agent is not None:
             os.kill(self._agent, number)
 
@@ -204,7 +208,7 @@ class Stub:
                 self._agent, self._status = None, status
 
     def _decide(self) -> int | None:
-        """The agent has ended: the run's exit code, or None and another agent is on its way."""
+        """Handles the end of the agent: returns the exit code, or None if another agent starts."""
         code = os.waitstatus_to_exitcode(self._status)
         has_crashed = code < 0 or (code == ExitCode.BUG and self._folder.crash_mark.exists())
         if not has_crashed:
@@ -273,12 +277,12 @@ class Stub:
 
 
 def pause_s(recent_starts: int) -> float:
-    """Seconds before the next start, after this many starts within `AGENT_WINDOW_S`."""
+    """Returns the pause in seconds after this number of starts within `AGENT_WINDOW_S`."""
     return _PAUSES_S[min(max(recent_starts, 1), len(_PAUSES_S)) - 1]
 
 
 def shut_down_smp(folder: RunFolder) -> bool:
-    """Ask the SMP to free everything and end; says whether it answered."""
+    """Requests that the SMP frees everything and ends; returns whether it confirmed."""
     from ftrun.wire.messages.envelope import Done, Hello
     from ftrun.wire.messages.smp import Shutdown
     from ftrun.wire.transport.channel import connect
@@ -302,7 +306,7 @@ def shut_down_smp(folder: RunFolder) -> bool:
 
 
 def answers(path: Path) -> bool:
-    """Whether a process listens on a unix socket."""
+    """Returns whether a process listens on this unix socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(1.0)
         try:
@@ -319,9 +323,10 @@ def answers(path: Path) -> bool:
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """`python -m module`, kept from importing what lies in the user's folder (a types.py).
+    """Returns `python -m module`, which imports no module from the current folder.
 
-    Only in a checkout that is not installed is it the current folder by which ftrun is found.
+    A file such as types.py in that folder would shadow the standard library. Exception: a checkout
+    that is not installed is found through the current folder only.
     """
     root = Path(__file__).parents[2]
     elsewhere = [Path(entry) for entry in sys.path if entry and Path(entry) != Path.cwd()]
@@ -330,9 +335,8 @@ def python_command(module: str, *arguments: str) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """`python -m ftrun.cli.stub RUN_FOLDER LOCK_FD`."""
     folder = RunFolder(Path(arguments[0]))
-    # Held by this process alone: a run is alive as long as its stub.
+    # Only this process holds the lock: a run is alive exactly while its stub is.
     os.set_inheritable(int(arguments[1]), False)
     return Stub(folder).run()
 
@@ -350,7 +354,7 @@ def _say(text: str) -> None:
 
 
 def _nothing(_number: int, _frame: object) -> None:
-    """The wakeup descriptor has it."""
+    """The wakeup descriptor delivers the signal."""
 
 
 if __name__ == "__main__":

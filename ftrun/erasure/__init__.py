@@ -1,1 +1,1 @@
-"""DECISION: how the state of a node survives its loss. Pure, except for ISA-L behind the codec."""
+"""Pure, except for ISA-L behind the codec: how the state of a node survives its loss."""

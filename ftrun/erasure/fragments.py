@@ -1,18 +1,18 @@
-"""What a block is called while it travels or is stored, and whether it is the one asked for.
+"""The header of a block that is sent or stored, and the check that a block is the requested one.
 
 Runs in:  the SMP, on any of its threads. Pure.
 Takes in: blocks, and their headers as bytes.
-Gives:    a header of 80 bytes for each block; a `FragmentRefused`, with the reason, for whatever
-          is not exactly the block that was asked for.
-Source:   the library behind the parity finds neither flipped bits nor a duplicate nor blocks of
-          two versions among one another, its own checksums switched on or not (tried, 2026-11).
-          So each fragment says itself what it is of, and what its bytes are.
+Gives:    a header of 80 bytes for each block; a `FragmentRefused` with the reason for any block
+          that is not exactly the requested one.
+Source:   the erasure code library detects neither flipped bits nor duplicates nor a mix of blocks
+          of two versions, with or without its own checksums (tried, 2026-11). Each fragment
+          therefore states what it belongs to and what its bytes are.
 
-Rule 1: nothing is decoded that has not passed `check`: run, version, group, stripe, place,
+Rule 1: only fragments that have passed `check` are decoded: run, version, group, stripe, place,
         length, digest of the header, digest of the bytes.
-Rule 2: a fragment counts for the place that its sender has in the stripe; what the header says
-        must agree. No node can fill the place of another.
-Rule 3: two fragments for one place are never both used; where they differ, neither is.
+Rule 2: a fragment counts for the place that its sender has in the stripe, and its header must
+        agree. No node can fill the place of another.
+Rule 3: two fragments for one place are never both used. If they differ, neither is used.
 """
 
 import struct
@@ -34,12 +34,12 @@ HEADER_BYTES = _FIELDS.size + _CHECK.size
 
 @dataclass(frozen=True, slots=True)
 class StripeId:
-    """One stripe of one snapshot. Fragments of different ones never meet.
+    """Identifies one stripe of one snapshot. Fragments of different stripes are never combined.
 
     Attributes:
         run: `run_digest` of the run.
         version: of the snapshot.
-        group: `Group.id` of those that keep it.
+        group: `ProtectionGroup.id` of the group that stores it.
         stripe: its number in the layout, from 0.
     """
 
@@ -54,7 +54,7 @@ class StripeId:
 
 @dataclass(frozen=True, slots=True)
 class BlockDigest:
-    """What a block's bytes are known to be: their number, and their xxh3."""
+    """The length of a block and the xxh3 digest of its bytes."""
 
     num_bytes: int
     digest: int
@@ -62,15 +62,15 @@ class BlockDigest:
 
 @dataclass(frozen=True, slots=True)
 class FragmentHeader:
-    """What a fragment says of itself.
+    """The header of a fragment.
 
     Attributes:
-        of: the stripe it belongs to.
-        generation: the one in which it was made; later than the version's where a restored
+        of: the stripe that it belongs to.
+        generation: generation that made the fragment; later than the version's if a restored
             version was protected again.
         index: its place in the stripe: 0 to k-1 data, k to k+m-1 parity.
-        block: length and digest of the bytes. Data may be shorter than a whole block; what
-            lacks counts as zeros.
+        block: length and digest of the bytes. Data may be shorter than a whole block; the missing
+            bytes count as zeros.
     """
 
     of: StripeId
@@ -81,13 +81,13 @@ class FragmentHeader:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A block with its header, as they came from somewhere.
+    """A received block with its header, both unchecked.
 
     Attributes:
-        sender: node it came from, for words.
-        index: place that this node has in the stripe, by the layout.
-        header: as bytes, not yet believed.
-        payload: likewise.
+        sender: name of the sending node, for messages.
+        index: place of this node in the stripe, by the layout.
+        header: bytes of the header.
+        payload: bytes of the block.
     """
 
     sender: str
@@ -96,22 +96,18 @@ class Fragment:
     payload: Buffer
 
     def name(self, of: StripeId) -> str:
-        """What to call it in messages, as a fragment of that stripe."""
         return f"the fragment of {self.sender} for {of} (place {self.index})"
 
 
 def run_digest(run_id: RunId) -> int:
-    """What stands for a run in a header: u64."""
     return xxhash.xxh3_64_intdigest(run_id.encode())
 
 
 def block_digest(payload: Buffer) -> BlockDigest:
-    """Length and digest of a block's bytes."""
     return BlockDigest(memoryview(payload).nbytes, xxhash.xxh3_64_intdigest(payload))
 
 
 def pack(header: FragmentHeader) -> bytes:
-    """A header as bytes, with a digest of itself at the end."""
     of = header.of
     fields = _FIELDS.pack(
         _MAGIC,
@@ -129,14 +125,14 @@ def pack(header: FragmentHeader) -> bytes:
 
 
 def unpack(raw: Buffer, *, what: str = "a fragment") -> FragmentHeader:
-    """The header in these bytes.
+    """Decodes a header.
 
     Args:
         raw: 80 bytes.
-        what: what to call it in an error.
+        what: name of the fragment in an error.
 
     Raises:
-        FragmentRefused: it is cut off, zeroed, changed, or of another format.
+        FragmentRefused: the header is truncated, zeroed, changed, or of another format.
     """
     view = memoryview(raw).cast("B")
     if len(view) != HEADER_BYTES:
@@ -161,16 +157,16 @@ def check(
     generation: Generation | None = None,
     known: BlockDigest | None = None,
 ) -> FragmentHeader:
-    """The header of a fragment that is what it should be.
+    """Checks a fragment and returns its header.
 
     Args:
-        fragment: header and bytes, not yet believed.
-        of: the stripe it must belong to.
-        generation: the one it must have been made in; any, where it is not given.
-        known: what its bytes must be, where that is known from elsewhere.
+        fragment: header and bytes, unchecked.
+        of: the stripe that it must belong to.
+        generation: generation that must have made it; None: any.
+        known: the expected length and digest of its bytes, if they are known from elsewhere.
 
     Raises:
-        FragmentRefused: it is not.
+        FragmentRefused: a check has failed.
     """
     what = fragment.name(of)
     header = unpack(fragment.header, what=what)
@@ -201,7 +197,7 @@ def _place_difference(
 
 
 def _bytes_difference(block: BlockDigest, payload: Buffer, known: BlockDigest | None) -> str:
-    """Why the bytes are not those of the header, or not those that are known; empty if they are."""
+    """Why the bytes do not match their header or the known digest; empty if they do."""
     num_bytes = memoryview(payload).nbytes
     if num_bytes != block.num_bytes or not 0 < num_bytes <= MAX_BLOCK_BYTES:
         return f"it has {num_bytes} bytes, and its header says {block.num_bytes}"
@@ -211,10 +207,7 @@ def _bytes_difference(block: BlockDigest, payload: Buffer, known: BlockDigest | 
 
 
 class FragmentSet:
-    """Checked fragments, apart by stripe.
-
-    Survives: nothing. Not for several threads at once.
-    """
+    """Checked fragments by stripe and place; not thread-safe."""
 
     def __init__(self) -> None:
         self._stripes: dict[StripeId, dict[int, tuple[BlockDigest, Fragment | None]]] = {}
@@ -227,11 +220,11 @@ class FragmentSet:
         generation: Generation | None = None,
         known: BlockDigest | None = None,
     ) -> None:
-        """Check a fragment and keep it; arguments as for `check`.
+        """Checks a fragment and stores it; arguments as for `check`.
 
         Raises:
-            FragmentRefused: it is not what it should be, or its place is taken. If the one that
-                has the place differs from it, that one goes too, and the place stays empty.
+            FragmentRefused: a check has failed, or the place is taken. If the stored fragment of
+                the place differs, it is removed too, and the place stays empty.
         """
         header = check(fragment, of, generation=generation, known=known)
         places = self._stripes.setdefault(of, {})
@@ -246,10 +239,8 @@ class FragmentSet:
         raise FragmentRefused(what=fragment.name(of), why=why)
 
     def of(self, stripe: StripeId) -> dict[int, Fragment]:
-        """What is kept of a stripe, by place."""
         places = self._stripes.get(stripe, {})
         return {index: kept for index, (_, kept) in places.items() if kept is not None}
 
     def forget(self, stripe: StripeId) -> None:
-        """Let go of all that is kept of a stripe."""
         self._stripes.pop(stripe, None)

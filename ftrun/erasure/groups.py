@@ -1,21 +1,23 @@
-"""Which nodes protect one another.
+"""Divides the nodes of a generation into groups that protect each other.
 
-Runs in:  the agent that leads. Pure; the same answer for the same nodes, whoever computes it.
-Takes in: the nodes of a generation in order of their ranks, and the domains that fail as one: a
-          rack, a power supply, a switch.
-Gives:    `ProtectionGroup`s: every node in one, in a fixed place.
+Runs in:  the agent that is the leader. Pure; the result is equal on every agent.
+Takes in: the nodes of a generation in order of their ranks, and their fault domains: a rack, a
+          power supply, a switch.
+Gives:    `ProtectionGroup`s: every node is in one, at a fixed position.
 
-All that protects a node's state lies within its group, so a lost node is repaired from its group
-alone, and a group bears the loss of any m of its nodes. Small groups keep repair cheap (k blocks
-are read for each lost one) and few nodes depend on one another; beyond four data nodes, more of
-them save little memory, for parity takes m/k. Hence, where the operator does not choose:
-at most 8 nodes in a group (4 m where m is above 2), and as few groups as that allows, which
-makes groups of 4 to 8; one parity block in a stripe below 8 nodes, two from 8 on.
+Everything that protects a node's state is within its group. A lost node is therefore rebuilt from
+its group alone, and a group survives the loss of any m of its nodes. In small groups a rebuild is
+cheap (k blocks are read for each lost one), and few nodes depend on each other. Beyond four data
+nodes, more of them save little memory, because parity takes m/k.
 
-Rule 1: groups differ by one node at most, and none is too small to be protected while there are
-        nodes enough: rather fewer groups, each with more data nodes than was asked for.
-Rule 2: the nodes of a domain are spread over the groups as evenly as can be.
-Rule 3: a node that stays keeps its group and its place, so what is protected stays readable.
+If the operator does not choose, a group therefore has at most 8 nodes (4 m if m is above 2). There
+are as few groups as that allows, which gives groups of 4 to 8 nodes. A stripe has one parity block
+in runs below 8 nodes, two from 8 on.
+
+Rule 1: groups differ by at most one node, and no group is too small to be protected if there are
+        enough nodes. Otherwise there are fewer groups, each with more data nodes than requested.
+Rule 2: the nodes of a fault domain are spread over the groups as evenly as possible.
+Rule 3: a node that stays keeps its group and its position, so protected state stays readable.
 """
 
 from collections import Counter
@@ -33,33 +35,33 @@ TWO_PARITY_FROM = 8
 
 @dataclass(frozen=True, slots=True)
 class ProtectionGroup:
-    """Nodes that protect one another, and how many of them may be lost."""
+    """Nodes that protect each other, and how many of them may be lost."""
 
     nodes: tuple[str, ...]
     parity: int
 
     @property
     def data(self) -> int:
-        """k: data blocks of a stripe. Below one, there is no protection by parity."""
+        """k: data blocks of a stripe. Below 1, parity cannot protect the group."""
         return len(self.nodes) - self.parity
 
     @property
     def is_protected(self) -> bool:
-        """Parity protects this group; else its state is lost with a node."""
+        """Whether parity protects this group. If not, a lost node's state is lost."""
         return self.parity >= 1 and self.data >= 1
 
     @property
     def id(self) -> int:
-        """A digest of these nodes in this order with this parity, u64: what fragments carry."""
+        """u64 digest of these nodes in this order with this parity; fragments carry it."""
         words = [str(self.parity), *self.nodes]
         return xxhash.xxh3_64_intdigest("".join(f"{len(word)}:{word}" for word in words).encode())
 
     def survives_domains(self, domains: Mapping[str, str]) -> bool:
-        """The loss of any one domain takes no more nodes than the group bears."""
+        """Whether the group survives the loss of any one fault domain."""
         return self.is_protected and self._worst_domain(domains)[1] <= self.parity
 
     def note(self, domains: Mapping[str, str]) -> str:
-        """What this group does not bear, in words; empty where it bears what it should."""
+        """The loss that this group does not survive, in words; empty if it survives as intended."""
         if not self.is_protected:
             return (
                 f"{_named(self.nodes)}: no protection by parity, because {len(self.nodes)} "
@@ -78,7 +80,7 @@ class ProtectionGroup:
 
 
 def default_parity(num_nodes: int) -> int:
-    """m, where the operator does not say: how many nodes of a group may be lost."""
+    """Default of m: the number of nodes of a group that may be lost."""
     return 1 if num_nodes < TWO_PARITY_FROM else 2
 
 
@@ -89,16 +91,13 @@ def make_groups(
     parity: int,
     domains: Mapping[str, str] | None = None,
 ) -> list[ProtectionGroup]:
-    """Groups of all nodes.
+    """Divides all nodes into new groups.
 
     Args:
         nodes: in order of their ranks, each once.
-        data: k, data blocks of a stripe where the groups come out even; None chooses.
-        parity: m, how many nodes of a group may be lost; 0 for no parity.
-        domains: domain of a node; a node that is not there is a domain of its own.
-
-    Raises:
-        InternalError: a node is there twice, or k or m is out of range.
+        data: k, data blocks of a stripe if the groups have equal sizes; None: chosen here.
+        parity: m, number of nodes of a group that may be lost; 0: no parity.
+        domains: fault domain by node; a node without an entry is a domain of its own.
     """
     if len(set(nodes)) != len(nodes):
         raise InternalError(f"a node is named twice among {_named(nodes)}")
@@ -111,8 +110,8 @@ def make_groups(
     count = _num_groups(len(nodes), data, parity)
     ordered = _by_domain(nodes, domains or {})
     places = {node: place for place, node in enumerate(nodes)}
-    # Dealt out like cards: the nodes of a domain follow one another, so no group gets two more
-    # of them than another group.
+    # Round robin: the nodes of a domain follow each other, so two groups differ by at most one of
+    # its nodes.
     return [
         ProtectionGroup(tuple(sorted(ordered[first::count], key=places.__getitem__)), parity)
         for first in range(count)
@@ -122,11 +121,6 @@ def make_groups(
 def replace_in_groups(
     previous: Sequence[ProtectionGroup], replaced: Mapping[str, str]
 ) -> list[ProtectionGroup]:
-    """The same groups, with each replacement in the place of the node that was lost.
-
-    Raises:
-        InternalError: a lost node is in no group, or a replacement is in one already.
-    """
     before = [node for group in previous for node in group.nodes]
     after = [replaced.get(node, node) for node in before]
     if replaced.keys() - {*before} or len({*after}) != len(after):
@@ -149,13 +143,13 @@ def next_groups(
     """Groups of a new generation: the previous ones if replacements make them fit, else new ones.
 
     Args:
-        previous: of the generation before; none at the start of a run.
+        previous: of the generation before; empty at the start of a run.
         nodes: all nodes of the new generation, in order of their ranks.
-        replaced: replacement by lost node; what is lost without one is not in it. A node that
-            stays, though its ranks may be another's now, keeps its place all the same.
+        replaced: replacement by lost node; lost nodes without a replacement are not in it. A node
+            that stays keeps its position, even if other ranks now run on it.
         data: as for `make_groups`.
-        parity: likewise.
-        domains: likewise.
+        parity: as for `make_groups`.
+        domains: as for `make_groups`.
     """
     of_previous = {node for group in previous for node in group.nodes}
     mine = {old: new for old, new in replaced.items() if old in of_previous - {*nodes}}
@@ -167,19 +161,18 @@ def next_groups(
 
 
 def notes(groups: Sequence[ProtectionGroup], domains: Mapping[str, str] | None = None) -> list[str]:
-    """What the operator should know of these groups, a sentence for each that bears too little."""
     return [note for group in groups if (note := group.note(domains or {}))]
 
 
 def _num_groups(num_nodes: int, data: int | None, parity: int) -> int:
     wanted = data + parity if data is not None else max(GROUP_NODES, 4 * parity)
-    # A code has at most so many data blocks, and the largest group is rounded up.
+    # A code has at most MAX_DATA data blocks, and the largest group is rounded up.
     wanted = min(wanted, MAX_DATA + parity)
     return max(1, min(-(-num_nodes // wanted), num_nodes // (parity + 1)))
 
 
 def _by_domain(nodes: Sequence[str], domains: Mapping[str, str]) -> list[str]:
-    """All nodes, domain after domain, in the order in which the domains are first met."""
+    """All nodes, domain after domain; domains are in order of their first node."""
     members: dict[str, list[str]] = {}
     for node in nodes:
         members.setdefault(domains.get(node, node), []).append(node)

@@ -1,17 +1,17 @@
-"""The codec that computes in place: Intel's ISA-L, called by ctypes.
+"""The codec that computes in place: Intel's ISA-L, called through ctypes.
 
-Runs in:  the SMP, on any of its threads; the GIL is released during every call.
-Takes in: blocks where they lie: mapped memory, receive buffers, arrays.
-Gives:    a `Codec`; two to ten times what pyeclib's own encode does per CPU second, because that
-          copies every block twice and faults in new memory each time (measured 2026-11).
+Runs in:  the SMP, on any of its threads; every call releases the GIL.
+Takes in: blocks in place: mapped memory, receive buffers, arrays.
+Gives:    a `Codec` with two to ten times the throughput per CPU second of pyeclib's own encode.
+          pyeclib copies every block twice and faults in new memory each time (measured 2026-11).
 
-The library is the one that lies in pyeclib's wheel, or the system's. Finding it reads the list
-of that wheel's files and loads a library: the only thing in this folder that is not pure, done
-once, before any decision.
+The library is that of pyeclib's wheel, or the system's. Finding it reads the list of the wheel's
+files and loads a library. This is the only impure operation of this folder, and it happens once,
+before any decision.
 
-Rule 1: tables that ISA-L has expanded never leave the process: their format depends on the
-        processor. What nodes have in common is the matrix, which self_test.py holds them to.
-Rule 2: no address outlives the `PinnedBuffers` it came from.
+Rule 1: tables that ISA-L has expanded never leave the process, because their format depends on the
+        processor. The nodes share only the matrix, which self_test.py checks.
+Rule 2: no address is used after the `PinnedBuffers` that it came from is released.
 """
 
 import ctypes
@@ -24,10 +24,10 @@ from ftrun.erasure.pinned_buffers import PinnedBuffers
 from ftrun.errors import InternalError, NotSupportedHere
 
 _TABLE_BYTES = 32
-"""What ISA-L expands one factor to, at most."""
+"""Largest size of the table that ISA-L expands one factor to."""
 
 _MAX_KEPT = 256
-"""Rebuilding repeats few sets of blocks, one for each way to lie in the rotation."""
+"""Cached tables at most. Rebuilding uses few sets of blocks: one for each turn of the rotation."""
 
 _INT, _POINTER = ctypes.c_int, ctypes.c_void_p
 _SIGNATURES = {
@@ -47,11 +47,10 @@ class IsalCodec:
     name = "isa-l"
 
     def __init__(self, k: int, m: int) -> None:
-        """Load the library and make the tables of this (k, m).
+        """Loads the library and expands the tables of this (k, m).
 
         Raises:
-            InternalError: k or m is out of range.
-            NotSupportedHere: the library is not found, or is not ISA-L as we know it.
+            NotSupportedHere: the library is not found, or is not the expected ISA-L.
         """
         check_shape(k, m)
         self.k, self.m = k, m
@@ -102,8 +101,7 @@ class IsalCodec:
         )
 
     def _rebuilding(self, used: tuple[int, ...], wanted: tuple[int, ...]) -> Tables:
-        """Tables that make the wanted blocks of the used ones."""
-        # Two threads may make the same tables at once; either's are right.
+        # Two threads may compute the same tables at once; both results are correct.
         tables = self._kept.get((used, wanted))
         if tables is None:
             if len(self._kept) >= _MAX_KEPT:
@@ -113,14 +111,14 @@ class IsalCodec:
         return tables
 
     def _rows_from(self, used: tuple[int, ...], wanted: tuple[int, ...]) -> list[bytes]:
-        """Factors by which the used blocks give each of the wanted ones."""
+        """Factors that compute each of the wanted blocks from the used ones."""
         square = b"".join(self._rows[i] for i in used)
         inverse = ctypes.create_string_buffer(len(square))
-        # It works within its input, so that is a copy.
+        # gf_invert_matrix() overwrites its input, so the input is a copy.
         if self._isal.gf_invert_matrix(ctypes.create_string_buffer(square), inverse, self.k):
             raise InternalError(f"blocks {list(used)} do not determine their stripe")
         to_data = [inverse.raw[at : at + self.k] for at in range(0, len(square), self.k)]
-        # Rows of factors add up as blocks do: the product of matrices is one more encoding.
+        # Rows of factors add up as blocks do, so the product of the matrices is one more encoding.
         rows = [bytearray(self.k) for _ in wanted]
         with PinnedBuffers(to_data, rows) as blocks:
             tables = self._expand([self._rows[i] for i in wanted])
@@ -128,7 +126,6 @@ class IsalCodec:
         return [bytes(row) for row in rows]
 
     def _expand(self, rows: Sequence[bytes]) -> Tables:
-        """ISA-L's tables for some rows of factors."""
         num_factors = len(rows) * len(rows[0])
         tables = ctypes.create_string_buffer(_TABLE_BYTES * num_factors)
         self._isal.ec_init_tables(len(rows[0]), len(rows), b"".join(rows), tables)
@@ -137,13 +134,10 @@ class IsalCodec:
 
 @cache
 def load_isal(path: str | None) -> ctypes.CDLL:
-    """ISA-L, with the signatures of what is used here.
-
-    Args:
-        path: where `find_isal` has found it; None if nowhere.
+    """Loads ISA-L at the path from `find_isal`, and declares the functions that are used here.
 
     Raises:
-        NotSupportedHere: there is none, or it lacks a function.
+        NotSupportedHere: there is no library, or it lacks a function.
     """
     if path is None:
         raise NotSupportedHere("ISA-L is neither in pyeclib's wheel nor among the system's")
@@ -158,7 +152,7 @@ def load_isal(path: str | None) -> ctypes.CDLL:
 
 
 def find_isal(distribution: str = "pyeclib") -> str | None:
-    """Where the library lies: in pyeclib's wheel, or the name by which the system knows it."""
+    """The path of the library in pyeclib's wheel, or the name of the system's library."""
     from ctypes.util import find_library
     from importlib.metadata import PackageNotFoundError, files
 

@@ -1,17 +1,19 @@
-"""The addresses of blocks, checked before a C library may write to them.
+"""Pins blocks and checks them before a C library may write to their addresses.
 
-Runs in:  the SMP, on any of its threads. Pure: it only looks at memory it is given.
-Takes in: blocks that are read (sources) and blocks that are written (targets): anything with the
+Runs in:  the SMP, on any of its threads. Pure: it only inspects memory that it is given.
+Takes in: blocks that are read (sources) and blocks that are written (targets): any objects with the
           buffer protocol, in place.
-Gives:    a `PinnedBuffers`, whose addresses are good for as long as its `with` block lasts.
+Gives:    a `PinnedBuffers`, whose addresses are valid while its `with` block runs.
 
-A C library believes what it is told: a length that is wrong by one corrupts the heap, and a
-read-only mapping ends the process with SIGSEGV. So everything is checked here, once, for both
-codecs, and a caller who is wrong gets an InternalError.
+A C library does not check its arguments: a length that is wrong by one corrupts the heap, and a
+read-only mapping ends the process with SIGSEGV. Everything is therefore checked here, for both
+codecs, and a wrong argument raises an InternalError.
 
-Rule 1: all targets are of one length; sources are too, or no longer where that is allowed.
-Rule 2: a target overlaps no other block. Several sources may be the same one.
-Rule 3: while pinned, a mapping cannot be closed nor a bytearray resized: Python refuses it.
+Rule 1: all targets have one length. Sources have the same length, or a smaller one if that is
+        allowed.
+Rule 2: a target overlaps no other block. Several sources may be the same block.
+Rule 3: while pinned, a mapping cannot be closed and a bytearray cannot be resized: Python refuses
+        it.
 """
 
 import ctypes
@@ -24,7 +26,7 @@ from ftrun.errors import InternalError
 if TYPE_CHECKING:
     from typing_extensions import Buffer as Buffer
 else:
-    # The name exists in collections.abc from Python 3.12 on.
+    # collections.abc has the name from Python 3.12 on.
     Buffer = object
 
 MAX_BLOCK_BYTES = 1 << 25
@@ -51,7 +53,7 @@ class _PyBuffer(ctypes.Structure):
     )
 
 
-# Prototypes of our own: the attributes of ctypes.pythonapi belong to the whole process. These
+# Separate prototypes, because the attributes of ctypes.pythonapi belong to the whole process. These
 # keep the GIL, as calls into Python must.
 _get_buffer = ctypes.PYFUNCTYPE(
     ctypes.c_int, ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int
@@ -62,13 +64,13 @@ _release_buffer = ctypes.PYFUNCTYPE(None, ctypes.POINTER(_PyBuffer))(
 
 
 class PinnedBuffers:
-    """Blocks that stay where they are while the `with` block lasts.
+    """Blocks whose addresses stay valid while the `with` block runs.
 
     Attributes:
-        sources: their addresses.
-        targets: likewise.
-        num_bytes: the length of each target.
-        source_bytes: the length of each source.
+        sources: addresses of the sources.
+        targets: addresses of the targets.
+        num_bytes: length of each target.
+        source_bytes: length of each source.
     """
 
     __slots__ = ("_held", "_may_be_shorter", "num_bytes", "source_bytes", "sources", "targets")
@@ -80,15 +82,12 @@ class PinnedBuffers:
         *,
         may_be_shorter: bool = False,
     ) -> None:
-        """Pin and check.
+        """Pins and checks the blocks; if a check fails, nothing stays pinned.
 
         Args:
             sources: blocks that are read.
             targets: blocks that are written; at least one.
-            may_be_shorter: a source may end before the targets do.
-
-        Raises:
-            InternalError: a length, a read-only target, an overlap; nothing stays pinned.
+            may_be_shorter: sources may be shorter than the targets.
         """
         self._held: list[_PyBuffer] = []
         self._may_be_shorter = may_be_shorter
@@ -117,12 +116,11 @@ class PinnedBuffers:
         self.release()
 
     def release(self) -> None:
-        """Let go of all blocks; once more does nothing."""
+        """Unpins all blocks; may be called twice."""
         while self._held:
             _release_buffer(self._held.pop())
 
     def _pin(self, what: str, block: Buffer, how: int) -> tuple[int, int]:
-        """Address and length of one block, which is held from now on."""
         view = _PyBuffer()
         try:
             _get_buffer(block, view, how)

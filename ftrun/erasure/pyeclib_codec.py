@@ -1,15 +1,15 @@
-"""The codec by pyeclib's public functions: where ISA-L cannot be called, and to check it by.
+"""The codec through pyeclib's public functions: the fallback for ISA-L, and its oracle in tests.
 
-Runs in:  the SMP, and in tests as the oracle. Holds the GIL and copies every block twice.
-Takes in: blocks with the buffer protocol, which become `bytes` first.
+Runs in:  the SMP, and tests. Holds the GIL and copies every block twice.
+Takes in: blocks with the buffer protocol, which are converted to `bytes` first.
 Gives:    a `Codec` whose parity equals that of isal.py byte for byte.
 
-pyeclib puts a header before each block, and wants it back to rebuild. Here the headers are those
-of a stripe of zeros of the same length: they tell index and lengths, and nothing of the bytes.
+pyeclib puts a header before each block, and requires it to rebuild. Here the headers are those of a
+stripe of zeros of the same length, because they hold only index and lengths.
 
-Rule 1: pyeclib gets `bytes` and nothing else: its decode of anything else ends the process.
-Rule 2: its checks count for nothing: it takes flipped bits, duplicates and blocks of two
-        generations without a word. Whoever calls `rebuild` has checked before.
+Rule 1: pyeclib gets only `bytes`, because its decode of any other type ends the process.
+Rule 2: pyeclib accepts flipped bits, duplicates and blocks of two generations without an error. The
+        caller of `rebuild` has checked the blocks before.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,11 +25,10 @@ class PyeclibCodec:
     name = "pyeclib"
 
     def __init__(self, k: int, m: int) -> None:
-        """Load pyeclib.
+        """Loads pyeclib.
 
         Raises:
-            InternalError: k or m is out of range.
-            NotSupportedHere: pyeclib, or ISA-L behind it, is not there.
+            NotSupportedHere: pyeclib or ISA-L is missing.
         """
         check_shape(k, m)
         self.k, self.m = k, m
@@ -56,7 +55,8 @@ class PyeclibCodec:
         check_place(self, position, parity_index)
         with PinnedBuffers([data], [parity], may_be_shorter=True) as blocks:
             length = blocks.num_bytes
-            # The code is linear: what a block adds is the parity of it among zeros.
+            # The code is linear: the contribution of a block is the parity of a stripe with it
+            # among zeros.
             stripe = [bytes(length)] * self.k
             stripe[position] = _bytes(data).ljust(length, b"\0")
             added = self._parity_of(stripe, length)[parity_index]
@@ -69,7 +69,7 @@ class PyeclibCodec:
         with PinnedBuffers([have[i] for i in used], [*want.values()]) as blocks:
             headers = self._headers_of(blocks.num_bytes)
             fragments = [headers[i] + _bytes(have[i]) for i in used]
-            # It sorts the list it is given, and answers in that order.
+            # reconstruct() sorts the list that it is given, and returns the blocks in that order.
             wanted = sorted(want)
             made = self._driver.reconstruct(fragments, [*wanted])
             for index, fragment in zip(wanted, made, strict=True):
@@ -81,8 +81,7 @@ class PyeclibCodec:
         return [one[header_bytes:] for one in made]
 
     def _headers_of(self, length: int) -> list[bytes]:
-        """What pyeclib puts before each block of a stripe with blocks of this length."""
-        # One attribute for both, so that another thread sees a pair that belongs together.
+        # One attribute for both values, so that another thread never sees a mixed pair.
         known_length, headers = self._headers
         if known_length != length:
             made = self._driver.encode(bytes(self.k * length))

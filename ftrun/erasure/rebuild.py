@@ -1,16 +1,16 @@
-"""The lost blocks of one stripe, exactly, or a refusal that says why.
+"""Rebuilds the lost blocks of one stripe exactly, or refuses with the reasons.
 
 Runs in:  the SMP, on any of its threads. Pure.
-Takes in: fragments of the survivors, as they come; none is believed.
-Gives:    the blocks that are wanted, in place, or a `StripeLost`. Nothing in between.
+Takes in: unchecked fragments of the surviving nodes, in order of arrival.
+Gives:    the wanted blocks, in place, or a `StripeLost`.
 
-Rule 1: every fragment is checked before it is decoded (fragments.py); one that does not pass is
-        set aside, and the next one takes its place.
-Rule 2: what was rebuilt is checked too, where its digest is known. Where it does not match, one
-        of the fragments is wrong although it agrees with its own digest, and other sets of k are
-        tried as long as there are some.
-Rule 3: fragments are taken one by one and no more of them than are needed, so that the caller
-        may fetch each when it is asked for.
+Rule 1: every fragment is checked before it is decoded (fragments.py). A fragment that fails the
+        check is rejected, and the next one replaces it.
+Rule 2: a rebuilt block is checked too if its digest is known. If it does not match, one of the
+        fragments is wrong although it matches its own digest. Then other sets of k fragments are
+        tried.
+Rule 3: fragments are consumed one by one, and only as many as are needed, so that the caller may
+        fetch each on demand.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,19 +24,19 @@ from ftrun.errors import FragmentRefused, InternalError, StripeLost
 from ftrun.ids import Generation
 
 _MAX_TRIES = 64
-"""Sets of k for each further fragment; a group of 8 nodes has 35."""
+"""Number of sets of k that are tried for each further fragment; a group of 8 nodes has 35."""
 
 
 @dataclass(frozen=True, slots=True)
 class StripeFacts:
-    """What is known of a stripe before any of its fragments comes.
+    """Facts about a stripe that are known before any of its fragments arrives.
 
     Attributes:
-        of: which one it is.
+        of: the stripe.
         nodes: name of the node at each place, k data and then m parity.
         empty: places whose node has no block in this stripe; they count as zeros.
-        generation: in which the fragments must have been made; any, where it is not given.
-        known: length and digest of blocks, where they are known from elsewhere.
+        generation: generation that must have made the fragments; None: any.
+        known: length and digest of blocks by place, if they are known from elsewhere.
     """
 
     of: StripeId
@@ -48,12 +48,12 @@ class StripeFacts:
 
 @dataclass(frozen=True, slots=True)
 class RebuiltBlocks:
-    """How the wanted blocks came about.
+    """How the wanted blocks were obtained.
 
     Attributes:
-        used: places of the k blocks that were decoded; none where all that was wanted came.
-        verified: places of wanted blocks whose digest is known, and matches.
-        set_aside: what was not used, and why.
+        used: places of the k blocks that were decoded; empty if all wanted blocks arrived.
+        verified: places of wanted blocks whose digest is known and matches.
+        set_aside: reasons of rejected fragments and decodings.
     """
 
     used: tuple[int, ...]
@@ -64,18 +64,17 @@ class RebuiltBlocks:
 def rebuild_stripe(
     codec: Codec, facts: StripeFacts, fragments: Iterable[Fragment], wanted: Mapping[int, Buffer]
 ) -> RebuiltBlocks:
-    """Write the wanted blocks of a stripe.
+    """Writes the wanted blocks of a stripe.
 
     Args:
         codec: for the k and m of this group.
-        facts: which stripe it is.
-        fragments: of survivors, best first. The place of each is the one its sender has.
-        wanted: whole writable blocks of one length, by place. What a node's last block lacks of
-            that length is written as zeros. After a refusal they hold anything.
+        facts: of the stripe.
+        fragments: of surviving nodes, best first. The place of each is the place of its sender.
+        wanted: whole writable blocks of one length, by place. If a node's last block is shorter,
+            the rest is written as zeros. After an error their content is undefined.
 
     Raises:
-        StripeLost: too few good fragments, or none of their sets gives what was protected.
-        InternalError: a place or a length is wrong in `wanted`, or a node has no name.
+        StripeLost: there are too few good fragments, or no set of them gives the protected bytes.
     """
     if not wanted:
         return RebuiltBlocks((), frozenset(), ())
@@ -89,7 +88,7 @@ def rebuild_stripe(
 
 
 class StripeWork:
-    """One stripe on its way; arguments as of `rebuild_stripe`."""
+    """The rebuild of one stripe in progress; arguments as of `rebuild_stripe`."""
 
     def __init__(self, codec: Codec, facts: StripeFacts, wanted: Mapping[int, Buffer]) -> None:
         if len(facts.nodes) != codec.k + codec.m:
@@ -107,11 +106,11 @@ class StripeWork:
         self._problems: list[str] = []
 
     def take(self, fragment: Fragment) -> bool:
-        """Take the next fragment; whether all that is wanted is there now."""
+        """Adds the next fragment; True if all wanted blocks are complete."""
         return self.accept(fragment) and self.finish(fragment.index)
 
     def accept(self, fragment: Fragment) -> bool:
-        """Whether a fragment counts; where it does not, the reason is kept."""
+        """Checks and stores a fragment; if it is rejected, records the reason and returns False."""
         facts, place = self._facts, fragment.index
         self._silent.discard(place)
         try:
@@ -127,10 +126,10 @@ class StripeWork:
         return True
 
     def finish(self, newest: int | None) -> bool:
-        """Whether all that is wanted is there now.
+        """Tries to complete all wanted blocks; True if that has succeeded.
 
         Args:
-            newest: the place that has just come; sets without it have been tried.
+            newest: the place that has just arrived; sets without it have been tried.
         """
         came = self._wanted.keys() & self._blocks.keys()
         lost = self._wanted.keys() - came
@@ -143,7 +142,7 @@ class StripeWork:
         return True
 
     def refusal(self) -> StripeLost:
-        """Why not: what is there, what did not come, what was set aside."""
+        """The error: available blocks, missing fragments, and reasons of rejections."""
         nodes = self._facts.nodes
         silent = [f"nothing came from {nodes[i]} (place {i})" for i in sorted(self._silent)]
         return StripeLost(
@@ -154,7 +153,7 @@ class StripeWork:
         )
 
     def _sets(self, newest: int | None) -> Iterator[tuple[int, ...]]:
-        """Sets of k places not tried before."""
+        """Sets of k places that have not been tried yet."""
         if newest is None:
             return combinations(sorted(self._blocks), self._codec.k)
         others = [place for place in sorted(self._blocks) if place != newest]
@@ -162,7 +161,7 @@ class StripeWork:
         return islice(further, _MAX_TRIES)
 
     def _decode(self, used: tuple[int, ...], lost: list[int]) -> bool:
-        """Write what is lost, and see whether it is what is known of it."""
+        """Writes the lost blocks; False if one does not match its known digest."""
         have = {place: self._blocks[place] for place in used}
         self._codec.rebuild(have, {place: self._wanted[place] for place in lost})
         known = self._facts.known
@@ -175,7 +174,7 @@ class StripeWork:
         return not wrong
 
     def _whole(self, fragment: Fragment) -> memoryview:
-        """The bytes of a fragment with the zeros that a short block lacks."""
+        """The bytes of a fragment, padded with zeros to a whole block."""
         payload = _bytes_of(fragment.payload)
         lacking = self._block_bytes - len(payload)
         if lacking < 0 or fragment.index in self._facts.empty:
@@ -191,6 +190,6 @@ def _bytes_of(block: Buffer) -> memoryview:
 
 
 def _is(block: memoryview, known: BlockDigest) -> bool:
-    """Whether a whole block begins with those bytes and goes on with zeros."""
+    """Whether a whole block is these bytes followed by zeros."""
     start, rest = block[: known.num_bytes], block[known.num_bytes :]
     return block_digest(start) == known and not bytes(rest).strip(b"\0")

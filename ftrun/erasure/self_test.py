@@ -1,13 +1,13 @@
-"""Whether this codec, on this machine, gives back what it was given.
+"""Checks that this codec, on this machine, rebuilds the blocks that it was given.
 
 Runs in:  the SMP, once, before the first snapshot is protected. Pure.
 Takes in: a `Codec`.
 Gives:    nothing, or an InternalError that names the blocks.
 
-A library that was built wrong, or a processor that computes wrong, would be found only when a
-node is lost. So every set of k survivors is tried before, on small blocks (a sample where there
-are more than 2,000 sets), and the parity is compared with arithmetic of our own, because nodes
-with different libraries must agree on the matrix.
+A wrongly built library, or a processor that computes wrong results, would otherwise be found only
+after the loss of a node. Every set of k survivors is therefore tried on small blocks. If there are
+more than 2,000 sets, a sample is tried. The parity is compared with separate arithmetic, because
+nodes with different libraries must agree on the matrix.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,13 +22,13 @@ from ftrun.errors import InternalError
 MAX_SURVIVOR_SETS = 2000
 
 _BLOCK_BYTES = 97
-"""One vector of the widest kind, one of the narrowest, and one byte that fits none."""
+"""One vector of the widest kind, one of the narrowest, and one byte outside any vector."""
 
 _POLYNOMIAL = 0x11D
 
 
 def self_test(codec: Codec) -> int:
-    """Try all survivor sets, or 2,000 of them; how many that were.
+    """Tries all survivor sets, or 2,000 of them; returns their number.
 
     Raises:
         InternalError: a parity or a rebuilt block is wrong; the codec must not be used.
@@ -45,7 +45,7 @@ def self_test(codec: Codec) -> int:
 
 
 def survivor_sets(k: int, m: int) -> Iterator[tuple[int, ...]]:
-    """Every set of k of the k+m indexes, or 2,000 at equal distances: the same at each call."""
+    """Every set of k of the k+m indexes, or 2,000 at equal distances; equal at each call."""
     total = comb(k + m, k)
     if total <= MAX_SURVIVOR_SETS:
         yield from combinations(range(k + m), k)
@@ -55,7 +55,7 @@ def survivor_sets(k: int, m: int) -> Iterator[tuple[int, ...]]:
 
 
 def _nth_set(rank: int, n: int, k: int) -> tuple[int, ...]:
-    """The set at place `rank` of all `combinations(range(n), k)`, without going through them."""
+    """The set at index `rank` of `combinations(range(n), k)`, without enumerating them."""
     chosen: list[int] = []
     for i in range(n):
         if len(chosen) == k:
@@ -105,11 +105,11 @@ def _noise(seed: int) -> bytes:
 
 
 def _dirty() -> bytearray:
-    """A target with something in it, as parity memory has from the last snapshot."""
+    """A target with old content, as parity memory has from the last snapshot."""
     return bytearray(b"\xa5" * _BLOCK_BYTES)
 
 
-# --- the same by hand ---------------------------------------------------------------------------
+# --- the same without a library -----------------------------------------------------------------
 
 
 def _parity_by_hand(data: Sequence[bytes], m: int) -> list[bytes]:

@@ -1,8 +1,8 @@
-"""Which block of which node lies in which stripe, and who keeps its parity.
+"""Maps the blocks of the nodes of a group to stripes, and stripes to the nodes with parity.
 
 Runs in:  the SMP. Pure arithmetic; every node of a group computes the same.
-Takes in: the size of the group, n, and how many of its nodes may be lost, m.
-Gives:    a `Stripes`: from blocks to stripes and back, for data and for parity.
+Takes in: n, the number of nodes in the group, and m, the number that may be lost.
+Gives:    a `Stripes`: the mapping in both directions, for data and for parity.
 
     n = 4, m = 1    node 0   node 1   node 2   node 3
     stripe 0        parity   data 0   data 1   data 2
@@ -10,13 +10,13 @@ Gives:    a `Stripes`: from blocks to stripes and back, for data and for parity.
     stripe 2        data 1   data 2   parity   data 0
     stripe 3        data 0   data 1   data 2   parity     and so on, from the top
 
-A stripe has one block of each of its k = n - m data nodes, and one block of parity on each of
-the m others, so a lost node costs every stripe one block. The roles move by one node from stripe
-to stripe: all nodes send, receive, compute and keep the same. Parity takes m/k of the memory of
-the data. With n = 2 and m = 1 a stripe is a block and its copy.
+A stripe has one block of each of its k = n - m data nodes, and one block of parity on each of the m
+others. A lost node therefore costs every stripe one block. The roles move by one node from stripe
+to stripe, so all nodes send, receive, compute and store equal amounts. Parity takes m/k of the
+memory of the data. With n = 2 and m = 1 a stripe is a block and its copy.
 
-A node's state is cut into blocks of `block_bytes`, the last one may be shorter. Nodes may have
-different amounts: a block that a node has not counts as zeros, and nobody sends it.
+A node's state is cut into blocks of `block_bytes`; the last one may be shorter. Nodes may have
+different amounts of state. A block that a node does not have counts as zeros and is not sent.
 """
 
 from collections.abc import Sequence
@@ -24,17 +24,17 @@ from collections.abc import Sequence
 from ftrun.errors import InternalError
 
 BLOCK_BYTES = 1 << 20
-"""Cost per byte is flat from 1 to 4 MiB, and two of these stay in the cache (2026-11)."""
+"""The cost per byte is flat from 1 to 4 MiB, and two such blocks stay in the cache (2026-11)."""
 
 
 class Stripes:
     """The layout of one group. Nodes are numbered 0 to n-1 in the group's order.
 
-    What is asked of a stripe takes the stripe first, what is asked of a node the node.
+    Methods about a stripe take the stripe first, methods about a node take the node first.
 
     Args:
         n: nodes of the group.
-        m: how many of them keep parity in each stripe; 1 <= m < n.
+        m: nodes with parity in each stripe; 1 <= m < n.
         block_bytes: length of a whole block.
     """
 
@@ -47,14 +47,14 @@ class Stripes:
         self.n, self.m, self.k = n, m, n - m
         self.block_bytes = block_bytes
         rows = range(n)
-        # One turn of n stripes has every role of every node; all else is division.
+        # One turn of n stripes has every role of every node, so other stripes need only a division.
         self._parity_turns = [[t for t in rows if (node - t) % n < m] for node in rows]
         self._data_turns = [[t for t in rows if (node - t) % n >= m] for node in rows]
 
     # --- one stripe -----------------------------------------------------------------------------
 
     def parity_nodes(self, stripe: int) -> tuple[int, ...]:
-        """The m nodes with parity, in order of parity row. The first gathers where m > 1."""
+        """The m nodes with parity, in order of parity row. If m > 1, the first one gathers."""
         return tuple((stripe + row) % self.n for row in range(self.m))
 
     def data_nodes(self, stripe: int) -> tuple[int, ...]:
@@ -67,20 +67,18 @@ class Stripes:
         return row - self.m if row >= self.m else self.k + row
 
     def node_at(self, stripe: int, index: int) -> int:
-        """The node at that place; the reverse of `index`."""
+        """The node at that place; the inverse of `index`."""
         return (stripe + (index + self.m) % self.n) % self.n
 
     def position(self, stripe: int, node: int) -> int | None:
-        """Which data block of the stripe is the node's; None where it has parity."""
+        """Index of the node's data block in the stripe; None if it has parity there."""
         index = self.index(stripe, node)
         return index if index < self.k else None
 
     def senders(self, stripe: int, num_bytes: Sequence[int]) -> tuple[int, ...]:
         """The data nodes that have a block for a stripe, in order of position.
 
-        Args:
-            stripe: its number.
-            num_bytes: [n], how much state each node has.
+        `num_bytes` is the size of each node's state, [n].
         """
         return tuple(
             node
@@ -96,20 +94,19 @@ class Stripes:
         return turn * self.n + self._data_turns[node][at]
 
     def block_of(self, node: int, stripe: int) -> int | None:
-        """Which of the node's blocks lies in a stripe; None where it has parity there."""
+        """Index of the node's block in a stripe; None if it has parity there."""
         return _dense(stripe, self.n, self._data_turns[node])
 
     def num_blocks(self, num_bytes: int) -> int:
-        """Blocks of that much state."""
         return -(-num_bytes // self.block_bytes)
 
     def span(self, block: int, num_bytes: int) -> tuple[int, int]:
-        """Where a block of that much state starts, and its length; 0 where there is none."""
+        """Offset and length of a block of a state of this size; length 0 if it does not exist."""
         start = block * self.block_bytes
         return start, max(0, min(self.block_bytes, num_bytes - start))
 
     def num_stripes(self, longest_num_bytes: int) -> int:
-        """Stripes in use where no node has more state than this."""
+        """Number of used stripes if no node has more state than this."""
         turns, rest = divmod(self.num_blocks(longest_num_bytes), self.k)
         # The node that begins with m stripes of parity is the last to place `rest` blocks.
         return turns * self.n + (rest + self.m if rest else 0)
@@ -117,23 +114,22 @@ class Stripes:
     # --- a node's parity ------------------------------------------------------------------------
 
     def parity_row(self, node: int, stripe: int) -> int | None:
-        """Which parity block of the stripe is the node's; None where it has data."""
+        """Index of the node's parity block in the stripe; None if it has data there."""
         index = self.index(stripe, node)
         return index - self.k if index >= self.k else None
 
     def parity_block(self, node: int, stripe: int) -> int | None:
-        """Which block of the node's parity memory is a stripe's; None where it has data."""
+        """Index in the node's parity memory of the block of a stripe; None if it has data there."""
         return _dense(stripe, self.n, self._parity_turns[node])
 
     def parity_stripe(self, node: int, parity_block: int) -> int:
-        """The stripe of a block of the node's parity memory; the reverse of `parity_block`."""
         turn, at = divmod(parity_block, self.m)
         return turn * self.n + self._parity_turns[node][at]
 
     def num_parity_blocks(self, node: int, num_stripes: int) -> int:
         """Length of the node's parity memory, in blocks.
 
-        The same for all nodes after whole turns of n stripes; within one they differ by at
+        It is equal for all nodes after whole turns of n stripes. Within a turn nodes differ by at
         most m.
         """
         turns, rest = divmod(num_stripes, self.n)
@@ -141,6 +137,6 @@ class Stripes:
 
 
 def _dense(stripe: int, n: int, own: list[int]) -> int | None:
-    """Which of the stripes that are a node's own this one is, counted over all turns."""
+    """Index of a stripe among a node's `own` stripes, over all turns; None if not among them."""
     turn, at = divmod(stripe, n)
     return turn * len(own) + own.index(at) if at in own else None

@@ -1,17 +1,17 @@
-"""Accelerate: `attach(accelerator)` takes whatever `accelerator.prepare` was given.
+"""Accelerate: `attach(accelerator)` attaches everything that `accelerator.prepare` was given.
 
 Runs in:  worker; also under plain python or torchrun, without snapshots.
 Takes in: an Accelerator, after `prepare`.
-Gives:    the session that `ftrun.attach` gives, for loops over the prepared loader.
+Gives:    the session that `ftrun.attach` returns, for loops over the prepared loader.
 
-What belongs to a training is what `accelerator.save_state` would save: models, optimizers,
-schedulers, the scaler, loaders, and what `register_for_checkpointing` was given.
+The attached state is what `accelerator.save_state` would save: models, optimizers, schedulers, the
+scaler, loaders, and the objects given to `register_for_checkpointing`.
 
-Exact: steps, accumulation (a fault in the middle of one goes back to the last optimizer step),
-the order of the data, random numbers drawn while batches are loaded in this process. Not exact:
-random numbers drawn in worker processes, and iterable data sets whose random numbers are drawn
-between others. Refused: DeepSpeed and Megatron-LM under Accelerate, whose engines keep state of
-their own (DeepSpeed by itself: `deepspeed.py`), and FSDP1.
+Exact: steps, accumulation (a fault within one returns to the last optimizer step), the order of the
+data, random numbers drawn while batches are loaded in this process. Not exact: random numbers drawn
+in loader worker processes, and iterable data sets whose random numbers are drawn between others.
+Refused: FSDP1, and DeepSpeed and Megatron-LM under Accelerate, because their engines keep state of
+their own (for DeepSpeed without Accelerate see `deepspeed.py`).
 """
 
 from collections.abc import Callable, Iterator
@@ -38,17 +38,17 @@ _REMEDIES = {
 def attach(
     accelerator: Accelerator, *, warmup: Callable[[], object] | None = None, **named: Any
 ) -> Session:
-    """Attach all that this Accelerator has prepared, and restore it if there is something to.
+    """Attaches all that this Accelerator has prepared, and restores a snapshot if there is one.
 
     Args:
         accelerator: after `prepare`; loop over `session.batches(loader)` with the loader that
-            `prepare` gave back.
+            `prepare` returned.
         warmup: as for `ftrun.attach`.
-        named: whatever else has a state, as for `ftrun.attach`.
+        named: other objects with a state, as for `ftrun.attach`.
 
     Raises:
-        UsageError: nothing is prepared yet, or an engine of its own trains.
-        SnapshotError: what is to be restored does not fit.
+        UsageError: nothing is prepared yet, or the Accelerator trains with an engine of its own.
+        SnapshotError: the restored state does not fit.
     """
     is_fsdp2 = getattr(accelerator, "is_fsdp2", False)  # older versions have FSDP1 only
     if reason := refusal(accelerator.distributed_type, is_fsdp2=is_fsdp2):
@@ -71,7 +71,7 @@ def attach(
 
 
 def refusal(kind: DistributedType, *, is_fsdp2: bool) -> str | None:
-    """What an Accelerator trains with that is not taken, and the remedy; None: it is taken."""
+    """The unsupported engine that an Accelerator trains with, and the remedy; None if supported."""
     if kind in _REMEDIES:
         return (
             f"{kind.value}: its engine keeps state that Accelerate does not see; "
@@ -91,7 +91,7 @@ def _numbered(things: list[Any]) -> dict[str, Any]:
 
 
 class AcceleratorCounters:
-    """The numbers that an Accelerator counts by itself."""
+    """The counters that an Accelerator keeps itself."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -106,11 +106,11 @@ class AcceleratorCounters:
 
 
 class PreparedLoader(PrefetchingPosition):
-    """A loader that `prepare` has given back; it loads one batch ahead of the training."""
+    """A loader that `prepare` has returned; it loads one batch ahead of the training."""
 
     def batches(self, epoch: int | None, after_start: Callable[[], None]) -> Iterator[Any]:
         again = self._resume
-        # Inside `steps()` the loop has begun already, and its random numbers must go on.
+        # Inside `steps()` the loop has begun already, and its random streams must continue.
         now = rng.take_all() if again is not None else None
 
         def settled() -> None:

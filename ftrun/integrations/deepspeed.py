@@ -1,21 +1,22 @@
-"""DeepSpeed: `attach(engine)` takes an engine, with ZeRO of any stage.
+"""DeepSpeed: `attach(engine)` attaches an engine, with any stage of ZeRO.
 
 Runs in:  worker; also under plain python or torchrun, without snapshots.
-Takes in: the engine that `deepspeed.initialize` has given, before the first step.
-Gives:    the session that `ftrun.attach` gives; a boundary lies behind each micro-batch.
+Takes in: the engine that `deepspeed.initialize` returned, before the first step.
+Gives:    the session that `ftrun.attach` returns; each micro-batch ends with a step boundary.
 
-What belongs to a training is what `engine.save_checkpoint` would save, and gradients are no part
-of it: the engine's own count says where an accumulation is under way, so that a fault in the
-middle of one goes back to its beginning.
+The attached state is what `engine.save_checkpoint` would save. Gradients are not part of it. The
+engine's own counters show whether an accumulation is incomplete, so a fault within one returns to
+its beginning.
 
-Stages 1 and 2: each rank's flat partition of the fp32 parameters is the parameter of the optimizer
-within, so it is copied while the next step computes, as its moments are; the module is copied at
-the boundary. Which tensors lie in the flat row is said by layout rules that are made here, so
-another number of ranks goes on from the same snapshot. Stage 3: whatever the engine's optimizer
-calls its state is copied at the boundary, and goes on with the same number of ranks only.
+Stages 1 and 2: each rank's flat partition of the fp32 parameters is the parameter of the inner
+optimizer. It is therefore copied while the next step computes, as are its moments. The module is
+copied at the boundary. Layout rules that are made here describe which tensors the flat row
+contains, so another number of ranks can resume from the same snapshot. Stage 3: the state that the
+engine's optimizer returns is copied at the boundary, and only the same number of ranks can resume
+from it.
 
-Not taken: offload, pipelines, mixtures of experts, and what chooses data or layers by a state of
-its own (curriculum, random-LTD). Read in DeepSpeed 0.19.
+Not supported: offload, pipelines, mixtures of experts, and features that choose data or layers by a
+state of their own (curriculum, random-LTD). Read in DeepSpeed 0.19.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,17 +51,17 @@ def attach(
     warmup: Callable[[], object] | None = None,
     **named: Any,
 ) -> Session:
-    """Attach all that this engine trains, and restore it if there is something to.
+    """Attaches all that this engine trains, and restores a snapshot if there is one.
 
     Args:
-        engine: as `deepspeed.initialize` has given it.
+        engine: as `deepspeed.initialize` returned it.
         loader: as for `ftrun.attach`.
         warmup: as for `ftrun.attach`.
-        named: whatever else has a state, as for `ftrun.attach`.
+        named: other objects with a state, as for `ftrun.attach`.
 
     Raises:
-        UsageError: this engine has a state that is not taken here.
-        SnapshotError: what is to be restored does not fit.
+        UsageError: this engine has a state that is not supported here.
+        SnapshotError: the restored state does not fit.
     """
     if refused := next(_refused(engine), None):
         raise UsageError(f"ftrun.integrations.deepspeed does not take {refused}")
@@ -86,7 +87,7 @@ def attach(
 
 
 def _refused(engine: DeepSpeedEngine) -> Iterator[str]:
-    """What this engine has that is not taken."""
+    """The unsupported features of this engine."""
     optimizer = engine.optimizer
     if isinstance(engine, PipelineEngine):
         yield "a pipeline: its stages have modules of their own"
@@ -106,7 +107,7 @@ def _refused(engine: DeepSpeedEngine) -> Iterator[str]:
 
 
 class EngineCounters:
-    """The numbers that an engine counts by itself; they say where an accumulation ends."""
+    """The counters of an engine; they show where an accumulation ends."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = engine
@@ -121,13 +122,13 @@ class EngineCounters:
         self._seen = self._engine.global_steps
 
     def is_within_accumulation(self) -> bool:
-        """Whether the engine has not stepped since this was asked last."""
+        """Whether the engine has made no optimizer step since the last call."""
         before, self._seen = self._seen, self._engine.global_steps
         return before == self._seen
 
 
 class LossScaler:
-    """The loss scale of an optimizer of DeepSpeed's, and what it has seen of overflows."""
+    """The loss scale of a DeepSpeed optimizer, and its record of overflows."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -152,12 +153,12 @@ class LossScaler:
 
 
 class Stage3:
-    """Parameters, buffers and optimizer of ZeRO-3: this rank's partitions of them."""
+    """Parameters, buffers and optimizer of ZeRO-3: the partitions of this rank."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._zero = engine.optimizer
         self.covered_optimizers = (self._zero.optimizer,)
-        """Its state is part of this one."""
+        """Optimizers whose state is part of this state."""
         self._module = engine.module
         self._ranks: int = engine.dp_world_size
 
@@ -191,7 +192,7 @@ class Stage3:
         self._zero.checkpoint_event_epilogue()  # small parameters are whole on every rank
 
     def _frozen(self) -> dict[str, torch.Tensor]:
-        """This rank's partitions of what no optimizer changes."""
+        """This rank's partitions of the parameters that no optimizer updates."""
         return {
             name: parameter.ds_tensor
             for name, parameter in self._module.named_parameters()
@@ -200,11 +201,11 @@ class Stage3:
 
 
 def _layout(engine: DeepSpeedEngine, others: list[str]) -> DeclaredSharding | None:
-    """How ranks share the flat rows of stages 1 and 2; None where no rule can say it.
+    """How ranks share the flat rows of stages 1 and 2; None if no rule can describe it.
 
     Args:
-        engine: of such a stage.
-        others: names of what is attached besides; all ranks have it alike.
+        engine: of stage 1 or 2.
+        others: names of the other attached objects, which are equal on all ranks.
     """
     zero = engine.optimizer
     is_spaced = any(map(any, getattr(zero, "round_robin_bit16_padding", ())))

@@ -1,9 +1,4 @@
-"""Whether a framework is there, and in a version that is known to fit.
-
-Runs in:  worker, while an integration is imported; under plain python too.
-Takes in: the name of the package and the oldest version.
-Gives:    nothing, or an error that says what to install.
-"""
+"""Checks that a framework is installed in a supported version, while an integration is imported."""
 
 import logging
 import os
@@ -17,10 +12,10 @@ _log = logging.getLogger(__name__)
 
 
 def require(package: str, *, at_least: str) -> None:
-    """Look at what is installed, before it is imported.
+    """Checks the installed version of a package before it is imported.
 
     Raises:
-        NotSupportedHere: it is not there, or too old.
+        NotSupportedHere: the package is missing or too old.
     """
     remedy = f"pip install 'ftrun[{package}]'"
     try:
@@ -38,7 +33,7 @@ def require(package: str, *, at_least: str) -> None:
 
 
 def is_inside(what: str) -> bool:
-    """Whether ftrun has started this process; where it has not, say that `what` does nothing."""
+    """Whether ftrun started this process; if not, warns on rank 0 that `what` has no effect."""
     if worker_context() is not None:
         return True
     if os.environ.get("RANK", "0") == "0":

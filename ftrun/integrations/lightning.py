@@ -1,22 +1,24 @@
 """Lightning: `Trainer(callbacks=[FtrunCallback()])`.
 
-Runs in:  worker; where ftrun has not started the process, it only checks what it would refuse.
+Runs in:  worker; if ftrun did not start the process, it only checks for unsupported settings.
 Takes in: a Trainer that fits.
-Gives:    snapshots between two batches; after a restart `fit` goes on behind the last of them.
+Gives:    snapshots between two batches; after a restart `fit` continues after the last one.
 
-A boundary is passed when the next batch is about to be trained on, so that whatever Lightning
-does after a batch (validation, schedulers, callbacks, checkpoints) belongs to it. In the middle
-of an accumulation no snapshot is taken: a fault there goes back to the last optimizer step.
+A step boundary is marked when the next batch is about to be trained on. Everything that Lightning
+does after a batch (validation, schedulers, callbacks, checkpoints) therefore belongs to that batch.
+Within an accumulation no snapshot is taken: a fault there returns to the last optimizer step.
 
 Exact: model, optimizers, schedulers, precision plugin, counters of all loops, the state_dict of
-each callback and of the datamodule, the order of one train loader with indices, and random
-numbers drawn while it loads in this process. Not exact: random numbers drawn in worker
-processes; averages over an epoch of what is logged, which count from the restart on (so do
-metrics without persistent state, and whatever monitors them). Not kept: what a module adds in
+each callback and of the datamodule, the order of one train loader with indices, and random numbers
+drawn while it loads in this process. Not exact: random numbers drawn in loader worker processes,
+and averages of logged values over an epoch, which start at the restart. The same holds for metrics
+without persistent state and for callbacks that monitor them. Not saved: what a module adds in
 `on_save_checkpoint` (give it to the callback by name), and the position in several loaders.
 Refused: DeepSpeedStrategy and FSDPStrategy (FSDP1).
+
 Lightning runs forward and backward within `optimizer.step`, so the lazy copy overlaps little. With
-another number of ranks its counters go on as they were, and the data behind what all have used.
+another number of ranks its counters keep their values, and the data continue after the samples that
+all ranks have used.
 """
 
 import logging
@@ -44,11 +46,11 @@ _OF_THE_BATCH = ("epoch_progress", "epoch_loop.batch_progress")
 
 
 class FtrunCallback(Callback):
-    """Snapshots and restores of a `Trainer.fit`.
+    """Takes snapshots of a `Trainer.fit`, and restores them.
 
     Args:
         warmup: as for `ftrun.attach`.
-        named: whatever else has a state, as for `ftrun.attach`.
+        named: other objects with a state, as for `ftrun.attach`.
     """
 
     def __init__(self, *, warmup: Callable[[], object] | None = None, **named: Any) -> None:
@@ -62,7 +64,7 @@ class FtrunCallback(Callback):
 
     @property
     def session(self) -> Session | None:
-        """The session, once the training has begun; None outside of ftrun."""
+        """The session after the training has begun; None outside ftrun."""
         return self._session
 
     # --- hooks, in the order in which Lightning calls them ---------------------------------------
@@ -86,7 +88,7 @@ class FtrunCallback(Callback):
         )
         self._has_begun = True
         if not is_run:
-            session.close()  # it has checked the state
+            session.close()  # attach() has checked the state
             return
         self._feed, self._session = feed, session
         if feed is not None and feed.is_indexed:
@@ -97,8 +99,9 @@ class FtrunCallback(Callback):
             return
         self._feed.begin_pass(self._session.begin)
         if self._is_first_pass:
-            # Lightning has made its first iterator before anybody could know where to begin. The
-            # numbers that a second one draws are given back, as if there were none.
+            # Lightning has created its first iterator before the restored position was known. A
+            # second iterator replaces it, and the random states from before its own draws are put
+            # back.
             self._is_first_pass = False
             fetcher = iter(trainer.fit_loop._data_fetcher)
             self._feed.undo_first_draws()
@@ -144,7 +147,7 @@ class FtrunCallback(Callback):
 
 
 def refusal(strategy: Strategy) -> str | None:
-    """What a strategy is that is not taken, and the remedy; None: it is taken."""
+    """Why a strategy is unsupported, and the remedy; None if it is supported."""
     name = type(strategy).__name__
     if isinstance(strategy, DeepSpeedStrategy):
         return (
@@ -163,7 +166,8 @@ def refusal(strategy: Strategy) -> str | None:
 class LoopCounters:
     """The counters of Lightning's loops, as they are between two batches.
 
-    They are loaded once: when what a script overwrote is put back, the loops have begun.
+    They are loaded once. A second load restores state that the script has overwritten, and by then
+    the loops have begun.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -172,7 +176,7 @@ class LoopCounters:
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = self._trainer.fit_loop.state_dict()
-        state["state_dict"].pop("combined_loader", None)  # the feed knows where the loader is
+        state["state_dict"].pop("combined_loader", None)  # the feed has the position
         for name in _OF_THE_BATCH:
             for counted in (state[name]["total"], state[name]["current"]):
                 counted.update(dict.fromkeys(counted, counted["completed"]))
@@ -185,17 +189,18 @@ class LoopCounters:
         self._is_loaded = True
         loop = self._trainer.fit_loop
         loop.load_state_dict(state)
-        # Only the loop over batches is in the middle of something, if that: what the one over
-        # epochs would leave out at the end of a resumed epoch, an undisturbed run does.
+        # Only the loop over batches can be restarted in the middle. If the loop over epochs counted
+        # as restarting, it would skip work at the end of the resumed epoch that an undisturbed run
+        # does.
         loop._restarting = False
         is_within = state["epoch_loop.batch_progress"]["current"]["completed"] > 0
         loop.epoch_loop.restarting = is_within
         if is_within:
-            loop.epoch_loop.update_restart_stage()  # validations so far are not done again
+            loop.epoch_loop.update_restart_stage()  # earlier validations are not repeated
 
 
 class CallbackStates:
-    """What the precision plugin, the datamodule and other callbacks would put into a checkpoint."""
+    """The state of the precision plugin, the datamodule and other callbacks for a checkpoint."""
 
     def __init__(self, trainer: Trainer, own: Callback) -> None:
         self._holders: dict[str, Any] = {
@@ -216,7 +221,7 @@ class CallbackStates:
 
 
 def _drop(fetcher: Any, count: int) -> None:
-    """Load what has been trained on before; Lightning adds it to its count by itself."""
+    """Loads the batches that were trained on before; Lightning has them in its count already."""
     fetched = fetcher.fetched
     for _ in range(count):
         next(fetcher, None)

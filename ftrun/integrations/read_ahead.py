@@ -1,17 +1,17 @@
-"""The position in data that are read ahead of the training.
+"""Tracks the position in data that a framework reads ahead of the training.
 
 Runs in:  worker, training thread.
 Takes in: a DataLoader, plain or as accelerate wraps it.
-Gives:    after a restart the batches that would have come, each with its old random numbers.
+Gives:    after a restart the batches that would have come, each with its original random numbers.
 
-A framework asks for a batch before it has trained on the last one: accelerate one ahead, the
-Trainer one whole accumulation, worker processes several batches. So a position is two numbers:
-batches trained on, and batches asked for. After a restart the batches between the two are loaded
-again, each from the random states that it was loaded from at first. Then the states of the
-snapshot are put back, and whatever is asked for next finds what it would have found.
+A framework requests a batch before it has trained on the last one: accelerate reads one batch
+ahead, the Trainer one whole accumulation, worker processes several batches. A position is therefore
+two numbers: batches trained on, and batches requested. After a restart the batches between the two
+are loaded again, each from the random states that it was first loaded from. Then the random states
+of the snapshot are put back, so the next request finds the same states as without the restart.
 
-Asking is seen at the batch sampler, which every DataLoader over a data set with indices has. An
-iterable data set is read again from its start.
+Requests are observed at the batch sampler, which every DataLoader over a data set with indices has.
+An iterable data set is read again from its start.
 """
 
 import logging
@@ -32,10 +32,10 @@ _GENERATORS = ("generator", "synchronized_generator")
 
 
 class PrefetchingPosition(DataPosition):
-    """One loader, what has been asked of it, and what has been trained on."""
+    """Position of one loader: batches requested, and batches trained on."""
 
     def __init__(self, name: str, loader: Any, *, leaves_out: bool = True) -> None:
-        """As `DataPosition`; `leaves_out` is false where the framework skips by itself."""
+        """As `DataPosition`; `leaves_out` is false if the framework skips trained batches."""
         super().__init__(name, loader)
         self._leaves_out = leaves_out
         self._base: Any = getattr(loader, "base_dataloader", loader)
@@ -48,7 +48,7 @@ class PrefetchingPosition(DataPosition):
 
     @property
     def is_indexed(self) -> bool:
-        """Whether the data set has indices, so that batches can be left out without loading."""
+        """Whether the data set has indices, so that batches can be skipped without loading them."""
         base = self._base
         return isinstance(base, DataLoader) and not isinstance(base.dataset, IterableDataset)
 
@@ -60,11 +60,11 @@ class PrefetchingPosition(DataPosition):
     # --- what the framework does ---------------------------------------------------------------
 
     def begin_pass(self, settled: Callable[[], None], *, behind: int | None = None) -> None:
-        """A pass begins, or what is left of one; the framework makes no iterator before this.
+        """Begins a pass or continues a restored one, before the framework creates an iterator.
 
         Args:
-            settled: called once, when the loader has come to where the snapshot was taken.
-            behind: so many batches are left out by the framework, which counts by itself.
+            settled: called once, when the loader has reached the position of the snapshot.
+            behind: number of batches that the framework itself skips, by its own count.
         """
         again, self._resume = self._resume, None
         self._settled = settled
@@ -82,28 +82,27 @@ class PrefetchingPosition(DataPosition):
         self._before = {}
 
     def undo_first_draws(self) -> None:
-        """In the first pass: what an iterator has drawn since the pass began does not count."""
+        """In the first pass, puts back the random states that the pass began with."""
         if self._pass == 0:
             self._put_back(self._begun_with)
 
     def settle(self) -> None:
-        """The framework is about to train: whatever it has not asked for by now comes later."""
+        """Ends the catch-up, because the framework is about to train: all later batches are new."""
         self._resumed = None
         settled, self._settled = self._settled, None
         if settled is not None:
             settled()
 
     def trained(self, batches: int = 1) -> None:
-        """So many more batches of this pass are done."""
         self._handed_out += batches
         self._before = {at: taken for at, taken in self._before.items() if at >= self._handed_out}
 
     def ask(self, index: int) -> bool:
-        """A batch of this pass is about to be asked for; whether training still needs it."""
+        """Records the request of a batch of this pass; False if it was trained on before."""
         if not self._has_pass:
-            return True  # an evaluation, or a pass that the framework makes by itself
+            return True  # an evaluation, or a pass that the framework starts itself
         if index == 0 and self._keeps_workers and self._pass > 0:
-            # A new iterator draws a seed for its workers; one that has lasted would not have.
+            # A new iterator draws a seed for its workers; a persistent one would not have drawn it.
             rng.put_back(self._begun_with["rng"])
         if index < self._handed_out:
             return False
@@ -173,7 +172,7 @@ class PrefetchingPosition(DataPosition):
             )
 
     def _generators(self) -> dict[str, torch.Generator]:
-        """Every generator of the loader and of the samplers within it, by the way to it."""
+        """Every generator of the loader and of its samplers, by the path to it."""
         found: dict[str, torch.Generator] = {}
         waiting: list[tuple[str, Any]] = [("loader", self.loader), ("base", self._base)]
         seen: set[int] = set()
@@ -191,7 +190,7 @@ class PrefetchingPosition(DataPosition):
 
 
 class TrackedSampler:
-    """A sampler that tells its feed before it gives anything, and leaves out what is done."""
+    """Wraps a sampler: reports each request to its feed, and skips batches trained on before."""
 
     def __init__(
         self, inner: Iterable[Any], feed: PrefetchingPosition, *, leaves_out: bool
@@ -201,7 +200,7 @@ class TrackedSampler:
         self._leaves_out = leaves_out
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # while it is unpickled
+        if name == "inner":  # during unpickling
             raise AttributeError(name)
         return getattr(self.inner, name)
 
@@ -209,7 +208,8 @@ class TrackedSampler:
         return len(self.inner)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        # Lazy, as torch's own: a DataLoader draws its base seed after it has called iter().
+        # A generator, like torch's own: a DataLoader draws its base seed after it has called
+        # iter().
         batches = iter(self.inner)
         for index in count():
             is_needed = self._feed.ask(index)

@@ -1,21 +1,21 @@
-"""torchtitan: its checkpoint manager, with the steps between two checkpoints kept in memory.
+"""torchtitan: its checkpoint manager, with snapshots in memory between two checkpoints.
 
     config.checkpoint = CheckpointManager.Config(enable=True, interval=500)
 
-Runs in:  worker; outside of ftrun it is torchtitan's own manager and nothing else.
+Runs in:  worker; outside ftrun it behaves as torchtitan's own manager.
 Takes in: what torchtitan's Trainer gives to the manager that its config names.
-Gives:    a snapshot every `memory_interval` steps, by `ftrun.dcp`; torchtitan's checkpoints on disk
-          as they are without it; after a restart, whichever of the two is newer.
+Gives:    a snapshot every `memory_interval` steps, through `ftrun.dcp`; torchtitan's unchanged
+          checkpoints on disk; after a restart, the newer of the two.
 
-torchtitan asks its manager after each step whether to save, and the state it would write goes
-through `ftrun.dcp.Writer` as well: model, optimizers, schedulers, data loader, the trainer's own
-counters, in whatever layout the ranks have them. Random states are added, each rank's under a key
-with its number: torchtitan leaves them out of its checkpoints.
+After each step torchtitan asks its manager whether to save. The state that it would write is also
+saved through `ftrun.dcp.Writer`, in any layout: model, optimizers, schedulers, data loader and the
+trainer's counters. Random states are added, each rank's under a key with its rank number, because
+torchtitan leaves them out of its checkpoints.
 
-The last step is saved by torchtitan alone: a snapshot of it would have a restart believe that the
-checkpoint at the end had been written.
+Only torchtitan saves the last step. With a snapshot of it, a restart would treat the checkpoint at
+the end as written.
 
-Nothing of torchtitan is changed: a subclass is named in the config. Read in 0.3.
+torchtitan itself is not changed: the config names a subclass. Read in 0.3.
 """
 
 from concurrent.futures import Future
@@ -42,14 +42,14 @@ _RANDOM = "random_states_of_rank_{}"
 
 
 class CheckpointManager(titan.CheckpointManager):
-    """torchtitan's, and a snapshot every few steps."""
+    """torchtitan's manager, plus a snapshot in memory every few steps."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.CheckpointManager.Config):
-        """torchtitan's settings of checkpoints on disk, and one of memory."""
+        """torchtitan's settings of checkpoints on disk, and the interval of snapshots."""
 
         memory_interval: int = 1
-        """Steps from one snapshot in memory to the next."""
+        """Steps between two snapshots in memory."""
 
         def __post_init__(self) -> None:
             titan.CheckpointManager.Config.__post_init__(self)
@@ -59,7 +59,7 @@ class CheckpointManager(titan.CheckpointManager):
                     "between two snapshots"
                 )
 
-    # Of the class, because torchtitan closes a manager that has failed in its constructor too.
+    # Class attributes, because torchtitan calls close() also if the constructor has failed.
     _keeps = False
     _underway: Future[Any] | None = None
 
@@ -70,7 +70,7 @@ class CheckpointManager(titan.CheckpointManager):
             return
         self._keeps = context.settings.enabled
         self._memory_interval = config.memory_interval
-        # Of its own: a checkpoint on disk may be under way in another thread.
+        # A group of its own, because another thread may be writing a checkpoint to disk.
         waits = self.async_mode == titan.AsyncMode.DISABLED
         self._group = None if waits else dist.new_group(backend="gloo")
 
@@ -88,7 +88,7 @@ class CheckpointManager(titan.CheckpointManager):
         own = _RANDOM.format(dist.get_rank())
         states = self._everything()
         if f"{own}.packed" not in reader.read_metadata().state_dict_metadata:
-            del states[own]  # there were fewer ranks
+            del states[own]  # the snapshot was taken by fewer ranks
         load(states, storage_reader=reader)
         self.states[titan.MODEL].load_state_dict(states)
         return True
@@ -116,13 +116,13 @@ class CheckpointManager(titan.CheckpointManager):
             underway.result()
 
     def _everything(self) -> dict[str, Any]:
-        """All that a training goes on with."""
+        """All state that the training resumes from."""
         states: dict[str, Any] = self._flattened_model_states_sd()
         return {**states, _RANDOM.format(dist.get_rank()): RandomStates()}
 
 
 class RandomStates:
-    """Those of this process, as a Stateful of DCP's."""
+    """Random states of this process, as a Stateful of DCP."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"packed": plain.encode(rng.take_all())}

@@ -1,24 +1,26 @@
 """Hugging Face's Trainer: `Trainer(..., callbacks=[FtrunCallback()])`.
 
-Runs in:  worker; where ftrun has not started the process, it only checks what it would refuse.
+Runs in:  worker; if ftrun did not start the process, it only checks for unsupported settings.
 Takes in: a Trainer that trains.
-Gives:    snapshots between two steps; after a restart `train` goes on behind the last of them.
+Gives:    snapshots between two steps; after a restart `train` continues after the last one.
 
-A boundary is passed when the next step is about to begin, so that what the Trainer does after a
-step (logging, evaluation, saving) belongs to it. A step is an optimizer step: a fault within an
-accumulation goes back to the last one.
+A step boundary is marked when the next step is about to begin. Everything that the Trainer does
+after a step (logging, evaluation, saving) therefore belongs to that step. A step is an optimizer
+step: a fault within an accumulation returns to the last one.
 
-The Trainer can go on in the middle of an epoch by itself, after `resume_from_checkpoint`. A
-callback is not asked where, so three of its methods are wrapped, for Trainers that have this
-callback.
+The Trainer itself can resume in the middle of an epoch, after `resume_from_checkpoint`. It does not
+ask a callback where to resume. Three of its methods are therefore wrapped, for Trainers that have
+this callback.
 
 Exact: model, optimizer, scheduler, scaler, the state of the Trainer with its log, callbacks that
-have an exported state, the order of the data, and random numbers drawn while batches are loaded
-in this process, such as random masking. Not exact: random numbers drawn in worker processes, and
-iterable data sets whose random numbers are drawn between others. Refused: DeepSpeed, FSDP1,
-several calls of `train` in one run. With another number of ranks the Trainer goes on from the same
-step, which it takes for another place in the data. `ignore_data_skip` holds for the checkpoint that
-a script resumes from; a restart of ftrun always leaves out the batches that were trained on.
+have an exported state, the order of the data, and random numbers drawn while batches are loaded in
+this process, such as random masking. Not exact: random numbers drawn in loader worker processes,
+and iterable data sets whose random numbers are drawn between others. Refused: DeepSpeed, FSDP1,
+several calls of `train` in one run.
+
+With another number of ranks the Trainer resumes from the same step, which then is another position
+in the data. `ignore_data_skip` applies to the checkpoint that a script resumes from. A restart by
+ftrun always skips the batches that were trained on.
 """
 
 import functools
@@ -47,7 +49,7 @@ from ftrun.integrations import accelerate  # noqa: E402
 
 _WRAPPED = ("_init_training_state", "_run_epoch", "_load_rng_state")
 _HERE = "ftrun"
-"""In place of a checkpoint's folder: the state is in memory."""
+"""Replaces the folder of a checkpoint, because the state is in memory."""
 
 _OF_THE_STATE = (
     "epoch", "global_step", "total_flos", "num_input_tokens_seen",
@@ -60,11 +62,11 @@ _OF_THE_TRAINER = (
 
 
 class FtrunCallback(TrainerCallback):
-    """Snapshots and restores of a `Trainer.train`.
+    """Takes snapshots of a `Trainer.train`, and restores them.
 
     Args:
         warmup: as for `ftrun.attach`.
-        named: whatever else has a state, as for `ftrun.attach`.
+        named: other objects with a state, as for `ftrun.attach`.
     """
 
     def __init__(self, *, warmup: Callable[[], object] | None = None, **named: Any) -> None:
@@ -80,17 +82,18 @@ class FtrunCallback(TrainerCallback):
 
     @property
     def session(self) -> Session | None:
-        """The session, once the training has begun; None outside of ftrun."""
+        """The session after the training has begun; None outside ftrun."""
         return self._session
 
     # --- the Trainer's own methods ---------------------------------------------------------------
 
     def where_to_begin(self, trainer: Any, found: tuple[int, int], per_epoch: int) -> Any:
-        """Epochs done, and batches done of the next; known from the version to restore."""
+        """Completed epochs, and completed batches of the next one, from the version to restore."""
         self._trainer = trainer
         context = worker_context()
         restore = context.restore if context is not None else None
-        # A restore sets the place in the data, whatever checkpoint the script has found.
+        # A restore by ftrun sets the position in the data, whatever checkpoint the script has
+        # found.
         batches_done = trainer.state.global_step % per_epoch if restore is None else 0
         if reason := refusal(trainer, batches_done):
             raise UsageError(f"FtrunCallback does not take {reason}")
@@ -101,7 +104,7 @@ class FtrunCallback(TrainerCallback):
         return step // per_epoch, self._batches_done
 
     def epoch_begins(self, epoch: int, loader: Any) -> bool:
-        """Get ready for an epoch; whether there is anything left to train."""
+        """Prepares for an epoch; False if nothing is left to train."""
         assert self._session is not None
         assert self._feed is not None
         assert self._progress is not None
@@ -109,7 +112,7 @@ class FtrunCallback(TrainerCallback):
             self._trainer.control.should_training_stop = True
             return False
         self._feed.begin_pass(self._begin, behind=self._batches_done)
-        # A copy of the loader that leaves batches out tells its samplers nothing.
+        # A copy of the loader that skips batches does not pass set_epoch() to its samplers.
         told: Any = loader
         while told is not None:
             if callable(set_epoch := getattr(told, "set_epoch", None)):
@@ -131,7 +134,7 @@ class FtrunCallback(TrainerCallback):
         if self._progress is not None and self._progress.is_finished:
             raise UsageError("FtrunCallback follows one train(): a run of ftrun holds one training")
         if self._session is not None:
-            self._session.close()  # the Trainer has begun anew, with smaller batches
+            self._session.close()  # the Trainer has restarted, with smaller batches
         feed = None
         if worker_context() is not None:
             feed = PrefetchingPosition("loader", now["train_dataloader"], leaves_out=False)
@@ -147,7 +150,7 @@ class FtrunCallback(TrainerCallback):
             **self._named,
         )
         if feed is None:
-            session.close()  # it has checked the state
+            session.close()  # attach() has checked the state
         else:
             self._feed, self._session = feed, session
 
@@ -201,7 +204,7 @@ class FtrunCallback(TrainerCallback):
 
 
 class TrainerProgress:
-    """The Trainer's counters, its log, and its callbacks' exported state."""
+    """The Trainer's counters, its log, and the exported state of its callbacks."""
 
     def __init__(self, trainer: Any) -> None:
         self.is_finished = False
@@ -234,7 +237,7 @@ class TrainerProgress:
         self.is_finished = saved["is_finished"]
 
     def _log(self, history: list[dict[str, float]]) -> str:
-        # A long log is not made into text again at each boundary.
+        # Encodes only new entries, because encoding a long log at each boundary would be slow.
         self._lines += [json.dumps(entry) for entry in history[len(self._lines) :]]
         return "\n".join(self._lines)
 
@@ -245,10 +248,10 @@ class TrainerProgress:
 
 
 def _wrap() -> None:
-    """Have Trainers with this callback begin where the snapshot was taken.
+    """Makes Trainers with this callback begin where the snapshot was taken.
 
     Raises:
-        NotSupportedHere: this version of transformers has no such methods.
+        NotSupportedHere: this version of transformers lacks one of the methods.
     """
     missing = [name for name in _WRAPPED if not hasattr(Trainer, name)]
     if missing:
@@ -296,12 +299,12 @@ def _run_epoch(trainer: Any, original: Any, *args: Any, **named: Any) -> Any:
 
 
 def refusal(trainer: Any, batches_done: int) -> str | None:
-    """What a Trainer does that is not taken, and the remedy; None: it is taken.
+    """The unsupported setting of a Trainer, and the remedy; None if it is supported.
 
     Args:
         trainer: about to train.
-        batches_done: of the epoch in which the checkpoint was taken that the script resumes from;
-            0 where a restore of ftrun takes its place.
+        batches_done: batches of the epoch at the checkpoint that the script resumes from; 0 if a
+            restore by ftrun takes precedence.
     """
     accelerator = trainer.accelerator
     is_fsdp2 = getattr(accelerator, "is_fsdp2", False)

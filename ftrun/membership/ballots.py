@@ -1,32 +1,33 @@
-"""How a generation is agreed on: a ballot, and what a voter has promised.
+"""Agreement on a generation: a ballot, and the promises of one voter.
 
 Runs in:  every agent. Pure.
 Takes in: prepares, promises, acceptances.
-Gives:    whether to promise; whether a ballot is carried.
-Survives: nothing: an agent that is started again is a new incarnation and has no vote.
+Gives:    whether to promise; whether a ballot has its quorum.
+Survives: nothing: a restarted agent is a new incarnation and has no vote.
 Source:   Lamport, "Paxos Made Simple" (2001); a configuration decides about its successor as in
           Lamport, Malkhi, Zhou, "Vertical Paxos" (2009).
 
-A generation's number is its ballot's number. Unlike a register's, a superseded generation's
-value need not be kept: a later one starts from what the snapshots hold. What must hold is that
-of two generations that take effect the later one's proposer knows of the earlier one, and that
-the earlier one's ranks cannot go on.
+The number of a generation is the number of its ballot. Unlike the value of a Paxos register, the
+value of a superseded generation need not be kept: a later generation starts from the snapshots.
+The required property concerns any two chosen generations. The proposer of the later one learns of
+the earlier one, and the ranks of the earlier one cannot continue.
 
-Rule 1: a voter promises each number to one proposer, and never a lower number after a higher.
-Rule 2: a generation takes effect with the acceptances of a majority of the voters of the last
-        one. Was another accepted in between, then of its voters too: it may have taken effect.
-        And of whose majorities that one needed: what came before it may have taken effect.
-Rule 3: a voter is a node id and an incarnation. Its successor in the same node is another one,
-        and proof that the first can vote no more. What the first had accepted is known only
-        where the successor has its memory.
-Rule 4: a generation's lead may change its spares while the ranks run, by the acceptances of a
-        majority of the voters before the change and of those after it. That roster counts like
-        a generation in rule 2: whoever proposes next finds one who knows of it.
-Rule 5: where no voter is left that could be part of another majority, none is needed. So a run
-        whose agents were all started again goes on from what they have kept.
-Rule 6: the outside witness is a voter among the others, with a vote where the nodes that vote are
-        even in number: so it decides between two halves, and without it as many nodes are a
-        majority as if it had none. A first generation needs its promise beside all nodes.
+Rule 1: a voter promises each number to one proposer, and never a lower number after a higher one.
+Rule 2: a generation is chosen when a majority of the voters of the last chosen one accepts it. If
+        another plan was accepted in between, it may have been chosen: a majority of its voters is
+        needed too. The same holds for each voter set whose majority that plan needed, because a
+        plan before it may have been chosen.
+Rule 3: a voter is a node id and an incarnation. Its successor on the same node is another voter,
+        and proves that the first one can vote no more. What the first one accepted is known only
+        if the successor has its persisted plan.
+Rule 4: the leader of a generation may change its spares while the ranks run. This needs the
+        acceptances of a majority of the voters before the change and of those after it. Rule 2
+        treats that voter revision like a generation: the next proposer gets it from a voter.
+Rule 5: if no voter is left that could be part of another majority, no majority is needed. A run
+        whose agents were all restarted therefore resumes from what they have persisted.
+Rule 6: the witness is one of the voters. It has a vote if the number of voting nodes is even. It
+        thus decides between two halves, and without it a majority needs as many nodes as if it had
+        no vote. The first generation needs its promise in addition to all nodes.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -46,7 +47,7 @@ Electorate = frozenset[Identity]
 
 
 def runs_ranks(plan: GenerationPlan | None, card: NodeCard) -> bool:
-    """This agent is one of those that run the generation's ranks."""
+    """Whether this incarnation of the agent runs ranks of the generation."""
     node = plan.member(card.node_id) if plan is not None else None
     return node is not None and node.card.identity == card.identity
 
@@ -56,7 +57,7 @@ def electorate(cards: Iterable[NodeCard]) -> Electorate:
 
 
 def electorate_of(plan: GenerationPlan) -> Electorate:
-    """Who decides about what follows this plan: its nodes, and perhaps the outside witness."""
+    """The voters that decide about the successor of this plan, with the witness if it votes."""
     outside = [(WITNESS, plan.witness)] if plan.witness else []
     return electorate(plan.voters) | frozenset(outside)
 
@@ -68,17 +69,17 @@ def carries(
     dead: Collection[Identity] = (),
     gone: Collection[Identity] = (),
 ) -> bool:
-    """Whether those who agree may decide for all voters.
+    """Whether the voters that agree may decide for all voters.
 
-    Without a majority it needs all: each voter agrees, or is known to be no more. Then nobody can
-    decide otherwise from now on; and nobody has done so unknown to us, as long as those who agree
-    and those whose memory is here are at least half.
+    Without a majority, each voter must agree or be known to be dead: then no other decision can be
+    made from now on. Nor was one made before, unknown to this agent, if the voters that agree and
+    those whose accepted plan is known are at least half.
 
     Args:
         voters: all of them.
-        agreed: who has said yes.
-        dead: incarnations that are no more, and what they had accepted is known.
-        gone: incarnations that are no more, and it is not known.
+        agreed: voters that have agreed.
+        dead: incarnations that have ended, and what they had accepted is known.
+        gone: incarnations that have ended, and what they had accepted is not known.
     """
     yes = voters & set(agreed)
     if 2 * len(yes) > len(voters):
@@ -92,7 +93,7 @@ def carries(
 
 @dataclass
 class VoterState:
-    """One agent's promises."""
+    """The promises and the acceptance of one agent."""
 
     promised: int = -1
     proposer: Identity | None = None
@@ -108,14 +109,17 @@ class VoterState:
             self.promised, self.proposer = generation, proposer
 
     def accept(self, plan: GenerationPlan, proposer: Identity) -> bool:
-        """Whether this plan is the one that was promised; kept if so."""
+        """Returns whether this plan matches the promise; if so, it is the accepted plan."""
         if plan.generation != self.promised or proposer != self.proposer:
             return False
         self.accepted = plan
         return True
 
     def enrol(self, plan: GenerationPlan, lead: Identity) -> bool:
-        """Whether this roster may be accepted from the lead of its generation; kept if so."""
+        """Returns whether this voter revision may be accepted from the leader of its generation.
+
+        If so, it is the accepted plan.
+        """
         accepted = self.accepted
         if accepted is not None and accepted.edition >= plan.edition:
             return accepted == plan
@@ -130,37 +134,37 @@ class VoterState:
 
 @dataclass
 class Ballot:
-    """One attempt to bring about a generation, as its proposer sees it."""
+    """One attempt to have a generation chosen, as its proposer sees it."""
 
     generation: int
     why: str
     base: Edition
-    """The newest that is known to have taken effect; generation -1: none has."""
+    """Configuration id of the newest plan known to be chosen; generation -1: none is."""
     needs: dict[Edition, Electorate]
-    """Whose majorities it needs: the base's, and those of plans that may have taken effect. Empty
-    while nobody knows of any generation."""
+    """The voter sets whose majorities the ballot needs: that of the base, and those of plans that
+    may have been chosen. Empty while no generation is known."""
     void: frozenset[Edition] = frozenset()
-    """Rosters that only its proposer could have brought into effect, and has not."""
+    """Voter revisions that only this proposer could have had chosen, and has given up."""
     given_up: Sequence[GenerationPlan] = ()
-    """Plans that its proposer has announced and not brought into effect: no other agent can."""
+    """Plans that this proposer announced and gave up. No other agent can have them chosen."""
     promises: dict[str, Promise] = field(default_factory=dict)
     accepted: dict[str, Accepted] = field(default_factory=dict)
     plan: GenerationPlan | None = None
-    """What was announced, once it was."""
+    """The announced plan; None until it is announced."""
     witness: int = 0
-    """The life of the outside witness that has promised; 0: none has."""
+    """Incarnation of the witness register that promised; 0: no promise."""
     remembered: GenerationPlan | None = None
-    """The newest plan that it has brought."""
+    """The newest plan that the witness returned with its promise."""
     is_witnessed: bool = False
-    """It has accepted, too."""
+    """The witness has accepted the plan."""
     needs_witness: bool = False
-    """Nothing can be announced without it."""
+    """No plan can be announced without the promise of the witness."""
 
     def take_promise(self, promise: Promise) -> None:
         self.promises[promise.card.node_id] = promise
         effective, accepted = promise.effective, promise.accepted
         if effective is not None and effective.edition > self.base:
-            # Newer than what we knew: its voters decide, and those before it no more.
+            # A newer base: its voters decide, and voters of older configurations no longer count.
             self.base = effective.edition
             self.needs[effective.edition] = electorate_of(effective)
         if accepted is not None:
@@ -168,7 +172,7 @@ class Ballot:
         self._leave_out_older()
 
     def take_witness(self, life: int, remembered: GenerationPlan | None) -> None:
-        """The outside witness has promised; what it remembers may have taken effect."""
+        """Records a promise of the witness; the plan in its register may be chosen."""
         self.witness, self.remembered = life, remembered
         if remembered is not None:
             self.mind(remembered)
@@ -178,26 +182,27 @@ class Ballot:
         self.needs = {at: who for at, who in self.needs.items() if at >= self.base}
 
     def mind(self, plan: GenerationPlan) -> None:
-        """This plan may have taken effect, or any that it was to follow."""
+        """Records that this plan, or one in its `decided_by`, may have been chosen."""
         if plan.edition not in self.void and plan not in self.given_up:
             self.needs[plan.edition] = electorate_of(plan)
         for voters in plan.decided_by:
             self.needs.setdefault(voters.edition, frozenset(voters.who))
 
     def newest_plan(self) -> GenerationPlan | None:
-        """The newest plan that somebody brought, whether it has taken effect or may have."""
         found = [p for has in self.promises.values() for p in (has.effective, has.accepted) if p]
         found += [self.remembered] if self.remembered is not None else []
         return max(found, key=lambda plan: plan.edition, default=None)
 
     def decided_by(self) -> list[VoterSet]:
-        """Whose majorities it needs; of the first generation those who are here are the voters."""
+        """The voter sets whose majorities are needed.
+
+        The voters of the first generation are the nodes that have promised.
+        """
         first = {(-1, 0): electorate(has.card for has in self.promises.values())}
         needs = sorted((self.needs or first).items())
         return [VoterSet(generation, sorted(who), roster) for (generation, roster), who in needs]
 
     def shortage(self) -> str:
-        """Why those who have promised may not decide, in words."""
         if self.needs_witness and not self.witness:
             return f"{WITNESS} has not answered, and no run begins without it"
         voters = {node_id for node_id, _ in self.needs[max(self.needs)]}
@@ -214,7 +219,6 @@ class Ballot:
         self.needs = {voters.edition: frozenset(voters.who) for voters in plan.decided_by}
 
     def is_promised(self) -> bool:
-        """Whether it may be announced."""
         if self.needs_witness and not self.witness:
             return False
         agreed = {has.card.identity for has in self.promises.values()}
@@ -223,7 +227,7 @@ class Ballot:
         return self._is_carried(agreed)
 
     def is_accepted(self) -> bool:
-        """Whether it takes effect: carried, and kept by each of its members."""
+        """Whether the plan is chosen: a quorum and each of its members have accepted it."""
         if self.plan is None:
             return False
         agreed = {self.promises[node_id].card.identity for node_id in self.accepted}
@@ -240,9 +244,10 @@ class Ballot:
         )
 
     def _no_more(self, voters: Electorate, generation: int) -> tuple[set[Identity], set[Identity]]:
-        """Voters that are no more: whose memory is here, and whose is not.
+        """Ended incarnations among the voters: those whose accepted plan is known, and the others.
 
-        Only a successor is proof. A refused connection is none: firewalls refuse as well.
+        Only a successor proves that an incarnation has ended. A refused connection does not,
+        because a firewall refuses connections too.
         """
         dead: set[Identity] = set()
         gone: set[Identity] = set()

@@ -1,22 +1,22 @@
-"""Whom an agent follows; or how it looks for somebody to follow.
+"""Finds the current leader, or decides that this agent proposes itself.
 
 Runs in:  every agent. Pure.
-Takes in: who is reached, who refuses, who says that somebody leads, time.
+Takes in: connections, refused connections, reports of a leader, time.
 Gives:    the role of this agent; dials and requests; the decision to propose itself.
-Survives: its lead: the next agent in order takes over, and every agent knows the order.
+Survives: its leader: the next agent in the succession takes over, and every agent has the order.
 
     JOINING    looks for the run, at the endpoints or at an address from a peer
-    GATHERING  listens at the first endpoint itself, and knows of no run
-    FOLLOWING  has a lead: as a member, as a spare, or beside the generation
-    SEEKING    has lost its lead, or was started again, and looks who leads
+    GATHERING  listens at the first endpoint itself, and has no record of a run
+    FOLLOWING  has a leader: as a member, as a spare, or outside the generation
+    SEEKING    has lost its leader, or was restarted, and looks for the current leader
     LEADING    leads, or proposes itself
-    ENDED      was told that the run is over, or has given up
+    ENDED      has learned that the run is over, or has given up
 
-Rule 1: the first generation needs all nodes, and each must say that it knows no generation. A
-        newcomer at the endpoint waits for a lead that looks for it before it begins a run, and
-        begins none once it has met a node that knows of one.
-Rule 2: with an outside witness there is no endpoint: the first who claims it is the one that the
-        others come to, for as long as it renews its claim.
+Rule 1: the first generation needs all nodes, and each must report that it has no plan. A
+        new agent at the endpoint waits for a leader that may look for it before it starts a run.
+        It starts none if a node with a plan of a run has joined it.
+Rule 2: with a witness there is no endpoint. Nodes join the agent that holds the claim at the
+        witness, for as long as that agent renews it.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +38,7 @@ from ftrun.wire.cluster.membership import Join, JoinPending
 
 
 class MemberRole(Enum):
-    """What an agent is doing about the others."""
+    """The state of one agent's search for a leader; see the module docstring."""
 
     JOINING = "joining"
     GATHERING = "gathering"
@@ -49,11 +49,11 @@ class MemberRole(Enum):
 
 
 TakeTheLead = Callable[[float], list[Command]]
-"""Propose ourselves; given the time."""
+"""Proposes this agent as leader; the argument is the time."""
 
 
 class LeaderDiscovery:
-    """One agent's lead, or its search for one."""
+    """The leader of one agent, or its search for one."""
 
     def __init__(
         self,
@@ -66,26 +66,26 @@ class LeaderDiscovery:
         witness: WitnessView,
         now_s: float,
     ) -> None:
-        """Begin to look around.
+        """Starts in the role that the persisted plan and the endpoint imply.
 
         Args:
             me: this agent.
             settings: of the run.
-            follower: what this agent knows and has promised.
-            links: incarnations of the agents there are connections to, by node id.
-            take_the_lead: what to do where nobody else is to lead.
-            witness: the outside one.
+            follower: the plans and promises of this agent.
+            links: incarnations of the connected agents, by node id.
+            take_the_lead: proposes this agent, if no other agent is to lead.
+            witness: this agent's view of the witness.
             now_s: the time.
         """
         self.role = MemberRole.JOINING
         self.lead_card: NodeCard | None = None
-        """Whom it follows, or tries to reach."""
+        """The agent that it follows or tries to reach."""
         self.gatherer: InitialQuorum | None = None
         self.waiting = SelfFencing(settings, now_s=now_s)
         self.succession = LeaderSuccession(me)
         self.answer = "nobody has answered yet"
         self.has_met = follower.newest_plan is None
-        """It has been with others, or has nobody to miss."""
+        """This agent has followed a leader since it started, or knew no plan then."""
         self._me = me
         self._settings = settings
         self._follower = follower
@@ -95,12 +95,12 @@ class LeaderDiscovery:
         self._patience = JoinTimeout(settings, now_s=now_s)
         self._since_s = self._apart_s = self._look_s = now_s
         self._lead_lost_s: float | None = None
-        """When the lead that was followed last was heard last, where it was lost."""
+        """Time of the last message of a lost leader; None: no leader was lost."""
         self._turn = -1
-        """Which endpoint was dialled last."""
+        """Index of the endpoint that was dialled last."""
         self._is_answered = False
-        """Nodes gather at an agent that has answered since then."""
-        if follower.newest_plan is not None:  # an earlier agent of this node had a part in the run
+        """An agent reported since the last dial of an endpoint that nodes gather there."""
+        if follower.newest_plan is not None:  # an earlier agent of this node took part in the run
             self.role = MemberRole.SEEKING
         elif me.endpoint:
             self.role = MemberRole.GATHERING
@@ -108,14 +108,13 @@ class LeaderDiscovery:
 
     @property
     def reach(self) -> str:
-        """Whom it has reached so far, in words."""
         return self.gatherer.missing() if self.gatherer is not None else self.answer
 
     def may_end(self, here: Heartbeat) -> bool:
-        """Whether this node ends by itself for what its operator or its scheduler has asked for."""
+        """Whether this node may end by itself when its operator or scheduler asks for it."""
         if self.role in (MemberRole.JOINING, MemberRole.GATHERING):
             return bool(here.stops) or here.leaves
-        # What another one holds of the run may be needed: the next lead lets it go.
+        # A drained node may hold state that the run needs: only the next leader releases it.
         return self.role is MemberRole.SEEKING and bool(here.stops)
 
     @property
@@ -127,32 +126,29 @@ class LeaderDiscovery:
         return self.role is MemberRole.FOLLOWING and card is not None and card.node_id == node_id
 
     def hears_lead(self, *, now_s: float) -> bool:
-        """Somebody leads a generation that has taken effect, and must not be deserted."""
+        """Whether it receives from the leader of a chosen generation, which it must not desert."""
         if self.role is not MemberRole.FOLLOWING:
-            return False  # a closed connection alone proves nothing, see attendance.py
+            return False  # a closed connection alone proves nothing, see failure_detector.py
         return not self._follower.is_in_ballot and not self.waiting.is_cut_off(now_s=now_s)
 
     def is_bound_beyond(self, generation: int, *, now_s: float) -> bool:
-        """It has promised a later generation, and the proposer of that one is alive."""
+        """Whether it promised a later generation to a proposer that it still receives from."""
         follower = self._follower
         is_promised = follower.is_in_ballot and follower.vote.promised > generation
         is_heard = self.follows(follower.proposer_id) and not self.waiting.is_cut_off(now_s=now_s)
         return is_promised and is_heard
 
-    # --- whom to follow -----------------------------------------------------------------------
+    # --- the leader ---------------------------------------------------------------------------
 
     def follow(self, card: NodeCard, *, now_s: float) -> None:
-        """There is a lead."""
         self.has_met = True
         self._found(card, MemberRole.FOLLOWING, now_s)
         self._apart_s = now_s
 
     def lead(self, *, now_s: float) -> None:
-        """This agent proposes itself."""
         self._found(self._me, MemberRole.LEADING, now_s)
 
     def hand_over(self, incidents: IncidentLog, *, now_s: float) -> None:
-        """This agent leads from now on: what it knows of incidents, and of the newest fault."""
         follower = self._follower
         incidents.succeed(follower.incidents)
         if self.succession.lost and self._lead_lost_s is not None:
@@ -168,7 +164,6 @@ class LeaderDiscovery:
         self.succession.found()
 
     def go_to(self, card: NodeCard, *, now_s: float) -> list[Command]:
-        """Ask this agent to take us in."""
         self.gatherer = None
         is_new = self.role is not MemberRole.JOINING or self.lead_card != card
         self.role, self.lead_card = MemberRole.JOINING, card
@@ -177,7 +172,6 @@ class LeaderDiscovery:
         return self._reach_out(card)
 
     def seek(self, why: str, *, now_s: float, refused: bool = False) -> list[Command]:
-        """The lead is lost: the next agent in order takes over."""
         note = JournalEntry("LeadLost", f"the lead is lost: {why}", say=True)
         self.role = MemberRole.SEEKING
         self._apart_s = now_s
@@ -185,7 +179,10 @@ class LeaderDiscovery:
         return [note, *self.give_up(now_s=now_s, refused=refused)]
 
     def give_up(self, *, now_s: float, refused: bool = False) -> list[Command]:
-        """Whoever was to lead does not answer, or is dead: turn to the next in order."""
+        """Turns to the next agent in the succession.
+
+        The expected leader does not answer, or is dead.
+        """
         self.succession.lose(self.lead_card, refused=refused)
         self._since_s = now_s
         card = self.succession.next(self._follower.newest_plan)
@@ -195,28 +192,27 @@ class LeaderDiscovery:
         if card is not None:
             self.role = MemberRole.SEEKING
             return self._reach_out(card)
-        # Not one of the voters, and none of them is left that could take us in.
+        # This node is no voter, and no voter is left that could accept it.
         self.succession.found()
         self.role = MemberRole.JOINING
         return []
 
     def gathers(self, body: JoinPending, *, now_s: float) -> list[Command]:
-        """Nodes come together at the endpoint for a first generation."""
         self.answer = f"{len(body.here)} of {body.needed} nodes are here"
         self._is_answered = True
         if self.role is MemberRole.JOINING and self._follower.newest_plan is not None:
-            # Nobody at the endpoint knows of the run. We do.
+            # No agent at the endpoint has a plan of the run, but this agent has.
             return self._take_the_lead(now_s)
         return []
 
-    # --- the outside witness ------------------------------------------------------------------
+    # --- the witness --------------------------------------------------------------------------
 
     def ask_witness(self, *, now_s: float) -> list[Command]:
-        """Look there who leads; be the one the others come to, where nobody is."""
+        """Looks for a leader at the witness, or claims the role of gathering node."""
         is_blank = self._follower.newest_plan is None
         is_on_its_way = self.role is MemberRole.JOINING and self.lead_card is not None
         if is_on_its_way and now_s < self._look_s:
-            return []  # thousands of nodes may be, at once
+            return []  # thousands of nodes may do so at once
         self._look_s = now_s + self._settings.deadline_s
         match self.role:
             case MemberRole.JOINING | MemberRole.GATHERING if is_blank:
@@ -227,7 +223,6 @@ class LeaderDiscovery:
                 return []
 
     def witness_said(self, event: WitnessAnswered, *, now_s: float) -> list[Command]:
-        """Go to the lead that is known there."""
         if not event.is_reached:
             self.answer = event.why
             return []
@@ -241,7 +236,6 @@ class LeaderDiscovery:
         return self.go_to(card, now_s=now_s) if may_go else []
 
     def _gather(self, event: WitnessAnswered, now_s: float) -> list[Command]:
-        """This agent is the one that the others come to."""
         if self.gatherer is None:
             self.role, self.lead_card = MemberRole.GATHERING, None
             self.gatherer = InitialQuorum(self._me, self._settings, now_s=now_s)
@@ -253,11 +247,10 @@ class LeaderDiscovery:
     # --- time ---------------------------------------------------------------------------------
 
     def stood_still(self, gap_s: float) -> None:
-        """This process could do nothing for so long: nobody else is late for it."""
+        """Shifts the search deadline by a pause of this process."""
         self._since_s += gap_s
 
     def passing(self, *, now_s: float) -> list[Command]:
-        """The search for a lead, or the watch over the one there is."""
         deadline_s = self._settings.deadline_s
         if self.role is MemberRole.FOLLOWING:
             silent_s = self.waiting.silent_s(now_s=now_s)
@@ -274,15 +267,14 @@ class LeaderDiscovery:
 
     @property
     def _is_only_voter(self) -> bool:
-        """The last agent of this node led alone, so no other agent can lead now."""
+        """Whether the last agent of this node led alone, so that no other agent can lead now."""
         plan = self._follower.newest_plan
         is_alone = plan is not None and not self.succession.acquaintances(plan)
         return self.role is MemberRole.SEEKING and is_alone and not self._witness.is_used
 
     def _look_further(self, now_s: float) -> list[Command]:
-        """Whoever was asked has not answered within the deadline."""
         if self.lead_card is None and self.role is MemberRole.SEEKING:
-            # Started again, and nobody knows a lead: those who are here agree on one.
+            # Restarted, and no agent names a leader: the connected agents agree on one.
             for card in self.succession.acquaintances(self._follower.newest_plan):
                 if card.node_id not in self._links:
                     self.succession.lose(card)
@@ -292,7 +284,6 @@ class LeaderDiscovery:
         return []
 
     def dial_again(self) -> list[Command]:
-        """Keep looking: for the run, for the lead."""
         card = self.lead_card
         if self.role is MemberRole.GATHERING:
             return []
@@ -313,7 +304,6 @@ class LeaderDiscovery:
         return found + self._dial_endpoint(has_others=bool(others))
 
     def _dial_endpoint(self, *, has_others: bool) -> list[Command]:
-        """The next endpoint in turn, while no agent has answered that nodes gather there."""
         found = self._settings.endpoints
         is_answered, self._is_answered = self._is_answered, False
         if is_answered or not found or (has_others and len(found) == 1):
@@ -323,14 +313,10 @@ class LeaderDiscovery:
             self._turn = (self._turn + 1) % len(found)
         return [Connect(*found[self._turn])]
 
-    # --- small things -------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------
 
     def join(self, number: int = 0) -> Join:
-        """The wish to be taken in.
-
-        Args:
-            number: comes back in the answer.
-        """
+        """The request to be accepted in the run; the answer repeats `number`."""
         newest = self._follower.newest_plan
         knows = newest.generation if newest is not None else -1
         return Join(self._me, str(self._settings.wishes), knows, number)

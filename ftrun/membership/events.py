@@ -1,4 +1,4 @@
-"""What one agent's membership is told: by the network, by its own node, by the clock.
+"""Events that one agent's membership handles: from the network, its own node, and the clock.
 
 Runs in:  every agent. Pure.
 """
@@ -17,7 +17,7 @@ from ftrun.wire.messages.smp import Inventory
 
 @dataclass(frozen=True, slots=True)
 class ConnectionOpened:
-    """There is a connection to this node now; it takes the place of an older one."""
+    """A connection to this node is open; it replaces an older one."""
 
     node_id: str
     incarnation: int
@@ -25,28 +25,28 @@ class ConnectionOpened:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionClosed:
-    """The connection to this node is gone. That alone proves nothing."""
+    """The connection to this node is closed. That alone proves nothing."""
 
     node_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectFailed:
-    """A connection could not be made."""
+    """A dial failed."""
 
     host: str
     port: int
     node_id: str
     refused: bool
-    """Its kernel answers and nobody listens, or a firewall refuses in its place."""
+    """The kernel refused because no process listens, or a firewall refused in its place."""
     why: str
     final: bool = False
-    """The two do not belong together (secret, version, name): trying again is no use."""
+    """The two agents do not match (secret, version, name): another dial is useless."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageReceived:
-    """A message."""
+    """A message arrived from another agent."""
 
     node_id: str
     message: AnyClusterMessage
@@ -54,7 +54,7 @@ class MessageReceived:
 
 @dataclass(frozen=True, slots=True)
 class Quiesced:
-    """This node's workers are dead; this is what it holds."""
+    """The workers of this node are dead; `holdings` is what the node holds."""
 
     generation: int
     holdings: Inventory
@@ -64,33 +64,33 @@ class Quiesced:
 
 @dataclass(frozen=True, slots=True)
 class GenerationInstalled:
-    """This node is ready for the generation that was announced."""
+    """This node is ready for the announced generation."""
 
     generation: int
     restored: VersionPair | None
     problem: str = ""
     checkpoint: str = ""
-    """The name of the checkpoint that was loaded; empty: none was."""
+    """Name of the loaded checkpoint; empty: none."""
     rejected: dict[str, str] = field(default_factory=dict)
-    """Checkpoints that this node cannot use: the name of each, and the reason."""
+    """Reasons why this node cannot use a checkpoint, by checkpoint name."""
     code: int = int(ExitCode.STATE_LOST)
-    """The run's exit code, if the problem ends it."""
+    """Exit code of the run, if the problem ends it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanPersisted:
-    """The next agent of this node will know of this roster."""
+    """A voter revision is persisted: the next agent of this node will read it."""
 
     edition: Edition
 
 
 @dataclass(frozen=True, slots=True)
 class NodeReported:
-    """How things are on this node; goes to the lead with the next heartbeat."""
+    """The state of this node; it is sent to the leader with the next heartbeat."""
 
     beat: Heartbeat
     is_urgent: bool = True
-    """It goes at once."""
+    """It is sent at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class NodeChecked:
 
 @dataclass(frozen=True, slots=True)
 class RanksStuck:
-    """Ranks of this node do not die of SIGKILL: it is not fit until they have."""
+    """Ranks of this node do not die of SIGKILL: the node is unfit until they have ended."""
 
     reason: str
     """Empty: they have ended."""
@@ -110,30 +110,30 @@ class RanksStuck:
 
 @dataclass(frozen=True, slots=True)
 class WitnessAnswered:
-    """What the outside witness has answered; or that it did not."""
+    """An answer of the witness, or that it did not answer."""
 
     asked: QueryWitness
     is_reached: bool
     granted: bool = False
     register: WitnessRegister | None = None
-    """What it remembers after its answer; None: of no run of this id."""
+    """The register after the answer; None: it holds no run of this id."""
     lead: NodeCard | None = None
-    """Whose lease lives."""
+    """The agent whose lease is valid."""
     why: str = ""
-    """It is out of reach: why. Or, where `is_final`, why this node has no place here."""
+    """Why the witness is unreachable; if `is_final`, why this node cannot join."""
     is_final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RunFinished:
-    """The record beside the checkpoints says that the run has ended well: when, in words."""
+    """The record next to the checkpoints says that the run ended well; `why` says when."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Passing:
-    """Time goes by."""
+    """Time has passed."""
 
 
 Happening = (

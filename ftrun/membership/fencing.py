@@ -1,39 +1,42 @@
-"""Whether this node's ranks must wait: the run may go on without them.
+"""Whether this node's ranks must wait, because the run may continue without them.
 
 Runs in:  every agent. Pure.
-Takes in: when the lead was heard, what it says, whether this process has stood still.
-Gives:    the reason to hold the ranks, in words; empty where they may go on.
+Takes in: when the leader was last received, its orders, pauses of this process.
+Gives:    the reason to suspend the ranks, in words; empty if they may run.
 
-Rule 1: an agent that does not hear its lead stops its ranks before it may have been replaced.
-Rule 2: an agent that has stood still doubts itself, not the others: silence counts from when it
-        could hear again. What it hears then may be old, so its ranks wait for an answer to a
-        question that it asks now.
+Rule 1: an agent that does not receive from its leader suspends its ranks before other ranks may
+        have replaced them.
+Rule 2: an agent whose process was paused suspects itself, not the other agents. The time without
+        a message counts from the end of the pause. Messages received then may be old, so the ranks
+        wait for the answer to a question sent after the pause.
 """
 
 from ftrun.recovery.settings import MembershipSettings
 
 
 class SelfFencing:
-    """One agent's reasons to hold its ranks."""
+    """The reasons of one agent to suspend its ranks."""
 
     def __init__(self, settings: MembershipSettings, *, now_s: float) -> None:
         self.heard_s = now_s
-        """When the lead was heard."""
+        """Time of the last message of the leader."""
         self.lead_says_hold = False
         self.question = 0
-        """Number of the question that waits for its answer; 0 while none does."""
+        """Number of the question whose answer is awaited; 0: none."""
         self._settings = settings
         self._asked = 0
         self._last_s = self._awake_s = now_s
 
     def follow(self, *, now_s: float) -> None:
-        """There is another lead."""
         self.heard_s = now_s
         self.lead_says_hold = False
         self.question = 0
 
     def stood_still_s(self, *, now_s: float) -> float:
-        """For how long this process could do nothing; 0 if it could. Asked at each happening."""
+        """Seconds for which this process was paused; 0 below two heartbeat periods.
+
+        Must be called for each event.
+        """
         gap_s = now_s - self._last_s
         self._last_s = now_s
         if gap_s < 2 * self._settings.heartbeat_s:
@@ -42,7 +45,7 @@ class SelfFencing:
         return gap_s
 
     def ask(self) -> int:
-        """Wait for an answer from now on; the number that it must bear."""
+        """Returns the number that the awaited answer must carry."""
         self._asked += 1
         self.question = self._asked
         return self.question
@@ -52,7 +55,7 @@ class SelfFencing:
             self.question = 0
 
     def silent_s(self, *, now_s: float) -> float:
-        """For how long the lead was not heard although it could have been."""
+        """Seconds without a message of the leader, pauses of this process excluded."""
         return now_s - max(self.heard_s, self._awake_s)
 
     def is_cut_off(self, *, now_s: float) -> bool:

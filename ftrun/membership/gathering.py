@@ -1,15 +1,15 @@
-"""The first generation's nodes come together at the endpoint.
+"""Gathers the nodes of the first generation at the endpoint.
 
-Runs in:  the agent that listens at the rendezvous endpoint, or that was the first to claim the
-          outside witness, while it knows of no run. Pure.
+Runs in:  the agent that listens at the rendezvous endpoint, or that holds the claim at the
+          witness, while it has no plan of a run. Pure.
 Takes in: nodes that join.
-Gives:    whether all are here; who is turned away, and why.
+Gives:    whether all nodes are present; which nodes are rejected, and why.
 
-Rule 1: it waits for a lead that may look for it (see `MembershipSettings.blank_wait_s`), since an
-        agent that was started again at the endpoint must find its run and not begin another.
-Rule 2: where one of those who join knows of a run, none is begun here: that one proposes itself.
-Rule 3: where the outside witness remembers a run, all who had a vote in it must be here and know
-        of none: then it is over.
+Rule 1: it waits for a leader that may look for it (see `MembershipSettings.blank_wait_s`). An
+        agent that was restarted at the endpoint must find its run and not start another.
+Rule 2: if a node that joins has a plan of a run, no run is started here: that node proposes itself.
+Rule 3: if the witness remembers a run, all nodes that had a vote in it must be present and
+        have no plan of a run: then it is over.
 """
 
 from ftrun.recovery.commands import Command, Send
@@ -19,7 +19,7 @@ from ftrun.wire.cluster.membership import Join, JoinPending, JoinRejected
 
 
 class InitialQuorum:
-    """Who is here so far, this node included."""
+    """The nodes present so far, this node included."""
 
     def __init__(self, me: NodeCard, settings: MembershipSettings, *, now_s: float) -> None:
         self.cards: dict[str, NodeCard] = {me.node_id: me}
@@ -27,12 +27,11 @@ class InitialQuorum:
         self._settings = settings
         self._begun_s = self._last_came_s = now_s
         self.remembered: frozenset[str] = frozenset()
-        """Nodes that had a vote in the run that the outside witness remembers."""
+        """Nodes that had a vote in the run that the witness remembers."""
         self._knowing: set[str] = set()
-        """Nodes that know of a run."""
+        """Nodes with a plan of a run."""
 
     def join(self, sender: str, body: Join, *, now_s: float) -> list[Command]:
-        """Take a node in, or turn it away."""
         card = body.card
         if card.node_id == self._me.node_id:
             return [Send(sender, JoinRejected(_taken(card, self._me)))]
@@ -48,15 +47,14 @@ class InitialQuorum:
         return [Send(sender, JoinPending(sorted(self.cards), wishes.max_nodes + wishes.spares))]
 
     def gone(self, node_id: str) -> None:
-        """It has closed its connection; where it comes back it joins again."""
         self.cards.pop(node_id, None)
         self._knowing.discard(node_id)
 
     def is_complete(self, *, now_s: float) -> bool:
         """Whether the first generation may begin.
 
-        With all that were wished for at once; with enough of them once nobody has come for
-        `settle_s`.
+        It begins at once with all requested nodes. With at least `min_nodes` it begins when no node
+        has joined for `settle_s`.
         """
         if self._knowing or now_s - self._begun_s < self._settings.blank_wait_s:
             return False
@@ -68,7 +66,6 @@ class InitialQuorum:
         return here >= wishes.min_nodes and now_s - self._last_came_s >= self._settings.settle_s
 
     def missing(self) -> str:
-        """Who is here and how many are wanted, in words."""
         names, wishes = sorted(self.cards), self._settings.wishes
         verb = "is" if len(names) == 1 else "are"
         away = sorted(self.remembered - self.cards.keys())

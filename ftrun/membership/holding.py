@@ -1,15 +1,15 @@
-"""A node's ranks are stopped where they stand, and let go again.
+"""Suspends and resumes the ranks of a node.
 
 Runs in:  every agent. Pure.
-Takes in: what this agent knows of its generation, the reasons to wait.
-Gives:    `SuspendRanks` and `ResumeRanks`, each once; until when the ranks may step on.
+Takes in: this agent's state as a voter, the reasons to wait.
+Gives:    `SuspendRanks` and `ResumeRanks`, each once; the lease of the ranks.
 
-Rule 1: only ranks of a generation that is in effect here are held; a ballot ends them anyway.
-Rule 2: the lease of the ranks ends before other ranks can take their place, also if this agent
-        stands still from now on. The leader counts a node as lost `deadline_s` after the newest
-        heartbeat that it has received and sent; that one is at most two heartbeat periods older
-        than the moment at which the agent stops. With the default times a lease ends 1 s after
-        that moment, and no successor starts within 2 s.
+Rule 1: only ranks of a generation that is chosen here are suspended; a ballot ends them anyway.
+Rule 2: the lease of the ranks ends before other ranks can replace them, even if this agent pauses
+        from now on. The leader counts a node as lost `deadline_s` after the newest heartbeat that
+        it has received and sent; that one is at most two heartbeat periods older than the moment
+        at which the agent pauses. With the default times a lease ends 1 s after that moment, and
+        no successor starts within 2 s.
 """
 
 from ftrun.membership.fencing import SelfFencing
@@ -20,21 +20,21 @@ from ftrun.recovery.settings import MembershipSettings
 
 
 class RankSuspension:
-    """Whether one node's ranks are held."""
+    """Whether the ranks of one node are suspended."""
 
     def __init__(self, follower: Voter, settings: MembershipSettings) -> None:
         self.is_on = False
         self.lease_s: float | None = None
-        """Until when the ranks may step; None: nothing can replace them."""
+        """Time until which the ranks may step; None: no ranks can replace them."""
         self._follower = follower
         self._settings = settings
 
     def look(self, lead: Leader | None, waiting: SelfFencing, *, now_s: float) -> list[Command]:
-        """Stop this node's ranks while the run may go on without them.
+        """Suspends or resumes the ranks of this node, and renews their lease.
 
         Args:
             lead: this agent's own leadership, if it leads.
-            waiting: its reasons to wait, where it follows.
+            waiting: its reasons to wait, if it follows.
             now_s: the time.
         """
         found = self._look(lead, waiting, now_s)

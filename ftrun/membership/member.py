@@ -56,7 +56,7 @@ from ftrun.wire.cluster.messages import (
 
 
 class Member:
-    """One agent among the others."""
+    """The membership state of one agent."""
 
     def __init__(
         self,
@@ -101,16 +101,13 @@ class Member:
 
     @property
     def lead_card(self) -> NodeCard | None:
-        """Whom it follows, or tries to reach."""
         return self._allegiance.lead_card
 
     @property
     def reach(self) -> str:
-        """Whom it has reached so far, in words."""
         return self._allegiance.reach
 
     def handle(self, event: Happening, *, now_s: float) -> list[Command]:
-        """Take in one happening; what follows from it, in order."""
         if self._allegiance.is_over:
             return []
         self._now_s = now_s
@@ -123,7 +120,7 @@ class Member:
         return done
 
     def _sort(self, commands: list[Command], done: list[Command], now_s: float) -> None:
-        """Carry out what this agent says to itself; leave out what reaches nobody."""
+        """Handles messages to this agent itself; drops messages to nodes without a connection."""
         queue = deque(commands)
         while queue or self._to_self:
             while queue:
@@ -239,7 +236,7 @@ class Member:
                 return self._as_lead(sender, body, now_s)
 
     def _lead_hears(self, sender: str, now_s: float) -> list[Command]:
-        """Whoever was lost and is heard again comes in anew, beside what has gone on."""
+        """Adds a lost node again when it sends a message; the active generation continues."""
         assert self.lead is not None
         self.lead.heard(sender, now_s=now_s)
         peer = self.lead.known.get(sender)
@@ -248,7 +245,7 @@ class Member:
         return self.lead.back_again(peer, now_s=now_s)
 
     def _as_lead(self, sender: str, body: AnyClusterMessage, now_s: float) -> list[Command]:
-        """What only a lead is told; what is late, for one that is none any more, is dropped."""
+        """Handles messages to a leader; drops them if this agent no longer leads."""
         lead = self.lead
         peer = lead.known.get(sender) if lead is not None else None
         if lead is None or peer is None or peer.card.incarnation != self._links.get(sender):
@@ -270,7 +267,7 @@ class Member:
                 return []
 
     def _gives_way_to(self, lead: Leader, body: say.PrepareRejected) -> NodeCard | None:
-        """The lead that somebody hears, if it is one to go to; not where it refuses us."""
+        """The leader that this unsettled proposer yields to; None if its node refuses dials."""
         if body.lead is None or lead.is_settled or lead.known.refuses(body.lead.node_id):
             return None
         return body.lead if body.lead_generation >= self.follower.generation else None
@@ -299,7 +296,7 @@ class Member:
         if not self._follows(sender):
             return []
         if body.ended and self.lead is not None:
-            return []  # it waits until all others know
+            return []  # it ends after all other nodes have acknowledged the end
         self._allegiance.waiting.heard_s = now_s
         self._allegiance.waiting.lead_says_hold = body.is_held
         found: list[Command] = []
@@ -307,7 +304,7 @@ class Member:
             found.append(Send(sender, self._allegiance.join()))
         orders = self.follower.obey(sender, body, now_s=now_s)
         if self.follower.is_ended:
-            # The lead waits for this word before it ends itself.
+            # The leader waits for this acknowledgement before it ends itself.
             found.append(Send(sender, with_state(self._beat(), "ended")))
         return found + orders
 
@@ -319,9 +316,9 @@ class Member:
         lead = self.lead
         if lead is not None:
             if not lead.farewell.is_told(sender):
-                return []  # the majority may go on without this leader
+                return []  # the majority may continue without this leader
             found = lead.add(body.card, now_s=now_s, linked=True, knows=body.knows)
-            # Unless that has ended our leadership, or our place in the run.
+            # Unless `add` has ended this leadership, or this node has no plan yet.
             if self.lead is lead and self.follower.plan is not None:
                 accepted = say.JoinAccepted(self.follower.plan, body.number, self.me)
                 found.append(Send(sender, accepted))
@@ -363,14 +360,13 @@ class Member:
         self._allegiance.waiting.answered(body.number)
         return self.follower.take_current(plan)
 
-    # --- whom to follow -----------------------------------------------------------------------
+    # --- following and leading ----------------------------------------------------------------
 
     def _follow(self, card: NodeCard, now_s: float) -> None:
         self.lead = None
         self._allegiance.follow(card, now_s=now_s)
 
     def _step_down(self, card: NodeCard, now_s: float) -> list[Command]:
-        """Another one leads a generation as new as ours: go there."""
         self.lead = None
         note = JournalEntry("SteppedDown", f"node {card.node_id} leads")
         return [note, *self._allegiance.go_to(card, now_s=now_s)]
@@ -381,7 +377,6 @@ class Member:
         return self._lead_from(cards, now_s, why="the lead is lost")
 
     def _lead_from(self, cards: list[NodeCard], now_s: float, *, why: str) -> list[Command]:
-        """Propose ourselves to these."""
         follower, succession = self.follower, self._allegiance.succession
         lead = Leader(
             self.me,
@@ -430,7 +425,6 @@ class Member:
         return found + (self.lead or self._allegiance).witness_said(event, now_s=now_s)
 
     def _dial_again(self) -> list[Command]:
-        """Keep looking: for the run, for the lead, for newcomers at the endpoints."""
         if self.lead is None:
             return self._allegiance.dial_again()
         newcomer = self.witness.lead
@@ -457,7 +451,6 @@ class Member:
         return self._tell(now_s)
 
     def _mind_the_gap(self, now_s: float) -> list[Command]:
-        """Whether this process itself has stood still."""
         gap_s = self._allegiance.waiting.stood_still_s(now_s=now_s)
         if not gap_s:
             return []
@@ -470,7 +463,7 @@ class Member:
             return []
         return [Send(card.node_id, self._allegiance.join(self._allegiance.waiting.ask()))]
 
-    # --- small things -------------------------------------------------------------------------
+    # --- state and messages -------------------------------------------------------------------
 
     def _follows(self, node_id: str) -> bool:
         if self.lead is not None:
@@ -478,7 +471,6 @@ class Member:
         return self._allegiance.follows(node_id)
 
     def _hears_lead(self, now_s: float) -> bool:
-        """Somebody leads a generation that has taken effect, and must not be deserted."""
         if self.lead is not None:
             is_sure = self.lead.is_settled and not self.lead.is_doubtful
             return is_sure or self.lead.farewell.ends_the_run

@@ -1,8 +1,8 @@
-"""What an agent says while it waits for a run to begin, and when it gives up.
+"""Progress lines and the time limit while an agent waits for a run to begin.
 
 Runs in:  every agent. Pure.
-Takes in: how long it has waited, and whom it has reached.
-Gives:    a line now and then; the end of the wait, with what to check.
+Takes in: the time waited, and the nodes reached.
+Gives:    a line every `SAY_EVERY_S`; the end of the wait, with what to check.
 """
 
 from ftrun.errors import ExitCode
@@ -10,23 +10,23 @@ from ftrun.recovery.commands import Command, EndRun, JournalEntry
 from ftrun.recovery.settings import MembershipSettings
 
 SAY_EVERY_S = 15.0
-"""Between two lines about what a start is waiting for."""
+"""Seconds between two lines about what a start is waiting for."""
 
 
 class JoinTimeout:
-    """One agent's wait for its run."""
+    """The wait of one agent for its run."""
 
     def __init__(self, settings: MembershipSettings, *, now_s: float) -> None:
         self._settings = settings
         self._say_due_s = now_s + SAY_EVERY_S
 
     def wait(self, waited_s: float, reach: str, *, gathers: bool, now_s: float) -> list[Command]:
-        """Say what is waited for, or give up.
+        """Reports what is waited for, or ends the run after `join_wait_s`.
 
         Args:
             waited_s: so far.
-            reach: who is here, or why nobody is.
-            gathers: this agent is the endpoint that the others come to.
+            reach: the nodes present, or why there are none.
+            gathers: this agent is the endpoint that the other nodes join.
             now_s: the time.
         """
         if waited_s >= self._settings.join_wait_s:

@@ -1,28 +1,27 @@
-"""Who leads next, as one agent sees it that has lost its lead.
+"""The next leader, as seen by an agent that has lost its leader.
 
 Runs in:  every agent. Pure.
-Takes in: the newest plan that it knows, who does not answer.
-Gives:    the next agent in order; every agent knows the same order.
+Takes in: the newest known plan, agents that do not answer.
+Gives:    the next agent in the succession; every agent has the same order.
 """
 
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
 
 ASKED_AT_ONCE = 8
-"""An agent that was started again asks so many others who leads."""
+"""Number of agents that a restarted agent asks for the leader."""
 
 
 class LeaderSuccession:
-    """The search for the next lead."""
+    """The search for the next leader."""
 
     def __init__(self, me: NodeCard) -> None:
         self._me = me
         self.lost: set[str] = set()
-        """Nodes that do not answer, or whose kernels say that no agent is there."""
+        """Nodes that do not answer, or whose kernels report that no agent is running."""
         self.refused: set[str] = set()
-        """The latter."""
+        """Nodes of `lost` whose kernels refused the connection."""
 
     def found(self) -> None:
-        """There is a lead again."""
         self.lost.clear()
         self.refused.clear()
 
@@ -33,7 +32,6 @@ class LeaderSuccession:
                 self.refused.add(card.node_id)
 
     def next(self, plan: GenerationPlan | None) -> NodeCard | None:
-        """The next in order, which may be this agent; none where nobody is left."""
         order = plan.voters if plan is not None else []
         left = (card for card in order if card.node_id not in self.lost)
         card = next(left, None)
@@ -42,7 +40,7 @@ class LeaderSuccession:
         return card
 
     def acquaintances(self, plan: GenerationPlan | None) -> list[NodeCard]:
-        """Whom to ask who leads: the last lead that is known, and the first in order."""
+        """The agents to ask for the leader: the last known leader, then the succession."""
         if plan is None:
             return []
         others = [card for card in plan.voters if card.node_id != self._me.node_id]
@@ -50,6 +48,6 @@ class LeaderSuccession:
 
 
 def place_of(node_id: str, plan: GenerationPlan | None) -> int:
-    """A node's place in the order; after all others where it has none."""
+    """Position of a node in the succession; after all others if it has none."""
     order = [card.node_id for card in plan.voters] if plan is not None else []
     return order.index(node_id) if node_id in order else len(order)

@@ -1,17 +1,17 @@
-"""One agent's obedience: what it promises, what it accepts, whom it obeys.
+"""One agent as a voter and as a follower: what it promises, accepts and executes.
 
-Runs in:  every agent, the lead's too. Pure.
-Takes in: the messages of a ballot, and the lead's heartbeats.
-Gives:    answers, and commands for this node's hands.
+Runs in:  every agent, the leader's included. Pure.
+Takes in: the messages of a ballot, and the leader's heartbeats.
+Gives:    answers, and commands for the executor of this node.
 
-Rule 1: a promise is given only when this node's workers are dead, so a generation that was
-        promised by a majority finds no majority of the last one running.
-Rule 2: whoever hears its lead promises nobody else: an agent that is cut off from the lead alone
-        must not end a healthy generation.
-Rule 3: what a lead orders counts for the generation it names, and for no other; and for nobody
-        who has promised a later one.
-Rule 4: what an agent has accepted is told apart from what it was told: only the first proves
-        what its predecessors knew.
+Rule 1: a promise is given only after the workers of this node are dead. If a majority has promised
+        a generation, no majority of the last generation is running.
+Rule 2: an agent that receives from its leader promises no other proposer. An agent that is cut off
+        from the leader alone must not end a healthy generation.
+Rule 3: an order of a leader counts only for the generation it names. An agent that has promised a
+        later generation executes none.
+Rule 4: plans that this agent accepted are kept apart from plans that it was only sent. Only an
+        acceptance proves what its predecessors knew.
 """
 
 from typing import assert_never
@@ -55,7 +55,7 @@ from ftrun.wire.cluster.membership import Accept, Accepted, Prepare, PrepareReje
 _LEFT_CODE = 128 + 15
 
 OwnNews = Quiesced | GenerationInstalled | PlanPersisted | NodeChecked | RanksStuck
-"""What this node's hands have done or found."""
+"""What the executor of this node has done or found."""
 
 
 class Voter:
@@ -65,37 +65,37 @@ class Voter:
         self.me = me
         self.vote = VoterState()
         self.plan: GenerationPlan | None = None
-        """The newest generation that is known to have taken effect."""
+        """The newest generation known to be chosen."""
         self.is_member = False
         """This agent runs ranks of that generation."""
         self.is_ended = False
         self.heard, self.heard_s = 0, 0.0
-        """Number of the newest heartbeat of the lead that is followed."""
+        """Number of the newest heartbeat of the current leader, and when it arrived."""
         self._plan_s: float | None = None
-        """When the newest plan was known first, by heartbeats; None: an earlier agent knew it."""
+        """When heartbeats first confirmed the newest plan; None: an earlier agent knew it."""
         self._dated: GenerationPlan | None = None
         self._checked: NodeFitness | None = None
-        """Of this node's newest check; None: it makes none."""
+        """Result of this node's newest check; None: it makes no checks."""
         self._stuck = ""
-        """Which ranks of this node do not die of SIGKILL; empty: none."""
+        """The ranks of this node that SIGKILL does not end; empty: none."""
         self.committed: VersionPair | None = None
-        """The newest commit it has heard of."""
+        """The newest commit known here."""
         self.incidents = 0
-        """So many have been opened, by the lead's word."""
+        """Number of incidents opened so far, as the leader reports it."""
         self._kept = kept
-        """The newest plan that an earlier agent of this node has accepted."""
+        """The newest plan that an earlier agent of this node accepted."""
         self._quiesced: Quiesced | None = None
         self._adopted: GenerationInstalled | None = None
         self.agent_lost_s: float | None = None
-        """When the last agent of this node ended, where this one follows it in the same run."""
+        """When the last agent of this node ended, if this one succeeds it in the same run."""
         self._enrolled: Edition = (-1, 0)
-        """The newest roster whose acceptance was kept."""
+        """The newest voter revision whose acceptance is persisted."""
         self._prepare: tuple[str, Prepare] | None = None
         self._checks_asked = 0
         self._done = LeaderHeartbeat(generation=-1)
-        """What has been obeyed of the lead's orders, in the generation it names."""
+        """The leader's orders that were executed, in the generation they name."""
         if kept is not None:
-            # Nobody may be promised a number that the last life of this node may have promised.
+            # The last agent of this node may have promised this number to some proposer.
             self.vote.promised = kept.generation
             if took_effect:
                 self._effective(kept)
@@ -110,17 +110,17 @@ class Voter:
 
     @property
     def is_in_ballot(self) -> bool:
-        """It has promised a generation of which it does not know that it took effect."""
+        """It has promised a generation that is not known to be chosen."""
         return self.vote.promised > self.generation
 
     @property
     def proposer_id(self) -> str:
-        """The node that this agent has promised its newest ballot to; empty: none in this life."""
+        """The node that has this agent's newest promise; empty: none since it started."""
         return self.vote.proposer[0] if self.vote.proposer is not None else ""
 
     @property
     def fitness(self) -> NodeFitness | None:
-        """Of this node, as the leader is to see it."""
+        """Fitness of this node as the leader sees it; ranks that do not die make it unfit."""
         known = self._checked
         if known is None or not self._stuck:
             return known
@@ -129,7 +129,7 @@ class Voter:
 
     @property
     def knows(self) -> int:
-        """The newest generation that was accepted here, in this life or an earlier one."""
+        """The newest generation accepted here, by this agent or an earlier one of this node."""
         return max(
             (plan.generation for plan in (self.vote.accepted, self._kept) if plan is not None),
             default=-1,
@@ -137,20 +137,17 @@ class Voter:
 
     @property
     def newest_plan(self) -> GenerationPlan | None:
-        """The newest one that it knows, whether it took effect or may have."""
+        """The newest known plan, whether it was chosen or may have been."""
         plans = [plan for plan in (self.plan, self.vote.accepted, self._kept) if plan is not None]
         return max(plans, key=lambda plan: plan.edition, default=None)
 
     def plan_since_s(self, *, now_s: float) -> float:
-        """Since when the newest plan is known, at least."""
         return now_s if self._plan_s is None else self._plan_s
 
     def begin_to_follow(self) -> None:
-        """Another lead counts its heartbeats anew."""
         self.heard, self.heard_s = 0, 0.0
 
     def has_happened(self, event: OwnNews) -> list[Command]:
-        """What this node's hands have done."""
         match event:
             case Quiesced():
                 return self.quiesced(event)
@@ -159,7 +156,7 @@ class Voter:
             case PlanPersisted():
                 return self.plan_kept(event)
             case NodeChecked():
-                self._checked = event.fitness  # the lead hears it with the next heartbeat
+                self._checked = event.fitness  # the next heartbeat reports it to the leader
                 return []
             case RanksStuck():
                 self._checked = self._checked or NodeFitness(CheckOutcome.PASS)
@@ -169,7 +166,6 @@ class Voter:
                 assert_never(event)
 
     def beat(self, here: Heartbeat, number: int, *, now_s: float) -> Heartbeat:
-        """What a node's hands say of it, with what its membership has to add."""
         return beat(
             here,
             heard_s=self.heard_s,
@@ -185,13 +181,13 @@ class Voter:
     def prepare(
         self, sender: str, body: Prepare, lead: NodeCard | None, *, hears_lead: bool
     ) -> list[Command]:
-        """Promise, or say why not.
+        """Promises the ballot, or rejects it with a reason.
 
         Args:
             sender: the proposer's node id.
-            body: its wish.
-            lead: whom this agent follows.
-            hears_lead: the lead is there, and it is not the proposer.
+            body: the prepare request.
+            lead: the leader that this agent follows.
+            hears_lead: this agent receives from that leader, which is not the proposer.
         """
         proposer = body.card.identity
         may = body.generation > self.generation and self.vote.may_promise(body.generation, proposer)
@@ -239,7 +235,7 @@ class Voter:
         if self._adopted is not None and self._adopted.generation == plan.generation:
             return self._accepted(sender)
         if self.vote.accepted is not None and self.vote.accepted.generation == plan.generation:
-            return []  # it is being adopted
+            return []  # it is being installed
         if plan.generation <= self.generation or not self.vote.accept(plan, proposer):
             return []
         return [InstallGeneration(plan)]
@@ -263,10 +259,9 @@ class Voter:
         )
         return [Send(sender, answer)]
 
-    # --- a roster ---------------------------------------------------------------------------
+    # --- a voter revision -------------------------------------------------------------------
 
     def enrol(self, sender: str, plan: GenerationPlan, lead: Identity) -> list[Command]:
-        """The lead that is followed wants other spares to vote in the generation that runs."""
         if self.plan is None or not plan.is_of(self.plan) or plan.edition <= self.edition:
             return []
         if not self.vote.enrol(plan, lead):
@@ -276,7 +271,7 @@ class Voter:
         return [PersistPlan(plan, took_effect=False)]
 
     def plan_kept(self, event: PlanPersisted) -> list[Command]:
-        """Whoever follows this agent on this node will know of it: it may be accepted."""
+        """Accepts a persisted voter revision, which the next agent of this node will read."""
         accepted = self.vote.accepted
         if accepted is None or accepted.edition != event.edition or not accepted.roster:
             return []
@@ -285,16 +280,15 @@ class Voter:
         return [Send(accepted.lead, answer)]
 
     def knows_of(self, body: LeaderHeartbeat) -> bool:
-        """What this heartbeat says to be in effect is in effect here, or was accepted."""
+        """Whether the plan that this heartbeat reports as chosen is chosen or accepted here."""
         accepted, told = self.vote.accepted, (body.generation, body.roster)
         return told <= self.edition or (accepted is not None and accepted.edition == told)
 
     # --- a generation -----------------------------------------------------------------------
 
     def obey(self, sender: str, body: LeaderHeartbeat, *, now_s: float = 0.0) -> list[Command]:
-        """Do what is new in the heartbeat of the lead that is followed."""
         if body.number <= self.heard:
-            return []  # it is late, or came twice
+            return []  # it is late or a duplicate
         self.heard, self.heard_s = body.number, now_s
         if self.newest_plan is not self._dated:
             self._dated, self._plan_s = self.newest_plan, now_s
@@ -305,7 +299,7 @@ class Voter:
                 self.is_ended = True
                 is_ours = self.is_member and body.generation == self.generation
                 if is_ours and body.committed is not None:
-                    # It is what the last checkpoint is made of.
+                    # The last checkpoint is written from this version.
                     found.append(CommitSnapshot(version(*body.committed)))
                 found.append(EndRun(body.exit_code, body.why, body.cause, body.advice))
             return found
@@ -323,7 +317,6 @@ class Voter:
         return found
 
     def _check_again(self, body: LeaderHeartbeat) -> list[Command]:
-        """This node was set aside, and may come back if it is fit."""
         wanted, known = body.checks.get(self.me.node_id, 0), self.fitness
         if known is None or wanted <= max(known.number, self._checks_asked):
             return []
@@ -332,7 +325,7 @@ class Voter:
 
     def _learn_of_effect(self, sender: str, body: LeaderHeartbeat) -> list[Command]:
         accepted, told = self.vote.accepted, (body.generation, body.roster)
-        # Whoever leads in its proposer's stead wants another one.
+        # A leader other than the proposer of the accepted plan has another plan chosen.
         if accepted is None or accepted.lead != sender or accepted.generation != body.generation:
             return []
         if accepted.generation > self.generation:
@@ -345,7 +338,7 @@ class Voter:
 
     def _took_effect(self, plan: GenerationPlan) -> list[Command]:
         self._effective(plan)
-        # Whoever has promised a later one meanwhile has ended its ranks, and starts none.
+        # A node that has promised a later ballot has ended its ranks, and starts none.
         runs = self.is_member and not self.is_in_ballot
         return [StartRanks(plan)] if runs else []
 
@@ -386,14 +379,17 @@ class Voter:
         return found
 
     def take_current(self, plan: GenerationPlan) -> list[Command]:
-        """A lead has taken us in beside a generation, or in one that we have accepted."""
+        """Handles the leader's acceptance of this node.
+
+        The plan is a generation without this node, or one that this agent has accepted.
+        """
         if plan.edition <= self.edition:
             return []
         if self.plan is not None and plan.is_of(self.plan):
             newest = self.newest_plan
             if newest is None or newest.edition <= plan.edition:
                 return self._other_voters(plan)
-            self.plan = plan  # something newer was accepted, and stays what is kept
+            self.plan = plan  # a newer plan was accepted, and stays persisted
             return []
         if self.vote.accepted is not None and plan.is_of(self.vote.accepted):
             return self._took_effect(plan)

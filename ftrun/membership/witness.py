@@ -1,21 +1,22 @@
-"""What the outside witness answers: a voter whose whole memory is one register.
+"""The answers of the witness: a voter whose whole memory is one register.
 
-Runs in:  every agent, in the thread that speaks with the witness; the simulation too. Pure.
-Takes in: who asks for what, what the register holds, whose lease lives.
-Gives:    the answer, and what the register and the lease are to be then.
-Survives: every node: the register lies outside of the run.
+Runs in:  every agent, in the thread that talks to the witness; the simulation too. Pure.
+Takes in: the request, the content of the register, the holder of the lease.
+Gives:    the answer, and the new content of register and lease.
+Survives: every node: the register is stored outside the run.
 
-The witness itself knows none of these rules: it compares and swaps. Whoever asks reads, finds its
-own answer here, and writes it where nothing has changed since; else it reads again.
+The witness itself implements none of these rules: it only compares and swaps. An agent reads the
+register, computes its own answer here, and writes it if nothing has changed since; otherwise it
+reads again.
 
-Rule 1: as of every voter: each number is promised to one proposer, and never a lower one after a
-        higher; a plan is accepted by the promise it was given (ballots.py, rules 1 and 2). So
-        the counter of generations only goes up, and each step up is one proposer's.
-Rule 2: nobody is promised anything while another one's lease lives, as a node promises nobody
-        while it hears its lead. The lease is for the timing only: it may end unseen, and who is
-        in the right is told by the number alone.
-Rule 3: a register that is begun anew has another life. It is another voter then, as an agent
-        that was started again is.
+Rule 1: as for every voter, each number is promised to one proposer, and never a lower number after
+        a higher one. A plan is accepted by the promise it was given (ballots.py, rules 1 and 2).
+        The counter of generations therefore only increases, and each step belongs to one proposer.
+Rule 2: no promise is given while the lease of another agent is valid, as a node gives none while it
+        receives from its leader. The lease affects timing only: it may end unnoticed. The number
+        alone decides which proposer has the promise.
+Rule 3: a recreated register has another incarnation (`life`). It is then another voter, as a
+        restarted agent is.
 """
 
 from dataclasses import dataclass
@@ -27,26 +28,26 @@ from ftrun.wire.cluster.generation import GenerationPlan, Identity, NodeCard
 
 
 class WitnessRegister(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is remembered of a run."""
+    """What the witness remembers of a run."""
 
     life: int
-    """Drawn when the register is begun."""
+    """Incarnation: a random number drawn when the register is created."""
     promised: int
     """The counter of generations."""
     proposer: Identity
-    """Who took that number."""
+    """The proposer that has the promise of that number."""
     plan: GenerationPlan | None = None
-    """The newest that was accepted, or told to be in effect."""
+    """The newest plan that was accepted, or reported as chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class WitnessDecision:
-    """An answer, and what is to be written for it."""
+    """An answer, and what must be written for it."""
 
     granted: bool
     register: WitnessRegister | None
     lead: NodeCard | None
-    """Whose the lease is to be; where it is the one who asks, it is renewed. What is not granted
+    """The holder of the lease; the requesting agent renews its own. A request that is not granted
     changes nothing."""
 
 
@@ -58,14 +59,14 @@ def rule(
     *,
     new_life: int,
 ) -> WitnessDecision:
-    """The answer to one question.
+    """The answer to one request.
 
     Args:
-        asked: the question.
-        me: who asks.
-        register: as it is.
-        lead: whose lease lives.
-        new_life: for a register that is begun now.
+        asked: the request.
+        me: the requesting agent.
+        register: its current content.
+        lead: the agent whose lease is valid.
+        new_life: incarnation of a register that is created now.
     """
     who = me.identity
     if lead is not None and lead.identity != who:
@@ -106,10 +107,9 @@ def _may_go_on(register: WitnessRegister, generation: int, who: Identity) -> boo
 def _promise(
     register: WitnessRegister | None, asked: QueryWitness, who: Identity, new_life: int
 ) -> WitnessRegister | None:
-    """The register with this promise; none where it may not be given."""
     generation = asked.generation
     if register is None or (asked.begins and register.proposer != who):
-        # Of a run that begins anew all who had a vote in the last one are here, and know nothing.
+        # In a new run all nodes that had a vote in the last run are present, without a plan.
         return WitnessRegister(new_life, generation, who)
     if generation == register.promised:
         return register if register.proposer == who else None
@@ -119,7 +119,7 @@ def _promise(
 
 
 def _is_bound(register: WitnessRegister | None, asked: QueryWitness, who: Identity) -> bool:
-    """This number was promised to this proposer, and no other since."""
+    """Whether this number is promised to this proposer, and no later number to any."""
     is_its = register is not None and (register.promised, register.proposer) == (
         asked.generation,
         who,
@@ -140,7 +140,7 @@ def _told(
     lead: NodeCard | None,
     new_life: int,
 ) -> WitnessDecision:
-    """What is in effect is remembered, unless a later generation was promised."""
+    """Stores a plan reported as chosen, unless a later generation was promised."""
     plan, who = asked.plan, me.identity
     if register is None:
         return WitnessDecision(True, WitnessRegister(new_life, asked.generation, who, plan), me)

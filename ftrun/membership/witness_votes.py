@@ -1,12 +1,12 @@
-"""What one agent knows of the outside witness: whether it is reached, and what it holds.
+"""One agent's view of the witness: whether it is reachable, and what it remembers.
 
 Runs in:  every agent. Pure.
-Takes in: its answers, and that it gives none.
-Gives:    questions; how long it has been there or away; a line where that is news.
-Survives: the witness: training does not need it, see witness_rules.py.
+Takes in: its answers, and failures to answer.
+Gives:    requests; how long it has been reachable or unreachable; a line when that changes.
+Survives: the witness: training does not need it, see witness.py.
 
-Rule 1: what it has confirmed counts from when it was asked, not from when it answered.
-Rule 2: it is out of reach from the first question that it does not answer.
+Rule 1: a confirmation of the witness counts from the time of the request, not of the answer.
+Rule 2: it counts as unreachable from the first request that it does not answer.
 """
 
 from ftrun.membership.events import WitnessAnswered
@@ -18,18 +18,18 @@ _LONG_AGO_S = -1e9
 
 
 class WitnessView:
-    """One agent's view of it; of a run without one it is never reached."""
+    """One agent's view of the witness; never reachable in a run without a witness."""
 
     def __init__(self, *, is_used: bool = False) -> None:
         self.is_used = is_used
         self.lead: NodeCard | None = None
-        """Whose lease lives, by its newest answer."""
+        """The agent whose lease is valid, by the newest answer."""
         self.register: WitnessRegister | None = None
-        """What it remembered then."""
+        """The register, by the newest answer."""
         self.why = ""
-        """It is out of reach: why; empty while it is not, or was not asked yet."""
+        """Why it is unreachable; empty if it is reachable or no answer is known yet."""
         self.since_s = 0.0
-        """Since when it has been reached, or been out of reach."""
+        """Time since which it has been reachable, or unreachable."""
         self._is_reached = False
         self._asked_s = self._held_s = _LONG_AGO_S
 
@@ -39,7 +39,7 @@ class WitnessView:
 
     @property
     def life(self) -> int:
-        """Of its register; 0: none is known."""
+        """Incarnation of its register; 0: unknown."""
         return self.register.life if self.register is not None else 0
 
     def ask(
@@ -51,11 +51,10 @@ class WitnessView:
         begins: bool = False,
         now_s: float,
     ) -> list[Command]:
-        """One question, where there is somebody to ask."""
         return [QueryWitness(wish, now_s, generation, plan, begins)] if self.is_used else []
 
     def say_who_leads(self, plan: GenerationPlan, *, now_s: float) -> list[Command]:
-        """This agent leads this plan, which is in effect."""
+        """Reports the chosen plan of this leader, or renews its lease."""
         known = self.register
         is_told = known is not None and known.plan is not None
         edition = known.plan.edition if known is not None and known.plan is not None else (-1, 0)
@@ -64,9 +63,9 @@ class WitnessView:
         return self.ask(WitnessOperation.TELL, generation=plan.generation, plan=plan, now_s=now_s)
 
     def said(self, event: WitnessAnswered, *, now_s: float) -> list[Command]:
-        """Take in an answer; a line for the operator where it went or came."""
+        """Records an answer; returns a line when reachability changes."""
         if event.asked.asked_s < self._asked_s:
-            return []  # a later question was answered before
+            return []  # a later request was answered before
         self._asked_s = event.asked.asked_s
         if not event.is_reached:
             is_news = self._is_reached or not self.why
@@ -93,7 +92,7 @@ class WitnessView:
         return [JournalEntry("WitnessBack", text, say=True)]
 
     def holds(self, life: int, limit_s: float, *, now_s: float) -> bool:
-        """It has promised nobody else anything since, and will not for as long as this."""
+        """Whether it promises no other proposer anything for at least `limit_s` after a request."""
         return life == self.life and now_s - self._held_s < limit_s
 
     def has_been_there(self, for_s: float, *, now_s: float) -> bool:

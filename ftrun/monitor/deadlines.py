@@ -1,8 +1,8 @@
-"""How long a step may take before something is done about it: learnt from the run's own steps.
+"""Deadlines for a step, learned from the run's own step times.
 
 Runs in:  agent. Pure.
 Takes in: the p99 of the steps so far; the profile's `hang` section.
-Gives:    three durations in seconds.
+Gives:    durations in seconds.
 Source:   the design's monitor section. NVIDIA's resiliency extension multiplies by 5, Unicron by 3.
 """
 
@@ -14,7 +14,7 @@ _NAME_AT = 0.85
 
 @dataclass(frozen=True, slots=True)
 class HangSettings:
-    """The profile's `hang` section; config.py says what each means."""
+    """The profile's `hang` section; config.py documents each value."""
 
     suspect_s: float = 10.0
     suspect_factor: float = 3.0
@@ -27,22 +27,21 @@ class HangSettings:
 
 @dataclass(frozen=True, slots=True)
 class HangDeadlines:
-    """Of a rank's silence, in seconds since its last step boundary."""
+    """Deadlines for a rank without progress, in seconds since its last step boundary."""
 
     look_s: float
-    """From here on stacks are taken, so that a finding is ready in time."""
+    """Stacks are sampled from here on, so that a diagnosis is ready in time."""
     suspect_s: float
     """A hang is suspected, and its culprit named."""
     act_s: float
-    """It is acted on where the evidence is positive."""
+    """A hang with positive evidence is acted on."""
     kill_s: float
-    """It is acted on."""
+    """Any hang is acted on, except as in `leave_s`."""
     leave_s: float
-    """It is acted on where the culprit does what may take long."""
+    """A hang is acted on even if its culprit runs a phase that may take long."""
 
     @staticmethod
     def of(p99_s: float, settings: HangSettings) -> "HangDeadlines":
-        """For a run whose steps take so long."""
         limit_s = max(settings.suspect_s, settings.suspect_factor * p99_s)
         kill_s = max(settings.kill_after_s, settings.kill_factor * p99_s, limit_s)
         leave_s = max(settings.phase_limit_s, kill_s)

@@ -1,10 +1,11 @@
-"""What can be seen of a rank from outside: the evidence that verdicts rest on.
+"""Observations of a rank from outside: the evidence for verdicts.
 
 Runs in:  agent (makes it, sends it, judges it). Pure.
-Takes in: a heartbeat page, a flight recorder, /proc, a stack, taken at about one moment.
-Gives:    a `RankView`, small enough to travel in a heartbeat.
+Takes in: a heartbeat page, a flight recorder, /proc, a stack, all read at about one moment.
+Gives:    a `RankView`, small enough for a heartbeat.
 
-Times are durations in seconds, never points of time: clocks of two nodes are not compared here.
+Times are durations in seconds, never points in time, because clocks of two nodes are not compared
+here.
 """
 
 import msgspec
@@ -13,13 +14,13 @@ Frame = str
 """`/home/me/train.py:42 in train_one`."""
 
 RUNTIME = ("/torch/", "/site-packages/", "/dist-packages/", "/lib/python3", "/ftrun/", "<frozen")
-"""In a path: the frame is not of the user's own code."""
+"""Path parts of frames that are not the user's own code."""
 
 COMPUTES = 0.1
-"""Cores; background threads of a script use less."""
+"""Cores. From here on a rank counts as computing; background threads of a script use less."""
 
 _LIBRARIES = ("/torch/", "/site-packages/", "/dist-packages/")
-"""What computes on the user's behalf; a busy loop of the user's own has none of it."""
+"""Libraries that compute for the user. A busy loop in the user's own code has no such frame."""
 
 _COMMUNICATION = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_coll")
 _SAVING = (
@@ -51,21 +52,21 @@ class CollectiveCall(msgspec.Struct, frozen=True):
 
 
 class ProcessGroupView(msgspec.Struct, frozen=True):
-    """One process group, as one of its ranks sees it."""
+    """One process group as one of its ranks sees it."""
 
     name: str
     desc: str
     ranks: tuple[int, ...]
-    """Empty where they are not known."""
+    """Empty if not known."""
     calls: tuple[CollectiveCall, ...]
-    """The last few that this rank has entered, the newest last; empty: none yet."""
+    """The last few collectives that this rank has entered, the newest last; empty: none yet."""
     waits_seq: int = 0
-    """The oldest that it has entered and not left; 0: none."""
+    """Oldest collective that this rank has entered and not left; 0: none."""
     waits_s: float = 0.0
 
     @property
     def entered(self) -> int:
-        """The newest collective that this rank has entered; 0: none yet."""
+        """Newest collective that this rank has entered; 0: none yet."""
         return self.calls[-1].seq if self.calls else 0
 
     def call(self, seq: int) -> CollectiveCall | None:
@@ -73,59 +74,61 @@ class ProcessGroupView(msgspec.Struct, frozen=True):
 
 
 class RankView(msgspec.Struct, frozen=True):
-    """One rank, at one look."""
+    """One observation of one rank."""
 
     rank: int
     pid: int
     process: str
-    """The kernel's letter: R, S, D, T; empty when it has ended."""
+    """Process state letter of the kernel: R, S, D, T; empty if the process has ended."""
     step: int
     silent_s: float
-    """Since the last step boundary."""
+    """Seconds since the last step boundary."""
     phase: str = ""
-    """What the script says it is doing; empty: training."""
+    """Phase that the script reports; empty: training."""
     has_stepped: bool = True
-    """It has made a step in this generation."""
+    """The rank has made a step in this generation."""
     is_finished: bool = False
-    """It has ended well."""
+    """The rank has ended with success."""
     cpu: float = 0.0
-    """Cores used since the look before."""
+    """Cores used since the previous observation."""
     still_s: float = 0.0
-    """For so long it has used no processor, read and written nothing, and its stack is the same."""
+    """Seconds for which it has used no CPU, read and written nothing, and kept the same stack."""
     spins_s: float = 0.0
-    """For so long it has used a processor without leaving one function of the user's."""
+    """Seconds for which it has used a CPU without leaving one function of the user's code."""
     holds_gil: bool = False
     is_gil_known: bool = True
-    """Its stack was read from outside, which also tells who holds the lock."""
+    """Its stack was read from outside, which also shows the holder of the GIL."""
     groups: tuple[ProcessGroupView, ...] = ()
     stack: tuple[Frame, ...] = ()
-    """Of the main thread, the innermost frame first; empty where it could not be taken."""
+    """Stack of the main thread, the innermost frame first; empty if it could not be read."""
     blocked_in: str = ""
-    """The kernel function it sleeps in, where that can be read."""
+    """Kernel function in which it sleeps, if that can be read."""
     child: str = ""
-    """A child that is stopped or hangs in the kernel, such as a DataLoader worker; in words."""
+    """A child process that is stopped or hangs in the kernel, such as a DataLoader worker; in
+    words."""
 
     @property
     def waiting(self) -> tuple[ProcessGroupView, ...]:
-        """Groups in a collective of which it is."""
         return tuple(one for one in self.groups if one.waits_seq)
 
     @property
     def is_held_up(self) -> bool:
-        """It is in a collective and waits for it; else it has one under way while it computes."""
+        """Whether the rank waits for a collective.
+
+        A rank that computes while a collective is pending does not wait, unless its stack shows it.
+        """
         if not self.waiting or self.cpu < COMPUTES:
             return bool(self.waiting)
         return any(is_in(frame, _HELD_UP) for frame in self.stack)
 
     @property
     def has_said(self) -> bool:
-        """The script has said that it does something else than train."""
         return self.phase not in ("", "train")
 
     @property
     def activity(self) -> str:
         """`eval`, `checkpoint`, `compile`, `data`, `outside` (another process, the network),
-        `collective` or `train`: by its own word, or by its stack.
+        `collective` or `train`: as the script reports it, or by its stack.
         """  # noqa: D205 - one sentence
         if self.has_said:
             return self.phase
@@ -144,18 +147,17 @@ class RankView(msgspec.Struct, frozen=True):
 
     @property
     def place(self) -> Frame:
-        """The innermost frame of the user's own code, or the innermost of all."""
+        """Innermost frame of the user's own code; if there is none, the innermost frame."""
         own = (frame for frame in self.stack if not is_in(frame, RUNTIME))
         return next(own, self.stack[0] if self.stack else "")
 
 
 def is_in(frame: Frame, parts: tuple[str, ...]) -> bool:
-    """Whether the frame's file is one of these."""
     return any(part in frame for part in parts)
 
 
 def own_functions(stack: tuple[Frame, ...]) -> tuple[str, ...]:
-    """The user's function at work and its callers; empty while a library computes for it."""
+    """Active function of the user's code and its callers; empty while a library computes for it."""
     for index, frame in enumerate(stack):
         if is_in(frame, _LIBRARIES):
             return ()
@@ -171,6 +173,5 @@ def short(frame: Frame) -> str:
 
 
 def function_of(frame: Frame) -> str:
-    """File and function without the line."""
     path, _, function = frame.rpartition(" in ")
     return f"{path.rpartition(':')[0]} {function}"

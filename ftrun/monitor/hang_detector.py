@@ -1,14 +1,14 @@
-"""Who it is when a run makes no steps any more.
+"""Finds the culprit when a run makes no progress.
 
 Runs in:  the agent that leads. Pure.
 Takes in: `RankView`s of all ranks, taken at about one moment.
-Gives:    a `Verdict`, or nothing where nobody is silent for long enough.
-Source:   C4's syndromes (arXiv 2406.04594, papers read in docs/papers.md) and the design's list.
+Gives:    a `Verdict`, or None if no rank has been without progress for long enough.
+Source:   C4's syndromes (arXiv 2406.04594, see docs/papers.md) and the design's list.
 
-Rule 1: a process that has left its code (stopped, ended, its GIL held) or stands still while
-        others wait for it is positive evidence. A process that computes is not, however long it
-        takes: it may be evaluating, or at a long last batch.
-Rule 2: what cannot be told is said to be so: several culprits, and `possible`.
+Rule 1: Positive evidence is a process that cannot run its code (stopped, ended, its GIL held), or
+        that is idle while others wait for it. A process that computes is not positive evidence, for
+        any duration. It may be evaluating, or at a long last batch.
+Rule 2: A verdict states what cannot be determined: several culprits, and `possible`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,13 @@ from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_in_wo
 from ftrun.monitor.wait_graph import CollectiveMismatch, WaitGraph, mismatches, waits_of
 
 _MANY = 3
-"""So many culprits at most are described one by one."""
+"""Maximum number of culprits that are described individually."""
 
 _A_MOMENT_S = 0.4
-"""From one look to the next: a rank may read a file with the lock held."""
+"""Time between two observations. For this long a rank may read a file with the GIL held."""
 
 OWN_TIME = ("checkpoint", "compile", "data", "outside")
-"""By the stack: what may take long, and is not to be cut short on the first suspicion."""
+"""Activities, by the stack, that may take long. They are not interrupted at the first suspicion."""
 
 
 def find_hang(
@@ -35,13 +35,13 @@ def find_hang(
     *,
     limit_s: float,
 ) -> Verdict | None:
-    """Judge one look at all ranks.
+    """Judge one observation of all ranks.
 
     Args:
         views: by rank; also of ranks that have finished.
-        node_of: on which node each rank runs.
+        node_of: node of each rank.
         settings: of the run.
-        limit_s: a rank that is silent for less is not late.
+        limit_s: a rank that has made a step within this time is not late.
     """
     late = [view for view in views.values() if is_late(view, limit_s)]
     if not late:
@@ -52,9 +52,9 @@ def find_hang(
     if waits.edges:
         ends = waits.ends()
         if ends & waits.unknown:
-            return None  # its node has not told yet
+            return None  # its node has not reported yet
         if not all(is_late(views[rank], limit_s) or views[rank].is_finished for rank in ends):
-            return None  # it makes steps, and will come
+            return None  # it makes steps, so it will enter the collective
         if ends:
             return _not_entered([views[rank] for rank in sorted(ends)], waits, node_of, settings)
         return _deadlock(waits, node_of, settings)
@@ -67,17 +67,16 @@ def find_hang(
 
 
 def find_skipped(views: Mapping[int, RankView], node_of: Mapping[int, str]) -> Verdict | None:
-    """Whether ranks call different collectives under one number; also of ranks that have ended."""
+    """Find ranks that call different collectives under one number, including ended ranks."""
     different = mismatches(views)
     return _skipped(different[0], waits_of(views), node_of) if different else None
 
 
 def is_late(view: RankView, limit_s: float) -> bool:
-    """Whether this rank should have made a step."""
     return view.has_stepped and not view.is_finished and view.silent_s >= limit_s
 
 
-# --- who has not entered --------------------------------------------------------------------------
+# --- a rank has not entered --------------------------------------------------------------------
 
 
 def _not_entered(
@@ -90,7 +89,7 @@ def _not_entered(
     victims = tuple(sorted(waits.waiting - set(ranks)))
     kinds = [_kind_of(view, settings) for view in culprits]
     kind = kinds[0][0]
-    # Nobody waits for it: it may be at something of its own.
+    # If no rank waits for the culprits, they may be doing work of their own.
     acts_at_once = all(at_once for _, at_once in kinds) and bool(victims)
     evidence, against = _of_waiting(waits, ranks), list[str]()
     for view in culprits[:_MANY]:
@@ -116,7 +115,6 @@ def _has_leave(view: RankView) -> bool:
 
 
 def _kind_of(view: RankView, settings: HangSettings) -> tuple[VerdictKind, bool]:
-    """What is wrong with a rank that does not come, and whether that is positive evidence."""
     if view.is_finished:
         return VerdictKind.HANG_IN_COMPUTATION, True
     if view.process in ("T", "t"):
@@ -183,7 +181,6 @@ def _in_what(waits: WaitGraph) -> str:
 
 
 def _of_waiting(waits: WaitGraph, culprits: Sequence[int]) -> list[str]:
-    """Who waits in what, and how far the culprits have come there; each collective once."""
     found: dict[tuple[str, int], tuple[ProcessGroupView, list[int]]] = {}
     for rank, view in sorted(waits.views.items()):
         for group in view.waiting:
@@ -238,7 +235,6 @@ def _of_state(view: RankView, settings: HangSettings) -> list[str]:
 
 
 def _against(view: RankView) -> list[str]:
-    """What speaks for patience."""
     if view.is_finished or view.process in ("T", "t"):
         return []
     found = []
@@ -284,7 +280,7 @@ def _not_left(waits: WaitGraph, node_of: Mapping[int, str]) -> Verdict:
 
 
 def _all_receive(late: Sequence[RankView], waits: WaitGraph, node_of: Mapping[int, str]) -> Verdict:
-    """By their stacks all wait for a message, and the flight recorder knows of no collective."""
+    """All stacks show a wait for a message, but the flight recorder has no collective."""
     ranks = tuple(sorted(view.rank for view in late))
     return Verdict(
         kind=VerdictKind.HANG_IN_COMMUNICATION,
@@ -299,7 +295,7 @@ def _all_receive(late: Sequence[RankView], waits: WaitGraph, node_of: Mapping[in
     )
 
 
-# --- they do not agree ------------------------------------------------------------------------
+# --- ranks call different collectives ---------------------------------------------------------
 
 
 def _skipped(
@@ -308,7 +304,7 @@ def _skipped(
     sides = different.sides
     fewest = next(iter(sides.values()))
     is_clear = len(sides) == 2 and len(fewest) * 2 < len(different.calls)
-    if not is_clear:  # whoever has skipped one is ahead in everything else
+    if not is_clear:  # a rank that has skipped a call is ahead in its steps
         ahead = max(waits.views[rank].step for rank in different.calls)
         in_front = [rank for rank in different.calls if waits.views[rank].step == ahead]
         is_clear = len(in_front) * 2 <= len(different.calls) and len(in_front) < len(

@@ -1,14 +1,14 @@
-"""Whether a machine is fit to run ranks: by its own figures, and beside the other nodes'.
+"""Judges whether a node is fit to run ranks, by its own measurements and against other nodes.
 
-Runs in:  each agent (its own figures), the agent that leads (those of all nodes), cli. Pure.
+Runs in:  each agent (its own measurements), the agent that leads (those of all nodes), cli. Pure.
 Takes in: `NodeMeasurements` of one check, `Floors` of the profile.
-Gives:    a `NodeFitness` with words for people; which nodes are far below the others.
+Gives:    a `NodeFitness` with texts for people; nodes that are far below the others.
 Source:   the warm-up stage of TRANSOM's task life cycle (arXiv 2310.10046): a node tests itself
-          before it may join, and one that fails is replaced by a spare.
+          before it may join, and a spare replaces a node that fails.
 
-Rule 1: what was not measured says nothing, for or against.
-Rule 2: a node fails for what ranks cannot run with. What only makes them slow, or costs a log, is
-        a warning: a slow node is worth more than none.
+Rule 1: A missing measurement is no evidence, for or against.
+Rule 2: A node fails if ranks cannot run on it. A problem that only makes ranks slow, or loses a
+        log, is a warning, because a slow node is better than none.
 """
 
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ from enum import Enum
 import msgspec
 
 MIN_OTHERS = 2
-"""With fewer other nodes it cannot be told which of two is the slow one."""
+"""With fewer other nodes, the comparison cannot show which node is the slow one."""
 
 
 class CheckOutcome(Enum):
-    """What a check has come to."""
+    """Outcome of a check."""
 
     PASS = "pass"
     WARN = "warn"
@@ -29,26 +29,26 @@ class CheckOutcome(Enum):
 
 
 class NodeMeasurements(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one check has measured. A rate of 0 and a count of -1 are not known."""
+    """Measurements of one check. A rate of 0 and a count of -1 are not known."""
 
     memory_bytes_per_s: float = 0.0
-    """Copied within memory by one thread, the best of some."""
+    """Copy rate within memory by one thread, the best of several."""
     processor_share: float = 1.0
-    """Part of the time of that measurement in which it had a processor; the rest others had."""
+    """Share of that measurement's time in which it ran on a CPU; other processes had the rest."""
     loopback_rtt_s: float = 0.0
     loopback_bytes_per_s: float = 0.0
     free_memory_bytes: int = -1
-    """The least of the machine's and of every limit on us."""
+    """The smallest of the machine's free memory and every limit on this process."""
     free_disk_bytes: int = -1
-    """Where the logs are written."""
+    """On the disk of the logs."""
     open_files: int = -1
-    """That one process may have."""
+    """Limit of one process."""
     processes: int = -1
-    """That may still be started."""
+    """Number of processes that may still be started."""
     clock: str = ""
-    """What is wrong with the monotonic clock."""
+    """Problem of the monotonic clock, in words."""
     link_to: str = ""
-    """The node at the other end; empty: no link was measured."""
+    """Node at the other end; empty: no link was measured."""
     link_rtt_s: float = 0.0
     link_bytes_per_s: float = 0.0
     """The slower of both directions."""
@@ -61,11 +61,12 @@ class NodeMeasurements(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 MIN_SHARE = 0.7
-"""Rates of a machine that is busy with other work say nothing of the machine."""
+"""A smaller `processor_share` means that other work kept the machine busy. Its rates are then not
+used."""
 
 
 class Floors(msgspec.Struct, frozen=True):
-    """The least that a node must have, as the profile has it; 0: no floor."""
+    """Minimum values for a node, from the profile; 0: no minimum."""
 
     min_memory_gb_s: float = 0.0
     min_loopback_mb_s: float = 0.0
@@ -77,17 +78,17 @@ class Floors(msgspec.Struct, frozen=True):
 
 
 class NodeFitness(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The result of one check of one node."""
+    """Result of one check of one node."""
 
     outcome: CheckOutcome
     figures: NodeMeasurements = NodeMeasurements()
     problems: tuple[str, ...] = ()
-    """Why it fails."""
+    """Reasons why the node fails."""
     warnings: tuple[str, ...] = ()
     number: int = 1
-    """Of the checks that this agent has made."""
+    """Number of this check, counted by its agent."""
     is_whole: bool = True
-    """With the measurements; else only what can be read at once."""
+    """The check included the measurements; otherwise only values that can be read at once."""
 
     @property
     def is_fit(self) -> bool:
@@ -100,13 +101,13 @@ class NodeFitness(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def judge(
     figures: NodeMeasurements, floors: Floors, *, number: int = 1, is_whole: bool = True
 ) -> NodeFitness:
-    """One node by itself.
+    """Judge one node by its own values.
 
     Args:
         figures: of this check.
         floors: of the profile.
         number: of this check, counted by its agent from 1.
-        is_whole: the measurements were to be made.
+        is_whole: the check included the measurements.
     """
     problems = [
         *_slow("memory is copied at", figures.memory_bytes_per_s, floors.min_memory_gb_s * 1e9),
@@ -136,11 +137,11 @@ def judge(
 
 
 def far_below(found: Mapping[str, NodeMeasurements], part: float) -> dict[str, str]:
-    """Which nodes have less than a part of what the others have, and of what; by node id.
+    """Find nodes with less than a fraction of the others' rates; texts by node id.
 
     Args:
-        found: the figures of all nodes, by node id.
-        part: of the median of the other nodes.
+        found: measurements of all nodes, by node id.
+        part: fraction of the median of the other nodes.
     """
     words: dict[str, list[str]] = {}
     rates = {
@@ -162,13 +163,12 @@ def far_below(found: Mapping[str, NodeMeasurements], part: float) -> dict[str, s
 
 
 def _median(rates: list[float]) -> float:
-    """`statistics` would cost every process 10 ms of imports."""
+    """Replaces `statistics`, because its import would cost every process 10 ms."""
     ordered, half = sorted(rates), len(rates) // 2
     return (ordered[half] + ordered[-1 - half]) / 2
 
 
 def rate_in_words(bytes_per_s: float) -> str:
-    """`6.1 GB/s`, `120 MB/s`, `0.4 MB/s`."""
     return f"{size_in_words(bytes_per_s)}/s"
 
 

@@ -1,14 +1,14 @@
-"""Whether the training still computes with numbers, and whether its loss is where it was.
+"""Detects values that are not finite, and jumps of the loss.
 
 Runs in:  the agent that leads. Pure.
-Takes in: of each rank the loss it reports, and the first step after which a parameter was not
+Takes in: for each rank the loss it reports, and the first step after which a parameter was not
           finite.
-Gives:    one `Verdict` for each thing that goes wrong.
-Source:   the design's monitor section; a spike is told by its distance in typical distances (MAD)
-          from the losses before it, as they are heavy-tailed.
+Gives:    one `Verdict` for each problem.
+Source:   the design's monitor section. A spike is detected by its distance from earlier losses in
+          units of their MAD, because losses are heavy-tailed.
 
-Rule 1: what is not a number spreads by the next all-reduce: whoever had it first is the culprit;
-        where all had it at once nobody is.
+Rule 1: A value that is not finite spreads with the next all-reduce. The rank that had it first is
+        the culprit. If all ranks had it at the same step, there is no culprit.
 """
 
 import math
@@ -20,44 +20,43 @@ from statistics import median
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_in_words
 
 SETTLE_S = 1.5
-"""Longer than two heartbeats: all ranks have told how far they are."""
+"""Longer than two heartbeats, so that all ranks have reported their step."""
 
 KEPT = 128
 ENOUGH = 16
 _SPREADS = 20.0
 _AT_LEAST = 1.5
-"""A spike is so many times the losses before it; smaller ones are everyday."""
+"""Minimum ratio of a spike to the losses before it, because smaller jumps are common."""
 
 _IN_A_ROW = 2
 
 
 @dataclass(frozen=True, slots=True)
 class RankNumerics:
-    """What one rank has told."""
+    """Last report of one rank."""
 
     rank: int
     step: int
     loss: float | None
     bad_step: int
-    """The first step after which a parameter was not finite; 0: all are, as far as is known."""
+    """First step after which a parameter was not finite; 0: all are finite, as far as known."""
 
 
 class NumericsDetector:
-    """Over one generation; the losses of the one before are remembered."""
+    """State of one generation; the losses of the previous one are retained."""
 
     def __init__(self) -> None:
         self.bad_since = 0
-        """The first step after which something was no number; 0: none was."""
+        """First step after which a value was not finite; 0: none was."""
         self._seen_s: float | None = None
         self._bad_loss: dict[int, int] = {}
-        """Where a rank has reported a bad loss first."""
+        """Step at which each rank first reported a bad loss."""
         self._losses: deque[float] = deque(maxlen=KEPT)
         self._last_step = -1
         self._high: deque[float] = deque(maxlen=4)
         self._is_spike_told = False
 
     def begin(self) -> None:
-        """A new generation runs."""
         self._last_step = -1
         self._high.clear()
         self.bad_since, self._seen_s = 0, None
@@ -67,7 +66,7 @@ class NumericsDetector:
     def look(
         self, ranks: Sequence[RankNumerics], node_of: Mapping[int, str], *, now_s: float
     ) -> Verdict | None:
-        """Judge the newest reports of all ranks; something only the first time."""
+        """Judge the newest reports of all ranks. A problem is returned only once."""
         bad = [one for one in ranks if self._is_bad_for_long(one)]
         if not bad:
             self._seen_s = None
@@ -76,7 +75,8 @@ class NumericsDetector:
             return None
         since = min(self._since(one) for one in bad)
         self._seen_s = now_s if self._seen_s is None else self._seen_s
-        # Reports of several nodes are not of one moment: who is well may only not have told yet.
+        # Reports of several nodes are not of one moment: a rank without a problem may only be late
+        # to report it.
         others = [one for one in ranks if one not in bad]
         is_told = all(one.step > since for one in others)
         if not is_told and now_s - self._seen_s < SETTLE_S:
@@ -139,7 +139,7 @@ class NumericsDetector:
 
 
 def finite(value: float | None) -> float | None:
-    """The number, where it is one: JSON has no form for the others."""
+    """The number, or None if it is not finite, because JSON cannot represent it."""
     return None if _is_bad(value) else value
 
 

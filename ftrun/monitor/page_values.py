@@ -1,25 +1,25 @@
-"""How long steps take: a histogram small enough for a page of shared memory.
+"""Histogram of step times, small enough for a shared page.
 
 Runs in:  worker (counts), agent (reads). Pure.
 Takes in: durations in nanoseconds.
-Gives:    quantiles in seconds, at most a quarter too large.
+Gives:    quantiles in seconds, at most 25 % too high.
 
-Buckets grow by an eighth to a quarter, from 64 us to more than a day; what is shorter or longer
-falls into the first or the last one. Old steps are forgotten by halving all counts now and then,
-so that a quantile is that of the last thousand steps or so.
+The width of a bucket is between an eighth and a quarter of the durations in it. Buckets cover 64 us
+to more than a day. Shorter and longer durations fall into the first and the last bucket. All counts
+are halved from time to time to forget old steps. A quantile therefore covers about the last
+thousand steps.
 """
 
 from collections.abc import Sequence
 
 NUM_BUCKETS = 128
 FORGET_AT = 1024
-"""So many steps counted: all counts are halved."""
+"""Number of counted steps at which all counts are halved."""
 
 _FIRST_EXPONENT = 6  # of the microseconds: 64 us
 
 
 def bucket_of(duration_ns: int) -> int:
-    """The bucket of a duration."""
     micros = max(1, duration_ns // 1000)
     exponent = micros.bit_length() - 1
     quarter = (micros >> (exponent - 2)) & 3 if exponent >= 2 else 0
@@ -27,13 +27,13 @@ def bucket_of(duration_ns: int) -> int:
 
 
 def upper_edge_s(bucket: int) -> float:
-    """No duration in this bucket is longer."""
+    """Upper bound of the durations in this bucket."""
     exponent, quarter = divmod(bucket, 4)
     return float(1 << (exponent + _FIRST_EXPONENT)) * (1 + (quarter + 1) / 4) / 1e6
 
 
 def quantile_s(counts: Sequence[int], part: float) -> float:
-    """So long at most took this part of the steps; 0 where none is counted.
+    """Upper bound of this quantile of the step times; 0 if no step is counted.
 
     Args:
         counts: of each bucket.

@@ -1,18 +1,17 @@
-"""Which ranks a process group has, in a line of text that a page of memory can hold.
+"""Encodes the ranks of process groups in a line of text that fits a shared page.
 
 Runs in:  worker (writes), agent (reads). Pure.
 Takes in: groups by torch's name for them, each with its ranks.
-Gives:    `0=0-7 12=0-6:2 15=0,3`: name, then ranges, with a step where it is not 1.
+Gives:    `0=0-7 12=0-6:2 15=0,3`: name, then ranges, with a step if it is not 1.
 
-A group whose line does not fit is left out: its collectives are still seen, but nobody is named
-for not taking part in one.
+A group that does not fit is omitted. Its collectives are still observed, but no rank is named for
+missing one of them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 
 
 def encode_groups(groups: Mapping[str, Sequence[int]], limit_bytes: int) -> str:
-    """As many groups as fit, in order."""
     found, size = [], 0
     for name, ranks in groups.items():
         text = f"{_plain(name)}={encode_ranks(ranks)}"
@@ -24,7 +23,7 @@ def encode_groups(groups: Mapping[str, Sequence[int]], limit_bytes: int) -> str:
 
 
 def decode_groups(text: str) -> dict[str, tuple[int, ...]]:
-    """The groups of a line; what is torn or not known is left out."""
+    """Decode the groups of a line; torn or malformed entries are skipped."""
     found = {}
     for word in text.split():
         name, equals, ranks = word.rpartition("=")
@@ -37,7 +36,7 @@ def decode_groups(text: str) -> dict[str, tuple[int, ...]]:
 
 
 def encode_ranks(ranks: Iterable[int]) -> str:
-    """`0-7`, `0-6:2`, `0,3`: runs of equal distance."""
+    """`0-7`, `0-6:2`, `0,3`: ranges of equal distance."""
     parts: list[str] = []
     run: list[int] = []
     for rank in sorted(ranks):
@@ -50,7 +49,7 @@ def encode_ranks(ranks: Iterable[int]) -> str:
 
 
 def decode_ranks(text: str) -> tuple[int, ...]:
-    """Raises: ValueError: it is no such text."""
+    """Raises: ValueError: the text is malformed."""
     found: list[int] = []
     for part in text.split(","):
         span, _, step = part.partition(":")
@@ -60,7 +59,6 @@ def decode_ranks(text: str) -> tuple[int, ...]:
 
 
 def _close(run: list[int], parts: list[str]) -> list[int]:
-    """Write a run down; what is left of it for the next one."""
     if len(run) == 1:
         parts.append(str(run[0]))
         return []

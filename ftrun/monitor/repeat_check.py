@@ -1,13 +1,13 @@
-"""Whether steps that are repeated after a restart have the bits that they had before.
+"""Checks that steps repeated after a restart are bitwise equal to their first execution.
 
 Runs in:  agent, for the ranks of its node. Pure.
-Takes in: the boundary records of each execution: one generation's steps from one version on.
-Gives:    a `Repeat`: how many steps were compared, and the first difference.
+Takes in: boundary records of each execution: the steps of one generation from one version on.
+Gives:    a `Repeat`: the number of compared steps, and the first difference.
 
-Rule 1: executions are compared only if they come from the same state: the same world size, no
-        batches left out in between, and no resize or difference between them.
-Rule 2: two repeats from the same version that differ show that the script is not deterministic;
-        lost state makes every repeat differ from the first execution in the same way.
+Rule 1: Executions are compared only if they start from the same state: the same world size, no
+        skipped batches in between, and no resize or difference between them.
+Rule 2: If two repeats from the same version differ, the script is not deterministic. If state was
+        lost, every repeat differs from the first execution in the same way.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,17 +18,17 @@ from typing import NamedTuple
 from ftrun.ids import Version
 
 KEPT = 4
-"""Earlier executions that are kept: the first and the newest."""
+"""Number of retained earlier executions: the first and the newest ones."""
 
 LATE_STEPS = 16
-"""Steps after which a value that a device has not given yet is not waited for."""
+"""Steps after which a value that a device has not delivered is no longer expected."""
 
 KEPT_STEPS = 1024
-"""Records of one rank in one execution that are kept: the newest."""
+"""Number of retained records of one rank in one execution: the newest ones."""
 
 
 class Outcome(Enum):
-    """What the comparison of one generation has shown."""
+    """Outcome of the comparison for one generation."""
 
     EQUAL = "equal"
     DIFFERS = "differs"
@@ -42,26 +42,26 @@ WARNINGS = (Outcome.DIFFERS, Outcome.STATE_LOST, Outcome.NOT_DETERMINISTIC)
 
 
 class BoundaryRecord(NamedTuple):
-    """What one rank has noted at one step boundary."""
+    """Record of one rank at one step boundary."""
 
     loss: int | None
-    """Bits of the reported loss; None: none was reported for this step, or it came too late."""
+    """Bits of the reported loss; None: no loss was reported for this step, or it came too late."""
     has_digest: int = 0
     """Bit i is set if the digest of sampled parameter i is valid."""
     digests: bytes = b""
-    """Of each sampled parameter 4 bytes."""
+    """4 bytes for each sampled parameter."""
 
 
 @dataclass
 class RankRecords:
-    """The boundary records of one rank in one execution, by step."""
+    """Boundary records of one rank in one execution, by step."""
 
     names: tuple[str, ...] = ()
-    """Of the sampled parameters."""
+    """Names of the sampled parameters."""
     steps: dict[int, BoundaryRecord] = field(default_factory=dict)
 
     def add(self, names: tuple[str, ...], records: Mapping[int, BoundaryRecord]) -> None:
-        """Take in newer records; those of another choice of parameters replace all."""
+        """Add newer records. If the sampled parameters changed, older records are dropped."""
         if names != self.names:
             self.names = names
             self.steps.clear()
@@ -71,22 +71,21 @@ class RankRecords:
 
     @property
     def last_step(self) -> int:
-        """0: none."""
         return max(self.steps, default=0)
 
 
 @dataclass
 class Execution:
-    """One generation, as far as this node's ranks ran it."""
+    """One generation as executed by this node's ranks."""
 
     generation: int
     restored: Version | None
-    """None: it began at the beginning of the script."""
+    """None: it started at the beginning of the script."""
     world_size: int
     skipped: int = 0
-    """Batches left out after the restored version."""
+    """Number of batches skipped after the restored version."""
     is_resized: bool = False
-    """The restored version is of another world size."""
+    """The restored version has another world size."""
     ranks: dict[int, RankRecords] = field(default_factory=dict)
 
     @property
@@ -94,19 +93,18 @@ class Execution:
         return self.restored.step + 1 if self.restored is not None else 1
 
     def last_step(self) -> int:
-        """The highest recorded step of any rank; 0: none."""
         return max((one.last_step for one in self.ranks.values()), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """The result for one generation."""
+    """Result for one generation."""
 
     outcome: Outcome
     text: str
     repeated: int = 0
     compared: int = 0
-    """Steps of which at least one value of one rank was compared."""
+    """Number of steps in which at least one value of one rank was compared."""
     step: int | None = None
     rank: int | None = None
     what: str = ""
@@ -127,9 +125,9 @@ class _Compared(NamedTuple):
     is_loss_equal: bool
     rank: int
     what: str
-    """The first value that differs; empty: none."""
+    """First value that differs; empty: none."""
     is_repeat: bool
-    """Both executions began at the same version."""
+    """Both executions started at the same version."""
     are_parameters_equal: bool | None = None
     """None: no sampled parameter was compared."""
     has_loss: bool = False
@@ -140,17 +138,17 @@ class _Compared(NamedTuple):
 
 
 class RepeatCheck:
-    """Keeps the executions of one node, and compares the current one with those before it."""
+    """Retains the executions of one node, and compares the current one with earlier ones."""
 
     def __init__(self) -> None:
         self.current: Execution | None = None
         self._earlier: list[Execution] = []
         self._has_earlier = False
         self._diverged: list[int] = []
-        """Generations whose steps are not those that an earlier one made or would have made."""
+        """Generations whose steps differ from those that an earlier generation made or would have
+        made."""
 
     def begin(self, execution: Execution) -> None:
-        """Another generation is about to run; the current one becomes an earlier one."""
         if self.current is not None:
             self._has_earlier = True
             self._keep(self.current)
@@ -167,13 +165,12 @@ class RepeatCheck:
         self.current = execution
 
     def is_over(self) -> bool:
-        """Every rank has recorded, in this generation, all that it had recorded before."""
         now = self.current
         assert now is not None
         return all(self._is_past(now, rank, records) for rank, records in now.ranks.items())
 
     def result(self, *, attached: bool) -> Repeat:
-        """What the records so far show.
+        """Judge the records collected so far.
 
         Args:
             attached: the script of the current generation has called `ftrun.attach`.
@@ -215,7 +212,11 @@ class RepeatCheck:
         return here is not None and not any(_has_more(one, here) for one in there)
 
     def _comparable(self, now: Execution) -> list[Execution]:
-        """Executions that this one should be equal to; the reference of the first one first."""
+        """Executions that this one should equal; the reference comes first.
+
+        The reference is the execution that made the restored version, or else the newest one
+        without skipped batches.
+        """
         same = [run for run in self._earlier if _is_same_start(run, now)]
         if now.skipped:
             return same
@@ -257,19 +258,17 @@ def _is_same_start(run: Execution, now: Execution) -> bool:
 
 
 def _repeated(now: Execution, runs: Sequence[Execution]) -> int:
-    """Steps of this generation that an earlier one had made."""
     before = max((run.last_step() for run in runs), default=0)
     return max(0, min(before, now.last_step()) - now.first_step + 1)
 
 
 def _compared(now: Execution, run: Execution) -> Iterator[_Compared]:
-    """The steps of which both executions have recorded a value."""
     is_repeat = run.restored == now.restored
     for rank in now.ranks.keys() & run.ranks.keys():
         here, there = now.ranks[rank], run.ranks[rank]
         for step in here.steps.keys() & there.steps.keys():
             one, other = here.steps[step], there.steps[step]
-            if one == other and here.names == there.names:  # the usual case, made fast
+            if one == other and here.names == there.names:  # fast path for the usual case
                 if one.loss is not None or one.has_digest:
                     equal = True if one.has_digest else None
                     yield _Compared(step, True, rank, "", is_repeat, equal, one.loss is not None)
@@ -285,7 +284,6 @@ def _compared(now: Execution, run: Execution) -> Iterator[_Compared]:
 
 
 def _values(names: Sequence[str], record: BoundaryRecord) -> Mapping[str, int | bytes]:
-    """What is known: the loss, then digests, by name."""
     found: dict[str, int | bytes] = {} if record.loss is None else {"loss": record.loss}
     for at, name in enumerate(names):
         if record.has_digest >> at & 1:
@@ -334,14 +332,12 @@ def _judge(
 
 
 def _kinds(compared: Sequence[_Compared]) -> str:
-    """What was compared: less than all that the ranks hold."""
     losses = ["losses"] if any(one.has_loss for one in compared) else []
     has_samples = any(one.are_parameters_equal is not None for one in compared)
     return " and ".join([*losses, *(["parameter samples"] if has_samples else [])])
 
 
 def _has_more(before: BoundaryRecord, here: BoundaryRecord) -> bool:
-    """Whether a value that the earlier record has may still come."""
     late_loss = before.loss is not None and here.loss is None
     return late_loss or before.has_digest & ~here.has_digest != 0
 

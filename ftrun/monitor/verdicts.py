@@ -1,6 +1,6 @@
-"""A verdict: what is wrong, who it is, who only suffers from it, and what says so.
+"""A verdict: what is wrong, culprits, victims, and the evidence.
 
-Runs in:  the agent that leads; everything that shows one reads the same fields. Pure.
+Runs in:  the agent that leads; everything that shows a verdict reads the same fields. Pure.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ import msgspec
 
 
 class VerdictKind(Enum):
-    """What can be wrong; docs/verdicts.md has a section for each."""
+    """Kinds of problems; docs/verdicts.md has a section for each."""
 
     CRASH = "crash"
     OUT_OF_MEMORY = "out of memory"
@@ -33,7 +33,7 @@ class VerdictKind(Enum):
 
 
 class Confidence(Enum):
-    """How sure a verdict is."""
+    """Confidence of a verdict."""
 
     CERTAIN = "certain"
     LIKELY = "likely"
@@ -41,30 +41,29 @@ class Confidence(Enum):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """One finding."""
+    """One diagnosis."""
 
     kind: VerdictKind
     culprits: tuple[int, ...]
-    """Ranks. Empty: a node or a link it is, see `nodes`."""
+    """Ranks. Empty if the culprit is a node or a link, see `nodes`."""
     text: str
     """One sentence."""
     nodes: tuple[str, ...] = ()
-    """Culprit nodes; of a link both its ends."""
+    """Culprit nodes; for a link, both its ends."""
     victims: tuple[int, ...] = ()
     """Ranks that only wait for the culprits."""
     evidence: tuple[str, ...] = ()
     against: tuple[str, ...] = ()
-    """What speaks for another explanation."""
+    """Counter-evidence: facts that support another explanation."""
     sure: Confidence = Confidence.LIKELY
     has_leave: bool = False
-    """The culprits do what may take long, by their own word or by their stack."""
+    """The culprits are in a phase that may take long, by their own report or by their stack."""
     acts_at_once: bool = False
-    """There is positive evidence: waiting longer would not change the finding."""
+    """There is positive evidence, so that a longer wait would not change the diagnosis."""
     fingerprint: str = ""
-    """Equal for the same fault at the same place."""
+    """Equal for the same fault at the same location."""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, for the journal."""
         return msgspec.to_builtins(self)  # type: ignore[no-any-return]
 
 

@@ -1,13 +1,13 @@
-"""Who waits for whom, from what each rank has entered and not left.
+"""Wait graph of the ranks, from the collectives that each has entered and not left.
 
 Runs in:  the agent that leads. Pure.
 Takes in: `RankView`s of one moment.
-Gives:    a `WaitGraph`: edges from a waiting rank to those that have not come.
-Source:   C4's rule (arXiv 2406.04594): who has not entered while the others wait is the culprit;
-          over several process groups the culprit is where all chains of waiting end.
+Gives:    a `WaitGraph`: edges from a waiting rank to the ranks that have not entered.
+Source:   C4's rule (arXiv 2406.04594): a rank that has not entered while others wait is the
+          culprit. With several process groups, the culprit is at the end of all wait chains.
 
-Rule 1: only sequence numbers are compared, never clocks.
-Rule 2: a rank that waits itself, in whatever group, is a victim.
+Rule 1: Only sequence numbers are compared, never clocks.
+Rule 2: A rank that waits itself, in any group, is a victim.
 """
 
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from ftrun.monitor.evidence import CollectiveCall, ProcessGroupView, RankView
 
 _VARIES = ("gather", "scatter", "broadcast", "all_to_all", "reduce")
-"""Operations whose sizes differ from rank to rank; `all_reduce` is not among them."""
+"""Operations whose sizes differ between ranks; `all_reduce` is not one of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveMismatch:
-    """Ranks that call different collectives under one number."""
+    """Different collectives that ranks have called under one sequence number."""
 
     group: ProcessGroupView
     seq: int
@@ -29,7 +29,6 @@ class CollectiveMismatch:
 
     @property
     def sides(self) -> dict[str, list[int]]:
-        """Ranks by what they call, the fewest first."""
         found: dict[str, list[int]] = {}
         for rank, call in sorted(self.calls.items()):
             found.setdefault(_signature(call), []).append(rank)
@@ -38,19 +37,19 @@ class CollectiveMismatch:
 
 @dataclass(frozen=True, slots=True)
 class WaitGraph:
-    """One look at all ranks."""
+    """Waits of all ranks in one observation."""
 
     views: Mapping[int, RankView]
     edges: dict[int, set[int]]
-    """Of each waiting rank: those that have not entered what it is in."""
+    """For each waiting rank: the ranks that have not entered its collective."""
     unknown: set[int]
-    """Ranks that are waited for, and of which there is no view."""
+    """Ranks that others wait for and that have no view."""
     stuck: list[tuple[ProcessGroupView, list[int]]]
-    """Collectives that all have entered, with the ranks that have not left."""
+    """Collectives that all ranks have entered, with the ranks that have not left."""
 
     @property
     def waiting(self) -> set[int]:
-        """Ranks in a collective, and those whose stack shows that they wait for a message."""
+        """Ranks in a collective, and ranks whose stack shows that they wait for a message."""
         return {
             rank
             for rank, view in self.views.items()
@@ -58,9 +57,9 @@ class WaitGraph:
         }
 
     def ends(self) -> set[int]:
-        """Where the chains of waiting end: ranks that are waited for and wait for nobody.
+        """Ends of the wait chains: ranks that others wait for and that wait for no rank.
 
-        Empty where all wait for one another in a circle.
+        Empty if all wait for each other in a cycle.
         """
         waited_for = set().union(*self.edges.values()) if self.edges else set()
         free = {rank for rank in waited_for if not self.edges.get(rank)}
@@ -68,7 +67,7 @@ class WaitGraph:
         return not_receiving or free
 
     def circle(self) -> list[int]:
-        """Ranks that wait for one another, in order; only where there are no ends."""
+        """Ranks that wait for each other, in order; valid only if `ends` is empty."""
         path = [min(self.edges)]
         while (rank := min(self.edges[path[-1]])) not in path:
             path.append(rank)
@@ -76,7 +75,6 @@ class WaitGraph:
 
 
 def waits_of(views: Mapping[int, RankView]) -> WaitGraph:
-    """Make the graph."""
     edges: dict[int, set[int]] = {}
     unknown: set[int] = set()
     stuck: dict[tuple[str, int], tuple[ProcessGroupView, list[int]]] = {}
@@ -93,14 +91,13 @@ def waits_of(views: Mapping[int, RankView]) -> WaitGraph:
 
 
 def members_of(group: ProcessGroupView, views: Mapping[int, RankView]) -> set[int]:
-    """Its ranks; where they are not known, those that have been seen in it."""
+    """Ranks of the group; if not known, the ranks that have been observed in it."""
     if group.ranks:
         return set(group.ranks)
     return {rank for rank, view in views.items() if _in_group(view, group.name) is not None}
 
 
 def mismatches(views: Mapping[int, RankView]) -> list[CollectiveMismatch]:
-    """Where ranks call different collectives under one number, the oldest of each group."""
     groups: dict[str, ProcessGroupView] = {}
     calls: dict[tuple[str, int], dict[int, CollectiveCall]] = {}
     for rank, view in views.items():

@@ -1,7 +1,7 @@
-"""Why a worker has ended.
+"""Explains why a worker has ended.
 
 Runs in:  agent. Pure.
-Takes in: what the kernel and the worker's error file say.
+Takes in: the exit status from the kernel, and the worker's error file.
 Gives:    a `WorkerExit`, in words.
 """
 
@@ -14,33 +14,32 @@ from ftrun.monitor.evidence import RUNTIME, is_in
 
 SIGKILL = 9
 _OUTPUT_LOST = 120
-"""Python's exit code where stdout or stderr cannot be flushed at the end."""
+"""Python's exit code if stdout or stderr cannot be flushed at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExitFacts:
-    """Everything known about one worker's end."""
+    """Everything known about the end of one worker."""
 
     rank: Rank
     pid: int
     status: int
-    """Exit code, or the signal's number with a minus sign."""
+    """Exit code, or the negative signal number."""
     message: str = ""
-    """The exception's type and text, from the error file."""
+    """Type and text of the exception, from the error file."""
     traceback: str = ""
     failed_at_ns: int = 0
     oom_kills: int | None = None
-    """Out-of-memory kills on this node since the last look; None where unreadable."""
+    """Out-of-memory kills on this node since the last check; None if unreadable."""
     stopped_s: float | None = None
-    """Killed by ftrun because it had been stopped for so long."""
+    """Seconds for which the worker was stopped before ftrun killed it for that."""
     full_disk: str = ""
-    """The folder of its output and its error file, if their disk is full."""
+    """Folder of its output and its error file, if their disk is full."""
     corrupt: str = ""
-    """Killed or ended because its snapshot was corrupt: which."""
+    """Description of its corrupt snapshot, if the worker was killed or ended because of it."""
 
 
 def explain(facts: ExitFacts) -> WorkerExit:
-    """One worker's end, as a value."""
     rank, status = facts.rank, facts.status
     who = f"rank {rank} (pid {facts.pid})"
     if facts.corrupt:
@@ -108,13 +107,12 @@ def signal_name(number: int) -> str:
 
 
 def place(traceback: str) -> str:
-    """File and line of the innermost frame of a traceback."""
     lines = [line.strip() for line in traceback.splitlines() if line.strip().startswith("File ")]
     return lines[-1] if lines else ""
 
 
 def users_place(traceback: str) -> str:
-    """The innermost line of the user's own code: `train.py:42 in step`; empty: none."""
+    """Innermost line of the user's own code: `train.py:42 in step`; empty: none."""
     for line in reversed(traceback.splitlines()):
         path, comma, rest = line.strip().removeprefix('File "').partition('", line ')
         if comma and not is_in(path, RUNTIME):
@@ -124,5 +122,4 @@ def users_place(traceback: str) -> str:
 
 
 def end_in_words(status: int) -> str:
-    """How a process of ftrun's own ended."""
     return f"was killed by {signal_name(-status)}" if status < 0 else f"exited with code {status}"

@@ -1,32 +1,33 @@
-"""From which step on the ranks of all nodes take the next snapshot, so that all take the same.
+"""The step from which the ranks of all nodes take the next snapshot, so that all take the same one.
 
 Runs in:  the agent that leads. Pure.
-Takes in: the largest step that any rank has passed, each commit, each step that was skipped.
-Gives:    a step that no rank has reached yet, for the lead's heartbeat.
+Takes in: the largest step that any rank has passed, each commit, each skipped step.
+Gives:    a step that no rank has reached yet, for the leader's heartbeat.
 
-A commit or an abandoned step frees the ranks for the next snapshot, but the nodes hear of it one
-after the other, and in between the ranks may have gone on by a step. So the lead names the step
-along with it. How far ahead that must be depends on the network and on the steps: it is learned.
+A commit or an abandoned step allows the ranks to take the next snapshot. The nodes receive it one
+after the other, and ranks may make a step in between. The leader therefore names the step together
+with it. How far ahead that must be depends on the network and on the steps: the distance is
+learned.
 
-Rule 1: it is only ever raised. Ranks that hear of it too late skip it, and say so; the others
-        then let go of what they have taken, and all begin again further ahead.
+Rule 1: the step only increases. Ranks that receive it too late skip it and report that. The others
+        then discard their snapshot, and all start again further ahead.
 Rule 2: the distance grows by half with each step that was named and skipped. A report may take
-        longer than hundreds of short steps, and tells of none that came after it.
+        longer than hundreds of short steps, and does not cover later steps.
 """
 
 _NEARER_AFTER = 4
-"""Commits without a step skipped."""
+"""Commits without a skipped step after which the distance shrinks."""
 
 
 class SnapshotAlignment:
-    """How far ahead the next snapshot must be named."""
+    """How many steps ahead the next snapshot must be named."""
 
     def __init__(self) -> None:
         self._ahead = 1
         self._num_good = 0
 
     def after_commit(self, take_from: int, step: int) -> int:
-        """The step from which on the next snapshot is taken.
+        """The step from which the next snapshot is taken, after a commit.
 
         Args:
             take_from: the one that was named last, or -1.
@@ -38,9 +39,9 @@ class SnapshotAlignment:
         return max(take_from, step + self._ahead)
 
     def after_skip(self, take_from: int, skipped: int, step: int) -> int:
-        """The same, when a rank has taken none at step `skipped`."""
+        """The step from which the next one is taken, after a rank took none at `skipped`."""
         if skipped < take_from:
-            return take_from  # before that nobody takes any: it was skipped before it was heard
+            return take_from  # an older step: no rank takes a snapshot before take_from
         self._num_good = 0
         self._ahead = max(self._ahead + 1, self._ahead * 3 // 2, 2 * (step - skipped))
         return max(take_from, max(step, skipped) + self._ahead)

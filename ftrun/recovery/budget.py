@@ -1,11 +1,7 @@
-"""How often something may be started again.
+"""The restart budget: how often something may be restarted.
 
-Runs in:  agent, inside `Supervisor`. Pure.
-Takes in: the times of restarts.
-Gives:    whether one more is allowed.
-
-Source: the restart intensity of Erlang/OTP supervisors (so many in so long a time), which a
-burst of failures uses up and a quiet week does not.
+Source: the restart intensity of Erlang/OTP supervisors (a number of restarts in a time window),
+which a burst of failures exhausts and a quiet week does not.
 """
 
 from dataclasses import dataclass
@@ -13,9 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class RestartBudget:
-    """At most `limit` restarts in any `window_s`; without a window, `limit` in all.
+    """At most `limit` restarts in any `window_s`; without a window, `limit` in total.
 
-    Any thread may ask; only `spend` and `forget` change anything, and they replace it whole.
+    Any thread may read it. Only `spend` and `forget` modify it, and they replace the tuple as a
+    whole.
     """
 
     limit: int
@@ -32,11 +29,10 @@ class RestartBudget:
         self._spent_s = (*self._counted_s(now_s), now_s)
 
     def forget(self) -> None:
-        """Begin anew."""
         self._spent_s = ()
 
     def ages_s(self, *, now_s: float) -> list[float]:
-        """How long ago each counted restart was; `spend` at those times makes an equal budget."""
+        """Seconds since each counted restart; `spend` at those times makes an equal budget."""
         return [now_s - spent_s for spent_s in self._counted_s(now_s)]
 
     def _counted_s(self, now_s: float) -> tuple[float, ...]:

@@ -1,10 +1,9 @@
-"""What recovery wants done. Every command says why, in words an operator can act on.
+"""The commands of recovery. Each gives its reason in words that an operator can act on.
 
 Runs in: agent. Pure.
 
-Those of the supervisor are about a whole run; the lead's part of recovery turns them into
-ballots and into what is said to every node. Those of a member are about one node: its hands
-carry them out.
+Commands of the supervisor concern a whole run. The leader turns them into ballots and into orders
+in its heartbeat. Commands of a member concern one node; its executor carries them out.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from ftrun.wire.cluster.messages import AnyClusterMessage, ProbePathRequest
 
 @dataclass(frozen=True, slots=True)
 class KillWorkers:
-    """End every worker of this generation at once."""
+    """Kill every worker of this generation at once."""
 
     journal_kind: ClassVar[str] = "KillWorkers"
 
@@ -30,25 +29,25 @@ class KillWorkers:
 
 @dataclass(frozen=True, slots=True)
 class StartGeneration:
-    """Start all workers again, from the newest restore point."""
+    """Restart all workers from the newest restore point."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFinalSnapshot:
-    """Have every rank take a snapshot at one and the same next boundary, and wait there."""
+    """Order every rank to take a snapshot at the same next boundary, and to wait there."""
 
     journal_kind: ClassVar[str] = "AskLastSnapshot"
 
     why: str
     after_step: int = -1
-    """The boundary; -1: the next that no rank of this node has passed."""
+    """The boundary; -1: the next one that no rank of this node has passed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SignalWorkers:
-    """Pass a signal to every worker's process group."""
+    """Send a signal to every worker's process group."""
 
     journal_kind: ClassVar[str] = "SignalWorkers"
 
@@ -58,7 +57,7 @@ class SignalWorkers:
 
 @dataclass(frozen=True, slots=True)
 class EndRun:
-    """It is over."""
+    """End the run."""
 
     journal_kind: ClassVar[str] = "EndRun"
 
@@ -67,10 +66,10 @@ class EndRun:
     cause: WorkerExit | None = None
     advice: str = ""
     goes_on: bool = False
-    """It is over on this node alone: the node was asked to leave, or the others have finished."""
+    """Only this node ends: it has drained, or the others have finished."""
 
 
-# --- one node's own parts ---------------------------------------------------------------------
+# --- one node's components --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ class RespawnSmp:
 
 @dataclass(frozen=True, slots=True)
 class RespawnZygote:
-    """Start another warm process."""
+    """Start another zygote."""
 
     journal_kind: ClassVar[str] = "RespawnZygote"
 
@@ -93,7 +92,7 @@ class RespawnZygote:
 
 @dataclass(frozen=True, slots=True)
 class DisableComponent:
-    """Do without a part that keeps dying: `smp` or `zygote`."""
+    """Continue without a component that keeps dying: `smp` or `zygote`."""
 
     journal_kind: ClassVar[str] = "GoOnWithout"
 
@@ -106,7 +105,7 @@ class DisableComponent:
 
 @dataclass(frozen=True, slots=True)
 class Quiesce:
-    """End this node's workers and say what it holds: `Quiesced` is the answer."""
+    """Kill this node's workers and report what it holds. Answer: `Quiesced`."""
 
     generation: int
     why: str
@@ -121,7 +120,7 @@ class InstallGeneration:
 
 @dataclass(frozen=True, slots=True)
 class PersistPlan:
-    """Keep the plan of the running generation with its new roster. Answer: `PlanPersisted`."""
+    """Persist the running generation's plan with its new voters. Answer: `PlanPersisted`."""
 
     plan: GenerationPlan
     took_effect: bool
@@ -129,7 +128,7 @@ class PersistPlan:
 
 @dataclass(frozen=True, slots=True)
 class StartRanks:
-    """It has taken effect: start this node's ranks, where it has any."""
+    """The generation is chosen: start this node's ranks, if it has any."""
 
     plan: GenerationPlan
     committed: Version | None = None
@@ -137,7 +136,7 @@ class StartRanks:
 
 @dataclass(frozen=True, slots=True)
 class SuspendRanks:
-    """Stop this node's ranks where they stand (SIGSTOP), until it is clear who leads."""
+    """Suspend this node's ranks (SIGSTOP), until it is clear which agent leads."""
 
     journal_kind: ClassVar[str] = "HoldRanks"
 
@@ -146,7 +145,7 @@ class SuspendRanks:
 
 @dataclass(frozen=True, slots=True)
 class ResumeRanks:
-    """Let them go on."""
+    """Resume the suspended ranks."""
 
     journal_kind: ClassVar[str] = "ReleaseRanks"
 
@@ -155,7 +154,7 @@ class ResumeRanks:
 
 @dataclass(frozen=True, slots=True)
 class CommitSnapshot:
-    """Every node holds and protects this version."""
+    """Commit this version: every node holds and protects it."""
 
     version: Version
 
@@ -169,21 +168,21 @@ class WriteCheckpointPart:
 
 @dataclass(frozen=True, slots=True)
 class AbandonStep:
-    """Some rank has no seal of this step and never will."""
+    """Give up the snapshot of this step: some rank has no seal of it and never will."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class SetFirstSnapshotStep:
-    """No snapshot is taken before this step; it comes before the word that frees the ranks."""
+    """Take no snapshot before this step. Sent before the order that allows the next one."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class SetSnapshotInterval:
-    """Snapshots every so many steps, from this step on."""
+    """Take a snapshot every `every` steps, from `from_step` on."""
 
     every: int
     from_step: int
@@ -191,7 +190,7 @@ class SetSnapshotInterval:
 
 @dataclass(frozen=True, slots=True)
 class UpdatePeerPorts:
-    """SMPs were started again and listen elsewhere: new ports by node id."""
+    """Restarted SMPs listen on other ports: the new ones by node id."""
 
     journal_kind: ClassVar[str] = "MovePeers"
 
@@ -200,20 +199,20 @@ class UpdatePeerPorts:
 
 @dataclass(frozen=True, slots=True)
 class InspectRanks:
-    """Some rank has failed: look quickly at what those of this node have called last."""
+    """A rank has failed: report quickly what the ranks of this node called last."""
 
 
 @dataclass(frozen=True, slots=True)
 class RepeatNodeCheck:
-    """Check whether this node is fit to run ranks. `NodeChecked` is the answer."""
+    """Check whether this node is fit to run ranks. Answer: `NodeChecked`."""
 
     number: int
-    """Of that check, at least."""
+    """Minimum number of that check."""
 
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """A line for the journal; `say` where the operator should see it at once."""
+    """A line for the journal; with `say` the operator sees it at once."""
 
     kind: str
     text: str
@@ -226,7 +225,10 @@ class JournalEntry:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Connect; `Opened` or `ConnectFailed` is the answer. No node id: whoever is there."""
+    """Dial an agent.
+
+    Answer: `ConnectionOpened` or `ConnectFailed`. An empty node id accepts any agent.
+    """
 
     host: str
     port: int
@@ -235,7 +237,7 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send to a node there is a connection to; without one it is dropped."""
+    """Send to a connected node; without a connection the message is dropped."""
 
     node_id: str
     message: AnyClusterMessage
@@ -243,7 +245,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """Close the connection to a node, after what was sent to it."""
+    """Close the connection to a node, after everything sent to it."""
 
     node_id: str
 
@@ -253,43 +255,43 @@ class ProbePath:
     """Probe a path from this node. Answer: `MessageReceived` of a `ProbePathResult`."""
 
     asks: str
-    """The lead's node."""
+    """The leader's node id."""
     order: ProbePathRequest
 
 
-# --- the outside witness ----------------------------------------------------------------------
+# --- the witness ------------------------------------------------------------------------------
 
 
 class WitnessOperation(Enum):
-    """What the outside witness is asked for; witness_rules.py says what it answers."""
+    """Requests to the witness; witness.py defines its answers."""
 
     LOOK = "look"
-    """Who leads, and what is remembered?"""
+    """Read the lease and the register."""
     CLAIM = "claim"
-    """Let me be the one that the others come to, unless there is one."""
+    """Become the agent that the others join, unless there is one."""
     KEEP = "keep"
-    """I lead this generation: promise nobody else anything for the time of a lease."""
+    """As leader of this generation: promise no other proposer for the time of a lease."""
     PROMISE = "promise"
-    """A ballot: this number."""
+    """Prepare of a ballot: promise this number."""
     ACCEPT = "accept"
-    """A ballot: this plan."""
+    """Accept of a ballot: accept this plan."""
     TELL = "tell"
-    """This plan is in effect."""
+    """Store this chosen plan."""
     FORGET = "forget"
-    """The run is over."""
+    """Delete the register: the run is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueryWitness:
-    """Ask the outside witness; `WitnessAnswered` is the answer, also where it is out of reach."""
+    """Query the witness. Answer: `WitnessAnswered`, also if it is unreachable."""
 
     wish: WitnessOperation
     asked_s: float
-    """When; a lease counts from then."""
+    """Time of the request; a lease counts from then."""
     generation: int = -1
     plan: GenerationPlan | None = None
     begins: bool = False
-    """Of a promise: no run is known to go on from."""
+    """For a promise: no run to resume is known."""
 
 
 SupervisorCommand = KillWorkers | StartGeneration | RequestFinalSnapshot | SignalWorkers | EndRun
@@ -319,5 +321,5 @@ NodeCommand = (
     | JournalEntry
 )
 Command = NetworkCommand | NodeCommand | RepeatNodeCheck | ProbePath | QueryWitness
-"""A check is made in a thread of its own, a road is tried and the witness is asked in one: none of
-them is an order for the hands."""
+"""A node check runs in its own thread, as do path probes and witness queries: the executor runs
+none of them."""

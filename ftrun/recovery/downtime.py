@@ -1,11 +1,11 @@
-"""How long an incident kept a run from training, and where that time went.
+"""The downtime of an incident, and how it splits.
 
 Runs in:  the agent that leads. Pure.
-Gives:    the one figure that log, status, report, metrics and journal show.
+Gives:    the one number that log, status, report, metrics and journal show.
 
 The downtime begins with the fault and ends when every rank has completed its next step, whether
 that step is new or repeated. The fault is the end of a process as the kernel reports it, or the
-last sign of life of what then stayed silent.
+last sign of life of a process that then became unresponsive.
 """
 
 from dataclasses import asdict, astuple, dataclass
@@ -21,7 +21,7 @@ class Downtime:
     detection_s: float
     """From the fault to the verdict."""
     restart_s: float
-    """Stop the ranks, choose what to restore, start processes, connect, the script's set-up."""
+    """Stop the ranks, choose what to restore, start processes, connect, set up the script."""
     restore_s: float
     first_step_s: float
 
@@ -42,13 +42,13 @@ class Downtime:
 
 
 def downtime(*, fault_s: float, known_s: float, stepped_s: float, last: RestartTimes) -> Downtime:
-    """Split the time of one incident.
+    """Splits the time of one incident.
 
     Args:
         fault_s: when it began.
         known_s: when the verdict was reached.
-        stepped_s: when the last rank had completed its next step.
-        last: what the node of that rank has measured.
+        stepped_s: when the last rank completed its next step.
+        last: the measurements of the node of that rank.
     """
     total_s = left_s = max(0.0, stepped_s - fault_s)
     parts = []

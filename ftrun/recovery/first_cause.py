@@ -1,13 +1,13 @@
-"""Which of several failures the others followed from.
+"""Finds the failure that caused the others.
 
 Runs in:  the agent that leads, inside `GenerationMonitor` and `Supervisor`. Pure.
 Takes in: ranks that have ended; what the flight recorders held at that moment.
-Gives:    one `WorkerExit`; it may be one that nobody has reported.
+Gives:    one `WorkerExit`; possibly one that no rank reported.
 
-Rule 1: a lost node, or a worker that was killed, cannot have been pulled down by its peers; one
-        that raised can.
-Rule 2: where all that is known is that connections broke, whoever has left them is to blame: a
-        rank that ended with 0 while others still needed it, or one that called something else.
+Rule 1: a lost node, or a worker that was killed, cannot be the consequence of a peer's failure; a
+        rank that raised an exception can.
+Rule 2: if only broken connections are known, the culprit is the rank that left: a rank that ended
+        with 0 while others still needed it, or one that called another collective.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ _SIGABRT = -6
 
 
 def first_cause(failed: Sequence[WorkerExit]) -> WorkerExit:
-    """The failure that the others followed from; among exceptions the earliest."""
+    """The failure that caused the others; among exceptions the earliest."""
     return min(
         failed,
         key=lambda found: (_ORDER.get(found.kind, 4), found.failed_at_ns or 1 << 62, found.rank),
@@ -50,18 +50,18 @@ def first_cause(failed: Sequence[WorkerExit]) -> WorkerExit:
 def may_be_a_consequence(end: WorkerExit) -> bool:
     """Whether the rank may have ended because of another one.
 
-    gloo aborts the process where two ranks send one another different amounts.
+    gloo aborts the process if two ranks send each other different amounts.
     """
     return is_broken_connection(end) or (end.kind is ExitKind.SIGNAL and end.code == _SIGABRT)
 
 
 def is_broken_connection(end: WorkerExit) -> bool:
-    """An exception that says no more than that somebody else is gone."""
+    """Whether it is an exception that says only that a peer is unreachable."""
     return end.kind is ExitKind.EXCEPTION and any(words in end.text for words in _BROKEN)
 
 
 def is_link_failure(end: WorkerExit) -> bool:
-    """A connection was lost and no process is known to have failed: a retry may succeed."""
+    """Whether a connection was lost without a known process failure: a retry may succeed."""
     return end.kind is ExitKind.LINK_LOST or is_broken_connection(end)
 
 
@@ -73,9 +73,9 @@ def hidden_cause(
     """The failure behind a number of broken connections, if there is one.
 
     Args:
-        ended: all ranks that have ended in this generation, also those that ended well.
-        views: what was seen of the ranks at that moment, those that have ended included.
-        node_of: on which node each rank ran.
+        ended: all ranks that have ended in this generation, including those that ended well.
+        views: observations of the ranks at that moment, including those that have ended.
+        node_of: the node of each rank.
     """
     failed = [one for one in ended if one.kind is not ExitKind.FINISHED]
     if not failed or not all(may_be_a_consequence(one) for one in failed):

@@ -1,15 +1,15 @@
-"""The lead's view of a running generation: what all nodes report, put before the supervisor.
+"""The leader's view of a running generation: turns the reports of all nodes into supervisor events.
 
 Runs in:  the agent that leads. Pure.
 Takes in: heartbeats of the members, lost nodes.
-Gives:    the supervisor's commands; the orders that stand in the lead's own heartbeat.
-Survives: the lead: `FailureHistory` goes into each plan, and the next lead begins from it.
+Gives:    the supervisor's commands; the orders in the leader's own heartbeat.
+Survives: the leader: `FailureHistory` is part of each plan, and the next leader starts from it.
 
-Rule 1: what a heartbeat says counts for the generation it names.
-Rule 2: ranks that failed by an exception wait a moment for the failure it may have followed from:
-        a killed peer, or a node that is only found lost when it does not answer.
-Rule 3: a version is committed when every member says that it holds and protects just that one.
-        What was committed once in a generation is never followed by an older version.
+Rule 1: the content of a heartbeat counts for the generation it names.
+Rule 2: ranks that failed by an exception wait briefly for the failure that may have caused it: a
+        killed peer, or a node that is found lost only when it does not answer.
+Rule 3: a version is committed when every member reports that it holds and protects exactly that
+        version. After a commit in a generation, no older version is committed in it.
 """
 
 import math
@@ -55,13 +55,13 @@ from ftrun.wire.cluster.generation import Edition, FailureHistory, GenerationPla
 from ftrun.wire.cluster.heartbeats import Heartbeat, LeaderHeartbeat
 
 CAUSE_WAIT_S = 0.15
-"""A peer's death and the exceptions it leads to are reported within this of each other."""
+"""Seconds within which a peer's death and the exceptions it causes are reported."""
 
 EXAMINE_WAIT_S = 0.6
-"""Nodes that are asked what their ranks called last answer within this, if at all."""
+"""Seconds within which nodes report the last calls of their ranks, if at all."""
 
 EVERY_AHEAD_STEPS = 64
-"""A new interval takes effect so many steps ahead, further than ranks drift apart."""
+"""Steps ahead at which a new interval begins; ranks drift apart by less."""
 
 _ENDS_ITSELF = (ExitKind.EXCEPTION, ExitKind.EXIT_CODE)
 _NODE_LOST_CODE = 76
@@ -69,7 +69,7 @@ _SIGTERM = 15
 
 
 class GenerationMonitor:
-    """One run, as its lead sees it."""
+    """One run, as its leader sees it."""
 
     def __init__(
         self, policy: Policy, settings: MembershipSettings, me: str = "", *, pairs: PairFinder
@@ -77,16 +77,16 @@ class GenerationMonitor:
         self.supervisor = Supervisor(policy, world_size=0)
         self.orders = LeaderHeartbeat(generation=-1)
         self.stop_signal = 0
-        """The signal by which somebody wants the run to end; 0 while nobody does."""
+        """The signal that requested the end of the run; 0: none."""
         self.past = Past()
         self.reports = MemberReports()
         self.watching = HealthMonitor(settings, policy.bad_numbers, me, pairs)
         self.num_spares = 0
-        """Nodes that could take the place of a member."""
+        """Nodes that could replace a member."""
         self.asked_to_leave: frozenset[str] = frozenset()
-        """Nodes that got SIGTERM."""
+        """Nodes that received SIGTERM."""
         self.awaits_notices = False
-        """It is not clear yet whether they leave or the run is to stop: nobody is started again."""
+        """Whether these nodes drain or the run stops is not clear yet: no rank is restarted."""
         self._settings = settings
         self._alignment = SnapshotAlignment()
         self._plan: GenerationPlan | None = None
@@ -107,11 +107,10 @@ class GenerationMonitor:
 
     @property
     def beats(self) -> dict[str, Heartbeat]:
-        """The newest heartbeat of every node."""
         return self.reports.beats
 
     def succeed(self, history: FailureHistory, *, now_s: float, known_s: float) -> None:
-        """Go on from what the last lead knew, since `known_s`; again, where a later one is found.
+        """Continues from what the last leader knew at `known_s`; may be called again.
 
         Ages that count towards a limit count from now, which is strict.
         """
@@ -137,39 +136,34 @@ class GenerationMonitor:
         )
 
     def note_failure(self, node_id: str, *, now_s: float, fault_s: float | None = None) -> None:
-        """This node is gone; its last sign of life was at `fault_s`, where that is known."""
+        """Records the loss of a node; its last sign of life was at `fault_s`, if known."""
         if fault_s is not None and self._plan is not None and self._plan.member(node_id):
             self.incidents.sign(fault_s)
-        if not self.past.was_asked_to_leave(node_id):  # else it is no failure
+        if not self.past.was_asked_to_leave(node_id):  # draining is no failure
             self._failures.note(node_id, now_s=now_s)
         self.reports.forget(node_id)
 
     def set_aside(self, *, now_s: float) -> set[str]:
-        """Nodes that were lost too often to be believed again."""
         return self._failures.set_aside(now_s=now_s)
 
     def bar(self, node_ids: Iterable[str], *, now_s: float) -> None:
-        """Give these nodes no ranks for an hour."""
         for node_id in node_ids:
             self._failures.bar(node_id, now_s=now_s)
 
     def evict(self, verdict: Verdict, node_id: str, why: str, *, now_s: float) -> None:
-        """This node is not to run ranks any more, though it is there."""
         self._failures.bar(node_id, now_s=now_s)
         self.incidents.found(verdict, (), self.progress(), now_s=now_s)
         self.incidents.acted("evict", why)
 
-    # --- a generation's life ------------------------------------------------------------------
+    # --- a generation -------------------------------------------------------------------------
 
     def take_over(self, plan: GenerationPlan, *, since_s: float) -> None:
-        """This generation ran under another lead, and is about to be replaced."""
         self.past.begins(plan, now_s=since_s)
         self._plan = plan
         self.reports.begin(plan)
         self.supervisor.world_size = plan.world_size
 
     def begin(self, plan: GenerationPlan, *, now_s: float) -> list[SupervisorCommand]:
-        """This generation has taken effect."""
         self.take_over(plan, since_s=now_s)
         self.orders = LeaderHeartbeat(generation=plan.generation)
         self._exits.clear()
@@ -183,13 +177,12 @@ class GenerationMonitor:
         return self._ask(GenerationStarted(Generation(plan.generation), restored), now_s)
 
     def note(self, node_id: str, beat: Heartbeat) -> None:
-        """Keep a heartbeat of a time in which no generation runs."""
         self.reports.take(node_id, beat)
         if beat.stops:
             self.stop_signal = beat.stop_signal or _SIGTERM
 
     def beat(self, node_id: str, beat: Heartbeat, *, now_s: float) -> list[SupervisorCommand]:
-        """Take in how things are on one node; `passing` decides what it leads to."""
+        """Records the state of one node; `passing` decides about its failures."""
         is_current = self.reports.take(node_id, beat)
         took_s = self.incidents.stepped(node_id, beat.restart if is_current else None, now_s=now_s)
         if took_s is not None:
@@ -217,16 +210,15 @@ class GenerationMonitor:
         return found
 
     def stop(self, number: int, by: str, *, now_s: float) -> list[SupervisorCommand]:
-        """Somebody wants the run to end, by this signal."""
         self.stop_signal = number
-        self._at_boundary_told = False  # they may wait there already, to take nodes in
+        self._at_boundary_told = False  # ranks may wait there already, for a reconfiguration
         return self._ask(StopRequested(number, by, self.reports.attached), now_s)
 
     def lost(self, nodes: Mapping[str, str], *, now_s: float) -> list[SupervisorCommand]:
-        """Members of the running generation are gone, and their ranks with them.
+        """Reports lost members of the running generation, and their ranks with them.
 
         Args:
-            nodes: why, by node id.
+            nodes: reasons, by node id.
             now_s: the time.
         """
         if not nodes:
@@ -247,7 +239,7 @@ class GenerationMonitor:
         return self.passing(now_s=now_s)
 
     def passing(self, *, now_s: float) -> list[SupervisorCommand]:
-        """Decide about what has waited long enough; let the supervisor see the time."""
+        """Decides about failures that have waited long enough; advances the supervisor's time."""
         found: list[SupervisorCommand] = []
         self._watch(now_s)
         is_late = now_s >= self._waits_until_s
@@ -259,7 +251,7 @@ class GenerationMonitor:
 
     @property
     def waits_for_cause(self) -> bool:
-        """Ranks have failed in a way that may have followed from another failure."""
+        """Whether all failures that wait may be consequences of another failure."""
         failed = [one for one in self._waiting if one.kind is not ExitKind.FINISHED]
         return bool(failed) and all(_may_follow(one) for one in failed)
 
@@ -268,7 +260,6 @@ class GenerationMonitor:
 
     @property
     def is_steady(self) -> bool:
-        """All ranks run, and nothing is wrong or under way."""
         is_running = self.supervisor.state is SupervisorState.RUNNING
         return is_running and self.reports.all_run and not self._exits
 
@@ -279,12 +270,12 @@ class GenerationMonitor:
     # --- orders -------------------------------------------------------------------------------
 
     def heartbeat(self, edition: Edition, number: int, *, is_held: bool) -> LeaderHeartbeat:
-        """What the lead has to say now.
+        """The leader's current heartbeat.
 
         Args:
-            edition: the newest that is known to have taken effect.
+            edition: configuration id of the newest plan known to be chosen.
             number: of the heartbeat.
-            is_held: the ranks of all nodes are to wait.
+            is_held: the ranks of all nodes must be suspended.
         """
         self._told = body = self.orders
         generation, roster = edition
@@ -296,11 +287,10 @@ class GenerationMonitor:
         )
 
     def has_new_orders(self) -> bool:
-        """Something is ordered that no heartbeat has said."""
         return self._told is not self.orders
 
     def stands_for(self, commands: Sequence[SupervisorCommand]) -> list[StartGeneration | EndRun]:
-        """Put what all nodes are to do into the orders; what is left is the lead's own to do."""
+        """Turns commands for all nodes into orders; returns those that the leader executes."""
         left: list[StartGeneration | EndRun] = []
         for index, command in enumerate(commands):
             match command:
@@ -320,9 +310,10 @@ class GenerationMonitor:
         return left
 
     def stop_at_boundary(self, why: str) -> int:
-        """Have all ranks take a snapshot at one boundary and wait there; at which one.
+        """Orders all ranks to take a snapshot at one boundary and wait there; returns its step.
 
-        Where they do so already it stays that one: they would wait for a later one for ever.
+        If a boundary is already ordered, it stays: ranks that wait there would wait forever for a
+        later one.
         """
         boundary = self.orders.stop_after_step
         if boundary < 0:
@@ -331,7 +322,7 @@ class GenerationMonitor:
         return boundary
 
     def look_at_interval(self) -> None:
-        """Agree on the longest interval that any rank wishes for, named ahead of time."""
+        """Orders the longest interval that any rank requests, from a step ahead of all ranks."""
         wished = self.reports.wished_every()
         step = self.progress().step
         is_settled = step > self.orders.every_from_step
@@ -339,7 +330,6 @@ class GenerationMonitor:
             self._order(every=wished, every_from_step=step + self._ahead(EVERY_AHEAD_STEPS))
 
     def end(self, command: EndRun, *, now_s: float) -> None:
-        """From now on the lead's heartbeat says that it is over."""
         is_done = command.exit_code == ExitCode.DONE
         self.incidents.ended(command.why, self.progress(), is_done=is_done, now_s=now_s)
         self._order(
@@ -351,10 +341,9 @@ class GenerationMonitor:
         )
 
     def stopped(self) -> EndRun:
-        """It was asked for while no rank ran."""
         return EndRun(128 + self.stop_signal, "stopped while no generation was running")
 
-    # --- what is wrong ------------------------------------------------------------------------
+    # --- failures -----------------------------------------------------------------------------
 
     def _watch(self, now_s: float) -> None:
         has_failed = any(one.kind is not ExitKind.FINISHED for one in self._exits.values())
@@ -374,13 +363,11 @@ class GenerationMonitor:
         self._take_exits(found, now_s)
 
     def _is_examined(self) -> bool:
-        """Every node has said what its ranks called last."""
         current = self.reports.current
         is_whole = self._plan is not None and len(current) == len(self._plan.members)
         return self.orders.examine and is_whole and all(beat.views for beat in current)
 
     def _decided_on(self, now_s: float) -> tuple[WorkerExit, ...]:
-        """Ranks that have ended, as the supervisor is to see them."""
         waiting, self._waiting = tuple(self._waiting), []
         if self._plan is None or self.supervisor.state is not SupervisorState.RUNNING:
             return waiting
@@ -396,7 +383,6 @@ class GenerationMonitor:
         return exits
 
     def probes(self, *, now_s: float) -> list[Send]:
-        """Links that are to be tried."""
         is_running = self._plan is not None and self.supervisor.state is SupervisorState.RUNNING
         return self.watching.probes(self._plan, now_s=now_s) if self._plan and is_running else []
 
@@ -407,7 +393,7 @@ class GenerationMonitor:
         if any(one.kind is not ExitKind.FINISHED for one in new):
             self.incidents.sign(now_s)
         if new and not self._waiting:
-            # On one node all are seen together, but for those that a broken connection ends.
+            # On one node all exits are seen together, except those by a broken connection.
             is_alone = self._plan is not None and len(self._plan.members) == 1
             self._waits_until_s = now_s + (0.0 if is_alone else CAUSE_WAIT_S)
         if not self.orders.examine and any(may_be_a_consequence(one) for one in new):
@@ -418,14 +404,17 @@ class GenerationMonitor:
             self._waiting.append(one)
 
     def _take_restore_failure(self, node_id: str, beat: Heartbeat, now_s: float) -> None:
-        """Its ranks end by an exception for it: the failure stands in the place of one of those."""
+        """Records a failed restore in place of one exit of the node's ranks.
+
+        The ranks of that node end by an exception because of it.
+        """
         node = self.reports.member(node_id)
         assert node is not None
         waiting = {one.rank for one in self._waiting}
         ranks = [Rank(rank) for rank in node.ranks]
         rank = next((one for one in ranks if one not in self._exits or one in waiting), None)
         if rank is None:
-            return  # the supervisor has decided about them all
+            return  # the supervisor has decided about all of them
         self._waiting = [one for one in self._waiting if one.rank != rank]
         self._exits.pop(rank, None)
         text = f"node {node_id} could not get its state back: {beat.problem}"
@@ -439,7 +428,7 @@ class GenerationMonitor:
         ready, committed = self.reports.ready_with(beat), self.orders.committed
         known = self.reports.committed
         if known is not None and known[0] == beat.generation and (ready is None or ready < known):
-            ready = known  # the leader before this one has ordered it; not every node has heard
+            ready = known  # ordered by the last leader; not every node received it
         if ready is not None and (committed is None or ready > committed):
             take_from = self._alignment.after_commit(self.orders.take_from, self.reports.step)
             self._order(committed=ready, take_from=take_from)
@@ -451,7 +440,7 @@ class GenerationMonitor:
             self._order(abandoned_step=skipped, take_from=take_from)
 
     def name_checkpoint(self, *, now_s: float) -> None:
-        """Have the newest committed version go to disk, where there is a place for it."""
+        """Orders the newest committed version to be written, if a checkpoint directory exists."""
         committed = self.orders.committed
         is_wished = self._settings.checkpoint_every_s > 0
         if is_wished and committed is not None and committed != self.orders.checkpoint:
@@ -468,7 +457,7 @@ class GenerationMonitor:
             self._order(moved={**self.orders.moved, node_id: port})
 
     def _ahead(self, steps: int) -> int:
-        """So many steps, and those that are made before every node has heard of it."""
+        """`steps` plus the steps made before every node has received an order."""
         if self._plan is None or len(self._plan.members) == 1:
             return steps
         return steps + math.ceil(self._rate * self._settings.same_boundary_s)

@@ -1,11 +1,12 @@
-"""All that is looked at while a generation runs: hangs, numbers, what is slow; what follows.
+"""Monitors a running generation: hangs, bad numbers, slowness; and decides what follows.
 
 Runs in:  the agent that leads, inside `GenerationMonitor`. Pure.
 Takes in: the newest heartbeats, ranks that have ended.
 Gives:    incidents; failures of ranks that have not ended by themselves.
 
-Rule 1: what only costs time is reported. What makes a run worthless, or stops it, is acted on, by
-        way of a failure like any other: one budget, one count of causes, one way to restart.
+Rule 1: a problem that only costs time is reported. A problem that makes a run worthless, or stops
+        it, is acted on through a failure like any other: one budget, one count of causes, one way
+        to restart.
 """
 
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ _STOP = ". It is only reported: numbers.policy=stop would end the run"
 
 
 class HealthMonitor:
-    """Of one run, by one lead."""
+    """The health of one run, as one leader sees it."""
 
     def __init__(
         self, settings: MembershipSettings, bad_numbers: str, me: str, pairs: PairFinder
@@ -44,13 +45,13 @@ class HealthMonitor:
         self.incidents = IncidentLog()
         self.slow = SlowSuspicions()
         self.spoiled: VersionPair | None = None
-        """From this version on they hold bad numbers; until the next generation."""
+        """This version and later ones hold bad numbers; reset with the next generation."""
         self.skip_to = -1
-        """With which step the data that led to bad numbers end, where they are to be left out."""
+        """Step with which the data that led to bad numbers ends, if it must be skipped; else -1."""
         self.unwanted = ""
-        """The node to be replaced for a hang: see `HungLinks`, and `hang.action: evict`."""
+        """The node to replace for a hang: see `HungLinks`, and `hang.action: evict`."""
         self.can_replace = False
-        """The run could do without one of its nodes."""
+        """The run could continue without one of its nodes."""
         self.hung = HungLinks(settings.hang)
         self.pairs = pairs
         self._first_step_s = settings.hang.suspect_s
@@ -64,7 +65,6 @@ class HealthMonitor:
         self._every_s = settings.heartbeat_s / 2
 
     def begin(self, plan: GenerationPlan) -> None:
-        """This generation has taken effect."""
         self.spoiled = None
         self.skip_to = -1
         self.unwanted = ""
@@ -79,7 +79,6 @@ class HealthMonitor:
     def look(
         self, plan: GenerationPlan, reports: MemberReports, *, now_s: float
     ) -> list[WorkerExit]:
-        """How far all ranks are; why, where they get no further; ranks to act on."""
         if now_s < self._due_s or self._is_blind:
             return []
         self._due_s = now_s + self._every_s
@@ -94,13 +93,13 @@ class HealthMonitor:
         return found or self._look_at_silence(plan, reports, progress, now_s)
 
     def went_wrong(self, error: Exception) -> None:
-        """A bug of ftrun's: nothing is looked at any more in this generation, and it is told."""
+        """Reports a bug in ftrun, and stops the monitoring for this generation."""
         if not self._is_blind:
             self._is_blind = True
             self.incidents.tell_bug(f"{type(error).__name__}: {error}")
 
     def probes(self, plan: GenerationPlan, *, now_s: float) -> list[Send]:
-        """Links to try: slow ones, and all between the members while ranks make no steps."""
+        """Probes of slow links, and of all links between members while ranks make no steps."""
         return [
             *self.slow.probes(plan, self._me, now_s=now_s),
             *(self.pairs.look(plan, now_s=now_s) if self._is_stuck else []),
@@ -109,7 +108,6 @@ class HealthMonitor:
     def _look_at_first_step(
         self, plan: GenerationPlan, reports: MemberReports, progress: Progress, now_s: float
     ) -> list[WorkerExit]:
-        """Ranks to act on because a lost link lets none of them make a first step."""
         verdict = self.hung.look(
             plan,
             reports,
@@ -151,7 +149,6 @@ class HealthMonitor:
         return [_hung(verdict, finding.views)]
 
     def _look_whether_stuck(self, progress: Progress, now_s: float) -> None:
-        """Whether no steps are made, and links may be the reason."""
         makes_steps = progress.attached or bool(self.hung.nodes)
         has_none = makes_steps and progress.steps_here == 0
         is_late = has_none and self.hung.for_s(now_s=now_s) >= self._first_step_s
@@ -177,7 +174,7 @@ class HealthMonitor:
             self.incidents.reported(verdict, reports.progress, now_s=now_s)
             return []
         self.incidents.found(verdict, (), reports.progress, now_s=now_s)
-        # What spreads from step to step was looked at in one place only: one step more is given up.
+        # Only one place was checked, and bad numbers spread per step: one more step is given up.
         first = max(0, self._numbers.bad_since - 1)
         has_come_along = plan.restore is not None and first <= plan.restore[1]
         self.spoiled = plan.restore if has_come_along else (plan.generation, first)
@@ -230,13 +227,13 @@ class HealthMonitor:
         *,
         now_s: float,
     ) -> tuple[WorkerExit, ...]:
-        """Those that are about to be decided on, with the one behind them, if it is none of them.
+        """The exits to decide on, with their hidden cause if none of them is the cause.
 
         Args:
-            waiting: nothing was decided about these yet.
-            ended: all of this generation.
+            waiting: exits without a decision.
+            ended: all exits of this generation.
             plan: the generation.
-            reports: what is known of it.
+            reports: its heartbeats.
             now_s: the time.
         """
         views = {view.rank: view for beat in reports.current for view in beat.views}
@@ -256,7 +253,6 @@ class HealthMonitor:
         *,
         now_s: float,
     ) -> None:
-        """The supervisor is about to decide on these."""
         failed = [one for one in exits if one.kind is not ExitKind.FINISHED]
         if failed:
             cause = first_cause(failed)
@@ -265,12 +261,11 @@ class HealthMonitor:
 
 
 def node_of(plan: GenerationPlan) -> dict[int, str]:
-    """On which node each rank runs."""
     return {rank: node.node_id for node in plan.members for rank in node.ranks}
 
 
 def _with_troubles(verdict: Verdict, reports: MemberReports) -> Verdict:
-    """With what network cards and GPUs of the nodes it names have counted lately."""
+    """Adds the recent error counts of network cards and GPUs of the named nodes."""
     told = [
         f"{node_id}: {text}"
         for node_id in verdict.nodes
@@ -281,7 +276,6 @@ def _with_troubles(verdict: Verdict, reports: MemberReports) -> Verdict:
 
 
 def _hung(verdict: Verdict, views: Sequence[RankView]) -> WorkerExit:
-    """The failure of a rank that has not ended by itself."""
     ended = {view.rank for view in views if view.is_finished}
     candidates = [rank for rank in (*verdict.culprits, *verdict.victims) if rank not in ended]
     rank = (*candidates, 0)[0]

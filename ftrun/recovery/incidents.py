@@ -1,13 +1,13 @@
-"""What has happened to a run, one incident after the other, each from its first sign to its end.
+"""The incidents of a run, one after the other, each from its first sign to its end.
 
 Runs in:  the agent that leads. Pure.
 Takes in: findings, failures, the progress of the ranks.
 Gives:    `JournalEntry`s for the journal, from which status, report and metrics are made; the life
           cycle.
-Survives: the lead: the next one goes on counting, and opens an incident of its own.
+Survives: the leader: the next one continues the count, and opens its own incident.
 
-Rule 1: one incident at a time. What fails before it is verified belongs to it.
-Rule 2: it is closed when all ranks have got further than before it, not when they run.
+Rule 1: one incident at a time. A failure before its verification belongs to it.
+Rule 2: an incident is closed when all ranks are past the step they had reached, not when they run.
 """
 
 from collections import deque
@@ -41,71 +41,69 @@ _KINDS = {
 
 @dataclass(slots=True)
 class Incident:
-    """One, while it is open."""
+    """An open incident."""
 
     number: int
     began_s: float
     text: str
     detected_s: float | None = None
-    """From its first sign to the verdict; None where the first sign is the verdict."""
+    """Seconds from its first sign to the verdict; None before a verdict."""
     verdict: Verdict | None = None
     actions: list[str] = field(default_factory=list)
     best_step: int = -1
-    """The furthest that any rank was when it began."""
+    """The furthest step of any rank when it began."""
     restored_step: int | None = None
     kind: str = "suspicion"
-    """Where there is no verdict."""
+    """Shown if there is no verdict."""
     fault_s: float = 0.0
     known_s: float | None = None
     """When the verdict on the newest fault was reached."""
     downtime: Downtime | None = None
-    """Known while every rank has completed a step since the newest fault."""
+    """Known after every rank has completed a step since the newest fault."""
     downtime_before: Downtime | None = None
-    """Of earlier faults of the same incident."""
+    """The sum for earlier faults of the same incident."""
 
 
 class IncidentLog:
-    """Of one run, as one lead sees it."""
+    """The incidents of one run, as one leader sees them."""
 
     def __init__(self) -> None:
         self.count = 0
         self.open: Incident | None = None
         self.closed: deque[tuple[float, Mapping[str, object]]] = deque(maxlen=KEPT)
-        """The last ones: when each was closed, and what its line in the journal says."""
+        """The last ones: when each was closed, and the fields of its journal line."""
         self.life = Lifecycle()
         self._losses = LossContinuity()
         self._notes: list[JournalEntry] = []
         self._attached = False
         self._sign_s: float | None = None
         self._awaited: frozenset[str] = frozenset()
-        """Nodes whose ranks have been started again."""
+        """Nodes whose ranks were restarted."""
         self._stepped: dict[str, tuple[float, RestartTimes]] = {}
-        """Of these nodes: when the last rank had completed its first step."""
+        """When the last rank of each of these nodes completed its first step."""
         self._matrix: list[dict[str, Any]] = []
 
     def take_notes(self) -> list[JournalEntry]:
-        """Lines for the journal since the last call."""
         notes, self._notes = self._notes, []
         return notes
 
     def succeed(self, count: int) -> None:
-        """Take over from a lead that is gone."""
         self.count = max(self.count, count)
         self.life = Lifecycle(LifecycleState.RUN)
 
     @property
     def is_suspected(self) -> bool:
-        """Something is late, and this was told."""
+        """Whether a suspicion was reported and is neither cleared nor acted on."""
         return self.life.state in (LifecycleState.SUSPECT, LifecycleState.DIAGNOSE)
 
     # --- what happens -------------------------------------------------------------------------
 
     def sign(self, fault_s: float) -> None:
-        """A process or a node ended at this time; the incident that follows began then."""
+        """Records when a process or node ended; the incident that follows began then."""
         self._sign_s = fault_s if self._sign_s is None else min(self._sign_s, fault_s)
 
     def agent_lost(self, node_id: str, fault_s: float, *, now_s: float) -> None:
-        """The agent that leads was started again on this node; its ranks ended with the last."""
+        """Opens an incident for the restart of the leader's own agent, which ended its ranks."""
         self.sign(fault_s)
         text = f"the agent of node {node_id} ended, and another one took over"
         incident = self._incident(text, Progress(Step(0), 0, attached=False), now_s=now_s)
@@ -113,7 +111,6 @@ class IncidentLog:
         incident.detected_s, incident.known_s = now_s - incident.began_s, now_s
 
     def generation_begins(self, plan: GenerationPlan) -> None:
-        """It has taken effect, and its ranks are being started."""
         self._sign_s = None
         self._stepped = {}
         restarted = plan.members if plan.generation > 0 else ()
@@ -123,7 +120,7 @@ class IncidentLog:
                 LifecycleState.CHECK, f"{len(plan.members)} node(s) are here, ranks are starting"
             )
             return
-        self._go(LifecycleState.RECOVER, plan.why)  # where nothing has failed: nodes are taken in
+        self._go(LifecycleState.RECOVER, plan.why)  # without a failure: a reconfiguration
         state = LifecycleState.VERIFY if self.open is not None else LifecycleState.CHECK
         self._go(state, f"generation {plan.generation} is starting")
         if self.open is not None:
@@ -131,7 +128,6 @@ class IncidentLog:
             self.open.downtime = None
 
     def suspected(self, finding: HangFinding, progress: Progress, *, now_s: float) -> None:
-        """Ranks are silent for too long."""
         ranks = sorted(view.rank for view in finding.views if view.has_stepped)
         text = (
             f"no step for {finding.silent_s:.1f} s: a hang is suspected (the limit is "
@@ -149,7 +145,7 @@ class IncidentLog:
         )
 
     def named(self, verdict: Verdict, views: Sequence[RankView], *, now_s: float) -> None:
-        """The incident that is open has a verdict, or another one than before."""
+        """Records the verdict of the open incident, or a changed one."""
         incident = self.open
         if incident is None:
             return
@@ -176,12 +172,11 @@ class IncidentLog:
     def found(
         self, verdict: Verdict, views: Sequence[RankView], progress: Progress, *, now_s: float
     ) -> None:
-        """A verdict that no suspicion came before."""
+        """Opens an incident with a verdict that had no suspicion before."""
         self._incident(verdict.text, progress, now_s=now_s)
         self.named(verdict, views, now_s=now_s)
 
     def cleared(self, progress: Progress, *, now_s: float) -> None:
-        """Steps are made again, and nothing was done."""
         if (
             self.life.state in (LifecycleState.SUSPECT, LifecycleState.DIAGNOSE)
             and self.open is not None
@@ -198,7 +193,7 @@ class IncidentLog:
         matrix: Sequence[dict[str, Any]] = (),
         now_s: float,
     ) -> None:
-        """A verdict that is only told; where an incident is open it is told beside it."""
+        """Reports a verdict without an action; adds it to an open incident."""
         if self.open is not None:
             self._note("Also", verdict.text, say=True, incident=self.open.number)
             return
@@ -210,7 +205,6 @@ class IncidentLog:
 
     def failed(self, cause: WorkerExit, nodes: Sequence[str], progress: Progress, *,
                now_s: float) -> None:  # fmt: skip
-        """Ranks have ended, and the supervisor is about to decide."""
         incident = self._incident(cause.text, progress, now_s=now_s)
         if incident.verdict is None:
             self.named(verdict_of(cause, nodes), (), now_s=now_s)
@@ -218,12 +212,10 @@ class IncidentLog:
             self._note("Also", cause.text, incident=incident.number)
 
     def tell_bug(self, text: str) -> None:
-        """Something of ftrun's own went wrong while it looked."""
         words = f"ranks are not watched until the next restart; this is a bug in ftrun ({text})"
         self._note("bug", words, say=True)
 
     def acted(self, action: str, why: str) -> None:
-        """Something is done about it."""
         if self.open is not None:
             self.open.actions.append(action)
             self._note("Action", why, incident=self.open.number, action=action, why=why)
@@ -231,9 +223,9 @@ class IncidentLog:
             self._go(LifecycleState.RECOVER, why)
 
     def stepped(self, node_id: str, times: RestartTimes | None, *, now_s: float) -> float | None:
-        """A node says when its ranks completed their first steps after the restart.
+        """Records when the ranks of a node completed their first steps after the restart.
 
-        Returns the downtime in seconds when the last node has said so.
+        Returns the downtime in seconds when the last node has reported it, else None.
         """
         if times is None or node_id not in self._awaited or node_id in self._stepped:
             return None
@@ -242,7 +234,7 @@ class IncidentLog:
             return None
         stepped_s, last = max(self._stepped.values(), key=lambda one: one[0])
         incident = self.open
-        if incident is None:  # nodes were taken in
+        if incident is None:  # a reconfiguration
             text = f"training again {last.total_s:.2f} s after the ranks were stopped"
             self._note("Downtime", text, say=True, incident=None, total_s=round(last.total_s, 3))
             return last.total_s
@@ -257,7 +249,6 @@ class IncidentLog:
         return took.total_s
 
     def progress(self, beats: Sequence[Heartbeat], progress: Progress, *, now_s: float) -> None:
-        """How far all ranks are, by the newest heartbeats of all members."""
         self._attached |= progress.attached
         reports = [report for beat in beats for report in beat.ranks]
         if not reports or any(report.age_s < 0 for report in reports):
@@ -278,7 +269,6 @@ class IncidentLog:
             self._losses.add(step, loss)
 
     def ended(self, why: str, progress: Progress, *, is_done: bool, now_s: float) -> None:
-        """The run is over."""
         self._go(LifecycleState.ENDED, why)
         if self.open is not None:
             if not is_done:
@@ -294,7 +284,7 @@ class IncidentLog:
             self.open = Incident(self.count, since_s, text, best_step=progress.step,
                                  fault_s=since_s)  # fmt: skip
         elif self.open.downtime is not None:
-            # Another fault before the first was left behind: the time in between was trained.
+            # Another fault before the incident was closed: ranks trained in between.
             self.open.downtime_before, self.open.downtime = self.open.downtime, None
             self.open.fault_s, self.open.known_s = since_s, now_s
         self.open.best_step = max(self.open.best_step, progress.step)
@@ -342,7 +332,7 @@ class IncidentLog:
 
 
 def verdict_of(cause: WorkerExit, nodes: Sequence[str]) -> Verdict:
-    """A rank's end, as a verdict: the kernel has told it, so it is certain."""
+    """The verdict on an ended rank: certain from the kernel's report, unless it left early."""
     kind = _KINDS.get(cause.kind, VerdictKind.CRASH)
     evidence = [cause.text]
     if cause.detail:
@@ -361,7 +351,7 @@ def verdict_of(cause: WorkerExit, nodes: Sequence[str]) -> Verdict:
 
 
 def _view_as_json(view: RankView, verdict: Verdict) -> dict[str, Any]:
-    """A rank as the report shows it; whole stacks only of culprits and of one victim."""
+    """A rank for the report; whole stacks only of culprits and of one victim."""
     found: dict[str, Any] = msgspec.to_builtins(view)
     if view.rank not in (*verdict.culprits, *verdict.victims[:1]):
         found["stack"] = found["stack"][:1]

@@ -1,13 +1,13 @@
-"""The life of a run in seven states, and which may follow which.
+"""The life cycle of a run: seven states and their transitions.
 
 Runs in:  the agent that leads. Pure.
-Takes in: wishes to go on, each with a reason.
+Takes in: requested transitions, each with a reason.
 Gives:    `LifecycleTransition`s for the journal.
 Source:   TRANSOM's task life cycle (arXiv 2310.10046): launch, warm-up, run, verify, recover, with
           C4's diagnosis (2406.04594) between run and recover.
 
-Rule 1: a change that the table does not have is refused and told, never made: a bug of ftrun's
-        may cost a line in the journal, not the run.
+Rule 1: a transition that the table does not contain is rejected and reported, never made. A bug in
+        ftrun may cost a line in the journal, not the run.
 """
 
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ from enum import Enum
 
 
 class LifecycleState(Enum):
-    """Where a run is."""
+    """The state of a run."""
 
     LAUNCH = "launch"
-    """Nodes find one another."""
+    """Nodes discover each other."""
     CHECK = "check"
-    """They were found fit, their ranks are starting; no step is made yet, and no deadline runs."""
+    """Nodes have passed their checks and ranks start; no step is made yet, no deadline runs."""
     RUN = "run"
     SUSPECT = "suspect"
-    """Something is late; stacks are being taken."""
+    """Something is late; stacks are being collected."""
     DIAGNOSE = "diagnose"
-    """There is a verdict, and it is not acted on yet, or only reported."""
+    """A verdict exists, and is not acted on yet, or is only reported."""
     RECOVER = "recover"
-    """Ranks are dead, and a new generation is on its way."""
+    """Ranks are dead, and a new generation is being prepared."""
     VERIFY = "verify"
-    """Ranks run again; the incident stays open until they have got further than before it."""
+    """Ranks run again; the incident stays open until they are past their earlier step."""
     ENDED = "ended"
 
 
@@ -78,7 +78,7 @@ TABLE: dict[LifecycleState, frozenset[LifecycleState]] = {
 
 @dataclass(frozen=True, slots=True)
 class LifecycleTransition:
-    """One step in the life of a run."""
+    """One transition, made or rejected."""
 
     old: LifecycleState
     new: LifecycleState
@@ -93,7 +93,7 @@ class Lifecycle:
         self.state = state
 
     def go(self, new: LifecycleState, why: str) -> LifecycleTransition | None:
-        """Go on to a state; None where it is there already."""
+        """Changes to a state; None if it is the current one."""
         if new is self.state:
             return None
         old = self.state

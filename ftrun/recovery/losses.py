@@ -1,8 +1,7 @@
-"""Whether the loss goes on after a recovery as it went before it.
+"""Whether the loss continues after a recovery as it did before.
 
-Runs in:  the agent that leads. Pure.
-Takes in: the loss that the script reports, with its step, about once per heartbeat.
-Gives:    `continuous`, `jumped`, or `not reported`.
+Takes the loss that the script reports, with its step, about once per heartbeat. The result is
+`continuous`, `jumped`, or `not reported`.
 """
 
 import math
@@ -12,10 +11,10 @@ from statistics import median
 KEPT = 64
 ENOUGH = 4
 _SPREADS = 8.0
-"""A loss this many typical distances from the middle of the last ones is a jump."""
+"""A loss is a jump at more than this number of typical distances from the median."""
 
 _SLACK = 0.1
-"""Of the loss itself: losses that hardly change are compared with this."""
+"""Relative to the loss itself: the limit for losses that hardly change."""
 
 
 class LossContinuity:
@@ -25,12 +24,11 @@ class LossContinuity:
         self._found: deque[tuple[int, float]] = deque(maxlen=KEPT)
 
     def add(self, step: int, loss: float) -> None:
-        """One report; said again, it counts once."""
+        """Records one report; a repeated step counts once."""
         if not self._found or self._found[-1][0] != step:
             self._found.append((step, loss))
 
     def judge(self, loss: float | None) -> str:
-        """A loss after a recovery, beside those before it."""
         if loss is None:
             return "not reported"
         if not math.isfinite(loss):

@@ -1,11 +1,11 @@
-"""Which pair of nodes cannot reach each other, by the word of both.
+"""Finds pairs of nodes that cannot reach each other, from the reports of both ends.
 
 Runs in:  the agent that leads. Pure.
-Takes in: the newest heartbeats: each says which nodes its SMP cannot reach; pairs of members that
-          a check has found cut (pair_check.py).
-Gives:    lost links; a hang's verdict with the link named; the node to be replaced for it.
+Takes in: the newest heartbeats: each names the nodes that its SMP cannot reach; pairs of members
+          that a check has found cut (pair_check.py).
+Gives:    lost links; a hang's verdict with the link named; the node to replace for it.
 
-Rule 1: a link counts as lost only where both of its ends report it. A frozen or dead SMP reports
+Rule 1: a link counts as lost only if both of its ends report it. A frozen or dead SMP reports
         nothing, so its links do not count.
 """
 
@@ -35,24 +35,24 @@ class PairFinder(Protocol):
     cut: frozenset[Pair]
 
     def begin(self) -> None:
-        """Another generation runs, or the ranks make steps."""
+        """Starts again: another generation runs, or ranks make steps."""
 
     def look(self, plan: GenerationPlan, *, now_s: float) -> list[Send]:
-        """What to ask for; called while ranks make no steps."""
+        """Requests to send; called while ranks make no steps."""
         ...
 
     def tried(self, sender: str, body: ProbePathResult, *, now_s: float) -> list[Send]:
-        """A member has tried to connect to another one."""
+        """Records the result of one member's attempt to connect to another."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LostLinks:
-    """Of one look; at least one pair.
+    """The lost links of one observation; at least one pair.
 
     Args:
         pairs: in the order of the plan's members.
-        node_out: the end to be replaced.
+        node_out: the end to replace.
     """
 
     pairs: tuple[Pair, ...]
@@ -70,12 +70,12 @@ class LostLinks:
 def lost_links(
     beats: Mapping[str, Heartbeat], plan: GenerationPlan, cut: Collection[Pair] = ()
 ) -> LostLinks | None:
-    """The links between members that both ends report as lost; None where there is none.
+    """The links between members that both ends report as lost; None if there is none.
 
     Args:
         beats: the newest heartbeats.
         plan: the running generation.
-        cut: pairs of which neither end gets a connection to the other.
+        cut: pairs of which neither end can connect to the other.
     """
     members = [node.node_id for node in plan.members]
     unreachable = {
@@ -94,10 +94,10 @@ def lost_links(
 
 
 def with_lost_links(verdict: Verdict | None, lost: LostLinks, ranks: Sequence[int]) -> Verdict:
-    """A hang's verdict with the lost link as its cause, unless it has found another cause.
+    """A hang's verdict with the lost link as its cause, unless it names another cause.
 
     Args:
-        verdict: as the ranks show it; None: they show nothing.
+        verdict: from the evidence of the ranks; None: no evidence.
         lost: the links.
         ranks: that make no steps.
     """
@@ -116,29 +116,26 @@ def _is_explained(verdict: Verdict, lost: LostLinks) -> bool:
 
 
 class HungLinks:
-    """Hangs in communication from one generation to the next, by one leader."""
+    """Hangs in communication across generations, as one leader sees them."""
 
     def __init__(self, settings: HangSettings) -> None:
         self._settings = settings
         self.nodes: tuple[str, ...] = ()
-        """Named by the last hang in communication, while no step was made since."""
+        """Nodes named by the last hang in communication, until a step is made."""
         self.longest_s = 0.0
-        """That a generation has needed up to its first step; 0: not known."""
+        """Longest time of a generation up to its first step, in seconds; 0: unknown."""
         self._begun_s: float | None = None
         self._lost_s: float | None = None
         self._has_stepped = False
 
     def succeed(self, nodes: Collection[str], longest_s: float) -> None:
-        """Go on from what the last leader knew."""
         self.nodes, self.longest_s = tuple(nodes), max(self.longest_s, longest_s)
 
     def begin(self) -> None:
-        """A new generation has taken effect."""
         self._begun_s = self._lost_s = None
         self._has_stepped = False
 
     def for_s(self, *, now_s: float) -> float:
-        """How long the generation has run."""
         if self._begun_s is None:
             self._begun_s = now_s
         return now_s - self._begun_s
@@ -153,10 +150,10 @@ class HungLinks:
         can_replace: bool,
         now_s: float,
     ) -> Verdict | None:
-        """Whether the generation is to be given up before its first step, and why.
+        """The verdict that ends a generation before its first step; None to let it run.
 
-        Before a first step there is no deadline, as it may compile. There is one where both ends
-        of a link report it lost, and after a hang in communication.
+        Before a first step there is no deadline, because the script may compile. There is one if
+        both ends of a link report it lost, and after a hang in communication.
         """
         for_s = self.for_s(now_s=now_s)
         if progress.steps_here > 0:
@@ -189,10 +186,10 @@ class HungLinks:
         reports: MemberReports,
         cut: Collection[Pair] = (),
     ) -> str:
-        """The node to be replaced for this hang, which is acted on; empty: none is.
+        """The node to replace for this hang; empty: none.
 
-        A hang without a lost link is met by a restart of the same nodes first. If no step follows,
-        one of its nodes is replaced.
+        After a hang without a lost link, the same nodes are restarted first. If no step follows,
+        one of the nodes is replaced.
         """
         before, self.nodes = self.nodes, verdict.nodes
         lost = lost_links(reports.beats, plan, cut)
@@ -240,6 +237,6 @@ def _verdict(lost: LostLinks, text: str, seen: Sequence[str], ranks: Sequence[in
 
 
 def _node_out(pairs: Sequence[Pair], lead: str) -> str:
-    """The node of most lost links; of equals not the leader's, then the later one."""
+    """The node with the most lost links; of equals not the leader's, then the later one."""
     counts = Counter(node for pair in pairs for node in pair)
     return max(counts, key=lambda node: (counts[node], node != lead, list(counts).index(node)))

@@ -1,8 +1,8 @@
-"""What becomes of a node's own parts when they die: the SMP and the zygote.
+"""Restarts a node's own components when they die: the SMP and the zygote.
 
 Runs in:  every agent, for its own node. Pure.
 Takes in: their deaths.
-Gives:    another one, or the word that it goes on without.
+Gives:    a restart, or the command to continue without the component.
 Source:   restart intensity, as in budget.py.
 """
 
@@ -14,7 +14,7 @@ OWN_DEATHS, OWN_DEATHS_WINDOW_S = 5, 600.0
 
 
 class ComponentRestarts:
-    """How often each may die before the run does without it."""
+    """The restart budget of each component."""
 
     def __init__(self) -> None:
         self._smp = RestartBudget(OWN_DEATHS, OWN_DEATHS_WINDOW_S)

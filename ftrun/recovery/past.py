@@ -1,8 +1,8 @@
-"""What has happened to a run, for status: its last restarts, and the nodes that are gone.
+"""The history of a run for status: its last restarts, and the nodes that were lost or have drained.
 
 Runs in:  the agent that leads. Pure.
-Takes in: generations, lost nodes, nodes that leave; what the last leader knew.
-Gives:    the same for the next leader, of bounded size, with ages in place of times.
+Takes in: generations, lost nodes, draining nodes; what the last leader knew.
+Gives:    the same for the next leader, of bounded size, with ages instead of times.
 """
 
 from collections.abc import Iterable
@@ -33,12 +33,12 @@ class Restart:
     at_s: float
     restored: VersionPair | None
     downtime_s: float | None = None
-    """Of its incident, up to the next step of every rank; None: not known."""
+    """Downtime of its incident, up to the next step of every rank; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A node that was lost, or that has left."""
+    """A node that was lost, or that has drained."""
 
     card: NodeCard
     reason: str
@@ -49,7 +49,7 @@ class Gone:
 
 
 class GoingNode(Protocol):
-    """What the leader knows of a node that goes."""
+    """The leader's state of a node that ends."""
 
     card: NodeCard
     has_left: bool
@@ -57,7 +57,7 @@ class GoingNode(Protocol):
 
 
 class Past:
-    """The last restarts and gone nodes, over all leaders of a run."""
+    """The last restarts and unreachable nodes, across all leaders of a run."""
 
     def __init__(self) -> None:
         self._restarts: dict[int, Restart] = {}
@@ -65,33 +65,32 @@ class Past:
 
     @property
     def restarts(self) -> list[Restart]:
-        """The oldest first."""
+        """Sorted by generation."""
         return [one for _, one in sorted(self._restarts.items())]
 
     @property
     def gone(self) -> list[Gone]:
-        """The one that went first comes first."""
+        """Sorted by the time of their end."""
         return sorted(self._gone.values(), key=lambda one: one.at_s)
 
     def was_asked_to_leave(self, node_id: str) -> bool:
-        """The end of this node is no failure."""
+        """Whether the end of this node is no failure."""
         return node_id in self._gone and self._gone[node_id].was_asked
 
     # --- what happens -------------------------------------------------------------------------
 
     def begins(self, plan: GenerationPlan, *, now_s: float) -> None:
-        """A generation begins; or the leader that began it is gone, and this was not known."""
+        """Records a generation, also one that an earlier leader began and did not record."""
         if plan.generation > 0 and plan.generation not in self._restarts:
             cause = plan.why[:_MAX_TEXT]
             self._keep([Restart(plan.generation, cause, now_s, plan.restore)])
 
     def measured(self, generation: int, downtime_s: float) -> None:
-        """Every rank of this generation has completed a step."""
         if generation in self._restarts:
             self._restarts[generation].downtime_s = downtime_s
 
     def goes(self, peer: GoingNode, reason: str, *, was_member: bool, now_s: float) -> JournalEntry:
-        """This agent is gone. It has left if it was asked to, and its ranks had moved."""
+        """Records the end of an agent: drained if its ranks had moved on request, else lost."""
         node_id = peer.card.node_id
         was_asked = self._is_leaving(peer.card)
         peer.has_left = was_asked and not was_member
@@ -105,12 +104,11 @@ class Past:
         return JournalEntry("NodeLost", text, {"member": was_member}, say=True)
 
     def leaves(self, card: NodeCard, *, now_s: float) -> None:
-        """A node is about to leave. The next plan says so: its leader may not see the node go."""
+        """Records a draining node. The next plan names it: its leader may not see the node end."""
         if not self._is_leaving(card):
             self._keep_gone(Gone(card, _LEFT, now_s, has_left=True, was_asked=True))
 
     def returns(self, node_id: str) -> None:
-        """The node is here again."""
         self._gone.pop(node_id, None)
 
     # --- from leader to leader ----------------------------------------------------------------
@@ -118,7 +116,7 @@ class Past:
     def succeed(
         self, restarts: Iterable[PastRestart], gone: Iterable[GoneNode], *, known_s: float
     ) -> None:
-        """Add what the last leader knew at that time; what this one has seen itself stays."""
+        """Adds what the last leader knew at `known_s`; own records have priority."""
         older = [
             Restart(one.generation, one.cause, known_s - one.age_s, one.restored, one.downtime_s)
             for one in restarts

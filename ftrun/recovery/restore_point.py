@@ -1,24 +1,26 @@
-"""The version that a run over several nodes resumes from, and where its shards come from.
+"""The version that a run over several nodes resumes from, and the sources of its shards.
 
 Runs in:  the agent that leads. Pure.
 Takes in: what every reachable node holds: sealed slots, and parts of protections.
-Gives:    a `RestoreChoice`: the newest version from which every rank can be had; or what is
+Gives:    a `RestoreChoice`: the newest version from which every rank can be restored; or what is
           missing.
-Survives: the loss of up to m nodes of each protection group, as that is what m means.
+Survives: the loss of up to m nodes of each protection group, by the definition of m.
 
-Rule 1: it is chosen from what is there, not from a record that could be lost or wrong.
-Rule 2: a version that a later generation has left behind never comes back: one of an older
-        generation counts only where the newest generation has come from it.
-Rule 3: parts of a protection fit together only where version, generation of the protection,
-        members and parity are equal. Parity of another step is no parity.
-Rule 4: a version that was not committed, and has lost a rank, counts only where it is protected as
-        well as the last committed one. What is protected less is not relied on: nodes keep the
-        protection of the last commit until what they go on from is committed itself.
-Rule 5: of several protections the one is relied on that bears most; nodes keep that one, and
-        overwrite the others. Of equals one that was committed: nodes that are not here hold
-        their parts of it as well, and may come back. Of another one nobody knows what they hold.
-Rule 6: a version that a leader may have committed before it was cut off is missed like a commit
-        while nodes that may hold it are not here. The next leader cannot know that it was not.
+Rule 1: the version is chosen from what the nodes hold, not from a record that could be lost or
+        wrong.
+Rule 2: a version that a later generation did not start from is never restored. A version of an
+        older generation counts only if the newest generation descends from it.
+Rule 3: parts of a protection fit together only if version, generation of the protection, members
+        and parity are equal. Parity of another step is useless.
+Rule 4: an uncommitted version that has lost a rank counts only if it is protected as well as the
+        last committed one. A version with less protection is not relied on: nodes retain the
+        protection of the last commit until the version they resume from is committed itself.
+Rule 5: of several protections, the one that tolerates the most losses is relied on. Nodes retain
+        that one and overwrite the others. Of equals, a committed one is relied on: missing nodes
+        hold their parts of it too, and may return. What they hold of an uncommitted one is unknown.
+Rule 6: a leader may have committed a version before it was cut off. Such a version counts as
+        committed while nodes that may hold it are missing, because the next leader cannot rule
+        out the commit.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,19 +34,19 @@ from ftrun.wire.messages.smp import Inventory
 
 @dataclass(frozen=True, slots=True)
 class RestoreChoice:
-    """What to resume from; no version means that there is none."""
+    """The version to resume from; no version means that there is none."""
 
     version: Version | None
     why: str
     world_size: int = 0
-    """Of the version; ranks of another world size are put together anew."""
+    """World size of the version; for another world size it is resharded."""
     sources: tuple[RestoreSource, ...] = ()
     wanted: Version | None = None
-    """The newest version that was committed, or may have been, where that cannot be had."""
+    """The newest version that was committed, or may have been, if it cannot be restored."""
     committed: Version | None = None
-    """The newest one that is known to be committed; what counts as that after a loss."""
+    """The newest version known to be committed; after a loss, the one that counts as such."""
     holders: frozenset[str] = frozenset()
-    """Nodes that are not here, and may hold what is missing."""
+    """Missing nodes that may hold the lost state."""
 
 
 Slots = dict[int, set[str]]
@@ -53,13 +55,13 @@ Slots = dict[int, set[str]]
 
 @dataclass
 class _Group:
-    """One protection, with the parts of it that are reachable."""
+    """One protection, with its reachable parts."""
 
     name: ProtectionPart
     parts: dict[str, ProtectionPart] = field(default_factory=dict)
 
     def missing(self, slots: Slots) -> list[str]:
-        """Members whose state, or whose part in the protection, is not here."""
+        """Members whose state, or whose part of the protection, is missing."""
         return [
             member.node_id
             for member in self.name.members
@@ -75,7 +77,7 @@ class _Group:
 
     @property
     def is_committed(self) -> bool:
-        """All of its nodes held their parts, also those that are not here now."""
+        """Whether all of its nodes held their parts, including nodes that are missing now."""
         return any(part.is_committed for part in self.parts.values())
 
     def has_mirror_of(self, rank: int) -> bool:
@@ -103,7 +105,7 @@ def _worth(part: ProtectionPart) -> tuple[bool, bool, int]:
 
 @dataclass
 class _Held:
-    """All that is here of one version."""
+    """All that the reachable nodes hold of one version."""
 
     version: Version
     world_size: int
@@ -115,13 +117,16 @@ class _Held:
         members = ";".join(f"{member.node_id}:{member.ranks}" for member in part.members)
         name = f"{part.protected_in}/{part.parity}/{members}"
         parts = self.groups.setdefault(name, _Group(part)).parts
-        # A node that fills its part once more has two of it: what it holds whole counts.
+        # A node that rebuilds its part holds it twice: the complete one counts.
         parts[node_id] = max((parts.get(node_id, part), part), key=_worth)
         self.is_committed |= part.is_committed
 
     @property
     def may_be_committed(self) -> bool:
-        """No node that is here contradicts it: each part of one protection is complete."""
+        """Whether no reachable node contradicts a commit.
+
+        Each reachable part of one protection must be complete.
+        """
         complete: dict[int, bool] = {}
         for group in self.groups.values():
             at = group.name.protected_in
@@ -133,10 +138,10 @@ class _Held:
         return {member.node_id for group in self.groups.values() for member in group.name.members}
 
     def sources(self, committed: "_Held | None") -> list[RestoreSource] | str:
-        """Where shards are fetched from; or why not all ranks can be had, in words.
+        """The sources of the shards; or why not all ranks can be restored, in words.
 
         Args:
-            committed: the newest version that was committed, which may be this one.
+            committed: the newest committed version, which may be this one.
         """
         groups = self._covering()
         lost = [rank for rank in range(self.world_size) if not self.slots.get(rank)]
@@ -149,17 +154,17 @@ class _Held:
 
     @property
     def margin(self) -> int:
-        """So many more nodes of any group may go; below zero where not all ranks are protected."""
+        """Nodes of any group that may still be lost; negative if not all ranks are protected."""
         groups = self._covering()
         if len({rank for group in groups for rank in group.ranks}) < self.world_size:
             return -1
         return min(group.name.parity - len(group.missing(self.slots)) for group in groups)
 
     def rating(self) -> tuple[Version, int, bool, int]:
-        """Highest for what is to be tried first; of equals what was committed and protected last.
+        """Highest for the version to try first; of equals the last committed protection.
 
-        The lead has promised what that protection bears, and an older one may have been spoilt
-        since without a word: nobody has looked at it.
+        The leader has promised the losses that this protection tolerates. An older one may have
+        been corrupted since without a report, because it is not checked.
         """
         groups = self._covering()
         last = max((group.name.protected_in for group in groups), default=-1)
@@ -167,7 +172,7 @@ class _Held:
         return (self.version, self.margin, is_committed, last)
 
     def _covering(self) -> list[_Group]:
-        """The protections that bear most, until each rank is in one."""
+        """The protections that tolerate the most losses, until each rank is in one."""
         covered: set[int] = set()
         chosen = []
         for group in sorted(self.groups.values(), key=self._badness):
@@ -181,14 +186,14 @@ class _Held:
         return any(group.has_mirror_of(rank) for group in groups)
 
     def _bare_sources(self) -> list[RestoreSource]:
-        """The nodes that hold the slots; what protects them is not relied on."""
+        """The nodes that hold the slots; their protection is not relied on."""
         held: dict[str, list[int]] = {}
         for rank in range(self.world_size):
             held.setdefault(min(self.slots[rank]), []).append(rank)
         return [RestoreSource([node_id], [some], 0, -1) for node_id, some in held.items()]
 
     def _badness(self, group: _Group) -> tuple[int, bool, int]:
-        """Lowest for the protection that bears most; of equals the newest that was committed."""
+        """Lowest for the protection that tolerates most; of equals the newest committed one."""
         margin = group.name.parity - len(group.missing(self.slots))
         return (-margin, not group.is_committed, -group.name.protected_in)
 
@@ -215,13 +220,13 @@ def choose(
     committed: Iterable[VersionPair] = (),
     spoiled: VersionPair | None = None,
 ) -> RestoreChoice:
-    """The newest version that can be had whole.
+    """The newest version that can be restored completely.
 
     Args:
         holdings: by node id.
-        newest_plan: the newest generation that has taken effect, or may have.
-        committed: versions that somebody has heard a commit of.
-        spoiled: from this version on none is gone on from.
+        newest_plan: the newest generation that was chosen, or may have been.
+        committed: versions that a node reports as committed.
+        spoiled: this version and later ones are not restored.
     """
     bad = version(*spoiled) if spoiled is not None else None
 
@@ -243,7 +248,7 @@ def choose(
     newest_committed = max(of_wanted, key=lambda one: one.margin, default=None)
     problems: list[str] = []
     missed = None
-    # After a change of the number of nodes one version may lie here in the shards of two worlds.
+    # After a change of the world size, shards of one version may exist for two worlds.
     for one in sorted(held.values(), key=_Held.rating, reverse=True):
         name, size = one.version, one.world_size
         found = one.sources(newest_committed)
@@ -270,7 +275,7 @@ def choose(
 
 
 def is_valid(held: Version, newest_plan: GenerationPlan | None) -> bool:
-    """Whether the newest generation has come from this version, or has made it."""
+    """Whether the newest generation descends from this version, or has made it."""
     if newest_plan is None or held.generation >= newest_plan.generation:
         return True
     last_step = dict(newest_plan.ancestry).get(held.generation, -1)
@@ -278,10 +283,10 @@ def is_valid(held: Version, newest_plan: GenerationPlan | None) -> bool:
 
 
 def ancestry(restored: Version | None, previous: GenerationPlan | None) -> list[VersionPair]:
-    """What a new generation comes from: of each generation before it the last step that counts.
+    """The ancestors of a new generation: the last step that counts, of each generation before it.
 
     Args:
-        restored: what it starts from.
+        restored: the version it starts from.
         previous: the newest generation before it.
     """
     if restored is None:
@@ -292,7 +297,7 @@ def ancestry(restored: Version | None, previous: GenerationPlan | None) -> list[
 
 
 _MAX_ANCESTORS = 15
-"""Slots hold two versions, so nothing from further back is ever met."""
+"""Slots hold two versions, so older ancestors are never needed."""
 
 
 def _collect(holdings: Mapping[str, Inventory]) -> dict[tuple[int, Version], _Held]:

@@ -1,11 +1,11 @@
-"""What goes slowly or wrong while steps are made: late ranks, slow links, skipped calls, memory.
+"""Detects what is slow or wrong while steps are made: ranks, links, skipped collectives, memory.
 
 Runs in:  the agent that leads. Pure.
 Takes in: the samples in the heartbeats, and the times of the heartbeats themselves.
-Gives:    `Verdict`s, each said once until it is over; lateness and the delay matrix for status.
+Gives:    `Verdict`s, each reported once until it is over; lateness and delay matrix for status.
 
-Rule 1: links are judged first: beside a slow link ranks are late that can do nothing for it.
-Rule 2: nothing here is acted on by itself: a slow rank costs time, a wrong verdict a restart.
+Rule 1: links are judged first, because a slow link makes ranks late that are not its cause.
+Rule 2: this module triggers no action: a slow rank costs time, a wrong verdict costs a restart.
 """
 
 from collections.abc import Mapping
@@ -31,13 +31,13 @@ LOOK_EVERY_S = 0.5
 
 
 class SlowSuspicions:
-    """Over one generation."""
+    """The slowness of one generation."""
 
     def __init__(self) -> None:
         self.lateness_s: dict[int, float] = {}
-        """Of each rank, in seconds of a step; for status."""
+        """Lateness of each rank, in seconds per step; for status."""
         self.clocks: Mapping[str, ClockOffset] = {}
-        """Of the nodes that answer heartbeats of this lead, by node id."""
+        """Clock offsets of the nodes that answer this leader's heartbeats, by node id."""
         self._due_s = 0.0
         self._probes = 0
         self._asked: dict[int, tuple[str, str]] = {}
@@ -49,12 +49,12 @@ class SlowSuspicions:
         self._seen: dict[str, int] = {}
         self._told: dict[str, Verdict] = {}
         self._since_s: dict[str, float] = {}
-        """When each of them was told."""
+        """When each verdict of `_told` was first reported."""
         self._groups: dict[str, tuple[int, ...]] = {}
         self.lateness_s = {}
 
     def begin(self) -> None:
-        """A new generation runs; clocks stay as they are."""
+        """Starts again for a new generation; keeps the clock offsets."""
         self._forget()
         self._due_s = 0.0
 
@@ -64,12 +64,12 @@ class SlowSuspicions:
         clock = self.clocks.get(node_id)
         return clock.at(now_s) if clock is not None and clock.is_known else None
 
-    # --- looks --------------------------------------------------------------------------------
+    # --- verdicts -----------------------------------------------------------------------------
 
     def look(
         self, beats: Mapping[str, Heartbeat], plan: GenerationPlan, me: str, *, now_s: float
     ) -> list[Verdict]:
-        """Judge what is new; verdicts that were not said yet."""
+        """Judges new samples; returns verdicts that were not reported yet."""
         if now_s < self._due_s:
             return []
         self._due_s = now_s + LOOK_EVERY_S
@@ -144,22 +144,23 @@ class SlowSuspicions:
         ]
 
     def lasting(self, for_s: float, *, now_s: float) -> list[Verdict]:
-        """What is slow, and has been for so long."""
         return [one for key, one in self._told.items() if now_s - self._since_s[key] >= for_s]
 
     def slow_links(self, for_s: float, *, now_s: float) -> list[Verdict]:
-        """Of those what is the network's, however sure: who takes them compares rails first."""
+        """Lasting verdicts about the network, of any confidence.
+
+        The caller compares rails before it acts on one.
+        """
         lasting = self.lasting(for_s, now_s=now_s)
         return [one for one in lasting if one.kind is VerdictKind.SLOW_COMMUNICATION]
 
     def matrix(self) -> list[dict[str, Any]]:
-        """The delay matrix, cell by cell, in plain values."""
         return [msgspec.to_builtins(cell) for cell in self._links.table()]
 
     # --- probes -------------------------------------------------------------------------------
 
     def probes(self, plan: GenerationPlan, me: str, *, now_s: float) -> list[Send]:
-        """Whom to ask for a probe of a suspect link; never the lead's own node, which decides."""
+        """Probe requests for suspect links; never to the leader's own node."""
         cards = {node.node_id: node.card for node in plan.members}
         found = []
         for pair in self._links.suspect_pairs(now_s=now_s):
@@ -171,7 +172,6 @@ class SlowSuspicions:
         return found
 
     def probed(self, body: ProbeLinkResult, *, now_s: float) -> None:
-        """A node has tried a link, both ways."""
         pair = self._asked.pop(body.number, None)
         if pair is None or body.problem:
             return
@@ -181,7 +181,6 @@ class SlowSuspicions:
 
 
 def _with_nodes(verdict: Verdict, node_of: Mapping[int, str]) -> Verdict:
-    """The nodes of its culprits, where it names none."""
     if verdict.nodes:
         return verdict
     nodes = tuple(dict.fromkeys(node_of[rank] for rank in verdict.culprits if rank in node_of))

@@ -1,11 +1,11 @@
-"""What the members of a generation report, summed up as it comes.
+"""Aggregates what the members of a generation report.
 
 Runs in:  the agent that leads. Pure.
 Takes in: heartbeats.
 Gives:    the furthest step, the version all are ready with, whether all wait at a boundary.
 
-One heartbeat costs the same however many nodes there are: sums are kept, not made. Only what is
-rarely asked for, the longest wished interval, is looked up among all.
+The cost of one heartbeat does not depend on the number of nodes, because sums are updated in place.
+Only rare queries, such as the longest requested interval, go through all nodes.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ class MemberReports:
 
     def __init__(self) -> None:
         self.beats: dict[str, Heartbeat] = {}
-        """By node, whatever generation they name."""
+        """By node id, of any generation."""
         self.step = 0
         """The largest step boundary that any rank has passed."""
         self.steps_here = 0
@@ -30,7 +30,7 @@ class MemberReports:
         self.sealed_step = -1
         """The newest step that any rank has sealed."""
         self.committed: VersionPair | None = None
-        """The newest version that any node knows to be committed."""
+        """The newest version that any node reports as committed."""
         self._generation = -1
         self._members: dict[str, PlanMember] = {}
         self._current: set[str] = set()
@@ -38,7 +38,6 @@ class MemberReports:
         self._num_at_boundary = 0
 
     def begin(self, plan: GenerationPlan) -> None:
-        """Sum up for this generation from now on."""
         self._generation = plan.generation
         self._members = {node.node_id: node for node in plan.members}
         self._current.clear()
@@ -54,7 +53,7 @@ class MemberReports:
         return self._members.get(node_id)
 
     def take(self, node_id: str, beat: Heartbeat) -> bool:
-        """Whether this heartbeat is of a member and of the running generation."""
+        """Records a heartbeat; returns whether it is of a member and the running generation."""
         before = self.beats.get(node_id)
         if before is not None and node_id in self._current:
             self._current.discard(node_id)
@@ -65,7 +64,6 @@ class MemberReports:
         return self._count(node_id, beat)
 
     def forget(self, node_id: str) -> None:
-        """This node is lost."""
         if node_id in self.beats:
             self.take(node_id, Heartbeat(generation=-1))
             del self.beats[node_id]
@@ -89,10 +87,9 @@ class MemberReports:
 
     @property
     def current(self) -> list[Heartbeat]:
-        """The newest heartbeats of the running generation."""
         return [self.beats[node_id] for node_id in sorted(self._current)]
 
-    # --- of all members -----------------------------------------------------------------------
+    # --- over all members ---------------------------------------------------------------------
 
     @property
     def progress(self) -> Progress:
@@ -100,7 +97,6 @@ class MemberReports:
 
     @property
     def all_run(self) -> bool:
-        """Every member has reported its ranks of this generation."""
         return len(self._current) == len(self._members) > 0
 
     @property
@@ -108,18 +104,18 @@ class MemberReports:
         return self._num_at_boundary == len(self._members) > 0
 
     def ready_with(self, beat: Heartbeat) -> VersionPair | None:
-        """The version that every member is ready with, if it is the one of this heartbeat."""
+        """The version of this heartbeat, if every member is ready with it."""
         ready = _ready(beat)
         if ready is None or self._ready[ready] != len(self._members):
             return None
         return ready
 
     def missed_step(self, beat: Heartbeat) -> int:
-        """Up to which step nothing can be committed any more, seen from this node's seals; or -1.
+        """The step up to which nothing can be committed any more, by this node's seals; or -1.
 
-        A rank here holds an uncommitted version, and another rank has sealed a later one. That one
-        has passed the step without a snapshot, because it heard late of a new interval: a rank
-        holds one version beyond the committed one. Its node does not say that it has skipped it.
+        A rank here holds an uncommitted version, and another rank has sealed a later one. That rank
+        has passed the step without a snapshot, because it received a new interval late: a rank
+        holds one version beyond the committed one. Its node does not report the skipped step.
         """
         if beat.sealed is None or beat.sealed[0] >= self.sealed_step:
             return -1
@@ -128,14 +124,14 @@ class MemberReports:
         return -1 if is_committed else self.sealed_step - 1
 
     def are_protected(self) -> bool:
-        """Every member can be lost, and what it is ready with is still there."""
+        """Whether any one member can be lost without losing what it is ready with."""
         return self.all_run and all(self.beats[one].survives > 0 for one in self._current)
 
     def wished_every(self) -> int:
-        """The longest interval that any rank wishes for."""
+        """The longest interval in steps that any rank requests."""
         return max((self.beats[one].wished_every for one in self._current), default=0)
 
 
 def _ready(beat: Heartbeat) -> VersionPair | None:
-    """What a node is ready with; nothing where its state was found not to be whole since."""
+    """The version a node is ready with; None if its state was found incomplete since."""
     return None if beat.problem else beat.ready

@@ -1,16 +1,16 @@
-"""The brain of a run: events in, commands out.
+"""The decisions about a run: events in, commands out.
 
-Runs in:  the agent that leads. Pure: the agent brings the events and the time, and carries out
-          the commands.
+Runs in:  the agent that leads. Pure: the agent supplies the events and the time, and executes the
+          commands.
 Takes in: `Event`s.
 Gives:    `Command`s, each with its reason.
 
-Rule 1: every change of a run's state happens in `handle`, and nowhere else.
-Rule 2: a failure is retried unless it cannot be cured by that: before the first step a program
-        that ends by itself has a mistake in it; the same failure again and again without a step
-        of progress will come once more.
-Rule 3: a lost connection is not a cause that comes again: only the budget bounds its retries.
-Rule 4: a command is given once; what it leads to comes back as an event.
+Rule 1: every change of a run's state happens in `handle`.
+Rule 2: a failure is retried unless a retry cannot cure it. A program that ends by itself before the
+        first step contains an error. The same failure that repeats without a step of progress
+        would repeat again.
+Rule 3: a lost connection does not count as a repeated cause: only the budget bounds its retries.
+Rule 4: a command is given once; its result comes back as an event.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ _ENDS_ITSELF = (ExitKind.EXCEPTION, ExitKind.EXIT_CODE, ExitKind.LEFT_EARLY)
 
 
 class SupervisorState(Enum):
-    """Where a run is."""
+    """The state of a run."""
 
     STARTING = auto()
     RUNNING = auto()
@@ -63,7 +63,7 @@ STOPPING = (SupervisorState.LAST_SNAPSHOT, SupervisorState.SIGNALLED, Supervisor
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What the profile says about restarts and stops; config.py has the words."""
+    """The profile's settings for restarts and stops; see ftrun/config.py."""
 
     max_restarts: int | None
     budget: int
@@ -101,7 +101,6 @@ class Supervisor:
         self._resume_why = ""
 
     def history(self, *, now_s: float) -> FailureHistory:
-        """What a successor must know to be as strict."""
         return FailureHistory(
             restarts=self.restarts,
             spent_ages_s=self.budget.ages_s(now_s=now_s),
@@ -114,7 +113,6 @@ class Supervisor:
         )
 
     def succeed(self, history: FailureHistory, *, now_s: float) -> None:
-        """Take over from the supervisor of a lead that is gone, while its ranks ran."""
         self.state = SupervisorState.RUNNING
         self.restarts = history.restarts
         self.budget.forget()
@@ -130,8 +128,8 @@ class Supervisor:
         match event:
             case GenerationStarted():
                 self._finished.clear()
-                # A stop may have been asked for while the workers were started. A pause is over
-                # where a generation was needed for another reason.
+                # A stop may have been requested while the workers started. A back-off ends early
+                # if a generation was needed for another reason.
                 if self.state in (SupervisorState.STARTING, SupervisorState.BACKING_OFF):
                     self.state = SupervisorState.RUNNING
                 return []
@@ -170,7 +168,7 @@ class Supervisor:
         self.budget.spend(now_s=now_s)
         self.restarts += 1
         why = cause.text
-        # Before a first step of this generation it may be on its way to attach.
+        # Before the first step of this generation, the script may not have reached `attach` yet.
         if not progress.attached and progress.steps_here > 0:
             why += (
                 "; the script does not call ftrun.attach, so it begins from its own beginning or "
@@ -186,7 +184,7 @@ class Supervisor:
         return [KillWorkers(cause.text)]
 
     def _refusal(self, cause: WorkerExit, progress: Progress, now_s: float) -> EndRun | None:
-        """Why this failure is not retried, if it is not; keeps count of causes and progress."""
+        """Why this failure is not retried; None if it is. Counts causes and progress."""
         self._steps_seen |= progress.steps_here > 0
         own_code = cause.code if cause.code > 0 else 128 - cause.code
         explicit = self._policy.max_restarts is not None
@@ -212,8 +210,8 @@ class Supervisor:
         return None
 
     def _is_the_same_again(self, cause: WorkerExit, progress: Progress) -> bool:
-        # Without attach, steps are counted from each start anew, so only the same failure after
-        # the same number of steps is known to be no progress.
+        # Without attach, each start counts steps from 0. Only the same failure after the same
+        # number of steps is known to be no progress.
         key = cause.fingerprint
         if progress.attached:
             advanced = progress.step > self._best_step
@@ -229,7 +227,7 @@ class Supervisor:
         return count >= self._policy.same_cause_limit
 
     def _pause_s(self) -> float:
-        """Nothing after progress, then doubling."""
+        """Seconds to wait before a restart: 0 after progress, then doubling."""
         if self._without_progress <= 1:
             return 0.0
         pause_s = self._policy.backoff_first_s * 2.0 ** (self._without_progress - 2)

@@ -1,13 +1,14 @@
-"""When a silence is suspected, named and acted on.
+"""Decides when a missing step is suspected as a hang, diagnosed, and acted on.
 
 Runs in:  the agent that leads. Pure.
-Takes in: the newest heartbeats; those of nodes with silent ranks have looks at their ranks.
-Gives:    `HangFinding`s: what to tell, and at last whom to act on.
+Takes in: the newest heartbeats; those of nodes with unresponsive ranks contain views of the ranks.
+Gives:    `HangFinding`s: what to report, and finally whether to act.
 Source:   the design's monitor section: suspect and name early, act at once on positive evidence,
-          on everything else late. No false restart is worth more than a fast one.
+          and late on everything else. A false restart is worse than a slow one.
 
-Rule 1: a verdict is acted on when two looks after one another give the same.
-Rule 2: once acted on, a generation is not looked at again: its ranks are about to be dead.
+Rule 1: before its last deadline, a verdict is acted on only with positive evidence, and only if
+        two consecutive observations give the same verdict.
+Rule 2: after an action the generation is not observed any more: its ranks are about to be killed.
 """
 
 from collections.abc import Collection, Mapping
@@ -26,18 +27,18 @@ from ftrun.wire.cluster.heartbeats import Heartbeat
 
 @dataclass(frozen=True, slots=True)
 class HangFinding:
-    """What one look has led to."""
+    """The result of one observation."""
 
     silent_s: float
     deadline_s: float
     verdict: Verdict | None = None
-    """None: it is only suspected."""
+    """None: a hang is only suspected."""
     views: tuple[RankView, ...] = ()
     acts: bool = False
 
 
 class HangSuspicions:
-    """Over one generation."""
+    """The suspected hang of one generation."""
 
     def __init__(self, settings: HangSettings) -> None:
         self._settings = settings
@@ -45,19 +46,18 @@ class HangSuspicions:
         self._told: Verdict | None = None
         self._before: Verdict | None = None
         self._now: Verdict | None = None
-        """What the newest look has given, and the one before it."""
+        """The verdict of the newest observation; `_before` is that of the one before it."""
         self._seen: tuple[object, ...] = ()
         self._is_suspected = False
         self.is_silent = False
-        """Ranks are silent for so long that their stacks are taken."""
+        """Ranks have made no step for `look_s`, so their stacks are taken."""
 
     @property
     def is_suspicious(self) -> bool:
-        """Ranks are silent for longer than they should be."""
+        """Whether ranks have made no step for longer than `suspect_s`."""
         return self._is_suspected
 
     def begin(self) -> None:
-        """A new generation runs."""
         self._is_over = self.is_silent = False
         self._forget()
 
@@ -74,14 +74,14 @@ class HangSuspicions:
         cut: Collection[Pair] = (),
         can_replace: bool = False,
     ) -> HangFinding | None:
-        """Judge what is known now; something only where that is news.
+        """Judges the newest heartbeats; returns a finding only if it is new.
 
         Args:
             beats: the newest heartbeats.
             plan: the running generation.
-            cut: pairs of which neither end gets a connection to the other.
-            can_replace: another node can take the place of one end of a lost link. If not, a
-                restart would meet the same link, so the link is given time.
+            cut: pairs of which neither end can connect to the other.
+            can_replace: another node can replace one end of a lost link. If not, a restart would
+                meet the same link, so the link is given time.
         """
         if self._is_over:
             return None
@@ -152,13 +152,13 @@ def _silence(view: RankView) -> float:
 
 
 def _make_steps(views: Mapping[int, RankView], limit_s: float) -> bool:
-    """Whether some ranks go on: those who wait for them wait for something that will come."""
+    """Whether some ranks make steps: ranks that wait for them will continue."""
     going = (view for view in views.values() if view.has_stepped and not view.is_finished)
     return any(view.silent_s < limit_s for view in going)
 
 
 def _looks(views: Mapping[int, RankView]) -> tuple[object, ...]:
-    """Changes when any rank was looked at again."""
+    """A value that changes when any rank is observed again."""
     return tuple((rank, view.silent_s) for rank, view in sorted(views.items()))
 
 

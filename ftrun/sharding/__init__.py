@@ -1,1 +1,1 @@
-"""DECISION: which rank of a world holds which part of which tensor. Pure."""
+"""Pure: which rank of a world holds which part of which tensor."""

@@ -1,11 +1,8 @@
-"""From which stored items those of another layout come.
+"""Computes the copies of boxes from the stored entries of one world to an entry of another.
 
-Runs in:  the process that converts checkpoints. Pure.
-Takes in: the patches of all ranks of one world, those of one entry of another.
-Gives:    copies of boxes: each item of the entry that is no padding is written by just one.
-
-Where several ranks have the same, the first one that is listed is read; a box that overlaps
-another is read as far as nothing before it has it.
+Each item of the target entry that is not padding is written by exactly one copy. If several ranks
+store the same items, the first listed one is read. Where boxes overlap, a later box provides only
+the items that no earlier one has.
 """
 
 import math
@@ -19,16 +16,16 @@ from ftrun.snapshot.boxes import Box, Shape, overlap, without
 
 @dataclass(frozen=True, slots=True)
 class BoxCopy:
-    """Items of one shape that go from one entry into another.
+    """A box of items that is copied from one entry to another.
 
     Args:
-        rank: that stores the entry they come from.
-        entry: its name.
-        first: item of that entry with which they begin.
-        strides: in it, in items.
-        to_first: item of the entry they go to with which they begin.
-        to_strides: in that.
-        shape: of both; no dimension is 0.
+        rank: rank that stores the source entry.
+        entry: name of the source entry.
+        first: first item in the source entry.
+        strides: in the source entry, in items.
+        to_first: first item in the target entry.
+        to_strides: in the target entry, in items.
+        shape: of the box; no dimension is 0.
     """
 
     rank: int
@@ -45,14 +42,14 @@ class BoxCopy:
 
     @property
     def span(self) -> int:
-        """Items of the entry they come from, from the first to the last of them."""
+        """Items of the source entry from the first to the last one of the box."""
         return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
 
     def cut_to(self, most_items: int) -> "list[BoxCopy]":
-        """The same in copies whose spans are no longer than so many items, in order."""
+        """Cuts this copy, in order, into copies whose spans have at most `most_items` items."""
         if self.span <= most_items:
             return [self]
-        # There is such a dimension, as a single item has a span of one.
+        # Such a dimension exists, because a single item has a span of one.
         dim = next(at for at, size in enumerate(self.shape) if size > 1)
         rows = max(1, most_items // self.strides[dim])
         found: list[BoxCopy] = []
@@ -71,7 +68,7 @@ class BoxCopy:
 
 @dataclass(frozen=True, slots=True)
 class MissingRegion:
-    """A part of a tensor that nobody stores."""
+    """A part of a tensor that no rank stores."""
 
     tensor: str
     box: Box
@@ -82,7 +79,7 @@ class MissingRegion:
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """What all ranks of a world store, by tensor and copy: rank, entry, patch."""
+    """The stored regions of all ranks of a world, by tensor and copy: rank, entry, region."""
 
     _held: dict[str, dict[int, list[tuple[int, str, StoredRegion]]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(list))
@@ -93,13 +90,13 @@ class Stock:
             self._held[patch.tensor][patch.copy].append((rank, entry, patch))
 
     def copies(self, wanted: Sequence[StoredRegion]) -> list[list[BoxCopy]]:
-        """What is to be copied into an entry, for each copy that went its own way.
+        """The copies into an entry, for each divergent copy of its tensors.
 
         Args:
-            wanted: the patches of the entry, all of tensors with as many copies.
+            wanted: the regions of the entry, all of tensors with equally many copies.
 
         Raises:
-            HoleFound: a part is nowhere.
+            RegionMissing: no rank stores a part.
         """
         numbers = sorted({n for patch in wanted for n in self._held[patch.tensor]}) or [0]
         return [
@@ -126,7 +123,7 @@ class Stock:
 
 
 class RegionMissing(ValueError):
-    """A part of a tensor is nowhere; in words, to be told with what wants it."""
+    """No rank stores a part of a tensor; the caller adds the entry that needs it."""
 
     def __init__(self, missing: MissingRegion) -> None:
         self.missing = missing
@@ -146,6 +143,6 @@ def _copy(rank: int, entry: str, source: StoredRegion, target: StoredRegion, box
 
 
 def _item_of(patch: StoredRegion, box: Box) -> int:
-    """Where a box of the tensor begins in the entry of a patch."""
+    """Item of the entry of a region at which a box of the tensor begins."""
     steps = zip(box.offsets, patch.box.offsets, patch.strides, strict=True)
     return patch.first + sum((at - begin) * stride for at, begin, stride in steps)

@@ -1,8 +1,6 @@
-"""Which items of a dimension a coordinate of the mesh has.
+"""Splits one dimension of a tensor among the coordinates of a mesh axis.
 
-Runs in:  the process that converts checkpoints. Pure.
-Takes in: a `DimensionSplit`, the size of the dimension, how many coordinates there are.
-Gives:    runs of neighbouring items, and where they lie in what the coordinate stores.
+The result is a list of runs of neighbouring items, with their offsets in the stored part.
 """
 
 from dataclasses import dataclass
@@ -11,17 +9,17 @@ from ftrun.sharding.rules import DimensionSplit, FusedPart, UnevenPolicy
 
 
 class SplitImpossible(ValueError):
-    """A size does not fit what a rule says; in words, to be told with the tensor's name."""
+    """A size does not fit a rule; the caller adds the name of the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexRun:
-    """Neighbouring items that a coordinate has.
+    """Neighbouring items of one coordinate.
 
     Args:
-        start: the first of them, in the whole dimension.
-        size: how many; at least 1.
-        at: where they begin in what the coordinate stores.
+        start: first item in the whole dimension.
+        size: number of items; at least 1.
+        at: offset in what the coordinate stores.
     """
 
     start: int
@@ -31,17 +29,17 @@ class IndexRun:
 
 @dataclass(frozen=True, slots=True)
 class StoredRuns:
-    """What a coordinate stores along a dimension: runs, and padding where none lies."""
+    """The runs that a coordinate stores along a dimension; items outside the runs are padding."""
 
     size: int
     runs: tuple[IndexRun, ...]
 
 
 def hold(cut: DimensionSplit, size: int, *, count: int, index: int) -> StoredRuns:
-    """What one of `count` coordinates stores of a dimension of so many items.
+    """The part of a dimension of `size` items that one of `count` coordinates stores.
 
     Raises:
-        CutImpossible: it cannot be cut so.
+        SplitImpossible: the dimension cannot be split by this rule.
     """
     if cut.size is not None and cut.size != size:
         raise SplitImpossible(
@@ -69,7 +67,7 @@ def hold(cut: DimensionSplit, size: int, *, count: int, index: int) -> StoredRun
 def share(
     part: FusedPart, uneven: UnevenPolicy, length: int, *, count: int, index: int
 ) -> tuple[int, int]:
-    """First item and number of items that a coordinate has of one part."""
+    """First item and number of items that a coordinate has of one fused part."""
     units, rest = divmod(length, part.unit)
     if rest:
         raise SplitImpossible(f"{length} items do not divide by units of {part.unit}")

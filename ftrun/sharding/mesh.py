@@ -1,16 +1,11 @@
-"""The ranks of a world as points of a mesh.
-
-Runs in:  the process that converts checkpoints. Pure.
-Takes in: axes with their sizes, such as dp 2, tp 4.
-Gives:    coordinates of a rank, and back; of which old rank a new one takes over what is its own.
-"""
+"""The ranks of a world as points of a mesh, such as dp 2, tp 4."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 STAGES = "pp"
-"""The axis along which ranks have other parameters, where no rule says it."""
+"""The axis of pipeline stages: ranks along it hold different parameters without a rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +14,7 @@ class Mesh:
 
     Args:
         axes: name and size of each; sizes are at least 1.
-        batch_axes: those along which ranks see different data.
+        batch_axes: axes along which ranks read different data.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -27,7 +22,6 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
         return math.prod(size for _, size in self.axes)
 
     @property
@@ -38,21 +32,21 @@ class Mesh:
         return dict(self.axes)[axis]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank is along each axis."""
+        """The coordinate of a rank along each axis."""
         found = {}
         for name, size in reversed(self.axes):
             rank, found[name] = divmod(rank, size)
         return found
 
     def rank_at(self, where: Mapping[str, int]) -> int:
-        """The rank of these coordinates; axes that are not named count as 0."""
+        """The rank at these coordinates; a missing axis counts as 0."""
         rank = 0
         for name, size in self.axes:
             rank = rank * size + where.get(name, 0)
         return rank
 
     def batch_index(self, rank: int) -> int:
-        """Which of the shares of the data a rank sees, from 0 on."""
+        """Index of the share of the data that a rank reads, from 0."""
         where = self.coordinates(rank)
         index = 0
         for name in self.batch_axes:
@@ -61,7 +55,7 @@ class Mesh:
 
     @property
     def num_batches(self) -> int:
-        """How many ranks see different data at a time."""
+        """Number of different shares of the data."""
         return math.prod(self.size_of(name) for name in self.batch_axes)
 
     def counterpart(self, other: "Mesh", rank: int) -> int:
@@ -70,7 +64,7 @@ class Mesh:
         return self.rank_at({name: where.get(name, 0) % size for name, size in self.axes})
 
     def beside(self, rank: int) -> list[int]:
-        """The ranks that differ from one along the axes of batches alone, by `batch_index`."""
+        """The ranks that differ from this one only along the batch axes, by `batch_index`."""
         where = self.coordinates(rank)
         found: dict[int, int] = {}
         for other in range(self.size):
@@ -80,7 +74,7 @@ class Mesh:
         return [found[index] for index in range(self.num_batches)]
 
     def resized(self, num_ranks: int) -> "Mesh | None":
-        """The same with so many ranks, by another size of the batch axis; None: there is none."""
+        """This mesh with another size of the batch axis; None if `num_ranks` does not fit."""
         if len(self.batch_axes) != 1:
             return None
         axis = self.batch_axes[0]
@@ -90,7 +84,7 @@ class Mesh:
         return self.having({axis: num_ranks // others})
 
     def having(self, sizes: Mapping[str, int]) -> "Mesh":
-        """The same with other sizes of some axes."""
+        """This mesh with other sizes of some axes."""
         return Mesh(tuple((n, sizes.get(n, size)) for n, size in self.axes), self.batch_axes)
 
     @property
@@ -103,5 +97,5 @@ class Mesh:
 
 
 def ranks_alone(num_ranks: int) -> Mesh:
-    """The mesh of a world that says nothing of it: each rank sees data of its own."""
+    """The mesh of a world without layout rules: each rank reads different data."""
     return Mesh((("dp", num_ranks),), ("dp",))

@@ -1,12 +1,8 @@
-"""Patterns over the names of tensors.
+"""Patterns over the names of tensors, such as `model.layers.*.weight` and `model.layers.{n}.*`.
 
-Runs in:  the process that converts checkpoints. Pure.
-Takes in: `model.layers.*.weight`, `model.layers.{n}.*`.
-Gives:    whether a name matches as a whole, and which number stood at `{n}`; the same name with
-          another number there.
-
-`*` is any run of characters, dots too; `{word}` is a number, all of its digits. Nothing else has a
-meaning, so names with brackets need no care.
+A pattern matches a whole name. `*` matches any run of characters, including dots. `{word}` matches
+a number with all its digits. Every other character matches itself, so names with brackets need no
+escape.
 """
 
 import re
@@ -25,18 +21,18 @@ class NamePattern:
 
     @cached_property
     def words(self) -> tuple[str, ...]:
-        """What its numbers are called."""
+        """The words of its numbers."""
         return tuple(match[1] for match in _SPECIAL.finditer(self.text) if match[1])
 
     def match(self, name: str) -> dict[str, int] | None:
-        """The numbers in a name, by word; None where it does not match."""
+        """The numbers in a name, by word; None if it does not match."""
         found = self._regex.fullmatch(name)
         if found is None:
             return None
         return {word: int(number) for word, number in found.groupdict().items()}
 
     def with_numbers(self, name: str, numbers: Mapping[str, int]) -> str:
-        """A name that matches, with these numbers at the words of the pattern."""
+        """A matching name, with these numbers in place of its own."""
         found = self._regex.fullmatch(name)
         assert found is not None, name
         made, at = "", 0

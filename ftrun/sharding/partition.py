@@ -1,13 +1,8 @@
-"""Which boxes of which whole tensors lie in what a rank stores, item by item.
+"""Computes which boxes of which whole tensors are in the entries that a rank stores.
 
-Runs in:  the process that converts checkpoints. Pure.
-Takes in: the shape of a whole tensor, how it is cut, the coordinates of a rank.
-Gives:    a `StoredView`: the shape of what the rank stores, and its blocks; `StoredRegion`es,
-          which say the
-          same of a stored entry, also of a run of a long row of items.
-
-A patch does not say of what shape the entry is, only how its items are reached: so a column of a
-matrix, a head of a fused projection and the end of a tensor in a flat buffer are all the same.
+A `StoredRegion` states only how the items of an entry are reached, not the shape of the entry. A
+column of a matrix, a head of a fused projection and the end of a tensor in a flat buffer are
+therefore all regions.
 """
 
 import math
@@ -22,7 +17,7 @@ from ftrun.snapshot.boxes import Box, Shape, overlap, strides_of, whole
 
 @dataclass(frozen=True, slots=True)
 class PartBlock:
-    """A box of the whole tensor, and where it begins in what is stored."""
+    """A box of the whole tensor, and its offset in the stored shape."""
 
     at: Shape
     box: Box
@@ -30,7 +25,7 @@ class PartBlock:
 
 @dataclass(frozen=True, slots=True)
 class StoredView:
-    """What a rank stores of one tensor; what no block covers is padding."""
+    """The part of one tensor that a rank stores; items outside the blocks are padding."""
 
     shape: Shape
     blocks: tuple[PartBlock, ...]
@@ -41,11 +36,11 @@ class StoredRegion:
     """A box of a whole tensor in a stored entry.
 
     Args:
-        tensor: name of the whole one.
-        box: in it; not empty.
-        first: the entry's item that is the box's first.
+        tensor: name of the whole tensor.
+        box: in the tensor; not empty.
+        first: item of the entry that is the first one of the box.
         strides: in the entry, from one index of the box to the next, along each dimension.
-        copy: which of the copies that went their own ways; 0 where there is one.
+        copy: number of the divergent copy (`average` rules); 0 if there is only one.
     """
 
     tensor: str
@@ -58,16 +53,16 @@ class StoredRegion:
 def view_of(
     shape: Shape, cuts: Sequence[DimensionSplit], mesh: Mesh, where: Mapping[str, int]
 ) -> StoredView:
-    """What the rank at these coordinates stores, one cut after the other.
+    """The part of a tensor that the rank at these coordinates stores, after all cuts in order.
 
     Args:
         shape: of the whole tensor.
-        cuts: their dimensions are there.
+        cuts: their dimensions exist in `shape`.
         mesh: of the world.
         where: coordinates of the rank.
 
     Raises:
-        CutImpossible: a dimension cannot be cut so.
+        SplitImpossible: a dimension cannot be split by its rule.
     """
     box = whole(shape)
     view = StoredView(shape, () if box.is_empty else (PartBlock(box.offsets, box),))
@@ -86,7 +81,7 @@ def _cut(view: StoredView, dim: int, held: StoredRuns) -> StoredView:
 
 
 def _within(block: PartBlock, dim: int, run: IndexRun) -> PartBlock | None:
-    """What of a block lies in a run of a dimension, where the run is stored."""
+    """The part of a block within a run of a dimension, at its stored offset."""
     low = max(block.at[dim], run.start)
     high = min(block.at[dim] + block.box.shape[dim], run.start + run.size)
     if low >= high:
@@ -105,7 +100,7 @@ def _with(numbers: Shape, dim: int, number: int) -> Shape:
 
 
 def patches_of(tensor: str, view: StoredView, *, copy: int = 0) -> tuple[StoredRegion, ...]:
-    """The patches of an entry that stores just this view."""
+    """The regions of an entry that stores exactly this view."""
     strides = strides_of(view.shape)
     return tuple(
         StoredRegion(tensor, block.box, _item(block.at, strides), strides, copy)
@@ -115,7 +110,7 @@ def patches_of(tensor: str, view: StoredView, *, copy: int = 0) -> tuple[StoredR
 
 @dataclass(frozen=True, slots=True)
 class FlatRange:
-    """What a coordinate stores of a row of items: so many, padding included, and where from."""
+    """A coordinate's range of a flat buffer: number of items with padding, and its regions."""
 
     num_items: int
     patches: tuple[StoredRegion, ...]
@@ -124,13 +119,13 @@ class FlatRange:
 def flat_part(
     members: Sequence[tuple[str, StoredView]], flat: FlatBuffer, *, count: int, index: int
 ) -> FlatRange:
-    """One coordinate's run of a row in which views lie one after the other.
+    """One coordinate's range of a flat buffer that stores views one after the other.
 
     Args:
-        members: name of each whole tensor, and what of it lies in this row.
-        flat: how the row is padded.
-        count: how many coordinates share the row.
-        index: which of them.
+        members: name of each whole tensor, and the view of it in this buffer.
+        flat: padding of the buffer.
+        count: number of coordinates that share the buffer.
+        index: of the coordinate.
     """
     used = sum(math.prod(view.shape) for _, view in members)
     num_items = round_up(used, max(1, flat.pad_to) * count) // count
@@ -147,7 +142,7 @@ def flat_part(
 
 
 def _run_patches(name: str, view: StoredView, items: range, shift: int) -> list[StoredRegion]:
-    """The patches of a run of a view's items, which lie `shift` further in the entry."""
+    """The regions of a run of a view's items, which are `shift` items later in the entry."""
     strides = strides_of(view.shape)
     found = []
     for box in boxes_of_run(view.shape, items.start, items.stop):
@@ -162,12 +157,12 @@ def _run_patches(name: str, view: StoredView, items: range, shift: int) -> list[
 
 
 def boxes_of_run(shape: Shape, start: int, end: int) -> list[Box]:
-    """A run of the items of a tensor, which lie row by row, as boxes in order.
+    """A run of the items of a tensor, stored row by row, as boxes in order.
 
     Args:
         shape: of the tensor.
         start: first item.
-        end: behind the last one; `start <= end <=` items of the tensor.
+        end: after the last item; `start <= end <=` items of the tensor.
     """
     if start >= end:
         return []

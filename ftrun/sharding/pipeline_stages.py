@@ -1,18 +1,17 @@
-"""Which layers the stages of a pipeline have, and what they call them.
+"""Maps the layer names of pipeline stages to the names of a pipeline with one stage, and back.
 
-Runs in:  the process that converts checkpoints; worker, where rules are used at a restore. Pure.
-Takes in: homes that deal out numbers, a mesh.
-Gives:    the numbers at each coordinate; names of one rank as a pipeline of one stage has them,
-          and back.
+Runs in:  the process that converts checkpoints; worker, if a restore uses layout rules. Pure.
+Takes in: placements that distribute layer numbers, a mesh.
+Gives:    the numbers at each coordinate; names of one rank in a pipeline of one stage, and back.
 
-Layers are dealt out run by run, in the order of the pipeline: run r is at coordinate r % size, in
-turn r // size. Where a stage numbers its layers anew, or says its turn in their names, they are
-given the names that a pipeline of one stage has before any rule looks at them; so all else knows
-one name for each layer. A tensor of an optimizer's state has the name of its parameter within its
-own, and is renamed with it.
+Layers are distributed run by run, in the order of the pipeline: run r is at coordinate r % size, in
+turn r // size. The names of a stage may number its layers from 0, or contain the turn. Such layers
+get their names of a pipeline of one stage before any rule is matched, so all other modules use one
+name for each layer. The name of a tensor of optimizer state contains the name of its parameter, and
+is renamed with it.
 
-Source: stages with several runs of layers are the interleaved schedule of Megatron-LM
-(arXiv 2104.04473, section 2.2).
+Source: stages with several runs of layers are the interleaved schedule of Megatron-LM (arXiv
+        2104.04473, section 2.2).
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,12 +25,10 @@ from ftrun.sharding.rules import TURN, ShardingRules, StagePlacement
 def runs_of(home: StagePlacement, size: int) -> list[range]:
     """The numbers of each run of layers, in the order of the pipeline.
 
-    Args:
-        home: deals out numbers.
-        size: of its axis.
+    `size` is the size of the placement's axis.
 
     Raises:
-        CutImpossible: its sizes are for another number of runs.
+        SplitImpossible: the sizes of the placement are for another number of runs.
     """
     count = size * home.turns
     sizes = home.sizes
@@ -47,10 +44,10 @@ def runs_of(home: StagePlacement, size: int) -> list[range]:
 
 
 class FixedStageNames:
-    """What lives at fixed coordinates, at one of them: in the first turn, or the last.
+    """Names of tensors at fixed coordinates, at one of them: in the first turn, or the last.
 
     Args:
-        home: names coordinates.
+        home: placement with `at`.
         coordinate: along its axis.
     """
 
@@ -61,10 +58,10 @@ class FixedStageNames:
         self._turn = 0 if is_early else home.turns - 1
 
     def whole(self, name: str) -> str:
-        """What a pipeline of one stage calls a tensor.
+        """The name of a tensor in a pipeline of one stage.
 
         Raises:
-            CutImpossible: it is of another turn.
+            SplitImpossible: the name is of another turn.
         """
         found = self.home.pattern.match(name)
         assert found is not None, name
@@ -76,22 +73,22 @@ class FixedStageNames:
         return self.home.pattern.with_numbers(name, {**found, TURN: 0})
 
     def own(self, name: str) -> str:
-        """What ranks here call a tensor of theirs that a pipeline of one stage calls so."""
+        """The inverse of `whole`, for a tensor of this coordinate."""
         found = self.home.pattern.match(name)
         assert found is not None, name
         return self.home.pattern.with_numbers(name, {**found, TURN: self._turn})
 
 
 class StageNames:
-    """The layers of one home at one coordinate.
+    """Names of the layers of one placement at one coordinate.
 
     Args:
-        home: deals out numbers.
+        home: placement with `count`.
         size: of its axis.
-        coordinate: along it.
+        coordinate: along its axis.
 
     Raises:
-        CutImpossible: its sizes are for another number of runs.
+        SplitImpossible: the sizes of the placement are for another number of runs.
     """
 
     def __init__(self, home: StagePlacement, size: int, coordinate: int) -> None:
@@ -101,10 +98,10 @@ class StageNames:
         self._says_turn = TURN in home.pattern.words
 
     def whole(self, name: str) -> str:
-        """What a pipeline of one stage calls a tensor.
+        """The name of a tensor in a pipeline of one stage.
 
         Raises:
-            CutImpossible: there is no such layer here.
+            SplitImpossible: the layer is not at this coordinate.
         """
         numbers = self._numbers(name)
         turn, number = numbers.get(TURN, 0), numbers[self.home.word]
@@ -120,7 +117,7 @@ class StageNames:
         return self._with(name, 0, number)
 
     def own(self, name: str) -> str:
-        """What ranks here call a tensor of theirs that a pipeline of one stage calls so."""
+        """The inverse of `whole`, for a tensor of this coordinate."""
         number = self._numbers(name)[self.home.word]
         turns = range(len(self._turns))
         turn = next(turn for turn in turns if number in self._in_turn(turn))
@@ -129,7 +126,7 @@ class StageNames:
         )
 
     def _in_turn(self, turn: int) -> Sequence[int]:
-        """The numbers in a turn; in all of them, where names do not say the turn."""
+        """The numbers in a turn, or in all turns if names do not contain the turn."""
         if self._says_turn:
             return self._turns[turn]
         return [number for run in self._turns for number in run]
@@ -152,21 +149,19 @@ class RankNames:
     """The names of one rank's tensors.
 
     Args:
-        stages: the homes that rename, where this rank is.
+        stages: the renaming placements, at the coordinates of this rank.
     """
 
     def __init__(self, stages: Sequence[StageNames | FixedStageNames] = ()) -> None:
         self._stages = stages
 
     def whole(self, name: str, *, of: str | None = None) -> str:
-        """What a pipeline of one stage calls a tensor.
+        """The name of a tensor in a pipeline of one stage.
 
-        Args:
-            name: of this rank's.
-            of: the parameter that it is state of, by this rank's name.
+        `of` is this rank's name of the parameter whose optimizer state the tensor is.
 
         Raises:
-            CutImpossible: there is no such layer on this rank.
+            SplitImpossible: the layer is not on this rank.
         """
         if of is not None:
             return _within(name, of, self.whole(of))
@@ -174,7 +169,7 @@ class RankNames:
         return name if stage is None else stage.whole(name)
 
     def own(self, name: str, *, of: str | None = None) -> str:
-        """The other way; of a layer that this rank has."""
+        """The inverse of `whole`, for a layer of this rank."""
         if of is not None:
             return _within(name, of, self.own(of))
         stage = self._stage(name)
@@ -182,15 +177,15 @@ class RankNames:
 
     def _stage(self, name: str) -> StageNames | FixedStageNames | None:
         found = [one for one in self._stages if one.home.pattern.match(name) is not None]
-        # A name that is matched twice is told of by whoever looks for rules.
+        # A name that two placements match is reported by the matching of rules.
         return found[0] if len(found) == 1 else None
 
 
 def names_of_ranks(rules: ShardingRules) -> list[RankNames]:
-    """The names of all ranks' tensors; ranks that have the same share one value.
+    """The names of all ranks' tensors; ranks with equal names share one object.
 
     Raises:
-        CutImpossible: the sizes of a home do not fit the mesh.
+        SplitImpossible: the sizes of a placement do not fit the mesh.
     """
     homes = [home for home in rules.homes if home.renames]
     if not homes:
@@ -206,11 +201,9 @@ def names_of_ranks(rules: ShardingRules) -> list[RankNames]:
 
 
 def absent(rules: ShardingRules, names: Iterable[str]) -> list[str]:
-    """In words, layers that should be somewhere and are nowhere.
+    """Layers that a placement counts and that no rank has, in words.
 
-    Args:
-        rules: that describe a world.
-        names: of all its tensors, as a pipeline of one stage has them.
+    `names` are those of all tensors in a pipeline of one stage.
     """
     found = []
     listed = list(names)

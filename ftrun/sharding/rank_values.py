@@ -1,17 +1,17 @@
-"""The plain values of each rank of a new world, made of those of the old one.
+"""Makes the plain values of each rank of a new world from those of all ranks of the previous one.
 
 Runs in:  the process that converts checkpoints. Pure.
 Takes in: the plain values of all old ranks, both worlds.
-Gives:    those of a new rank, as if it had taken the snapshot itself.
+Gives:    the plain values of a new rank, as if it had taken the snapshot itself.
 
-Rule 1: what is a rank's own it takes over from its counterpart: the old rank of the same
-        coordinates, counted round where there were fewer.
-Rule 2: positions in the data and random numbers go by the axes along which batches differ. Ranks
-        that see the same data go on with the same random numbers; those that see data which
-        nobody had before get numbers that follow from an old rank's.
-Rule 3: parameter groups and state name the parameters that the new rank has, as it calls them, in
-        the order of the old ranks, one after the other.
-Rule 4: what modules keep beside tensors goes where they live.
+Rule 1: a new rank takes its own values from its counterpart. This is the old rank at the same
+        coordinates, modulo the size of each old axis.
+Rule 2: data positions and random states are assigned along the batch axes. Ranks that read the same
+        data continue with the same random states. Ranks with a new share of the data get states
+        that are derived from an old rank's.
+Rule 3: parameter groups and optimizer state name the parameters of the new rank, by its own names,
+        in the order of the old ranks.
+Rule 4: extra state of modules is on the ranks that have the modules.
 """
 
 from collections.abc import Sequence
@@ -29,16 +29,16 @@ from ftrun.snapshot.regroup import WorldResize
 Plain = dict[str, Any]
 
 _NAMING = ("groups", "optimizer_state", "extra_state", "frozen")
-"""Parts in which there are names of tensors or modules."""
+"""Parts that contain names of tensors or modules."""
 
 
 class RankValues:
     """Makes the plain values of new ranks.
 
     Args:
-        parts: of each old rank: each part's bytes, by name.
-        source: the old world.
-        target: the new one.
+        parts: of each old rank: the bytes of each part, by name.
+        source: the previous world.
+        target: the new world.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class RankValues:
         self._homes = source.rules.homes
         self._known = source.wholes.keys()
         self._target = target
-        # By the names that all ranks know; `of` gives each rank those of its own.
+        # By the names in a pipeline of one stage; `of` converts them to the names of each rank.
         whole = [names.whole for names in source.names]
         decoded = {name: [plain.decode(one[name]) for one in parts] for name in _NAMING}
         self._groups = list(map(groups_renamed, decoded["groups"], whole))
@@ -60,7 +60,6 @@ class RankValues:
         self._named = _named(self._groups)
 
     def of(self, rank: int) -> bytes:
-        """The plain values of a new rank."""
         old = self._source.counterpart(self._target.mesh, rank)
         made = dict(self._parts[old])
         resize, streams = self._resize(rank, old)
@@ -79,7 +78,7 @@ class RankValues:
         return plain.encode(made)
 
     def notes(self) -> list[str]:
-        """What happens to positions in the data, in words."""
+        """Describes the changes of data positions."""
         if not self._moves:
             return []
         resize, streams = self._resize(0, 0)
@@ -94,11 +93,11 @@ class RankValues:
 
     @property
     def _moves(self) -> bool:
-        """Whether the data are shared by another number of ranks than before."""
+        """Whether the number of shares of the data changes."""
         return self._source.num_batches != self._target.mesh.num_batches
 
     def _resize(self, rank: int, old: int) -> tuple[WorldResize, list[int]]:
-        """A new rank among those that see different data, and the old ranks beside its own."""
+        """The resize among batch indices for a new rank, and the old ranks along its batch axes."""
         mesh: Mesh = self._target.mesh
         size = self._source.num_batches
         resize = WorldResize(mesh.batch_index(rank), size, mesh.num_batches)
@@ -128,7 +127,7 @@ class RankValues:
         }
 
     def _modules_of(self, old: int, rank: int) -> Plain:
-        """Those of the counterpart first; of others, those that differ from it in stage alone."""
+        """Extra state of the counterpart first, then of old ranks at other stages only."""
         mesh, where = self._source, self._source.coordinates(old)
         same = where.keys() - {home.axis for home in self._homes}
         beside = [
@@ -148,14 +147,14 @@ class RankValues:
             for name, optimizer in saved.items():
                 state = made.setdefault(name, {"state": {}})["state"]
                 for key, values in optimizer["state"].items():
-                    # A key that is no parameter belongs to the optimizer as a whole.
+                    # A key that is not a parameter belongs to the optimizer as a whole.
                     if key in names or key not in self._known:
                         state.setdefault(key, values)
         return made
 
 
 def _named(saved: Sequence[Plain]) -> dict[str, list[list[str]]]:
-    """The parameters of each group of each optimizer, of all ranks."""
+    """The parameters of each group of each optimizer, over all ranks."""
     found: dict[str, list[dict[str, None]]] = {}
     for one in saved:
         for name, groups in one.items():

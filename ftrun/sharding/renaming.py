@@ -1,9 +1,4 @@
-"""Plain values of a rank with other names of tensors in them.
-
-Runs in:  the process that converts checkpoints; worker, where rules are used at a restore. Pure.
-Takes in: parts of the plain values, what gives another name.
-Gives:    the same parts with these names.
-"""
+"""Replaces the names of tensors in parts of a rank's plain values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +19,6 @@ class RenameParameter(Protocol):
 def groups_renamed(
     groups: Mapping[str, Sequence[Plain]], rename: RenameParameter
 ) -> dict[str, list[Plain]]:
-    """Parameter groups of optimizers."""
     return {
         name: [{**group, "params": [rename(one) for one in group["params"]]} for group in some]
         for name, some in groups.items()
@@ -32,7 +26,7 @@ def groups_renamed(
 
 
 def states_renamed(states: Plain, rename: RenameParameter) -> Plain:
-    """State of optimizers, by parameter; a key that is none belongs to the optimizer as a whole."""
+    """Renames state of optimizers; a key that is not a string belongs to the whole optimizer."""
     return {
         name: {
             "state": dict(
@@ -50,7 +44,7 @@ def _state_renamed(key: object, values: Any, rename: RenameParameter) -> tuple[o
 
 
 def modules_renamed(modules: Plain, rename: RenameParameter) -> Plain:
-    """What modules keep beside tensors, by their paths."""
+    """Renames extra state of modules, by their paths."""
     return {
         rename(f"{path}.").removesuffix("."): _renamed(values, rename)
         for path, values in modules.items()

@@ -1,9 +1,7 @@
-"""Whether ranks that should have the same tensor do.
+"""Checks that ranks which should hold equal parts of a tensor do so.
 
-Runs in:  the process that converts checkpoints; worker, where rules are used at a restore. Pure.
-Takes in: the heads of all shards, a way to read them, the world that took them.
-Gives:    what differs, in words. Large tensors are compared by digest, small ones by content, as a
-          digest covers their neighbours too; what lies in padding does not count.
+Large tensors are compared by digest. Small ones are compared by content if the digests differ,
+because a digest covers their neighbours too. Padding is ignored.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,16 +19,14 @@ class Shards(Protocol):
 
     @property
     def heads(self) -> Sequence[ShardHeader]:
-        """Of all ranks, from rank 0 on."""
+        """Headers of all ranks, in order of rank."""
         ...
 
-    def read(self, rank: int, name: str, first_byte: int, num_bytes: int) -> memoryview:
-        """Bytes of an entry."""
-        ...
+    def read(self, rank: int, name: str, first_byte: int, num_bytes: int) -> memoryview: ...
 
 
 def differing(shards: Shards, world: WorldLayout) -> list[str]:
-    """A line for each tensor that some rank has otherwise than the one it should be like."""
+    """A line for each tensor of which a rank's part differs from the part that should be equal."""
     found = []
     for name, whole in world.wholes.items():
         alike: dict[int, list[int]] = {}
@@ -70,7 +66,7 @@ def _is_same(shards: Shards, world: WorldLayout, name: str, one: int, other: int
 
 
 def _runs(placed: PlacedEntry) -> Iterator[tuple[int, int]]:
-    """The bytes of an entry that are no padding: first, and how many."""
+    """First byte and number of bytes of each run of an entry that is not padding."""
     item_bytes = ITEM_BYTES[placed.dtype]
     for patch in placed.patches:
         for first, count in _item_runs(patch):
@@ -78,7 +74,7 @@ def _runs(placed: PlacedEntry) -> Iterator[tuple[int, int]]:
 
 
 def _item_runs(patch: StoredRegion) -> Iterator[tuple[int, int]]:
-    """Items of an entry that are neighbours in it, patch by patch; last dimensions are whole."""
+    """Contiguous runs of items of a region, because the stride of the last dimension is 1."""
     *outer, count = patch.box.shape
     *steps, _ = patch.strides
     for at in product(*map(range, outer)):

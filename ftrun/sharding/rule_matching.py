@@ -1,12 +1,8 @@
-"""Which rule holds for which name.
+"""Finds the rule of each tensor name, or reports all names without a rule or with two.
 
-Runs in:  the process that converts checkpoints. Pure.
-Takes in: `ShardingRules`, names of tensors and what they are state of.
-Gives:    for each name what holds for it, or RulesUnfit with all names that have no rule or two.
-
-State of an optimizer goes with its parameter, so rules need not name it: what has its parameter's
-shape is shared as that is, and a single number (such as the step) is the same on all that have
-the parameter. A rule that names the state itself comes first.
+Optimizer state follows its parameter, so rules need not name it. State of the parameter's shape is
+shared as the parameter is. A single number, such as the step, is equal on all ranks that have the
+parameter. A rule that names the state itself takes precedence.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,17 +22,17 @@ from ftrun.sharding.rules import (
 
 
 class StateOwnership(Enum):
-    """How a tensor of an optimizer's state belongs to its parameter."""
+    """How a tensor of optimizer state follows its parameter."""
 
     LIKE = "like"
-    """It has its shape."""
+    """It has the parameter's shape."""
     NUMBER = "number"
     """It is a single number."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwningParameter:
-    """The parameter that a tensor is state of, and how; `how` None: it needs a rule of its own."""
+    """The parameter of a state tensor, and how the tensor follows it; None: it needs a rule."""
 
     parameter: str
     how: StateOwnership | None
@@ -44,12 +40,12 @@ class OwningParameter:
 
 @dataclass(frozen=True, slots=True)
 class MatchedRule:
-    """What holds for one name.
+    """The rule and the placement of one name.
 
     Args:
-        rule: how it is shared.
-        home: where it lives; None: everywhere.
-        numbers: what stood in the name at the words of the home's pattern.
+        rule: how ranks share the tensor.
+        home: its placement; None: on all ranks.
+        numbers: the numbers in the name, by word of the placement's pattern.
     """
 
     rule: ShardingRule
@@ -57,13 +53,10 @@ class MatchedRule:
     numbers: tuple[tuple[str, int], ...] = ()
 
     def homes(self, size: int) -> frozenset[int]:
-        """Coordinates of its home's axis where it lives; there is a home.
-
-        Args:
-            size: of that axis.
+        """Coordinates of the tensor along the placement's axis, which has `size` coordinates.
 
         Raises:
-            CutImpossible: there is no such place.
+            SplitImpossible: there is no such coordinate or number.
         """
         assert self.home is not None
         if self.home.at is not None:
@@ -81,14 +74,14 @@ class MatchedRule:
 def match(
     rules: ShardingRules, names: Iterable[tuple[str, OwningParameter | None]]
 ) -> dict[str, MatchedRule]:
-    """What holds for each name.
+    """The matched rule of each name.
 
     Args:
         rules: of one file.
-        names: each with what it is state of; parameters before their state, or after.
+        names: each with its owning parameter; in any order.
 
     Raises:
-        RulesUnfit: names that no rule matches, or two.
+        RulesMismatch: no rule matches a name, or two do.
     """
     listed = list(names)
     found: dict[str, MatchedRule] = {}
@@ -117,7 +110,7 @@ def match(
 
 
 def lives_at(rules: ShardingRules, where: Mapping[str, int], name: str) -> bool:
-    """Whether what is called so lives at these coordinates, as far as one home says where."""
+    """Whether a name is placed at these coordinates; True if not exactly one placement matches."""
     homes = [home for home in rules.homes if home.pattern.match(name) is not None]
     if len(homes) != 1:
         return True

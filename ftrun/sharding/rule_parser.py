@@ -1,13 +1,10 @@
-"""A file of layout rules, read.
+"""Parses a file of layout rules.
 
-Runs in:  the process that converts checkpoints. Pure.
-Takes in: YAML text.
-Gives:    `ShardingRules`, or RulesInvalid with line, column, what was expected and what is there,
-          for
-          everything that is wrong with the file, not the first thing only.
+Gives `ShardingRules`, or RulesInvalid with line, column, expected and actual content of every
+mistake in the file, not only of the first.
 
-The YAML tree is walked as it is, never turned into objects: it still knows its lines, and an
-alias costs no more than what it stands for is looked at.
+The YAML tree is walked directly and never converted to objects, because it has line numbers. An
+alias costs only the visits to the node that it names.
 """
 
 import difflib
@@ -40,24 +37,24 @@ _DEALT_KEYS = ("sizes", "numbered", "empty")
 _HOME_KEYS = ("name", "axis", "at", "of", "turns", *_DEALT_KEYS)
 _UNEVEN = {one.value: one for one in UnevenPolicy}
 _DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
-"""YAML has octal and sexagesimal numbers too, which nobody means here."""
+"""Decimal integers only, because YAML's octal and sexagesimal numbers are never intended here."""
 _SHORT = 40
 _T = TypeVar("_T")
 
 
 class _NotThis(Exception):
-    """A node is not what it should be; the problem is noted."""
+    """A node is not the expected one; the problem is recorded."""
 
 
 def read_rules(text: str, *, source: str) -> ShardingRules:
-    """The rules in a text.
+    """Parses rules.
 
     Args:
         text: YAML.
-        source: where it is from, for messages.
+        source: its origin, for messages.
 
     Raises:
-        RulesInvalid: it has mistakes; all of them are listed.
+        RulesInvalid: there are mistakes; all of them are listed.
     """
     reader = _Reader()
     try:
@@ -72,7 +69,7 @@ def read_rules(text: str, *, source: str) -> ShardingRules:
 
 
 def carried(rules: ShardingRules) -> dict[str, object]:
-    """What a snapshot carries of the layout that it is of: plain values."""
+    """The layout in a snapshot, as plain values."""
     return {"text": rules.text, "source": rules.source, "mesh": dict(rules.mesh.axes)}
 
 
@@ -83,7 +80,7 @@ def read_carried(saved: Mapping[str, Any]) -> ShardingRules:
 
 
 class _Reader:
-    """Walks the tree; what is wrong is noted, and the walk goes on where it can."""
+    """Walks the tree and records mistakes; the walk continues after a mistake if possible."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -261,18 +258,14 @@ class _Reader:
     # --- nodes -------------------------------------------------------------------------------
 
     def _each(self, node: yaml.Node, read: Callable[[yaml.Node], list[_T]]) -> list[_T]:
-        """What is read from a node; nothing where it is wrong, so that the others are read too."""
+        """What `read` returns; nothing if the node is wrong, so that others are read too."""
         try:
             return read(node)
         except _NotThis:
             return []
 
     def _wrong(self, node: yaml.Node, expected: str) -> NoReturn:
-        """Note a problem.
-
-        Raises:
-            _NotThis: always.
-        """
+        """Records a problem and raises _NotThis."""
         mark = node.start_mark
         self.problems.append(
             f"line {mark.line + 1}, column {mark.column + 1}: expected {expected}, "
@@ -323,7 +316,7 @@ class _Reader:
         return list(node.value) if isinstance(node, yaml.SequenceNode) else [node]
 
     def _plain_names(self, node: yaml.Node) -> list[yaml.Node]:
-        """A name by itself, or under `name`."""
+        """The nodes of names that are given directly, or under `name`."""
         if not isinstance(node, yaml.MappingNode):
             return self._one_or_more(node)
         return self._one_or_more(self._mapping(node, "a rule", ("name",), ["name"])["name"])

@@ -1,12 +1,8 @@
-"""Layout rules: what a file of them says, once it is read.
-
-Runs in:  the process that converts checkpoints. Pure.
-Takes in: nothing; `rule_file` makes these values.
-Gives:    `ShardingRules`.
+"""The values of a parsed file of layout rules; `rule_parser` makes them.
 
 Source: the patterns are those of Universal Checkpointing (arXiv 2406.18820, section 3): Unique,
-Replicate, Partial (here `average`), Shard in one or several dimensions, Shard-NC (here `fragment`)
-and the stripping of padding (`size`, `pad_to`, and what `flat` leaves out).
+        Replicate, Partial (here `average`), Shard in one or several dimensions, Shard-NC (here
+        `fragment`) and the stripping of padding (`size`, `pad_to`, and what `flat` leaves out).
 """
 
 from dataclasses import dataclass, replace
@@ -18,40 +14,40 @@ from ftrun.snapshot.boxes import Shape
 
 
 class SharingKind(Enum):
-    """How ranks share what a rule names."""
+    """How ranks share the tensors that a rule names."""
 
     REPLICATE = "replicate"
-    """All have the same."""
+    """All ranks have the same."""
     SHARD = "shard"
-    """Each has a part, along one or several dimensions."""
+    """Each rank has a part, along one or several dimensions."""
     FRAGMENT = "fragment"
-    """The same with parts that are uneven, or cut out of several that were joined."""
+    """As SHARD, with parts that are uneven, or cut from several tensors that were joined."""
     FLAT = "flat"
-    """Each has a run of one long row of items: tensors one after the other, then padding."""
+    """Each rank has a range of one flat buffer: tensors one after the other, then padding."""
     AVERAGE = "average"
-    """Copies that went their own ways; their mean is what goes on."""
+    """Copies that have diverged; their mean is used."""
     OWN = "own"
-    """Each has its own, which nobody else shares."""
+    """Each rank has its own, which it shares with no other rank."""
 
 
 class UnevenPolicy(Enum):
-    """Who gets more where a size does not divide."""
+    """Which coordinates get more if a size does not divide evenly."""
 
     BALANCED = "balanced"
-    """The first ones have one unit more."""
+    """The first coordinates have one unit more."""
     CHUNK = "chunk"
     """As torch.chunk and DTensor: all but the last ones are as large as the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class FusedPart:
-    """One of several that are joined along a dimension, each cut by itself.
+    """One of several parts that are joined along a dimension; each is split separately.
 
     Args:
-        weight: its size beside that of the others.
-        unit: items that stay together, such as those of one head.
-        sizes: units for each coordinate; None: as `uneven` says.
-        is_shared: where there are more coordinates than units, several have the same unit.
+        weight: its size relative to the other parts.
+        unit: number of items that stay together, such as those of one head.
+        sizes: units for each coordinate; None: by `uneven`.
+        is_shared: if there are more coordinates than units, several have the same unit.
     """
 
     weight: int = 1
@@ -62,15 +58,16 @@ class FusedPart:
 
 @dataclass(frozen=True, slots=True)
 class DimensionSplit:
-    """How an axis of the mesh cuts a dimension.
+    """How a mesh axis splits a dimension.
 
     Args:
         axis: of the mesh.
         dim: of the tensor; negative ones count from the last.
-        parts: what is joined along it; one part: nothing is.
-        size: of the whole dimension, without padding; None: what the ranks have, in all.
-        pad_to: padded to a multiple of so many items for each coordinate; 0: not padded.
-        uneven: who gets more.
+        parts: the parts that are joined along it; a single part if none are joined.
+        size: of the whole dimension, without padding; None: the sum over the ranks.
+        pad_to: the dimension is padded to a multiple of this number of items per coordinate; 0: it
+            is not padded.
+        uneven: which coordinates get more.
     """
 
     axis: str
@@ -83,13 +80,13 @@ class DimensionSplit:
 
 @dataclass(frozen=True, slots=True)
 class FlatBuffer:
-    """A long row of items, shared along an axis.
+    """A flat buffer of items that is split along an axis.
 
     Args:
         axis: of the mesh.
-        pad_to: the row is padded to a multiple of so many items for each coordinate.
-        tensors: what lies in it, in this order: name and whole shape. What rules say of these
-            names holds for them here: a coordinate of another axis has its own part in its row.
+        pad_to: the buffer is padded to a multiple of this number of items per coordinate.
+        tensors: name and whole shape of the tensors in it, in order. Rules for these names apply
+            within the buffer: each coordinate of another axis has a buffer with its own part.
     """
 
     axis: str
@@ -99,7 +96,7 @@ class FlatBuffer:
 
 @dataclass(frozen=True, slots=True)
 class ShardingRule:
-    """What holds for all names that match."""
+    """The rule for all names that match its pattern."""
 
     kind: SharingKind
     pattern: NamePattern
@@ -107,29 +104,29 @@ class ShardingRule:
     cuts: tuple[DimensionSplit, ...] = ()
     flat: FlatBuffer | None = None
     axis: str = ""
-    """Along which copies went their own ways."""
+    """The axis along which copies have diverged."""
 
     def __str__(self) -> str:
         return f"{self.kind.value} {self.pattern} (line {self.line})"
 
 
 TURN = "turn"
-"""The word of a pattern that stands for the turn in which a run of layers is."""
+"""The word in a pattern for the turn of a run of layers."""
 
 REPLICATED = ShardingRule(SharingKind.REPLICATE, NamePattern("*"), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlacement:
-    """Where along an axis a tensor lives; it is nowhere else.
+    """The coordinates of a tensor along an axis; other coordinates do not have it.
 
     Args:
         at: the coordinates; negative ones count from the last. None: by its number.
-        count: how many numbers there are.
-        sizes: numbers for each run of them, in order; None: balanced.
-        turns: so many runs are at each coordinate, one after another run of every other.
-        is_anew: names count from 0 within a run, or within a coordinate where they do not say
-            their turn.
+        count: number of layer numbers.
+        sizes: number of layers of each run, in order; None: balanced.
+        turns: number of runs at each coordinate; consecutive runs are at consecutive coordinates.
+        is_anew: names count from 0 within a run, or within a coordinate if they do not contain the
+            turn.
         empty: numbers of layers without tensors.
     """
 
@@ -145,12 +142,12 @@ class StagePlacement:
 
     @property
     def word(self) -> str:
-        """What the number is called in the pattern; there is one."""
+        """The word of the layer number in the pattern; there is exactly one."""
         return next(word for word in self.pattern.words if word != TURN)
 
     @property
     def renames(self) -> bool:
-        """Whether a tensor's name depends on where it lives."""
+        """Whether a tensor's name depends on its coordinate."""
         return self.is_anew or TURN in self.pattern.words
 
     def __str__(self) -> str:
@@ -163,9 +160,9 @@ class ShardingRules:
 
     Args:
         source: its name, for messages.
-        mesh: of the world that they describe.
+        mesh: of the world that the rules describe.
         rules: how tensors are shared.
-        homes: where those live that are not everywhere.
+        homes: placements of tensors that are not on all ranks.
         text: of the file.
     """
 
@@ -181,7 +178,7 @@ class ShardingRules:
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """Equal for two files that say the same, whatever their names and lines."""
+        """Equal for two files with the same rules, whatever their names and lines."""
         rules = tuple(replace(rule, line=0) for rule in self.rules)
         homes = tuple(replace(home, line=0) for home in self.homes)
         return self.mesh, rules, homes

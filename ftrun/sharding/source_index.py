@@ -1,16 +1,17 @@
-"""All that a version holds, put together from the shards of all its ranks.
+"""Indexes the tensors of a version from the shard headers of all its ranks.
 
-Runs in:  worker, where a version is restored into another number of ranks. Pure.
-Takes in: the head of every rank's shard.
+Runs in:  worker, if a version is restored into another number of ranks. Pure.
+Takes in: the header of every rank's shard.
 Gives:    a `SourceIndex`: by name, the whole tensor and its chunks, each with the ranks that hold
-          it; errors that name what is not there.
+          it; errors that name missing parts.
 
-Rule 1: what a chunk is part of is told by name and offsets, never by the number of its rank.
-Rule 2: a tensor of no optimizer that every rank has whole is each rank's own, however equal they
-        look: each new rank takes that of one old rank. All else has one content in the world.
+Rule 1: the name and the offsets identify a chunk, never the number of its rank.
+Rule 2: a tensor that belongs to no optimizer and that every rank has whole is each rank's own, even
+        if all are equal. Each new rank takes that of one old rank. Every other tensor has one
+        content in the world.
 
-Source: atoms by name that any number of ranks can be put together from are those of Universal
-Checkpointing (arXiv 2406.18820); here they are never written, only read where they lie.
+Source: atoms by name from which any number of ranks can be assembled are from Universal
+        Checkpointing (arXiv 2406.18820). Here they are never written, only read from the shards.
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from ftrun.snapshot.layout import CopyTiming, LayoutEntry
 from ftrun.snapshot.shard_header import ShardHeader
 
 OURS = "ftrun."
-"""Entries with such names are padding and plain values, and no tensors of the script."""
+"""Prefix of padding and plain values, which are not tensors of the script."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor and those who hold it, the one to read from first."""
+    """A box of a tensor and its holders, the preferred one first."""
 
     box: Box
     holders: tuple[Holder, ...]
@@ -48,8 +49,9 @@ class WholeTensor:
     """One tensor of the version.
 
     Args:
-        is_shared: it belongs to an optimizer or is sharded, so all who hold a chunk hold the same.
-        unplaced: ranks whose part of it is no single box.
+        is_shared: it belongs to an optimizer or is sharded, so all holders of a chunk have equal
+            content.
+        unplaced: ranks whose part of it is not a single box.
     """
 
     name: str
@@ -60,10 +62,10 @@ class WholeTensor:
     unplaced: tuple[Rank, ...]
 
     def check_is_whole(self) -> None:
-        """Every item is in some chunk.
+        """Checks that the chunks cover every item.
 
         Raises:
-            TensorIncomplete: names a part that is in none.
+            TensorIncomplete: names a part that no chunk covers.
         """
         hole = first_hole(whole(self.shape), [chunk.box for chunk in self.chunks])
         if hole is not None:
@@ -83,11 +85,11 @@ class SourceIndex:
     """Every tensor of a version, by name.
 
     Args:
-        heads: of all ranks from 0 on.
-        prefer: old rank to read from where several hold the same; the others follow in turn.
+        heads: of all ranks, from rank 0.
+        prefer: old rank to read from if several hold the same; the others follow in turn.
 
     Raises:
-        LayoutUnknown: a shard does not say what its tensors are parts of.
+        LayoutUnknown: a shard does not state what its tensors are parts of.
     """
 
     def __init__(self, heads: Mapping[Rank, ShardHeader], *, prefer: Rank) -> None:
@@ -105,7 +107,7 @@ class SourceIndex:
 
     @cached_property
     def common_names(self) -> list[str]:
-        """Tensors of which every rank holds something, in the order of the first rank's shard."""
+        """Tensors with an entry on every rank, in the order of the preferred rank's shard."""
         first, *others = (self._heads[rank].entries for rank in self._order)
         return [
             name
@@ -115,12 +117,12 @@ class SourceIndex:
 
     @cached_property
     def names(self) -> list[str]:
-        """Tensors of which some rank holds something, in the order in which they are met."""
+        """Tensors with an entry on some rank, in order of first occurrence."""
         met = (name for rank in self._order for name in self._heads[rank].entries)
         return [name for name in dict.fromkeys(met) if not name.startswith(OURS)]
 
     def tensor(self, name: str) -> WholeTensor | None:
-        """The whole tensor of this name; None where no rank has one.
+        """The whole tensor of this name; None if no rank has one.
 
         Raises:
             RanksDiffer: ranks hold parts of different tensors under this name.

@@ -1,8 +1,6 @@
-"""What ranks store, as rules look at it.
+"""Lists the tensors that each rank stores, with the parameter of each state tensor.
 
-Runs in:  the process that converts checkpoints; worker, where rules are used at a restore. Pure.
-Takes in: heads and plain values of all ranks' shards.
-Gives:    a `StoredEntry` for each tensor of each rank, with the parameter that it is state of.
+Runs in the process that converts checkpoints, and in a worker if a restore uses layout rules.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,21 +15,21 @@ from ftrun.snapshot.plain_values import TensorRef
 from ftrun.snapshot.shard_header import ShardHeader
 
 Reads = Callable[[int, int], memoryview]
-"""Given an offset into a shard's data and a number of bytes: these bytes."""
+"""Gets an offset into a shard's data and a number of bytes; returns these bytes."""
 
 
 def stored_entries(
     heads: Sequence[ShardHeader], parts: Sequence[Mapping[str, bytes]], *, source: str
 ) -> list[list[StoredEntry]]:
-    """What each rank stores.
+    """The entries of each rank.
 
     Args:
-        heads: of all ranks, from rank 0 on.
-        parts: the plain values of each: each part's bytes, by name.
+        heads: of all ranks, from rank 0.
+        parts: the plain values of each rank: the bytes of each part, by name.
         source: of the rules, for messages.
 
     Raises:
-        RulesUnfit: DTensors are among them, which rules do not describe; or no session saved them.
+        RulesMismatch: there are DTensors, which rules do not describe; or no session saved them.
     """
     if not all("optimizer_state" in one for one in parts):
         problem = (
@@ -58,12 +56,7 @@ def stored_entries(
 
 
 def plain_bytes(head: ShardHeader, read: "Reads") -> dict[str, bytes]:
-    """The plain values of a shard: each part's bytes, by name.
-
-    Args:
-        head: of the shard.
-        read: gives so many bytes of its data from an offset on.
-    """
+    """The plain values of a shard: the bytes of each part, by name."""
     at = head.entries[PLAIN_NAME].offset
     length = int.from_bytes(read(at, 8), "little")
     found: dict[str, bytes] = plain.decode(read(at + 8, length))
@@ -71,7 +64,7 @@ def plain_bytes(head: ShardHeader, read: "Reads") -> dict[str, bytes]:
 
 
 def _owners(parts: Mapping[str, bytes]) -> dict[str, str]:
-    """The parameter that each tensor of optimizers' state belongs to, by the tensor's name."""
+    """The parameter of each tensor of optimizer state, by the tensor's name."""
     found: dict[str, str] = {}
     for saved in plain.decode(parts["optimizer_state"]).values():
         for parameter, values in saved["state"].items():

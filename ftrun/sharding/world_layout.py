@@ -1,14 +1,12 @@
-"""What each rank of a world stores, in terms of whole tensors.
+"""Describes what each rank of a world stores, in terms of whole tensors.
 
-Runs in:  the process that converts checkpoints. Pure.
-Takes in: rules; of the world that was: names, dtypes and shapes of what each rank stores.
-Gives:    a `WorldLayout`: the whole tensors, and of each stored entry the patches in it; and the
-          same for another world that other rules describe. What does not fit is listed, not found
-          one by one.
+From rules and from the names, dtypes and shapes of the stored entries it makes a `WorldLayout`: the
+whole tensors, and the regions of them in each entry. From other rules it makes the layout of the
+same tensors in another world. All mismatches are collected and raised together.
 
-An entry has the same name in both worlds, and on all ranks: where stages number their layers anew,
-that which it has in a pipeline of one stage (`stages`). What lies in a flat row is named
-`row/tensor`, what is each rank's own `name@rank`, so that every whole tensor has one name.
+An entry has the same name in both worlds and on all ranks. If stages number their layers from 0, it
+is the name in a pipeline of one stage (`pipeline_stages`). A tensor in a flat buffer is named
+`row/tensor`, a rank's own tensor `name@rank`, so every whole tensor has one name.
 """
 
 import math
@@ -32,7 +30,7 @@ from ftrun.sharding.rules import DimensionSplit, FlatBuffer, ShardingRules, Shar
 from ftrun.snapshot.boxes import Shape
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""Safetensors' names of the dtypes that are computed with."""
+"""Safetensors names of the dtypes that have a mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,7 @@ class StoredEntry:
 
 @dataclass(frozen=True, slots=True)
 class PlacedEntry:
-    """A stored entry, and what lies in it."""
+    """A stored entry, and the regions in it."""
 
     name: str
     dtype: str
@@ -61,12 +59,12 @@ class PlacedEntry:
 
 @dataclass(frozen=True, slots=True)
 class GlobalTensor:
-    """What is common to all that ranks store under a name.
+    """The common properties of all entries of one name.
 
     Args:
-        shape: of the whole tensor; of a flat row, without padding.
-        kin: what it is state of.
-        own_shapes: by rank, where each has its own.
+        shape: of the whole tensor; of a flat buffer, without padding.
+        kin: the parameter that it is state of.
+        own_shapes: shape by rank, if each rank has its own tensor.
     """
 
     name: str
@@ -82,9 +80,9 @@ class WorldLayout:
 
     Args:
         rules: that describe it.
-        wholes: what the entries are parts of, by name, in the order of the ranks' shards.
-        sharing: what holds for each name.
-        names: what each rank calls its entries.
+        wholes: the whole tensors by name, in the order of the ranks' shards.
+        sharing: the matched rule of each name.
+        names: each rank's names of its entries.
         entries: of each rank, by name.
     """
 
@@ -99,16 +97,16 @@ class WorldLayout:
         return self.rules.mesh
 
     def own_name(self, rank: int, name: str) -> str:
-        """What a rank calls one of its entries."""
+        """The rank's own name of one of its entries."""
         kin = self.wholes[name].kin
         return self.names[rank].own(name, of=None if kin is None else kin.parameter)
 
     def has_module(self, rank: int, path: str) -> bool:
-        """Whether a module is on a rank, as far as a rule says where its tensors live."""
+        """Whether a module is on a rank, by the placement of its tensors."""
         return lives_at(self.rules, self.mesh.coordinates(rank), f"{path}.")
 
     def stock(self) -> Stock:
-        """Everything that is stored, to be copied from, by the ranks' own names."""
+        """All stored regions as sources of copies, by the ranks' own names."""
         stock = Stock()
         for rank, entries in enumerate(self.entries):
             for entry in entries.values():
@@ -117,14 +115,14 @@ class WorldLayout:
 
 
 def read_world(rules: ShardingRules, ranks: Sequence[Sequence[StoredEntry]]) -> WorldLayout:
-    """What a world stores, as rules describe it.
+    """The layout of the stored entries of a world, as rules describe it.
 
     Args:
         rules: of that world.
-        ranks: what each rank stores, from rank 0 on.
+        ranks: the entries of each rank, from rank 0.
 
     Raises:
-        RulesUnfit: they describe another one; the problems are listed.
+        RulesMismatch: the rules describe another world; the problems are listed.
     """
     if len(ranks) != rules.mesh.size:
         raise RulesMismatch(
@@ -167,14 +165,14 @@ def read_world(rules: ShardingRules, ranks: Sequence[Sequence[StoredEntry]]) -> 
 
 
 def lay_out(rules: ShardingRules, source: WorldLayout) -> WorldLayout:
-    """What another world stores of the same tensors.
+    """The layout of the same tensors in another world.
 
     Args:
-        rules: of that world.
-        source: the world that has them.
+        rules: of the other world.
+        source: the world that has the tensors.
 
     Raises:
-        RulesUnfit: the tensors cannot be shared so; the problems are listed.
+        RulesMismatch: the tensors cannot be shared by these rules; the problems are listed.
     """
     kin = [(whole.name, whole.kin) for whole in source.wholes.values()]
     sharing = match(rules, kin)
@@ -194,7 +192,7 @@ def lay_out(rules: ShardingRules, source: WorldLayout) -> WorldLayout:
 
 
 class _Problems:
-    """Collects what does not fit."""
+    """Collects mismatches."""
 
     def __init__(self, rules: ShardingRules) -> None:
         self._rules = rules
@@ -212,7 +210,6 @@ class _Problems:
             return None
 
     def names(self) -> Sequence[RankNames]:
-        """What ranks call their entries."""
         try:
             return names_of_ranks(self._rules)
         except SplitImpossible as error:
@@ -220,7 +217,7 @@ class _Problems:
             return [RankNames()] * self._rules.mesh.size
 
     def renamed(self, stored: Sequence[StoredEntry], own: RankNames) -> Iterator[StoredEntry]:
-        """What a rank stores, by the names that all ranks know."""
+        """The entries of a rank, by their names in a pipeline of one stage."""
         there = {one.name for one in stored}
         for one in stored:
             of = one.of if one.of in there else None
@@ -228,7 +225,7 @@ class _Problems:
                 parameter = one.of if of is None else own.whole(of)
                 yield replace(one, name=own.whole(one.name, of=of), of=parameter)
             except SplitImpossible as error:
-                if of is None:  # a parameter speaks for its state
+                if of is None:  # a parameter reports for its state
                     self.add(f"{one.name}: {error}")
 
     def check(self) -> None:
@@ -236,11 +233,11 @@ class _Problems:
             raise RulesMismatch(source=self._rules.source, problems=self._found)
 
 
-# --- the world that was -------------------------------------------------------------------------
+# --- the previous world -------------------------------------------------------------------------
 
 
 def _kin(name: str, by_rank: Sequence[Mapping[str, StoredEntry]]) -> OwningParameter | None:
-    """What an entry is state of, and how, as all ranks that have it say."""
+    """The parameter of a state tensor and how it follows it, over all ranks that have it."""
     held = [(stored[name], stored) for stored in by_rank if name in stored]
     parameter = held[0][0].of
     if parameter is None or any(parameter not in stored for _, stored in held):
@@ -261,7 +258,7 @@ def _whole(
     """The whole tensor of which ranks hold these parts.
 
     Raises:
-        CutImpossible: there is no such tensor, in words.
+        SplitImpossible: no tensor has these parts; the text is the reason.
     """
     dtypes = {one.dtype for one in held.values()}
     if len(dtypes) > 1:
@@ -290,7 +287,7 @@ def _whole(
 
 
 def _whole_shape(mesh: Mesh, cuts: Sequence[DimensionSplit], held: Mapping[int, Shape]) -> Shape:
-    """The shape of the whole tensor: along what is cut, as much as all ranks have."""
+    """The shape of the whole tensor; a split dimension is the sum over the ranks."""
     ranks = iter(held.items())
     first, shape = next(ranks)
     if any(len(other) != len(shape) for other in held.values()):
@@ -332,7 +329,6 @@ def _check_dim(cut: DimensionSplit, shape: Shape) -> None:
 
 
 def _ranks_of(mesh: Mesh, sharing: MatchedRule) -> Iterable[int]:
-    """The ranks that have a tensor."""
     if sharing.home is None:
         return range(mesh.size)
     axis = sharing.home.axis
@@ -353,16 +349,16 @@ def _laid_out(
 
     Args:
         rules: of this world.
-        wholes: the tensors there are.
-        sharing: what holds for each.
-        names: what each rank calls its entries.
-        copies: whether copies that went their own ways are told apart.
-        counterpart: the mesh whose ranks' own tensors are taken over; None: this one's.
+        wholes: the tensors.
+        sharing: the matched rule of each.
+        names: each rank's names of its entries.
+        copies: whether divergent copies are distinguished.
+        counterpart: the mesh whose ranks' own tensors are taken over; None: this world's.
     """
     notes = _Problems(rules)
     entries: tuple[dict[str, PlacedEntry], ...] = tuple({} for _ in range(rules.mesh.size))
     for name, whole in wholes.items():
-        # Ranks that have the same share one value, which says so.
+        # Ranks with equal parts share one object, so its identity shows that they are equal.
         made: dict[tuple[object, ...], PlacedEntry] = {}
         try:
             for rank in _ranks_of(rules.mesh, sharing[name]):
@@ -379,7 +375,7 @@ def _laid_out(
 
 
 class _Placer:
-    """Makes the entry that one rank has of one tensor."""
+    """Makes the entry of one rank for one tensor."""
 
     def __init__(
         self, rules: ShardingRules, whole: GlobalTensor, sharing: MatchedRule, rank: int
@@ -423,7 +419,7 @@ class _Placer:
         return self._entry((part.num_items,), part.patches)
 
     def _cuts_of(self, name: str, flat: FlatBuffer) -> tuple[DimensionSplit, ...]:
-        """How a tensor in a row is cut along axes other than the row's."""
+        """The splits of a tensor in a flat buffer along axes other than the buffer's."""
         rules = [rule for rule in self._rules.rules if rule.pattern.match(name) is not None]
         if len(rules) > 1:
             raise SplitImpossible(f"{name} in it is matched by {rules[0]} and by {rules[1]}")

@@ -1,1 +1,1 @@
-"""PROCESS: the snapshot manager; outlives its workers and its agent. Never imports torch."""
+"""PROCESS: the snapshot management process; outlives its workers and agent; never imports torch."""

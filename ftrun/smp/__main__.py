@@ -1,11 +1,11 @@
-"""`python -m ftrun.smp`: the snapshot manager of one node, started by the agent.
+"""`python -m ftrun.smp`: the snapshot management process of one node, started by the agent.
 
 Runs in:  its own session, so that neither ^C nor a closed terminal reaches it.
 Takes in: --run-id ID --socket PATH --orphan-s SECONDS [--adopt]; SIGTERM ends it.
-Gives:    lines on stderr when something changes; nothing on stdout.
+Gives:    log lines on stderr when something changes; nothing on stdout.
 
-Small on purpose: no torch, no config, no asyncio. Its memory is never part of a core dump and
-not readable by other processes of the user: it holds the weights.
+The process stays small: no torch, no config, no asyncio. Its memory holds the weights. It is
+therefore excluded from core dumps and not readable by other processes of the user.
 """
 
 import argparse
@@ -28,10 +28,9 @@ _log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Serve until the end; the exit code."""
     arguments = _arguments()
     logging.basicConfig(level=logging.INFO, format="[ftrun smp] %(message)s", stream=sys.stderr)
-    logging.raiseExceptions = False  # a closed stderr must not matter
+    logging.raiseExceptions = False  # a closed stderr must not end the SMP
     _seclude()
     path = Path(arguments.socket).absolute()
     if is_served(path):
@@ -55,8 +54,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def _seclude() -> None:
-    """Own session, own name, no terminal, no core dump."""
-    with contextlib.suppress(PermissionError):  # the leader of a group is one already
+    """Start a session, set the process name, leave the terminal, and disable core dumps."""
+    with contextlib.suppress(PermissionError):  # a process group leader already leads its session
         os.setsid()
     let_go_of_streams(0, 1)
     name_process("ftrun-smp")
@@ -66,9 +65,9 @@ def _seclude() -> None:
 
 @contextlib.contextmanager
 def _signals(server: SmpServer) -> Iterator[None]:
-    """SIGTERM ends a server that has no agent; what a terminal or Slurm sends does not matter.
+    """Let SIGTERM end a server without an agent; ignore the other signals of a terminal or Slurm.
 
-    Slurm signals every process of a step: with an agent it is the agent that ends the SMP, after
+    Slurm signals every process of a step. If an agent is connected, the agent ends the SMP after
     the last checkpoint.
     """
     ours, kernels = socket.socketpair()
@@ -83,8 +82,8 @@ def _signals(server: SmpServer) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(-1)
-        # All is freed. While Python ends it would put back what SIGTERM does by itself, and one
-        # that comes then would make a good end look like a kill.
+        # All memory is freed. At exit Python restores the default action of SIGTERM. A SIGTERM at
+        # that time would then make a clean exit look like a kill.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         ours.close()
         kernels.close()

@@ -1,11 +1,11 @@
-"""Work that lets the training go first.
+"""Runs work at low scheduling priority.
 
-Runs in:  the SMP: in the thread that is to be calm, or in one made for one piece of work.
-Takes in: work that has time. Not a restore, which all wait for.
-Gives:    its result.
+Runs in:  the SMP: in the calling thread, or in a thread created for one piece of work.
+Takes in: work without urgency; not a restore, because all ranks wait for it.
+Gives:    the result of the work.
 
-A process may make its threads less important, but without a right of the system's none that was
-may become important again: so what is calm only at times gets a thread for that time.
+Without CAP_SYS_NICE a thread cannot raise its priority again after it was lowered. Work that has
+low priority only at times therefore gets a thread of its own.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 def calm_thread() -> None:
-    """Let the training go first: this thread has time, and so have those that it starts."""
+    """Lower the scheduling priority of this thread and of the threads that it starts."""
     with contextlib.suppress(OSError):
         me = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, me, os.getpriority(os.PRIO_PROCESS, me) + _NICER)
@@ -29,10 +29,12 @@ def calm_thread() -> None:
 
 
 def calmly(work: Callable[[], Result]) -> Result:
-    """Do it in a calm thread, and wait for it.
+    """Run `work` in a new low-priority thread and wait for its result.
+
+    If no thread can be started, run it in the calling thread.
 
     Raises:
-        BaseException: what the work raises.
+        BaseException: any error that `work` raises.
     """
     done: Future[Result] = Future()
 
@@ -45,6 +47,6 @@ def calmly(work: Callable[[], Result]) -> Result:
 
     try:
         threading.Thread(target=run, name="ftrun-calm", daemon=True).start()
-    except RuntimeError:  # no more threads
+    except RuntimeError:  # the limit of threads is reached
         return work()
     return done.result()

@@ -1,7 +1,4 @@
-"""One connection to the SMP, as the server sees it.
-
-Runs in: the SMP.
-"""
+"""One connection of a client to the SMP, as the server sees it."""
 
 import logging
 from collections import deque
@@ -12,14 +9,14 @@ from ftrun.wire.messages.envelope import AnyMessage
 from ftrun.wire.transport.channel import Channel, ReceivedMessage
 
 SEND_DEADLINE_S = 2.0
-"""A client that does not take its answer for this long loses its connection: while the server
-waits for it, it serves nobody."""
+"""A client that does not receive its reply within this time loses its connection, because the
+server handles no other client while it sends."""
 
 _log = logging.getLogger(__name__)
 
 
 class ClientRole(Enum):
-    """Who is at the other end."""
+    """Role of the process at the other end."""
 
     UNKNOWN = "unknown"
     WORKER = "worker"
@@ -28,7 +25,7 @@ class ClientRole(Enum):
 
 
 class ClientConnection:
-    """A channel, who is behind it, and what waits to be handled."""
+    """A channel, the role and rank of its client, and messages that are not handled yet."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -38,10 +35,10 @@ class ClientConnection:
         self.backlog: deque[ReceivedMessage] = deque()
 
     def introduce(self, *, role: str, rank: int) -> None:
-        """Take what its Hello says.
+        """Store the role and rank of the client's Hello.
 
         Raises:
-            ProtocolError: there is no such role.
+            ProtocolError: the role is unknown.
         """
         try:
             self.role = ClientRole(role)
@@ -51,7 +48,7 @@ class ClientConnection:
         self.channel.peer = f"the worker of rank {rank}" if role == "worker" else f"the {role}"
 
     def tell(self, body: AnyMessage, *, fds: tuple[int, ...] = (), question: int = 0) -> None:
-        """Send; a client that cannot be reached is gone, which is no error of the server."""
+        """Send a message; on failure mark the client as gone and raise nothing."""
         if self.is_gone:
             return
         try:
@@ -69,7 +66,7 @@ class ClientConnection:
 
 
 class Requester:
-    """A client and what it has asked: the answer, however late it is, is told to be that."""
+    """A client and its request; each reply carries the number of that request."""
 
     def __init__(self, client: ClientConnection, asked: ReceivedMessage) -> None:
         self._client = client

@@ -1,11 +1,11 @@
-"""Work that takes longer than a message may wait.
+"""Runs work that takes longer than a message may wait.
 
 Runs in:  the SMP: `submit` and `finish` in the server's thread, the work in one thread per lane.
-Takes in: functions that compute and return what is to be done with the result.
-Gives:    the results, to be run in the server's thread when the descriptor becomes readable.
+Takes in: functions that compute, and return a function that handles the result.
+Gives:    the returned functions, run in the server's thread when the descriptor becomes readable.
 
-A lane does one thing after the other: "memory-0" and so on make arenas, "disk" reads and writes
-checkpoints. The threads are daemons: an SMP that is told to end does not wait for a disk.
+A lane runs its jobs in order: "memory-0" and so on allocate arenas, "disk" reads and writes
+checkpoints. The threads are daemons, so an SMP that ends does not wait for a disk.
 """
 
 import logging
@@ -28,7 +28,7 @@ class _Job:
 
 
 class JobLanes:
-    """Lanes of work and the way back into the server's loop."""
+    """Threads for work, and the queue of results for the server's loop."""
 
     def __init__(self) -> None:
         self._lanes: dict[str, queue.SimpleQueue[_Job]] = {}
@@ -39,12 +39,12 @@ class JobLanes:
         return self._wake_fd
 
     def submit(self, lane: str, work: Work, *, failed: Finish) -> None:
-        """Run `work` in its lane's thread, then what it returns in the server's.
+        """Run `work` in the lane's thread, then the function it returns in the server's thread.
 
         Args:
-            lane: one thread each.
-            work: must handle what it expects to go wrong.
-            failed: run in the server's thread instead, after what was not expected.
+            lane: name of the thread.
+            work: must handle every error that it expects.
+            failed: run in the server's thread instead, after an unexpected error.
         """
         if lane not in self._lanes:
             self._lanes[lane] = queue.SimpleQueue()
@@ -54,7 +54,7 @@ class JobLanes:
         self._lanes[lane].put(_Job(work, failed))
 
     def post(self, finish: Finish) -> None:
-        """Run this in the server's thread; from whichever thread."""
+        """Run `finish` in the server's thread; callable from any thread."""
         self._done.put(finish)
         os.eventfd_write(self._wake_fd, 1)
 
@@ -62,7 +62,7 @@ class JobLanes:
         """Run `look` in the server's thread at this interval.
 
         Returns:
-            Ends that; it does not wait.
+            A function that stops the repetition; it does not wait.
         """
         end = threading.Event()
         threading.Thread(
@@ -75,7 +75,6 @@ class JobLanes:
             self.post(look)
 
     def finish(self) -> None:
-        """Run what has been computed since the last call."""
         try:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
@@ -85,7 +84,8 @@ class JobLanes:
             try:
                 done()
             except Exception:  # noqa: BLE001
-                # In the server's thread a bug must not cost the memory either.
+                # A bug here must not end the server's thread, because the snapshots would be lost
+                # with it.
                 _log.exception("what a job has found ended in a bug of ftrun")
 
     def _run(self, lane: queue.SimpleQueue[_Job]) -> None:
@@ -94,7 +94,8 @@ class JobLanes:
             try:
                 finish = job.work()
             except Exception:  # noqa: BLE001
-                # One of the process loops: a bug in a job must not cost the memory.
+                # One of the process loops: a bug in a job must not end the SMP and lose the
+                # snapshots.
                 _log.exception("a job of the SMP ended in a bug of ftrun")
                 finish = job.failed
             self.post(finish)

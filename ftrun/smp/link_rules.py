@@ -1,20 +1,20 @@
-"""When a link dials again, when its node counts as lost, and which links a session admits.
+"""Decides when a link redials, when its node counts as lost, and which links a session admits.
 
 Runs in:  the SMP, in the threads of the links. Pure: time is an argument.
-Takes in: what became of a connection, or of an attempt to make one.
+Takes in: the outcome of a connection, or of an attempt to connect.
 Gives:    pauses, and reasons to report.
 
-Rule 1: a link to fetch whose connection is lost dials again before the node is reported lost. The
-        node is lost if it refuses the new connection or accepts none within the patience.
-Rule 2: a link to protect reports each lost connection: what was on its way is gone.
-Rule 3: a session admits links of its own generation; of those to protect only links of its own
-        group. A link of an older generation is turned away. Any other waits.
+Rule 1: a fetch link whose connection is lost redials before its node is reported lost. The node is
+        lost if it refuses the new connection or accepts none within the patience.
+Rule 2: a protect link reports each lost connection, because the data in flight is lost.
+Rule 3: a session admits links of its own generation. It admits protect links only of its own group.
+        A link of an older generation is rejected. Any other link waits.
 """
 
 from ftrun.wire.cluster.transfer import LinkHello
 
 PROTECT, FETCH = "protect", "fetch"
-"""What a link is for."""
+"""Purposes of a link."""
 
 FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
@@ -27,7 +27,7 @@ class LinkRules:
     """The state of one link.
 
     Args:
-        dials_again_first: rule 1.
+        dials_again_first: redial before the node is reported lost (rule 1).
         patience_s: time without a connection after which the node is reported lost.
     """
 
@@ -43,7 +43,6 @@ class LinkRules:
         self._reported = ""
 
     def begin_dialing(self, now_s: float) -> None:
-        """There is no connection."""
         self._report_s = now_s + self._patience_s
         self._pause_s = FIRST_PAUSE_S
         self._reported = ""
@@ -51,16 +50,16 @@ class LinkRules:
     def dial_failed(
         self, reason: str, *, is_refused: bool, is_turned_away: bool, now_s: float
     ) -> str:
-        """An attempt to connect has failed.
+        """Handle a failed attempt to connect.
 
         Args:
-            reason: in words.
-            is_refused: no process listens there.
-            is_turned_away: another process than the expected one listens there.
+            reason: text for the report.
+            is_refused: no process listens at the address.
+            is_turned_away: another process than the expected one listens at the address.
             now_s: the present time.
 
         Returns:
-            The reason if the node is to be reported lost now, else nothing.
+            The reason if the node is to be reported lost now, else an empty string.
         """
         is_gone = is_refused and self._times > 0 and self.dials_again_first
         is_final = is_gone or is_turned_away or now_s > self._report_s
@@ -70,34 +69,33 @@ class LinkRules:
         return reason
 
     def pause_s(self) -> float:
-        """Seconds until the next attempt to connect."""
+        """Seconds until the next attempt to connect; each call doubles them, up to 1 s."""
         pause_s = self._pause_s
         self._pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return pause_s
 
     def connected(self, now_s: float) -> bool:
-        """A connection was made; whether one was lost before, or the node was."""
+        """Return whether an earlier connection was lost or the node was reported lost."""
         self._times += 1
         was_lost, self.is_lost = self.is_lost, False
         self._connected_s = now_s
         return self._times > 1 or was_lost
 
     def disconnected(self, reason: str) -> str:
-        """The connection is lost; the reason if the node is to be reported lost now."""
+        """Return the reason if the node is to be reported lost now, else an empty string."""
         if self.dials_again_first:
             return ""
         self.is_lost = True
         return reason
 
     def rest_s(self, now_s: float) -> float:
-        """Seconds from the loss of a connection until the next attempt."""
         is_brief = now_s - self._connected_s < _BRIEF_S
         self._rest_s = min(2 * self._rest_s, _LONGEST_PAUSE_S) if is_brief else FIRST_PAUSE_S
         return self._rest_s
 
 
 def admits(hello: LinkHello, *, generation: int, session: int) -> bool | None:
-    """Whether a link is of the running session; None if it may be of a coming one: rule 3."""
+    """Whether a link belongs to the running session; None if it may be of a later one (rule 3)."""
     if hello.generation < generation:
         return False
     if hello.generation > generation:

@@ -1,10 +1,10 @@
-"""What the SMP does about each message.
+"""Handles each message that the SMP receives.
 
 Runs in:  the SMP, in the server's thread.
 Takes in: messages of clients whose role allows them; results of jobs.
-Gives:    answers, and VersionCommitted and ArenaGranted to the agent, unasked.
+Gives:    replies; VersionCommitted and ArenaGranted to the agent without a request.
 
-Rule: what a message brings from an older generation is refused or dropped.
+Rule: a message from an older generation is refused or dropped.
 """
 
 import json
@@ -32,13 +32,13 @@ from ftrun.wire.shared_memory.pages import SharedPage
 from ftrun.wire.transport.channel import ReceivedMessage
 
 MAX_RUN_STATE_BYTES = (1 << 20) - (1 << 14)
-"""What fits a HandedOver beside the ranks."""
+"""Largest run state that fits a `MemoryHandedOver` in addition to the ranks."""
 
 _log = logging.getLogger(__name__)
 
 
 class MessageHandler:
-    """The arenas, what is committed in them, and where both are shown."""
+    """Owns the arenas, the commits, the checkpoints and the redundancy of one node."""
 
     def __init__(self, run_id: RunId, jobs: JobLanes) -> None:
         self.memory = ArenaStore()
@@ -70,7 +70,7 @@ class MessageHandler:
         return self.commits.has_begun
 
     def is_over(self, envelope: messages.Envelope) -> bool:
-        """It comes from a generation that has ended: its sender is being killed."""
+        """Whether the message is of an ended generation, whose sender is being killed."""
         return envelope.generation < self.commits.tracker.generation
 
     # --- worker ----------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class MessageHandler:
         | worker_messages.FetchShardHeaders
         | worker_messages.FetchPieces,
     ) -> None:
-        """Give a worker what another number of ranks has left: from here, or from elsewhere."""
+        """Read shards of a previous world for a worker, from this node or from others."""
         if isinstance(body, worker_messages.OpenShards):
             open_images(self.memory, asker, body)
         else:
@@ -174,14 +174,13 @@ class MessageHandler:
             self.checkpoints.write(asker, body, tracker)
 
     def _loaded(self, loaded: LoadedCheckpoint) -> None:
-        """A checkpoint is in fresh arenas."""
         self.group_work.restores.share(loaded.rest)
         self.memory.put_instead(loaded.fds, self.commits.tracker.generation)
         for arena in self.memory.all():
             self._tell_agent(granted(arena.shape), fds=(arena.fd,))
         crash_point("smp.checkpoint.loaded")
 
-    # --- anyone ----------------------------------------------------------------------------
+    # --- any client ------------------------------------------------------------------------
 
     def status(self, extra: dict[str, object]) -> messages.AnyMessage:
         committed = self.commits.tracker.committed
@@ -215,7 +214,6 @@ class MessageHandler:
         return messages.StatusReply(json.dumps(document).encode())
 
     def free(self) -> None:
-        """Give up what is under way, and all memory."""
         self.checkpoints.stop()
         self.group_work.free()
         self.memory.free()

@@ -1,14 +1,14 @@
-"""What this node sends to one other: a queue, a thread, and a connection it makes itself.
+"""Sends frames to one other node: a queue, a thread, and a connection that the thread makes.
 
-Runs in:  the SMP: one thread for each link; the rest in whichever thread has something to say.
-Takes in: frames, and streams that make frames when there is room for them.
-Gives:    bytes on a socket; word of a link that is lost, and of one that is there again.
+Runs in:  the SMP: one thread for each link; the other functions in any thread that sends.
+Takes in: frames, and streams that make frames when the socket has room.
+Gives:    bytes on a socket; reports of a lost link and of a restored one.
 
-Rule 1: only the link's own thread waits for the network. Whoever sends leaves a frame and goes.
-Rule 2: messages go before bulk data, so that credits and answers are never behind it.
-Rule 3: nothing is read from this socket: if it becomes readable, the other side has closed it.
-Rule 4: link_rules.py says when the link dials again, over every rail, and when its node is reported
-        lost. Open questions are asked again over a new connection (requests.py).
+Rule 1: only the link's own thread waits for the network. A sender queues a frame and returns.
+Rule 2: messages precede bulk data, so credits and replies never wait behind bulk data.
+Rule 3: nothing is read from this socket. If it becomes readable, the peer has closed it.
+Rule 4: link_rules.py decides when the link redials, over every rail, and when its node is reported
+        lost. Open requests are repeated over a new connection (requests.py).
 """
 
 import contextlib
@@ -38,14 +38,14 @@ from ftrun.wire.transport.tcp import USER_TIMEOUT_S, pace, tune
 
 _NEXT_WAY_S = 0.5
 SILENT_S = 4.0
-"""Without an acknowledgement for longer than this a connection carries nothing: probes go out every
-second."""
+"""If no acknowledgement arrives for longer than this, the connection carries nothing. Keepalive
+probes are sent every second."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class OutgoingFrame:
-    """A message, bytes behind it, and what to do when they are sent or never will be."""
+    """A message, the bytes behind it, and a function to call when they are sent or dropped."""
 
     body: AnyTransfer
     raw: Sequence[Bytes] = ()
@@ -57,23 +57,21 @@ class BulkStream(Protocol):
     """Bulk data for one link, made piece by piece. `take` runs in the link's thread only."""
 
     @property
-    def is_over(self) -> bool:
-        """Nothing will come any more."""
-        ...
+    def is_over(self) -> bool: ...
 
     def take(self) -> OutgoingFrame | None:
-        """The next frame; None where there is none now, until the link is woken."""
+        """The next frame; None if there is none until the link is woken."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LinkEndpoints:
-    """Who talks to whom, and for what.
+    """The two ends of a link and its settings.
 
     Args:
-        patience_s: how long a peer may take nothing, or stop in the middle of a frame.
-        pace_bytes_s: bulk data per second, at most; 0: as fast as it goes.
-        own_rails: of this node.
+        patience_s: time that a peer may accept no bytes, or pause in the middle of a frame.
+        pace_bytes_s: limit of bulk data in bytes per second; 0: no limit.
+        own_rails: rails of this node.
     """
 
     own: PeerIdentity
@@ -86,19 +84,18 @@ class LinkEndpoints:
 
     @property
     def ways(self) -> list[PeerAddress]:
-        """Where the other one listens, the best first."""
         hosts = [rail.host for rail in self.place.rails] or [self.place.host]
         port = self.place.smp_port
         return [PeerAddress(host, port, source_to(host, self.own_rails)) for host in hosts]
 
 
 class PeerLink:
-    """The sending end of a link; it is connected, and connected again, by its own thread.
+    """The sending end of a link; its own thread connects and reconnects it.
 
     Args:
-        ends: who talks to whom.
-        lost: called in the link's thread when there is no connection (any more), with the reason.
-        linked: likewise when there is one again after a loss.
+        ends: the two ends.
+        lost: called in the link's thread with the reason when the node is reported lost.
+        linked: called in the link's thread when a connection is made after a loss.
     """
 
     def __init__(
@@ -128,7 +125,7 @@ class PeerLink:
 
     @property
     def dials_again_first(self) -> bool:
-        """A lost connection is reported only after a new one could not be made."""
+        """A lost connection is reported only after a new one cannot be made."""
         return self._rules.dials_again_first
 
     @property
@@ -145,30 +142,29 @@ class PeerLink:
         self._thread.start()
 
     def tell(self, frame: OutgoingFrame) -> None:
-        """Queue a frame."""
+        """Queue a frame; on a closed link, release it."""
         with self._lock:
             is_closed = self._is_closed
             if not is_closed:
                 self._messages.append(frame)
         if is_closed:
-            _release(frame)  # which may have something to say over this very link
+            _release(frame)  # outside the lock: the callback may send over this link
         else:
             self.wake()
 
     def add(self, stream: BulkStream) -> None:
-        """Send what the stream gives, between messages, until it is over."""
         with self._lock:
             self._streams.append(stream)
         self.wake()
 
     def wake(self) -> None:
-        """A stream may have something again."""
-        with self._lock:  # the descriptor's number must not be somebody else's by now
+        """Make the link's thread ask the streams for frames again."""
+        with self._lock:  # the number of a closed descriptor may be reused
             if self._wake_fd >= 0:
                 os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
-        """End it. Does not wait; the thread ends by itself."""
+        """Close the link without waiting; its thread ends later."""
         with self._lock:
             self._is_closed = True
             if self._socket is not None:
@@ -190,14 +186,13 @@ class PeerLink:
                     self._disconnect(str(error))
                 self._pause(self._rules.rest_s(clock.now_s()))
         except Exception:  # noqa: BLE001
-            # One of the process loops: a bug in a stream must not be silence.
+            # One of the process loops: a bug in a stream must be reported as a lost link.
             _log.exception("the link to %s ended in a bug of ftrun", self.place.node_id)
             self._lost("a bug in ftrun; the SMP's log has it")
         finally:
             self._end()
 
     def _connect(self) -> bool:
-        """Dial until it works; False when the link is closed first."""
         self._rules.begin_dialing(clock.now_s())
         while not self._is_closed:
             try:
@@ -224,7 +219,7 @@ class PeerLink:
     def _greet(self, sock: socket.socket, _: PeerAddress) -> BulkSocket:
         ends = self._ends
         session = dial_handshake(sock, ends.own, ends.secret, admit=self._check_peer)
-        # With another rail to go over it is no use to wait for long for this one.
+        # If the peer has another rail, a long wait for this one is of no use.
         patience_s = min(ends.patience_s, USER_TIMEOUT_S) if len(ends.ways) > 1 else ends.patience_s
         tune(sock, bulk=True, user_timeout_s=patience_s)
         self._paces_itself = not pace(sock, ends.pace_bytes_s)
@@ -281,7 +276,7 @@ class PeerLink:
         for stream in streams:
             frame = stream.take()
             with self._lock:
-                # One after the other in turn, so that none starves.
+                # The streams take turns, so that none starves.
                 if stream in self._streams:
                     self._streams.remove(stream)
                     if not stream.is_over:
@@ -311,7 +306,6 @@ class PeerLink:
         self._forget()
 
     def _forget(self) -> None:
-        """What was for a connection that is no more is for nobody."""
         with self._lock:
             frames, self._messages = list(self._messages), deque()
             self._streams.clear()

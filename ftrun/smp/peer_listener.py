@@ -1,14 +1,14 @@
-"""The links between this SMP and those of other nodes.
+"""Owns the links between this SMP and those of other nodes.
 
-Runs in:  the SMP: a thread that accepts, one for each link in either direction; the rest in the
-          server's thread.
-Takes in: a port to open, who takes part from now on.
-Gives:    links to send by; each frame that comes, in the thread of its link.
+Runs in:  the SMP: one thread that accepts per listening address, and one for each link in either
+          direction; the rest in the server's thread.
+Takes in: addresses to listen at; the session, which names the generation and the group.
+Gives:    links for sending; each received frame, in the thread of its link.
 
-Rule 1: a link is of one generation, and a link to protect of one session: the digest of the group
-        with its places. A peer that has heard of the next one earlier is let in when this side has
-        heard of it too; one that is behind is turned away, and tries again.
-Rule 2: a new generation or session ends every link of the one before at once.
+Rule 1: a link belongs to one generation. A protect link also belongs to one session: the digest of
+        the group with its positions. A peer that enters the next session earlier is admitted when
+        this side enters it too. A peer that is behind is rejected and retries.
+Rule 2: a new generation or session ends every link of the previous one at once.
 """
 
 import contextlib
@@ -50,32 +50,30 @@ class IncomingLink:
 
 
 class PeerEvents(Protocol):
-    """Who is told of what comes. All are called in threads of links."""
+    """Callbacks for received frames and link changes. All run in threads of links."""
 
     def received(self, source: IncomingLink, envelope: TransferEnvelope) -> None:
-        """A message; the bytes behind it have to be read before this returns."""
+        """Handle a message; read the bytes behind it before this returns."""
         ...
 
-    def lost(self, node_id: str, purpose: str, why: str) -> None:
-        """There is no connection to a node, or none from it any more."""
-        ...
+    def lost(self, node_id: str, purpose: str, why: str) -> None: ...
 
     def linked(self, node_id: str, purpose: str) -> None:
-        """A lost connection is there again; what was on its way then is gone."""
+        """Handle a connection made after a loss; the data in flight at the loss is lost."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PeerSession:
-    """Who takes part from now on.
+    """The generation and group that links belong to, and their settings.
 
     Args:
-        own: this SMP.
+        own: identity of this SMP.
         generation: the running one.
-        number: digest of the group with its places.
-        patience_s: how long a peer may take nothing, or stop in the middle of a frame.
-        pace_bytes_s: bulk data to protect per second and link, at most; 0: as fast as it goes.
-        own_rails: of this node.
+        number: digest of the group with its positions.
+        patience_s: time that a peer may accept no bytes, or pause in the middle of a frame.
+        pace_bytes_s: limit of bulk data to protect, in bytes per second and link; 0: no limit.
+        own_rails: rails of this node.
     """
 
     own: PeerIdentity
@@ -102,19 +100,18 @@ class PeerListener:
         self._doors = Doors(_MAX_HANDSHAKES)
 
     def tell(self, events: PeerEvents) -> None:
-        """Whom to tell of what comes; said once, before anything can come."""
+        """Set the receiver of events; called once, before the first `listen`."""
         self._events = events
 
     @property
     def num_sent_bytes(self) -> int:
-        """Bytes sent over the links there are now."""
         return sum(link.num_bytes for link in self._links.values())
 
     def listen(self, hosts: Sequence[str], secret: Secret | None) -> int:
-        """Open a port, the same at each of these addresses, unless they are open already.
+        """Open one port at each of these addresses, unless they are open already.
 
         Returns:
-            Its number. It is open at the first; at the others as far as it can be had there.
+            The port number. It is open at the first address. At another address it may be missing.
 
         Raises:
             UsageError: the first host is no address of this node.
@@ -130,7 +127,6 @@ class PeerListener:
         return int(self._listeners[0].getsockname()[1])
 
     def begin(self, session: PeerSession) -> None:
-        """From now on only links of this session; all others end."""
         with self._changed:
             if self._session == session:
                 return
@@ -139,7 +135,7 @@ class PeerListener:
             self._changed.notify_all()
 
     def link(self, place: NodeAddress, purpose: str) -> PeerLink:
-        """The link to a node, made at its first use."""
+        """The link to a node for one purpose; the first call creates it."""
         with self._changed:
             session = self._session
             assert session is not None
@@ -170,11 +166,9 @@ class PeerListener:
         return self._links.get((node_id, purpose))
 
     def is_current(self, source: IncomingLink) -> bool:
-        """Whether a frame of this link still counts."""
         return self._incoming.get((source.node_id, source.hello.purpose)) is source
 
     def close(self) -> None:
-        """End all links and close the port."""
         with self._changed:
             self._drop_links()
             self._session = None
@@ -209,11 +203,12 @@ class PeerListener:
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
 
-    # --- threads of what comes in ----------------------------------------------------------
+    # --- threads of incoming links ---------------------------------------------------------
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
-            # Who we are is not known before the first generation; the kernel lets them wait.
+            # This SMP has no identity before the first generation. Until then connections wait in
+            # the kernel's backlog.
             with self._changed:
                 self._changed.wait_for(lambda: self._session or listener not in self._listeners)
             if listener not in self._listeners:
@@ -252,10 +247,10 @@ class PeerListener:
             incoming.socket.close()
 
     def _greet(self, sock: socket.socket, door: Door) -> IncomingLink | None:
-        """The link that has been opened, when it is one of the running session.
+        """Return the incoming link if it belongs to the running session.
 
         Raises:
-            PeerError: whoever has connected does not belong here.
+            PeerError: the handshake fails, or the first message is no LinkHello.
         """
         session = self._session
         try:
@@ -272,14 +267,14 @@ class PeerListener:
             made = BulkSocket(sock, proven, patience_s=session.patience_s)
             hello = made.receive(within_s=door.hello_s).body
         finally:
-            door.leave()  # a peer of a coming generation waits without one
+            door.leave()  # a peer of a later generation waits without a handshake place
         if not isinstance(hello, LinkHello) or hello.purpose not in (PROTECT, FETCH):
             raise ProtocolError(f"{made.peer} does not begin with what the link is for")
         incoming = IncomingLink(made.node_id, hello, made)
         return incoming if self._let_in(incoming) else None
 
     def _let_in(self, incoming: IncomingLink) -> bool:
-        """Wait until this side has heard of the session too; False where it is over."""
+        """Wait until this side has entered the link's session; False if that session is over."""
         hello, key = incoming.hello, (incoming.node_id, incoming.hello.purpose)
         with self._changed:
             self._changed.wait_for(lambda: self._admits(hello) is not None, _PARK_S)
@@ -313,7 +308,7 @@ class PeerListener:
             why = str(error)
             _log.warning("%s", why)
         except Exception:  # noqa: BLE001
-            # One of the process loops: a bug must cost a link, not the memory of a run.
+            # One of the process loops: a bug must cost a link, not the snapshots of a run.
             _log.exception("the link from %s ended in a bug of ftrun", incoming.node_id)
             why = "a bug in ftrun; the SMP's log has it"
         if may_come_back:
@@ -323,23 +318,24 @@ class PeerListener:
             self._told.lost(incoming.node_id, incoming.hello.purpose, why)
 
     def _wait_for_next(self, incoming: IncomingLink) -> None:
-        """Until its node has connected again, or patience or the session is over."""
         with self._changed:
             if self._session is not None:
                 patience_s = self._session.patience_s
                 self._changed.wait_for(lambda: not self.is_current(incoming), patience_s)
 
     def _may_come_back(self, incoming: IncomingLink) -> bool:
-        """Its node may connect again; our own link there finds out whether it is gone."""
+        """The node may reconnect; this node's own link to it detects whether it is lost."""
         link = self._links.get((incoming.node_id, incoming.hello.purpose))
         return link is not None and link.dials_again_first
 
 
 def _opened(hosts: Sequence[str]) -> list[socket.socket]:
-    """Sockets that listen at one port of all these addresses, or of the first where none is free.
+    """Sockets that listen at one port of all addresses, or only of the first.
+
+    That happens when `_MAX_PORTS` ports were in use at one of the other addresses.
 
     Raises:
-        UsageError: the first is no address of this node.
+        UsageError: the first host is no address of this node.
     """
     for _ in range(_MAX_PORTS):
         first = listen_tcp(hosts[0], 0)
@@ -351,7 +347,7 @@ def _opened(hosts: Sequence[str]) -> list[socket.socket]:
 
 
 def _beside(first: socket.socket, hosts: Sequence[str]) -> list[socket.socket] | None:
-    """The same port at other addresses; None where it is taken at one of them."""
+    """Sockets at the same port of the other addresses; None if one of them has it in use."""
     found: list[socket.socket] = []
     for host in hosts:
         try:

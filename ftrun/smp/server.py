@@ -1,14 +1,14 @@
-"""The SMP's loop: sockets in, messages to the keeper, an end when nobody needs it.
+"""The SMP's event loop: receives messages, dispatches them, and ends the process.
 
-Runs in:  the SMP, in its only thread but for the jobs'.
+Runs in:  the SMP, in its main thread; the other threads are those of jobs and links.
 Takes in: connections on a unix socket, results of jobs, SIGTERM.
-Gives:    nothing by itself; see `MessageHandler` for what is answered.
+Gives:    nothing by itself; `MessageHandler` makes the replies.
 Survives: its agent, for `orphan_s`; each client, whatever it sends.
 
-Rule 1: a client that breaks the protocol loses its connection, never the server.
+Rule 1: a client that breaks the protocol loses its connection; the server continues.
 Rule 2: there is one agent; a newer one replaces the older.
-Rule 3: workers wait until a generation has begun, and with `--adopt` until memory was adopted,
-        so that one that reconnects too early is not given fresh memory beside its old.
+Rule 3: workers wait until a generation has begun, and with `--adopt` until memory was adopted. A
+        worker that reconnects earlier would get fresh memory in addition to its old arena.
 """
 
 import logging
@@ -78,7 +78,7 @@ _log = logging.getLogger(__name__)
 
 
 class SmpServer:
-    """Listens at a path until it is told to end or has been alone for too long."""
+    """Serves a unix socket until it is shut down or has had no agent for `orphan_s`."""
 
     def __init__(self, run_id: RunId, path: Path, *, orphan_s: float, adopt: bool) -> None:
         self._run_id = run_id
@@ -101,15 +101,15 @@ class SmpServer:
         self._is_ending = True
 
     def end_if_alone(self) -> None:
-        """The same, unless an agent is there, which says itself when it is over.
+        """End the server if no agent is connected; otherwise the agent ends it.
 
-        Decided in the turn that the signal wakes: an agent that was gone before it has been seen
-        to be gone by then.
+        The loop turn that the signal wakes makes the decision. By then it has processed the
+        disconnect of an agent that exited before the signal.
         """
         self._is_told_to_end = True
 
     def wake_on(self, sock: socket.socket) -> None:
-        """Turn once when this becomes readable; a signal handler has done its part by then."""
+        """Run one loop turn when `sock` becomes readable; the signal handler has run by then."""
 
         def wake() -> None:
             sock.recv(4096)
@@ -118,7 +118,7 @@ class SmpServer:
         self._watch(sock, wake)
 
     def serve(self) -> None:
-        """Run until the end; everything is freed and the socket gone when this returns."""
+        """Run until the end; then all memory is freed and the socket removed."""
         try:
             while not self._is_ending:
                 for key, _ in self._selector.select(self._timeout_s()):
@@ -164,7 +164,7 @@ class SmpServer:
         self._selector.close()
 
     def _unlink(self) -> None:
-        """Remove the socket, unless another SMP has put its own there."""
+        """Remove the socket file, unless another SMP has created its own at this path."""
         try:
             if self._path.stat().st_ino == self._inode:
                 self._path.unlink()
@@ -195,7 +195,7 @@ class SmpServer:
         self._drain(client)
 
     def _drain(self, client: ClientConnection) -> None:
-        """Handle what has come, unless this is a worker that has to wait."""
+        """Handle the received messages, unless this client is a worker that must wait (rule 3)."""
         while client.backlog and not client.is_gone and not self._has_to_wait(client):
             received = client.backlog.popleft()
             try:
@@ -204,7 +204,7 @@ class SmpServer:
                 _log.warning("%s: %s", client.channel.peer, error)
                 client.is_gone = True
             except Exception:  # noqa: BLE001
-                # The process loop: a bug must cost a connection, not the memory of a run.
+                # The process loop: a bug must cost a connection, not the snapshots of a run.
                 _log.exception("%s: a bug of ftrun", client.channel.peer)
                 client.is_gone = True
             finally:
@@ -215,7 +215,6 @@ class SmpServer:
         return client.role is ClientRole.WORKER and not may_begin
 
     def _sweep(self) -> None:
-        """Let go of the clients that are gone, whoever found out."""
         for client in [one for one in self._clients if one.is_gone]:
             self._selector.unregister(client.channel)
             self._clients.remove(client)
@@ -224,7 +223,7 @@ class SmpServer:
                 self._keeper.agent = None
                 self._orphaned_since_s = clock.now_s()
                 _log.info("the agent is gone; the snapshots stay for %.0f s", self._orphan_s)
-                let_go_of_streams(2)  # whoever reads the run's output waits for us otherwise
+                let_go_of_streams(2)  # otherwise a reader of the run's output waits for us
 
     def _handle(self, client: ClientConnection, received: ReceivedMessage) -> None:
         body = received.body
@@ -358,7 +357,6 @@ class SmpServer:
 
 
 def is_served(path: Path) -> bool:
-    """Somebody listens at this path."""
     probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         with short_socket_path(path) as short:
@@ -371,7 +369,7 @@ def is_served(path: Path) -> bool:
 
 
 def let_go_of_streams(*numbers: int) -> None:
-    """Point standard streams at /dev/null."""
+    """Point these standard streams at /dev/null."""
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for number in numbers:
         os.dup2(null, number)

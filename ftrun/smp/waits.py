@@ -1,8 +1,8 @@
-"""Work that waits for events, as generators: a thread drives them here, virtual time in tests.
+"""Work that waits for events, written as generators: threads drive it here, virtual time in tests.
 
-Runs in:  the SMP, in one thread for each piece of work.
-Takes in: a generator that yields what it waits for.
-Gives:    the next event, or None if none has come in time.
+Runs in:  the SMP, in one thread for each generator.
+Takes in: a generator that yields `Wait` objects.
+Gives:    the next event, or None if none arrives in time.
 """
 
 import queue
@@ -18,11 +18,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What a generator yields.
+    """The value that a generator yields.
 
     Args:
-        events: where the next event comes from.
-        timeout_s: seconds until None is sent instead; None: there is no limit.
+        events: queue of the next event.
+        timeout_s: seconds until None is sent instead; None: no limit.
     """
 
     events: "queue.SimpleQueue[Any]"
@@ -33,7 +33,6 @@ Steps = Generator[Wait, Any, Result]
 
 
 def drive(steps: Steps[Result]) -> Result:
-    """Run it to its end in this thread."""
     event = None
     while True:
         try:
@@ -47,11 +46,10 @@ def drive(steps: Steps[Result]) -> Result:
 
 
 class Runner:
-    """Starts work, and has the time that its waits are measured with."""
+    """Starts generators, and provides the time that their waits use."""
 
     def now_s(self) -> float:
         return clock.now_s()
 
     def start(self, name: str, steps: Steps[None]) -> None:
-        """Drive it in a thread of this name."""
         threading.Thread(target=drive, args=(steps,), name=name, daemon=True).start()

@@ -1,9 +1,4 @@
-"""Has the server's thread look, at an interval, at what should be moving.
-
-Runs in:  the SMP, in the server's thread.
-Takes in: what to look at, and how often.
-Gives:    calls in the server's thread.
-"""
+"""Calls a function in the SMP's server thread at an interval."""
 
 from collections.abc import Callable
 
@@ -11,11 +6,11 @@ from ftrun.smp.jobs import JobLanes
 
 
 class IntervalTimer:
-    """One interval at a time.
+    """A timer with one interval at a time.
 
     Args:
-        jobs: the way into the server's thread.
-        look: called there.
+        jobs: passes the calls to the server's thread.
+        look: called in the server's thread.
     """
 
     def __init__(self, jobs: JobLanes, look: Callable[[], None]) -> None:
@@ -24,12 +19,11 @@ class IntervalTimer:
         self._end: Callable[[], None] | None = None
 
     def start(self, interval_s: float) -> None:
-        """Look so often from now on."""
         self.stop()
         self._end = self._jobs.repeat(interval_s, self._look)
 
     def stop(self) -> None:
-        """Look no more; does not wait."""
+        """End the calls without waiting."""
         if self._end is not None:
             self._end()
             self._end = None

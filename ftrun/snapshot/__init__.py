@@ -1,1 +1,1 @@
-"""DECISION: which snapshots exist, and what each holds."""
+"""Pure: which snapshots exist, what each holds, and how it is protected."""

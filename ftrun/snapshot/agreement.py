@@ -1,8 +1,6 @@
-"""Whether several ranks have saved the same, and if not, what differs.
+"""Compares what several ranks have saved, and describes the first difference.
 
-Runs in:  worker, where a version is restored into another number of ranks. Pure.
-Takes in: trees of plain values, with a `TensorContent` in place of each tensor.
-Gives:    the path to the first difference, and what is there on either side.
+The inputs are trees of plain values, with a `TensorContent` in place of each tensor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +13,7 @@ _LONGEST = 80
 
 @dataclass(frozen=True, slots=True)
 class TensorContent:
-    """A tensor, as far as it can be compared without its bytes."""
+    """A tensor as a description and a digest, so that it can be compared without its bytes."""
 
     described: str
     digest: int
@@ -26,7 +24,7 @@ class TensorContent:
 
 @dataclass(frozen=True, slots=True)
 class StateDifference:
-    """Where two trees differ."""
+    """The first path at which two trees differ."""
 
     path: str
     one: str
@@ -34,19 +32,13 @@ class StateDifference:
 
 
 def difference(one: object, other: object, path: str) -> StateDifference | None:
-    """The first difference of two trees; None where they are equal.
-
-    Args:
-        one: a tree.
-        other: another.
-        path: to both, for the result.
-    """
+    """The first difference of two trees at `path`; None if they are equal."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return _of_mappings(one, other, path)
     if _is_sequence(one) and _is_sequence(other):
         return _of_sequences(one, other, path)  # type: ignore[arg-type]
     if type(one) is type(other) and (one == other or (one != one and other != other)):
-        return None  # NaN is what differs from itself; two of them are alike here
+        return None  # two NaN count as equal
     return StateDifference(path, _shown(one), _shown(other))
 
 

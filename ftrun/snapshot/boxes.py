@@ -1,11 +1,7 @@
-"""Boxes: which part of a whole tensor a piece of it is.
+"""Boxes: the position of a tensor part in the whole tensor.
 
-Runs in:  worker (which cuts and joins tensors) and SMP (which reads headers). Pure.
-Takes in: offsets and shapes, in items along each dimension.
-Gives:    overlaps, what is left uncovered, and where a part of a chunk lies in its bytes.
-
-A tensor without dimensions has one item, so its box is never empty. A box that is empty along any
-dimension holds nothing, wherever it begins.
+Offsets and shapes are in items along each dimension. A tensor without dimensions has one item, so
+its box is never empty. A box that is empty along any dimension holds nothing, whatever its offsets.
 """
 
 import itertools
@@ -18,7 +14,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A block of items: where it begins along each dimension, and how far it goes."""
+    """A block of items: its first index and its size along each dimension."""
 
     offsets: Shape
     shape: Shape
@@ -41,19 +37,18 @@ class Box:
 
 
 def whole(shape: Shape) -> Box:
-    """The box of a whole tensor."""
     return Box((0,) * len(shape), shape)
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """The items that are in both boxes; None where there are none."""
+    """The items that are in both boxes; None if there are none."""
     starts = tuple(map(max, one.offsets, other.offsets))
     shape = tuple(min(a, b) - start for a, b, start in zip(one.end, other.end, starts, strict=True))
     return Box(starts, shape) if all(size > 0 for size in shape) else None
 
 
 def without(box: Box, taken: Box) -> list[Box]:
-    """What is left of a box, as boxes that do not overlap: at most two along each dimension."""
+    """The rest of a box, as boxes that do not overlap: at most two along each dimension."""
     common = overlap(box, taken)
     if common is None:
         return [box]
@@ -69,9 +64,9 @@ def without(box: Box, taken: Box) -> list[Box]:
 
 
 def first_hole(target: Box, chunks: Iterable[Box]) -> Box | None:
-    """A part of `target` that no chunk covers; None where all of it is covered."""
+    """A part of `target` that no chunk covers; None if all of it is covered."""
     missing = [] if target.is_empty else [target]
-    # In order, so that what is missing stays one box for the usual chunks, rows one by one.
+    # Sorted, so that the missing part stays one box for the usual chunks, which are row blocks.
     chunks = sorted(chunks, key=lambda box: box.offsets)
     if _are_rows(target, chunks):
         return None
@@ -83,7 +78,7 @@ def first_hole(target: Box, chunks: Iterable[Box]) -> Box | None:
 
 
 def _are_rows(target: Box, chunks: Sequence[Box]) -> bool:
-    """Whether they cover it as rows one after the other: the usual case, of many tensors."""
+    """Whether chunks cover the target as consecutive row blocks, the usual case."""
     if not target.shape:
         return False
     at = target.offsets[0]
@@ -96,7 +91,7 @@ def _are_rows(target: Box, chunks: Sequence[Box]) -> bool:
 
 
 def strides_of(shape: Shape) -> Shape:
-    """Items from one index to the next along each dimension, last dimension fastest."""
+    """Items from one index to the next along each dimension; the last dimension varies fastest."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -107,11 +102,11 @@ def strides_of(shape: Shape) -> Shape:
 
 @dataclass(frozen=True, slots=True)
 class StridedSpan:
-    """A run of items of a chunk, and how the part wanted lies in it.
+    """A run of items of a chunk, and the layout of a part within it.
 
     Args:
-        first: item of the chunk with which it begins.
-        count: items in all, from the first to the last that is wanted.
+        first: first item of the run, counted in the chunk.
+        count: items from the first to the last one of the part.
         shape: of the part.
         strides: of the part within the run, in items.
     """
@@ -123,11 +118,11 @@ class StridedSpan:
 
 
 def span_of(chunk: Shape, starts: Shape, shape: Shape) -> StridedSpan:
-    """Where a part of a chunk lies in the chunk's items.
+    """The span of items of a chunk that contains a part of it.
 
     Args:
-        chunk: shape of the chunk, whose items lie row by row.
-        starts: where in the chunk the part begins.
+        chunk: shape of the chunk, whose items are stored row by row.
+        starts: offsets of the part in the chunk.
         shape: of the part; not empty.
     """
     strides = strides_of(chunk)
@@ -137,15 +132,15 @@ def span_of(chunk: Shape, starts: Shape, shape: Shape) -> StridedSpan:
 
 
 def runs(shape: Shape, source: Shape, target: Shape) -> Iterator[tuple[int, int, int]]:
-    """How a block of items is copied from one place to another: the runs that stay runs.
+    """Splits the copy of a block into runs that are contiguous in both source and target.
 
     Args:
         shape: of the block; not empty.
-        source: strides of the block where it is, in items.
-        target: where it goes.
+        source: strides of the block at its source, in items.
+        target: strides of the block at its target, in items.
 
     Returns:
-        First item in the source, first item in the target, how many.
+        First item in the source, first item in the target, number of items.
     """
     count, dims = 1, len(shape)
     while dims and (shape[dims - 1] == 1 or source[dims - 1] == target[dims - 1] == count):
@@ -160,7 +155,7 @@ def runs(shape: Shape, source: Shape, target: Shape) -> Iterator[tuple[int, int,
 
 
 def cut_to(chunk: Shape, part: Box, most_items: int) -> list[Box]:
-    """A part of a chunk in pieces whose runs are no longer than so many items, in order.
+    """Cuts a part of a chunk, in order, into boxes whose spans have at most `most_items` items.
 
     Args:
         chunk: shape of the chunk.
@@ -169,7 +164,7 @@ def cut_to(chunk: Shape, part: Box, most_items: int) -> list[Box]:
     """
     if span_of(chunk, part.offsets, part.shape).count <= most_items:
         return [part]
-    # There is such a dimension: a single item is a run of one.
+    # Such a dimension exists, because the span of a single item has one item.
     dim = next(at for at, size in enumerate(part.shape) if size > 1)
     rows = max(1, most_items // strides_of(chunk)[dim])
     found: list[Box] = []
@@ -188,12 +183,12 @@ def _between(starts: Iterable[int], ends: Iterable[int]) -> Box:
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """Of which tensor an entry is a part, and which part.
+    """The whole tensor that an entry is a part of, and the offsets of the part.
 
     Args:
         shape: of the whole tensor.
-        offsets: where the part begins; None where it is no single box of it, such as strided
-            shards and partial sums. Such a part cannot be put together with others.
+        offsets: of the part; None if it is not a single box of the tensor, such as strided shards
+            and partial sums. Such a part cannot be joined with others.
     """
 
     shape: Shape
@@ -205,10 +200,10 @@ class TensorPart:
 
 
 def parse_part(text: str) -> TensorPart:
-    """A part from its text.
+    """Parses the text form of a `TensorPart`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not a part.
     """
     shape, at, offsets = text.partition("@")
     if not at:

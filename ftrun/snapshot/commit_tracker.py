@@ -1,16 +1,17 @@
-"""Which versions are sealed by whom, and which of them is committed.
+"""Tracks which ranks have sealed which version, and which version is committed.
 
 Runs in:  the SMP, for the ranks of its node. Pure.
-Takes in: seals, as the workers report them; what the slots hold, when a generation begins.
+Takes in: seals, as the workers report them; the versions in the slots, when a generation begins.
 Gives:    a `Version` each time every rank has sealed one: that is a commit.
 Survives: nothing by itself; a new SMP fills it again from the slots.
 
-A worker overwrites only the slot that does not hold the newest committed version, so a rank
-holds at most one version beyond the committed one: a newer seal of a rank replaces its older
-one here as it did in memory.
+A worker overwrites only the slot that does not hold the newest committed version. A rank therefore
+holds at most one version beyond the committed one, and its newer seal replaces the older one here
+as it did in memory.
 
-Decides alone only where all ranks of the world are on this node and no group protects it. Else
-the lead decides: `complete` says what all ranks here have sealed, `commit` takes the decision.
+The tracker commits alone only if all ranks of the world are on this node and no group protects it.
+Otherwise the leader decides: `complete` reports what all ranks here have sealed, and `commit`
+records the decision.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -19,7 +20,7 @@ from ftrun.ids import Generation, Rank, Version
 
 
 class CommitTracker:
-    """The newest version that every rank has sealed, generation by generation."""
+    """The newest version that every rank has sealed in the current generation."""
 
     def __init__(self, ranks: Iterable[Rank] = (), world_size: int = 0) -> None:
         self.generation = Generation(-1)
@@ -38,12 +39,12 @@ class CommitTracker:
 
     @property
     def sees_all(self) -> bool:
-        """Every rank of the world reports here."""
+        """Whether every rank of the world reports to this tracker."""
         return len(self._pending) == self._world_size > 0
 
     @property
     def complete(self) -> Version | None:
-        """What every rank here has sealed beyond the committed version."""
+        """The version beyond the committed one that every rank here has sealed."""
         found = set(self._pending.values())
         return found.pop() if len(found) == 1 else None
 
@@ -60,15 +61,16 @@ class CommitTracker:
         *,
         decides_alone: bool = True,
     ) -> Version | None:
-        """Count for these ranks from now on; the version that is committed at the start.
+        """Starts to count for these ranks; returns the version that is committed at the start.
 
         Args:
-            generation: seals of any other one are dropped from now on.
-            ranks: those that report here.
-            world_size: how many there are in all.
-            held: what the slots hold. In a new generation that is the restore point and what is
-                older; for a new SMP in the middle of one it may be seals that nobody heard.
-            decides_alone: what all ranks have sealed is committed by that.
+            generation: seals of any other generation are dropped from now on.
+            ranks: the ranks that report to this tracker.
+            world_size: number of all ranks.
+            held: versions in the slots. In a new generation these are the restore point and older
+                ones. For a new SMP within a generation they may include seals that no process has
+                processed.
+            decides_alone: a version that all ranks have sealed is committed without the leader.
         """
         self.generation = generation
         self._decides_alone = decides_alone
@@ -82,7 +84,7 @@ class CommitTracker:
         return self.committed
 
     def sealed(self, rank: Rank, version: Version) -> Version | None:
-        """Take a seal; the version it commits, if it was the last one missing."""
+        """Records a seal; returns the version that it commits, if it was the last one missing."""
         if rank not in self._pending or not self._counts(version):
             return None
         before = self._pending[rank]
@@ -94,18 +96,18 @@ class CommitTracker:
         return version
 
     def commit(self, version: Version) -> None:
-        """It is committed, whoever has decided so."""
+        """Records a commit, by this tracker or by the leader."""
         self.committed = version
         self.abandon(version)
 
     def abandon(self, newest: Version) -> None:
-        """Seals up to this version do not count any more."""
+        """Drops all seals up to this version."""
         for rank, has in self._pending.items():
             if has is not None and has <= newest:
                 self._pending[rank] = None
 
     def withdraw(self, rank: Rank, version: Version) -> bool:
-        """Forget a rank's seal; False where it is too late, because it is committed."""
+        """Drops a rank's seal; False if the version is committed already."""
         if self.committed is not None and version <= self.committed:
             return False
         if self._pending.get(rank) == version:

@@ -1,16 +1,15 @@
-"""Which tensor lies at which bytes of a shard.
+"""The position of each tensor in the image of a shard.
 
-Runs in: worker (which makes layouts) and SMP (which reads them back). Pure.
-Takes in: names, dtypes and shapes.
-Gives:    a `Layout`: the safetensors header, the offset of each entry, and the pieces that are
-          hashed one by one.
+A `Layout` holds the safetensors header, the offset of each entry, and the pieces that are hashed
+one by one.
 
-A shard's bytes are one safetensors file (header length, JSON header, data), so a checkpoint is
-a copy of them and the public library opens a snapshot. Entries stand in a fixed order: small
-ones that are copied at the step boundary, the large ones that are, then the small and the large
-ones that are copied lazily, and last the packed plain values, whose capacity exceeds their use.
-Small neighbours form one piece together, because a call per tensor costs more than its bytes;
-large entries are cut into pieces that stay in the processor's cache between copy and digest.
+The image is one safetensors file (header length, JSON header, data). A checkpoint is therefore a
+copy of it, and the public library opens a snapshot. Entries have a fixed order: small and then
+large entries that are copied at the step boundary, then small and large entries that are copied
+lazily. The packed plain values are last; their capacity exceeds their use.
+
+Neighbouring small entries form one piece, because a call per tensor costs more than its bytes.
+Large entries are cut into pieces that stay in the processor's cache between copy and digest.
 """
 
 import json
@@ -28,14 +27,14 @@ PLAIN_NAME = "ftrun.plain"
 """The entry that holds everything that is not a tensor: u64 length, then msgpack."""
 
 SMALL_BYTES = 1 << 18
-"""Entries below this are packed."""
+"""Entries smaller than this are packed into shared pieces."""
 
 PIECE_BYTES = 1 << 18
-"""Copied and hashed in one go: measured best between 128 and 512 KiB (2 MiB L2, 2026-11)."""
+"""Bytes copied and hashed at once: 128 to 512 KiB measured best (2 MiB L2 cache, 2026-11)."""
 
 PLAIN_BYTES = 1 << 15
-"""Least room for plain values; `PLAIN_SHARE` of the tensors' bytes if that is more, up to
-`PIECE_BYTES`. Values that outgrow their room cost a new arena."""
+"""Least capacity for plain values; `PLAIN_SHARE` of the tensors' bytes if that is more, up to
+`PIECE_BYTES`. Values that outgrow their capacity need a new arena."""
 
 PLAIN_SHARE = 1 / 1024
 _PLAIN_GROWTH = 4
@@ -47,7 +46,7 @@ ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
     "U16": 2, "U32": 4, "U64": 8, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8,
 }  # fmt: skip
-"""Bytes of one item, by safetensors' name of the dtype."""
+"""Bytes of one item, by the safetensors name of the dtype."""
 
 
 class CopyTiming(Enum):
@@ -59,9 +58,9 @@ class CopyTiming(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayoutEntry:
-    """One tensor of a shard. `offset` counts from the start of the data, behind the header.
+    """One tensor of a shard. `offset` counts from the start of the data, after the header.
 
-    `part` says of which tensor it is a part; without one it is a whole tensor.
+    `part` is the position in a whole tensor; without it the entry is a whole tensor.
     """
 
     name: str
@@ -81,12 +80,11 @@ class LayoutEntry:
 
     @property
     def whole_shape(self) -> Shape:
-        """Shape of the whole tensor."""
         return self.shape if self.part is None else self.part.shape
 
     @property
     def box(self) -> Box | None:
-        """Where it lies in the whole tensor; None where it is no single box of it."""
+        """Its box in the whole tensor; None if it is not a single box of it."""
         if self.part is None:
             return whole(self.shape)
         return None if self.part.offsets is None else Box(self.part.offsets, self.shape)
@@ -97,7 +95,7 @@ class LayoutEntry:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of bytes with a digest of its own; offsets count from the start of the data."""
+    """A run of bytes with a digest of its own; `offset` counts from the start of the data."""
 
     offset: int
     num_bytes: int
@@ -108,8 +106,8 @@ class Layout:
     """Entries in their final order, with offsets; see the module docstring.
 
     Args:
-        knows_parts: it says of each entry which part of which tensor it is; snapshots of older
-            versions of ftrun do not.
+        knows_parts: the header states for each entry which part of which tensor it is; snapshots of
+            older versions of ftrun do not.
     """
 
     entries: tuple[LayoutEntry, ...]
@@ -124,7 +122,7 @@ class Layout:
 
     @cached_property
     def header(self) -> bytes:
-        """Safetensors' header with its length in front, padded so that data start aligned."""
+        """The safetensors header after its length, padded so that the data start aligned."""
         ours = {"ftrun.when": self._when}
         if self.knows_parts:
             ours["ftrun.parts"] = self._parts
@@ -142,12 +140,11 @@ class Layout:
 
     @property
     def image_bytes(self) -> int:
-        """Length of the whole safetensors file."""
         return len(self.header) + self.data_bytes
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """The data, cut into what is hashed at once; without gaps, in order of offset."""
+        """The data in pieces that are hashed at once; without gaps, in order of offset."""
         found: list[Piece] = []
         pack_start: int | None = None
         pack_when = CopyTiming.BOUNDARY
@@ -164,7 +161,7 @@ class Layout:
         return tuple(found)
 
     def pieces_of(self, entry: LayoutEntry) -> range:
-        """Those that its bytes lie in, by index."""
+        """Indices of the pieces that contain bytes of this entry."""
         first = bisect_right(self._starts, entry.offset) - 1
         return range(first, bisect_left(self._starts, entry.offset + entry.num_bytes))
 
@@ -178,13 +175,12 @@ class Layout:
 
     @property
     def _parts(self) -> str:
-        # Some ten bytes for an entry that is a part, one for any other, none behind the last part.
+        # About ten bytes for each part, one for each other entry, and none after the last part.
         texts = ("" if entry.part is None else str(entry.part) for entry in self.entries)
         return ";".join(texts).rstrip(";")
 
 
 def cut(offset: int, num_bytes: int) -> list[Piece]:
-    """Pieces of at most `PIECE_BYTES`."""
     return [
         Piece(offset + at, min(PIECE_BYTES, num_bytes - at))
         for at in range(0, num_bytes, PIECE_BYTES)
@@ -198,16 +194,16 @@ def make_layout(
     metadata: dict[str, str] | None = None,
     plain_capacity: int = 0,
 ) -> Layout:
-    """Order the entries, give them offsets, and add room for the plain values.
+    """Orders the entries, assigns their offsets, and adds capacity for the plain values.
 
     Args:
-        entries: at least none; their offsets are ignored.
-        plain_bytes: how many bytes of plain values there are now. At least four times as many are
-            set aside, because they grow during a run.
-        metadata: goes into the header as it is.
-        plain_capacity: room for plain values; 0: chosen here.
+        entries: may be empty; their offsets are ignored.
+        plain_bytes: present size of the plain values. At least four times that is reserved, because
+            they grow during a run.
+        metadata: copied into the header.
+        plain_capacity: capacity for plain values in bytes; 0: chosen here.
     """
-    # Wide items first, so that no item of a pack lies across its own size.
+    # Items of wide dtypes first, so that every item in a pack is aligned to its own size.
     ordered = sorted(
         entries, key=lambda e: (e.when is CopyTiming.LAZY, not e.is_small, -ITEM_BYTES[e.dtype])
     )
@@ -220,7 +216,7 @@ def make_layout(
     for entry in ordered:
         starts_pack = bool(placed) and entry.when is not placed[-1].when
         if (starts_pack or not entry.is_small) and offset % ALIGN_BYTES:
-            # Safetensors wants no holes between entries, so the padding is an entry too.
+            # Safetensors allows no holes between entries, so the padding is an entry too.
             pad = -offset % ALIGN_BYTES
             placed.append(LayoutEntry(f"ftrun.pad.{offset}", "U8", (pad,), placed[-1].when, offset))
             offset += pad
@@ -231,11 +227,11 @@ def make_layout(
 
 
 def parse_header(image: memoryview, *, image_bytes: int | None = None) -> tuple[Layout, int]:
-    """The layout of a shard, and where its data start.
+    """The layout of a shard, and the offset of its data.
 
     Args:
-        image: the shard, or no more than its header.
-        image_bytes: of the whole shard, where this is its header.
+        image: the shard, or only its header.
+        image_bytes: size of the whole shard, if `image` is only its header.
 
     Raises:
         LayoutUnknown: these are not the bytes of a shard.

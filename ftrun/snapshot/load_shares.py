@@ -1,13 +1,14 @@
-"""Which node reads which pieces of a checkpoint, where several need the same.
+"""Assigns the pieces of a checkpoint to nodes, if several nodes need the same pieces.
 
-Runs in:  the SMP of each node; all come to the same answer without a word. Pure.
-Takes in: the digest tables of all ranks that are loaded, and which node loads which ranks.
-Gives:    for one node, what it reads from storage, and of which node it gets the rest.
+Runs in:  the SMP of each node; all reach the same result without communication. Pure.
+Takes in: the digest tables of all ranks that are loaded, and the ranks that each node loads.
+Gives:    for one node, the pieces that it reads from storage, and the nodes that send the others.
 
-Rule 1: a digest names a piece: where two ranks have the same digest, they have the same bytes, and
-        one of them is read.
-Rule 2: what one node needs it reads. What several need is cut into as many runs of equal bytes, in
-        the order of the first one's file: each reads one run, so all read at once and none twice.
+Rule 1: a digest identifies a piece. If two ranks have the same digest, they have the same bytes,
+        and one of the pieces is read.
+Rule 2: a node reads what only it needs. What several nodes need is cut into as many runs of equal
+        bytes, in the order of the first one's file. Each node reads one run, so all read at once
+        and no piece is read twice.
 Rule 3: a node reads only the files of its own ranks.
 Source: the redundancy-bypassing load of Universal Checkpointing (arXiv 2406.18820).
 """
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 MOST_NODES = 16
-"""So many share what they read: each has to read the digest tables of all others."""
+"""Largest number of nodes that share a load; each has to read the digest tables of all others."""
 
 Place = tuple[int, int]
 """A rank, and the index of a piece."""
@@ -25,12 +26,12 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class LoadShare:
-    """What one node does.
+    """The share of one node.
 
     Args:
         own: pieces to read, by rank and index.
-        others: pieces that come from another node, and which one that is.
-        twins: pieces that are equal to one of those, which they are copied from.
+        others: pieces that another node sends, and the number of that node.
+        twins: pairs of a piece and an equal piece of this node that it is copied from.
     """
 
     own: Sequence[Place]
@@ -39,12 +40,12 @@ class LoadShare:
 
 
 def ranks_at(node: int, num_nodes: int, world_size: int) -> range:
-    """Ranks of an old world that one of these nodes loads, where none runs them."""
+    """Ranks of a previous world that one of these nodes loads, if no node runs them."""
     return range(node * world_size // num_nodes, (node + 1) * world_size // num_nodes)
 
 
 def company_of(node: int, num_nodes: int) -> range:
-    """Nodes that share what they read with this one, itself among them."""
+    """The group of nodes that share a load with this one, including itself."""
     first = node - node % MOST_NODES
     return range(first, min(first + MOST_NODES, num_nodes))
 
@@ -55,13 +56,13 @@ def share_of(
     tables: Mapping[int, Sequence[int]],
     sizes: Mapping[int, Sequence[int]],
 ) -> LoadShare:
-    """What a node reads.
+    """The share of one node.
 
     Args:
-        node: which one.
-        ranks: those that each node loads, by node; equal on all of them.
-        tables: the digests of all pieces of each of these ranks; u64.
-        sizes: in bytes, of all pieces of this node's own ranks.
+        node: index of the node.
+        ranks: the ranks that each node loads, by node; equal on all nodes.
+        tables: u64 digests of all pieces of each of these ranks.
+        sizes: bytes of all pieces of this node's own ranks.
     """
     first: dict[int, Place] = {}
     twins: list[tuple[Place, Place]] = []
@@ -88,7 +89,7 @@ def share_of(
 def _needed_by(
     ranks: Mapping[int, Sequence[int]], tables: Mapping[int, Sequence[int]]
 ) -> dict[int, int]:
-    """The nodes that need a digest, as a set of bits; in the same order on all of them."""
+    """The nodes that need each digest, as a bit set; the order is equal on all nodes."""
     found: dict[int, int] = {}
     for node in sorted(ranks):
         for rank in ranks[node]:
@@ -100,11 +101,11 @@ def _needed_by(
 def _dealt(
     places: Sequence[Place], readers: Sequence[int], sizes: Mapping[int, Sequence[int]]
 ) -> list[tuple[Place, int]]:
-    """Each piece and who reads it: runs of about equal bytes."""
+    """Each piece and the node that reads it, in runs of about equal bytes."""
     lengths = [sizes[rank][index] for rank, index in places]
     total, before, found = max(1, sum(lengths)), 0, []
     for place, length in zip(places, lengths, strict=True):
-        # A piece of no bytes may come last of all.
+        # An empty piece at the end would otherwise get an index past the last reader.
         found.append((place, readers[min(before * len(readers) // total, len(readers) - 1)]))
         before += length
     return found

@@ -1,12 +1,11 @@
-"""What the nodes of a group tell each other of a version before they protect it.
+"""Summarizes the shards of a node for the other nodes of its group.
 
-Runs in:  the SMP. Pure.
-Takes in: the layout of a shard and its digest table.
-Gives:    a `NodeManifest`: for each rank its shape and its sections, with a digest of each.
+The nodes exchange a `NodeManifest` of a version before they make a redundancy plan for it. For each
+rank it holds the shape and the sections, with a digest of each.
 
-A section is what is either a replica or not: all pieces of one large entry, or one piece of
-packed small entries. Its key says what it is (names, dtypes, shapes), its digest what is in it.
-Where key and digest are equal, so are the bytes.
+A section is the unit that is or is not a replica: all pieces of one large entry, or one piece of
+packed small entries. Its key identifies its entries (names, dtypes, shapes), its digest their
+content. If key and digest are equal, so are the bytes.
 """
 
 from collections.abc import Sequence
@@ -22,11 +21,11 @@ class Section(msgspec.Struct, frozen=True, array_like=True):
     """A run of pieces that are protected together.
 
     Args:
-        key: what it is: u64.
-        first: its first piece.
-        count: how many pieces.
-        num_bytes: of all of them.
-        may_repeat: it belongs to an optimizer, so equal content on another node is no accident.
+        key: u64 that identifies the entries.
+        first: index of the first piece.
+        count: number of pieces.
+        num_bytes: of all pieces.
+        may_repeat: it belongs to an optimizer, so equal content on another node is no coincidence.
     """
 
     key: int
@@ -41,8 +40,8 @@ class RankManifest(msgspec.Struct, frozen=True, array_like=True):
 
     Args:
         digests: content of each section: u64 each, little-endian.
-        table_digest: as in the slot's header.
-        header_bytes: length of the safetensors header, its own length included.
+        table_digest: as in the header of the slot.
+        header_bytes: length of the safetensors header, including its length field.
     """
 
     rank: int
@@ -68,7 +67,7 @@ class NodeManifest(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class SectionPlace:
-    """A section and where its bytes lie, from the start of the data."""
+    """A section, and the offset of its bytes from the start of the data."""
 
     section: Section
     offset: int
@@ -120,7 +119,7 @@ def _of_entry(entry: LayoutEntry, first: int, count: int) -> SectionPlace:
 
 
 def _packed(small: Sequence[LayoutEntry], at: int, piece: Piece) -> tuple[list[LayoutEntry], int]:
-    """The small entries in a piece, and where to go on."""
+    """The small entries in a piece, and the index of the next small entry."""
     found = []
     end = piece.offset + piece.num_bytes
     while at < len(small) and small[at].offset + small[at].num_bytes <= end:
@@ -135,7 +134,7 @@ def _of_pack(packed: Sequence[LayoutEntry], first: int, piece: Piece) -> Section
 
 
 def _key(entries: Sequence[LayoutEntry]) -> int:
-    """What these entries are, and which parts of which tensors."""
+    """Identifies these entries, and the tensor parts that they are."""
     text = "".join(
         f"{len(e.name)}:{e.name} {e.dtype} {'x'.join(map(str, e.shape))} {e.part or ''};"
         for e in entries

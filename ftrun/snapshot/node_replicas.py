@@ -1,12 +1,12 @@
-"""Whether the ranks of one node still hold the same where they did so before.
+"""Checks that equal parts of the ranks of one node stay equal, from version to version.
 
-Runs in:  the SMP of a run without a group; with one the group compares (`redundancy.py`). Pure.
-Takes in: manifests of this node, version after version.
-Gives:    the ranks whose replicas are not what most others have.
+Runs in:  the SMP of a run without a group; in a group the nodes compare (`redundancy.py`). Pure.
+Takes in: the manifest of this node for each version.
+Gives:    the ranks whose replicas differ from the majority.
 
-Rule 1: only what was equal once is compared: ranks that train something each for itself begin
-        unequal, or become so in their first step.
-Rule 2: what has differed is not looked at again, so each difference is told once.
+Rule 1: only sections that were equal once are compared. Ranks that each train a different model
+        begin unequal, or become unequal in their first step.
+Rule 2: a section that has differed is not compared again, so each difference is reported once.
 """
 
 from collections import Counter, defaultdict
@@ -15,18 +15,17 @@ from ftrun.snapshot.manifest import NodeManifest
 
 
 class NodeReplicas:
-    """Over one generation."""
+    """The replicas of one generation."""
 
     def __init__(self) -> None:
         self._holders: dict[int, frozenset[int]] = {}
-        """By section, the ranks that held the same; sections that differ have none."""
+        """The ranks that held equal content, by section; sections that differed are removed."""
         self._shape: tuple[object, ...] = ()
 
     def look(self, manifest: NodeManifest) -> set[int]:
-        """Ranks that hold something else than most; all, where no content has most.
+        """Ranks whose content differs from the majority; all holders if there is no majority.
 
-        Args:
-            manifest: of a version that every rank here has sealed.
+        `manifest` is of a version that every rank here has sealed.
         """
         shape = tuple((one.rank, one.header_digest) for one in manifest.ranks)
         content = _content(manifest)
@@ -43,7 +42,6 @@ class NodeReplicas:
 
 
 def _content(manifest: NodeManifest) -> dict[int, dict[int, int]]:
-    """The digest of each section that may be a replica, by rank."""
     found: dict[int, dict[int, int]] = defaultdict(dict)
     for one in manifest.ranks:
         for index, section in enumerate(one.sections):

@@ -1,16 +1,16 @@
-"""Plain values as bytes, and back, without pickle.
+"""Encodes plain values as bytes, and decodes them, without pickle.
 
-Runs in:  worker. Pure.
-Takes in: None, bool, int, float, str, bytes, complex, numpy scalars, and lists, tuples, sets and
-          dicts of these, with whatever plain value as key; tensors through `refer`.
-Gives:    msgpack; every other value is a `ValueNotStorable` that names the whole path to it.
+Takes None, bool, int, float, str, bytes, complex, numpy scalars, and lists, tuples, sets and dicts
+of these, with any plain value as key. Tensors are replaced through `refer`. Gives msgpack; any
+other value raises a `ValueNotStorable` that names the whole path to it.
 
-Scalars stand for themselves; everything else is a list whose first item is a one-letter tag.
-OrderedDict, Counter, bytearray, and defaultdict with a factory such as list, come back as they
-were. A value of another subclass of dict, list, int, float or str comes back as its base, or is
-refused where the caller wants exact types. Long runs of numbers (the 625 of Python's random
-state) are packed without a visit to each, because that visit would cost more than everything
-else at a step boundary.
+Scalars are encoded as themselves; everything else is a list whose first item is a one-letter tag.
+OrderedDict, Counter, bytearray, and defaultdict with a factory such as list, keep their type. A
+value of another subclass of dict, list, int, float or str comes back as its base, or is refused if
+the caller requires exact types.
+
+Long lists of numbers (the 625 of Python's random state) are packed without a call per item, because
+these calls would cost more than everything else at a step boundary.
 """
 
 from collections import Counter, OrderedDict, defaultdict
@@ -30,11 +30,11 @@ _NUMPY_KINDS = "biufcSU"
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Stands for a tensor that lies elsewhere in the shard.
+    """Replaces a tensor that is stored elsewhere in the shard.
 
     Args:
         name: its entry in the layout.
-        kind: what it was: `tensor`, `array` (numpy), `sharded` (the local part of a DTensor), or
+        kind: its type: `tensor`, `array` (numpy), `sharded` (the local part of a DTensor), or
             `tensor@cuda` for a tensor on a device of that type.
         stride: of its items in memory, in items; empty: row by row.
     """
@@ -45,17 +45,17 @@ class TensorRef:
 
 
 Refer = Callable[[object, str], TensorRef | None]
-"""Given a value that is not plain and the path to it: what stands for it, or None."""
+"""Gets a value that is not plain and the path to it; returns its replacement, or None."""
 
 Deref = Callable[[TensorRef], object]
 
 
 class Skips(Protocol):
-    """Says by its path whether a value is left out; an item of a list becomes None."""
+    """Decides by its path whether a value is left out; an item of a list becomes None."""
 
     @property
     def has_items(self) -> bool:
-        """Whether items of lists, tuples and sets may be meant."""
+        """Whether the paths of items of lists, tuples and sets have to be checked."""
         ...
 
     def __call__(self, path: str, /) -> bool: ...
@@ -73,13 +73,13 @@ def encode(
 
     Args:
         value: the tree.
-        root: path of it.
-        refer: gives a reference for what is not plain.
-        skip: what to leave out; None: nothing.
-        is_exact: refuse what would come back as another type.
+        root: path of the tree.
+        refer: returns a reference for a value that is not plain.
+        skip: values to leave out; None: nothing.
+        is_exact: refuse values that would come back as another type.
 
     Raises:
-        ValueNotStorable: a value is neither plain nor known to `refer`.
+        ValueNotStorable: a value is not plain, and `refer` returns no reference for it.
     """
     return msgspec.msgpack.encode(_Packer(refer, skip, is_exact).pack(value, root))
 
@@ -87,12 +87,12 @@ def encode(
 def encode_each(
     values: Mapping[str, object], suffix: str, *, refer: Refer, skip: Skips | None = None
 ) -> bytes:
-    """As `encode` of the mapping, but the path of each value is its key with a suffix.
+    """Encodes a mapping as `encode` does, but the path of each value is its key with a suffix.
 
-    A module's extra state may use the names of its parameters, so it needs paths of its own.
+    A module's extra state may use the names of its parameters, so it needs separate paths.
 
     Raises:
-        ValueNotStorable: a value is neither plain nor known to `refer`.
+        ValueNotStorable: a value is not plain, and `refer` returns no reference for it.
     """
     packer = _Packer(refer, skip, is_exact=False)
     items: list[object] = ["d"]
@@ -107,7 +107,7 @@ def decode(data: bytes | memoryview, *, deref: Deref | None = None) -> Any:  # t
     """The tree that `encode` was given, with references resolved by `deref`.
 
     Raises:
-        LayoutUnknown: these are not such bytes.
+        LayoutUnknown: the bytes are not from `encode`.
     """
     try:
         return _unpack(msgspec.msgpack.decode(data), deref)
@@ -198,7 +198,7 @@ class _Packer:
 
 
 def _mapping_name(value: Mapping[Any, object]) -> str | None:
-    """How a dict of another type than `dict` is named; None: it comes back as a dict."""
+    """Name of a supported subclass of dict; None if the value comes back as a dict."""
     kind = type(value)
     if kind is OrderedDict or kind is Counter:
         return kind.__name__
@@ -217,12 +217,13 @@ def _changes(value: object, base: type, path: str) -> ValueNotStorable:
 
 
 def _pack_ref(ref: TensorRef) -> list[object]:
-    # ftrun 0.2 reads references of two fields only, so the third is written where it is needed.
+    # ftrun 0.2 reads references of two fields only, so the third is written only if it is needed.
     return ["r", ref.name, ref.kind, *([list(ref.stride)] if ref.stride else [])]
 
 
 def _is_numpy_scalar(value: object) -> bool:
-    # By its looks: numpy need not be there. Arrays without dimensions have __array_finalize__.
+    # By attributes, because numpy may be missing. Arrays without dimensions have
+    # __array_finalize__.
     kind = getattr(getattr(value, "dtype", None), "kind", None)
     return kind in tuple(_NUMPY_KINDS) and not hasattr(value, "__array_finalize__")
 
@@ -253,7 +254,7 @@ def _unpack(value: Any, deref: Deref | None) -> Any:
 
 
 def _numpy_scalar(dtype: str, raw: bytes) -> object:
-    import numpy as np  # only where a snapshot holds one
+    import numpy as np  # imported only if a snapshot holds a numpy scalar
 
     return np.frombuffer(raw, np.dtype(dtype))[0]
 
@@ -275,7 +276,7 @@ _MAPPINGS: dict[str, Callable[[], Any]] = {
 
 
 def join(path: str, key: object) -> str:
-    """The path of a dict's item, as one would write it in Python."""
+    """The path of a dict's item, in Python syntax."""
     if not isinstance(key, str):
         return f"{path}[{key!r}]"
     return f"{path}.{key}" if path else key

@@ -1,13 +1,13 @@
-"""How the nodes of a group come to one plan, and find out when it does not hold any more.
+"""Agrees on one redundancy plan among the nodes of a group, and detects when it no longer fits.
 
-Runs in:  the SMP, one for as long as a group is what it is. Pure: all nodes of the group are told
-          the same, so all conclude the same.
-Takes in: what each node says of a version: which plan it goes by, what its replicas look like, and
-          where that does not fit, its manifest.
-Gives:    a `PlanDecision`: a plan, or whether manifests are needed for one.
+Runs in:  the SMP, one instance for the life of a group. Pure: all nodes of the group get the same
+          input, so all reach the same result.
+Takes in: each node's statement about a version: its plan, the digests of its replicas, and its
+          manifest if the plan does not fit.
+Gives:    a `PlanDecision`: a plan, or that manifests are needed for one.
 
-A plan is made once, from the manifests of one version, and goes on for later ones as long as
-layouts stay as they are and replicas are replicas. Then a version costs each node one digest for
+A plan is made once, from the manifests of one version. It is used for later versions while the
+layouts stay the same and the replicas stay equal. A version then costs each node one digest for
 each set of replicas.
 """
 
@@ -25,17 +25,17 @@ from ftrun.snapshot.redundancy import (
 )
 
 Told = tuple[int, Sequence[Sequence[tuple[int, int]]]]
-"""Plan and replicas, as a node says of a version."""
+"""A node's statement about a version: id of its plan, and the digests of its replicas."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanDecision:
-    """What follows from what the nodes have said.
+    """The result of the statements of all nodes.
 
     Args:
-        plan: all of them go by it; None: not yet.
-        needs_manifests: every node has to send its own.
-        differ: whose replicas are not what they were, as (place, rank), for the journal.
+        plan: the plan that all nodes use; None: no plan yet.
+        needs_manifests: every node has to send its manifest.
+        differ: (position, rank) of replicas that have changed, for the journal.
     """
 
     plan: RedundancyPlan | None
@@ -47,7 +47,7 @@ class GroupPlan:
     """The plan of a group.
 
     Args:
-        place: of this node.
+        place: position of this node in the group.
         num_nodes: of the group; more than `parity`.
         parity: m.
         small_state_bytes: see `make_plan`.
@@ -64,7 +64,7 @@ class GroupPlan:
         self._distrusted: set[int] = set()
 
     def say(self, own: NodeManifest) -> Told:
-        """What this node says of a version: 0 where no plan fits its layouts."""
+        """This node's statement about a version; the plan id is 0 if no plan fits its layouts."""
         if self.plan is None or _shape(own) != self._shapes[self._place]:
             return 0, []
         return self.plan.id, replica_digests(self._groups, self._place, own)
@@ -72,11 +72,11 @@ class GroupPlan:
     def settle(
         self, told: Mapping[int, Told], manifests: Mapping[int, NodeManifest]
     ) -> PlanDecision:
-        """Conclude, once every node has spoken.
+        """Decides, once every node has made a statement.
 
         Args:
-            told: by place.
-            manifests: by place, those that have come.
+            told: statements by position.
+            manifests: the received manifests by position.
         """
         if len(told) < self._num_nodes:
             return PlanDecision(None)
@@ -103,10 +103,9 @@ class GroupPlan:
 
 
 def _shape(manifest: NodeManifest) -> tuple[object, ...]:
-    """All of a manifest that is not content."""
     return tuple(_rank_shape(rank) for rank in manifest.ranks)
 
 
 def _rank_shape(rank: RankManifest) -> tuple[object, ...]:
-    # The header names every entry, so its digest stands for the sections too.
+    # The header names every entry, so its digest covers the sections too.
     return rank.rank, rank.world_size, rank.image_bytes, rank.num_pieces, rank.header_digest

@@ -1,22 +1,21 @@
-"""Which bytes of which rank are safe by what: replicas, mirrors or parity.
+"""Plans which bytes of which rank are safe by replicas, by mirrors or by parity.
 
-Runs in:  the SMP of every node of a group. Pure: all of them make the same plan of the same
-          manifests, and know it by its digest.
-Takes in: the manifests of all nodes of the group, in its order.
-Gives:    a `RedundancyPlan`; and, version by version, the digests by which nodes see that their
-          replicas
-          are replicas still.
+Runs in:  the SMP of every node of a group. Pure: all of them make the same plan from the same
+          manifests, and identify it by its digest.
+Takes in: the manifests of all nodes of the group, in group order.
+Gives:    a `RedundancyPlan`; and, for each version, the digests by which nodes check that their
+          replicas are still equal.
 
-Rule 1: a section that more than m nodes hold with equal content needs no byte on the network:
-        whichever m nodes go, one that has it stays. Only what belongs to an optimizer counts;
-        buffers and plain values are each rank's own, however equal they look.
-Rule 2: what only some ranks have, up to a limit, is mirrored whole to the m next nodes, with all
-        that is needed to rebuild the rest: header, digest table, and the plan itself.
-Rule 3: all else is erasure-coded. A node's coded runs, rank after rank, are one row of bytes
-        that is cut into blocks (`stripe_space.py`).
-Rule 4: what has been found to differ once is coded as long as the generation lasts.
+Rule 1: a section that more than m nodes hold with equal content needs no byte on the network,
+        because at least one holder survives the loss of any m nodes. Only sections of optimizers
+        count. Buffers and plain values are each rank's own, even if they are equal.
+Rule 2: the unique state of a rank, up to a limit, is mirrored whole to the next m nodes. The mirror
+        includes what a rebuild of the rest needs: header, digest table, and the plan.
+Rule 3: everything else is erasure-coded. A node's coded runs, rank after rank, form one row of
+        bytes that is cut into blocks (`stripe_space.py`).
+Rule 4: a section that has differed once is coded for the rest of the generation.
 
-Source: natural replicas that need no parity are those of ARC; see docs/papers.md.
+Source: natural replicas that need no parity are from ARC; see docs/papers.md.
 """
 
 from collections import Counter, defaultdict
@@ -31,7 +30,7 @@ from ftrun.snapshot.manifest import NodeManifest, RankManifest
 MAX_BLOCK_BYTES = 1 << 20
 _MIN_BLOCK_BYTES = 1 << 12
 _MIN_BLOCKS = 20
-"""Blocks of a node in each of its k places of a stripe: fewer would waste parity memory."""
+"""Blocks of a node in each of its k positions of a stripe; fewer would waste parity memory."""
 
 
 class PieceRun(msgspec.Struct, frozen=True, array_like=True):
@@ -46,7 +45,7 @@ class ReplicatedPieces(msgspec.Struct, frozen=True, array_like=True):
 
     Args:
         holders: index into `RedundancyPlan.holders`.
-        runs: which pieces.
+        runs: the pieces.
     """
 
     holders: int
@@ -54,7 +53,7 @@ class ReplicatedPieces(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankRedundancy(msgspec.Struct, frozen=True, array_like=True):
-    """How each piece of one rank is safe."""
+    """How each piece of one rank is protected."""
 
     rank: int
     mirrored: list[PieceRun]
@@ -63,7 +62,7 @@ class RankRedundancy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NodeRedundancy(msgspec.Struct, frozen=True, array_like=True):
-    """One node's part: its ranks, and how many bytes of them are mirrored and coded."""
+    """One node's ranks, and the number of their mirrored and coded bytes."""
 
     ranks: list[RankRedundancy]
     mirrored_bytes: int
@@ -71,13 +70,13 @@ class NodeRedundancy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RedundancyPlan(msgspec.Struct, frozen=True, dict=True):
-    """What is safe by what, for all nodes of a group.
+    """The protection of all nodes of a group.
 
     Args:
         parity: m.
         block_bytes: length of a block of a stripe.
-        nodes: by place in the group.
-        holders: sets of nodes, by place, that hold the same sections.
+        nodes: by position in the group.
+        holders: sets of nodes, by position, that hold the same sections.
     """
 
     parity: int
@@ -87,7 +86,7 @@ class RedundancyPlan(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def id(self) -> int:
-        """Digest of the plan: equal on all nodes that made it of the same manifests."""
+        """Digest of the plan: equal on all nodes that made it from the same manifests."""
         return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(self))
 
     @property
@@ -99,7 +98,7 @@ class ReplicaSet(msgspec.Struct, frozen=True):
     """Sections that a set of ranks holds with equal content.
 
     Args:
-        holders: (place, rank) of each.
+        holders: (position, rank) of each.
         keys: of the sections, in order.
     """
 
@@ -117,12 +116,12 @@ def make_plan(
     small_state_bytes: int,
     distrusted: Collection[int] = (),
 ) -> tuple[RedundancyPlan, Groups]:
-    """The plan, and the replicas it relies on.
+    """The plan, and the replicas that it relies on.
 
     Args:
-        manifests: of one version, by place in the group; more than `parity` of them.
+        manifests: of one version, by position in the group; more than `parity` of them.
         parity: m; 1 or more.
-        small_state_bytes: unique state of a rank up to so much is mirrored.
+        small_state_bytes: largest unique state of a rank that is mirrored.
         distrusted: keys of sections that are coded whatever their content.
     """
     groups = _replicas(manifests, parity, frozenset(distrusted))
@@ -143,7 +142,7 @@ def make_plan(
 
 
 def block_bytes(longest_bytes: int, k: int) -> int:
-    """Length of a block: shorter than 1 MiB where a node would have but few of them."""
+    """Length of a block: below 1 MiB if a node would otherwise have only a few blocks."""
     wanted = -(-longest_bytes // (_MIN_BLOCKS * k))
     rounded = -(-wanted // _MIN_BLOCK_BYTES) * _MIN_BLOCK_BYTES
     return min(MAX_BLOCK_BYTES, max(_MIN_BLOCK_BYTES, rounded))
@@ -152,12 +151,12 @@ def block_bytes(longest_bytes: int, k: int) -> int:
 def replica_digests(
     groups: Groups, place: int, manifests: NodeManifest
 ) -> list[list[tuple[int, int]]]:
-    """What a node says of its replicas in a later version: (rank, digest), group by group.
+    """A node's (rank, digest) of its replicas in a later version, for each replica set.
 
     Args:
         groups: of the plan.
-        place: the node's in the group.
-        manifests: its own, of that version; of the same layouts as the plan's.
+        place: position of the node in the group.
+        manifests: the node's manifest of that version, with the layouts of the plan.
     """
     by_rank = {rank.rank: rank for rank in manifests.ranks}
     content = {
@@ -180,11 +179,11 @@ def replica_digests(
 def differing(
     groups: Groups, told: Sequence[Sequence[Sequence[tuple[int, int]]]]
 ) -> set[tuple[int, int]]:
-    """Whose replicas are not what most others have: (place, rank); all, where no content has most.
+    """(position, rank) of replicas that differ from the majority; all if there is no majority.
 
     Args:
         groups: of the plan.
-        told: what each node has said, by place.
+        told: the digests that each node has sent, by position.
     """
     found: set[tuple[int, int]] = set()
     for at, group in enumerate(groups):
@@ -198,7 +197,7 @@ def differing(
 
 
 def changed_keys(groups: Groups, manifests: Sequence[NodeManifest]) -> set[int]:
-    """Sections of a plan's replicas that are none in this version."""
+    """Replicated sections of a plan that are not equal in this version."""
     content: dict[tuple[int, int], dict[int, int]] = {
         (place, rank.rank): {s.key: rank.digest_of(at) for at, s in enumerate(rank.sections)}
         for place, node in enumerate(manifests)
@@ -264,7 +263,6 @@ def _node_plan(
 
 
 def _joined(runs: Sequence[PieceRun]) -> list[PieceRun]:
-    """Neighbours as one."""
     found: list[PieceRun] = []
     for run in runs:
         if found and found[-1].first + found[-1].count == run.first:

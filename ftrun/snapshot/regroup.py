@@ -1,19 +1,21 @@
-"""What each rank of a new world takes over of random states and positions in the data.
+"""Assigns random states and data positions of a previous world to the ranks of a new world.
 
-Runs in:  worker, inside `attach`, where a version is restored into another number of ranks; the
+Runs in:  worker, inside `attach`, when a version is restored into another number of ranks; the
           process that converts checkpoints. Pure.
-Takes in: what each rank of the old world has saved.
-Gives:    one rank's part of it in the new world, and a line for the log.
+Takes in: the saved state of each rank of the previous world.
+Gives:    one rank's state in the new world, and a line for the log.
 
-Random states that are derived are not made here, as that takes torch: what stands for them says
-from which they follow and by which number, and `ftrun.worker.state.determinism` makes them.
+Derived random states are not computed here, because that needs torch. A placeholder names the
+states and the number that they are derived from, and `ftrun.worker.state.determinism` computes
+them.
 
-Rule 1: the samples that the old world has seen count, in all: the new one goes on after the first
-        whole batch of every rank that leaves out none of them. So no sample is seen twice where a
-        sampler deals one order out to the ranks in turn, as DistributedSampler does.
-Rule 2: a stream of random numbers that several old ranks all have in common stays in common:
-        scripts rely on that to decide alike. Any other goes on in the rank of the same number; a
-        rank that had no counterpart gets one that follows from its number and an old rank's.
+Rule 1: the batches that the ranks of the previous world used in a pass are added up. Each new rank
+        continues after this sum divided by the new number of ranks, rounded up. So no sample is
+        used twice if a sampler deals one order to the ranks in turn, as DistributedSampler does; a
+        few may be skipped.
+Rule 2: a random stream that is equal on all old ranks stays equal, because scripts use it to make
+        the same decision on all ranks. Any other stream continues in the rank of the same number. A
+        rank without a counterpart gets a stream derived from its number and an old rank's stream.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,14 +27,14 @@ import xxhash
 from ftrun.snapshot.plain_values import encode
 
 DERIVED = "derived_from"
-"""A mapping with this key stands for random states that follow from those under it."""
+"""Key of a mapping that replaces random states which are derived from those under this key."""
 
 Plain = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class WorldResize:
-    """One rank of the new world, and how many ranks there were and are."""
+    """One rank of the new world, and the sizes of the previous and the new world."""
 
     rank: int
     old_size: int
@@ -40,7 +42,7 @@ class WorldResize:
 
     @property
     def old_rank(self) -> int:
-        """The old rank whose own state this rank takes over."""
+        """The old rank whose state this rank takes over."""
         return self.rank % self.old_size
 
     @property
@@ -49,11 +51,11 @@ class WorldResize:
 
 
 def streams(taken: Sequence[Plain], resize: WorldResize) -> Plain:
-    """The random states of one rank, as `rng.put_back` takes them.
+    """The random states of one rank, as `determinism.put_back` takes them.
 
     Args:
-        taken: of each old rank, as `rng.take_all` gives them.
-        resize: whose are wanted.
+        taken: states of each old rank, from `determinism.take_all`.
+        resize: the rank of the result.
     """
     own = taken[resize.old_rank]
     if not resize.is_new:
@@ -63,7 +65,7 @@ def streams(taken: Sequence[Plain], resize: WorldResize) -> Plain:
 
 
 def generators(saved: Sequence[Mapping[str, bytes]], resize: WorldResize) -> dict[str, bytes | int]:
-    """State of each named generator of one rank; an int is a seed for one that is derived."""
+    """State of each named generator of one rank; an int is the seed of a derived one."""
     own = saved[resize.old_rank]
     return {
         name: state
@@ -82,8 +84,8 @@ def loader(states: Sequence[Plain], resize: WorldResize) -> Plain:
     """The state of one loader in one rank, as `DataPosition.load_state` takes it.
 
     Args:
-        states: of each old rank, as `DataPosition.state` gives them.
-        resize: whose is wanted.
+        states: of each old rank, from `DataPosition.state`.
+        resize: the rank of the result.
     """
     own = states[resize.old_rank]
     began = [state["started_with"] for state in states]
@@ -97,7 +99,8 @@ def loader(states: Sequence[Plain], resize: WorldResize) -> Plain:
         **own,
         "handed_out": batches_used(states, resize),
         "started_with": started_with,
-        # Where it was is told for the old number of ranks, so its batches are counted instead.
+        # The loader's own position is valid only for the old number of ranks, so batches are
+        # counted.
         "own": None,
         "resized": True,
     }
@@ -115,12 +118,11 @@ def batches_used(states: Sequence[Plain], resize: WorldResize) -> int:
 
 
 def ranks(count: int) -> str:
-    """So many ranks, in words."""
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def loader_note(name: str, states: Sequence[Plain], resize: WorldResize) -> str | None:
-    """What happens to the position of a loader, in words; None between two passes."""
+    """Describes the new position of a loader for the log; None between two passes."""
     used = sum(state["handed_out"] for state in states)
     if not used:
         return None

@@ -1,9 +1,6 @@
-"""What must be known of a shard before its bytes are read: layout and digests.
+"""The header of a shard: layout and digests, which are read before the data.
 
-Runs in:  worker, and whoever else reads shards of other ranks. Pure.
-Takes in: a layout, where its data start in the image, the digest table.
-Gives:    which pieces lie under a run of bytes, and what can be said of an entry's content
-          without reading it.
+It maps byte ranges to pieces, and compares entries without reading their bytes.
 """
 
 from bisect import bisect_right
@@ -40,17 +37,16 @@ class ShardHeader:
         return range(self._piece_at(offset), self._piece_at(offset + num_bytes - 1) + 1)
 
     def bytes_of(self, pieces: range) -> tuple[int, int]:
-        """Offset and length of a run of pieces."""
         found = self.layout.pieces
         offset = found[pieces[0]].offset
         last = found[pieces[-1]]
         return offset, last.offset + last.num_bytes - offset
 
     def fingerprint(self, entry: LayoutEntry) -> Fingerprint:
-        """Equal for two entries of equal shape: so are their bytes.
+        """If the fingerprints of two entries of equal shape are equal, so are their bytes.
 
-        Where they differ, a small entry's bytes may be equal all the same: its neighbours, which
-        are hashed with it, may be the ones that differ.
+        The converse does not hold for small entries. They share a piece with neighbours, and the
+        bytes of a neighbour may be the ones that differ.
         """
         pieces = self.pieces_under(entry.offset, entry.num_bytes)
         if not pieces:
@@ -60,7 +56,7 @@ class ShardHeader:
 
     @cached_property
     def _offsets(self) -> list[int]:
-        # An empty piece shares its offset with the next one, which is the one that is found.
+        # An empty piece has the offset of the next piece, and the search finds the next one.
         return [piece.offset for piece in self.layout.pieces]
 
     def _piece_at(self, offset: int) -> int:

@@ -1,8 +1,6 @@
-"""Where the bytes of a node's blocks lie in the images of its ranks.
+"""Maps the blocks of a node to bytes in the images of its ranks.
 
-Runs in:  the SMP. Pure.
-Takes in: a node's plan and the pieces of its ranks' layouts.
-Gives:    a `StripeSpace`: its coded runs, rank after rank, as one row of bytes cut into blocks.
+The coded runs of a node, rank after rank, form one row of bytes that is cut into blocks.
 """
 
 from bisect import bisect_right
@@ -25,7 +23,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """Neighbouring coded pieces of one rank, and where they start in the row."""
+    """Neighbouring coded pieces of one rank, and their start in the row."""
 
     start: int
     rank: int
@@ -69,7 +67,6 @@ class StripeSpace:
         return -(-self.num_bytes // self.block_bytes)
 
     def extents(self, block: int) -> list[Extent]:
-        """The bytes of one block, in order."""
         return [Extent(s.rank, s.offset + at - s.start, size) for s, at, size in self._parts(block)]
 
     def pieces_in(self, block: int) -> list[tuple[int, int]]:
@@ -85,7 +82,6 @@ class StripeSpace:
         return found
 
     def blocks_of(self, rank: int) -> list[int]:
-        """The blocks with bytes of one rank."""
         found: set[int] = set()
         for stretch in self._stretches:
             if stretch.rank == rank and stretch.num_bytes:
@@ -94,7 +90,7 @@ class StripeSpace:
         return sorted(found)
 
     def blocks_with(self, rank: int, piece: int) -> list[int]:
-        """The blocks with bytes of one piece; none where it is not coded."""
+        """The blocks with bytes of one piece; empty if it is not coded."""
         for stretch in self._stretches:
             if stretch.rank == rank and 0 <= piece - stretch.first < stretch.count:
                 found = self._pieces[rank][piece]
@@ -113,7 +109,7 @@ class StripeSpace:
         return _Stretch(start, rank, run.first, run.count, offset, size)
 
     def _parts(self, block: int) -> Iterable[tuple[_Stretch, int, int]]:
-        """Stretches under a block: where in the row, and how many bytes."""
+        """Stretches of a block: stretch, offset in the row, number of bytes."""
         at = block * self.block_bytes
         end = min(at + self.block_bytes, self.num_bytes)
         index = bisect_right(self._starts, at) - 1

@@ -1,6 +1,6 @@
-"""The record of the run that writes to a directory of checkpoints, and what it claims it with.
+"""Owner record of a checkpoint directory, and the claim with which a run requests ownership.
 
-Runs in:  agent, which claims; SMP, which writes and renews the record; cli, which reads it. Pure.
+Runs in:  agent (claims), SMP (writes and renews the record), cli (reads it). Pure.
 """
 
 from typing import Any
@@ -8,50 +8,51 @@ from typing import Any
 import msgspec
 
 OWNER_NAME = ".owner.json"
-"""The record's file in the directory."""
+"""File name of the record in the checkpoint directory."""
 
 
 class CheckpointClaim(msgspec.Struct, frozen=True):
-    """What the node of rank 0 claims a directory with."""
+    """Request of the node of rank 0 to own a checkpoint directory."""
 
     directory: str
-    """Absolute, or a URL."""
+    """Absolute path, or a URL."""
     life: str
-    """See `Plan.life`."""
+    """See `GenerationPlan.life`."""
     num_nodes: int
     inherits: bool
-    """The run resumes from what earlier runs have left there, and may remove that later on."""
+    """The run resumes from earlier runs' checkpoints in the directory, and may later remove
+    them."""
 
 
 class CheckpointOwner(msgspec.Struct, frozen=True):
-    """The record. A field that is added needs a default: older records are read."""
+    """The record. A new field needs a default, because records of older versions are read."""
 
     run_id: str
     life: str
     node: str
-    """The host name of the process that renews the record."""
+    """Host name of the process that renews the record."""
     pid: int
     machine: str
-    """Equal only where a pid means the same process: boot id and pid namespace."""
+    """Boot id and PID namespace. Only if these are equal does a pid mean the same process."""
     num_nodes: int
     since_s: float
     """Wall time of the claim."""
     renewed_s: float
-    """Wall time of that host."""
+    """Wall time of the last renewal, by the clock of that host."""
     beat: int
-    """Grows with each renewal."""
+    """Counter; each renewal increases it."""
     runs: list[str]
-    """The runs whose checkpoints may be removed: this one, and those that it has continued."""
+    """Runs whose checkpoints may be removed: this run and the runs that it has continued."""
     ended_s: float = 0.0
-    """Wall time; 0: it has not ended."""
+    """Wall time of the end of the run; 0: the run has not ended."""
     exit_code: int = -1
     reason: str = ""
     command: str = ""
-    """A digest of script and arguments."""
+    """Digest of the script and its arguments."""
 
 
 def decode_owner(data: bytes | None) -> CheckpointOwner | None:
-    """None: there is no record, or it is damaged."""
+    """Returns None if there is no record, or if it is damaged."""
     if data is None:
         return None
     try:

@@ -1,18 +1,18 @@
-"""Named places where a kill would be interesting.
+"""Named crash points: places where a test kills the process.
 
-Runs in: every process that keeps state or changes it: agent, SMP and worker.
+Runs in:  every process that keeps or changes state: agent, SMP and worker.
 
-A test sets a variable before the process starts; they are read once, at import. Without them,
-`crash_point` is one comparison.
+A test sets these variables before the process starts. They are read once, at import. If they are
+not set, `crash_point` costs one comparison.
 
     FTRUN_CRASH_AT=smp.checkpoint.renamed      SIGKILL itself at the first pass
-    FTRUN_CRASH_AT=smp.checkpoint.renamed:3    at the third
+    FTRUN_CRASH_AT=smp.checkpoint.renamed:3    at the third pass
     FTRUN_CRASH_ONCE=/path/file                with FTRUN_CRASH_AT: only the first process of a run
-                                               that comes there dies; it makes the file
-    FTRUN_CRASH_COUNT=/path/file               append the name of each point passed, a line each
+                                               that reaches the point dies; it creates the file
+    FTRUN_CRASH_COUNT=/path/file               append the name of each point passed, one per line
 
-A name is `process.thing.what_has_just_happened`; the points of a folder are listed by a run with
-FTRUN_CRASH_COUNT, so that a test that kills at every point learns of new ones by itself.
+A name has the form `process.thing.what_has_just_happened`. A run with FTRUN_CRASH_COUNT lists the
+points of a component. A test that kills at every point therefore covers new points automatically.
 """
 
 import os
@@ -29,11 +29,11 @@ _last_words: list[Callable[[], None]] = []
 
 
 def arm(name: str, *, before: Callable[[], None]) -> None:
-    """Have this process die at its next pass of this point; for `ftrun inject-fault`.
+    """Kill this process at its next pass of a crash point; for `ftrun inject-fault`.
 
     Args:
-        name: of the point.
-        before: called just before it dies.
+        name: of the crash point.
+        before: called directly before the process dies.
     """
     global _ARMED, _NAME, _HIT
     _ARMED, _NAME, _HIT = True, name, str(_passed[name] + 1)
@@ -41,7 +41,7 @@ def arm(name: str, *, before: Callable[[], None]) -> None:
 
 
 def crash_point(name: str) -> None:
-    """Die here, when the environment says so."""
+    """Kill this process here if the environment variables select this point."""
     if _ARMED:
         _pass(name)
 

@@ -1,6 +1,6 @@
-"""The variables a newborn worker is given, besides torchrun's own.
+"""Environment variables that a new worker gets in addition to those of torchrun.
 
-Runs in: agent (writes), worker (reads).
+Runs in:  agent (writes), worker (reads).
 """
 
 RUN_ID = "FTRUN_RUN_ID"
@@ -19,34 +19,34 @@ SMP_SOCKET = "FTRUN_SMP_SOCKET"
 """Path of the SMP's socket."""
 
 RESTORE = "FTRUN_RESTORE"
-"""`GENERATION:STEP` of the version to restore; absent when there is none."""
+"""`GENERATION:STEP` of the version to restore; absent if there is none."""
 
 SKIP_BATCHES = "FTRUN_SKIP_BATCHES"
-"""So many batches after the restored version are left out; absent where all come again."""
+"""Number of batches to skip after the restored version; absent if no batch is skipped."""
 
 RESTORE_WORLD_SIZE = "FTRUN_RESTORE_WORLD_SIZE"
-"""How many ranks took that version; absent where it is as many as there are now."""
+"""World size of the restored version; absent if it equals the current world size."""
 
 SNAPSHOT = "FTRUN_SNAPSHOT"
 """The snapshot section of the profile, as JSON."""
 
 START = "FTRUN_START"
-"""`warm` or `fresh`: how this worker was started."""
+"""How this worker was started: `warm` or `fresh`."""
 
 AGENT_PID = "FTRUN_AGENT_PID"
-"""The process a worker dies with."""
+"""Pid of the agent. The worker ends when that process ends."""
 
 RANK_SOCKET = "FTRUN_RANK_SOCKET"
-"""Path at which this rank's flight recorder is to be read."""
+"""Path of the socket on which this rank's flight recorder can be read."""
 
 STACK_FD = "FTRUN_STACK_FD"
-"""Descriptor of the file that takes this rank's stacks on a signal."""
+"""Descriptor of the file into which a signal writes this rank's stacks."""
 
 FAULT_FD = "FTRUN_FAULT_FD"
-"""Descriptor of this rank's fault page; only in a run with --allow-faults."""
+"""Descriptor of this rank's fault page; set only in a run with --allow-faults."""
 
 VERIFY = "FTRUN_VERIFY"
-"""A `VerifyPlan` as JSON; only in the runs of `ftrun verify`."""
+"""A `VerifyPlan` as JSON; set only in the runs of `ftrun verify`."""
 
 LOG_FOLDER = "FTRUN_LOG_FOLDER"
-"""Read by `ftrun run`: the folder in which the run's log folder is made; absent: ./ftrun-logs."""
+"""Read by `ftrun run`: the parent folder of the run's log folder; default: ./ftrun-logs."""

@@ -1,9 +1,10 @@
-"""The catalogue of faults that `ftrun inject-fault` can bring about.
+"""Catalogue of the faults that `ftrun inject-fault` can inject.
 
-Runs in: cli (shows it, checks what was typed), agent and worker (look a kind up). Pure.
+Runs in:  cli (shows it and validates the command line), agent and worker (look up a kind). Pure.
 
-Every fault is a real one, done to real processes, memory, files or links. Where one cannot be
-made, as a cut link on a machine with one network, it is refused with what is missing.
+Every fault is real: it acts on real processes, memory, files or links. If a fault cannot be
+injected, such as a cut link on a machine with one network, it is refused. The refusal names what is
+missing.
 """
 
 import difflib
@@ -21,7 +22,7 @@ TARGETS: dict[Target, str] = {
     "network": "What a node sends and hears (--node N)",
     "data": "Snapshots and checkpoints (--rank R or --node N)",
 }
-"""In the order in which they are shown."""
+"""Shown in this order."""
 
 _HANG_WITHIN_S = 10.0
 _LINK = (
@@ -36,19 +37,19 @@ class FaultKind:
     """One kind of fault.
 
     Args:
-        name: as it is typed.
-        target: what it is done to; a "rank" or "data" kind with `by_rank` takes --rank.
-        does: what is done.
-        seen: what should be seen.
-        within_s: so soon after it, in seconds; 0: nothing is to be seen.
-        lost: what may be lost.
-        needs: what it cannot be made without; empty: nothing special.
-        by_rank: it takes --rank; else --node.
-        is_inside: the rank does it to itself, at the end of exactly the step that was named.
-        for_s: how long it lasts unless --for says so; 0: it has no length, or lasts until the
-            end of what it was done to.
-        amount: unless --amount says so.
-        unit: what --amount means; empty: it means nothing.
+        name: as typed on the command line.
+        target: what the fault acts on; a "rank" or "data" kind with `by_rank` takes --rank.
+        does: the action.
+        seen: the reaction that is expected.
+        within_s: maximum seconds from the fault to the expected reaction; 0: no reaction is
+            expected.
+        lost: state or work that may be lost.
+        needs: requirements; empty: none.
+        by_rank: the kind takes --rank; otherwise --node.
+        is_inside: the rank injects the fault into itself, exactly at the end of the named step.
+        for_s: default duration in seconds, without --for; 0: no duration, or until the target ends.
+        amount: default without --amount.
+        unit: meaning of --amount; empty: the kind takes no --amount.
     """
 
     name: str
@@ -393,10 +394,10 @@ FAULTS: dict[str, FaultKind] = {
 
 
 def fault_kind(name: str) -> FaultKind:
-    """The kind of this name.
+    """Look up a kind by name.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such kind.
     """
     found = FAULTS.get(name)
     if found is not None:

@@ -1,15 +1,17 @@
-"""An order for a fault, and the page by which it reaches a rank.
+"""Fault orders, and the shared page that delivers an order to a rank.
 
-Runs in:  cli (makes orders), agent (passes them on, writes pages), worker (reads its page).
-Takes in: what was typed, checked against the catalogue.
-Gives:    `FaultOrder`; a `FaultPage` on which a rank looks once per step, by comparing one word.
-Survives: the rank: a page belongs to a rank's number and is handed to its next process, which
-          sees there what has been done already.
+Runs in:  cli (makes orders), agent (forwards them, writes pages), worker (reads its page).
+Takes in: the parsed command line, validated against the catalogue.
+Gives:    `FaultOrder`; a `FaultPage` that a rank polls once per step with one word comparison.
+Survives: the rank. A page belongs to a rank number and is passed to the rank's next process, which
+          sees in it which orders have fired.
 
-Rule 1: the agent writes the order first and its number last; the rank writes step and time first
-        and the number last. A number that is seen stands for a whole entry.
-Rule 2: a fault fires once. The mark is made before the act, since most acts end the process.
-Rule 3: what is taken back before it fires never fires; what lasts looks at the page as it goes on.
+Rule 1: The agent writes the order first and its number last. The rank writes step and time first
+        and the number last. A visible number therefore implies a complete entry.
+Rule 2: A fault fires once. The rank marks it as fired before the act, because most acts end the
+        process.
+Rule 3: An order that is cancelled before it fires never fires. A fault that lasts polls the page
+        while it lasts.
 """
 
 import math
@@ -24,7 +26,7 @@ from ftrun.wire.fault_catalog import fault_kind
 from ftrun.wire.messages.faults import FaultOrder as FaultOrder
 
 FAULT_PREFIX = "ftrun-fault-"
-"""Of the names of all cgroups and files that are made for a fault; its id follows."""
+"""Name prefix of every cgroup and file created for a fault; the order id follows."""
 PAGE_BYTES = 4096
 _ORDER_AT = 512
 _WHY_AT = 3072
@@ -42,10 +44,10 @@ def make_order(  # noqa: PLR0913 - what can be typed
     amount: float | None = None,
     again: bool = False,
 ) -> FaultOrder:
-    """Check what was typed.
+    """Validate the command line and build the order.
 
     Raises:
-        UsageError: an unknown kind, or something that does not go with it.
+        UsageError: the kind is unknown, or an option does not fit the kind.
     """
     kind = fault_kind(kind_name)
     if kind.by_rank and node is not None:
@@ -79,15 +81,18 @@ def make_order(  # noqa: PLR0913 - what can be typed
 
 
 def make_cancel(request_id: str, order_id: str, *, node: str | None = None) -> FaultOrder:
-    """The wish to take an order back; `node`: where it was done, if it was ordered elsewhere."""
+    """Build a request to cancel an order.
+
+    `node` is the node that carries the order out, if the order was given on another node.
+    """
     return FaultOrder(request_id, "", node=node or "", cancels=order_id)
 
 
 def duration_s(text: str) -> float:
-    """Seconds of `5`, `5s`, `500ms`, `2m` or `1h`.
+    """Parse `5`, `5s`, `500ms`, `2m` or `1h` into seconds.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: the text has none of these forms.
     """
     units = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
     number = text.rstrip("msh")
@@ -108,15 +113,15 @@ class _Word(IntEnum):
     FIRED = 1  # number of the newest order that has fired
     FIRED_STEP = 2
     FIRED_NS = 3
-    ENDED = 4  # number of the newest order that is over, where it lasts
-    TIMES = 5  # how often the newest order has fired
+    ENDED = 4  # number of the newest lasting order that is over
+    TIMES = 5  # times that the newest order has fired
     LENGTH = 6  # of the newest order, in bytes
-    FAILED = 7  # number of the newest order that could not be made
-    CANCELLED = 8  # number of the newest order that was taken back
+    FAILED = 7  # number of the newest order that failed
+    CANCELLED = 8  # number of the newest order that was cancelled
 
 
 class FaultPage:
-    """One rank's page; written by its agent and by the rank, each its own words."""
+    """Fault page of one rank. The agent and the rank write disjoint words of it."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -132,7 +137,7 @@ class FaultPage:
     # --- agent --------------------------------------------------------------------------------
 
     def put(self, order: FaultOrder) -> int:
-        """Give the rank an order; its number."""
+        """Write an order for the rank, and return its number."""
         data = msgspec.msgpack.encode(order)
         self._map[_ORDER_AT : _ORDER_AT + len(data)] = data
         self._words[_Word.LENGTH] = len(data)
@@ -141,7 +146,6 @@ class FaultPage:
         return self.ordered
 
     def cancel(self, number: int) -> None:
-        """Take this order back."""
         self._words[_Word.CANCELLED] = number
 
     @property
@@ -162,7 +166,6 @@ class FaultPage:
 
     @property
     def times(self) -> int:
-        """How often the newest order has fired."""
         return self._words[_Word.TIMES]
 
     @property
@@ -171,7 +174,7 @@ class FaultPage:
 
     @property
     def why(self) -> str:
-        """The order that `failed` names could not be made."""
+        """Reason why the order numbered `failed` could not be carried out."""
         return self._map[_WHY_AT:PAGE_BYTES].partition(b"\0")[0].decode(errors="replace")
 
     # --- worker -------------------------------------------------------------------------------
@@ -181,7 +184,6 @@ class FaultPage:
         return self._words[_Word.ORDERED]
 
     def order(self) -> FaultOrder:
-        """The newest one."""
         data = self._map[_ORDER_AT : _ORDER_AT + self._words[_Word.LENGTH]]
         return msgspec.msgpack.decode(data, type=FaultOrder)
 
@@ -192,11 +194,10 @@ class FaultPage:
         self._words[_Word.FIRED] = number
 
     def is_cancelled(self, number: int) -> bool:
-        """It was taken back."""
         return self._words[_Word.CANCELLED] == number
 
     def mark_failed(self, number: int, why: str) -> None:
-        """It could not be made, and is not tried again."""
+        """Record that the order could not be carried out. It is not tried again."""
         text = why.encode()[: PAGE_BYTES - _WHY_AT - 1]
         self._map[_WHY_AT:PAGE_BYTES] = text.ljust(PAGE_BYTES - _WHY_AT, b"\0")
         self._words[_Word.FAILED] = number
@@ -205,14 +206,13 @@ class FaultPage:
         self._words[_Word.ENDED] = number
 
     def close(self) -> None:
-        """Unmap, and close the descriptor."""
         self._words.release()
         self._map.close()
         os.close(self.fd)
 
 
 class FaultPages:
-    """The pages of a node's ranks, made when they are first asked for."""
+    """Fault pages of a node's ranks, each created on first use."""
 
     def __init__(self) -> None:
         self.by_rank: dict[int, FaultPage] = {}

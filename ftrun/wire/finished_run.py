@@ -1,10 +1,10 @@
-"""Whether the run that this node is to take part in has finished already.
+"""Detects that the run which this node should join has already finished.
 
 Runs in:  cli, before anything is started; agent, while it finds no other node.
-Takes in: the record that the run has left beside its checkpoints.
-Gives:    a sentence for the screen, or nothing: the node starts, or goes on looking.
+Takes in: the owner record that the run has left next to its checkpoints.
+Gives:    a sentence for the screen; or an empty string: the node starts, or continues to search.
 
-A node that comes late, or was cut off, finds no other node, and would wait for them until
+Without this check, a node that is late or was partitioned finds no other node. It would wait until
 `nodes.pause_limit_s`.
 """
 
@@ -18,7 +18,6 @@ from ftrun.wire.messages.checkpoint import INDEX_NAME
 
 
 def read_owner(directory: str) -> CheckpointOwner | None:
-    """The record in a directory; None: there is none."""
     try:
         return decode_owner((Path(directory) / OWNER_NAME).read_bytes())
     except OSError:
@@ -26,14 +25,15 @@ def read_owner(directory: str) -> CheckpointOwner | None:
 
 
 def has_finished(spec: RunSpec, record: CheckpointOwner | None, *, life: str = "") -> str:
-    """When the run of this name and this command has ended well, in words; empty: it has not.
+    """Describe the successful end of this run name and command; empty if there was none.
 
-    A name that ftrun has made of the port is not enough: the next run would have it as well.
+    A run id that ftrun derived from the port proves nothing, because the next run on that port
+    would have the same id.
 
     Args:
-        spec: of this node.
-        record: beside the checkpoints.
-        life: of the run that this node has been a part of, see `Plan.life`; empty: of none.
+        spec: run spec of this node.
+        record: owner record next to the checkpoints.
+        life: of the run in which this node took part, see `GenerationPlan.life`; empty: none.
     """
     directory, nodes = spec.checkpoint_directory, spec.nodes
     if nodes is None or directory is None or record is None or not record.ended_s:

@@ -1,11 +1,11 @@
-"""Where a run keeps its sockets, and how the processes of a run find one another.
+"""Location of a run's sockets, and how the processes of a run find each other.
 
-Runs in: cli, stub, agent, SMP.
+Runs in:  cli, stub, agent, SMP.
 Takes in: a run id.
-Gives:    a `RunFolder`: a 0700 folder under XDG_RUNTIME_DIR, or else in /tmp.
+Gives:    a `RunFolder`: a folder of mode 0700 under XDG_RUNTIME_DIR, or in the temporary directory.
 
-The folder holds sockets, the run's spec and a lock, nothing a run could not do without: state
-lives in memory, the journal under ftrun-logs/.
+The folder holds sockets, the run's spec and a lock. A run can lose all of it: state is in memory,
+and the journal is under ftrun-logs/.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """`RUN_ID`, or `RUN_ID@NODE_ID` where a node has a name of its own on this machine."""
+        """`RUN_ID`, or `RUN_ID@NODE_ID` if the node has its own name on this machine."""
         return self.path.name
 
     @property
@@ -47,27 +47,29 @@ class RunFolder:
         return self.path / "agent.sock"
 
     def rank_socket(self, rank: int) -> Path:
-        """Where a worker's flight recorder is read; made by the worker."""
+        """Socket on which a worker's flight recorder can be read; created by the worker."""
         return self.path / f"rank-{rank}.sock"
 
     @property
     def spec(self) -> Path:
-        """What was started: a `RunSpec` as JSON."""
         return self.path / "spec.json"
 
     @property
     def keep_mark(self) -> Path:
-        """Made by an agent whose memory is to outlive the run: what it resumed from is unharmed."""
+        """Created by an agent whose memory must outlive the run.
+
+        The version from which the run resumed is intact in that memory.
+        """
         return self.path / "keep-memory"
 
     @property
     def crash_mark(self) -> Path:
-        """Made by an agent that ends because of a bug of its own; another one follows it."""
+        """Created by an agent that ends because of its own bug; another agent replaces it."""
         return self.path / "agent-crashed"
 
     @property
     def lock(self) -> Path:
-        """Locked (flock) by the stub for as long as it lives."""
+        """Locked (flock) by the stub until the stub ends."""
         return self.path / "lock"
 
     def remove(self) -> None:
@@ -75,10 +77,10 @@ class RunFolder:
 
 
 def check_run_id(text: str) -> RunId:
-    """A run id that can stand in a path.
+    """Check that a run id can be part of a path.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: the text contains other characters, or is too long.
     """
     if not _GOOD_ID.fullmatch(text):
         raise UsageError(
@@ -89,10 +91,10 @@ def check_run_id(text: str) -> RunId:
 
 
 def runs_folder() -> Path:
-    """The folder of all run folders of this user, made if need be.
+    """The parent folder of all run folders of this user; created if it is missing.
 
     Raises:
-        NotSupportedHere: it exists and belongs to somebody else.
+        NotSupportedHere: it exists, but is not a folder that only this user can enter.
     """
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and os.access(base, os.W_OK | os.X_OK):
@@ -101,12 +103,12 @@ def runs_folder() -> Path:
 
 
 def spare_log_folder() -> Path:
-    """Where runs log that cannot write to their working directory; made if need be.
+    """Log folder for runs that cannot write to their working directory; created if it is missing.
 
-    Not a run folder: logs outlive the run.
+    It is not inside a run folder, because logs outlive the run.
 
     Raises:
-        NotSupportedHere: it exists and belongs to somebody else.
+        NotSupportedHere: it exists, but is not a folder that only this user can enter.
     """
     return _own_folder(Path(tempfile.gettempdir()) / f"ftrun-logs-{os.getuid()}")
 
@@ -126,12 +128,11 @@ def _own_folder(path: Path) -> Path:
 
 
 def run_folder(run_id: RunId, node_id: str | None = None) -> RunFolder:
-    """The folder of a run, or of one node of it where several may be on this machine."""
+    """Folder of a run, or of one node of it if several nodes may be on this machine."""
     return RunFolder(runs_folder() / (run_id if node_id is None else f"{run_id}@{node_id}"))
 
 
 def all_run_folders() -> list[RunFolder]:
-    """Every run of this user on this machine that has left a folder, by name."""
     return sorted(
         (RunFolder(path) for path in runs_folder().iterdir() if path.is_dir()),
         key=lambda folder: folder.path.name,

@@ -1,8 +1,6 @@
-"""The head of a shard as it travels: between SMPs, and from an SMP to a worker.
+"""Wire format of a shard's header, between SMPs and from an SMP to a worker.
 
-Runs in:  SMP (writes, passes on), worker (reads). Pure.
-Takes in: the header of an image and its digest table.
-Gives:    one run of bytes, and a `PackedShardHeader` out of it.
+Runs in:  SMP (writes and forwards), worker (reads). Pure.
 
     u64 header bytes | u64 pieces | u64 image bytes | u64 layout id | u64 table digest
     header | digest table, u64 per piece
@@ -18,14 +16,14 @@ _HEAD = struct.Struct("<QQQQQ")
 
 @dataclass(frozen=True, slots=True)
 class PackedShardHeader:
-    """What is known of a shard without its data.
+    """Everything known of a shard without its data.
 
     Args:
-        header: of the image, its length included.
-        table: u64 per piece.
-        image_bytes: of the whole shard.
+        header: of the image, including its length field.
+        table: one u64 digest per piece.
+        image_bytes: size of the whole shard.
         layout_id: digest of the header.
-        table_digest: of the table.
+        table_digest: digest of the table.
     """
 
     header: memoryview
@@ -36,17 +34,16 @@ class PackedShardHeader:
 
 
 def pack_head(head: PackedShardHeader) -> list[bytes | memoryview]:
-    """The bytes, in parts."""
     numbers = (len(head.header), len(head.table), head.image_bytes)
     front = _HEAD.pack(*numbers, head.layout_id, head.table_digest)
     return [front, head.header, head.table.cast("B")]
 
 
 def unpack_head(raw: memoryview) -> PackedShardHeader:
-    """The head that was packed; whether it is what was sealed is for the reader to find out.
+    """Decode a packed header. The reader must check that it is the header that was sealed.
 
     Raises:
-        LayoutUnknown: these bytes are none.
+        LayoutUnknown: the bytes are not a packed header.
     """
     try:
         header_bytes, num_pieces, image_bytes, layout_id, digest = _HEAD.unpack_from(raw)

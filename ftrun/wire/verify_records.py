@@ -1,9 +1,9 @@
-"""What `ftrun verify` asks of the ranks, and what they record for it.
+"""Instructions of `ftrun verify` to the ranks, and the records that the ranks write for it.
 
-Runs in: worker (writes), the verify command (reads).
+Runs in:  worker (writes), the verify command (reads).
 
-Each rank appends one JSON line per event to `rank{R}.{GENERATION}.jsonl` in the plan's folder with
-a single write, so that a rank killed by SIGKILL leaves whole lines.
+Each rank appends one JSON line per event to `rank{R}.{GENERATION}.jsonl` in the plan's folder. Each
+line is a single write, so that a rank killed by SIGKILL leaves complete lines.
 """
 
 from pathlib import Path
@@ -12,16 +12,17 @@ import msgspec
 
 
 class Kill(msgspec.Struct, frozen=True):
-    """One SIGKILL. The kill at index G is carried out in generation G, by rank G + 1 modulo N."""
+    """One SIGKILL. Rank G + 1 modulo N carries out the kill at index G, in generation G."""
 
     step: int
-    """Steps that are done when it happens."""
+    """Steps that are complete when the kill happens."""
 
     is_in_step: bool
-    """In the middle of the step after it, before the optimizer; else at the end of the step."""
+    """Kill in the middle of the next step, before its optimizer step; otherwise at the end of
+    `step`."""
 
     without_snapshot: int = 0
-    """The last steps before it, this number of them, get no snapshot, so that they are repeated."""
+    """Number of steps before the kill that get no snapshot, so that these steps are repeated."""
 
 
 class VerifyPlan(msgspec.Struct, frozen=True):
@@ -29,30 +30,30 @@ class VerifyPlan(msgspec.Struct, frozen=True):
 
     folder: str
     steps: int
-    """Each rank ends its process with 0 after this number of steps."""
+    """Each rank ends its process with exit code 0 after this number of steps."""
 
     kills: tuple[Kill, ...] = ()
 
 
 ATTACHED = "attached"
-"""The state when attach returns: restored, or the script's own."""
+"""State when attach returns: restored, or the script's own."""
 
 BEGUN = "begun"
-"""The state when the first turn of a session's loop begins."""
+"""State when the first iteration of a session's loop begins."""
 
 BATCH = "batch"
 FORWARD = "forward"
 LOSS = "loss"
-"""A tensor of which a backward is begun."""
+"""Tensor on which a backward pass begins."""
 
 OPTIMIZER = "optimizer"
-"""Before an optimizer's step."""
+"""State before an optimizer step."""
 
 BOUNDARY = "boundary"
 KILLED = "killed"
 
 FAILED = "failed"
-"""An event could not be recorded; `what` says which and why."""
+"""An event could not be recorded; `what` names the event and the reason."""
 
 
 class VerifyRecord(msgspec.Struct, omit_defaults=True):
@@ -60,19 +61,21 @@ class VerifyRecord(msgspec.Struct, omit_defaults=True):
 
     event: str
     step: int
-    """Boundaries passed for ATTACHED, BEGUN and KILLED; else the step that is made or was made."""
+    """For ATTACHED, BEGUN and KILLED: boundaries passed; otherwise the step in progress or
+    completed."""
 
     digests: dict[str, str] = {}
-    """xxh3 of values by key; the key's first word says what it is: see record_digests."""
+    """xxh3 digests of values by key. The first word of a key names the kind of value, see
+    `ftrun.worker.verify.record_digests`."""
 
     values: dict[str, str] = {}
-    """Short texts of numbers and strings among `digests`, by the same keys."""
+    """Short texts of the numbers and strings in `digests`, by the same keys."""
 
     where: str = ""
     """FILE:LINE of the script."""
 
     what: str = ""
-    """The class of the optimizer, loader or module; of ATTACHED the restored version."""
+    """Class of the optimizer, loader or module; for ATTACHED the restored version."""
 
     notes: dict[str, str] = {}
 
@@ -82,7 +85,6 @@ def record_path(folder: Path, rank: int, generation: int) -> Path:
 
 
 def read_records(path: Path) -> list[VerifyRecord]:
-    """The whole lines of one file; a line that is cut off is left out."""
     whole, _, _ = path.read_bytes().rpartition(b"\n")
     decode = msgspec.json.Decoder(VerifyRecord).decode
     return [decode(line) for line in whole.splitlines()]

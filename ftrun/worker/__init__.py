@@ -1,1 +1,1 @@
-"""PROCESS: the zygote and the library inside each training process; the place of torch."""
+"""PROCESS: the zygote and the library inside each training process; imports torch."""

@@ -1,8 +1,8 @@
-"""What a worker knows about its run, from its environment.
+"""Run settings and inherited descriptors of this worker, read from its environment.
 
 Runs in:  worker.
 Takes in: FTRUN_* variables and inherited descriptors (wire/environment.py).
-Gives:    one `WorkerContext` per process, or None where no agent started this process: under
+Gives:    one `WorkerContext` per process, or None if no agent started this process: under
           plain python, plain torchrun, in a notebook, on macOS and Windows.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class SnapshotSettings(msgspec.Struct, frozen=True):
-    """The snapshot section of the profile; config.SnapshotConfig says what each means."""
+    """Snapshot section of the profile; `config.SnapshotConfig` describes each field."""
 
     enabled: bool = True
     required: bool = False
@@ -38,7 +38,7 @@ class SnapshotSettings(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """This process's place in the run."""
+    """Identity, shared pages and settings of this worker in its run."""
 
     run_id: RunId
     rank: Rank
@@ -52,18 +52,17 @@ class WorkerContext:
     smp_socket: Path
     settings: SnapshotSettings
     restore_world_size: int | None = None
-    """Ranks that took the version to restore; None: as many as there are now."""
+    """World size of the version to restore; None: equal to `world_size`."""
     skip_batches: int = 0
-    """So many of the batches after that version are left out."""
+    """Number of batches that are left out after the restored version."""
 
     @cached_property
     def unprotected(self) -> UnprotectedReasons:
-        """What this process reports as lost protection."""
         return UnprotectedReasons(self.page)
 
     @cached_property
     def recording(self) -> "Recording | None":
-        """Records what this rank does, in a run of `ftrun verify`."""
+        """Recorder of this rank in a run of `ftrun verify`; None in other runs."""
         plan = os.environ.get(env.VERIFY)
         if plan is None:
             return None
@@ -73,14 +72,13 @@ class WorkerContext:
 
     @property
     def is_resized(self) -> bool:
-        """The version to restore is of another number of ranks than this generation."""
         size = self.restore_world_size
         return self.restore is not None and size is not None and size != self.world_size
 
 
 @cache
 def worker_context() -> WorkerContext | None:
-    """The context of this process; read once, so that a DataLoader worker shares its rank's."""
+    """Context of this process; cached, so that a DataLoader worker shares that of its rank."""
     get = os.environ.get
     run_id = get(env.RUN_ID)
     if run_id is None or env.HEARTBEAT_FD not in os.environ or "RANK" not in os.environ:

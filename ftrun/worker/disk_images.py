@@ -1,10 +1,10 @@
-"""The shards of a checkpoint on disk, to read from.
+"""Reads the shards of a checkpoint on disk.
 
-Runs in:  the process of ftrun.tools.export.__main__; any of its threads. Loads no torch.
-Takes in: where the files of all ranks are, and the digests that the checkpoint's index has.
-Gives:    an `ShardSource`: heads that are compared with the index, bytes that are not yet.
+Runs in:  the process of ftrun.tools.export.__main__; any of its threads. Does not import torch.
+Takes in: the file locations of all ranks, with the digests from the checkpoint's index.
+Gives:    a `ShardSource`: headers that are checked against the index, and unchecked bytes.
 
-All files are opened at once, so that a run that removes the checkpoint meanwhile does no harm.
+The constructor opens all files, because a run may remove the checkpoint during the export.
 """
 
 import os
@@ -26,13 +26,13 @@ _SPARE_FDS = 64
 
 
 class DiskImages:
-    """A checkpoint's shards.
+    """Shards of one checkpoint.
 
     Args:
-        places: of all ranks.
+        places: file locations of all ranks.
 
     Raises:
-        CheckpointError: a file is not there, or is not what the index says.
+        CheckpointError: a file is missing, or differs from the index.
     """
 
     def __init__(self, places: Sequence[ShardFileLocation]) -> None:
@@ -52,14 +52,13 @@ class DiskImages:
             raise
 
     def path_of(self, rank: Rank) -> str:
-        """The file that holds the data of a rank."""
         return self._places[rank].path
 
     def headers(self) -> Mapping[Rank, ShardHeader]:
         return self._heads
 
     def expect(self, ranges: Sequence[ByteRange]) -> None:
-        """Nothing to do: it is read when it is asked for."""
+        """Do nothing, because `read` reads on demand."""
 
     def read(self, rank: Rank, offset: int, num_bytes: int) -> memoryview:
         path, at = self.path_of(rank), self._heads[rank].start + offset
@@ -75,7 +74,7 @@ class DiskImages:
 
 
 def _head(fd: int, place: ShardFileLocation) -> ShardHeader:
-    """What describes a shard, compared with the index."""
+    """Read the header and digest table of a shard, and check both against the index."""
     size = os.fstat(fd).st_size
     if size != place.num_bytes:
         raise CheckpointError(f"{place.path} has {size:,} bytes of {place.num_bytes:,}")
@@ -115,7 +114,7 @@ def _read(fd: int, at: int, num_bytes: int, path: str) -> bytes:
 
 
 def _allow_files(count: int) -> None:
-    """Let this process have so many files open, where that is its own to decide."""
+    """Raise the soft limit of open files to `count`, or to the hard limit if that is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)

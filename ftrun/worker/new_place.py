@@ -1,9 +1,11 @@
-"""A file or a folder that is there as a whole, or not at all.
+"""Atomic creation of an output file or folder.
 
-Runs in:  the process of ftrun.tools.export.__main__, main thread. Loads no torch.
-Takes in: where it is to be; a path of this process's own to write to.
-Gives:    all of it durable and in its place at the end; nothing where something goes wrong.
-Survives: a kill: what it leaves is hidden, and removed by the next export to the same place.
+Runs in:  the process of ftrun.tools.export.__main__, main thread. Does not import torch.
+Takes in: the output path.
+Gives:    a private staging path to write to; a durable rename to the output path at the end. If
+          an error occurs, the output path stays as it was.
+Survives: a kill: the staging folder that remains is hidden, and the next export to the same path
+          removes it.
 """
 
 import contextlib
@@ -20,16 +22,16 @@ from ftrun.errors import CheckpointError
 _OURS = re.compile(
     r"model-\d{5,}-of-\d{5,}\.safetensors|model\.safetensors\.index\.json|__\d+_\d+\.distcp|\.metadata"
 )
-"""Names of files in folders that an export writes, and so may replace."""
+"""File names that an export writes into a folder; --force may replace only these."""
 
 _OLD = "replaced"
 
 
 def check_free(out: Path, *, is_folder: bool, may_replace: bool) -> None:
-    """Something may be put there.
+    """Check that an export may create or replace `out`.
 
     Raises:
-        CheckpointError: it is there already, and may not or must not be replaced.
+        CheckpointError: the parent directory is missing, or `out` exists and must not be replaced.
     """
     if not out.parent.is_dir():
         raise CheckpointError(f"there is no directory {out.parent}")
@@ -51,13 +53,13 @@ def check_free(out: Path, *, is_folder: bool, may_replace: bool) -> None:
 
 @contextlib.contextmanager
 def new_place(out: Path) -> Iterator[Path]:
-    """A path to write to; what is there at the end takes its place, durable.
+    """Yield a staging path; on success, sync what was written there and move it to `out`.
 
     Args:
-        out: what is there is replaced; see `check_free`.
+        out: an existing file or folder is replaced; see `check_free`.
 
     Raises:
-        OSError: there is no room, or another reason not to write; then `out` is as it was.
+        OSError: a write or a rename failed, for example on a full disk. `out` stays as it was.
     """
     _sweep(out)
     staging = out.with_name(f".{out.name}.export-{os.urandom(4).hex()}")
@@ -80,7 +82,7 @@ def new_place(out: Path) -> Iterator[Path]:
 
 
 def _sweep(out: Path) -> None:
-    """Remove what killed exports to this place have left."""
+    """Remove the staging folders that killed exports to `out` left."""
     for staging in out.parent.glob(f".{_escaped(out.name)}.export-*"):
         try:
             fd = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -89,7 +91,7 @@ def _sweep(out: Path) -> None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            continue  # at work, or nobody can tell
+            continue  # another export holds the lock, or the file system has no locks
         else:
             _put_back(staging, out)
             shutil.rmtree(staging, ignore_errors=True)
@@ -98,14 +100,12 @@ def _sweep(out: Path) -> None:
 
 
 def _put_back(staging: Path, out: Path) -> None:
-    """What was to be replaced, where the replacement did not come."""
     old = staging / _OLD
     if old.exists() and not os.path.lexists(out):
         old.rename(out)
 
 
 def _sync(made: Path) -> None:
-    """Have a file, or a folder with all its files, on disk."""
     for path in [*made.iterdir()] if made.is_dir() else [made]:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -121,7 +121,7 @@ def _sync_folder(folder: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems have no such thing
+        if error.errno != errno.EINVAL:  # some network file systems cannot fsync a folder
             raise
     finally:
         os.close(fd)

@@ -1,13 +1,14 @@
-"""Whether old ranks that should hold the same do so.
+"""Checks that replicas of a tensor are equal on all ranks of the previous world.
 
 Runs in:  worker, training thread, inside `attach`.
-Takes in: tensors of the old world with the holders of each chunk, digests, shards.
+Takes in: tensors of the previous world with the holders of each chunk, digests, shards.
 Gives:    nothing, or an error that names the tensor and two ranks.
 
-Digests in the tables cost nothing and tell of equal entries at equal places. A small entry is
-hashed with its neighbours, and where those are parts of sharded tensors the digest differs from
-rank to rank. Then its bytes are compared with those of one other holder: what is each rank's own
-by mistake (a tensor sharded by hand, a rank that trained for itself) differs on all of them.
+Comparing the digest tables reads no data and proves that equal entries at equal positions match. A
+small entry is hashed together with its neighbours. If a neighbour is part of a sharded tensor, the
+digest differs from rank to rank. The bytes of the small entry are then compared with those of one
+other holder. One comparison is enough, because a tensor that differs by mistake (sharded by hand,
+or on a rank that trained separately) differs on all holders.
 """
 
 from collections.abc import Mapping
@@ -26,8 +27,6 @@ from ftrun.worker.state.parts import box_of
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """Two holders of one chunk whose bytes must be compared."""
-
     name: str
     one: Holder
     other: Holder
@@ -36,16 +35,16 @@ class _Pair:
 def check_replicas(
     saved: Mapping[str, WholeTensor], wanted: Mapping[str, torch.Tensor], images: CheckedShards
 ) -> None:
-    """Compare the holders of all chunks that are about to be read.
+    """Compare the holders of all chunks that this rank is about to read.
 
     Args:
-        saved: by name.
-        wanted: the tensors to fill; chunks beside what this rank holds of them are not looked at.
-        images: the shards.
+        saved: tensors of the previous world, by name.
+        wanted: the tensors to fill, by name; only chunks that overlap this rank's box are compared.
+        images: the shards to read from.
 
     Raises:
-        RanksDiffer: two ranks hold different things.
-        SnapshotCorrupt: a piece is not what was captured.
+        RanksDiffer: two ranks hold different content.
+        SnapshotCorrupt: a piece does not match its digest.
     """
     pairs: list[_Pair] = []
     for name, tensor in saved.items():
@@ -61,10 +60,10 @@ def _touch(one: Box, other: Box | None) -> bool:
 
 
 def _doubtful(name: str, chunk: Chunk, images: CheckedShards) -> list[_Pair]:
-    """The pair of holders to compare; none where the digests tell that all are equal.
+    """Return the pair of holders to compare; none if the digests prove that all are equal.
 
     Raises:
-        RanksDiffer: the digests tell that two are not.
+        RanksDiffer: the digests prove that two holders differ.
     """
     first, *others = chunk.holders
     known = _fingerprint(first, images)

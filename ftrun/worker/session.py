@@ -1,10 +1,11 @@
-"""`ftrun.attach`, and the session it gives: the loop that a script trains in.
+"""`ftrun.attach` and the `Session` that it returns.
 
 Runs in:  worker; also under plain python or torchrun, on any system, without snapshots.
-Takes in: the model and everything else whose state a run depends on.
-Gives:    a `Session`, restored in place where there is something to restore.
+Takes in: the model and every other object whose state the run depends on.
+Gives:    a `Session`; the attached state is restored in place if there is a version to restore.
 
-Nothing in here needs Linux; what does is loaded only where an agent has started this process.
+This module runs on any system. Modules that need Linux are imported only if an agent started this
+process.
 """
 
 import logging
@@ -35,10 +36,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 BETWEEN_LOOPS = "between loops"
-"""The phase of a rank that has left its loop: it may evaluate, save, or send its model away."""
+"""Phase of a rank outside its loop: it may evaluate, save, or upload its model."""
 
 _LATE_LOSSES = 64
-"""Steps by which a device may be late before its losses are left out."""
+"""Maximum number of losses whose copy from a device is pending; older ones are dropped."""
 
 _live: "weakref.ref[Session] | None" = None
 
@@ -57,32 +58,33 @@ def attach(  # noqa: PLR0913 - what a script has
     skip: Sequence[str] = (),
     **named: object,
 ) -> "Session":
-    """Say what makes up the state of this training, and restore it if there is something to.
+    """Register the state of this training for snapshots, and restore it after a restart.
 
     Args:
         model: one module, or several in a dict or a list; before or after DDP, FSDP2, compile.
         optimizer: one torch optimizer, or several in a dict or a list.
         scheduler: one object with a state_dict, or several in a dict or a list.
         scaler: the same, for a GradScaler.
-        loader: the loader given to `Session.batches`, or several; a `DataPosition` in its place.
+        loader: the loader given to `Session.batches`, or several in a dict or a list; also a
+            `DataPosition` in place of a loader.
         warmup: called once before a restore with DDP on more than two ranks, in place of the
             synthetic backward that puts DDP's buckets in order.
-        layout: file of layout rules, where ranks have parts of plain tensors; a version of another
-            layout is read through them. An integration gives the rules themselves.
-        mesh: sizes of its axes, where they are other than in the file. Without a file: how ranks
-            are arranged, the slowest axis first, such as {"pp": 2, "dp": 2, "tp": 4}. They see
-            other data along axes that begin with dp, and are stages along pp.
-        cast: parameters and buffers that were saved in another floating dtype are rounded to the
-            one they have now, and with them state of optimizers that had the same. Otherwise they
-            are refused.
-        skip: patterns over the names of tensors and keys, such as "model.rope.*": what they match
-            is left out of snapshots, and keeps the value that the script gives it.
-        named: whatever else has a state: objects with state_dict and load_state_dict, tensors,
+        layout: file of layout rules, if ranks hold parts of plain tensors. A version with another
+            layout is read by these rules. Integrations pass the rules themselves.
+        mesh: axis sizes that differ from the file. Without a file: the arrangement of ranks, the
+            slowest axis first, such as {"pp": 2, "dp": 2, "tp": 4}. Ranks read different data
+            along axes whose name begins with dp, and are stages along pp.
+        cast: if true, parameters and buffers that were saved in another floating dtype are rounded
+            to their present dtype, and so is optimizer state that had the same dtype as its
+            parameter. If false, another dtype is an error.
+        skip: patterns over the names of tensors and keys, such as "model.rope.*". Matching values
+            are left out of snapshots and keep the value that the script sets.
+        named: all other objects with state: objects with state_dict and load_state_dict, tensors,
             dicts of plain values, random generators of torch, numpy and Python, lists of these.
 
     Raises:
-        UsageError: a session is attached already, or something has no state.
-        SnapshotError: what is to be restored does not fit, or cannot be stored.
+        UsageError: a session is attached already, or an object has no state.
+        SnapshotError: the saved state does not fit, or the state cannot be stored.
     """
     global _live
     if is_attached():
@@ -108,11 +110,6 @@ def attach(  # noqa: PLR0913 - what a script has
 def _sort_in(
     attached: AttachedState, parts: Mapping[str, object], named: Mapping[str, object]
 ) -> None:
-    """Add everything that was given.
-
-    Raises:
-        UsageError: something has no state, or is in the wrong place.
-    """
     if "session" in named:
         raise UsageError("attach(session=...): this name is ftrun's own. Give it another name")
     for argument, given in parts.items():
@@ -135,13 +132,13 @@ def _feeds_of(loader: object) -> dict[str, DataPosition]:
 
 
 def is_attached() -> bool:
-    """Whether a session of this process takes the snapshots."""
+    """Whether this process has an open session."""
     other = _live() if _live is not None else None
     return other is not None and not other.is_closed
 
 
 class Session(Loops):
-    """A training loop with step boundaries. Made by `attach`."""
+    """A training loop with step boundaries, created by `attach`."""
 
     def __init__(
         self,
@@ -159,7 +156,7 @@ class Session(Loops):
         self._restored = False
         self._waiting: dict[str, Any] = {}
         self._losses: deque[tuple[int, HostCopy]] = deque(maxlen=_LATE_LOSSES)
-        """On their way from a device, with the steps they belong to."""
+        """Steps and losses whose copy from a device is pending."""
         self._protection: SnapshotSession | None = None
         self._check: PlainCheck | None = None
         self._explained_in = ""
@@ -173,36 +170,35 @@ class Session(Loops):
             self._check = PlainCheck(attached, self._own_state())
             weakref.finalize(self, self._check.close)
 
-    # --- what the script may ask -----------------------------------------------------------
+    # --- for the script --------------------------------------------------------------------
 
     @property
     def state(self) -> dict[str, Any]:
-        """Plain values and tensors of the script's own, part of every snapshot.
+        """Plain values and tensors that the script stores; part of every snapshot.
 
-        Restored by `attach`; a tensor comes back on the type of device that it was on.
+        `attach` restores them. A tensor is restored to the device type that it was saved from.
         """
         return self._state
 
     @property
     def restored(self) -> bool:
-        """Whether this process began with a restored state."""
         return self._restored
 
     @property
     def id(self) -> str:
-        """The run's name, the same after every restart."""
+        """Identifier of the run; the same after every restart."""
         return self._context.run_id if self._context else self._fresh_id
 
     @property
     def generation(self) -> int:
-        """How many times the run has been restarted."""
+        """Number of restarts of the run."""
         return self._context.generation if self._context else 0
 
     def begin(self, done: int = 0) -> None:
-        """A loop of the script's own makes its first step now; may be left out.
+        """Mark the start of the first step in a loop of the script's own; optional.
 
-        What a restore has put back and the script has changed since then, by wrapping its model
-        in DDP or by drawing random numbers, is put back once more.
+        After a restore, the script may have changed restored state, for example by wrapping its
+        model in DDP or by drawing random numbers. This call restores that state again.
 
         Args:
             done: steps before this run, such as those of a checkpoint that the script has loaded.
@@ -212,10 +208,11 @@ class Session(Loops):
         self._begin()
 
     def step_done(self, snapshot: bool = True) -> None:
-        """A boundary in a loop of the script's own.
+        """Mark a step boundary in a loop of the script's own.
 
         Args:
-            snapshot: false where the state may not be taken, such as in the middle of a phase.
+            snapshot: if false, no snapshot is taken at this boundary, for example because the
+                script is in the middle of a phase.
         """
         if self._driver is not None:
             raise UsageError(f"step_done() inside a loop over {self._driver}, which counts itself")
@@ -225,26 +222,26 @@ class Session(Loops):
         self._boundary(allowed=snapshot)
 
     def snapshot(self) -> None:
-        """Take one at the boundary that ends this turn, and wait for it. On every rank."""
+        """Take a snapshot at the next boundary and wait for its seal. Call it on every rank."""
         self._force = True
 
     def phase(self, name: str) -> "SessionPhase":
-        """Say what the script is doing; as a context manager, for the time of its block.
+        """Report the current phase; as a context manager, only for the duration of its block.
 
-        A phase other than "train" begins once the snapshot under way is copied: until the next step
-        the script may then change weights, also through .data.
+        Before another phase than "train" begins, this call waits until the snapshot in progress is
+        copied. The script may then change weights until the next step, also through .data.
         """
         before = self._set_phase(name)
-        # A call at the top of each turn that says "train" once more must not end lazy copies.
+        # phase("train") at the top of each turn must not wait for the lazy copy in progress.
         if self._protection is not None and not name == before == "train":
             self._protection.settle()
         return SessionPhase(self, before)
 
     def report(self, *, loss: "float | torch.Tensor") -> None:
-        """Show the loss in `ftrun status`. Never waits for a device.
+        """Show the loss in `ftrun status`; does not wait for a device.
 
         Raises:
-            UsageError: it is no single number.
+            UsageError: the tensor has more than one element.
         """
         if isinstance(loss, torch.Tensor) and loss.numel() != 1:
             raise UsageError(
@@ -256,7 +253,7 @@ class Session(Loops):
         step = self._step + 1
         if isinstance(loss, torch.Tensor) and not loss.is_cpu:
             self._losses.append((step, HostCopy(loss)))
-            # Other devices than CUDA do not say whether a copy has arrived: one step is enough.
+            # Only CUDA reports whether a copy has arrived. On other devices one step is enough.
             while len(self._losses) > 1 and self._losses[0][1].has_arrived:
                 step, copy = self._losses.popleft()
                 self._take_loss(self._context, step, copy.tensor)
@@ -269,7 +266,7 @@ class Session(Loops):
             context.unprotected.guarded(self._protection.digests.take_loss)(step, value)
 
     def close(self) -> None:
-        """Detach: no more snapshots, and `attach` may be called again."""
+        """Stop taking snapshots; `attach` may then be called again."""
         self.is_closed = True
         self._end_hook()
         if self._protection is not None:
@@ -290,7 +287,7 @@ class Session(Loops):
         attached: AttachedState,
         warmup: Callable[[], object] | None,
     ) -> None:
-        # Not at the top: memory mapping and sockets of that kind are Linux's.
+        # Imported here, because these modules need memory mappings and sockets of Linux.
         from ftrun.worker.capture import explicit_save as saver
         from ftrun.worker.snapshot_session import SnapshotSession
 
@@ -303,7 +300,7 @@ class Session(Loops):
         try:
             self._restore(protection, context)
         except BaseException:
-            protection.close()  # its hooks would stay beside those of the next attach
+            protection.close()  # else its hooks would run in addition to those of the next attach
             raise
         if context.recording is not None:
             known = (self, *protection.known_optimizers())
@@ -316,11 +313,11 @@ class Session(Loops):
             own = saved["session"]
             self._step, self._epoch = own["step"], own["epoch"]
             self._left_before = own.get("left", "")
-            earlier = [0] if self._left_before == "steps()" else []  # of version 0.2.0
+            earlier = [0] if self._left_before == "steps()" else []  # format of version 0.2.0
             self._steps_left = set(own.get("steps_left", earlier))
             self._explain(own.get("explained_in", ""))
             self._waiting = {
-                # What is left of a pass that was left by break is not wanted.
+                # A pass that was left by break does not resume.
                 name: {**state, "own": None} if self._left_before == left_pass(name) else state
                 for name, state in saved["loaders"].items()
             }
@@ -331,7 +328,7 @@ class Session(Loops):
         protection.put_back_random_states()
 
     def _leave_out(self, count: int) -> None:
-        """The batches that led to bad numbers do not come again."""
+        """Skip the batches that led to NaN or infinite values."""
         for feed in self._feeds.values():
             feed.leave_out(count)
         if count and not (self._feeds or self._waiting):
@@ -342,10 +339,10 @@ class Session(Loops):
             )
 
     def _explain(self, before: str) -> None:
-        """Say once in a run what a restore does not bring back.
+        """Log once per run what a restore does not restore.
 
         Args:
-            before: id of the run in which it was said, as the restored version has it.
+            before: id of the run that last logged it, from the restored version.
         """
         self._explained_in = self.id
         if before == self.id or (self._context is not None and self._context.rank):
@@ -377,14 +374,13 @@ class Session(Loops):
         }
 
     def _set_phase(self, name: str) -> str:
-        """The phase before."""
+        """Set the phase; return the previous one."""
         if self._context is None:
             return "train"
         before, self._context.page.phase = self._context.page.phase, name
         return before or "train"
 
     def _begin(self) -> None:
-        """The first turn is about to begin; the iterator over the data exists."""
         if not self._has_begun:
             self._has_begun = True
             if self._protection is not None:
@@ -409,13 +405,12 @@ class Session(Loops):
             self._recording.passed(self._step)
 
     def _watch_loaders(self) -> None:
-        """Report loaders whose position no snapshot has, from the second boundary on."""
         if self._boundaries < 2 or self._context is None:
             return
         reasons = self._context.unprotected
         is_any_followed = any(feed.is_followed for feed in self._feeds.values())
         for name, feed in self._feeds.items():
-            # Beside one that is followed, another may be for a later phase, or for an evaluation.
+            # If one loader is tracked, another may be for a later phase or for an evaluation.
             if feed.is_followed or (is_any_followed and not feed.is_by_hand(self._boundaries)):
                 reasons.remove(name)
             elif name not in reasons:
@@ -468,7 +463,7 @@ class Session(Loops):
 
 
 class SessionPhase:
-    """What `Session.phase` gives; leaving its block goes back to the phase before."""
+    """Context manager of `Session.phase`; its exit sets the previous phase."""
 
     def __init__(self, session: Session, before: str) -> None:
         self._session = session

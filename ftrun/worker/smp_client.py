@@ -1,13 +1,14 @@
-"""The worker's line to its SMP.
+"""The worker's connection to its SMP.
 
-Runs in:  worker, training thread and copy thread; one lock, so one asker at a time.
-Takes in: the socket's path, from the context.
-Gives:    memory, and word of each seal; every call has a deadline.
-Survives: the SMP: a lost line is opened anew at the next call, for its successor listens at the
-          same path, and the last seal is told again.
+Runs in:  worker, training thread and copy thread; a lock allows one request at a time.
+Takes in: the socket path, from the context.
+Gives:    arenas and shard descriptors from the SMP; a notification to it for each seal. Every call
+          has a deadline.
+Survives: the SMP: the next call reconnects, because the SMP's successor listens at the same path,
+          and the last seal is reported again.
 
-Rule: an SMP that does not answer may cost protection, never the run: what is asked between two
-      steps waits for a moment, once in a while.
+Rule: an unresponsive SMP may cost protection, but never the run. Requests between two steps have a
+      short deadline, and withdrawals pause after a timeout.
 """
 
 import contextlib
@@ -42,20 +43,20 @@ from ftrun.worker.context import WorkerContext
 _CONNECT_S = 1.0
 _ANSWER_S = 60.0
 _SLOWEST_BYTES_S = 0.1 * (1 << 30)
-"""At which a node allocates arenas at least, of all its ranks together. Measured: 6 GiB/s alone
-(2026-11); less where a virtual machine must ask its host for each page."""
+"""Lowest rate assumed for a node that allocates arenas for all its ranks together. Measured:
+6 GiB/s alone (2026-11); less if a virtual machine must request each page from its host."""
 
 _RESERVE_S = 10.0
 _WITHDRAW_S = 2.0
 _REST_S = 10.0
-"""After an answer that has not come, nothing is withdrawn for so long; doubles with each."""
+"""Seconds without withdrawals after a withdrawal that timed out; doubles with each timeout."""
 
 _LONGEST_REST_S = 600.0
 _FETCH_S = 24 * 3600.0
 
 
 class WorkerSmpClient:
-    """Asks the SMP, and tells it."""
+    """Sends requests and notifications to the SMP of this node."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
@@ -65,21 +66,21 @@ class WorkerSmpClient:
         self._rest_s = _REST_S
         self._rests_until_s = 0.0
         self.reserved_bytes = 0
-        """Of one slot, in the last question whether two fit."""
+        """Image size in the last `reserve` request."""
 
     def reserve(
         self, image_bytes: int, *, frozen_bytes: int = 0, is_between_steps: bool = False
     ) -> None:
-        """Ask whether two slots of this size fit.
+        """Request that the SMP reserve memory for two slots.
 
         Args:
-            image_bytes: of one slot.
-            frozen_bytes: of these, for parameters that no optimizer updates.
-            is_between_steps: the training waits for the answer.
+            image_bytes: size of one slot's image.
+            frozen_bytes: part of `image_bytes` for parameters that no optimizer updates.
+            is_between_steps: the training waits for the answer, so the deadline is shorter.
 
         Raises:
-            MemoryTooSmall: they do not.
-            PeerError: the SMP cannot be asked.
+            MemoryTooSmall: two slots do not fit.
+            PeerError: the SMP does not answer.
         """
         self.reserved_bytes = image_bytes
         body = ReserveMemory(self._context.rank, image_bytes)
@@ -89,12 +90,13 @@ class WorkerSmpClient:
     def request_arena(
         self, *, image_bytes: int, num_pieces: int, layout_id: int, frozen_bytes: int = 0
     ) -> int:
-        """The descriptor of a new arena, the caller's to close.
+        """Return the descriptor of a new arena; the caller closes it.
 
-        Waits for as long as a slow node may take to allocate such arenas for all its ranks.
+        The deadline is `allocation_limit_s`, which allows for a slow node with all its ranks.
 
         Raises:
-            MemoryTooSmall, PeerError.
+            MemoryTooSmall: the arena does not fit.
+            PeerError: the SMP does not answer.
         """
         context = self._context
         received = self._ask(
@@ -107,17 +109,17 @@ class WorkerSmpClient:
         return received.fds[0]
 
     def tell_sealed(self, *, step: int, layout_id: int) -> None:
-        """Tell of a seal; where the SMP is gone, `tell_again` does it later."""
+        """Report a seal; if the SMP is unreachable, `tell_again` reports it later."""
         context = self._context
         self._untold = ShardSealed(context.rank, context.generation, step, layout_id)
         self.tell_again()
 
     def tell_again(self) -> None:
-        """Tell of the last seal if that has not worked yet. Never raises for a missing SMP."""
+        """Report the last seal if the SMP has not received it. Ignores an unreachable SMP."""
         if self._untold is None:
             return
         with self._lock, contextlib.suppress(PeerError):
-            for _ in range(2):  # the first may find a line whose other end is long dead
+            for _ in range(2):  # the first send may fail on a connection to an SMP that has ended
                 try:
                     self._connected().send(self._untold, deadline_s=_CONNECT_S)
                 except PeerError:
@@ -127,9 +129,9 @@ class WorkerSmpClient:
                     return
 
     def tell_skipped(self, step: int) -> None:
-        """Tell that this rank has none of a step. Never raises for a missing SMP.
+        """Report that this rank has no snapshot of a step. Ignores an unreachable SMP.
 
-        One that is started anew begins with no rank's skips: whoever waits gives up by itself.
+        A restarted SMP has no record of skips. Ranks that wait for the commit then time out.
         """
         context = self._context
         with self._lock, contextlib.suppress(PeerError):
@@ -140,10 +142,10 @@ class WorkerSmpClient:
                 self._drop()
 
     def withdraw(self, step: int) -> bool:
-        """Take back a seal that was not committed; whether the SMP agrees to forget it.
+        """Withdraw an uncommitted seal; return whether the SMP confirmed it.
 
-        The training waits for the answer. One that does not come leaves the seal as it was: its
-        slot stays taken, until the SMP is heard of by the command page.
+        The training waits for the answer. Without an answer the seal stays valid, and its slot
+        stays occupied until the command page shows the step as committed or abandoned.
         """
         context = self._context
         if clock.now_s() < self._rests_until_s:
@@ -161,14 +163,14 @@ class WorkerSmpClient:
         return isinstance(received.body, Done)
 
     def await_restored(self, wanted: Version) -> int:
-        """A descriptor of the arena with the version to restore, once it has come from elsewhere.
+        """Wait until the version to restore has arrived; return a descriptor of its arena.
 
-        However long that takes: the SMP answers where it cannot come, and where the SMP is gone
-        the connection is.
+        The deadline is 24 h, because the SMP answers if the version cannot be fetched, and the
+        connection closes if the SMP ends.
 
         Raises:
-            LayoutUnknown: it cannot be had.
-            PeerError: the SMP cannot be asked.
+            LayoutUnknown: the version cannot be fetched.
+            PeerError: the SMP does not answer.
         """
         body = AwaitRestored(self._context.rank, wanted.generation, wanted.step)
         received = self._ask(body, deadline_s=_FETCH_S)
@@ -179,15 +181,15 @@ class WorkerSmpClient:
         return received.fds[0]
 
     def open_images(self, wanted: Version, world_size: int) -> dict[Rank, int]:
-        """Descriptors of the shards of a version on this node, by rank, the caller's to close.
+        """Return descriptors of a version's shards on this node, by rank; the caller closes them.
 
         Args:
             wanted: the version.
-            world_size: of the ranks that took it.
+            world_size: world size of that version.
 
         Raises:
             LayoutUnknown: the SMP refuses.
-            PeerError: it cannot be asked.
+            PeerError: the SMP does not answer.
         """
         body = OpenShards(self._context.rank, wanted.generation, wanted.step, world_size)
         received = self._ask(body)
@@ -198,22 +200,22 @@ class WorkerSmpClient:
         return dict(zip(map(Rank, received.body.ranks), received.fds, strict=True))
 
     def fetch_heads(self, wanted: Version, ranks: Sequence[Rank]) -> tuple[int, ...]:
-        """Descriptors of the heads of shards that are elsewhere, in this order.
+        """Return descriptors of shard headers from other nodes, in the order of `ranks`.
 
         Raises:
-            LayoutUnknown: one of them is not to be had.
-            PeerError: the SMP cannot be asked.
+            LayoutUnknown: a header cannot be fetched.
+            PeerError: the SMP does not answer.
         """
         rank = self._context.rank
         body = FetchShardHeaders(rank, wanted.generation, wanted.step, list(ranks))
         return self._fetch(body, ShardHeadersFetched, len(ranks))
 
     def fetch_pieces(self, wanted: Version, pieces: Sequence[tuple[int, int, int]]) -> int:
-        """A descriptor of pieces of such shards, one after the other; raises as `fetch_heads`.
+        """Return a descriptor of concatenated pieces from other nodes; raises as `fetch_heads`.
 
         Args:
             wanted: the version.
-            pieces: (rank, first, how many).
+            pieces: (rank, index of the first piece, number of pieces).
         """
         rank = self._context.rank
         body = FetchPieces(rank, wanted.generation, wanted.step, list(pieces))
@@ -236,7 +238,7 @@ class WorkerSmpClient:
             try:
                 return self._connected().ask(body, deadline_s=deadline_s)
             except PeerTimeout:
-                self._drop()  # whoever listens there at the next question may be another
+                self._drop()  # at the next request another SMP may listen at this path
                 raise
             except PeerError:
                 self._drop()
@@ -267,7 +269,7 @@ class WorkerSmpClient:
 
 
 def allocation_limit_s(total_bytes: int) -> float:
-    """Longest wait for an arena of this size: other ranks of the node may come first."""
+    """Deadline for an arena of this size, if all other ranks of the node are served first."""
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return _ANSWER_S + num_ranks * total_bytes / _SLOWEST_BYTES_S
 

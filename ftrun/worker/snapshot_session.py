@@ -1,8 +1,9 @@
-"""What a session does where an agent has started it: restore, capture, obey.
+"""Restore and snapshots of a session in a process that an agent started.
 
 Runs in:  worker, training thread.
-Takes in: the context, what is attached, the loaders' positions.
-Gives:    a restored state at `attach`, a snapshot at boundaries, a halt where the agent asks.
+Takes in: the context, the attached state, the positions of the loaders.
+Gives:    a restored state at `attach`, snapshots at boundaries, a halt at the boundary that the
+          agent requests.
 Survives: see capture.py.
 """
 
@@ -74,13 +75,13 @@ class SnapshotSession:
     # --- attach ----------------------------------------------------------------------------
 
     def restore(self) -> dict[str, Any] | None:
-        """Put the version to restore into what is attached; the session's own values of it.
+        """Restore the attached state; return the session's own values, or None without a version.
 
         Raises:
-            SnapshotError: it cannot be restored.
+            SnapshotError: the version cannot be restored.
         """
         context = self._context
-        lease.install(context)  # behind a wrapper nothing else has done it
+        lease.install(context)  # if a wrapper started the worker, `heartbeat.install` has not run
         context.page.set(HeartbeatField.ATTACHED, 1)
         context.page.set(HeartbeatField.ATTACH_NS, clock.now_ns())
         if torch.distributed.is_initialized() and not self._wrappers():
@@ -95,14 +96,14 @@ class SnapshotSession:
         return own
 
     def _open_own(self, wanted: Version) -> RestorableVersion:
-        """This rank's shard; or those of all ranks, where they had another layout."""
+        """Open this rank's shard, or the shards of all ranks if they had another layout."""
         ahead = early_restore.take(wanted)
         if ahead is None:
             self._inherited = self._arena_with(wanted)
             saved = LocalState(self._inherited, wanted, self._context)
         else:
             self._inherited = ahead.arena
-            # Its thread may be in the middle of something: what is there by now counts.
+            # The early restore thread may still add to these sets, so copy what is complete now.
             right, copied = frozenset(ahead.right), dict(ahead.copied)
             saved = LocalState(self._inherited, wanted, self._context, right, copied)
         if self._is_of_this_layout(saved):
@@ -117,14 +118,14 @@ class SnapshotSession:
             return layout.is_that_of(saved.layout)
         if self._context.world_size == 1:
             return True
-        # As many ranks may place their tensors otherwise, or be other stages now. Where it is
-        # another model, whoever reads all shards can say what it was.
+        # With the same world size, ranks may still hold other tensor parts or be other pipeline
+        # stages. If the model is another one, the reader of all shards reports what it was.
         lasting = self._tree.lasting()
         held = set(lasting.names.values())
         return saved.is_cut_like([one for one in lasting.entries if one.name in held])
 
     def _open_other(self) -> RestorableVersion:
-        # Here, because both import distributed checkpoints.
+        # Imported here, because both modules import torch.distributed.checkpoint.
         layout = self._attached.layout
         if layout is not None and layout.has_rules:
             from ftrun.worker.reshard.ruled import open_ruled
@@ -135,7 +136,7 @@ class SnapshotSession:
         return open_resized(self._context, self._link, layout)
 
     def _arena_with(self, wanted: Version) -> Arena:
-        """The arena we were started with; or, on a node that is new to this rank, its SMP's."""
+        """Return the inherited arena, or the SMP's arena if this rank is new on its node."""
         if self._context.arena_fd is not None:
             arena = Arena(self._context.arena_fd, writable=True)
             if arena.find(wanted) is not None:
@@ -144,16 +145,16 @@ class SnapshotSession:
         return Arena(self._link.await_restored(wanted), writable=True)
 
     def begin(self, extra: Callable[[], dict[str, Any]]) -> None:
-        """Reserve the memory and get ready to take snapshots.
+        """Reserve memory and prepare to take snapshots.
 
         Raises:
-            MemoryTooSmall: two slots do not fit, and the profile requires them.
-            ValueNotStorable: something attached holds what a snapshot cannot store.
+            MemoryTooSmall: two slots do not fit, and the profile requires snapshots.
+            ValueNotStorable: an attached object holds a value that a snapshot cannot store.
         """
         context = self._context
         if not context.settings.enabled:
             return
-        state = self._checked.begin(extra())  # an error for what cannot be stored comes now
+        state = self._checked.begin(extra())  # raises ValueNotStorable
         if self._inherited is None:
             self._reserve(state)
         self._capture = Capture(context, self._tree, self._link)
@@ -162,7 +163,6 @@ class SnapshotSession:
             self._capture.warm(self._inherited)
 
     def known_optimizers(self) -> list[torch.optim.Optimizer]:
-        """All whose state is captured, those inside others included."""
         return list(self._inner.every())
 
     def put_back_random_states(self) -> None:
@@ -180,7 +180,7 @@ class SnapshotSession:
     def _put_in_place(self) -> None:
         assert self._saved is not None
         attached = self._attached
-        # A script may hold what it found in a dict at attach: the second time it stays there.
+        # The script may hold references to dict items from attach. A second load keeps those items.
         dicts = () if self._marks is None else (attached.state, *attached.dicts.values())
         items = [dict(one) for one in dicts]
         with self._inner.leaving_out(self._saved.part("groups")):
@@ -193,16 +193,16 @@ class SnapshotSession:
         ready_memory.over()
 
     def _let_go(self) -> None:
-        """What was restored is in the script's hands; its source is needed no more."""
+        """Release the restored version and the marks of overwritten values."""
         if self._saved is not None:
             self._saved.close()
         self._saved = self._marks = self._settings = None
 
     def _reserve(self, state: BoundaryState) -> None:
-        """Ask whether the state will fit; where it does not, each snapshot is tried all the same.
+        """Request memory for the state. If it does not fit, snapshots are still attempted.
 
         Raises:
-            MemoryTooSmall: it does not fit, and the profile requires snapshots.
+            MemoryTooSmall: the state does not fit, and the profile requires snapshots.
         """
         context = self._context
         try:
@@ -217,11 +217,11 @@ class SnapshotSession:
     # --- loop ------------------------------------------------------------------------------
 
     def first_turn(self) -> None:
-        """The loop begins: what the script has done since attach must not have cost the state."""
+        """Start the loop: restore again what the script has changed since `attach`."""
         if self._saved is not None:
             self._put_back_settings()
             if self._wrapped_since_load():
-                # DDP's constructor has sent rank 0's buffers to all.
+                # DDP's constructor has broadcast the buffers of rank 0.
                 self._finish_capture()
                 self._load()
             else:
@@ -255,11 +255,11 @@ class SnapshotSession:
             )
 
     def _check_overwritten(self) -> None:
-        """Before the first optimizer step, where the loop has not said that it begins.
+        """Report overwritten state before the first optimizer step if `begin` was not called.
 
-        Its forward has run, so nothing can be put back. A wrapper such as SAM, or a script that
-        normalizes a layer, changes weights before the step too, so most weights must differ, or
-        most of the optimizers' state.
+        The forward of this step has run, so the state cannot be restored again. A wrapper such as
+        SAM, or a script that normalizes a layer, also changes weights before the step. Therefore
+        the report requires that most weights, or most optimizer state, differ.
         """
         if self._marks is None or self._inner.has_wrappers or self._wrapped_since_load():
             return
@@ -277,7 +277,7 @@ class SnapshotSession:
         return self._context.restore.step
 
     def first_turn_is_over(self) -> None:
-        """A loop of the script's own has made its first step; what has run cannot be run again."""
+        """End the first step of a loop that did not call `begin`; that step cannot be repeated."""
         if self._saved is not None and self._wrapped_since_load():
             _log.warning(
                 "not bitwise: the model was wrapped in DDP after attach, which has sent rank 0's "
@@ -291,13 +291,13 @@ class SnapshotSession:
     def boundary(
         self, step: int, extra: Callable[[], dict[str, Any]], *, force: bool, allowed: bool
     ) -> None:
-        """One step is done.
+        """Process a step boundary.
 
         Args:
-            step: boundaries passed, this one included.
-            extra: the session's own values, asked for where a snapshot is taken.
-            force: take a snapshot whatever the interval says.
-            allowed: the script does not object to one here.
+            step: number of boundaries passed, including this one.
+            extra: returns the session's own values; called only if a snapshot is taken.
+            force: take a snapshot regardless of the interval.
+            allowed: the script permits a snapshot at this boundary.
 
         Raises:
             MemoryTooSmall: there is no memory for snapshots, and the profile requires them.
@@ -335,7 +335,7 @@ class SnapshotSession:
         return self._checked.collect({**extra, "orders": self._known_orders()})
 
     def keep(self, step: int, extra: Callable[[], dict[str, Any]]) -> None:
-        """Take a snapshot of the steps done, unless this step has one; no boundary is passed."""
+        """Take a snapshot without a boundary, unless `step` already has one."""
         capture = self._capture
         if capture is None or capture.newest_step == step or not self._is_good():
             return
@@ -344,11 +344,10 @@ class SnapshotSession:
 
     @property
     def newest_step(self) -> int | None:
-        """The step of the newest snapshot of this rank; -1: it has none; None: there are none."""
+        """Step of this rank's newest snapshot; -1: no snapshot yet; None: snapshots are off."""
         return None if self._capture is None else self._capture.newest_step
 
     def _report_waiting(self) -> None:
-        """Report gradients that no snapshot holds, and those that keep any from being taken."""
         accumulation, reasons = self._accumulation, self._context.unprotected
         if accumulation.crossing and "crossing gradients" not in reasons:
             crossing = accumulation.crossing
@@ -373,7 +372,7 @@ class SnapshotSession:
             )
 
     def _is_good(self) -> bool:
-        """Whether the state may replace an older one: not where a parameter is no number."""
+        """Whether a new snapshot may replace older ones: no parameter is NaN or infinite."""
         page = self._context.page
         since = page.get(HeartbeatField.BAD_NUMBERS_STEP)
         if since and "bad numbers" not in self._context.unprotected:
@@ -388,12 +387,12 @@ class SnapshotSession:
             self._capture.finish()
 
     def settle(self) -> None:
-        """The script begins another phase: wait for the copy under way."""
+        """Wait for the copy in progress, before the script begins another phase."""
         if self._capture is not None:
             self._capture.settle()
 
     def finish(self) -> None:
-        """The loop is over: let the last snapshot be sealed."""
+        """Wait until the last snapshot is sealed, at the end of the loop."""
         self._finish_capture()
 
     def close(self) -> None:
@@ -406,7 +405,7 @@ class SnapshotSession:
         self._link.close()
 
     def _halt(self, step: int) -> None:
-        """Stand still until the agent ends this process, or takes the stop back."""
+        """Wait until the agent ends this process or cancels the stop; 600 s at most."""
         commands = self._context.commands
         self._context.page.set(HeartbeatField.STOPPED_AT_BOUNDARY, 1)
         give_up_s = clock.now_s() + _STOP_WAIT_S

@@ -1,7 +1,7 @@
-"""What the brain of an agent has to say for status, as one value that does not change.
+"""The status that the control loop of an agent publishes, as one immutable value.
 
-Runs in:  agent, the thread of the brain.
-Takes in: the brain.
+Runs in:  agent, the thread of the control loop.
+Takes in: the control loop.
 Gives:    a `BrainStatus` for other threads.
 """
 
@@ -23,21 +23,22 @@ class BrainStatus:
 
     leads: bool
     lead_id: str
-    """The node that leads, as far as this node knows; empty: none."""
+    """The leader, if this node has found one; else empty."""
     lead_host: str
     state: SupervisorState
     lateness_s: Mapping[int, float]
-    """By rank."""
+    """Lateness in seconds, by rank."""
     suspicion: tuple[float, str] | None
-    """For how long no step was made, and what is known of it; None: no hang is suspected."""
+    """Seconds without a step, and the description of the suspected hang; None: no hang is
+    suspected."""
     document: bytes
-    """JSON: the fields of the status that the brain knows."""
+    """JSON: the fields of the status that the control loop owns."""
     cluster: bytes
     """JSON: the field `cluster` of the status; `null` in a run on one node."""
 
 
 def brain_status(brain: ControlLoop, *, is_alone: bool) -> BrainStatus:
-    """Build it; only the brain's own thread may."""
+    """Build the status; only in the control loop's own thread."""
     now_s = clock.now_s()
     leads, lead = brain.leads, brain.member.lead_card
     supervisor, incidents = brain.oversight.supervisor, brain.oversight.incidents

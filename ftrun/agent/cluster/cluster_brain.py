@@ -1,8 +1,8 @@
-"""The brain of a node among others: its decisions are made in the thread that speaks with them.
+"""The control loop of a node in a run on several nodes; it decides in the cluster thread.
 
 Runs in:  agent: `tell` and `close` in any thread, the rest in the cluster thread.
-Takes in: happenings.
-Gives:    orders for the hands; ranks stopped and let go at once.
+Takes in: events.
+Gives:    commands for the executor; ranks suspended and resumed at once.
 """
 
 from ftrun.agent.cluster.connections import ClusterConnections
@@ -13,7 +13,7 @@ from ftrun.recovery.commands import Command, ResumeRanks, SuspendRanks
 
 
 class ClusterControlLoop(ControlLoop):
-    """A brain in a thread of its own: the hands' events cross over to it."""
+    """A control loop in a thread of its own; `tell` hands the main thread's events over to it."""
 
     thread: ClusterConnections | None = None
     witness_thread: WitnessClient | None = None
@@ -23,11 +23,11 @@ class ClusterControlLoop(ControlLoop):
         self.thread.tell(event)
 
     def passing(self) -> None:
-        """It has a clock of its own.
+        """Raise the failure of a thread; the control loop here has its own clock.
 
         Raises:
-            RuntimeError: its thread, or that of the witness, has ended in a bug. The agent ends
-                with 70, and the stub starts another one.
+            RuntimeError: the cluster thread or the witness thread has ended because of a bug. The
+                agent ends with 70, and the stub starts another one.
         """
         if self.thread is not None and self.thread.failure is not None:
             raise RuntimeError("the cluster thread has ended") from self.thread.failure
@@ -41,7 +41,8 @@ class ClusterControlLoop(ControlLoop):
             self.witness_thread.close()
 
     def _sort(self, command: Command, network: list[NetworkCommand]) -> None:
-        # Ranks are stopped before anybody could have replaced them, whatever the hands do now.
+        # Ranks are suspended here, before another agent can have replaced them. The main thread may
+        # be busy at that time.
         if isinstance(command, SuspendRanks | ResumeRanks) and self.thread is not None:
             self.thread.hold_now(isinstance(command, SuspendRanks))
         super()._sort(command, network)

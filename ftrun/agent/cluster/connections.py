@@ -1,15 +1,16 @@
-"""The thread that speaks with the other nodes' agents, and decides.
+"""The cluster thread: it owns the connections to other agents, and the control loop decides in it.
 
-Runs in:  agent, a thread of its own. It never waits for anything a node does: torch, workers, the
-          SMP and the disk are the main thread's.
-Takes in: connections, frames, the hands' events, time.
-Gives:    frames, dials, orders for the hands; ranks stopped and let go at once.
-Survives: any peer, whatever it sends; the main thread's longest wait.
-Source:   a peer's standby deadlocked on one store client that heartbeats and a blocking read had
-          in common; here heartbeats share nothing with what can block.
+Runs in:  agent, a thread of its own. It never waits for the work of a node: torch, workers, the SMP
+          and the disk belong to the main thread.
+Takes in: connections, frames, events of the main thread, time.
+Gives:    frames, dials, commands for the executor; ranks suspended and resumed at once.
+Survives: any peer, whatever it sends; the longest wait of the main thread.
+Source:   a peer's standby deadlocked on one store client that heartbeats and a blocking read
+          shared. Here heartbeats share nothing with code that can block.
 
-Rule 1: there is one connection to each node: the newest, over whichever rail. What has come over an
-        older one is heard; then it is closed without a word. other_ways.py has the one exception.
+Rule 1: there is one connection to each node: the newest, over any rail. Frames that arrived over an
+        older connection are handled. Then it is closed without a message. other_ways.py has the one
+        exception.
 """
 
 import logging
@@ -54,24 +55,24 @@ _log = logging.getLogger(__name__)
 TICK_S = 0.05
 Connection = PeerConnection[ClusterEnvelope]
 HoldNow = Callable[[bool], None]
-"""Stop this node's ranks, or let them go on: at once, from any thread."""
+"""Suspend (True) or resume (False) this node's ranks: at once, from any thread."""
 
 Lease = Callable[[float | None], None]
-"""Until when this node's ranks may step; None: without a limit. From any thread."""
+"""Time until which this node's ranks may step; None: without a limit. From any thread."""
 
 Aside = Callable[[str, AnyClusterMessage], None]
-"""Takes a message that asks for no decision, and its sender; in this thread, without waiting."""
+"""Takes a message that needs no decision, and its sender; in this thread, without waiting."""
 
 _ASIDES = (
     JournalLines, ClusterStatusRequest, ClusterStatusReply, ForwardFault, ForwardFaultReply,
     ProbeLinkRequest,
 )  # fmt: skip
-"""What asks for no decision about the run."""
+"""Messages that need no decision about the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Out:
-    """Something to send."""
+    """A message to send."""
 
     node_id: str
     message: AnyClusterMessage
@@ -79,14 +80,14 @@ class _Out:
 
 @dataclass(frozen=True, slots=True)
 class _Spoil:
-    """A bit flips in the next frame to each other agent, see `ftrun inject-fault`."""
+    """Order to flip a bit in the next frame to each other agent, see `ftrun inject-fault`."""
 
 
 _Inbox = Happening | AuthenticatedConnection | _Out | _Spoil | None
 
 
 class ClusterConnections:
-    """One agent's connections to the others, with its brain among them."""
+    """The connections of one agent to the others, and the thread of its control loop."""
 
     def __init__(  # noqa: PLR0913 - whom its work concerns
         self,
@@ -123,7 +124,8 @@ class ClusterConnections:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
         self.failure: Exception | None = None
-        """What has ended this thread; the ranks are suspended, and the agent must end."""
+        """The exception that has ended this thread. The ranks are suspended, and the agent must
+        end."""
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="ftrun-cluster", daemon=True)
 
@@ -136,20 +138,17 @@ class ClusterConnections:
         self._put(event)
 
     def send(self, node_id: str, message: AnyClusterMessage) -> None:
-        """Something that asks for no decision, such as lines for the merged journal."""
+        """Send a message that needs no decision, such as lines for the merged journal."""
         self._put(_Out(node_id, message))
 
     def spoil_next(self) -> None:
-        """Have a bit flip in the next frame to each other agent."""
         self._put(_Spoil())
 
     def wake(self) -> None:
-        """Have the thread take its next turn now."""
-        with suppress(OSError):  # it wakes anyway, or is over
+        with suppress(OSError):  # the thread wakes anyway, or has ended
             self._wake_write.send(b"\0")
 
     def close(self) -> None:
-        """Say what is still to be said, and close all connections."""
         self._put(None)
         self._thread.join(5.0)
 
@@ -244,7 +243,6 @@ class ClusterConnections:
             self._handshakes.call(PendingDial(command, self.ways.of(command)))
 
     def _made(self, made: AuthenticatedConnection) -> None:
-        """A handshake has succeeded."""
         if made.call is not None:
             self._handshakes.ended(made.call.at)
         connection = PeerConnection(made.sock, made.session, ClusterEnvelope)
@@ -281,7 +279,6 @@ class ClusterConnections:
         connection.close()
 
     def _hear_out(self, node_id: str, old: Connection, new: Connection) -> None:
-        """Take in what has come over a connection that is not needed any more, and end it."""
         if old.peer.incarnation == new.peer.incarnation:
             with suppress(PeerError):
                 for envelope in old.receive_ready():
@@ -289,7 +286,7 @@ class ClusterConnections:
         self._drop(node_id)
 
     def _say_which_way(self, node_id: str, made: AuthenticatedConnection) -> None:
-        """Another rail than the one a node is known by is news for the operator."""
+        """Report to the operator that a node is reached over another rail than its card's."""
         call, way = made.call, made.way
         if call is None or way is None or way.host == call.dial.host:
             return
@@ -337,7 +334,7 @@ class ClusterConnections:
             self._close(connection)
 
     def _watch(self, connection: Connection) -> None:
-        """Look for room to write just while something waits for it."""
+        """Wait for writability only while bytes are waiting to be sent."""
         if self._connections.get(connection.peer.node_id) is not connection:
             return
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.wants_write else 0)
@@ -361,12 +358,12 @@ class ClusterConnections:
 
 
 def _are_two(old: Connection, new: Connection, hosts: set[str]) -> bool:
-    """Two agents under one name, and not one that was started again.
+    """Whether two machines use one node id, and it is not one node that was restarted.
 
     Args:
-        old: the connection there is.
-        new: another one.
-        hosts: all addresses of the machine that the node is known to be.
+        old: the present connection.
+        new: another connection.
+        hosts: all known addresses of the node's machine.
     """
     if old.peer.incarnation == new.peer.incarnation or old.address == new.address:
         return False

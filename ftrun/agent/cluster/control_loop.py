@@ -1,11 +1,11 @@
-"""Where an agent's decisions are made: its membership, and the lead's supervisor within it.
+"""The control loop of an agent: its membership, and within it the supervisor of the leader.
 
-Runs in:  agent. In a run on one node in the main thread; in one over several in the thread that
-          speaks with the other nodes, which never waits for anything a node does.
-Takes in: happenings, from the hands (the main thread) and from the network.
-Gives:    orders for the hands, in a queue; what goes to the network to whoever carries it there.
+Runs in:  agent. In a run on one node in the main thread; on several nodes in the cluster thread,
+          which never waits for the work of a node.
+Takes in: events, from the main thread and from the network.
+Gives:    commands for the executor, in a queue; commands for the network, to its caller.
 
-Rule 1: the member is touched by one thread only. The hands hand over events, and take orders.
+Rule 1: only one thread uses the member. The main thread hands over events, and takes commands.
 """
 
 from collections.abc import Callable
@@ -50,11 +50,11 @@ class ControlLoop:
         self.oversight = GenerationMonitor(policy, settings, me.node_id, pairs=PairCheck())
         """The newest one; it counts only while this agent leads."""
         self.check_again: Callable[[int], None] = _nobody
-        """Begins a check of this node, up to this number; never waits."""
+        """Starts a check of this node with at least this number; never waits."""
         self.ask_witness: Callable[[QueryWitness], None] = _no_witness
-        """Takes a question for the outside witness; never waits."""
+        """Takes a query for the outside witness; never waits."""
         self.try_road: Callable[[ProbePath], None] = _no_roads
-        """Tries a road from this node; never waits."""
+        """Probes a path from this node; never waits."""
         self._policy = policy
         self._me = me.node_id
         self.member = Member(
@@ -66,14 +66,13 @@ class ControlLoop:
             took_effect=took_effect,
         )
 
-    # --- the hands' side ----------------------------------------------------------------------
+    # --- for the executor -------------------------------------------------------------------------
 
     def tell(self, event: Happening) -> None:
-        """Something has happened on this node."""
         self.think(event)
 
     def passing(self) -> None:
-        """Let the brain see the time; needed only where it has no thread of its own."""
+        """Handle the time; needed only if the control loop has no thread of its own."""
         self.think(Passing())
 
     def next_order(self) -> NodeCommand | None:
@@ -84,7 +83,7 @@ class ControlLoop:
 
     @property
     def plan(self) -> GenerationPlan | None:
-        """The newest generation that has taken effect, as far as this node knows."""
+        """The newest chosen generation that was reported to this node."""
         return self.member.follower.plan
 
     @property
@@ -92,7 +91,7 @@ class ControlLoop:
         return self.member.lead is not None
 
     def card_of(self, node_id: str) -> NodeCard | None:
-        """The newest card of a node, as far as this agent has one. For the brain's own thread."""
+        """The newest known card of a node; in the control loop's own thread only."""
         member = self.member
         peer = member.lead.known.get(node_id) if member.lead is not None else None
         if peer is not None:
@@ -105,18 +104,17 @@ class ControlLoop:
 
     @property
     def is_hurried(self) -> bool:
-        """Something is due sooner than the next tick of a quiet run."""
         return self.oversight.supervisor.state is SupervisorState.LAST_SNAPSHOT
 
     def close(self) -> None:
-        """The run is over on this node."""
+        """Release the threads of the control loop; here it has none."""
 
     # --- deciding -----------------------------------------------------------------------------
 
     def think(self, event: Happening) -> list[NetworkCommand]:
-        """Decide; give the hands their orders. What is for the network is the caller's.
+        """Decide, queue the commands for the executor, and return those for the network.
 
-        For the brain's own thread.
+        In the control loop's own thread only.
         """
         network: list[NetworkCommand] = []
         for command in self.member.handle(event, now_s=clock.now_s()):
@@ -141,16 +139,16 @@ class ControlLoop:
 
 
 def _nobody(_: int) -> None:
-    """A run on one node asks for no checks."""
+    """A run on one node needs no further checks."""
 
 
 def _no_roads(_: ProbePath) -> None:
-    """A run on one node has none."""
+    """A run on one node has no paths."""
 
 
 def _no_witness(_: QueryWitness) -> None:
-    """Most runs have none."""
+    """Most runs have no witness."""
 
 
 Wake = Callable[[], None]
-"""Have the hands look at their orders now."""
+"""Wakes the main thread so that it executes its commands now."""

@@ -1,12 +1,12 @@
-"""Agents that call this one, and those that it calls: each until it has proven who it is.
+"""Connections that this agent accepts and dials, until each has proven its identity.
 
-Runs in:  agent: asked in the thread that speaks with the other nodes; a short-lived thread each.
-Takes in: sockets of strangers, ways to agents.
-Gives:    connections that a handshake has proven, calls that have failed; probes, answered here.
-Survives: any stranger, whatever it sends or leaves unsaid.
+Runs in:  agent: called in the cluster thread; a short-lived thread for each handshake.
+Takes in: sockets of unauthenticated peers; addresses of agents.
+Gives:    authenticated connections, failed dials; probes, answered here.
+Survives: any unauthenticated peer, whatever it sends or omits.
 
-Rule 1: a handshake waits for a stranger, so nobody else waits for it.
-Rule 2: whoever is being called is called no second time until that call has ended.
+Rule 1: a handshake waits for an unauthenticated peer, so no other work waits for a handshake.
+Rule 2: an address that is being dialled is not dialled again until that dial has ended.
 """
 
 import logging
@@ -33,22 +33,22 @@ _log = logging.getLogger(__name__)
 
 DIAL_S = 1.0
 MAX_HANDSHAKES = 64
-"""More strangers at once than this are not listened to."""
+"""Further connections are closed while this number of handshakes is in progress."""
 
 MAX_SAID = 100
-"""Different reasons for refusing strangers that are shown."""
+"""Maximum number of different refusal reasons that are logged."""
 
 Dialled = Callable[[str, str, int], None]
-"""Takes node id, host and port of an agent that was reached and has not heard of us yet; in the
-handshake's thread, where it may wait."""
+"""Takes node id, host and port of an agent that was reached and has received nothing from this one
+yet. It is called in the handshake's thread, where it may wait."""
 
 _PROBES: dict[str, Callable[[socket.socket], None]] = {"probe": serve_probe, "road": serve_road}
-"""By the purpose of who dials."""
+"""By the purpose of the dialling peer."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingDial:
-    """Whom to reach, and by which ways."""
+    """A node to dial, and the addresses to try."""
 
     dial: Connect
     ways: list[PeerAddress]
@@ -60,28 +60,28 @@ class PendingDial:
 
 @dataclass(frozen=True, slots=True)
 class AuthenticatedConnection:
-    """A connection that a handshake has proven."""
+    """A connection that a handshake has authenticated."""
 
     sock: socket.socket
     session: AuthSession
     call: PendingDial | None = None
-    """What it answers; None: the other side has dialled."""
+    """The dial that it answers; None: the other side has dialled."""
     way: PeerAddress | None = None
-    """By which it was made."""
+    """The address over which it was made."""
 
 
 Take = Callable[[AuthenticatedConnection | ConnectFailed], None]
-"""Takes what has come of a handshake; from any thread."""
+"""Takes the result of a handshake; from any thread."""
 
 
 class Handshakes:
-    """All that are under way at one agent.
+    """All handshakes in progress at one agent.
 
     Args:
         identity: of this agent.
         secret: of the run.
-        take: see there.
-        dialled: see there.
+        take: receives the result of each handshake, see `Take`.
+        dialled: receives the agents that were reached, see `Dialled`.
     """
 
     def __init__(
@@ -95,10 +95,9 @@ class Handshakes:
         self._said: set[str] = set()
         self._doors = Doors(MAX_HANDSHAKES)
 
-    # --- asked without waiting ----------------------------------------------------------------
+    # --- called without waiting -------------------------------------------------------------------
 
     def accept(self, listener: socket.socket) -> None:
-        """Somebody calls."""
         try:
             sock, _ = listener.accept()
         except OSError:
@@ -112,7 +111,6 @@ class Handshakes:
             door.leave()
 
     def call(self, call: PendingDial) -> None:
-        """Reach an agent."""
         if call.at in self._calling:
             return
         self._calling.add(call.at)
@@ -120,11 +118,14 @@ class Handshakes:
             self._calling.discard(call.at)
 
     def ended(self, at: tuple[str, int]) -> None:
-        """What has come of a call to there was taken."""
+        """The result of the dial to this address was handled."""
         self._calling.discard(at)
 
     def say_once(self, text: str) -> None:
-        """The operator watches this node, and the one that is refused may be another's."""
+        """Log a refusal once.
+
+        The operator watches this node, and the refused peer may belong to another operator.
+        """
         if text not in self._said and len(self._said) < MAX_SAID:
             self._said.add(text)
             _log.warning("%s", text)
@@ -173,7 +174,7 @@ class Handshakes:
             what = (command.host, command.port, command.node_id)
             self._take(ConnectFailed(*what, refused, str(error), final))
         except Exception:  # noqa: BLE001
-            # See Rule 2: a bug must not make that for good.
+            # See Rule 2: without a result the address would never be dialled again.
             _log.exception("the call to node %s ended in a bug of ftrun", command.node_id)
             why = "a bug in ftrun; the agent's log has it"
             self._take(
@@ -185,7 +186,7 @@ class Handshakes:
     def _greet(
         self, node_id: str, sock: socket.socket, way: PeerAddress
     ) -> tuple[socket.socket, AuthSession]:
-        """The handshake; at an address beside the one a node is known by it must be that node."""
+        """The handshake; at an address other than that of its card the peer must be that node."""
 
         def admit(peer: PeerIdentity) -> str:
             is_meant = way.is_sure or peer.node_id == node_id
@@ -195,7 +196,6 @@ class Handshakes:
 
 
 def _started(work: Callable[..., None], what: object) -> bool:
-    """Whether a thread could be had for it; the machine may have run out of them."""
     try:
         threading.Thread(target=work, args=(what,), daemon=True).start()
     except RuntimeError as error:

@@ -1,17 +1,19 @@
-"""The outside witness's register, in an etcd v3 cluster.
+"""The register of the outside witness, in an etcd v3 cluster.
 
 Runs in:  agent, in the main thread before the run begins, then in `WitnessClient` only.
-Takes in: one question at a time.
-Gives:    the answer that witness_rules.py finds, written where nothing has changed since.
-Survives: an endpoint that is gone: the next one is tried; etcd's restart: the lease is taken anew.
+Takes in: one query at a time.
+Gives:    the answer that ftrun.membership.witness computes, written only if nothing has changed
+          since.
+Survives: an endpoint that is unreachable: the next one is tried; a restart of etcd: a new lease is
+          taken.
 Source:   etcd's API guarantees (a transaction is atomic, a range without `serializable` is
-          linearizable); Jepsen's test of etcd 3.4.3: its keys hold, its locks do not. So the
-          lease is never proof of anything; what counts is the compare in the transaction.
+          linearizable); Jepsen's test of etcd 3.4.3: its keys hold, its locks do not. The lease is
+          therefore never proof of anything; only the compare in the transaction counts.
 
-    /ftrun/RUN_ID/register    the counter of generations, who took it last, the newest plan
-    /ftrun/RUN_ID/lead        who leads and where it is found; bound to its lease
+    /ftrun/RUN_ID/register    the counter of generations, its last proposer, the newest plan
+    /ftrun/RUN_ID/lead        the leader and its address; bound to its lease
 
-Every request has a deadline of its own, and a question as a whole has `ANSWER_S`.
+Every request has its own deadline, and a query as a whole has `ANSWER_S`.
 """
 
 import base64
@@ -31,17 +33,17 @@ from ftrun.recovery.commands import QueryWitness, WitnessOperation
 from ftrun.wire.cluster.generation import NodeCard
 
 ANSWER_S = 1.5
-"""A question is given up after this; shorter than a lead may go without an answer."""
+"""A query is given up after this; shorter than the time a leader may be without an answer."""
 
 TRY_S = 1.0
-"""One request. etcd answers within some milliseconds, or has no majority."""
+"""For one request. etcd answers within a few milliseconds, or has no majority."""
 
 CHECK_S = 10.0
 """How long an endpoint is tried before the run begins."""
 
 CHECK_EVERY_S = 0.5
 MIN_LEASE_S = 2
-"""etcd makes every shorter lease as long as this, with its default times."""
+"""etcd extends every shorter lease to this, with its default settings."""
 
 _TLS_WORDS = {
     "WRONG_VERSION_NUMBER": "it does not speak TLS",
@@ -53,18 +55,19 @@ _TLS_WORDS = {
     "BAD_CERTIFICATE": "it asks for a certificate of this node that its CA has signed",
     "UNKNOWN_CA": "it asks for a certificate of this node that its CA has signed",
 }
-"""What the libraries say where TLS fails, as a first sign in this order; none of it passes."""
+"""Texts of the libraries for TLS errors. The first match in this order counts; none of these errors
+is temporary."""
 
 _Answer = TypeVar("_Answer")
 _JSON = dict[str, Any]
 
 
 class LeaderLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Whose the lease is."""
+    """The holder of the lease."""
 
     card: NodeCard
     job: str
-    """What it runs, in words; two runs of one id must not meet."""
+    """What it runs, in words; two runs must not share one id."""
 
 
 class EtcdUnreachable(PeerError):
@@ -82,7 +85,7 @@ class _Seen(msgspec.Struct, frozen=True):
 
 
 class EtcdWitness:
-    """One node's way to the register."""
+    """The client of one node for the register."""
 
     def __init__(
         self,
@@ -99,11 +102,11 @@ class EtcdWitness:
             endpoints: host and port of each.
             run_id: names the keys.
             job: what the run runs, in words.
-            lease_s: the lead's.
+            lease_s: of the leader's lease.
             tls: None: plain HTTP.
 
         Raises:
-            UsageError: it is not installed.
+            UsageError: the library is not installed.
         """
         try:
             from etcd3gw.client import Etcd3Client
@@ -122,7 +125,7 @@ class EtcdWitness:
             for host, port in endpoints
         ]
         for client in self._clients:
-            client.session.trust_env = False  # no proxy lies between a node and its cluster
+            client.session.trust_env = False  # no proxy is between a node and its cluster
         self._at = 0
         self._folder = f"/ftrun/{run_id}/"
         self._lease_s = max(MIN_LEASE_S, math.ceil(lease_s))
@@ -135,11 +138,11 @@ class EtcdWitness:
     # --- before the run -----------------------------------------------------------------------
 
     def check(self, wait_s: float = CHECK_S) -> None:
-        """That it is there and can be used is to be known before training starts.
+        """Check before training starts that the etcd is reachable and usable.
 
         Raises:
-            EtcdAway: nobody answers; that may pass, and where a node comes back it is no mistake.
-            UsageError: what answers is no etcd v3, or another run has this id.
+            EtcdUnreachable: no endpoint answers. This may be temporary, so it is no usage error.
+            UsageError: the endpoint is no etcd v3, or another run has this id.
         """
         begun_s = clock.now_s()
         while True:
@@ -160,18 +163,17 @@ class EtcdWitness:
                 return
 
     def _version(self) -> tuple[bool, str]:
-        """Whether somebody answers over HTTP, and as which version of etcd."""
         client = self._clients[self._at]
         try:
             answer = client.session.get(f"{client.base_url}/version", timeout=TRY_S)
-        except OSError:  # requests' own errors are, too
+        except OSError:  # requests' own errors are OSErrors too
             return False, ""
         try:
             version = str(answer.json()["etcdserver"])
         except (ValueError, KeyError, TypeError):
             return True, ""
         numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-        # A new enough one may be without a leader just now, and is worth a wait.
+        # A version that is new enough may have no leader now, which may be temporary.
         return numbers < (3, 4), version
 
     def _not_usable(self, error: EtcdUnreachable, waited_s: float, version: str) -> str:
@@ -195,7 +197,6 @@ class EtcdWitness:
     # --- a question ---------------------------------------------------------------------------
 
     def ask(self, asked: QueryWitness, me: NodeCard) -> WitnessAnswered:
-        """Its answer; also where nobody gives one."""
         try:
             return self._on_any(lambda: self._answer(asked, me), ANSWER_S)
         except EtcdUnreachable as error:
@@ -204,7 +205,8 @@ class EtcdWitness:
 
     def _answer(self, asked: QueryWitness, me: NodeCard) -> WitnessAnswered:
         while True:
-            # Before the read: what it then shows to be this agent's is so for the lease's time.
+            # Before the read: a lease that the read shows as this agent's is then valid for its
+            # whole time.
             self._renew()
             seen = self._read()
             newcomer = asked.wish in (WitnessOperation.CLAIM, WitnessOperation.LOOK)
@@ -218,7 +220,7 @@ class EtcdWitness:
                 return WitnessAnswered(asked, True, True, ruling.register, ruling.lead)
 
     def _taken(self, seen: _Seen) -> str:
-        """Why this run id cannot be ours: somebody lives by it and runs something else."""
+        """Why this run id cannot be used: a live run with another job has it."""
         claim = seen.claim
         if claim is None or claim.job == self.job:
             return ""
@@ -231,7 +233,6 @@ class EtcdWitness:
     # --- the keys -----------------------------------------------------------------------------
 
     def _renew(self) -> None:
-        """Keep the lease; one that has ended is forgotten, as its key is."""
         if self._lease is not None and self._lease.refresh() <= 0:
             self._lease = None
 
@@ -252,7 +253,6 @@ class EtcdWitness:
         return found
 
     def _swap(self, seen: _Seen, ruling: WitnessDecision, me: NodeCard) -> bool:
-        """Write what was granted, where nothing has changed since it was read."""
         register, lead = f"{self._folder}register", f"{self._folder}lead"
         changes: list[_JSON] = []
         if ruling.register is None and seen.register is not None:
@@ -280,10 +280,10 @@ class EtcdWitness:
     # --- endpoints ----------------------------------------------------------------------------
 
     def _on_any(self, do: Callable[[], _Answer], for_s: float) -> _Answer:
-        """Do it at the endpoint that answered last, or at the next one that answers in time.
+        """Call `do` on the endpoint that answered last, or on the next one that answers in time.
 
         Raises:
-            EtcdAway: none does.
+            EtcdUnreachable: no endpoint answers.
         """
         end_s = clock.now_s() + for_s
         why = "no time was left to ask"
@@ -304,8 +304,7 @@ class EtcdWitness:
 
 
 def _in_words(error: Exception) -> str:
-    """The innermost reason, without the layers of the library."""
-    # The library's errors have their words beside them.
+    # The library's errors have their text in other attributes.
     parts = (str(error), getattr(error, "detail_text", ""), str(error.__context__ or ""))
     text = " ".join(str(part) for part in parts if part)
     for sign, words in _TLS_WORDS.items():
@@ -334,7 +333,7 @@ def _text(value: str | bytes) -> str:
 
 
 def _is_at(key: str, revision: int) -> _JSON:
-    """The key is as it was; revision 0: it does not exist."""
+    """Compare: the key is unchanged; revision 0: it does not exist."""
     return {"key": _text(key), "result": "EQUAL", "target": "MOD", "mod_revision": revision}
 
 

@@ -1,9 +1,9 @@
 """Looks for the record of a finished run while this node finds no other node.
 
-Runs in:  agent: `look` in the main thread; the record is read in a thread of its own, because a
-          file system may hang.
-Takes in: the record that the run has left beside its checkpoints.
-Gives:    `RunFinished` for the brain.
+Runs in:  agent: `look` in the main thread; a thread of its own reads the record, because a file
+          system may hang.
+Takes in: the record that the run has left with its checkpoints.
+Gives:    `RunFinished` for the control loop.
 Survives: a directory that cannot be read: the node continues to look for the others.
 """
 
@@ -23,7 +23,7 @@ _log = logging.getLogger("ftrun")
 
 
 class FinishedWatch:
-    """Of one agent. Checkpoints behind a URL are not looked at."""
+    """The watch of one agent. It does not poll checkpoints behind a URL."""
 
     def __init__(self, spec: RunSpec, brain: ControlLoop) -> None:
         self._spec = spec
@@ -36,7 +36,6 @@ class FinishedWatch:
         self.thread: threading.Thread | None = None
 
     def look(self, *, now_s: float) -> None:
-        """Once per turn of the loop."""
         if self._directory is None or not self._is_apart():
             self._due_s = None
             return
@@ -49,7 +48,7 @@ class FinishedWatch:
         self.thread.start()
 
     def _is_apart(self) -> bool:
-        """It has found no leader, or leads and may not decide."""
+        """Whether this node has found no leader, or leads a paused run."""
         lead = self._brain.member.lead
         if lead is not None:
             return lead.pause.is_on

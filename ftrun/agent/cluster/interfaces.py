@@ -1,13 +1,14 @@
-"""The interfaces of this machine, as its kernel tells: addresses, speed, driver, RDMA device.
+"""The network interfaces of this machine: addresses, speed, driver, RDMA device.
 
 Runs in:  agent.
-Takes in: getifaddrs(3); the ethtool questions that anyone may ask; /sys/class.
+Takes in: getifaddrs(3); the ethtool queries that need no privilege; /sys/class.
 Gives:    one `NetworkInterface` for each device that has an address.
-Survives: devices and drivers that do not answer: what they do not tell stays empty.
+Survives: devices and drivers that do not answer: what they do not report stays empty.
 Source:   getifaddrs(3), netdevice(7), linux/ethtool.h.
 
-The kernel is asked over a socket wherever it can be, not by /sys: a container may see the /sys of
-another network than its own. What only /sys knows is taken where its device has the same number.
+The kernel is queried over a socket if possible, not through /sys, because a container may see the
+/sys of another network namespace. A value that only /sys has is used only if its device has the
+same interface index.
 """
 
 import ctypes
@@ -32,16 +33,16 @@ _DUPLEX = {0: "half", 1: "full"}
 
 @dataclass(slots=True)
 class NetworkInterface:
-    """One network device. Empty or 0: it is not known."""
+    """One network device. Empty or 0: unknown."""
 
     name: str
     is_up: bool = False
-    """It is switched on, and there is a cable or what stands for one."""
+    """It is switched on and has a carrier (IFF_UP and IFF_RUNNING)."""
     is_loopback: bool = False
     addresses: list[tuple[str, int]] = field(default_factory=list)
-    """With the bits of the network's prefix; IPv6 addresses without their zone."""
+    """Each with the length of its network prefix in bits; IPv6 addresses without their zone."""
     driver: str = ""
-    """Such as mlx5_core, virtio_net, veth, bridge."""
+    """For example mlx5_core, virtio_net, veth, bridge."""
     speed_mbit: int = 0
     duplex: str = ""
     """`full` or `half`."""
@@ -49,18 +50,18 @@ class NetworkInterface:
     """The RDMA device behind it."""
 
     def bits(self, host: str) -> int | None:
-        """Of the prefix that this address has here; None: it is no address of this interface."""
+        """Length of the prefix of this address; None: the interface does not have the address."""
         return next((bits for address, bits in self.addresses if address == host), None)
 
 
 def interfaces(system: Path = Path("/sys")) -> list[NetworkInterface]:
-    """All that have an address, in the kernel's order.
+    """All interfaces that have an address, in the kernel's order.
 
     Args:
         system: /sys, or a tree like it.
 
     Raises:
-        OSError: the kernel does not tell.
+        OSError: the kernel does not list them.
     """
     found: dict[str, NetworkInterface] = {}
     for name, flags, host, bits in _addresses():
@@ -92,7 +93,7 @@ _IfAddrs._fields_ = [
 
 
 def _addresses() -> Iterator[tuple[str, int, str, int]]:
-    """Name, flags, address and prefix bits, one address after the other."""
+    """Name, flags, address and prefix bits of each address."""
     libc = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_IfAddrs)()
     if libc.getifaddrs(ctypes.byref(first)) != 0:
@@ -112,12 +113,11 @@ def _addresses() -> Iterator[tuple[str, int, str, int]]:
 
 
 def _device(label: bytes) -> str:
-    """Of the device, whose further addresses may have labels such as eth0:1."""
+    """The device name; further addresses may have labels such as eth0:1."""
     return label.decode(errors="replace").partition(":")[0]
 
 
 def _host(address: int | None) -> str | None:
-    """What a struct sockaddr holds, where it is an address of IP."""
     if not address:
         return None
     family = ctypes.c_ushort.from_address(address).value
@@ -148,7 +148,6 @@ def _speed(asker: socket.socket, name: str) -> tuple[int, str]:
 
 
 def _ethtool(asker: socket.socket, name: str, question: bytes) -> bytes:
-    """The same bytes, filled in; none where the device does not answer."""
     room = ctypes.create_string_buffer(question, len(question))
     request = struct.pack("16sP16x", name.encode()[:15], ctypes.addressof(room))
     with suppress(OSError):
@@ -158,7 +157,7 @@ def _ethtool(asker: socket.socket, name: str, question: bytes) -> bytes:
 
 
 def _hca(system: Path, name: str) -> str:
-    """Of the device itself, or of the first one below it where it is a bond or a VLAN."""
+    """The RDMA device of this device, or of the first one below it if it is a bond or a VLAN."""
     device = system / "class" / "net" / name
     with suppress(OSError, ValueError):
         if int((device / "ifindex").read_text()) != socket.if_nametoindex(name):

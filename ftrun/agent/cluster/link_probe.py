@@ -1,10 +1,12 @@
-"""Ask the network itself how quick one link is: a few round trips and 256 KiB each way.
+"""Measures the speed of one link: a few round trips and 256 KiB in each direction.
 
-Runs in:  agent; each side in a thread that lives for one probe.
-Takes in: another agent's address. The connection is one of its own, so that no heartbeat waits
-          behind it; it is proven as any other (`ftrun.wire.transport.handshake`, purpose "probe").
+Runs in:  agent; on each side in a thread that lives for one probe.
+Takes in: another agent's address. The probe has its own connection, so that no heartbeat waits
+          behind it. It is authenticated as any other (`ftrun.wire.transport.handshake`, purpose
+          "probe").
 Gives:    a `ProbeLinkResult`.
-Survives: whatever lies between: each side gives up after `PROBE_S`, and says how far it came.
+Survives: any fault of the network: each side gives up after `PROBE_S`, and the prober reports how
+          far it came.
 
     prober                              agent
     1 byte                        ->
@@ -32,16 +34,16 @@ from ftrun.wire.transport.tcp import dial, tune
 PINGS = 5
 BULK_BYTES = 256 << 10
 PROBE_S = 10.0
-"""For all of it: 256 KiB at half a megabit a second take 4 s."""
+"""For the whole probe: 256 KiB at half a megabit a second take 4 s."""
 DIAL_S = 3.0
 PAUSE_S = 1.0
-"""Between two probes of one agent."""
+"""Minimum time between two probes of one agent."""
 
 _BYTE = b"\0"
 
 
 class LinkProber:
-    """Carries out one probe at a time; the lead asks for them."""
+    """Runs one probe at a time; the leader requests them."""
 
     def __init__(self, identity: PeerIdentity, secret: Secret | None) -> None:
         self._identity = msgspec.structs.replace(identity, purpose="probe")
@@ -50,11 +52,14 @@ class LinkProber:
         self._last_s = float("-inf")
 
     def take(self, order: ProbeLinkRequest, answer: Callable[[ProbeLinkResult], None]) -> bool:
-        """Begin, from any thread, without waiting. False: another one is under way.
+        """Start a probe, from any thread, without waiting.
 
         Args:
-            order: whom to probe.
+            order: the agent to probe.
             answer: takes the result, in a thread of the probe's.
+
+        Returns:
+            False if another probe is in progress, or has started less than `PAUSE_S` ago.
         """
         if not self._busy.acquire(blocking=False):
             return False
@@ -82,13 +87,13 @@ class LinkProber:
 def probe(
     order: ProbeLinkRequest, own: PeerIdentity, secret: Secret | None, *, limit_s: float = PROBE_S
 ) -> ProbeLinkResult:
-    """Measure one link, from this node. What did not come to its end is 0, with `problem`.
+    """Measure one link, from this node. A value that was not measured is 0, with `problem`.
 
     Args:
-        order: whom.
-        own: who we are, with the purpose "probe".
+        order: the agent to probe.
+        own: the identity of this agent, with the purpose "probe".
         secret: the run's.
-        limit_s: for what is measured once the connection is there.
+        limit_s: for the measurement after the connection is open.
     """
     found = ProbeLinkResult(number=order.number, receiver=order.receiver)
     sock: socket.socket | None = None
@@ -105,7 +110,7 @@ def probe(
 
 
 def serve_probe(sock: socket.socket) -> None:
-    """The other side; the socket stays the caller's to close.
+    """Serve the other side of a probe; the caller closes the socket.
 
     Raises:
         OSError: the prober is gone, or too slow.
@@ -144,7 +149,6 @@ def _measure(sock: socket.socket, found: ProbeLinkResult, limit_s: float) -> Pro
 
 
 def _exchange(sock: socket.socket, out_bytes: int, in_bytes: int, give_up_s: float) -> float:
-    """How long it takes to give so much and to get so much, in seconds."""
     begun_s = clock.now_s()
     _give(sock, out_bytes, give_up_s)
     _take(sock, in_bytes, give_up_s)

@@ -1,8 +1,8 @@
-"""This node among others: its address, its name, its secret, its brain.
+"""This node in its run: its address, its name, its secret, its control loop.
 
 Runs in:  agent, main thread, before the run begins.
-Takes in: the run's spec, what the last agent of this node kept.
-Gives:    a `NodeCard`; a `ControlLoop`, with a thread of its own where there are other nodes.
+Takes in: the run's spec, the state that the last agent of this node persisted.
+Gives:    a `NodeCard`; a `ControlLoop`, with a thread of its own if there are other nodes.
 """
 
 import logging
@@ -47,30 +47,30 @@ if TYPE_CHECKING:
     from ftrun.agent.loop import RunLoop
 
 NAME_CHECK_S = 0.5
-"""Between two looks for the endpoint's address."""
+"""Seconds between two name look-ups of the endpoint."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass
 class LocalNode:
-    """One node of a run; of a run on one node, the only one."""
+    """One node of a run; in a run on one node, the only one."""
 
     spec: RunSpec
     card: NodeCard
     secret: Secret | None = None
     listeners: list[socket.socket] = field(default_factory=list)
     register: EtcdWitness | None = None
-    """Of the outside witness, where there is one."""
+    """Of the outside witness, if there is one."""
 
     @classmethod
     def of(cls, spec: RunSpec, num_ranks: int, kept: PersistedAgentState) -> "LocalNode":
         """Find this node's address and open its port.
 
         Raises:
-            UsageError: the address is not this machine's, there is no secret where one must be, or
-                the outside witness cannot be used.
-            PeerError: the endpoint has no address, for as long as a start may take.
+            UsageError: the address is not this machine's, a required secret is missing, or the
+                outside witness cannot be used.
+            PeerError: the endpoint has no address for as long as a start may take.
         """
         incarnation = secrets.randbits(62)
         nodes = spec.nodes
@@ -124,13 +124,11 @@ class LocalNode:
         return brain
 
     def introduce(self, smp: AgentSmpClient) -> None:
-        """Have the SMP listen for those of the other nodes."""
         if not self.is_alone:
             others = [rail.host for rail in self.card.rails if rail.host != self.card.host]
             smp.listen_for_peers(self.card.host, self.secret, others)
 
     def start(self, run: "RunLoop", preflight: NodeCheck) -> None:
-        """Begin to speak with the other nodes."""
         if not isinstance(run.brain, ClusterControlLoop) or run.desk is None:
             return
         identity = PeerIdentity(
@@ -169,7 +167,7 @@ class LocalNode:
             RailHeartbeat(self.spec.run_id, self.card, self.secret, run.brain).start()
 
     def forget_secret(self, *, is_over: bool) -> None:
-        """Remove the secret that ftrun has made for this run, once it is over for all nodes."""
+        """Remove the secret that ftrun has created for this run, once the run is over for all."""
         nodes = self.spec.nodes
         if is_over and nodes is not None and nodes.secret_is_ours and nodes.secret_file:
             with suppress(OSError):
@@ -201,19 +199,19 @@ class LocalNode:
 
 
 def _known_host(nodes: NodesSpec, kept: PersistedAgentState) -> str | None:
-    """The address that the last agent of this node had; the endpoint may be gone by now."""
     card = kept.plan.card(nodes.node_id) if kept.plan is not None else None
     return card.host if card is not None and is_local_address(card.host) else None
 
 
 def _register(spec: RunSpec, nodes: NodesSpec, kept: PersistedAgentState) -> EtcdWitness | None:
-    """The outside witness, looked at once; not by an agent that was started again."""
+    """The outside witness, checked once; an agent that was restarted does not check it."""
     if not nodes.etcd:
         return None
     endpoints = [(host, int(port)) for host, _, port in (at.rpartition(":") for at in nodes.etcd)]
     wishes = ClusterSize(nodes.min_nodes, nodes.max_nodes, nodes.spares)
     job = f"{spec.script} with --nnodes/--spares {wishes}"
-    # A job that is queued again may be on other nodes, and those of its last life do not come.
+    # A job that is queued again may run on other nodes, and the nodes of its last life do not
+    # return.
     name = f"{spec.run_id}.{nodes.etcd_life}" if nodes.etcd_life else spec.run_id
     times = spec.profile.nodes
     found = EtcdWitness(endpoints, name, job=job, lease_s=times.deadline_s, tls=nodes.etcd_tls)
@@ -223,7 +221,7 @@ def _register(spec: RunSpec, nodes: NodesSpec, kept: PersistedAgentState) -> Etc
 
 
 def _find_host(nodes: NodesSpec, wait_s: float) -> str:
-    """The address by which the others reach this node, once it can be told.
+    """The address by which other nodes reach this node, once it can be determined.
 
     In Kubernetes a pod may start before its own name, or another pod's, has an address.
     """
@@ -251,16 +249,10 @@ def _find_host(nodes: NodesSpec, wait_s: float) -> str:
 
 
 def _endpoints(nodes: NodesSpec) -> list[tuple[str, int]]:
-    """All of them, the first one first."""
     return [(nodes.endpoint_host, nodes.endpoint_port), *nodes.more_endpoints]
 
 
 def _bind_address(nodes: NodesSpec) -> str:
-    """By the endpoint that is this node; else by the first one that has an address.
-
-    Raises:
-        PeerLost: none of them has one, or there is no route.
-    """
     endpoints = _endpoints(nodes)
     mine = [one for one in endpoints if is_local_address(one[0])][:1]
     lost: PeerLost | None = None
@@ -274,7 +266,7 @@ def _bind_address(nodes: NodesSpec) -> str:
 
 
 def _endpoint(nodes: NodesSpec, host: str) -> tuple[int, socket.socket | None]:
-    """The endpoint that is this node's address and is not taken yet: its number, and a listener."""
+    """The endpoint that is this node's address and has a free port: its number, and a listener."""
     for number, (endpoint_host, port) in enumerate(_endpoints(nodes)):
         if is_local_address(endpoint_host):
             with suppress(AddressTaken):
@@ -283,7 +275,7 @@ def _endpoint(nodes: NodesSpec, host: str) -> tuple[int, socket.socket | None]:
 
 
 def _own_port(host: str, node_id: str, kept: PersistedAgentState) -> socket.socket:
-    """A port of this node; the one its last agent had, so that the others find it there."""
+    """A listener on the port of the last agent of this node, so that peers find it; else any."""
     card = kept.plan.card(node_id) if kept.plan is not None else None
     if card is not None and card.host == host:
         try:

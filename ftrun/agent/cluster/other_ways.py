@@ -1,18 +1,19 @@
-"""The other rails to a node: where else to dial it, and when a connection is to be made anew.
+"""Failover to the other rails of a node: where else to dial it, and when to reconnect.
 
-Runs in:  agent, the thread that speaks with the other nodes.
-Takes in: the newest cards of nodes; which connections were made, when each was last heard.
-Gives:    ways to dial; connections that are cut off although their machine may be reached.
+Runs in:  agent, the cluster thread.
+Takes in: the newest cards of nodes; which connections were made, when each last received a frame.
+Gives:    addresses to dial; connections that are cut although their machine may be reachable.
 Survives: a rail that is cut anywhere, in one direction or in both.
 
-Rule 1: what is silent for two heartbeats, while what was sent to it is not even acknowledged by its
-        kernel, is dialled anew over all its rails, from whichever side sees it first. A process
-        that stands still is not: its kernel acknowledges, and no other rail would help.
-Rule 2: nothing is decided here. A node whose rails are all cut is as silent as one with one rail,
-        and the old connection stays until another one has been proven.
-Rule 3: of two connections that both sides have made at the same time the one stays that the node
-        with the lesser name has dialled: both sides must choose alike, or each ends the other's.
-Rule 4: a node with one rail is left alone, with whatever its kernel makes of it.
+Rule 1: a connection is dialled again over all rails if it has received nothing for two heartbeats,
+        while the peer's kernel has not even acknowledged what was sent. The side that detects it
+        first dials. A paused process is not dialled again: its kernel acknowledges, and no other
+        rail would help.
+Rule 2: nothing is decided here. A node whose rails are all cut is as unresponsive as one with one
+        rail. The old connection stays until another one is authenticated.
+Rule 3: if both sides have dialled at the same time, the connection stays that the node with the
+        smaller name has dialled. Both sides must choose the same one, or each closes the other's.
+Rule 4: a node with one rail is never dialled again here; its kernel handles the connection.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,10 +28,10 @@ from ftrun.wire.transport.peer_connection import PeerConnection
 from ftrun.wire.transport.tcp import unacknowledged_bytes
 
 SILENT_BEATS = 2.0
-"""So many heartbeats without a word."""
+"""Heartbeats without a frame."""
 
 STUCK_BEATS = 0.8
-"""For so many of them nothing was acknowledged."""
+"""Number of heartbeats during which nothing was acknowledged."""
 
 LOOK_S = 0.1
 YOUNG_S = 0.5
@@ -39,12 +40,12 @@ YOUNG_S = 0.5
 MAX_MET = 10_000
 
 CardOf = Callable[[str], NodeCard | None]
-"""The newest card of a node, as far as this agent has one."""
+"""Returns the newest card of a node; None if this agent has none."""
 
 
 @dataclass
 class _Line:
-    """What is known of one connection."""
+    """The state of one connection."""
 
     incarnation: int
     dialler: str
@@ -52,20 +53,20 @@ class _Line:
     made_s: float
     heard_s: float
     stuck_s: float | None = None
-    """Since when the kernel holds what nobody has acknowledged; None: it does not, or is not
-    asked yet."""
+    """Since when the kernel holds unacknowledged bytes; None: it holds none, or was not asked
+    yet."""
     tried_s: float = 0.0
-    """When it was last dialled anew."""
+    """When it was last dialled again."""
 
 
 class ConnectionFailover:
-    """Of one agent to all others."""
+    """The failover of one agent's connections to all others."""
 
     def __init__(self, me: NodeCard, settings: MembershipSettings, card_of: CardOf) -> None:
         self._me = me
         self._card_of = card_of
         beat_s = settings.heartbeat_s
-        # Ranks are held at `cut_off_s`; by then the other rail has to have answered.
+        # Ranks are suspended at `cut_off_s`; by then the other rail must have answered.
         self._silent_s = min(SILENT_BEATS * beat_s, settings.cut_off_s / 2)
         self._stuck_s = min(STUCK_BEATS * beat_s, 0.4 * settings.cut_off_s)
         self._lines: dict[str, _Line] = {}
@@ -75,11 +76,11 @@ class ConnectionFailover:
     # --- where to dial ------------------------------------------------------------------------
 
     def of(self, command: Connect) -> list[PeerAddress]:
-        """The address that was named, and then the node's others."""
         first = PeerAddress(command.host, command.port, is_sure=True)
         card = self._card_of(command.node_id) if command.node_id else None
         if card is None or (card.host, card.port) != (command.host, command.port):
-            return [first]  # of another life of that node, or nobody knows
+            # The address is of another incarnation of that node, or of an unknown node.
+            return [first]
         who = (card.node_id, card.incarnation)
         others = [
             PeerAddress(
@@ -94,25 +95,24 @@ class ConnectionFailover:
         return [first, *others]
 
     def met(self, who: Identity, host: str, port: int) -> None:
-        """This agent itself has answered there; for any thread."""
+        """This agent itself has answered at this address; for any thread."""
         self._met[who, host, port] = None
         while len(self._met) > MAX_MET:
             self._met.pop(next(iter(self._met)))
 
     def hosts_of(self, node_id: str) -> set[str]:
-        """The addresses of a node's machine."""
         card = self._card_of(node_id)
         return {card.host, *(rail.host for rail in card.rails)} if card is not None else set()
 
     # --- connections --------------------------------------------------------------------------
 
     def keeps(self, node_id: str, incarnation: int, *, is_ours: bool, now_s: float) -> bool:
-        """Whether the connection that there is to a node stays, and a new one does not.
+        """Whether the present connection to a node stays, and the new one is closed.
 
         Args:
             node_id: the node.
-            incarnation: that the new one is with.
-            is_ours: this side has dialled the new one.
+            incarnation: of the peer of the new connection.
+            is_ours: this side has dialled the new connection.
             now_s: the time.
         """
         line = self._lines.get(node_id)
@@ -121,7 +121,6 @@ class ConnectionFailover:
         return line.dialler < (self._me.node_id if is_ours else node_id)
 
     def made(self, node_id: str, incarnation: int, *, is_ours: bool, now_s: float) -> None:
-        """There is this connection now, instead of any other."""
         dialler = self._me.node_id if is_ours else node_id
         self._lines[node_id] = _Line(incarnation, dialler, now_s, now_s)
 
@@ -132,16 +131,16 @@ class ConnectionFailover:
     def gone(self, node_id: str) -> None:
         self._lines.pop(node_id, None)
 
-    # --- silence ------------------------------------------------------------------------------
+    # --- unresponsive connections -----------------------------------------------------------------
 
     def silent(
         self, connections: Mapping[str, PeerConnection[ClusterEnvelope]], *, now_s: float
     ) -> list[tuple[Connect, list[PeerAddress]]]:
-        """Whom to dial anew, and by which ways: that of now last.
+        """Which nodes to dial again, and at which addresses; the present address is last.
 
         Args:
             connections: by node id.
-            now_s: the time; asked as often as one likes.
+            now_s: the time; may be called at any rate.
         """
         if now_s < self._look_s:
             return []
@@ -165,7 +164,7 @@ class ConnectionFailover:
     def _is_cut(
         self, line: _Line, connection: PeerConnection[ClusterEnvelope], now_s: float
     ) -> bool:
-        # The kernel is asked early enough for its answer to be old enough in time.
+        # The kernel is asked early enough that its answer is old enough in time.
         if now_s - line.heard_s < self._silent_s - self._stuck_s:
             return False
         if not unacknowledged_bytes(connection.fileno()):

@@ -1,18 +1,18 @@
-"""The rails of this node: the interfaces by which other nodes can reach it, and a port on each.
+"""The rails of this node: the interfaces over which other nodes can reach it, and a port on each.
 
 Runs in:  agent, main thread, before the run begins.
-Takes in: the interfaces, the address this node is known by, the names the user has given.
-Gives:    `Rail`s for this node's card, the one it is known by first; a listening socket for each.
-Survives: an interface that cannot be listened at: it is no rail.
+Takes in: the interfaces, the address of this node's card, the names that the user has given.
+Gives:    `Rail`s for this node's card, that of its address first; a listening socket for each.
+Survives: an interface that cannot be listened on: it is no rail.
 
-Rule 1: the first rail is the one that the card's address lies on, whatever it is called.
-Rule 2: named interfaces are rails whatever they are; beside names nothing else is.
-Rule 3: without names, what leads to no other node is left out: loopback, what is down, bridges
-        and tunnels of containers and virtual machines, addresses that hold for one cable; and,
-        where the card's address is a private one, addresses that the whole internet reaches.
-Rule 4: a run without a secret, or one bound to an address by the user, listens at that one
-        address; at others only where the user has named them or, without a secret, has wished for
-        a plan that uses them.
+Rule 1: the first rail is the interface that has the card's address, whatever its name is.
+Rule 2: named interfaces are rails whatever they are; if there are names, no other interface is.
+Rule 3: without names, interfaces that lead to no other node are left out: loopback, interfaces that
+        are down, bridges and tunnels of containers and virtual machines, link-local addresses. If
+        the card's address is private, globally reachable addresses are left out too.
+Rule 4: a run without a secret, or one that the user has bound to an address, listens on that
+        address only. It listens on others only if the user has named them or, without a secret, has
+        requested a network plan that uses them.
 """
 
 import ipaddress
@@ -32,7 +32,8 @@ from ftrun.wire.transport.tcp import listen_tcp
 _log = logging.getLogger(__name__)
 
 MAX_RAILS = 8
-"""More are not listened at: a plan with the cards of 1,024 nodes has to fit one frame."""
+"""No further rails are listened on, because a plan with the cards of 1,024 nodes must fit in one
+frame."""
 
 _INNER_DRIVERS = frozenset(
     {"bridge", "dummy", "geneve", "ifb", "openvswitch", "tun", "vxlan", "wireguard"}
@@ -49,13 +50,13 @@ def own_rails(
     """The rails of this node, without ports.
 
     Args:
-        host: the address that it is known by.
-        named: interfaces that the user has named; empty: whatever leads to other nodes.
-        only_first: none but the one of that address, and those that are named.
-        is_again: this node has taken part before, and a rail that is gone by now must not end it.
+        host: the address of this node's card.
+        named: interfaces that the user has named; empty: all that lead to other nodes.
+        only_first: only the interface of that address, and those that are named.
+        is_again: this node has taken part before, so a missing rail must not end it.
 
     Raises:
-        UsageError: an interface that is named is not there, is down or has no address; unless
+        UsageError: an interface that is named is missing, is down or has no address; unless
             `is_again`.
     """
     try:
@@ -74,7 +75,6 @@ def rails_among(
     only_first: bool,
     is_again: bool = False,
 ) -> list[Rail]:
-    """As `own_rails`, of these interfaces."""
     first = next((one for one in found if one.bits(host) is not None), None)
     if first is None:
         return []
@@ -92,15 +92,15 @@ def rails_among(
 def listen_on(
     rails: Sequence[Rail], first: socket.socket, before: NodeCard | None
 ) -> tuple[list[Rail], list[socket.socket]]:
-    """Have a socket listen on each rail.
+    """Open a listening socket on each rail.
 
     Args:
         rails: of this node.
-        first: the socket that listens on the first one already.
-        before: the card of the last agent of this node, whose ports the others know.
+        first: the socket that listens on the first rail already.
+        before: the card of the last agent of this node; the other nodes have its ports.
 
     Returns:
-        The rails with their ports, and all sockets. A rail that cannot be had is left out.
+        The rails with their ports, and all sockets. A rail without a socket is left out.
     """
     found, sockets = [], [first]
     number = first.getsockname()[1]
@@ -151,7 +151,7 @@ def _is_inner(one: NetworkInterface) -> bool:
 
 
 def _address(one: NetworkInterface, like: str, *, is_named: bool) -> str | None:
-    """The address of an interface that others reach, of the kind of the card's."""
+    """The first usable address of an interface, of the same IP version as the card's."""
     card = ipaddress.ip_address(like)
     for host in (ipaddress.ip_address(text) for text, _ in one.addresses):
         is_too_open = host.is_global and not card.is_global and not is_named

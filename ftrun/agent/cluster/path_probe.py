@@ -1,10 +1,10 @@
-"""Try one road: over one rail, from this node to another, and in this direction only.
+"""Probes one path: over one rail, from this node to another, in this direction only.
 
-Runs in:  agent; each side in a thread that lives for one probe.
-Takes in: an interface of this node, the other one's address on that rail. The connection is one of
-          its own, bound to the interface, and proven as any other (purpose "road").
+Runs in:  agent; on each side in a thread that lives for one probe.
+Takes in: an interface of this node, the other node's address on that rail. The probe has its own
+          connection, bound to the interface and authenticated as any other (purpose "road").
 Gives:    a `PathMeasurement`.
-Survives: whatever lies between: the dialler gives up after `DIAL_S` and `TRY_S`, and the other
+Survives: any fault of the network: the dialler gives up after `DIAL_S` and `TRY_S`, and the other
           side after `SERVE_S`.
 
     dialler                             other side
@@ -14,10 +14,10 @@ Survives: whatever lies between: the dialler gives up after `DIAL_S` and `TRY_S`
                                   <-    bytes and seconds
     closes at once
 
-Rule 1: the receiver measures, and only the second half of what comes: the first is what buffers
-        and shapers on the way let through at once, and what TCP takes to find its speed.
-Rule 2: it costs little: `BULK_S` or `BULK_BYTES`, whichever comes first; longer only where next to
-        nothing comes.
+Rule 1: the receiver measures only the second half of what arrives. The first half contains what
+        buffers and shapers on the path pass at once, and the slow start of TCP.
+Rule 2: a probe is cheap: it ends after `BULK_S` or `BULK_BYTES`, whichever comes first. It takes
+        longer only if almost nothing arrives.
 """
 
 import select
@@ -47,29 +47,29 @@ LONGEST_BULK_S = 0.15
 DIAL_S = 0.4
 SHORT_DIAL_S = 0.3
 TRY_S, SHORT_TRY_S = 0.5, 0.3
-"""For all that follows the connection. A lead waits longer than for both (`surveying.py`)."""
+"""For everything after the connection. A leader waits longer than the sum of both (`survey.py`)."""
 SERVE_S = 2.0
 MOST_BYTES_PER_S = 2.5e9
-"""What is quicker than that is told as that: beyond it a probe measures its own processor."""
+"""Faster paths are reported as this, because beyond it a probe measures its own processor."""
 MAX_AT_ONCE = 8
-"""More are not carried out by one node; a lead asks for one at a time."""
+"""A node refuses further probes; a leader requests one at a time."""
 
 _PING, _BULK = b"p", b"b"
 _RESULT = struct.Struct("!dd")
 _CHUNK = bytes(1 << 17)
 _BUFFER_BYTES = 1 << 19
-"""On each side: what waits there is not on the road."""
+"""On each side, because bytes that wait in a buffer are not on the path."""
 _LEAST_ARRIVALS = 3
 
 Tell = Callable[[Happening], None]
-"""Takes what was found, where this node's own brain asks; from any thread."""
+"""Takes a result that this node's own control loop has requested; from any thread."""
 
 SendTo = Callable[[str, AnyClusterMessage], None]
-"""Takes a node id and what was found, from any thread."""
+"""Takes a node id and a result, from any thread."""
 
 
 class PathProber:
-    """Carries out what a lead asks for."""
+    """Runs the probes that a leader requests."""
 
     def __init__(
         self, identity: PeerIdentity, secret: Secret | None, *, tell: Tell, send: SendTo
@@ -82,7 +82,7 @@ class PathProber:
         self._room = threading.BoundedSemaphore(MAX_AT_ONCE)
 
     def take(self, command: ProbePath) -> None:
-        """Begin, from any thread, without waiting."""
+        """Start a probe, from any thread, without waiting."""
         if not self._room.acquire(blocking=False):
             self._untried(command, f"this node tries {MAX_AT_ONCE} roads already")
             return
@@ -118,12 +118,12 @@ class PathProber:
 def try_road(
     order: ProbePathRequest, node_id: str, own: PeerIdentity, secret: Secret | None
 ) -> PathMeasurement:
-    """Try it now. What did not come to its end is 0, with `problem`.
+    """Probe a path now. A value that was not measured is 0, with `problem`.
 
     Args:
-        order: which.
+        order: the path.
         node_id: of this node.
-        own: who we are, with the purpose "road".
+        own: the identity of this agent, with the purpose "road".
         secret: the run's.
     """
     found = PathMeasurement(node_id, order.destination, order.rail)
@@ -142,14 +142,14 @@ def try_road(
         return msgspec.structs.replace(found, problem=str(error), is_unreached=is_unreached)
     finally:
         if sock is not None:
-            # What is still on its way is of no use to anybody.
+            # Bytes that are still on the path are useless, so the reset discards them.
             with suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             sock.close()
 
 
 def serve_road(sock: socket.socket) -> None:
-    """The other side; the socket stays the caller's to close.
+    """Serve the other side of a probe; the caller closes the socket.
 
     Raises:
         OSError: the dialler is gone, or too slow.
@@ -190,7 +190,6 @@ def _measure(
 
 
 def _send_bulk(sock: socket.socket, give_up_s: float) -> tuple[float, float]:
-    """Send until the other side says what it has counted: bytes, and seconds they took."""
     with suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     sock.sendall(_BULK)
@@ -210,7 +209,7 @@ def _send_bulk(sock: socket.socket, give_up_s: float) -> tuple[float, float]:
 
 
 def _count(sock: socket.socket) -> tuple[float, float]:
-    """What arrives in the second half of a while, and how long that takes."""
+    """Bytes that arrive in the second half of the measurement, and its duration in seconds."""
     room = bytearray(1 << 20)
     arrivals: list[tuple[float, int]] = []
     total = 0

@@ -1,18 +1,18 @@
-"""A pulse over every rail: what shows within a second or so that one of them is cut.
+"""Heartbeats over every rail, which show within about a second that a rail is cut.
 
 Runs in:  agent, a thread of its own.
 Takes in: the plan of the generation that runs; datagrams of two neighbours over each rail.
-Gives:    datagrams for two neighbours; `RailSilent` for the lead, while one that was heard over a
-          rail is heard no more.
-Survives: lost datagrams, firewalls: who was never heard is not missed.
+Gives:    datagrams for two neighbours; `RailSilent` for the leader, while a neighbour that was
+          received over a rail is received no more.
+Survives: lost datagrams, firewalls: a neighbour that was never received is not reported.
 
-Ranks that wait for a peer behind a cut rail see nothing: a connection without an answer lasts for
-minutes. Agents see it only where they speak over that rail themselves.
+Ranks that wait for a peer behind a cut rail get no error, because a connection without an answer
+lasts for minutes. Agents detect it only if they use that rail themselves.
 
-Rule 1: silence here is a suspicion only. The lead has the road tried before anything follows.
+Rule 1: a missing heartbeat is a suspicion only. The leader has the path probed before it acts.
 Rule 2: a datagram has its sender's number, which only grows, and a code that only nodes of the run
-        can make; without a secret it proves nothing, as nothing else does then.
-Rule 3: only who is in the plan is heard: an agent that was started again has a plan to come.
+        can compute. Without a secret the code proves nothing, as in the rest of such a run.
+Rule 3: only nodes of the plan are accepted. The plan that contains a restarted agent follows later.
 """
 
 import hmac
@@ -41,9 +41,10 @@ EVERY_S = 0.2
 SILENT_S = 1.0
 SAY_EVERY_S = 0.4
 FORGET_S = 10.0
-"""Who is silent for so long over a rail is not missed there any more, until heard again."""
+"""A neighbour without a heartbeat for this time over a rail is not reported there until it is
+received again."""
 NEIGHBOURS = 2
-"""In a ring of the nodes by name: so many send to each."""
+"""In a ring of the nodes by name: each node sends to this number of the next nodes."""
 
 _CODE_BYTES = 16
 _MAX_BYTES = 512
@@ -63,7 +64,7 @@ Key = tuple[str, str]
 
 
 class RailHeartbeat:
-    """Of one node."""
+    """The rail heartbeats of one node."""
 
     def __init__(
         self, run_id: str, card: NodeCard, secret: Secret | None, brain: ClusterControlLoop
@@ -82,10 +83,9 @@ class RailHeartbeat:
         self._plan: GenerationPlan | None = None
         self._out: list[tuple[socket.socket, str, Rail]] = []
         self._expected: dict[Key, int] = {}
-        """And the incarnation that it comes from."""
+        """The incarnation of each expected sender."""
 
     def start(self) -> None:
-        """Begin, where this node has rails to compare."""
         if len(self._card.rails) < 2:
             return
         for rail in self._card.rails:
@@ -111,7 +111,7 @@ class RailHeartbeat:
         while True:
             now_s = clock.now_s()
             if now_s - before_s > SILENT_S / 2:
-                # This process has stood still: nobody else was silent for that.
+                # This process was paused, so the gap proves nothing about its neighbours.
                 self._heard = dict.fromkeys(self._heard, now_s)
             before_s = now_s
             if now_s >= due_s:
@@ -126,7 +126,7 @@ class RailHeartbeat:
     # --- sending ------------------------------------------------------------------------------
 
     def _look_at_plan(self) -> None:
-        """Find the neighbours anew where the generation is another one."""
+        """Compute the neighbours again if the generation has changed."""
         plan = self._brain.plan
         if plan is self._plan:
             return
@@ -153,11 +153,11 @@ class RailHeartbeat:
         self._heard = {key: at_s for key, at_s in self._heard.items() if key in self._expected}
 
     def _leave_by(self, sock: socket.socket, rail: Rail, near: list[Rail]) -> None:
-        """Bind it to the interface too: two of them may lie in one network."""
-        # What goes to this machine itself goes by loopback.
+        """Bind the socket to the interface too, because two interfaces may be in one network."""
+        # Datagrams to this machine itself use the loopback.
         is_here = any(is_local_address(there.host) for there in near)
         name = b"" if is_here else rail.name.encode()
-        with suppress(OSError):  # not every kernel lets everybody
+        with suppress(OSError):  # not every kernel allows this without privilege
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, name)
 
     def _send(self) -> None:
@@ -167,13 +167,14 @@ class RailHeartbeat:
                 self._run_id, self._card.node_id, self._card.incarnation, name, self._number
             )
             body = msgspec.msgpack.encode(pulse)
-            with suppress(OSError):  # no route, no room: the others see it
+            with suppress(OSError):  # no route, or no buffer space: the other nodes detect it
                 sock.sendto(self._code(body) + body, (there.host, there.port))
 
-    # --- hearing ------------------------------------------------------------------------------
+    # --- receiving --------------------------------------------------------------------------------
 
     def _receive(self, sock: socket.socket) -> None:
-        with suppress(OSError):  # nothing there any more, or an earlier one was refused
+        # nothing more to read, or the kernel reports that an earlier datagram was refused
+        with suppress(OSError):
             while True:
                 self._take(sock.recv(_MAX_BYTES))
 

@@ -1,10 +1,10 @@
-"""What the nodes of a run ask of one another beside decisions: status, and lines for the journal.
+"""Requests between the nodes of a run that need no decision: status, and lines for the journal.
 
 Runs in:  agent: `take` in the cluster thread, which also publishes `brain`; `whole` in the control
           thread, the rest in the main thread.
-Takes in: messages that the brain has no part in.
-Gives:    the status of the whole run on any node; one merged journal where the lead is.
-Survives: a lead that does not answer: the node's own status is shown, and says so.
+Takes in: messages that the control loop does not handle.
+Gives:    the status of the whole run on any node; one merged journal on the leader.
+Survives: a leader that does not answer: the node's own status is shown, with a note.
 """
 
 import json
@@ -34,24 +34,25 @@ from ftrun.wire.messages.faults import ForwardFault, ForwardFaultReply
 ANSWER_S = 2.0
 LINES_EVERY_S = 1.0
 BRAIN_EVERY_S = 5.0
-"""The status of a run over many nodes is built by the thread that sends heartbeats."""
+"""The thread that sends heartbeats builds the status of a run on several nodes, so it does so
+rarely."""
 MAX_LINES_BYTES = 256 << 10
-"""In one message, well below the limit of a frame."""
+"""In one message, far below the limit of a frame."""
 
 
 class ClusterRpc:
-    """One node's counter for the others' questions."""
+    """Handles the requests of other nodes on one node."""
 
     def __init__(self, brain: ControlLoop, journal: Journal, merged_folder: Path) -> None:
         self.thread: ClusterConnections | None = None
         self.faults: FaultController | None = None
-        """Who takes orders for faults; None: this node takes none."""
+        """Takes orders for faults; None: this node takes none."""
         self.prober: LinkProber | None = None
-        """Who tries links, where the lead asks for it."""
+        """Probes links if the leader requests it."""
         self.brain = Published(
             partial(brain_status, brain, is_alone=False), wake=self._wake, every_s=BRAIN_EVERY_S
         )
-        """What the brain has to say for status."""
+        """The status of the control loop."""
         self.brain.publish()  # the cluster thread does not run yet
         self._brain = brain
         self._journal = journal
@@ -67,7 +68,6 @@ class ClusterRpc:
     # --- cluster thread -----------------------------------------------------------------------
 
     def take(self, sender: str, message: AnyClusterMessage) -> None:
-        """Answer at once, or put by for another thread; never waits."""
         match message:
             case ClusterStatusRequest() if self.thread is not None:
                 self.brain.publish()
@@ -96,7 +96,7 @@ class ClusterRpc:
     # --- control thread -----------------------------------------------------------------------
 
     def whole(self) -> dict[str, Any]:
-        """The status of the whole run, from the lead wherever it is."""
+        """The status of the whole run, from the leader on any node."""
         brain = self.brain.read().value
         own: dict[str, Any] = json.loads(brain.cluster)
         if brain.leads or not brain.lead_id or self.thread is None:
@@ -117,7 +117,7 @@ class ClusterRpc:
     # --- main thread --------------------------------------------------------------------------
 
     def pass_lines_on(self, *, at_once: bool = False) -> None:
-        """Send our journal's new lines to the lead; write what others sent, where we lead."""
+        """Send new lines of this node's journal to the leader; a leader writes all lines."""
         now_s = clock.now_s()
         if now_s < self._due_s and not at_once:
             return
@@ -143,7 +143,6 @@ class ClusterRpc:
 
 
 def _in_parts(lines: list[str]) -> list[list[str]]:
-    """As many messages as it takes; a line that is too long for any is cut to its start."""
     parts: list[list[str]] = []
     room = 0
     for line in lines:

@@ -1,9 +1,9 @@
-"""The thread that speaks with the outside witness.
+"""The thread that queries the outside witness.
 
-Runs in:  agent, a thread of its own: what it asks may block, and heartbeats must not.
-Takes in: questions of the brain, in a queue.
-Gives:    `WitnessAnswered` to the brain, for each question or a later one of its kind.
-Survives: a witness that never answers: questions pile up to one of each kind.
+Runs in:  agent, a thread of its own, because a query may block and heartbeats must not wait.
+Takes in: queries of the control loop, in a queue.
+Gives:    `WitnessAnswered` to the control loop, for each query or a later one of its kind.
+Survives: a witness that never answers: at most one query of each kind is kept.
 """
 
 import logging
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class WitnessClient:
-    """One agent's questions, one after the other."""
+    """The queries of one agent, one at a time."""
 
     def __init__(
         self, register: EtcdWitness, me: NodeCard, tell: Callable[[WitnessAnswered], None]
@@ -31,7 +31,8 @@ class WitnessClient:
         self._tell = tell
         self._questions: SimpleQueue[QueryWitness | None] = SimpleQueue()
         self.failure: Exception | None = None
-        """What has ended this thread; the leader has no witness then, and the agent must end."""
+        """The exception that has ended this thread. The leader has no witness then, and the agent
+        must end."""
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="ftrun-witness", daemon=True)
 
@@ -39,11 +40,10 @@ class WitnessClient:
         self._thread.start()
 
     def ask(self, asked: QueryWitness) -> None:
-        """For any thread; never waits."""
+        """Queue a query; from any thread, never waits."""
         self._questions.put(asked)
 
     def close(self) -> None:
-        """Ask what is still to be asked, and end."""
         self._questions.put(None)
         self._thread.join(2 * ANSWER_S)
 
@@ -57,7 +57,7 @@ class WitnessClient:
             self.failure = error
 
     def _next(self) -> list[QueryWitness]:
-        """What was asked since the last look: of each kind the newest, in order."""
+        """The queries since the last call: the newest of each kind, in order."""
         kept: dict[WitnessOperation, QueryWitness] = {}
         found = self._questions.get()
         with suppress(Empty):

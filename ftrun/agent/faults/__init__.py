@@ -1,1 +1,1 @@
-"""Faults that are injected on order into a run started with `--allow-faults`."""
+"""Injects faults on order into a run that was started with `--allow-faults`."""

@@ -1,10 +1,10 @@
-"""Cgroups made for one fault: part of a core, a bound on memory, a bound on processes.
+"""Creates cgroups for one fault, to limit CPU, memory or the number of processes.
 
 Runs in:  agent, main thread.
-Takes in: a controller, the processes it is to hold.
-Gives:    the folder of a new cgroup with its limit set, and the one that its processes came from.
+Takes in: a controller, and a process that will move into the cgroup.
+Gives:    a new cgroup for this controller, and the cgroup from which its processes come.
 
-The folder is removed by the fault's healer, whatever becomes of the agent.
+The reverter of the fault removes the cgroup, even if the agent has ended.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ ROOT = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class FaultCgroup:
-    """One cgroup of a fault."""
+    """The cgroup of one fault; `parent` is the cgroup to which its processes return."""
 
     path: Path
     parent: Path
@@ -27,7 +27,7 @@ class FaultCgroup:
 
     @property
     def undo(self) -> list[object]:
-        """The healer's step that empties and removes it."""
+        """Step for the reverter that empties and removes the cgroup."""
         return ["empty", str(self.path), str(self.parent)]
 
     def set(self, name: str, value: object) -> None:
@@ -45,10 +45,13 @@ class FaultCgroup:
 
 
 def check_free(pid: int) -> None:
-    """No fault holds this process: its healer would take it back into a group that is gone by then.
+    """Check that no fault holds this process in a cgroup.
+
+    If two faults overlapped, a reverter would move the process into a cgroup that the other
+    reverter has removed.
 
     Raises:
-        FaultRefused: one does.
+        FaultRefused: a fault holds the process.
     """
     if any(FAULT_PREFIX in line for line in _lines(pid)):
         raise FaultRefused(
@@ -57,10 +60,10 @@ def check_free(pid: int) -> None:
 
 
 def make_group(controller: str, name: str, pid: int) -> FaultCgroup:
-    """A cgroup of this controller, beneath or beside the one that a process is in.
+    """Create a cgroup of this controller below (v1) or next to (v2) the cgroup of a process.
 
     Raises:
-        FaultRefused: none can be made, and why.
+        FaultRefused: no cgroup can be created; the text has the reasons.
     """
     problems: list[str] = []
     for parent, is_v2, home in _parents(controller, pid):
@@ -85,7 +88,7 @@ def _lines(pid: int) -> list[str]:
 
 
 def _parents(controller: str, pid: int) -> list[tuple[Path, bool, Path]]:
-    """Where one could be made: folder, whether it is of version 2, where the process is now."""
+    """Candidate parents: (folder, is it cgroup v2, present cgroup of the process)."""
     found: list[tuple[Path, bool, Path]] = []
     for line in _lines(pid):
         _, controllers, inside = line.split(":", 2)
@@ -95,7 +98,7 @@ def _parents(controller: str, pid: int) -> list[tuple[Path, bool, Path]]:
                 here = ROOT / controller / inside.lstrip("/")
             found.append((here, False, here))
         elif not controllers:
-            # Processes live in leaves only, so it is beside ours, or further up.
+            # In v2 only leaf cgroups hold processes, so the new one is next to ours or further up.
             here = ROOT / inside.lstrip("/")
             above = [here.parent, *here.parent.parents] if here != ROOT else [ROOT]
             tops = [folder for folder in above if folder == ROOT or ROOT in folder.parents]

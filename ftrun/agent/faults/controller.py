@@ -1,15 +1,15 @@
-"""Takes orders for faults, has them made at the right time, and writes down that they were.
+"""Accepts fault orders, injects the faults when they are due, and journals them.
 
 Runs in:  agent: `ask` in a thread for each order, `take` in the cluster thread, the rest in the
           main thread, once per turn of the loop. It exists only in a run with --allow-faults.
-Takes in: orders of this machine's operator, and of other nodes where the run has a secret.
-Gives:    faults on this node; `ForwardFault`, `FaultFired` and `FaultEnded` in the journal.
-Survives: ranks: an order that a rank has not come to waits for its next process.
+Takes in: orders from the operator on this machine, and from other nodes if the run has a secret.
+Gives:    faults on this node; `FaultOrdered`, `FaultFired` and `FaultEnded` in the journal.
+Survives: ranks; an order that a rank has not reached stays valid for its next process.
 
-Rule 1: an order is written down when it is taken, and again when it has really fired. One that
-        never fires is seen by that.
-Rule 2: what waits for its step, or lasts, can be taken back. The desk that an order was given to
-        knows on which node it is.
+Rule 1: the journal records an order when it is accepted, and again when it has fired. The journal
+        therefore shows an order that never fires.
+Rule 2: an order that waits for its step, or a fault with a duration, can be cancelled. The
+        controller that accepted an order from the operator stores its node.
 """
 
 import signal
@@ -38,20 +38,21 @@ if TYPE_CHECKING:
     from ftrun.agent.loop import RunLoop
 
 ANSWER_S = 30.0
-"""Longer than a healer may take to begin (healing.py): what was refused is not made afterwards."""
+"""Longer than the start of a reverter (reverter.py), so that an order that timed out is not
+executed later."""
 _CANNOT = (FtrunError, OSError, ValueError)
-"""A fault that cannot be made must not end the run."""
+"""Errors of a fault that is not possible; they must not end the run."""
 
 NOT_ALLOWED = (
     "this run was not started to be broken: start it with --allow-faults, and ftrun inject-fault "
     "may do it"
 )
 _LAST_WORDS_S = 0.2
-"""What ends, stops or cuts off this agent waits so long, so that its asker is answered."""
+"""Delay of a fault that ends, stops or cuts off this agent, so that the answer is sent first."""
 
 _ITSELF = "the rank does it itself"
 _LASTS_INSIDE = frozenset({"hang", "spin", "slow-input", "stop"})
-"""What a rank does to itself for as long as it is told, and can be made to end."""
+"""Faults inside a rank that have a duration and can be cancelled."""
 
 _MAX_KNOWN = 1000
 _UNAUTHENTICATED = (
@@ -62,11 +63,11 @@ _UNAUTHENTICATED = (
 
 @dataclass
 class _Ticket:
-    """An order between its asker and the main thread."""
+    """An order that passes from the requester's thread to the main thread, with its answer."""
 
     order: FaultOrder
     asked_by: str = ""
-    """The node that has passed it on; empty: ours."""
+    """Node that forwarded the order; empty: the order was given on this node."""
     answered: threading.Event = field(default_factory=threading.Event)
     how: str = ""
     refused: str = ""
@@ -75,38 +76,38 @@ class _Ticket:
 
 @dataclass
 class _Running:
-    """An order that was taken on this node and is not over."""
+    """An order that was accepted on this node and has not ended."""
 
     order: FaultOrder
     deed: FaultAction | None = None
-    """What the agent does; None where the rank does it to itself."""
+    """Action of the agent; None if the rank injects the fault into itself."""
     number: int = 0
-    """On the rank's page."""
+    """Number of the order on the rank's fault page."""
     times_told: int = 0
     not_before_s: float = 0.0
     has_fired: bool = False
     pid: int = 0
-    """Of the rank that has done it to itself, where that lasts."""
+    """Pid of the affected rank when the fault fired."""
     healing: RunningFault | None = None
 
 
 class FaultController:
-    """One node's counter for orders."""
+    """Fault orders of one node."""
 
     def __init__(self, run: "RunLoop") -> None:
         self._run = run
         self._acts = FaultInjectors(run)
         self._tickets: SimpleQueue[_Ticket] = SimpleQueue()
         self._sent: dict[str, _Ticket] = {}
-        """Passed on to other nodes, by id."""
+        """Orders forwarded to other nodes, by id."""
         self._running: list[_Running] = []
         self._node_of: dict[str, str] = {}
-        """Of the orders that were given here, by id."""
+        """Node of each order that was given here, by order id."""
 
     # --- a thread for each order --------------------------------------------------------------
 
     def ask(self, order: FaultOrder) -> messages.AnyMessage:
-        """An operator on this machine wants it; the answer for them."""
+        """Execute or forward an order from the operator on this machine; return the answer."""
         try:
             node_id, order = self._resolve(order)
         except FaultRefused as error:
@@ -134,7 +135,7 @@ class FaultController:
         return fault_messages.FaultAccepted(order.id, node_id or self._own_id, ticket.how)
 
     def _resolve(self, order: FaultOrder) -> tuple[str, FaultOrder]:
-        """The node where it is to be done.
+        """Return the node for an order, and the order with its rank filled in.
 
         Raises:
             FaultRefused: there is no such rank or node.
@@ -178,7 +179,7 @@ class FaultController:
     # --- cluster thread -----------------------------------------------------------------------
 
     def take(self, sender: str, message: ForwardFault | ForwardFaultReply) -> None:
-        """An order from another node, or the answer to one of ours; never waits."""
+        """Process an order from another node, or the reply to a forwarded order; never blocks."""
         if isinstance(message, ForwardFaultReply):
             ticket = self._sent.get(message.id)
             if ticket is not None:
@@ -201,11 +202,11 @@ class FaultController:
 
     @property
     def is_eager(self) -> bool:
-        """Something waits for a step: look often."""
+        """An order waits for its step, so the loop must poll often."""
         return any(run.deed is not None and not run.has_fired for run in self._running)
 
     def look(self) -> None:
-        """Take new orders, make what is due, notice what has fired and what is over."""
+        """Accept new orders, inject due faults, and detect faults that have fired or ended."""
         try:
             while True:
                 self._begin(self._tickets.get_nowait())
@@ -221,7 +222,7 @@ class FaultController:
                 self._over(running, over if running.has_fired else "its rank has ended before")
 
     def close(self) -> None:
-        """The run is over here: take back whatever lasts."""
+        """Revert all faults in progress, at the end of the run on this node."""
         self.look()
         for running in list(self._running):
             if running.healing is not None:
@@ -260,7 +261,7 @@ class FaultController:
         self._answer(ticket)
 
     def _cancel(self, ticket: _Ticket) -> None:
-        """Take back what has not fired, or lasts."""
+        """Cancel an order that has not fired, or whose fault is in progress."""
         wanted = ticket.order.cancels
         found = next((one for one in self._running if one.order.id == wanted), None)
         try:
@@ -278,7 +279,11 @@ class FaultController:
         self._answer(ticket)
 
     def _take_back(self, running: _Running) -> None:
-        """Raises: FaultRefused: it cannot be."""
+        """Cancel or revert a fault.
+
+        Raises:
+            FaultRefused: the fault cannot be reverted.
+        """
         order = running.order
         if running.deed is None and not running.has_fired:
             self._page(order.rank).cancel(running.number)
@@ -304,10 +309,10 @@ class FaultController:
         ticket.answered.set()
 
     def _prepare(self, order: FaultOrder) -> _Running:
-        """Everything checked that can be.
+        """Check the order as far as possible before it is due.
 
         Raises:
-            FaultRefused: it cannot be made.
+            FaultRefused: the fault is not possible.
         """
         kind = fault_kind(order.kind)
         step = self._step_of(order.rank) if kind.by_rank else self._step_here()
@@ -342,7 +347,7 @@ class FaultController:
             self._over(running, f"not made: {error}")
 
     def _fire(self, running: _Running) -> None:
-        """Make it. What ends this agent is written down before."""
+        """Inject the fault; if it ends this agent, journal it first."""
         deed = running.deed
         assert deed is not None
         running.has_fired = True
@@ -376,7 +381,7 @@ class FaultController:
             with suppress(FaultRefused):
                 running.pid = self._acts.rank(order.rank).pid
             if order.kind == "stop" and order.for_s:
-                with suppress(FaultRefused):  # it has been killed meanwhile
+                with suppress(FaultRefused):  # the rank was killed after it stopped
                     handle = self._acts.rank(order.rank)
                     fired_s = page.fired_ns / 1e9
                     running.healing = self._acts.continue_rank(handle, order, fired_s)
@@ -435,15 +440,15 @@ class FaultController:
 
 
 def _step_on(page: SharedPage) -> int:
-    """Steps done; the page of a new process says nothing before its first boundary."""
+    """Completed steps; the page of a new process has step 0 before its first boundary."""
     return page.get(HeartbeatField.STEP) or page.get(HeartbeatField.RESTORED_STEP)
 
 
 def _node_named(plan: GenerationPlan, text: str) -> str:
-    """A node by its name, or by its place among the nodes of the run.
+    """Return the id of a node, given its id or its index among the voters of the plan.
 
     Raises:
-        FaultRefused: there is none.
+        FaultRefused: there is no such node.
     """
     names = [card.node_id for card in plan.voters]
     if text in names:

@@ -1,10 +1,10 @@
-"""Damage to what is kept: snapshots, parts kept for other nodes, checkpoints on disk.
+"""Corrupts stored data: snapshots, mirrors and parity for other nodes, checkpoints on disk.
 
 Runs in:  agent, main thread; for `ftrun inject-fault` only.
-Takes in: descriptors of arenas and vaults, a checkpoint directory.
-Gives:    bytes that are not what they were, under digests that are.
+Takes in: descriptors of arenas and parity regions, a checkpoint directory.
+Gives:    changed bytes. Digests stay unchanged, except for parity rows in `make_stale`.
 
-Rule 1: an arena is touched only when its rank is dead.
+Rule 1: an arena is changed only when its rank is dead.
 """
 
 import os
@@ -22,7 +22,7 @@ _WHOLE = (ParityRegionState.COMPLETE, ParityRegionState.COMMITTED)
 
 
 def newest_common(arenas: Mapping[Rank, Sequence[int]], ranks: Sequence[int]) -> Version:
-    """The newest version that all these ranks have sealed.
+    """Return the newest version that all these ranks have sealed.
 
     Raises:
         FaultRefused: there is none.
@@ -38,7 +38,7 @@ def newest_common(arenas: Mapping[Rank, Sequence[int]], ranks: Sequence[int]) ->
 
 
 def flip_from(arenas: Mapping[Rank, Sequence[int]], rank: int, oldest: Version) -> None:
-    """Flip a bit in every sealed snapshot of a dead rank from this version on."""
+    """Flip a bit in each sealed snapshot of a dead rank that is `oldest` or newer."""
     for fd in arenas.get(Rank(rank), ()):
         with closing(Arena(fd, writable=True)) as arena:
             for slot in range(NUM_SLOTS):
@@ -53,7 +53,7 @@ def _sealed(fds: Sequence[int]) -> list[Version]:
 
 
 def _flip(arena: Arena, slot: int) -> None:
-    """In the middle of its largest piece: padding between pieces has no digest."""
+    """Flip a bit in the middle of the largest piece; padding between pieces has no digest."""
     image = arena.image(slot)
     layout, start = parse_header(image)
     piece = max(layout.pieces, key=lambda found: found.num_bytes)
@@ -62,7 +62,11 @@ def _flip(arena: Arena, slot: int) -> None:
 
 
 def check_kept(vaults: Sequence[int], *, at_least: int) -> None:
-    """Raises: FaultRefused: so many versions are not kept for other nodes here."""
+    """Check that this node stores data of at least `at_least` versions for other nodes.
+
+    Raises:
+        FaultRefused: it stores fewer versions.
+    """
     found = 0
     for fd in vaults:
         with closing(_open(fd)) as vault:
@@ -75,7 +79,7 @@ def check_kept(vaults: Sequence[int], *, at_least: int) -> None:
 
 
 def truncate(vaults: Sequence[int]) -> None:
-    """Zeros in the second half of everything that is kept for others."""
+    """Overwrite the second half of each stored mirror and parity row with zeros."""
     for fd in vaults:
         with closing(_open(fd)) as vault:
             for view in _contents(vault):
@@ -85,7 +89,7 @@ def truncate(vaults: Sequence[int]) -> None:
 
 
 def make_stale(vaults: Sequence[int]) -> None:
-    """In place of the newest version's bytes those of the one before, with their digests."""
+    """Overwrite the newest version with the bytes and row digests of the version before it."""
     opened = [_open(fd) for fd in vaults]
     try:
         whole = [v for v in opened if v.state in _WHOLE and v.record is not None]
@@ -118,7 +122,7 @@ def _open(fd: int) -> ParityRegion:
 
 
 def _contents(vault: ParityRegion) -> list[memoryview]:
-    """The parity and mirrors that have come."""
+    """Parity rows and mirrors that are complete."""
     if vault.state not in _WHOLE or vault.record is None:
         return []
     rows = [i for i in range(vault.record.num_rows) if vault.row_digest(i)]
@@ -127,7 +131,7 @@ def _contents(vault: ParityRegion) -> list[memoryview]:
 
 
 def newest_file(directory: Path) -> Path:
-    """The largest file of the newest checkpoint.
+    """Return the largest file of the newest checkpoint.
 
     Raises:
         FaultRefused: there is none.
@@ -139,7 +143,7 @@ def newest_file(directory: Path) -> Path:
 
 
 def flip_in_file(path: Path) -> None:
-    """One bit, in the middle."""
+    """Flip one bit in the middle of the file."""
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
         (byte,) = file.read(1)

@@ -1,11 +1,11 @@
-"""How a fault is really made on this node: what is done, or why it cannot be.
+"""Prepares the faults that the agent injects on its node.
 
 Runs in:  agent, main thread.
-Takes in: an order that is for this node.
-Gives:    a `FaultAction`, ready to be done; FaultRefused with what is missing.
+Takes in: an order for this node.
+Gives:    a prepared `FaultAction`; FaultRefused with the missing requirement.
 
-Rule 1: what can be checked is checked when the order is taken, not when it falls due.
-Rule 2: what lasts is taken back by a healer, which outlives the agent.
+Rule 1: checks run when the order is accepted, if possible, and not when it is due.
+Rule 2: a reverter, which outlives the agent, ends each fault that has a duration.
 """
 
 import os
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from ftrun.agent.loop import RunLoop
 
 _PERIOD_US = 20_000
-"""Of a quota: short, so that a rank is slow evenly and not in pauses."""
+"""Quota period of the cpu cgroup: short, so that a rank is slowed evenly and not in pauses."""
 
 _KILL_WAIT_S = 10.0
 _MIB = 1 << 20
 
 
 class FaultInjectors:
-    """Every fault that an agent makes."""
+    """All faults that an agent injects."""
 
     def __init__(self, run: "RunLoop") -> None:
         self._run = run
@@ -74,18 +74,18 @@ class FaultInjectors:
         }
 
     def deed(self, order: FaultOrder) -> FaultAction:
-        """How this fault is made here.
+        """Prepare the fault.
 
         Raises:
-            FaultRefused: it cannot be.
+            FaultRefused: the fault is not possible here.
         """
         return self._makers[order.kind](order)
 
     def rank(self, rank: int) -> WorkerHandle:
-        """A rank of this node that runs.
+        """Return the handle of a running rank of this node.
 
         Raises:
-            FaultRefused: it does not.
+            FaultRefused: the rank does not run here.
         """
         for handle in self._run.workers.alive():
             if handle.place.rank == rank:
@@ -93,7 +93,11 @@ class FaultInjectors:
         raise FaultRefused(f"rank {rank} does not run on this node just now; ask again")
 
     def make_room_for_oom(self, order: FaultOrder) -> RunningFault:
-        """A memory cgroup in which this rank can allocate without harm to anything else."""
+        """Create a memory cgroup that limits this rank, so that an oom harms nothing else.
+
+        Raises:
+            FaultRefused: the amount is out of range, or the cgroup cannot be created.
+        """
         pid = self.rank(order.rank).pid
         limit_bytes = int(order.amount * _MIB)
         if not 16 <= order.amount <= 1 << 20:
@@ -112,7 +116,8 @@ class FaultInjectors:
         except OSError as error:
             group.remove()
             raise FaultRefused(f"no limit can be set in {group.path}: {error.strerror}") from None
-        # Until the step that was named the rank must not be limited: there it moves in by itself.
+        # With --at-step, the rank must not be limited before that step, so it moves into the
+        # cgroup itself at that step.
         return self._put_into(group, [] if order.at_step else [pid], for_s=0.0, whose=[pid])
 
     # --- ranks --------------------------------------------------------------------------------
@@ -130,7 +135,10 @@ class FaultInjectors:
     def continue_rank(
         self, handle: WorkerHandle, order: FaultOrder, since_s: float
     ) -> RunningFault | None:
-        """SIGCONT to a rank that was stopped then. Its killer counts from the same moment."""
+        """Send SIGCONT to a stopped rank `for_s` after `since_s`; None if `for_s` is 0.
+
+        The agent's time limit for a stopped rank also counts from `since_s`.
+        """
         try:
             return continue_later(named(handle.pid), order.for_s, since_s=since_s)
         finally:
@@ -190,9 +198,9 @@ class FaultInjectors:
     def _put_into(
         self, group: FaultCgroup, pids: list[int], *, for_s: float, whose: list[int]
     ) -> RunningFault:
-        """Move processes to a cgroup, whose healer takes them out again and removes it.
+        """Move processes into a cgroup; its reverter moves them back and removes the cgroup.
 
-        It does so at the latest when all whose it is have ended.
+        The reverter does this after `for_s`, and at the latest when all processes `whose` ended.
         """
         try:
             return RunningFault(
@@ -205,7 +213,7 @@ class FaultInjectors:
             group.remove()
             raise
 
-    # --- parts of ftrun -----------------------------------------------------------------------
+    # --- components of ftrun ------------------------------------------------------------------
 
     def _smp_kill(self, _: FaultOrder) -> FaultAction:
         pid = self._smp_pid()
@@ -284,7 +292,7 @@ class FaultInjectors:
 
         def do() -> RunningFault:
             kill = signal.SIGKILL
-            # An SMP that has outlived a launcher is no descendant of this one.
+            # An SMP that has outlived an earlier stub is not a descendant of this stub.
             steps = [["signal", signal.SIGSTOP, smp], ["tree", kill, stub], ["signal", kill, smp]]
             return RunningFault(steps, [], waits=False)
 
@@ -390,7 +398,7 @@ class FaultInjectors:
 def continue_later(
     who: list[tuple[int, int]], for_s: float, *, since_s: float
 ) -> RunningFault | None:
-    """SIGCONT to a process that was stopped at `since_s`, so long after that; 0: never."""
+    """Start a reverter that sends SIGCONT `for_s` after `since_s`; None if `for_s` is 0."""
     if not for_s:
         return None
     undo = [["signal", signal.SIGCONT, who]]

@@ -1,9 +1,8 @@
-"""Faults of the machine around the run: file systems, limits, processors, the clock.
+"""Injects faults of the machine: full file systems, limits, busy CPUs, clock jumps.
 
 Runs in:  agent, main thread.
-Takes in: an order that is for this node.
-Gives:    a `FaultAction`, ready to be done; FaultRefused where it would harm what is not this
-          run's.
+Takes in: an order for this node.
+Gives:    a prepared `FaultAction`; FaultRefused if the fault would harm other users of the machine.
 """
 
 import os
@@ -22,7 +21,7 @@ MAX_FILL_BYTES = 4 << 30
 
 
 def fill(order: FaultOrder, folder: Path, what: str) -> FaultAction:
-    """Take all that is free on a file system, if that is a small one of its own.
+    """Fill a file system if it is small and separate from that of /.
 
     Raises:
         FaultRefused: filling it could harm others.
@@ -34,7 +33,7 @@ def fill(order: FaultOrder, folder: Path, what: str) -> FaultAction:
     path = folder / f"{FAULT_PREFIX}{order.id}"
 
     def do() -> RunningFault:
-        check_may_be_filled(folder, what, limit_bytes)  # --at-step: it may be another by now
+        check_may_be_filled(folder, what, limit_bytes)  # --at-step: the mount may have changed
         return RunningFault(
             [["fill", str(path)]], [["unlink", str(path)]], for_s=order.for_s or 10.0
         )
@@ -43,7 +42,7 @@ def fill(order: FaultOrder, folder: Path, what: str) -> FaultAction:
 
 
 def fd_limit(order: FaultOrder) -> FaultAction:
-    """Leave this agent no descriptor beside those it has."""
+    """Prevent this agent from opening more file descriptors."""
     (me,) = named(os.getpid())
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
 
@@ -55,10 +54,10 @@ def fd_limit(order: FaultOrder) -> FaultAction:
 
 
 def pid_limit(order: FaultOrder, pids: Sequence[int]) -> FaultAction:
-    """Put this agent and these processes into a cgroup that takes no more.
+    """Move this agent and these processes into a pids cgroup that is full.
 
     Raises:
-        FaultRefused: there is no such cgroup to be had.
+        FaultRefused: no such cgroup can be created.
     """
     check_free(os.getpid())
     make_group("pids", f"{FAULT_PREFIX}{order.id}", os.getpid()).remove()
@@ -78,10 +77,10 @@ def pid_limit(order: FaultOrder, pids: Sequence[int]) -> FaultAction:
 
 
 def cpu_starve(order: FaultOrder) -> FaultAction:
-    """Keep the processors busy.
+    """Start `amount` busy processes per core.
 
     Raises:
-        FaultRefused: the amount makes no sense.
+        FaultRefused: the amount is out of range.
     """
     cores = len(os.sched_getaffinity(0))
     if not 1 <= order.amount * cores <= 4096:
@@ -95,10 +94,10 @@ def cpu_starve(order: FaultOrder) -> FaultAction:
 
 
 def clock_jump(order: FaultOrder) -> FaultAction:
-    """Have the wall clock of this run jump, as libfaketime shows it.
+    """Make the wall clock of this run jump, by libfaketime.
 
     Raises:
-        FaultRefused: the run is not under it.
+        FaultRefused: the run does not use libfaketime with the required settings.
     """
     path = os.environ.get("FAKETIME_TIMESTAMP_FILE", "")
     is_there = "faketime" in os.environ.get("LD_PRELOAD", "") and path
@@ -121,10 +120,10 @@ def clock_jump(order: FaultOrder) -> FaultAction:
 
 
 def check_may_be_filled(folder: Path, what: str, limit_bytes: int) -> None:
-    """Only a small file system that is not the one that everything else lies on.
+    """Check that a file system is small and is not that of /.
 
-    Its size counts and not what is free: a large one that is nearly full is the one where
-    filling the rest does the most harm.
+    The check uses the total size, not the free space, because filling the rest of a large file
+    system that is nearly full does the most harm.
 
     Raises:
         FaultRefused: filling it could harm others.

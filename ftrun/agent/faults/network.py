@@ -1,16 +1,15 @@
-"""A cut, slow or lossy link of this node, made with `tc` where that harms nobody else.
+"""Plans a cut, slow or lossy link of this node with `tc`, if this affects only this node.
 
-Runs in:  agent, main thread (it checks and plans; the healer runs the commands).
-Takes in: the address by which the other nodes reach this one.
-Gives:    commands that bring the fault about, and those that take it back.
+Runs in:  agent, main thread (it checks and plans; the reverter runs the commands).
+Takes in: the address by which other nodes reach this node.
+Gives:    commands that inject the fault, and commands that revert it.
 
 Rule 1: a machine is never cut off by mistake. The device must be one end of a veth pair, and the
-        network namespace another one than that of process 1; where that cannot be told, as for a
-        node whose process 1 is its own, --allow-network-faults says it.
-Rule 2: packets are dropped in silence at the device, as a cut cable would; addresses and routes
-        stay. netem is often not built into a kernel, so the dropping is a few instructions of
-        classic BPF.
-Rule 3: a queueing discipline that somebody else has set there is neither replaced nor removed.
+        network namespace must differ from that of process 1. If that comparison proves nothing,
+        as on a node whose process 1 is its own, --allow-network-faults permits the fault.
+Rule 2: packets are dropped at the device without a reply, like on a cut cable; addresses and
+        routes stay. Kernels often lack netem, so a few instructions of classic BPF drop packets.
+Rule 3: a queueing discipline that another program has set is neither replaced nor removed.
 """
 
 import json
@@ -26,20 +25,20 @@ from ftrun.wire.messages.faults import FaultOrder
 
 _CAP_NET_ADMIN = 12
 _DROP_ALL = "1,6 0 0 2"
-"""Return TC_ACT_SHOT."""
+"""Classic BPF program that returns TC_ACT_SHOT."""
 
 _RANDOM_AT = 0xFFFFF000 + 56
-"""Where classic BPF loads a random number from: SKF_AD_OFF + SKF_AD_RANDOM."""
+"""Offset from which classic BPF loads a random number: SKF_AD_OFF + SKF_AD_RANDOM."""
 
 _MIN_BURST_BYTES = 256 << 10
-"""Below it the kernel takes packets of 64 KiB apart, at ten times the cost."""
+"""With a smaller burst, the kernel segments packets of 64 KiB, at ten times the cost."""
 
 _COMMAND_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class LinkFault:
-    """Steps for the healer."""
+    """Steps for the reverter."""
 
     do: list[list[Any]]
     undo: list[list[Any]]
@@ -47,10 +46,10 @@ class LinkFault:
 
 
 def link_fault(order: FaultOrder, *, host: str, is_allowed_anywhere: bool) -> LinkFault:
-    """Plan it.
+    """Plan the fault.
 
     Raises:
-        FaultRefused: it cannot be made here, or not without harm.
+        FaultRefused: the fault is not possible here, or not without harm to others.
     """
     tc, ip = shutil.which("tc"), shutil.which("ip")
     if tc is None or ip is None:
@@ -82,7 +81,7 @@ def _dropping(
 
 
 def _check_free(tc: str, device: str, *, is_root_needed: bool) -> None:
-    """The kernel's own root qdisc has the handle 0:, one that was set another."""
+    """Refuse if the device has a configured qdisc; the kernel's default has the handle 0:."""
     for found in _asked(tc, "qdisc", "show", "dev", device):
         kind = found.get("kind", "")
         is_root = bool(found.get("root")) and found.get("handle") != "0:"
@@ -97,7 +96,7 @@ def _drop_some(percent: float) -> str:
     if not 0 < percent < 100:
         raise FaultRefused(f"--amount is above 0 and below 100 percent, not {percent:g}")
     bound = int(percent / 100 * 0xFFFFFFFF)
-    # Load a random word; where it is greater than the bound go on, else drop.
+    # Load a random word. If it is greater than the bound, pass the packet, else drop it.
     return f"4,32 0 0 {_RANDOM_AT},37 1 0 {bound},6 0 0 2,6 0 0 0"
 
 
@@ -108,7 +107,7 @@ def _slow(tc: str, device: str, mbit_s: float) -> LinkFault:
     burst = max(_MIN_BURST_BYTES, int(bits / 8 * 0.008))
     shape = ["tbf", "rate", f"{bits:.0f}bit", "burst", str(burst), "latency", "50ms"]
     return LinkFault(
-        # `add` and not `replace`: it fails where another one was set since we have looked.
+        # `add`, not `replace`: it fails if another qdisc was set after the check.
         [["run", [tc, "qdisc", "add", "dev", device, "root", *shape]]],
         [["run", [tc, "qdisc", "delete", "dev", device, "root"]]],
         f"tbf of {mbit_s:g} Mbit/s at {device}",
@@ -116,7 +115,7 @@ def _slow(tc: str, device: str, mbit_s: float) -> LinkFault:
 
 
 def _device_of(ip: str, host: str) -> str:
-    """The device with this address, which must be one end of a veth pair."""
+    """Return the device with this address; it must be one end of a veth pair."""
     for device in _asked(ip, "address", "show"):
         if any(host == found.get("local") for found in device.get("addr_info", [])):
             name = str(device["ifname"])

@@ -1,9 +1,9 @@
-"""The agent's side of a fault's healer: starts it, hears that the fault is there, sees its end.
+"""Starts and ends the reverter process of a fault.
 
 Runs in:  agent, main thread.
-Takes in: steps to do and to undo, see healer.py.
-Gives:    a `RunningFault`; a `FaultAction` that makes one; or a refusal in the words of what could
-          not be done.
+Takes in: steps to do and to undo, see reverter_process.py.
+Gives:    a `RunningFault`; a `FaultAction` that starts one; or FaultRefused with the error of the
+          step that failed.
 """
 
 import json
@@ -24,7 +24,7 @@ Step = Sequence[object]
 
 
 class RunningFault:
-    """A fault that lasts, and the process that takes it back."""
+    """A fault in progress, and the reverter process that ends it."""
 
     def __init__(
         self,
@@ -36,18 +36,18 @@ class RunningFault:
         targets: Sequence[Process] = (),
         waits: bool = True,
     ) -> None:
-        """Start it.
+        """Start the fault.
 
         Args:
-            do: steps that bring the fault about.
-            undo: steps that take it back.
-            for_s: so long; 0: until `end`, or until all targets have ended.
-            since_s: when the fault began; 0: when all of `do` is done.
-            targets: the processes it is done to.
-            waits: until it is done; not where this process is stopped or killed by it.
+            do: steps that inject the fault.
+            undo: steps that revert it.
+            for_s: duration in seconds; 0: until `end`, or until all targets have ended.
+            since_s: monotonic time at which the fault began; 0: when all of `do` is done.
+            targets: processes that the fault affects.
+            waits: wait until `do` is done; false if the fault stops or kills this process.
 
         Raises:
-            FaultRefused: a step has failed; nothing of it is left.
+            FaultRefused: a step has failed; all steps are undone.
         """
         order = {"do": do, "undo": undo, "for_s": for_s, "since_s": since_s, "targets": targets}
         started = subprocess.Popen(
@@ -55,16 +55,16 @@ class RunningFault:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
-            # It must not take part in what it brings about, as under libfaketime.
+            # The reverter must not be affected by its own fault, for example by libfaketime.
             env={name: text for name, text in os.environ.items() if name != "LD_PRELOAD"},
         )
-        started.returncode = 0  # Child reads the status
+        started.returncode = 0  # `ChildProcess` reads the exit status
         self.child = ChildProcess(started.pid, "healer")
         assert started.stdin is not None
         assert started.stdout is not None
-        # Kept open: where it takes away what can be opened, closing them would give some back.
+        # The pipes stay open, because closing them would free descriptors during an fd-limit fault.
         self._pipes = (started.stdin, started.stdout)
-        # Only now, since a fault may take from us what making a Child needs.
+        # Start the steps only now, because a fault may take resources that `ChildProcess` needs.
         started.stdin.write(b"go\n")
         started.stdin.flush()
         answer = _line(started.stdout.fileno()) if waits else b"done"
@@ -83,7 +83,7 @@ class RunningFault:
         return True
 
     def end(self) -> None:
-        """Take it back now."""
+        """Revert the fault now; takes up to 20 s."""
         self.child.signal(15)
         if not self.child.wait(_END_S):
             self.child.signal(9)
@@ -105,13 +105,13 @@ def _line(fd: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class FaultAction:
-    """A fault that can be made.
+    """A prepared fault.
 
     Args:
-        how: in words, for the journal.
-        do: makes it; a Healing where it lasts.
-        is_last: it ends or stops this agent, so that nothing can be written down after it.
-        is_answered_first: whoever has asked could not be told afterwards.
+        how: description for the journal.
+        do: injects the fault; returns a `RunningFault` if the fault has a duration.
+        is_last: the fault ends or stops this agent, so the journal is written before it.
+        is_answered_first: the fault cuts off the requester, so the answer is sent before it.
     """
 
     how: str

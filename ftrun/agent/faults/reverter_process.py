@@ -1,18 +1,21 @@
-"""Brings a fault about, waits, and takes it back, whatever happens to the agent meanwhile.
+"""The reverter: injects a fault, waits, and reverts it, even if the agent has ended.
 
 Runs in:  a process of its own, `python -m ftrun.agent.faults.reverter_process ORDER`, in a session
-          of its own; the
-          agent starts it, and what ends the agent does not end it.
-Takes in: what to do, for how long, what to undo: a list of steps each, as JSON.
-Gives:    a line on stdout when all is done, or `failed` and why, with what was done undone.
+          of its own. The agent starts it; it does not end with the agent.
+Takes in: the steps to do, the duration, and the steps to undo, as JSON.
+Gives:    the line `done` on stdout when all steps are done. If a step fails: the line `failed`
+          with the reason, after an undo.
 Survives: the agent, the stub, every rank.
 
-Rule 1: it undoes when the time is over, when all it was done to has ended, or at SIGTERM, which
-        the agent sends at the end of the run, and the stub to all that is left.
-Rule 2: a process is named by its pid and its start time, so that no stranger is ever touched.
-Rule 3: nothing is undone that was not done: where the first step fails, what is there belongs to
-        somebody else.
-Rule 4: no healer is stopped or killed by another one, or what it holds would stay for ever.
+Rule 1: the reverter undoes the fault when its time is over, when all its targets have ended, or at
+        SIGTERM. The agent sends SIGTERM at the end of the run; the stub sends it to all remaining
+        processes.
+Rule 2: a process is identified by pid and start time, so that no other process with the same pid is
+        ever affected.
+Rule 3: only steps that were done are undone. If the first step fails, the state that exists belongs
+        to another program.
+Rule 4: a reverter neither stops nor kills another reverter, because the fault of that one would
+        then stay forever.
 """
 
 import contextlib
@@ -33,24 +36,24 @@ from ftrun.linux import die_with_parent, name_process
 
 LOOK_S = 0.1
 BEAT_S = 0.037
-"""One turn of stop and go; no divisor of anybody's period of looking."""
+"""Length of one stop-and-continue cycle; not a divisor of any polling interval."""
 
 _FILL_BYTES = 16 << 20
 _COMMAND_S = 10.0
 _PASSES = 20
 _COMM = "ftrun-healer"
 _HEAL_S = 5.0
-"""So long the other healers have, before all that is left of the run is killed."""
+"""Seconds that other reverters have to undo their faults before the whole run is killed."""
 
 _DONE_TO_SOME = ("signal", "tree")
-"""Steps that may have been done in part when they fail."""
+"""Steps that may be partly done when they fail."""
 
 Process = tuple[int, int]
-"""Pid and start time."""
+"""Pid and start time in clock ticks since boot."""
 
 
 def start_time(pid: int) -> int:
-    """In ticks since the machine's start; 0: there is no such process."""
+    """Start time in clock ticks since boot; 0: there is no such process, or it is a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -60,12 +63,12 @@ def start_time(pid: int) -> int:
 
 
 def named(*pids: int) -> list[Process]:
-    """These processes, so that no later one of the same number is meant."""
+    """Add the start times, which distinguish these processes from later ones with the same pid."""
     return [(pid, start_time(pid)) for pid in pids]
 
 
 class FaultReverter:
-    """One fault's beginning and end."""
+    """Injects and reverts one fault."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         self._do: list[list[Any]] = order["do"]
@@ -84,7 +87,7 @@ class FaultReverter:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         if not os.read(0, 16):
-            return 1  # whoever wanted it has ended
+            return 1  # the agent has ended
         try:
             for step in self._do:
                 self._has_begun = self._has_begun or step[0] in _DONE_TO_SOME
@@ -102,7 +105,7 @@ class FaultReverter:
         return 0
 
     def heal(self) -> None:
-        """Undo all of it; a step that fails does not keep the next ones from being taken."""
+        """Undo the fault; if a step fails, the next steps still run."""
         for step in self._undo if self._has_begun else []:
             with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
                 self._take(step)
@@ -165,10 +168,10 @@ class FaultReverter:
             self._burners.append(pid)
 
     def _signal_tree(self, number: int, root: int) -> None:
-        """Stop, end or continue a process and all that comes from it, but this one.
+        """Stop, kill or continue a process and all its descendants except reverters.
 
-        Stopped first, in passes, since a process that runs may start others meanwhile.
-        Before all is ended, other healers take back what they have done.
+        Processes are stopped first, in several passes, because a running process may start others
+        during a pass. Before a kill, other reverters undo their faults.
         """
         if number == signal.SIGCONT:
             _signal(number, self._tree)
@@ -193,12 +196,12 @@ def _signal(number: int, whom: list[Process]) -> None:
 
 
 def _descendants(root: int) -> list[Process]:
-    """The root first, then its children, and so on; without healers and what they run."""
+    """The root and its descendants, breadth first, without reverters and their children."""
     return _family(root)[0]
 
 
 def _end_healers(root: int) -> None:
-    """Have the other healers below this process undo what they did, and wait for it."""
+    """Send SIGTERM to the other reverters below `root`, and wait up to 5 s for their undo."""
     own = os.getpid()
     others = [one for one in _family(root)[1] if one[0] != own]
     _signal(signal.SIGTERM, others)
@@ -208,7 +211,7 @@ def _end_healers(root: int) -> None:
 
 
 def _family(root: int) -> tuple[list[Process], list[Process]]:
-    """A process and all that comes from it: what is no healer, and the healers."""
+    """The process tree below `root`: the processes that are not reverters, and the reverters."""
     children: dict[int, list[int]] = {}
     healers = {os.getpid()}
     for name in os.listdir("/proc"):
@@ -246,7 +249,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _fill(path: str) -> None:
-    """A file that takes all that is free; where it cannot be made, none."""
+    """Create a file that takes all free space; remove it if that fails for another reason."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     size, step = 0, _FILL_BYTES
     try:
@@ -264,7 +267,7 @@ def _fill(path: str) -> None:
 
 
 def _empty(group: str, parent: str) -> None:
-    """Move what is left in a cgroup up, and remove it."""
+    """Move the remaining processes of a cgroup to `parent`, and remove the cgroup."""
     for _ in range(_PASSES):
         with contextlib.suppress(OSError):
             for pid in Path(group, "cgroup.procs").read_text(encoding="ascii").split():
@@ -280,7 +283,6 @@ def _empty(group: str, parent: str) -> None:
 
 
 def _limit(who: Process, what: int, soft: int) -> None:
-    """Set a process's soft limit."""
     pid, at = who
     if start_time(pid) == at:
         _, hard = resource.prlimit(pid, what)
@@ -288,9 +290,9 @@ def _limit(who: Process, what: int, soft: int) -> None:
 
 
 def _cap_files(who: Process) -> None:
-    """From now on it can open nothing: the limit is the lowest number that is free.
+    """Limit a process to its lowest free descriptor number, so that it can open no more files.
 
-    Looked at some times, since its threads open and close things.
+    The number is sampled 20 times, because threads of the process open and close files.
     """
     pid, at = who
     if start_time(pid) == at:
@@ -304,7 +306,7 @@ def _lowest_free(pid: int) -> int:
 
 
 def _cap_processes(group: str) -> None:
-    """From now on nothing in this cgroup can start anything."""
+    """Set the limit to the present number, so that no process in the cgroup can fork."""
     _write(f"{group}/pids.max", Path(group, "pids.current").read_text(encoding="ascii").strip())
 
 

@@ -1,14 +1,14 @@
-"""The first thing an agent does: import torch, and fork the zygote.
+"""The first action of an agent: import torch, and fork the zygote.
 
 Runs in:  agent, single-threaded, before it has opened anything.
 Takes in: the run folder; descriptors from the stub.
 Gives:    a zygote that shares this import of torch. It imports the rest while the agent begins.
 
-Rule 1: in the zygote no object may know a descriptor of the agent's: it could close a later one
-        of the same number, in a rank. So the fork comes before the agent opens anything, and
-        what the stub has passed on is closed here by number.
-Rule 2: no module of the agent is imported before the fork, only torch: ranks find no more in
-        `sys.modules` than the zygote's own.
+Rule 1: in the zygote no object may own a descriptor of the agent's. It could close a later
+        descriptor with the same number, in a rank. The fork therefore comes before the agent opens
+        anything, and descriptors from the stub are closed here by number.
+Rule 2: no module of the agent is imported before the fork, only torch, because ranks must find no
+        more in `sys.modules` than the zygote's own modules.
 """
 
 import gc
@@ -33,19 +33,19 @@ from ftrun.wire.messages.agent_start import (
 from ftrun.wire.run_environment import RunFolder
 
 KNOWN_TORCH = ((2, 8), (2, 15))
-"""Versions whose launcher was read; see docs/architecture.md."""
+"""Versions (first, last) whose launcher was read; see docs/architecture.md."""
 
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What an agent has when its own program begins."""
+    """State of an agent when its own program begins."""
 
     zygote: tuple[socket.socket, int] | None = None
     """Its control socket and its pid; None: none was forked."""
     error: BaseException | None = None
-    """For the agent to raise where it can say so: torch cannot be imported, or ^C."""
+    """For the agent to raise once it can report it: torch cannot be imported, or Ctrl-C."""
     is_forked: bool = False
     """This agent is a fork of the reserve."""
 
@@ -70,7 +70,7 @@ def begin() -> Begun | None:
         return Begun(is_forked=is_forked)
     mine, its = link
     agent_pid = os.getpid()
-    gc.freeze()  # a collection would write to each object, and so copy what is shared
+    gc.freeze()  # a collection would write to each object, and so copy the shared pages
     pid = os.fork()
     if pid == 0:
         mine.close()
@@ -83,7 +83,7 @@ def begin() -> Begun | None:
 
 
 def set_thread_count(argv: list[str]) -> None:
-    """What torchrun does in its own process, early enough for OpenMP.
+    """Set OMP_NUM_THREADS as torchrun does in its own process, but early enough for OpenMP.
 
     Args:
         argv: torchrun's arguments.
@@ -100,7 +100,7 @@ def set_thread_count(argv: list[str]) -> None:
 
 
 def unknown_torch(text: str) -> str:
-    """Why this version of torch is not forked; empty where it can be."""
+    """Why this version of torch is not forked; empty if it can be forked."""
     found = tuple(int(part) for part in text.split("+")[0].split(".")[:2])
     oldest, newest = KNOWN_TORCH
     if oldest <= found <= newest:
@@ -112,7 +112,11 @@ def unknown_torch(text: str) -> str:
 
 
 def _prepare(folder: RunFolder) -> dict[str, Any] | None:
-    """Import torch, with ^C allowed; the `start` section of the profile, None: fork nothing."""
+    """Import torch, with SIGINT unblocked; return the profile's `start` section.
+
+    Returns:
+        None if no zygote is to be forked.
+    """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the stub has blocked it
     try:
         spec = json.loads(folder.spec.read_bytes())
@@ -121,7 +125,7 @@ def _prepare(folder: RunFolder) -> dict[str, Any] | None:
             return None
         set_thread_count(spec["torchrun_argv"])
         before = os.environ.get(_NVML_CHECK)
-        # is_available() must not call cuInit here, which would poison every fork.
+        # is_available() must not call cuInit here, because that would break CUDA in every fork.
         os.environ.setdefault(_NVML_CHECK, "1")
         import torch
         import torch.distributed
@@ -139,7 +143,6 @@ def _zygote_link() -> tuple[socket.socket, socket.socket]:
 
 
 def _run_zygote(fd: int, agent_pid: int, modules: list[str], reserve_fd: int) -> None:
-    """In the fork: what an exec of the zygote's program would do."""
     for name in (STUB_SOCKET, KEPT_FDS):
         for stubs_fd in decode_numbers(os.environ.get(name, "")):
             os.close(stubs_fd)

@@ -1,12 +1,11 @@
-"""torchrun's own launcher, with ftrun's hands in three places.
+"""torchrun's own launcher, with three parts replaced by ftrun's.
 
 Runs in:  agent, main thread.
 Takes in: torchrun's arguments.
-Gives:    torch.distributed.run.run(args) with our agent class, our worker starter and our
-          rendezvous; everything else (flags, log folders, error files, macros, environment
-          contract) stays torch's, of whatever version is installed.
-
-Source: the names used here exist from torch 2.6 to 2.15; see docs/architecture.md.
+Gives:    torch.distributed.run.run(args) with ftrun's agent class, worker starter and rendezvous.
+          Everything else stays torch's, in the installed version: flags, log folders, error files,
+          macros, environment contract.
+Source:   the names used here exist from torch 2.6 to 2.15; see docs/architecture.md.
 """
 
 import signal
@@ -35,13 +34,13 @@ from ftrun.config import RunSpec
 from ftrun.errors import UsageError
 from ftrun.wire.cluster.generation import GenerationPlan
 
-# Torch registers handlers that raise in the middle of anything. We queue signals instead, so
+# Torch registers handlers that raise in the middle of any code. ftrun queues signals instead, so
 # torch gets one to handle that is never sent to a process without a terminal.
 _UNUSED_SIGNAL = "SIGWINCH"
 
 
 class FtrunElasticAgent(local_elastic_agent.LocalElasticAgent):
-    """LocalElasticAgent whose loop is ours; `drive` is set before torch makes one."""
+    """LocalElasticAgent with ftrun's loop; `drive` is set before torch creates an instance."""
 
     drive: Callable[["FtrunElasticAgent"], None]
 
@@ -51,7 +50,6 @@ class FtrunElasticAgent(local_elastic_agent.LocalElasticAgent):
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
 
     def place_in(self, plan: GenerationPlan, node_id: str) -> None:
-        """Take this node's ranks from a plan."""
         group_rank = next(i for i, one in enumerate(plan.members) if one.node_id == node_id)
         PlanRendezvousHandler.placement = NodePlacement(
             group_rank=group_rank,
@@ -66,7 +64,7 @@ class FtrunElasticAgent(local_elastic_agent.LocalElasticAgent):
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Ranks as the plan has them. Torch's own would wait for every other agent."""
+        """Assign ranks as in the plan. Torch's own method would wait for every other agent."""
         at = PlanRendezvousHandler.placement
         return [
             Worker(
@@ -80,13 +78,12 @@ class FtrunElasticAgent(local_elastic_agent.LocalElasticAgent):
         ]
 
     def start_generation(self, generation: int) -> None:
-        """Rendezvous and start of all local workers."""
-        # Torch names log folders and TORCHELASTIC_RESTART_COUNT by this difference.
+        # Torch names log folders and sets TORCHELASTIC_RESTART_COUNT by this difference.
         self._remaining_restarts = self._worker_group.spec.max_restarts - generation
         self._initialize_workers(self._worker_group)
 
     def close_generation(self) -> None:
-        """Let torch close what it opened for workers that are dead: log tails and files."""
+        """Make torch close what it opened for dead workers: log tails and files."""
         if self._pcontext is not None:
             self._pcontext.close(signal.SIGKILL)
             self._pcontext = None
@@ -101,28 +98,27 @@ class FtrunElasticAgent(local_elastic_agent.LocalElasticAgent):
 
 
 def parse(spec: RunSpec) -> Namespace:
-    """Torch's own parser, then what a run under ftrun always has."""
     args: Namespace = torchrun.get_args_parser().parse_args(spec.torchrun_argv)
     if args.rdzv_id == "none":
         args.rdzv_id = spec.run_id
     if args.log_dir is None:
-        # Torch would make a folder under /tmp for its error files, and leave it there.
+        # Torch would create a folder under /tmp for its error files, and leave it there.
         args.log_dir = f"{spec.log_folder}/workers"
     args.standalone = False
     args.rdzv_backend = BACKEND
-    args.rdzv_endpoint = "127.0.0.1:0"  # unused, but torch warns when it is empty
-    args.node_rank = 0  # stands in the plan; torch would warn that it is ignored
-    args.run_path = False  # a warm start is what --run-path was for
+    args.rdzv_endpoint = "127.0.0.1:0"  # unused, but torch warns if it is empty
+    args.node_rank = 0  # taken from the plan; torch would warn that it is ignored
+    args.run_path = False  # the warm start replaces --run-path
     if hasattr(args, "signals_to_handle"):
         args.signals_to_handle = _UNUSED_SIGNAL
     return args
 
 
 def local_world_size(args: Namespace) -> int:
-    """How many ranks this node starts.
+    """The number of ranks that this node starts.
 
     Raises:
-        UsageError: --nproc-per-node says none that can be started here.
+        UsageError: --nproc-per-node gives a number that cannot be started here.
     """
     with _flags_refused(f"--nproc-per-node {args.nproc_per_node}"):
         count = int(torchrun.determine_local_world_size(args.nproc_per_node))
@@ -132,10 +128,10 @@ def local_world_size(args: Namespace) -> int:
 
 
 def launch_config(args: Namespace) -> tuple[Any, ...]:
-    """What torch makes of its flags, and so whether it takes them all; makes the log folder.
+    """Convert the flags with torch, which checks all of them; creates the log folder.
 
     Raises:
-        UsageError: one has a value that torch does not take.
+        UsageError: a flag has a value that torch does not accept.
     """
     for flag, value in (("redirects", args.redirects), ("tee", args.tee)):
         with _flags_refused(f"--{flag} {value}"):
@@ -146,7 +142,7 @@ def launch_config(args: Namespace) -> tuple[Any, ...]:
 
 @contextmanager
 def _flags_refused(what: str) -> Iterator[None]:
-    """Torch says a wrong value in all of these; nothing has been started that could fail so."""
+    """Convert the errors that torch raises for a wrong value; nothing else can fail here yet."""
     try:
         yield
     except (ValueError, AssertionError, RuntimeError, LookupError, ImportError, OSError) as error:
@@ -160,22 +156,23 @@ def run(
     starter: WorkerStarter,
     drive: Callable[[Any], None],
 ) -> None:
-    """Run torchrun's launcher with ours inside; returns when the run has ended well.
+    """Run torchrun's launcher with ftrun's parts; return when the run has ended well.
 
     Args:
         args: of `parse`.
         config: of `launch_config`.
         starter: starts the workers.
-        drive: the loop; gets torch's agent.
+        drive: the loop; receives torch's agent.
     """
     FtrunElasticAgent.drive = staticmethod(drive)
-    # Names that torch looks up when it needs them; to mypy they are not its to give away.
+    # Torch looks these names up at each use. `setattr` is needed because mypy rejects a direct
+    # assignment to names that the module does not export.
     replaced: list[tuple[object, str, object]] = [
         (launcher_api, "LocalElasticAgent", FtrunElasticAgent),
         (multiprocessing_api, "get_subprocess_handler", starter),
         (torchrun, "config_from_args", lambda _args: config),
     ]
-    # A DNS look-up per event would cost more than the restart it reports.
+    # A DNS look-up per event would take longer than the restart that it reports.
     host_name = getattr(agent_api, "_get_fq_hostname", None)
     if host_name is not None:
         replaced.append((agent_api, "_get_fq_hostname", cache(host_name)))

@@ -1,10 +1,10 @@
-"""How a generation is made ready and started on this node, and how long each part of it took.
+"""Prepares and starts a generation on this node, and measures the phases of a restart.
 
 Runs in:  agent, main thread.
-Takes in: a plan: first to get ready for it, then, once it has taken effect, to start its ranks.
+Takes in: a plan: first to prepare it; then, once it is chosen, to start its ranks.
 Gives:    running workers, journal lines, a `RestartTimings` with measured phases.
-Survives: this agent: what the next one must know is kept with the SMP and the stub before a plan
-          is accepted.
+Survives: this agent: the state for the next one is persisted with the SMP and the stub before a
+          plan is accepted.
 """
 
 import logging
@@ -46,7 +46,7 @@ NOTHING = version(-9, -1)
 
 @dataclass
 class RestartTimings:
-    """One restart, as it was measured; times in seconds on the monotonic clock."""
+    """One measured restart; times in seconds on the monotonic clock."""
 
     generation: int
     cause: str
@@ -56,11 +56,12 @@ class RestartTimings:
     launched_s: float
     restored: str | None
     phases_s: dict[str, float] | None = None
-    """Once every rank has completed a step; they follow one another, from `noticed_s` on."""
+    """Duration of each phase, in order from `noticed_s`; None until every rank has completed a
+    step."""
 
 
 class GenerationRunner:
-    """One generation after the other, as they concern this node."""
+    """Runs one generation after another on this node."""
 
     def __init__(
         self,
@@ -73,25 +74,15 @@ class GenerationRunner:
         workers: WorkerGroup,
         kept: PersistedAgentState,
     ) -> None:
-        """No generation has begun.
-
-        Args:
-            spec: of the run.
-            node_id: this node.
-            journal: of this node.
-            smp: of this node.
-            stub: keeps what the next agent must know.
-            workers: of this node.
-            kept: what the last agent of this node knew.
-        """
         self.number = -1
         self.restarts: deque[RestartTimings] = deque(maxlen=100)
         self.plan: GenerationPlan | None = None
-        """The one whose ranks run here, or are about to."""
+        """The plan whose ranks run here, or are about to start."""
         self.is_over = False
-        """Its ranks are dead, what is here was told, and another generation is on its way."""
+        """Its ranks are dead, the inventory of this node was reported, and another generation
+        follows."""
         self.checkpoint = ""
-        """The name of the checkpoint that the plan's ranks start from; empty: from none."""
+        """The name of the checkpoint that the plan's ranks start from; empty: none."""
         self.rejected: dict[str, str] = {}
         """Checkpoints that this node cannot use, found for this plan: names and reasons."""
         self._spec = spec
@@ -107,11 +98,11 @@ class GenerationRunner:
         self._decided_s = 0.0
         self._restored: Version | None = None
         self._old_world_size = 0
-        """So many ranks took what is restored; 0: as many as there are now."""
+        """World size of the restored version; 0: the same as now."""
         self._is_share = False
         """Other nodes have read a part of the checkpoint that was loaded."""
         self._said_bad: set[str] = set()
-        """Checkpoints of which the user knows that they are not used."""
+        """Checkpoints whose rejection was reported already."""
 
     @property
     def is_member(self) -> bool:
@@ -119,30 +110,28 @@ class GenerationRunner:
 
     @property
     def newest_plan(self) -> GenerationPlan | None:
-        """The newest one that this node has accepted, be it by its last agent."""
         return self.plan or self._kept.plan
 
     @property
     def holds_ranks(self) -> bool:
-        """The newest plan gives this node ranks, so their state may be in its memory."""
+        """Whether the newest plan gives this node ranks, whose state may be in its memory."""
         plan = self.newest_plan
         return plan is not None and plan.member(self._node_id) is not None
 
     @property
     def has_ranks(self) -> bool:
-        """The ranks of the newest plan were started by this agent, and no ballot has ended them."""
+        """Whether this agent started the ranks of the newest plan, and no ballot has ended them."""
         return self._took_effect and not self.is_over
 
     @property
     def is_alone(self) -> bool:
-        """The generation has this node only."""
         return self.plan is not None and len(self.plan.members) == 1
 
     @property
     def token(self) -> str:
         """Equal on every node of this generation, and in no other generation of any run.
 
-        Also for an agent that follows another one on its node, whatever spares have come since.
+        A later agent of the same node computes the same token, even if spares have joined since.
         """
         plan = self.newest_plan
         if plan is None:
@@ -157,10 +146,10 @@ class GenerationRunner:
         return plan.life if plan is not None else ""
 
     def adopt(self, agent: FtrunElasticAgent, plan: GenerationPlan) -> Version | None:
-        """Get ready: void what is later, load a checkpoint if need be, tell the SMP.
+        """Prepare: void later versions, load a checkpoint if needed, and send the plan to the SMP.
 
         Raises:
-            SnapshotError: there was a state to go on from, and it cannot be had.
+            SnapshotError: there was a state to resume from, and it cannot be loaded.
         """
         self._decided_s = clock.now_s()
         self.is_over = False
@@ -184,12 +173,12 @@ class GenerationRunner:
         self.tell_smp()
         crash_point("agent.restart.smp_told")
         self._await_share()
-        # Before it is accepted: the next agent of this node proves by it what this one knew.
+        # Before the plan is accepted, because the next agent of this node proves with this state
+        # what this agent had accepted.
         self._keep_state()
         return self._restored
 
     def run(self, agent: FtrunElasticAgent, *, noticed_s: float, stopped_s: float) -> None:
-        """It has taken effect: start this node's ranks."""
         plan = self.plan
         assert plan is not None
         agent.place_in(plan, self._node_id)
@@ -218,10 +207,10 @@ class GenerationRunner:
         self.repeats.launched()
 
     def tell_smp(self) -> None:
-        """Say who takes part from now on; an SMP that is gone is told when the next one is up."""
+        """Send the members to the SMP; if the SMP is gone, the next one receives them."""
         if self.plan is None:
             return
-        # In the middle of a generation it is the newest commit that has to be protected again.
+        # In the middle of a generation the newest commit must be protected again.
         versions = [one for one in (self._restored, self._smp.committed) if one is not None]
         newest = max(versions, default=None)
         old_world_size = self._old_world_size if newest == self._restored else 0
@@ -234,20 +223,17 @@ class GenerationRunner:
             self._journal.write("smp_not_told", why=str(error))
 
     def tell_new_smp(self) -> None:
-        """One was started: in the middle of a generation, or after it, to wait for the next."""
         if not self.is_over:
             self.tell_smp()
         self._remember()
 
     def move_peers(self, ports: dict[str, int]) -> None:
-        """SMPs of other nodes were started again: give ours their places anew."""
         if self.plan is not None:
             smp_ports = {**self.plan.smp_ports, **ports}
             self.plan = msgspec.structs.replace(self.plan, smp_ports=smp_ports)
             self.tell_smp()
 
     def measure(self) -> None:
-        """Note the phases of the last restart once every rank has made a step."""
         restart = self.restarts[-1] if self.restarts else None
         if restart is None or restart.phases_s is not None or restart.generation != self.number:
             return
@@ -279,7 +265,7 @@ class GenerationRunner:
         self._journal.write("Recovered", **asdict(restart))
 
     def restart_times(self, now_s: float) -> RestartTimes | None:
-        """Of the restart that began this generation; None until every rank has made a step."""
+        """Times of this generation's restart; None until every rank has completed a step."""
         self.measure()
         restart = self.restarts[-1] if self.restarts else None
         if restart is None or restart.phases_s is None or restart.generation != self.number:
@@ -302,7 +288,7 @@ class GenerationRunner:
             found, why = self._load_checkpoint(plan, why)
         runs_ranks = plan.member(self._node_id) is not None
         if found is None and runs_ranks and self._smp.committed is not None:
-            # Never begin anew in silence where there was something to go on from.
+            # Never silently restart from step 0 if there was a state to resume from.
             has_directory = self._spec.checkpoint_directory is not None
             to_do = "" if has_directory else ". Give --checkpoint-dir to resume from disk next time"
             raise SnapshotError(
@@ -310,25 +296,27 @@ class GenerationRunner:
                 f"{to_do}"
             )
         if found is not None:
-            # What comes from a checkpoint is protected and committed anew; what was committed
-            # before it is lost, and is not to be fetched any more.
+            # A version from a checkpoint is protected and committed again. An earlier commit is
+            # lost, and must not be fetched any more.
             self._smp.committed = found if found.generation >= 0 else None
         voided = self._smp.void_after(found if found is not None else NOTHING)
         self._journal.write("restore_point", version=str(found), why=why, voided_slots=voided)
         return found
 
     def _await_share(self) -> None:
-        """Have all of the checkpoint here before the plan is accepted, as if it was read here.
+        """Wait until the whole checkpoint is here, as if this node had read all of it.
+
+        The plan is accepted only then.
 
         Raises:
-            SnapshotError: it cannot be had.
+            SnapshotError: the checkpoint cannot be loaded.
         """
         if not self._is_share:
             return
         try:
             self._smp.await_restored()
         except PeerError as error:
-            # The next SMP finds no whole slot, says so, and another generation begins.
+            # The next SMP finds no complete slot and reports that, so another generation begins.
             self._journal.write("smp_not_told", why=str(error))
             return
         if self._smp.restore_failed:
@@ -336,7 +324,7 @@ class GenerationRunner:
             raise SnapshotError(f"the checkpoint cannot be read: {self._smp.restore_failed}")
 
     def _load_checkpoint(self, plan: GenerationPlan, why: str) -> tuple[Version | None, str]:
-        """The version that disk had, and why this one; None where there is none to go on from."""
+        """The version on storage, and why this one; None if there is none to resume from."""
         node = plan.member(self._node_id)
         had = self._smp.committed is not None
         sources = sources_of(self._spec, plan.life, has_committed=had)
@@ -378,11 +366,11 @@ class GenerationRunner:
                 _log.warning("checkpoint %s is not used: %s", name, reason)
 
     def keep_arenas(self) -> None:
-        """Give the stub whatever memory has come or gone; cheap when nothing has."""
+        """Give the stub all memory that was added or removed; cheap if nothing has changed."""
         self._stub.keep([fd for _, fd in self._smp.memory.held], self._kept)
 
     def keep_plan(self, plan: GenerationPlan, *, took_effect: bool) -> None:
-        """Have the next agent of this node know who else votes now; the ranks' plan stays."""
+        """Persist the present voters for this node's next agent; the plan of the ranks stays."""
         self._kept = PersistedAgentState(plan, took_effect=took_effect)
         self.keep_arenas()
         self._remember()
@@ -399,7 +387,7 @@ class GenerationRunner:
 
 
 def _road_variables(plan: GenerationPlan, node_id: str) -> dict[str, str]:
-    """What tells this node's ranks over which rails they speak; never what the user has set."""
+    """Variables that set the rails for this node's ranks; variables that the user has set stay."""
     if plan.roads is None or plan.member(node_id) is None:
         return {}
     try:

@@ -1,11 +1,13 @@
-"""Children of the agent: seen by event, ended by number.
+"""Children of the agent, observed through pidfds.
 
 Runs in:  agent, main thread.
-Takes in: pids of children, own or adopted (a zygote's grandchildren come here to be reaped).
-Gives:    `ChildProcess`ren with a pidfd that becomes readable at their end.
+Takes in: pids of children, own or adopted (a zygote's grandchildren are reparented to the agent,
+          which reaps them).
+Gives:    `ChildProcess` objects with a pidfd that becomes readable at their end.
 
-A pidfd names one process for ever, so a signal never reaches a stranger that got the number
-later. The status is read with waitid on that very pid: nothing here reaps a child of torch's.
+A pidfd always refers to one process, so a signal never reaches another process that got the same
+number later. The status is read with waitid on exactly that pid, so this code never reaps a child
+of torch.
 """
 
 import contextlib
@@ -35,16 +37,14 @@ class ChildProcess:
         """It leads a process group, which is killed when it has ended."""
         self.pidfd = os.pidfd_open(pid)
         self.status: int | None = None
-        """Exit code, or the signal's number with a minus sign; None while it lives."""
+        """Exit code, or the negative signal number; None while it lives."""
 
     @property
     def ended_with(self) -> int:
-        """Its status; only for a child that has been reaped."""
         assert self.status is not None
         return self.status
 
     def reap(self) -> bool:
-        """Whether it has ended; reads its status the first time it has."""
         if self.status is not None:
             return True
         try:
@@ -52,17 +52,17 @@ class ChildProcess:
                 return False
             if self.leads_group:
                 self.signal_group(signal.SIGKILL)
-            # From here on another process may get this number.
+            # From here on another process may get this pid.
             found = os.waitid(os.P_PID, self.pid, os.WEXITED)
         except ChildProcessError:
-            self._ended(-signal.SIGKILL)  # something else has read it
+            self._ended(-signal.SIGKILL)  # another part of the process has read the status
             return True
         assert found is not None
         self._ended(found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)
         return True
 
     def is_stopped(self) -> bool:
-        """Whether it is held by SIGSTOP or the like: /proc says T (t: by a debugger)."""
+        """Whether SIGSTOP or a similar signal has stopped it: /proc shows T (t: by a debugger)."""
         return state_of(self.pid) == "T"
 
     def signal(self, number: int) -> None:
@@ -71,14 +71,14 @@ class ChildProcess:
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def signal_group(self, number: int) -> None:
-        """Signal everything in its process group; nothing once the child has been reaped."""
+        """Signal every process in its process group; no effect once the child has been reaped."""
         if self.status is not None:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
     def wait(self, deadline_s: float) -> bool:
-        """Wait for its end, at most so long; whether it came."""
+        """Wait at most `deadline_s` seconds for its end; return whether it has ended."""
         give_up_s = clock.now_s() + deadline_s
         while not self.reap():
             left_s = give_up_s - clock.now_s()
@@ -110,7 +110,7 @@ def spawn(
     streams: Sequence[IO[str] | None] = (None, None),
     new_session: bool = False,
 ) -> ChildProcess:
-    """Start a program with our stdin, and our stdout and stderr where `streams` has none."""
+    """Start a program; it inherits stdin, and stdout and stderr where `streams` has None."""
     started = subprocess.Popen(
         list(argv),
         env=dict(variables),
@@ -119,21 +119,21 @@ def spawn(
         stderr=streams[1],
         start_new_session=new_session,
     )
-    # Child reads the status; a Popen that is collected without one warns and keeps the pid.
+    # ChildProcess reads the status. A Popen that is collected without one warns and keeps the pid.
     started.returncode = 0
     return ChildProcess(started.pid, name, leads_group=new_session)
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """`python -u -m module`, as safe from what lies in the user's folder as we are ourselves."""
+    """`python -u -m module`, with the same protection from modules in the user's folder (-P)."""
     safe_path = ["-P"] if sys.flags.safe_path else []
     return [sys.executable, "-u", *safe_path, "-m", module, *arguments]
 
 
 def reap_strangers(known: Sequence[ChildProcess]) -> None:
-    """Read the status of orphans that were given to us, so that no zombie stays.
+    """Read the status of adopted orphans, so that no zombie stays.
 
-    A known child that ends between the two looks is reaped as itself.
+    A known child that ends between the two calls of waitid is reaped as itself.
     """
     mine = {child.pid: child for child in known}
     for _ in range(64):
@@ -144,17 +144,17 @@ def reap_strangers(known: Sequence[ChildProcess]) -> None:
         if found is None:
             return
         if found.si_pid in mine or found.si_pid in awaited:
-            return  # its own event will come; strangers behind it wait for the next look
+            return  # its own event follows; orphans behind it wait for the next call
         with contextlib.suppress(ChildProcessError):
             os.waitpid(found.si_pid, os.WNOHANG)
 
 
 def oom_kills() -> int | None:
-    """Out-of-memory kills so far: of this cgroup where it counts them, else of the machine."""
+    """Out-of-memory kills so far: of this cgroup if it counts them, else of the machine."""
     for path in (*_cgroup_files("memory.events", "memory.oom_control"), Path("/proc/vmstat")):
         found = _oom_kills_in(path)
         if found is not None and path.name == "memory.oom_control":
-            # Version 1 counts each cgroup by itself, version 2 with all beneath it.
+            # Version 1 counts each cgroup separately, version 2 with all cgroups below it.
             beneath = (_oom_kills_in(one) for one in path.parent.glob(f"*/{path.name}"))
             found += sum(kills or 0 for kills in beneath)
         if found is not None:
@@ -171,7 +171,7 @@ def _oom_kills_in(path: Path) -> int | None:
 
 
 def one_oom_ends_all() -> bool:
-    """Whether the cgroup is set so that one process too large takes all of them along."""
+    """Whether memory.oom.group of this cgroup is 1: one process out of memory ends all of them."""
     for path in _cgroup_files("memory.oom.group", ""):
         with contextlib.suppress(OSError):
             return path.read_text(encoding="ascii").strip() == "1"
@@ -179,7 +179,6 @@ def one_oom_ends_all() -> bool:
 
 
 def _cgroup_files(name: str, name_v1: str) -> list[Path]:
-    """Where the memory controller of our cgroup keeps a figure, in version 2 and 1."""
     root = Path("/sys/fs/cgroup")
     found: list[Path] = []
     with contextlib.suppress(OSError):

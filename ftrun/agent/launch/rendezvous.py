@@ -1,14 +1,14 @@
-"""A store for each generation, and the handler torch asks for one.
+"""One store for each generation, and the rendezvous handler that torch asks for it.
 
 Runs in:  agent, main thread.
-Takes in: the address workers reach this node by; the place of this node in a generation.
-Gives:    TCPStores, each bound to that one address; where the workers of other nodes' find theirs.
+Takes in: the address by which workers reach this node; the placement of this node in a generation.
+Gives:    TCPStores, each bound to that one address; the store address for workers of other nodes.
 
-A new store for each generation: torchrun reuses one, whose keys of the last attempt a restarted
-rank then reads (pytorch#135712). Made ahead of need, since the next generation is started when
-seconds count. The listening socket is bound here and handed over, because TCPStore by itself
-listens on every interface. The number is promised before anybody has said by which rail the ranks
-will meet, so it is held on all of them until then.
+Each generation has a new store. torchrun reuses one, and a restarted rank then reads keys of the
+last attempt (pytorch#135712). A store is created ahead of need, because the start of the next
+generation is urgent. The listening socket is bound here and handed over, because TCPStore by itself
+listens on every interface. The port is reported before the plan names the rail of the ranks, so it
+is reserved on all rails until then.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 def make_store(address: str, port: int = 0) -> TCPStore:
-    """A store that listens on `address` only, on `port` or any free one.
+    """Create a store that listens on `address` only, on `port` or any free one.
 
     Raises:
         OSError: it is no address of this node, or the port is taken there.
@@ -73,10 +73,10 @@ def _store_at(address: str, listener: socket.socket) -> TCPStore:
 
 
 class StorePool:
-    """The store of this generation, and the one of the next.
+    """The stores of this generation and of the next.
 
     Args:
-        address: by which this node is known.
+        address: of this node's card.
         port: a fixed one; 0: any.
         others: the addresses of this node's other rails.
     """
@@ -86,18 +86,17 @@ class StorePool:
         self._port = port
         self._others = [other for other in others if other != address]
         self._held: dict[str, socket.socket] = {}
-        """The port of the next store at other addresses."""
+        """Listeners that reserve the port of the next store at the other addresses."""
         self._current: TCPStore | None = None
         self._next: TCPStore | None = None
 
     def prepare(self) -> None:
-        """Make the next store now; a fixed port is free only when the old store is gone."""
+        """Create the next store now; a fixed port is free only after the old store is closed."""
         if self._next is None and not self._port:
             self._next, self._held = self._promise()
 
     @property
     def next_port(self) -> int:
-        """Where the store of the next generation listens, if rank 0 is on this node."""
         if self._port:
             return self._port
         self.prepare()
@@ -105,11 +104,11 @@ class StorePool:
         return int(self._next.port)
 
     def take(self, address: str = "") -> TCPStore:
-        """The store of a new generation.
+        """Return the store of a new generation.
 
         Args:
-            address: where this node listens for it, with the port that was named before; empty or
-                `address`: where it was made ahead of need.
+            address: where the store listens, with the port that was reported before; empty or the
+                pool's own `address`: the store that was created ahead of need.
         """
         if self._port:
             self._current = None
@@ -122,7 +121,6 @@ class StorePool:
         return self._current
 
     def _promise(self) -> tuple[TCPStore, dict[str, socket.socket]]:
-        """A store, and its port at the other addresses as far as it can be had there."""
         for _ in range(_MAX_PORTS):
             store = make_store(self.address)
             held = self._hold(int(store.port))
@@ -131,7 +129,6 @@ class StorePool:
         return make_store(self.address), {}
 
     def _hold(self, port: int) -> dict[str, socket.socket] | None:
-        """The port at the other addresses; None where it is taken at one of them."""
         held: dict[str, socket.socket] = {}
         for other in self._others:
             try:
@@ -145,10 +142,10 @@ class StorePool:
         return held
 
     def _on_rail(self, address: str) -> TCPStore | None:
-        """The store that was promised, on another rail; None where it is not to be there.
+        """Move the next store to another rail; None if it stays or the port is taken there.
 
-        Where the port cannot be had any more, ranks of other nodes do not find their store: they
-        fail, and the next generation comes. That is no reason for this agent to end.
+        If the port is taken, ranks of other nodes do not find their store. They fail, and the next
+        generation follows. This is no reason to end this agent.
         """
         if address in ("", self.address):
             return None
@@ -167,7 +164,7 @@ class StorePool:
 
 @dataclass(frozen=True, slots=True)
 class NodePlacement:
-    """This node in a generation, as torch wants to know it."""
+    """The placement of this node in a generation, in the terms of torch."""
 
     group_rank: int
     num_nodes: int
@@ -176,11 +173,12 @@ class NodePlacement:
     store_host: str
     store_port: int
     rail_host: str = ""
-    """Where the store of this node listens, if its ranks meet on a rail that was chosen."""
+    """Where the store of this node listens, if its ranks use a rail that a network plan has
+    chosen."""
 
 
 class PlanRendezvousHandler(RendezvousHandler):
-    """Rendezvous that has happened already: the plan says who takes part."""
+    """A rendezvous that is complete already: the plan says which nodes take part."""
 
     placement = NodePlacement(0, 1, 0, 1, LOOPBACK, 0)
 
@@ -197,8 +195,9 @@ class PlanRendezvousHandler(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         at = self.placement
-        # Ranks are in the plan and not exchanged, so no agent waits for another one's store: it
-        # may be dead by now, which this agent is told otherwise. Only workers connect to it.
+        # Ranks are in the plan and not exchanged, so no agent waits for the store of another agent.
+        # That agent may be dead by now, which is detected in another way. Only workers connect to
+        # it.
         own = at.rail_host or self._pool.address
         store = self._pool.take(own) if at.group_rank == 0 else HashStore()
         port = store.port if isinstance(store, TCPStore) else at.store_port
@@ -210,7 +209,7 @@ class PlanRendezvousHandler(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Nobody else could join this way."""
+        """No effect: no node can join through torch's rendezvous."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -223,8 +222,6 @@ class PlanRendezvousHandler(RendezvousHandler):
 
 
 def register(pool: StorePool) -> None:
-    """Make `--rdzv-backend ftrun` known to torch."""
-
     def create(params: RendezvousParameters, *_: Any) -> RendezvousHandler:
         return PlanRendezvousHandler(params.run_id, pool)
 

@@ -1,8 +1,8 @@
-"""How a rank gets its process: from a standby, or fresh where that cannot serve.
+"""Starts the process of a rank: from a standby, or fresh if a standby cannot serve.
 
 Runs in:  agent, main thread, under torch's SubprocessContext.
-Takes in: what torch would have given to Popen.
-Gives:    a `WorkerHandle`, which is to torch what its own SubprocessHandler is.
+Takes in: the arguments that torch would pass to Popen.
+Gives:    a `WorkerHandle`, which replaces torch's own SubprocessHandler.
 """
 
 import os
@@ -23,15 +23,15 @@ from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 
 @dataclass(slots=True)
 class LaunchSlot:
-    """What a generation has ready for one rank before its process is there."""
+    """The resources of one rank, prepared before its process exists."""
 
     rank: int
     page_fd: int
     page: SharedPage
     stack_fd: int
-    """A file for its stacks, which it writes on a signal."""
+    """A file to which the rank writes its stacks on a signal."""
     socket: str
-    """Where its flight recorder is read."""
+    """Socket over which its flight recorder is read."""
     arena_fd: int | None
     variables: dict[str, str]
     fault_fd: int | None = None
@@ -61,7 +61,6 @@ class WorkerHandle:
 
     @property
     def state(self) -> str:
-        """In a word, for status."""
         if self.child.status is not None:
             return "finished" if self.child.status == 0 else "ended"
         if self.stopped_since_s is not None:
@@ -77,7 +76,7 @@ class WorkerHandle:
         return self.child.status
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """As Popen.wait.
+        """Wait as Popen.wait does.
 
         Raises:
             subprocess.TimeoutExpired: it has not ended within `timeout` seconds.

@@ -1,9 +1,9 @@
-"""The workers of this node: their processes, their pages, what they are told all at once.
+"""The workers of this node: their processes, their pages, and the commands for all of them.
 
 Runs in:  agent, main thread.
 Takes in: a generation to prepare for.
-Gives:    places for the starter, ends with their reasons, progress.
-Survives: each worker: pages and error files of the dead are read here.
+Gives:    launch slots for the starter, worker exits with their reasons, progress.
+Survives: each worker: pages and error files of dead workers are read here.
 """
 
 import json
@@ -40,7 +40,7 @@ from ftrun.wire.shared_memory.pages import (
 from ftrun.wire.shared_memory.stack_file import create_stack_file, stacks
 
 KILL_WAIT_S = 20.0
-"""The leader waits longer than this for the answer of a node: `MembershipSettings.answer_s`."""
+"""Shorter than the leader's wait for the answer of a node: `MembershipSettings.answer_s`."""
 
 _ORPHANS_WAIT_S = 1.0
 _FULL_BYTES = 1 << 16
@@ -65,14 +65,6 @@ class WorkerGroup:
         starter: WorkerStarter,
         stuck_pids: Sequence[int] = (),
     ) -> None:
-        """Make a group without ranks.
-
-        Args:
-            spec: the run.
-            smp: for arenas.
-            starter: makes processes.
-            stuck_pids: ranks of an earlier agent that have not ended after SIGKILL.
-        """
         self.starter = starter
         self.generation = -1
         self.first_rank = 0
@@ -89,16 +81,16 @@ class WorkerGroup:
         self._stuck: list[ChildProcess] = []
         """Processes that have not ended within `KILL_WAIT_S` of SIGKILL."""
         self._stuck_before: list[tuple[int, int]] = []
-        """The same of an earlier agent, whose pidfds alone show their end: (pid, pidfd)."""
+        """The same of an earlier agent: (pid, pidfd). Only the pidfds show their end."""
         for pid in stuck_pids:
             with suppress(OSError):
                 self._stuck_before.append((pid, os.pidfd_open(pid)))
         self._looked_s = clock.now_s()
         self.unused_fds: SimpleQueue[int] = SimpleQueue()
-        """Stack files of ranks that are gone; whoever writes to them closes them."""
+        """Stack files of ranks that have ended; the thread that writes to them closes them."""
         self.fault_pages = FaultPages() if spec.allow_faults else None
 
-    # --- a generation's life ------------------------------------------------------------------
+    # --- the life of a generation -----------------------------------------------------------------
 
     def prepare(
         self,
@@ -109,14 +101,14 @@ class WorkerGroup:
         old_world_size: int,
         roads: Mapping[str, str],
     ) -> None:
-        """Make pages and variables for the workers to come.
+        """Create pages and variables for the workers to come.
 
         Args:
             plan: the generation.
             ranks: of this node.
-            restored: what they start from.
-            old_world_size: so many ranks took that; 0: as many as there are now.
-            roads: variables that say over which rails they speak.
+            restored: the version that they start from.
+            old_world_size: world size of that version; 0: the same as now.
+            roads: variables that set the rails of the ranks.
         """
         self._roads = roads
         self.generation, self.restored = plan.generation, restored
@@ -146,11 +138,11 @@ class WorkerGroup:
             process_tree.note_sessions(self._smp.folder.path, self.pids())
 
     def kill(self) -> str:
-        """End every worker, and everything that it has started, now.
+        """End every worker now, and every process that a worker has started.
 
         Returns:
-            What has not ended, as `stuck` says it. It hangs in the kernel with SIGKILL pending, so
-            it runs no line of the script any more.
+            What has not ended, as `stuck` reports it. It hangs in the kernel with SIGKILL pending,
+                so it runs no line of the script any more.
         """
         for handle in self.handles:
             handle.child.signal_group(SIGKILL)
@@ -171,7 +163,7 @@ class WorkerGroup:
         return self.stuck()
 
     def stuck(self) -> str:
-        """What has not died of SIGKILL, in words; empty if nothing is left of it."""
+        """Processes that have not died of SIGKILL, in words; empty if there are none."""
         self._stuck = [child for child in self._stuck if not child.reap()]
         for pid, pidfd in [one for one in self._stuck_before if has_ended(one[1])]:
             self._stuck_before.remove((pid, pidfd))
@@ -187,9 +179,10 @@ class WorkerGroup:
         )
 
     def _kill_orphans(self) -> list[int]:
-        """Kill what has come here with the end of ranks; which processes that were.
+        """Kill the processes that were reparented here when ranks ended; return their pids.
 
-        What a rank has started in a session of its own is not in the rank's process group.
+        A process that a rank has started in a session of its own is not in the rank's process
+        group.
         """
         mine, sessions = f"{env.AGENT_PID}={os.getpid()}".encode(), set(self.pids())
         found: list[int] = []
@@ -205,11 +198,11 @@ class WorkerGroup:
     def signal(self, number: int) -> None:
         for handle in self.alive():
             handle.child.signal_group(number)
-            # A stopped process cannot obey until it goes on.
+            # A stopped process cannot handle the signal until it continues.
             handle.child.signal_group(SIGCONT)
 
     def ask_last_snapshot(self, after_step: int) -> None:
-        """Have every rank stop at this boundary; -1: the first that none of them has passed."""
+        """Have every rank stop after this step; -1: at the first boundary that none has passed."""
         if self.commands is not None:
             furthest = max(
                 (place.page.get(HeartbeatField.STEP) for place in self.places), default=0
@@ -230,7 +223,7 @@ class WorkerGroup:
         return (min(steps), max(steps)) if steps else None
 
     def committed(self) -> tuple[int, int] | None:
-        """The newest version that the ranks here know to be committed: (generation, step)."""
+        """The newest version that the command page shows as committed: (generation, step)."""
         if self.commands is None or self.commands.get(CommandField.COMMITTED_STEP) < 0:
             return None
         step, generation = (
@@ -240,38 +233,38 @@ class WorkerGroup:
         return (generation, step)
 
     def take_from(self, step: int) -> None:
-        """Ranks take no snapshot before this step."""
         if self.commands is not None:
-            step = max(step, self.commands.get(CommandField.TAKE_FROM))  # a new lead begins low
+            # a new leader starts with a lower step
+            step = max(step, self.commands.get(CommandField.TAKE_FROM))
             self.commands.set(CommandField.TAKE_FROM, step)
 
     def set_interval(self, every: int, from_step: int) -> None:
-        """Announced ahead of time, because ranks are not at the same step when they read it."""
+        """Set the interval ahead of time, because ranks read it at different steps."""
         if self.commands is not None:
             self.commands.set(CommandField.EVERY_FROM_STEP, from_step)
             self.commands.set(CommandField.SNAPSHOT_EVERY, every)
 
     def lease(self, until_s: float | None) -> None:
-        """Let the ranks step until then; None: without a limit. From any thread."""
+        """Allow the ranks to step until this time; None: without a limit. From any thread."""
         if self.commands is not None:
-            # The first nanosecond has passed; 0 is no limit.
+            # 0 means no limit, and the first nanosecond has passed already.
             until_ns = 0 if until_s is None else max(1, round(until_s * 1e9))
             self.commands.set(CommandField.LEASE_NS, until_ns)
 
     def hold(self, on: bool) -> None:
-        """Stop every rank where it stands, or let it go on; from any thread."""
+        """Suspend every rank at once, or resume it; from any thread."""
         self.is_held = on
         number = SIGSTOP if on else SIGCONT
         alive = [one.child for one in list(self.starter.handles.values()) if not one.has_ended]
         for child in alive:
             child.signal_group(number)
-        # Those in sessions of their own, such as a rank behind a wrapper.
+        # Processes in sessions of their own, such as a rank behind a wrapper.
         below = process_tree.descendants([child.pid for child in alive])
         tree = {*below, *(child.pid for child in alive)}
         for pid in below:
             process_tree.send(pid, number, still=lambda pid: process_tree.parent_of(pid) in tree)
 
-    # --- what is seen -------------------------------------------------------------------------
+    # --- observations -----------------------------------------------------------------------------
 
     @property
     def handles(self) -> list[WorkerHandle]:
@@ -288,14 +281,12 @@ class WorkerGroup:
         return [handle.pid for handle in self.handles]
 
     def ended(self) -> list[WorkerHandle]:
-        """Workers whose end has not been told yet."""
         found = [h for h in self.handles if not h.exit_seen and h.child.reap()]
         for handle in found:
             handle.exit_seen = True
         return found
 
     def explain(self, handle: WorkerHandle, *, oom_kills: int | None) -> events.WorkerExit:
-        """Why it has ended."""
         page = handle.place.page
         message, traceback, failed_at_ns = self._error(handle)
         traceback = traceback or _last_stack(handle)
@@ -319,7 +310,6 @@ class WorkerGroup:
         return explain(facts)
 
     def error_file(self, rank: int) -> str:
-        """Where a rank of this generation writes the exception it ends by."""
         return self._error_files.get(rank - self.first_rank, "")
 
     def progress(self) -> events.Progress:
@@ -339,7 +329,6 @@ class WorkerGroup:
         return events.Progress(Step(step), here, attached)
 
     def reports(self, now_s: float) -> tuple[RankReport, ...]:
-        """Every rank of this node, for the status of the whole run."""
         return tuple(
             RankReport(
                 rank=handle.place.rank,
@@ -365,9 +354,9 @@ class WorkerGroup:
         )
 
     def kill_long_stopped(self, now_s: float, limit_s: float) -> None:
-        """Act on workers that somebody has stopped: a stopped rank holds up all the others.
+        """Kill workers that were stopped from outside, because one blocks all the others.
 
-        Where this process has stood still as well, what stopped them has stopped the machine.
+        If this process was paused too, the whole machine was paused, and the time starts again.
         """
         was_away, self._looked_s = now_s - self._looked_s > AWAY_S, now_s
         for handle in self.alive():
@@ -380,11 +369,14 @@ class WorkerGroup:
                 handle.child.signal_group(SIGKILL)
 
     def stopped_by_order(self, handle: WorkerHandle, since_s: float) -> None:
-        """A fault has stopped this rank; this process has started what lets it go on, meanwhile."""
+        """Record that a fault has stopped this rank at `since_s`.
+
+        Starting the reverter delays this process, and that delay must not count as a paused
+        machine.
+        """
         handle.stopped_since_s, self._looked_s = since_s, clock.now_s()
 
     def wished_every(self) -> int:
-        """The longest interval between snapshots that any rank here asks for; 0: none does."""
         if self._spec.profile.snapshot.every != "auto":
             return 0
         return max(
@@ -416,7 +408,7 @@ class WorkerGroup:
         if self._skip_batches:
             variables[env.SKIP_BATCHES] = str(self._skip_batches)
         if self._old_world_size:
-            # Put together from the shards of other ranks, which it asks its SMP for.
+            # The rank is assembled from the shards of other ranks, which it requests from its SMP.
             variables[env.RESTORE_WORLD_SIZE] = str(self._old_world_size)
         arena = None if self._old_world_size else self._smp.memory.arena_for(rank, restored)
         stack_fd = create_stack_file(str(rank))
@@ -436,7 +428,7 @@ class WorkerGroup:
             os.close(self.command_fd)
 
     def _full_disk(self, handle: WorkerHandle) -> str:
-        """The folder that torch redirects to and has the error file in, if nothing fits there."""
+        """The folder of torch's redirects and the error file if its disk is full; else empty."""
         folder = os.path.dirname(self._error_files.get(handle.local_rank_id, ""))
         with suppress(OSError):
             has = os.statvfs(folder)
@@ -446,7 +438,6 @@ class WorkerGroup:
         return ""
 
     def _error(self, handle: WorkerHandle) -> tuple[str, str, int]:
-        """Message, traceback and time from the worker's error file, if it wrote one."""
         path = self._error_files.get(handle.local_rank_id, "")
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             document = json.loads(Path(path).read_text(encoding="utf-8"))["message"]
@@ -458,6 +449,5 @@ class WorkerGroup:
 
 
 def _last_stack(handle: WorkerHandle) -> str:
-    """What a rank that the kernel has ended (SIGSEGV, SIGABRT) was at."""
     stack = parse_dump(stacks(handle.place.stack_fd)) if handle.child.ended_with < 0 else None
     return as_traceback(stack) if stack is not None else ""

@@ -1,9 +1,9 @@
-"""The agent's side of the zygote: a few standbys ready at any time.
+"""The agent's side of the zygote: keeps standbys ready.
 
 Runs in:  agent, main thread (PDEATHSIG fires when the forking thread ends).
-Takes in: launch orders.
-Gives:    workers: a standby becomes one in a message's time, since it is forked already.
-Survives: the zygote: standbys that are there can still be launched.
+Takes in: launch requests.
+Gives:    workers. A standby becomes one in the time of a message, because it is forked already.
+Survives: the zygote: existing standbys can still be launched.
 """
 
 import contextlib
@@ -27,15 +27,16 @@ READY_WAIT_S = 120.0
 
 @dataclass(slots=True)
 class Standby:
-    """A forked process that waits for an order on a socket of its own."""
+    """A forked process that waits for a launch request on a socket of its own."""
 
     orders: socket.socket
     child: ChildProcess | None = None
-    """Known once the standby has said hello, which it does when it is our child."""
+    """Known once the standby has sent its hello, which it does when it is a child of this
+    process."""
 
 
 class ZygoteUnavailable(Exception):
-    """No worker can be forked now; a fresh process must do."""
+    """No worker can be forked now; a fresh process must serve."""
 
 
 class ZygoteClient:
@@ -49,11 +50,10 @@ class ZygoteClient:
         self._ordered = 0
         self.child: ChildProcess | None = None
         self.unfit = ""
-        """Why the last fork was refused; empty when it was not."""
+        """Why the last fork was refused; empty if it was not."""
 
     @property
     def children(self) -> list[ChildProcess]:
-        """The zygote and the standbys that have said hello."""
         found = [standby.child for standby in self._standbys]
         return [child for child in [self.child, *found] if child is not None]
 
@@ -66,7 +66,6 @@ class ZygoteClient:
         its.close()
 
     def adopt(self, control: socket.socket, child: ChildProcess) -> None:
-        """Use this zygote from now on."""
         if self._control is not None:
             self._control.close()
         self._control, self.child = control, child
@@ -74,12 +73,10 @@ class ZygoteClient:
         self._ordered = 0
 
     def want(self, standbys: int) -> None:
-        """Have so many ready from now on."""
         self._wanted = standbys
         self.refill()
 
     def refill(self) -> None:
-        """Order as many standbys as are missing; they come in the background."""
         missing = self._wanted - len(self._standbys) - self._ordered
         if missing > 0 and self._control is not None:
             self._ordered += missing
@@ -90,7 +87,7 @@ class ZygoteClient:
         """Turn a standby into a worker.
 
         Raises:
-            ZygoteUnfit: there is none, and none came.
+            ZygoteUnavailable: there is no standby, and none came.
         """
         while True:
             standby = self._take()
@@ -108,7 +105,7 @@ class ZygoteClient:
             return standby.child
 
     def close(self) -> None:
-        """Let zygote and standbys go; both end when their sockets close."""
+        """End zygote and standbys; both end when their sockets close."""
         for standby in self._standbys:
             standby.orders.close()
         if self._control is not None:
@@ -121,7 +118,6 @@ class ZygoteClient:
         self._standbys.clear()
 
     def collect(self) -> None:
-        """Take in what the zygote has sent, without waiting."""
         while self._receive(0.0):
             pass
         for standby in self._standbys:

@@ -1,14 +1,15 @@
-"""What network cards and GPUs count of their own troubles: errors, lost links, throttling.
+"""Error counters of network cards and GPUs: errors, lost links, throttling.
 
-Runs in:  agent, the thread of the eyes.
-Takes in: /sys/class/net, /sys/class/infiniband; of GPUs NVML, where its package and driver are.
-Gives:    sentences about what has been counted since the look before; none where all is well.
-Survives: what is not there: a machine without such devices has nothing to say.
+Runs in:  agent, the thread of the rank observer.
+Takes in: /sys/class/net, /sys/class/infiniband; for GPUs NVML, if its package and driver are
+          present.
+Gives:    sentences about what was counted since the last poll; none if nothing was.
+Survives: missing devices: a machine without them reports nothing.
 Source:   the counters are the kernel's (Documentation/ABI/testing/sysfs-class-net-statistics,
           sysfs-class-infiniband) and NVML's; which of them matter: docs/papers.md, C4 and Aegis.
 
-Rule 1: NVML is loaded at the first look of a node whose ranks use a GPU, never before: loading it
-        wakes the driver.
+Rule 1: NVML is loaded at the first poll of a node whose ranks use a GPU, never before, because
+        loading it wakes the driver.
 """
 
 from collections import deque
@@ -31,7 +32,7 @@ _WORDS = {
 
 
 class DeviceCounters:
-    """Of one node; each look tells what the one before did not.
+    """The counters of one node; each poll reports what is new since the last one.
 
     Args:
         system: /sys, or a tree like it.
@@ -44,7 +45,7 @@ class DeviceCounters:
         self._gpus: _Gpus | None = None
 
     def look(self, now_s: float, *, on_device: bool) -> tuple[str, ...]:
-        """What has been counted since the last look, if one is due.
+        """What was counted since the last poll, if a poll is due.
 
         Args:
             now_s: the time.
@@ -61,7 +62,7 @@ class DeviceCounters:
         before, self._before = self._before, {**self._before, **counts}
         if is_first:
             return ()
-        # A counter that is seen for the first time may have been counting for years.
+        # The first value of a counter may have accumulated over years.
         grown = {key: n - before[key] for key, n in counts.items() if n > before.get(key, n)}
         found = [_in_words(key, more) for key, more in sorted(grown.items())]
         if self._gpus is not None:
@@ -82,13 +83,12 @@ class DeviceCounters:
 
 
 class RecentDeviceErrors:
-    """What was told in the last minutes, for verdicts that may come of it; in the main thread."""
+    """Recent device errors, for verdicts that may follow; in the main thread."""
 
     def __init__(self) -> None:
         self._told: deque[tuple[float, str]] = deque(maxlen=_KEPT)
 
     def take(self, news: "SimpleQueue[str]", *, now_s: float) -> list[str]:
-        """What is new, and forget what is old."""
         found: list[str] = []
         with suppress(Empty):
             while True:
@@ -104,7 +104,7 @@ class RecentDeviceErrors:
 
 
 class _Gpus:
-    """NVML, if there is one."""
+    """The GPUs of NVML, if it is present."""
 
     def __init__(self) -> None:
         self._events: Any = None
@@ -115,12 +115,10 @@ class _Gpus:
             self._listen()
 
     def take_news(self) -> list[str]:
-        """What is no count: that a GPU has begun to be slowed down, errors of its driver."""
         news, self._news = self._news, []
         return news
 
     def counts(self) -> dict[str, int]:
-        """Uncorrectable memory errors, by GPU."""
         nvml, found = self._nvml, dict[str, int]()
         for index, device in self._devices():
             with suppress(Exception):  # unknown to some devices
@@ -155,7 +153,10 @@ class _Gpus:
                 )
 
     def _hear(self) -> None:
-        """Errors that the driver has reported (XID); the wait ends by an exception when none is."""
+        """Read the errors that the driver has reported (XID).
+
+        If there is none, the wait ends with an exception.
+        """
         if self._events is None:
             return
         with suppress(Exception):

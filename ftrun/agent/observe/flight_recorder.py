@@ -1,11 +1,11 @@
-"""Reads a rank's flight recorder: the collectives it has called, and those it is in.
+"""Reads a rank's flight recorder: the collectives that it has called and has not finished.
 
-Runs in:  agent, the thread of the eyes.
-Takes in: the unix socket of torch's worker server in the rank; its C++ thread answers, also while
-          the rank hangs with the interpreter's lock held.
+Runs in:  agent, the thread of the rank observer.
+Takes in: the unix socket of torch's worker server in the rank. Its C++ thread answers even if the
+          rank hangs while it holds the GIL.
 Gives:    `RecordedCollective`s, the oldest first.
 Source:   handler `fr_trace_json`; read in torch 2.13, where 64 entries take 1 ms. With gloo an
-          entry has no start and no end, only `retired` once it is over.
+          entry has no start and no end, only `retired` after its end.
 """
 
 import socket
@@ -31,11 +31,11 @@ class RecordedCollective(msgspec.Struct, frozen=True):
     """Name and description of the group."""
     collective_seq_id: int
     profiling_name: str
-    """`gloo:all_reduce`."""
+    """For example `gloo:all_reduce`."""
     time_created_ns: int
     """When it was called, on the wall clock."""
     retired: bool
-    """It is over on this rank."""
+    """It has ended on this rank."""
     is_p2p: bool = False
     input_sizes: list[list[int]] = []
     record_id: int = 0
@@ -50,7 +50,6 @@ class RecordedCollective(msgspec.Struct, frozen=True):
 
     @property
     def sizes(self) -> str:
-        """Of at most four of its inputs, in a few words."""
         shown = " ".join(str(sizes) if sizes else "scalar" for sizes in self.input_sizes[:4])
         return shown + (" ..." if len(self.input_sizes) > 4 else "")
 
@@ -63,7 +62,7 @@ _decoder = msgspec.json.Decoder(_Trace)
 
 
 def read_entries(path: str, *, deadline_s: float = ANSWER_S) -> list[RecordedCollective] | None:
-    """All entries of a rank; None where it does not answer.
+    """All entries of a rank; None if it does not answer.
 
     Args:
         path: of the rank's socket.
@@ -83,7 +82,6 @@ def read_entries(path: str, *, deadline_s: float = ANSWER_S) -> list[RecordedCol
 
 
 def parse_entries(trace: bytes) -> list[RecordedCollective] | None:
-    """The entries of a trace; None where it is torn or empty."""
     try:
         return _decoder.decode(trace).entries
     except msgspec.DecodeError:

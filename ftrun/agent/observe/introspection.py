@@ -1,12 +1,12 @@
-"""The Python stack of a rank, taken without its help.
+"""Reads the Python stack of a rank without the rank's cooperation.
 
-Runs in:  agent, the diagnosis thread.
-Takes in: a pid; the rank's stack file, for where the first way is not allowed.
+Runs in:  agent, the thread of the rank observer.
+Takes in: a pid; the rank's stack file, in case py-spy is not permitted.
 Gives:    a `RankStack`: the main thread's frames, the innermost first, and whether it holds the
           GIL.
 Source:   py-spy reads another process's memory (10 to 30 ms here); a container may forbid that.
-          faulthandler's C code writes all stacks of its own process on a signal, also while the
-          GIL is held, but not while the process is stopped.
+          faulthandler's C code writes all stacks of its own process on a signal, even while the GIL
+          is held, but not while the process is stopped.
 """
 
 import json
@@ -29,27 +29,26 @@ MAX_FRAMES = 60
 
 @dataclass(frozen=True, slots=True)
 class RankStack:
-    """One look."""
+    """The stack of one rank at one moment."""
 
     frames: tuple[Frame, ...]
     holds_gil: bool = False
     is_spied: bool = False
-    """By py-spy; else who holds the GIL is not known."""
+    """From py-spy; otherwise the holder of the GIL is unknown."""
 
 
 def spy_program() -> str | None:
-    """Where py-spy is: beside this interpreter, or on the path."""
     beside = Path(sys.executable).parent / "py-spy"
     return str(beside) if beside.exists() else shutil.which("py-spy")
 
 
 def take_stack(pid: int, *, dumper: int, stack_fd: int) -> RankStack | None:
-    """The stack of a rank's main thread; None where neither way works.
+    """The stack of a rank's main thread; None if neither method works.
 
     Args:
         pid: of the rank.
-        dumper: the signal that makes it write its stacks; 0: it has not said so.
-        stack_fd: where it writes them.
+        dumper: the signal on which the rank writes its stacks; 0: it has reported none.
+        stack_fd: the file to which it writes them.
     """
     found = _spied(pid)
     if found is None and dumper:
@@ -79,7 +78,7 @@ def _spied(pid: int) -> RankStack | None:
 
 
 def spy_fault() -> str:
-    """Why a rank's stack cannot be read from outside here; empty where it can."""
+    """Why a rank's stack cannot be read from outside here; empty if it can be."""
     if spy_program() is None:
         return "py-spy is not installed (pip install py-spy)"
     as_a_rank = "from ftrun.linux import let_parent_trace as let; let(); print(flush=True); input()"
@@ -99,7 +98,7 @@ def spy_fault() -> str:
 
 
 def _dumped(pid: int, dumper: int, stack_fd: int) -> RankStack | None:
-    """Ask the process itself. Its main thread is the last one that faulthandler writes."""
+    """Have the process write its stacks; faulthandler writes the main thread last."""
     clear_stacks(stack_fd)
     try:
         signal.pidfd_send_signal(handle := os.pidfd_open(pid), dumper)
@@ -117,7 +116,7 @@ def _dumped(pid: int, dumper: int, stack_fd: int) -> RankStack | None:
 
 
 def parse_dump(text: str) -> RankStack | None:
-    """The main thread of a faulthandler dump: the current one, or else the last."""
+    """The main thread of a faulthandler dump: the current thread, or else the last one."""
     threads: list[list[Frame]] = []
     current = -1
     for line in text.rpartition("Fatal Python error")[2].splitlines():
@@ -135,7 +134,7 @@ def parse_dump(text: str) -> RankStack | None:
 
 
 def as_traceback(stack: RankStack) -> str:
-    """In the form of an exception's, the innermost frame last."""
+    """The stack in the form of an exception's traceback, the innermost frame last."""
     lines = []
     for frame in reversed(stack.frames):
         where, _, function = frame.rpartition(" in ")
@@ -144,5 +143,5 @@ def as_traceback(stack: RankStack) -> str:
     return "\n".join(lines)
 
 
-if __name__ == "__main__":  # for `ftrun check`
+if __name__ == "__main__":  # for the preflight command
     sys.stdout.write(spy_fault())

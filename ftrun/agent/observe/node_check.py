@@ -1,17 +1,19 @@
-"""This node's check of itself: begun beside the imports, told to the brain, made again.
+"""Checks whether this node is fit to run ranks: starts next to the imports, and repeats later.
 
 Runs in:  agent: the main thread at the start, then a thread of its own for each further check;
           `dialled` in the thread of a handshake.
-Takes in: the profile's floors; which agent this one has reached.
-Gives:    `NodeChecked` for the brain, a `PreFlight` line in the journal, words for the operator.
-Survives: a check that hangs, as on a dead disk or driver: it is killed, and the node is told apart
-          by a warning.
+Takes in: the profile's floors; the agent that this one has reached.
+Gives:    `NodeChecked` for the control loop, a `PreFlight` line in the journal, text for the
+          operator.
+Survives: a check that hangs, for example on a dead disk or driver: it is killed, and the result
+          contains a warning.
 
-Rule 1: a run on one node, and an agent that was started again, read only what costs nothing: the
-        one has nobody to compare with, and the other is awaited by ranks.
-Rule 2: the link is measured before the first `Join`, so a first plan knows of it.
-Rule 3: a node that is not fit checks itself again until it is: soon at first, as what other
-        work on the machine did to one check is over then, and ever more seldom.
+Rule 1: a run on one node, and an agent that was restarted, measure only what costs nothing. The
+        first has no node to compare with, and ranks wait for the second.
+Rule 2: the link is measured before the first `Join`, so that the first plan uses the result.
+Rule 3: a node that is not fit repeats its check until it is. The first repetition is soon, because
+        other work on the machine that disturbed one check has then ended. The interval grows from
+        there.
 """
 
 import logging
@@ -36,13 +38,13 @@ from ftrun.wire.transport.identity import PeerIdentity
 from ftrun.wire.transport.secret import Secret
 
 LINK_S = 1.0
-"""For the probe of one link; it delays a `Join`."""
+"""For the probe of one link, because it delays a `Join`."""
 
 SOON_S = 5.0
-"""Until the second check of a node that is not fit; doubled with each one more."""
+"""Until the second check of a node that is not fit; doubled with each further check."""
 
 READ_S = 0.5
-"""To read the result of a check that has had its time, beside an import of torch."""
+"""For the result of a check whose time is over, while torch is being imported."""
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ class NodeCheck:
 
     def __init__(self, spec: RunSpec, journal: Journal) -> None:
         self.fitness: NodeFitness | None = None
-        """Of the newest check; None: none is made."""
+        """The result of the newest check; None: there is none."""
         self._settings = settings = spec.profile.preflight
         self._floors = Floors(
             **{name: getattr(settings, name) for name in Floors.__struct_fields__}
@@ -73,13 +75,13 @@ class NodeCheck:
         self._busy = threading.Lock()
         self._stop = threading.Event()
 
-    # --- the first one ------------------------------------------------------------------------
+    # --- the first check --------------------------------------------------------------------------
 
     def begin(self, *, is_awaited: bool) -> None:
         """Start the first check, and return at once.
 
         Args:
-            is_awaited: an earlier agent of this node had a part in the run.
+            is_awaited: an earlier agent of this node took part in the run.
         """
         if not self._settings.enabled:
             return
@@ -89,7 +91,6 @@ class NodeCheck:
             self._start()
 
     def first(self) -> None:
-        """Wait for the first check, and judge it."""
         if not self._settings.enabled:
             return
         is_whole = self._child is not None
@@ -100,12 +101,12 @@ class NodeCheck:
     def join(
         self, identity: PeerIdentity, secret: Secret | None, tell: Callable[[NodeChecked], None]
     ) -> None:
-        """From now on the brain is told; before the first connection is made.
+        """Report results to the control loop from now on; called before the first connection.
 
         Args:
             identity: of this agent.
             secret: of the run.
-            tell: takes what is found, from any thread.
+            tell: receives each result, from any thread.
         """
         self._identity = msgspec.structs.replace(identity, purpose="probe")
         self._secret, self._tell = secret, tell
@@ -120,7 +121,10 @@ class NodeCheck:
     # --- the link -----------------------------------------------------------------------------
 
     def dialled(self, node_id: str, host: str, port: int) -> None:
-        """This agent was reached, and has not heard of us; the first is measured."""
+        """Measure the link to the first agent that was reached.
+
+        That agent has received nothing from this one yet.
+        """
         self._link = (node_id, host, port)
         if not self._is_link_due or self.fitness is None:
             return
@@ -137,14 +141,14 @@ class NodeCheck:
             probe(order, self._identity, self._secret, limit_s=LINK_S)
         )
 
-    # --- further ones -------------------------------------------------------------------------
+    # --- further checks ---------------------------------------------------------------------------
 
     def again(self, number: int) -> None:
-        """Make a whole check, in a thread of its own; the brain wants the one of this number."""
+        """Run a complete check with at least this number, in a thread of its own."""
         work = threading.Thread(
             target=self._again, args=(number,), name="ftrun-preflight", daemon=True
         )
-        with suppress(RuntimeError):  # no more threads; it is asked again
+        with suppress(RuntimeError):  # no more threads; the control loop asks again
             work.start()
 
     def _again(self, number: int) -> None:
@@ -180,7 +184,7 @@ class NodeCheck:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
             )
-        except OSError as error:  # no more processes: `room` tells
+        except OSError as error:  # no more processes: `room` measures the rest
             _log.warning("the check of this node cannot be started: %s", error)
             return
         awaited.add(self._child.pid)
@@ -210,7 +214,6 @@ class NodeCheck:
         awaited.discard(child.pid)
 
     def _note(self, figures: NodeMeasurements, *, is_whole: bool, number: int = 1) -> None:
-        """Judge, and tell everyone whom it concerns."""
         link = self._link_figures
         figures = msgspec.structs.replace(
             figures,

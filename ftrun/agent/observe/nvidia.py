@@ -1,8 +1,8 @@
-"""What NVML tells of this node's GPUs: whether they are sound, and whether they are slowed down.
+"""Health of this node's GPUs from NVML: faults, and throttling.
 
-Runs in:  the process of the pre-flight check; agent, the thread of the eyes.
-Takes in: the package `pynvml` and its driver, where they are.
-Gives:    the driver or None; of a device its memory errors and the reasons for a slow clock.
+Runs in:  the process of the preflight check; agent, the thread of the rank observer.
+Takes in: the package `pynvml` and its driver, if present.
+Gives:    the driver or None; memory errors of a device, and the reasons for a slow clock.
 Source:   NVML's API; which of its figures matter: docs/papers.md, C4 and Aegis.
 """
 
@@ -22,7 +22,7 @@ def driver() -> Any:
 
 
 def uncorrectable_errors(nvml: Any, device: Any) -> int:
-    """Of its memory, since the driver was loaded.
+    """Uncorrectable memory errors since the driver was loaded.
 
     Raises:
         NVMLError: unknown to this device.
@@ -35,7 +35,7 @@ def uncorrectable_errors(nvml: Any, device: Any) -> int:
 
 
 def slowdown(nvml: Any, device: Any) -> str:
-    """That heat or a fault slows it down, in words; empty: none does.
+    """Text that says that heat or a fault throttles the device; empty: not throttled.
 
     Raises:
         NVMLError: unknown to this device.
@@ -46,7 +46,7 @@ def slowdown(nvml: Any, device: Any) -> str:
 
 
 def soundness() -> tuple[int, tuple[str, ...], tuple[str, ...]]:
-    """How many GPUs there are, what is broken, what only slows; nothing without a driver."""
+    """Number of GPUs, faults, and warnings about throttling; empty without a driver."""
     nvml = driver()
     if nvml is None:
         return 0, (), ()

@@ -1,13 +1,12 @@
-"""Measures this machine: memory, loopback, room, clock, GPUs. No torch.
+"""Measures this machine: memory, loopback, free resources, clock, GPUs. Imports no torch.
 
-Runs in:  a process of its own, `python -m ftrun.agent.observe.preflight FOLDER`, beside the import
-          of
-          torch; in a run on one node `room` alone, in the agent.
+Runs in:  a process of its own, `python -m ftrun.agent.observe.preflight FOLDER`, during the import
+          of torch; in a run on one node only `room`, in the agent.
 Takes in: the folder of the logs.
 Gives:    `NodeMeasurements`, as JSON on stdout. ftrun.monitor.node_fitness judges them.
 
-A process of its own, because an import of torch holds the GIL for parts of a second, which would
-be measured; and because a driver that hangs must not hang an agent.
+It is a process of its own for two reasons. An import of torch holds the GIL for parts of a second,
+which would be measured. A driver that hangs must not hang an agent.
 """
 
 import ctypes
@@ -30,21 +29,23 @@ from ftrun.agent.observe import nvidia
 from ftrun.monitor.node_fitness import NodeMeasurements
 
 BLOCK_BYTES = 32 << 20
-"""Larger than most caches; two of them are taken, of a quarter of what is free at most."""
+"""Larger than most caches. Two blocks are used; together they take at most a quarter of the free
+memory."""
 PIECE_BYTES = 2 << 20
-"""Each is timed by itself, and the best counts: the processor is others' in between."""
+"""Each piece is timed separately, and the best counts, because other processes use the processor in
+between."""
 COPIES = 8
 MIN_PIECES = 16
 MEMORY_S = 0.5
-"""Where the processor is others' for most of it, no more pieces than these are waited for."""
+"""After this, MIN_PIECES pieces are enough, because other processes use most of the processor."""
 LOOPBACK_S = 0.3
 PINGS = 50
 LOOPBACK_BYTES = 16 << 20
 CHUNK_BYTES = 256 << 10
 MIN_CHUNKS = 8
-"""The best of fewer says nothing of the loopback, but of what else the processor did meanwhile."""
+"""The best of fewer chunks measures other work of the processor, not the loopback."""
 CHUNKS_S = 0.8
-"""But nobody waits longer than this for so many."""
+"""After this, fewer chunks are enough."""
 ANSWER_S = 2.0
 NAP_S = 0.02
 
@@ -56,11 +57,6 @@ def main() -> int:
 
 
 def measure(folder: Path) -> NodeMeasurements:
-    """All that one machine can tell about itself.
-
-    Args:
-        folder: of the logs.
-    """
     begun_s = clock.now_s()
     found = room(folder)
     not_done = ""
@@ -90,13 +86,12 @@ def measure(folder: Path) -> NodeMeasurements:
 
 
 def _used_s() -> float:
-    """Processor time of this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def room(folder: Path) -> NodeMeasurements:
-    """What can be read at once."""
+    """What can be read without a measurement."""
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     disk = -1
     with suppress(OSError):
@@ -113,7 +108,7 @@ def _existing(folder: Path) -> Path:
 
 
 def free_memory() -> int:
-    """Bytes that processes here may still take: the machine's, or our cgroup's if that is less."""
+    """Bytes that processes here may still use: the smaller of the machine's and the cgroup's."""
     found = [room for room in (cgroup_room("memory"),) if room is not None]
     with suppress(OSError):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -122,10 +117,13 @@ def free_memory() -> int:
 
 
 def free_processes() -> int:
-    """So many more may be started, as far as a limit says so; those of other users included."""
+    """Number of processes that the limits still allow; -1: no limit.
+
+    The pids cgroup also counts processes of other users.
+    """
     found = [room for room in (cgroup_room("pids"),) if room is not None]
     limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if limit != resource.RLIM_INFINITY and os.geteuid() != 0:  # it does not hold for root
+    if limit != resource.RLIM_INFINITY and os.geteuid() != 0:  # RLIMIT_NPROC does not apply to root
         found.append(max(0, limit - _own_threads()))
     return min(found, default=-1)
 
@@ -144,10 +142,10 @@ def _own_threads() -> int:
 
 
 def copy_rate(free_bytes: int) -> float:
-    """Bytes per second that one thread copies within memory; 0: there is none to copy in.
+    """Bytes per second that one thread copies within memory; 0: there is too little free memory.
 
     Args:
-        free_bytes: of memory; -1: not known.
+        free_bytes: of memory; -1: unknown.
     """
     size = BLOCK_BYTES
     if 0 <= free_bytes < 8 * size:
@@ -196,14 +194,13 @@ def loopback() -> tuple[float, float]:
 
 
 def enough_chunks(count: int, passed_s: float) -> bool:
-    """Whether the best of so many chunks, sent within so long, says what the loopback carries."""
+    """Whether the best of `count` chunks, sent in `passed_s`, measures the loopback."""
     if count < MIN_CHUNKS:
         return count > 0 and passed_s > CHUNKS_S
     return passed_s > LOOPBACK_S or count * CHUNK_BYTES >= LOOPBACK_BYTES
 
 
 def _exchange(sock: socket.socket, count: int) -> float:
-    """How long it takes until the other side has so many bytes, and has said so with one."""
     begun_s = clock.now_s()
     sock.sendall(count.to_bytes(4, "little") + bytes(count))
     if not sock.recv(1):
@@ -224,7 +221,6 @@ def _echo(listener: socket.socket) -> None:
 
 
 def clock_fault() -> str:
-    """What is wrong with the clock that everything here waits by; empty where it is sane."""
     seen = [clock.now_ns() for _ in range(1000)]
     if any(later < earlier for earlier, later in itertools.pairwise(seen)):
         return "the monotonic clock goes backwards"

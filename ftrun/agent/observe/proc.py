@@ -1,20 +1,20 @@
-"""What the kernel knows of the ranks' connections: bytes, round trips, time spent sending.
+"""Kernel counters of the ranks' TCP connections: bytes, round trips, time spent sending.
 
-Runs in:  agent, the eyes thread.
-Takes in: pids of the ranks; /proc/PID/fd for the sockets that are theirs, and one netlink query
-          (sock_diag with TCP_INFO) for what the kernel has counted in each.
-Gives:    `SocketCounters` of each established connection; a `LinkSample` for each address that the
-          ranks speak with, of what has happened since the last look.
-Survives: a kernel or container that does not answer such queries: `error` says why, and no figures
-          come. Root is not needed: /proc/PID/fd is readable for ranks of the same user, and the
-          kernel answers anybody about connections of the own network namespace.
+Runs in:  agent, the thread of the rank observer.
+Takes in: pids of the ranks; /proc/PID/fd for their sockets, and one netlink query (sock_diag with
+          TCP_INFO) for the kernel's counters of each.
+Gives:    `SocketCounters` of each established connection; a `LinkSample` for each remote address of
+          the ranks, with the changes since the last poll.
+Survives: a kernel or container that does not answer such queries: `error` says why, and there are
+          no figures. Root is not needed: /proc/PID/fd is readable for ranks of the same user, and
+          the kernel reports connections of the own network namespace to every user.
 Source:   `inet_diag.h` and `tcp.h` of Linux 4.19 and later; older kernels send a shorter tcp_info,
-          and what they lack reads as 0. Not pyroute2, which does the same with every field decoded:
-          130 ms and 20 MB to import, 7 ms of CPU for 128 connections, against 1.5 ms here
+          and missing fields read as 0. pyroute2 would do the same with every field decoded, but
+          takes 130 ms and 20 MB to import and 7 ms of CPU for 128 connections, against 1.5 ms here
           (2026-11-21, 2 cores, Python 3.11).
 
-Rule 1: `busy_s` leaves out the time in which the other side had no room (`rwnd_limited`): a rank
-        that reads late is slow itself, and its link is not.
+Rule 1: `busy_s` leaves out the time in which the peer had no receive window (`rwnd_limited`),
+        because a rank that reads late is slow itself, and its link is not.
 """
 
 import os
@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from ftrun.monitor.slow.delay_matrix import LinkSample
 
 SCAN_EVERY_S = 10.0
-"""Between two looks into /proc/PID/fd; a pid that is new is looked at at once."""
+"""Between two scans of /proc/PID/fd; a new pid is scanned at once."""
 ANSWER_S = 1.0
-"""The kernel answers at once; a look is given up rather than waited for."""
+"""The kernel answers at once, so a poll is abandoned rather than delayed."""
 
 _SOCK_DIAG_BY_FAMILY = 20
 _REQUEST_DUMP = 0x301
@@ -43,13 +43,13 @@ _ATTRIBUTE = struct.Struct("=HH")
 _PORTS = struct.Struct("!HH")
 _INFO_BYTES = 232
 _INFO = struct.Struct("=24xI40xI28xI16xQQ8xI12xQQQQ8xQ24x")
-"""Of tcp_info: unacked, rtt, total_retrans, bytes_acked, bytes_received, notsent_bytes,
+"""Fields of tcp_info: unacked, rtt, total_retrans, bytes_acked, bytes_received, notsent_bytes,
 delivery_rate, busy_time, rwnd_limited, sndbuf_limited, bytes_sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class SocketCounters:
-    """One established connection; the counts are from its beginning."""
+    """One established connection; counts start at its creation."""
 
     inode: int
     local: tuple[str, int]
@@ -59,33 +59,33 @@ class SocketCounters:
     bytes_acked: int
     bytes_received: int
     bytes_sent: int
-    """With what was sent again."""
+    """Retransmitted bytes included."""
     busy_s: float
-    """Time with something on its way, less that in which the other side had no room for more."""
+    """Time with bytes in flight, without the time in which the peer had no receive window."""
     retransmits: int
-    """Segments sent again."""
+    """Retransmitted segments."""
     unacked_segments: int
     notsent_bytes: int
     delivery_bytes_per_s: int
-    """The newest measurement of the kernel's; 0 where there is none."""
+    """The newest measurement of the kernel; 0 if there is none."""
 
 
 class SocketStats:
-    """The connections of this node's ranks, look by look. Not thread-safe."""
+    """The connections of this node's ranks, poll by poll. Not thread-safe."""
 
     def __init__(self) -> None:
         self.error = ""
-        """Why there are no figures; empty where there are some."""
+        """Why there are no figures; empty if there are some."""
         self._inodes: dict[int, frozenset[int]] = {}
         self._scanned_s = float("-inf")
         self._before: dict[int, SocketCounters] = {}
         self._moved_s: dict[int, float] = {}
-        """When each connection with something on its way last got further."""
+        """When each connection with bytes in flight last made progress."""
 
     def look(self, pids: Iterable[int], now_s: float) -> list[LinkSample]:
-        """What has happened since the last look, for each remote address, in a stable order.
+        """Changes since the last poll, for each remote address, in a stable order.
 
-        A connection that is new is counted from its beginning only if there was a look before.
+        A new connection is counted from its creation only if there was a poll before.
         """
         figures = self.figures(pids, now_s)
         is_first = not self._before
@@ -101,7 +101,6 @@ class SocketStats:
         return [LinkSample.together(parts[host]) for host in sorted(parts)]
 
     def figures(self, pids: Iterable[int], now_s: float) -> list[SocketCounters]:
-        """Every established TCP connection of these processes, as it is now."""
         inodes = self._sockets_of(tuple(pids), now_s)
         if not inodes:
             return []
@@ -144,7 +143,6 @@ def _difference(now: SocketCounters, before: SocketCounters | None, stalled_s: f
 
 
 def _socket_inodes(pid: int) -> frozenset[int]:
-    """Inodes of all sockets of a process; none where it has gone or is not ours."""
     folder = f"/proc/{pid}/fd"
     found = set()
     try:
@@ -216,7 +214,7 @@ def _figures(family: int, inode: int, data: bytes, start: int, end: int) -> Sock
 
 
 def _tcp_info(data: bytes, at: int, end: int) -> bytes:
-    """The kernel's tcp_info, cut or filled with zeros to the length that is read here."""
+    """The kernel's tcp_info, cut or zero-filled to the length of `_INFO`."""
     while at + _ATTRIBUTE.size <= end:
         length, kind = _ATTRIBUTE.unpack_from(data, at)
         if kind == _INET_DIAG_INFO:
@@ -226,5 +224,5 @@ def _tcp_info(data: bytes, at: int, end: int) -> bytes:
 
 
 def _address(family: int, packed: bytes) -> str:
-    """As text; an IPv4 address in IPv6 form as itself."""
+    """The address as text; an IPv4 address in IPv6 form as an IPv4 address."""
     return socket.inet_ntop(family, packed).removeprefix("::ffff:")

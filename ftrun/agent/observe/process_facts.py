@@ -1,10 +1,10 @@
-"""What the kernel tells of a process: its state, its work, its children.
+"""The state, work and children of a process, from the kernel.
 
-Runs in:  agent, the thread of the eyes.
+Runs in:  agent, the thread of the rank observer.
 Takes in: pids of this machine.
-Gives:    `ProcessState`; None where the process has ended.
+Gives:    `ProcessState`; None if the process has ended.
 
-Source: proc(5). Processor time is counted in ticks of 10 ms.
+Source:   proc(5). Processor time is counted in ticks of 10 ms.
 """
 
 import os
@@ -26,17 +26,16 @@ class ProcessState:
     cpu_s: float
     """Processor time of all its threads so far."""
     io_bytes: int
-    """Read and written by system calls so far; 0 where that cannot be read."""
+    """Bytes read and written by system calls so far; 0 if that cannot be read."""
     blocked_in: str
-    """The kernel function it sleeps in; empty where that cannot be read."""
+    """The kernel function in which it sleeps; empty if that cannot be read."""
     child: str
-    """A child that does nothing any more, in words."""
+    """A child that does no more work, in words."""
     children_work: float
     """Grows with all that its descendants compute, read and write."""
 
 
 def process_facts(pid: int) -> ProcessState | None:
-    """Look at one process."""
     fields = _stat(pid)
     if fields is None:
         return None
@@ -51,7 +50,7 @@ def process_facts(pid: int) -> ProcessState | None:
 
 
 def cores_used(pid: int, *, within_s: float = 0.25) -> float:
-    """Cores that a process uses, measured now; 0 where it has ended."""
+    """Cores that a process uses, measured now; 0 if it has ended."""
     before, begun_s = process_facts(pid), clock.now_s()
     clock.sleep(within_s)
     after = process_facts(pid)
@@ -61,13 +60,13 @@ def cores_used(pid: int, *, within_s: float = 0.25) -> float:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory that a process holds; 0 where it has ended. Cheap: asked once a second."""
+    """Resident memory of a process; 0 if it has ended. Called once a second, so it is cheap."""
     words = _first_line(f"/proc/{pid}/statm").split()
     return int(words[1]) * os.sysconf("SC_PAGE_SIZE") if len(words) > 1 else 0
 
 
 def room_bytes() -> int:
-    """Memory that is left: of the machine, or of this cgroup where that is less; 0: not known."""
+    """Memory that is free: of the machine, or of this cgroup if that is less; 0: unknown."""
     found: list[int] = []
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
@@ -78,7 +77,6 @@ def room_bytes() -> int:
 
 
 def _cgroup_figures() -> list[tuple[int, int]]:
-    """Limit and use of our cgroup's memory, where it has a limit; version 2 and version 1."""
     found = []
     for folder, limit, used in (
         ("/sys/fs/cgroup", "memory.max", "memory.current"),
@@ -92,7 +90,7 @@ def _cgroup_figures() -> list[tuple[int, int]]:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat behind the name: state, parent ..."""
+    """The fields of /proc/PID/stat after the name: state, parent ..."""
     text = _first_line(f"/proc/{pid}/stat")
     return text.rpartition(")")[2].split() if text else None
 
@@ -119,7 +117,8 @@ def _children_work(pid: int, depth: int = 4) -> float:
     for word in _first_line(f"/proc/{pid}/task/{pid}/children").split()[:64]:
         fields = _stat(int(word))
         if fields is not None and fields[0] != "Z":
-            # Who talks to the network only is awake now and then, and counts its switches.
+            # A process that only communicates uses little processor time, so its voluntary switches
+            # count too.
             total += (int(fields[11]) + int(fields[12])) * _TICK_S + _io_bytes(int(word))
             total += _switches(int(word))
             total += _children_work(int(word), depth - 1) if depth else 0.0
@@ -127,7 +126,6 @@ def _children_work(pid: int, depth: int = 4) -> float:
 
 
 def _switches(pid: int) -> int:
-    """How often it has gone to sleep by itself."""
     with suppress(OSError, ValueError, IndexError):
         for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("voluntary_ctxt_switches"):

@@ -1,12 +1,13 @@
-"""Looks at this node's ranks: how long their steps take, and, when they fall silent, why.
+"""Observes this node's ranks: the duration of their steps, and the state of unresponsive ranks.
 
-Runs in:  agent, a thread of its own, so that a look that takes long delays nothing.
+Runs in:  agent, a thread of its own, so that a slow poll delays nothing.
 Takes in: heartbeat pages; on suspicion flight recorders, stacks and /proc.
-Gives:    `p99_s` and `views`, each replaced whole.
-Survives: a rank that hangs in whatever way: every look is bounded.
+Gives:    `p99_s` and `views`, each replaced as a whole.
+Survives: a rank that hangs in any way: every read is bounded.
 
-Rule 1: while ranks make steps only their pages are read. The rest is for silence.
-Rule 2: who has stood still itself (a suspended laptop, a frozen node) begins to count anew.
+Rule 1: while ranks complete steps, only their pages are read. The rest is for unresponsive ranks.
+Rule 2: if this thread itself was paused (a suspended laptop, a frozen node), all times without a
+        heartbeat are counted from its wake-up.
 """
 
 import logging
@@ -37,28 +38,29 @@ _log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
 QUICK_S = 0.2
-"""A rank that does not answer within this is not waited for while the run stands still."""
+"""Deadline for a rank's answer while the run is blocked."""
 
 GAP_S = 2.0
-"""This thread was away for longer: the machine has stood still, or has no time for anybody."""
+"""A longer absence of this thread means that the machine was paused or starved."""
 
 SHOWN_CALLS = 8
 IDLE_CORES = 0.05
-"""A rank that uses less does nothing; background threads of a script use about as much."""
+"""A rank that uses less is idle; background threads of a script use about as much."""
 
 IDLE_BYTES = 4096
-"""Between two looks: threads wake one another by writing some bytes."""
+"""Between two polls: threads wake each other by writing a few bytes."""
 
 IDLE_WORK = 64
-"""Idle workers of a DataLoader wake every few seconds; who computes or talks does far more."""
+"""Idle workers of a DataLoader wake every few seconds; a process that computes or communicates does
+far more."""
 
 BUSY_CORES = 0.1
-"""More than background threads use; on a starved machine a busy loop gets no more than a part."""
+"""More than background threads use; on a starved machine a busy loop gets only part of a core."""
 
 
 @dataclass(slots=True)
 class _Memory:
-    """What the last look at a rank has shown."""
+    """What the last poll of a rank has shown."""
 
     pid: int
     facts: ProcessState
@@ -70,23 +72,24 @@ class _Memory:
 
 
 class RankObserver:
-    """The looks of one agent."""
+    """Observes the ranks of one agent."""
 
     def __init__(self, unused_fds: "SimpleQueue[int]", settings: HangSettings) -> None:
         self.p99_s = 0.0
-        """Of the steps of the slowest rank here; 0 before there are any."""
+        """Duration of the slowest rank's steps, 99th percentile; 0 before there are any."""
         self.views: tuple[RankView, ...] = ()
-        """Of all ranks here, while one of them is silent; empty while all make steps."""
+        """Views of all ranks here, while one of them is unresponsive; empty while all complete
+        steps."""
         self._settings = settings
         self._unused_fds = unused_fds
         self._handles: list[WorkerHandle] = []
         self._memories: dict[int, _Memory] = {}
         self.sample: NodeSample | None = None
-        """The newest one of ranks that make steps."""
+        """The newest sample of ranks that complete steps."""
         self._sampler = Sampler()
         self._devices = DeviceCounters()
         self.troubles: SimpleQueue[str] = SimpleQueue()
-        """What network cards and GPUs have counted of their own troubles."""
+        """Errors that network cards and GPUs have counted."""
         self._awake_since_s = clock.now_s()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ftrun-eyes", daemon=True)
@@ -97,13 +100,13 @@ class RankObserver:
         self._thread.start()
 
     def look_at(self, handles: list[WorkerHandle]) -> None:
-        """These are the ranks from now on."""
+        """Observe these ranks from now on."""
         self.views, self.sample = (), None
         self._sampler = Sampler()
         self._handles = handles
 
     def examine(self, handles: list[WorkerHandle]) -> None:
-        """Some of these have failed: what all of them have called last, quickly."""
+        """Read the last calls of all ranks quickly, because some of them have failed."""
         self._handles = []
         self.views = tuple(_last_calls(handle) for handle in handles)
 
@@ -123,7 +126,8 @@ class RankObserver:
             try:
                 self._look()
             except Exception:  # noqa: BLE001 - see below
-                # Without eyes a run is as well off as under torchrun; it must not end for that.
+                # Without observations a run is as well off as under torchrun, so it must not end
+                # here.
                 _log.exception("a look at the ranks failed: this is a bug in ftrun")
             self._close_unused()
             last_s = clock.now_s()
@@ -193,7 +197,7 @@ class RankObserver:
     def _compare(
         self, rank: int, pid: int, facts: ProcessState, stack: RankStack
     ) -> tuple[float, float, float]:
-        """Cores used since the last look; for how long it has stood still, and run in circles."""
+        """Cores used since the last poll; seconds without any work; seconds in a busy loop."""
         now_s = clock.now_s()
         functions = own_functions(stack.frames)
         last = self._memories.get(rank)
@@ -215,7 +219,7 @@ class RankObserver:
         return cpu, now_s - still_since_s, now_s - spins_since_s
 
     def _close_unused(self) -> None:
-        """Stack files of ranks that are gone; here, as only this thread writes to them."""
+        """Close stack files of ended ranks; only here, because only this thread writes to them."""
         with suppress(Empty):
             while True:
                 os.close(self._unused_fds.get_nowait())
@@ -226,7 +230,7 @@ def _p99_s(handle: WorkerHandle) -> float:
 
 
 def _last_calls(handle: WorkerHandle) -> RankView:
-    """Of a rank that runs, from its server; of one that has failed, what it has left behind."""
+    """The last calls: of a running rank from its server, of a failed one from its stack file."""
     page, place = handle.place.page, handle.place
     entries: list[RecordedCollective] | None = None
     if handle.child.status is not None:
@@ -245,7 +249,6 @@ def _last_calls(handle: WorkerHandle) -> RankView:
 
 
 def _groups(entries: list[RecordedCollective], published: str) -> tuple[ProcessGroupView, ...]:
-    """The collectives of each group, as this rank has called them."""
     ranks, now_ns = decode_groups(published), clock.wall_s() * 1e9
     by_name: dict[str, list[RecordedCollective]] = {}
     for entry in entries:

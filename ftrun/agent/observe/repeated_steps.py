@@ -4,7 +4,7 @@ Runs in:  agent, main thread, once per turn of the loop.
 Takes in: the boundary records in the heartbeat pages, of dead ranks too.
 Gives:    a `Repeat` for each restart, for status, heartbeats, the journal and the screen.
 
-Rule: it observes. An error costs the comparison, never the run.
+Rule: it observes only. An error ends the comparison, never the run.
 """
 
 import logging
@@ -34,7 +34,7 @@ class RepeatedSteps:
         self._check = RepeatCheck()
         self._pages: dict[int, SharedPage] = {}
         self._steps: dict[int, int] = {}
-        """By rank the step of its page when its records were read last."""
+        """By rank: the step in its page when its records were read last."""
         self._next: Execution | None = None
         self._is_open = False
         """The current generation has no final result."""
@@ -50,13 +50,13 @@ class RepeatedSteps:
     def prepare(
         self, plan: GenerationPlan, ranks: range, restored: Version | None, *, resized: bool
     ) -> None:
-        """Another generation is made ready; it may never be launched.
+        """Prepare for another generation, which may never be launched.
 
         Args:
             plan: the generation.
             ranks: of this node.
-            restored: what they start from.
-            resized: the restored version is of another world size.
+            restored: the version that they start from.
+            resized: the restored version has another world size.
         """
         self._next = Execution(
             generation=plan.generation,
@@ -68,7 +68,10 @@ class RepeatedSteps:
         )
 
     def launched(self) -> None:
-        """The ranks of that generation are started; only now is there time to read old pages."""
+        """Begin the comparison of the launched ranks.
+
+        Old pages are read only now, because a launch must not wait for that.
+        """
         self.conclude()
         following, self._next = self._next, None
         if following is not None and following.ranks:
@@ -77,12 +80,12 @@ class RepeatedSteps:
             self._is_open = following.generation > 0
 
     def look(self) -> None:
-        """Read what has come, and tell a result once it is known."""
+        """Read new records, and report a result once it is known."""
         if self._is_open:
             self._guarded(self._look)
 
     def conclude(self) -> None:
-        """The ranks of this generation are dead, or have finished: read their last records."""
+        """Read the last records of this generation's ranks, which are dead or have finished."""
         if self._pages:
             self._guarded(self._conclude)
 
@@ -115,7 +118,6 @@ class RepeatedSteps:
         self._pages = {}
 
     def _read(self) -> bool:
-        """Read the records of ranks that have made steps; whether there are any."""
         now = self._check.current
         assert now is not None
         has_new = False

@@ -1,11 +1,11 @@
-"""Samples of this node's ranks while they train: who enters which collective when, over what links.
+"""Samples this node's ranks while they train: when each enters a collective, and its links.
 
-Runs in:  agent, the thread of the eyes.
-Takes in: flight recorders, the kernel's figures of connections, heartbeat pages.
-Gives:    a `NodeSample` about once a second, less often where it would cost too much.
+Runs in:  agent, the thread of the rank observer.
+Takes in: flight recorders, the kernel's counters of connections, heartbeat pages.
+Gives:    a `NodeSample` about once a second, less often if it would cost too much.
 
-Rule 1: at most so much of a processor per rank is spent on this as `COST` says: who has many
-        ranks, or long recorders, is looked at less often.
+Rule 1: sampling uses at most `COST` of a processor per rank. A node with many ranks or long flight
+        recorders is therefore sampled less often.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,14 @@ from ftrun.wire.shared_memory.pages import HeartbeatField
 
 EVERY_S = 1.0
 DEVICE_EVERY_S = 15.0
-"""Until it was measured what a look costs there."""
+"""Interval if collectives run on a device, because the cost of a sample there is not measured
+yet."""
 
 COST = 0.004
 """Of a processor, for each rank."""
 
 _BOTH_ENDS = 2.0
-"""The threads in the ranks that answer take as much of a processor as asking does (measured)."""
+"""The answering threads in the ranks use as much processor time as the requests do (measured)."""
 
 
 class Sampler:
@@ -38,12 +39,12 @@ class Sampler:
         self._last_s = 0.0
         self._sockets = SocketStats()
         self.on_device = False
-        """Collectives run on a device: reading the recorder asks it for its events."""
+        """Collectives run on a device, so a read of the recorder queries the device for its
+        events."""
         self._told: dict[tuple[int, str], int] = {}
-        """The newest collective of each rank and group that a sample has told of."""
+        """The newest collective that a sample has reported, by rank and group."""
 
     def take(self, handles: Sequence[WorkerHandle]) -> NodeSample | None:
-        """One sample; None while none is due."""
         at_s, cpu_s = clock.now_s(), clock.thread_cpu_s()
         if at_s < self._due_s or not handles:
             return None
@@ -54,14 +55,14 @@ class Sampler:
         span_s = at_s - self._last_s if self._last_s else 0.0
         self._last_s = at_s
         self._number += 1
-        # A rank that is starved answers late, and that is when it must be looked at.
+        # Only CPU time counts. A starved rank answers late, and that is when it must be sampled.
         took_s = _BOTH_ENDS * (clock.thread_cpu_s() - cpu_s)
         every_s = DEVICE_EVERY_S if self.on_device else EVERY_S
         self._due_s = at_s + max(every_s, took_s / (COST * len(handles)))
         return NodeSample(self._number, at_s, span_s, ranks, links, room_bytes())
 
     def _rank(self, handle: WorkerHandle, ahead_s: float) -> RankSample:
-        """One rank; `ahead_s`: so much is the wall clock ahead of the monotonic one."""
+        """Sample one rank; `ahead_s` is the wall clock minus the monotonic clock."""
         page, rank = handle.place.page, handle.place.rank
         entered: list[Entered] = []
         if page.get(HeartbeatField.HAS_SERVER) and handle.child.status is None:

@@ -1,1 +1,1 @@
-"""What the agent publishes: status, metrics, network.json, hooks, the summary line."""
+"""Published by the agent: status, metrics, network.json, hooks, the summary line."""

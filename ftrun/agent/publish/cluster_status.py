@@ -1,7 +1,7 @@
-"""The status of all nodes, as the lead knows it.
+"""Builds the status of all nodes from the state of the leader.
 
-Runs in:  agent, the thread of the brain.
-Takes in: the brain of an agent.
+Runs in:  agent, the thread of the control loop.
+Takes in: the control loop of an agent.
 Gives:    plain values for a JSON document; docs/operations.md describes it.
 """
 
@@ -25,7 +25,7 @@ WARNINGS_SHOWN = 3
 
 
 def cluster_status(brain: ControlLoop) -> dict[str, Any]:
-    """What this agent knows of the run; the lead's is whole."""
+    """Status of the run as this agent knows it; only the leader's document is complete."""
     plan, lead = brain.plan, brain.member.lead
     known: dict[str, Any] = {
         "lead": brain.member.lead_card.node_id if brain.member.lead_card else None,
@@ -73,7 +73,7 @@ def cluster_status(brain: ControlLoop) -> dict[str, Any]:
 
 
 def _warnings(beats: Mapping[str, Heartbeat]) -> list[str]:
-    """Of the first nodes; the others find the same, as a rule."""
+    """Warnings of the first nodes, because other nodes usually report the same."""
     found = [
         f"node {node_id}: {beat.repeat_warning}"
         for node_id, beat in sorted(beats.items())
@@ -86,7 +86,7 @@ def _warnings(beats: Mapping[str, Heartbeat]) -> list[str]:
 
 
 def _witness(brain: ControlLoop, plan: GenerationPlan | None) -> dict[str, Any] | None:
-    """The outside witness, as this agent reaches it; only a lead asks it all the time."""
+    """Connection of this agent to the witness; only a leader contacts it continuously."""
     witness = brain.member.witness
     if not witness.is_used:
         return None
@@ -110,7 +110,7 @@ def _state(brain: ControlLoop, lead: Leader) -> str:
 
 
 def _place(peer: PeerState, plan: GenerationPlan | None) -> tuple[int, str]:
-    """In the order of ranks, then those that stand by, then all others."""
+    """Sort key: nodes in the order of ranks, then spares, then all others."""
     order = [card.node_id for card in plan.voters] if plan is not None else []
     node_id = peer.card.node_id
     return (order.index(node_id) if node_id in order else len(order), node_id)
@@ -161,7 +161,7 @@ def _node(
 
 
 def _gone(gone: Gone, now_s: float) -> dict[str, Any]:
-    """A node that an earlier leader has seen go."""
+    """Entry of a node that was lost or left under an earlier leader."""
     return {
         "node": gone.card.node_id,
         "host": gone.card.host,
@@ -240,23 +240,24 @@ def _verdict(
 
 
 def _living_votes(brain: ControlLoop, lead: Leader, plan: GenerationPlan) -> int:
-    """Voters that could promise the next generation now; a restarted agent has lost its vote."""
+    """Number of voters that can promise now; a restarted agent has lost its vote."""
     here = {peer.card.identity for peer in lead.known if not peer.lost}
     is_witnessed = plan.witness != 0 and brain.member.witness.is_reached
     return len(electorate(plan.voters) & here) + is_witnessed
 
 
 def _usable_spares(brain: ControlLoop, lead: Leader, plan: GenerationPlan, now_s: float) -> int:
-    """Nodes that could take a lost node's place now."""
+    """Number of nodes that can replace a lost node now."""
     out = set(lead.screening.told) | brain.oversight.set_aside(now_s=now_s)
     return len(standing_by(lead.known, plan) - out)
 
 
 def standing_by(peers: Iterable[PeerState], plan: GenerationPlan) -> set[str]:
-    """Nodes without ranks that are here.
+    """Connected nodes without ranks.
 
-    A node that has come since this generation began has no vote where its vote bears no more
-    losses (see enrolment.py). The next generation gives it ranks all the same.
+    A node that joined after this generation began has no vote if its vote would not increase the
+    tolerated losses (membership/leader/reconfiguration.py). The next generation still gives it
+    ranks.
     """
     members = {node.node_id for node in plan.members}
     spares = {card.node_id for card in plan.spares}

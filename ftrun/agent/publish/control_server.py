@@ -1,9 +1,9 @@
-"""Answers the operator, whatever the main thread is doing.
+"""Answers requests of the operator independently of the main thread.
 
-Runs in:  agent, a thread of its own, so that status is answered also while torch starts workers.
+Runs in:  agent, a thread of its own, so that it answers status also while torch starts workers.
 Takes in: connections on agent.sock; the published status.
-Gives:    status documents; stop requests, queued for the loop; what became of orders for faults,
-          each from a thread of its own, since another node may be long in answering.
+Gives:    status documents; stop requests, queued for the loop; results of fault orders. Each fault
+          order has a thread of its own, because another node may take long to answer.
 """
 
 import logging
@@ -28,10 +28,13 @@ REFUSED_PAUSE_S = 0.05
 
 
 class ControlServer:
-    """The agent's ear."""
+    """Server of agent.sock.
+
+    Args:
+        status: returns the published status document.
+    """
 
     def __init__(self, run: RunLoop, status: Callable[[], bytes]) -> None:
-        # `status` gives the document that was published.
         self._run = run
         self._status = status
         self._path = run.smp.folder.agent_socket
@@ -51,7 +54,7 @@ class ControlServer:
         self._thread.join(5.0)
         self._path.unlink(missing_ok=True)
         if self._thread.is_alive():
-            return  # it waits for a status; the process ends soon
+            return  # the thread waits for a status; the process ends soon
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, Channel | socket.socket):
                 key.fileobj.close()
@@ -66,7 +69,7 @@ class ControlServer:
                 try:
                     self._serve_one(key.fileobj)
                 except Exception:  # noqa: BLE001 - any of them costs one client
-                    # Without this thread there is no status and no stop any more.
+                    # The thread must continue, because it answers all status and stop requests.
                     _log.exception("a request was not answered: a bug of ftrun")
                     if isinstance(key.fileobj, Channel):
                         self._hang_up(key.fileobj)
@@ -88,7 +91,7 @@ class ControlServer:
         try:
             channel = accept(self._server, run_id=self._run.spec.run_id)
         except OSError as error:
-            # Such as too many open files: whoever asks waits until there is room again.
+            # For example too many open files: clients wait until a descriptor is free.
             _log.debug("a client is not let in: %s", error)
             clock.sleep(REFUSED_PAUSE_S)
             return
@@ -102,7 +105,11 @@ class ControlServer:
             return messages.Refused(str(error))
 
     def _stop(self) -> messages.AnyMessage:
-        """Whoever reached the port of a run without a secret could ask through any node."""
+        """Request a stop; without a secret, only on the leader's node.
+
+        In a run without a secret, any host that reaches the port could join as a node and request
+        a stop through it.
+        """
         run = self._run
         nodes, desk = run.spec.nodes, run.desk
         if nodes is not None and desk is not None and nodes.secret_file is None:

@@ -1,14 +1,15 @@
-"""Tells others of an incident: a command of the operator's, a webhook.
+"""Reports incidents to the operator's command and to a webhook.
 
-Runs in:  agent, a thread of its own for each of the two; `take` in whichever thread writes the
+Runs in:  agent, a thread of its own for each of the two; `take` in any thread that writes the
           journal.
-Takes in: `Verdict` and `IncidentClosed` lines, which only the agent that leads writes.
-Gives:    one JSON document for each, on stdin of the command and as body of a POST.
-Survives: whatever they do. A failure is a `HookFailed` line and nothing else.
+Takes in: `Verdict` and `IncidentClosed` lines, which only the leader writes.
+Gives:    one JSON document for each line, on stdin of the command and as body of a POST.
+Survives: any failure of a hook. A failure causes a `HookFailed` line and a log line only.
 
-Rule 1: what a run says of itself never becomes part of a command: the shell gets the command as
-        the operator has written it, the data are on stdin and in variables.
-Rule 2: each is bounded: in time, in how many wait, in what is kept of its output.
+Rule 1: data of the run never become part of a command. The shell gets the command as the operator
+        has written it; the data are on stdin and in environment variables.
+Rule 2: each hook is bounded in time, in the number of waiting incidents, and in the output that is
+        kept.
 """
 
 import json
@@ -33,10 +34,10 @@ COMMAND_S = 30.0
 WEBHOOK_S = 10.0
 MAX_WAITING = 16
 MAX_TEXT = 4096
-"""Characters of one variable."""
+"""Maximum characters of one variable."""
 MAX_OUTPUT_BYTES = 2048
 END_S = 10.0
-"""How long the end of a run is put off for hooks that are under way."""
+"""Longest delay of the end of a run for hooks in progress."""
 
 _OF_VERDICT = ("victims", "sure", "evidence", "against")
 _OF_THE_END = (
@@ -46,9 +47,9 @@ _OF_THE_END = (
 _log = logging.getLogger("ftrun")
 
 Facts = Callable[[], Mapping[str, object]]
-"""What is true of the run now: its id, script, node, generation."""
+"""Returns the run's present id, script, node and generation."""
 Deliver = Callable[[dict[str, Any]], str]
-"""Gives why it has failed; empty where it has not."""
+"""Delivers one document; returns the reason of a failure, or an empty string."""
 
 
 class Hooks:
@@ -66,7 +67,7 @@ class Hooks:
             self._lines.append(_Line("webhook", journal, Webhook(settings.webhook)))
 
     def take(self, kind: str, fields: Mapping[str, object]) -> None:
-        """Look at a line of the journal; never waits."""
+        """Queue a journal line for the hooks if it concerns an incident; never blocks."""
         if not self._lines or kind not in ("Verdict", "IncidentClosed"):
             return
         told = document(kind, fields, self._facts())
@@ -74,14 +75,14 @@ class Hooks:
             line.put(told)
 
     def close(self) -> None:
-        """Give those under way a last moment."""
+        """Wait up to END_S for hooks in progress."""
         give_up_s = clock.now_s() + END_S
         for line in self._lines:
             line.close(give_up_s)
 
 
 class _Line:
-    """Incidents that wait for one hook, and the thread that delivers them one after the other."""
+    """Queue of one hook, with the thread that delivers its documents one at a time."""
 
     def __init__(self, name: str, journal: Journal, deliver: Deliver) -> None:
         self._name = name
@@ -120,7 +121,7 @@ class _Line:
 
 
 def document(kind: str, fields: Mapping[str, Any], facts: Mapping[str, object]) -> dict[str, Any]:
-    """What a hook is told, of a line of the journal."""
+    """Build the document for the hooks from a journal line."""
     verdict = fields.get("verdict") or {}
     found = {
         "event": "verdict" if kind == "Verdict" else "closed",
@@ -138,7 +139,6 @@ def document(kind: str, fields: Mapping[str, Any], facts: Mapping[str, object]) 
 
 
 def variables_of(fields: Mapping[str, Any]) -> dict[str, str]:
-    """The same in variables, for commands that read no JSON."""
     return {
         "FTRUN_INCIDENT_EVENT": _text(fields.get("event")),
         "FTRUN_INCIDENT_NUMBER": _text(fields.get("incident")),
@@ -154,9 +154,10 @@ def variables_of(fields: Mapping[str, Any]) -> dict[str, str]:
 def run_command(
     command: str, fields: Mapping[str, Any], cwd: str, limit_s: float = COMMAND_S
 ) -> str:
-    """Run the operator's command; why it has failed."""
+    """Run the operator's command; return the reason of a failure, or an empty string."""
     body = json.dumps(fields, default=str).encode()
-    # Files, no pipes: whoever keeps one open could hold this up for longer than the command.
+    # Files, not pipes: a background process that keeps a pipe open could block this thread longer
+    # than the command runs.
     stdin, output = os.memfd_create("ftrun-hook-in"), os.memfd_create("ftrun-hook-out")
     try:
         os.write(stdin, body)
@@ -184,7 +185,7 @@ def run_command(
 
 def _wait(started: "subprocess.Popen[bytes]", limit_s: float) -> str:
     awaited.add(started.pid)
-    started.returncode = 0  # Child reads the status, see processes.spawn
+    started.returncode = 0  # `ChildProcess` reads the exit status, see `process.spawn`
     child = ChildProcess(started.pid, "hook", leads_group=True)
     try:
         if not child.wait(limit_s):
@@ -200,10 +201,10 @@ def _wait(started: "subprocess.Popen[bytes]", limit_s: float) -> str:
 
 
 class Webhook:
-    """Sends documents to one address.
+    """Sends documents to one URL.
 
-    The library's time limit is for each wait alone, and a name is looked up without any: each
-    delivery has a thread of its own, which is left behind when it takes too long.
+    The time limit of urllib applies to each wait separately, and name resolution has none.
+    Therefore each delivery runs in a thread of its own, which is abandoned after `limit_s`.
     """
 
     def __init__(self, url: str, limit_s: float = WEBHOOK_S) -> None:
@@ -222,7 +223,6 @@ class Webhook:
             self._opener.add_handler(handler)
 
     def __call__(self, fields: Mapping[str, Any]) -> str:
-        """Why it has failed."""
         if self._thread is not None and self._thread.is_alive():
             return "the last delivery still hangs"
         result: Queue[str] = Queue()
@@ -251,7 +251,7 @@ class Webhook:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """An incident goes to the address that the operator has named, nowhere else."""
+    """Refuses redirects, so that an incident is sent only to the configured URL."""
 
     def redirect_request(
         self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
@@ -267,6 +267,6 @@ def _text(value: object) -> str:
         return ""
     if isinstance(value, list | tuple):
         return ",".join(_text(one) for one in value)[:MAX_TEXT]
-    # A variable holds no NUL, and no half of a pair of surrogates.
+    # A variable can hold neither NUL nor a lone surrogate.
     plain = str(value).replace("\0", "").encode("utf-8", "replace").decode()
     return plain[:MAX_TEXT]

@@ -1,7 +1,7 @@
-"""The incidents of a run, and where it is in its life, as status shows them.
+"""Status fields for incidents, lifecycle state, lateness and last collectives.
 
-Runs in:  agent, the thread of the brain.
-Takes in: the brain of the agent that leads.
+Runs in:  agent, the thread of the control loop.
+Takes in: the control loop of the leader.
 Gives:    plain values for a JSON document; docs/operations.md describes it.
 """
 
@@ -13,11 +13,11 @@ from ftrun.monitor.evidence import RankView
 from ftrun.recovery.incidents import Incident
 
 SHOWN = 5
-"""Closed ones, the newest first; beside the one that is open."""
+"""Number of closed incidents in the status, in addition to the open one."""
 
 
 def incidents_of(brain: ControlLoop, *, now_s: float) -> list[dict[str, Any]]:
-    """The one that is open, then the last that were closed."""
+    """The open incident, then the last closed ones, newest first."""
     known = brain.oversight.incidents
     closed = list(known.closed)[-SHOWN:][::-1]
     found = [_closed(at_s, fields, now_s) for at_s, fields in closed]
@@ -28,17 +28,16 @@ def incidents_of(brain: ControlLoop, *, now_s: float) -> list[dict[str, Any]]:
 
 
 def life_of(brain: ControlLoop) -> str:
-    """State of the life cycle, such as `run` or `suspect`."""
     return brain.oversight.incidents.life.state.value
 
 
 def lateness_of(brain: ControlLoop) -> Mapping[int, float]:
-    """How late each rank comes to the collectives of a step, in seconds; where that is known."""
+    """Seconds by which each rank enters the collectives of a step late, for ranks with data."""
     return brain.oversight.watching.slow.lateness_s
 
 
 def last_collectives(views: Iterable[RankView]) -> dict[int, str]:
-    """By rank what it called last, such as `all_reduce #41,207`; known while somebody is silent."""
+    """Last collective call by rank, such as `all_reduce #41,207`; known only during a suspicion."""
     found: dict[int, str] = {}
     for view in views:
         entered = [group for group in view.groups if group.calls]

@@ -1,9 +1,9 @@
-"""What is known of the roads, kept beside the journal: `ftrun network` shows it after the run.
+"""Writes the state of the network paths next to the journal, for `ftrun network` after the run.
 
 Runs in:  agent, main thread.
-Takes in: lines of this node's journal; what the brain has published, where this node leads.
-Gives:    `network.json`, a file whole or not at all, with the part `network` of the status.
-Survives: the run. A disk that is full costs the file, never the run.
+Takes in: lines of this node's journal; on the leader, the published status of the control loop.
+Gives:    `network.json`, written atomically, with the `network` part of the status.
+Survives: the run. A full disk costs the file, never the run.
 """
 
 import json
@@ -21,19 +21,18 @@ _WHEN = ("RoadsProbed", "RoadsPlan", "Generation")
 
 
 class NetworkFile:
-    """Of one agent."""
+    """Writer of `network.json` of one agent."""
 
     def __init__(self, brain: Published[BrainStatus] | None, folder: Path) -> None:
         self._brain = brain
         self._path = folder / NETWORK_NAME
 
     def take(self, kind: str, fields: Mapping[str, object]) -> None:
-        """A line was written: there may be something new."""
         if kind in _WHEN:
             self.keep()
 
     def keep(self) -> None:
-        """Write what the lead knows now; nothing where this node does not lead."""
+        """Write the present state; do nothing if this node is not the leader."""
         if self._brain is None:
             return
         try:

@@ -1,11 +1,13 @@
-"""A run's figures in Prometheus' form.
+"""Metrics of a run in the Prometheus text format.
 
-Runs in:  agent, threads of the metrics server. Imported only where metrics are switched on.
-Takes in: the status of this node, what the lead knows of the others, `RunCounters`.
-Gives:    the text of one scrape. On the node that leads: the whole run; else this node.
+Runs in:  agent, threads of the metrics server. Imported only if metrics are enabled.
+Takes in: the status of this node; on the leader, the status of all nodes; `RunCounters`.
+Gives:    the text of one scrape: the whole run on the leader, this node on any other node.
 
-Every name begins with ftrun_; docs/operations.md lists them, docs/grafana-dashboard.json shows
-them. Rule 1: what is not known is left out, never shown as 0.
+Each name begins with ftrun_. docs/operations.md lists the metrics, and docs/grafana-dashboard.json
+shows them.
+
+Rule 1: an unknown value is left out, never shown as 0.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +31,7 @@ Status = Mapping[str, Any]
 
 
 class RunCollector(Collector):
-    """Asks the run anew at each scrape."""
+    """Reads the status of the run at each scrape."""
 
     def __init__(self, status: Callable[[], Status], figures: Callable[[], RunCounters]) -> None:
         self._status = status
@@ -40,18 +42,17 @@ class RunCollector(Collector):
 
 
 def text_of(collector: Collector) -> bytes:
-    """One scrape."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Described(collector))
     return generate_latest(registry)
 
 
 def families(status: Status, figures: RunCounters) -> Iterator[Metric]:
-    """All of them.
+    """Yield all metric families.
 
     Args:
-        status: as `own_status` makes it; with `cluster` where this node leads several.
-        figures: what has added up.
+        status: from `StatusDesk.of_node`, and `node`; with `cluster` on a leader of several nodes.
+        figures: counters of this agent.
     """
     node = str(status.get("node", ""))
     ranks = _ranks(status, node)
@@ -64,7 +65,7 @@ def families(status: Status, figures: RunCounters) -> Iterator[Metric]:
 
 
 def _ranks(status: Status, node: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """Node and rank: of all nodes where they are known, else of this one."""
+    """Node and status of each rank, of all nodes if they are known, otherwise of this node."""
     nodes = (status.get("cluster") or {}).get("nodes")
     if nodes is None:
         return [(node, rank) for rank in status["ranks"]]
@@ -217,7 +218,7 @@ def _gauge(name: str, about: str, value: float | None) -> Iterable[Metric]:
 
 
 class _Described(Collector):
-    """Families without samples are left out: some parsers take a lone HELP for an error."""
+    """Drops families without samples, because some parsers reject HELP without samples."""
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector

@@ -1,13 +1,13 @@
-"""Serves /metrics.
+"""HTTP server for /metrics.
 
-Runs in:  agent, threads of its own. Imported only where metrics are switched on.
-Takes in: HTTP requests of scrapers, whoever they are.
-Gives:    the newest figures; 401 where a token is wanted and not shown.
+Runs in:  agent, threads of its own. Imported only if metrics are enabled.
+Takes in: HTTP requests from any client.
+Gives:    the newest metrics; 401 if a token is required and missing or wrong.
 Survives: anything a client does.
 
-Rule 1: a connection lasts CUT_OFF_S at most, however slowly it speaks, and there are never more
-        than MAX_CONNECTIONS.
-Rule 2: figures are made at most once in FRESH_S, however many ask.
+Rule 1: a connection lasts at most CUT_OFF_S, even if the client is slow, and at most
+        MAX_CONNECTIONS are open.
+Rule 2: the text is built at most once in FRESH_S, for any number of requests.
 """
 
 import hmac
@@ -35,7 +35,12 @@ Text = Callable[[], bytes]
 
 
 class MetricsServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
-    """One port of this node."""
+    """Server of one port of this node.
+
+    Args:
+        text: builds the text of a scrape; called in threads of the server.
+        token: bearer token that clients must send; None: no token is required.
+    """
 
     daemon_threads = True
     block_on_close = False
@@ -45,10 +50,10 @@ class MetricsServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
     def __init__(
         self, host: str, port: int, *, text: Text, token: str | None, cut_off_s: float = CUT_OFF_S
     ) -> None:
-        """Listen.
+        """Bind and listen.
 
         Raises:
-            OSError: the port is taken, or the address is not this machine's.
+            OSError: the port is in use, or the address does not belong to this machine.
         """
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -84,22 +89,22 @@ class MetricsServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
         self.server_close()
 
     def text(self) -> bytes:
-        """The figures, at most FRESH_S old."""
+        """The text of a scrape, at most FRESH_S old."""
         with self._making:
             now_s = clock.now_s()
             if self._made is None or now_s - self._made[0] > FRESH_S:
                 self._made = (now_s, self._make())
             return self._made[1]
 
-    # --- what socketserver asks for -----------------------------------------------------------
+    # --- overrides of socketserver ------------------------------------------------------------
 
     def server_bind(self) -> None:
-        """Without the look-up of this machine's name, which may take seconds."""
+        """Bind without resolving the name of this machine, which may take seconds."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = "ftrun", self.server_address[1]
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Whether there is room for one more."""
+        """Refuse a connection beyond MAX_CONNECTIONS: rule 1."""
         del client_address
         with self._lock:
             if len(self._open) >= MAX_CONNECTIONS:
@@ -113,7 +118,7 @@ class MetricsServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Called between requests, and twice a second: cut off who takes too long."""
+        """Close connections older than their limit; runs between requests and twice a second."""
         now_s = clock.now_s()
         with self._lock:
             slow = [request for request, due_s in self._open.items() if now_s >= due_s]
@@ -127,7 +132,7 @@ class MetricsServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """One request."""
+    """Handler of one request."""
 
     server: MetricsServer
     server_version = f"ftrun/{__version__}"
@@ -144,7 +149,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._answer(200, self.server.text(), CONTENT_TYPE)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's
-        """Nothing: scrapes come every few seconds."""
+        """Log nothing, because scrapes arrive every few seconds."""
 
     def _is_known(self) -> bool:
         token = self.server.token
@@ -164,11 +169,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def read_token(path: str) -> str:
-    """The token that scrapers must show.
+    """Read the bearer token that clients must send.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: there is nothing in it.
+        ValueError: the file is empty.
     """
     with Path(path).open("rb") as file:
         token = file.read(MAX_TOKEN_BYTES).decode("utf-8", "replace").strip()

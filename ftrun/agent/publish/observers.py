@@ -1,9 +1,9 @@
-"""Those who only look at a run: its pulse, figures for Prometheus, hooks, the file of its roads.
+"""Observers of a run: status, progress log, Prometheus metrics, hooks and `network.json`.
 
-Runs in:  agent, main thread; what can wait for others has threads of its own.
-Takes in: the run, each turn of its loop; the lines of this node's journal.
-Gives:    `ProgressLog` lines, /metrics, commands and webhooks told of incidents.
-Survives: all of their failures: a run goes on as if nobody looked.
+Runs in:  agent, main thread; observers that may block have threads of their own.
+Takes in: the run, at each turn of its loop; the lines of this node's journal.
+Gives:    `Pulse` lines, /metrics, incident reports to commands and webhooks, `network.json`.
+Survives: all failures of observers; they do not affect the run.
 """
 
 import ipaddress
@@ -26,7 +26,7 @@ _log = logging.getLogger("ftrun")
 
 
 class Observers:
-    """All of one agent."""
+    """All observers of one agent."""
 
     def __init__(self, run: RunLoop) -> None:
         self.status = StatusDesk(run)
@@ -46,15 +46,14 @@ class Observers:
 
     @property
     def metrics_address(self) -> str | None:
-        """Where /metrics is served; None: nowhere."""
         return self._server.address if self._server is not None else None
 
     def start(self) -> None:
-        """Serve metrics, where that is wished."""
         settings = self._run.spec.profile.metrics
         if not settings.port:
             return
-        # The library costs memory and some milliseconds; most runs do without.
+        # Imported here, because the library costs memory and some milliseconds, and most runs do
+        # not use it.
         from ftrun.agent.publish.metrics import RunCollector, text_of
         from ftrun.agent.publish.metrics_server import MetricsServer, read_token
 
@@ -76,13 +75,13 @@ class Observers:
             )
 
     def look(self, now_s: float) -> None:
-        """Once per turn of the loop."""
+        """Update all observers; called once per turn of the loop."""
         self.status.look(now_s)
         self._figures.look(now_s=now_s)
         self._pulse.look(lateness_of(self._run.brain), now_s=now_s)
 
     def at_end(self) -> None:
-        """The ranks are dead, their pages are still there."""
+        """Write the last values; called when the ranks have ended and their pages still exist."""
         self._pulse.write(lateness_of(self._run.brain))
         self._network.keep()
 
@@ -92,7 +91,7 @@ class Observers:
         self._hooks.close()
 
     def _status(self) -> dict[str, Any]:
-        """This node's; the whole run's where it leads. Asks no other node. In any thread."""
+        """Status of this node; of the whole run on the leader. Sends no request. Any thread."""
         return {**self.status.of_node(), "node": self._node_id}
 
     def _facts(self) -> dict[str, object]:

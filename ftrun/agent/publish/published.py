@@ -1,12 +1,12 @@
-"""A value that one thread builds, and that other threads read.
+"""Publishes a value that one thread builds and other threads read.
 
-Runs in:  agent: `look` and `publish` in the thread that owns the data, `read` in any other one.
+Runs in:  agent: `look` and `publish` in the thread that owns the data, `read` in any other thread.
 Takes in: a function that builds the value; requests.
 Gives:    the value, which must be immutable, with its age.
-Survives: a value that cannot be built, and an owner that is busy: readers get the last value.
+Survives: a failed build and a busy owner; readers then get the last value.
 
-Rule 1: no other thread touches what the value is built from.
-Rule 2: a reader waits for a fresh value, but no longer than `WAIT_S`.
+Rule 1: only the owner's thread reads the data from which the value is built.
+Rule 2: a reader waits for a fresh value, but at most `WAIT_S`.
 """
 
 import logging
@@ -21,29 +21,33 @@ from ftrun.errors import PeerError
 _log = logging.getLogger(__name__)
 
 WAIT_S = 1.0
-"""A turn of the owner takes less, unless it waits for something."""
+"""Longest wait of a reader. A turn of the owner takes less, unless it blocks."""
 
 EVERY_S = 1.0
-"""Between two values that are built without a request."""
+"""Seconds between two builds without a request."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Reading(Generic[T]):
-    """A value as another thread has found it."""
+    """A published value and its age."""
 
     value: T
     age_s: float
 
 
 class Published(Generic[T]):
-    """The newest value of one owner."""
+    """The newest value of one owner thread.
+
+    Args:
+        build: builds the value; runs in the owner's thread.
+        wake: ends the owner's wait; runs in the reader's thread.
+    """
 
     def __init__(
         self, build: Callable[[], T], *, wake: Callable[[], None], every_s: float = EVERY_S
     ) -> None:
-        # `wake` ends the owner's wait, and is called in the reader's thread.
         self._build = build
         self._wake = wake
         self._every_s = every_s
@@ -56,12 +60,12 @@ class Published(Generic[T]):
     # --- the owner's thread -------------------------------------------------------------------
 
     def look(self, now_s: float) -> None:
-        """Build the value if it was asked for, or if the last one is old; once per turn."""
+        """Build the value if it was requested or is old; called once per turn of the owner."""
         if self._asked != self._answered or now_s >= self._due_s:
             self.publish()
 
     def publish(self) -> None:
-        """Build the value now; also before the owner waits for something."""
+        """Build the value now; the owner also calls this before it blocks."""
         asked = self._asked
         try:
             found: T | None = self._build()
@@ -79,10 +83,10 @@ class Published(Generic[T]):
     # --- any thread ---------------------------------------------------------------------------
 
     def read(self) -> Reading[T]:
-        """The value; a fresh one unless the owner is busy.
+        """Return a fresh value, or the last one if the owner is busy.
 
         Raises:
-            PeerError: there is none.
+            PeerError: no value was built yet.
         """
         with self._changed:
             self._asked = asked = self._asked + 1
@@ -92,10 +96,10 @@ class Published(Generic[T]):
         return self.last()
 
     def last(self) -> Reading[T]:
-        """The value as it was built last; never waits.
+        """Return the last value without waiting.
 
         Raises:
-            PeerError: there is none.
+            PeerError: no value was built yet.
         """
         with self._changed:
             if self._found is None:

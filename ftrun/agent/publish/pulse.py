@@ -1,8 +1,8 @@
-"""How this node's ranks were doing, in the journal, every ten seconds and at the end.
+"""Writes the progress of this node's ranks to the journal, every 10 s and at the end.
 
 Runs in:  agent, main thread, once per turn of the loop.
 Takes in: heartbeat pages and the command page.
-Gives:    `ProgressLog` lines, from which the report draws a run that had no incident.
+Gives:    `Pulse` lines, from which the report draws the progress of a run without incidents.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ EVERY_S = 10.0
 
 
 class ProgressLog:
-    """Writes down one node's progress now and then."""
+    """Writes the progress of one node every 10 s."""
 
     def __init__(self, journal: Journal, workers: WorkerGroup) -> None:
         self._journal = journal
@@ -24,7 +24,6 @@ class ProgressLog:
         self._due_s: float | None = None
 
     def look(self, lateness_s: Mapping[int, float], *, now_s: float) -> None:
-        """Write a line where one is due."""
         if self._due_s is None:
             self._due_s = now_s + EVERY_S
         elif now_s >= self._due_s:
@@ -32,7 +31,7 @@ class ProgressLog:
             self.write(lateness_s)
 
     def write(self, lateness_s: Mapping[int, float]) -> None:
-        """Write a line now; none where this node runs no ranks."""
+        """Write a line now, unless this node runs no ranks."""
         places = self._workers.places
         if not places:
             return
@@ -63,27 +62,26 @@ class ProgressLog:
 
 
 def step_counts(pages: Sequence[SharedPage]) -> list[int]:
-    """How often a step took how long, over all these ranks."""
+    """Number of steps in each step-time bucket, summed over the ranks."""
     return [sum(counts) for counts in zip(*(page.step_times for page in pages), strict=True)]
 
 
 def most(pages: Sequence[SharedPage], at: HeartbeatField) -> int:
-    """The largest of all ranks; they take and skip snapshots together."""
+    """Maximum over the ranks, because all ranks take and skip the same snapshots."""
     return max((page.get(at) for page in pages), default=0)
 
 
 def blocked_s(pages: Sequence[SharedPage]) -> float:
-    """So long the ranks of this generation have stood still for snapshots."""
+    """Seconds for which snapshots have blocked the slowest rank of this generation."""
     return most(pages, HeartbeatField.BLOCKED_NS) / 1e9
 
 
 def loss_in(pages: Sequence[SharedPage]) -> float | None:
-    """As the script has reported it; of the first rank that has."""
     return next((page.loss for page in pages if page.get(HeartbeatField.LOSS)), None)
 
 
 def committed_in(commands: SharedPage | None) -> tuple[int, int] | None:
-    """The newest committed version that the ranks of this node were told of."""
+    """Generation and step of the newest commit on the command page; None: no commit."""
     if commands is None or commands.get(CommandField.COMMITTED_GENERATION) < -1:
         return None
     step = commands.get(CommandField.COMMITTED_STEP)

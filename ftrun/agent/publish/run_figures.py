@@ -1,11 +1,11 @@
-"""What a run adds up to while it goes on: counts, times by class, times of restarts.
+"""Counters of a run: restarts and incidents, time by class, durations of restarts.
 
-Runs in:  agent. `take` and `look` in the main thread (`take` also in threads of hooks); what is
-          read for metrics is read in another one.
-Takes in: lines of this node's journal; once per turn of the loop the state of the run's life.
-Gives:    plain figures for /metrics.
+Runs in:  agent. `take` and `look` in the main thread (`take` also in threads of hooks); `copy` in
+          threads of the metrics server.
+Takes in: lines of this node's journal; once per turn of the loop, the lifecycle state of the run.
+Gives:    plain counters for /metrics.
 
-All of it begins at 0 with each agent: Prometheus sees that a counter has begun anew.
+All counters begin at 0 in each agent. Prometheus detects such a counter reset.
 """
 
 import threading
@@ -26,7 +26,7 @@ BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 @dataclass
 class DurationHistogram:
-    """How long something took, each time: the counts of a histogram."""
+    """Histogram of durations in seconds, over BUCKETS_S and +Inf."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
     sum_s: float = 0.0
@@ -39,21 +39,21 @@ class DurationHistogram:
 
 @dataclass
 class RunCounters:
-    """Copied whole for whoever shows them."""
+    """Counters of one agent; `RunMetrics.copy` returns copies for other threads."""
 
     restarts: int = 0
     hooks_failed: int = 0
     incidents: dict[str, int] = field(default_factory=dict)
-    """How many were closed, by kind of their verdict."""
+    """Number of closed incidents by verdict kind."""
     recovery: dict[str, DurationHistogram] = field(default_factory=dict)
-    """Downtime of incidents: in all, and its parts."""
+    """Downtime of incidents by phase, including `total`."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """By class; empty on a node that does not lead."""
+    """Seconds by class; empty if this node is not the leader."""
     goodput: float | None = None
 
 
 class RunMetrics:
-    """Collects them."""
+    """Collects the counters of one agent."""
 
     def __init__(self, run: RunLoop) -> None:
         self._run = run
@@ -61,10 +61,9 @@ class RunMetrics:
         self._figures = RunCounters()
         self._book: TimeAccounting | None = None
         self._began_s: float | None = run.started_s
-        """Where this agent leads from the beginning; None: that was a while ago."""
+        """Start of the accounting if this agent leads from the beginning; None after that."""
 
     def take(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """One line of the journal."""
         with self._lock:
             match kind:
                 case "StartGeneration":
@@ -82,7 +81,7 @@ class RunMetrics:
                     pass
 
     def look(self, *, now_s: float) -> None:
-        """Book the time since the last turn; the lead's only."""
+        """Account the time since the last turn; only on the leader."""
         brain = self._run.brain
         lead = brain.member.lead
         with self._lock:
@@ -129,7 +128,7 @@ def _has_stepped(life: LifecycleState, incident: Incident | None) -> bool:
 
 
 def cumulated(counts: Sequence[int]) -> list[tuple[str, float]]:
-    """The buckets as Prometheus has them: each with all that are smaller."""
+    """Cumulative buckets in Prometheus format: (upper bound, count)."""
     found, total = [], 0
     for edge, count in zip([*(str(one) for one in BUCKETS_S), "+Inf"], counts, strict=True):
         total += count

@@ -1,8 +1,8 @@
-"""The state of a run as `ftrun status` shows it.
+"""Builds the status document of `ftrun status`.
 
-Runs in:  agent: `look` and `publish` in the main thread, which owns what the node's part is built
-          from; `document` and `of_node` in any other thread, which reads the published value.
-Takes in: the parts of a `RunLoop`; the published `BrainStatus`.
+Runs in:  agent: `look` and `publish` in the main thread, which owns the data of the node's status;
+          `document` and `of_node` in any other thread, which reads the published value.
+Takes in: the components of a `RunLoop`; the published `BrainStatus`.
 Gives:    one JSON document; docs/operations.md describes it.
 """
 
@@ -26,11 +26,11 @@ from ftrun.wire.shared_memory.arena import SlotState, read_shape, read_slot_head
 from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField, SharedPage
 
 STALE_S = 2.0
-"""The summary line names the age of a status that is older."""
+"""If the status is at least this old, the summary line shows its age."""
 
 
 class StatusDesk:
-    """The status of one node, for all threads."""
+    """Status of one node, readable in all threads."""
 
     def __init__(self, run: RunLoop) -> None:
         self._run = run
@@ -39,11 +39,10 @@ class StatusDesk:
     # --- main thread --------------------------------------------------------------------------
 
     def look(self, now_s: float) -> None:
-        """Once per turn of the loop."""
         self._own.look(now_s)
 
     def publish(self) -> None:
-        """Before the loop does something that may take long."""
+        """Publish the status now; called before the loop blocks for long."""
         self._own.publish()
 
     def _build(self) -> bytes:
@@ -57,13 +56,13 @@ class StatusDesk:
     # --- any other thread ---------------------------------------------------------------------
 
     def document(self) -> bytes:
-        """What this node knows, and on several nodes what the lead knows of all of them.
+        """Status of this node; in a run over several nodes, merged with the leader's status.
 
         Raises:
-            PeerError: nothing was published yet.
+            PeerError: no status was published yet.
         """
         nodes, desk = self._run.spec.nodes, self._run.desk
-        # The brain's part first: the node's part is built with it.
+        # Read the control loop's status first, because the node's status is built from it.
         cluster = desk.whole() if desk is not None else None
         document = self._read()
         if cluster is not None and nodes is not None:
@@ -72,10 +71,10 @@ class StatusDesk:
         return json.dumps(document).encode()
 
     def of_node(self) -> dict[str, Any]:
-        """What is known on this node; asks no other. With `cluster` if this node leads several.
+        """Status of this node without requests to others; with `cluster` on a leader of several.
 
         Raises:
-            PeerError: nothing was published yet.
+            PeerError: no status was published yet.
         """
         desk = self._run.desk
         brain = desk.brain.read().value if desk is not None else None
@@ -92,7 +91,7 @@ class StatusDesk:
 
 
 def name_age(document: dict[str, Any]) -> None:
-    """Say in the summary line that the node's own part is not fresh."""
+    """Add the age of the node's own status to the summary line if it is stale."""
     if document["age_s"] >= STALE_S:
         document["verdict"] += (
             f"; node's own figures are {document['age_s']:.0f} s old, its agent is busy"
@@ -137,7 +136,7 @@ def _own_status(run: RunLoop, brain: BrainStatus) -> dict[str, Any]:
 
 
 def _add_cluster(document: dict[str, Any], cluster: dict[str, Any], *, has_secret: bool) -> None:
-    """Let what the lead knows stand over what this node knows by itself."""
+    """Merge the leader's status into this node's document; the leader's values take precedence."""
     document["cluster"] = cluster
     document["authenticated"] = has_secret
     warning = "" if has_secret else "; UNAUTHENTICATED"
@@ -145,14 +144,15 @@ def _add_cluster(document: dict[str, Any], cluster: dict[str, Any], *, has_secre
     document["state"] = cluster["state"]
     document["life"] = cluster.get("life")
     document["incidents"] = cluster.get("incidents") or []
-    # What the leader knows of earlier ones; of each this node may have measured its own part.
+    # The leader also has restarts under earlier agents. This node may have measured its own phases
+    # of each restart, which take precedence.
     own = {restart["generation"]: restart for restart in document["restarts"]}
     whole = {restart["generation"]: restart for restart in cluster.get("restarts") or ()}
     document["restarts"] = [
         {**whole.get(number, {}), **own.get(number, {})} for number in sorted({*whole, *own})
     ]
     document["warnings"] = cluster.get("warnings") or document["warnings"]
-    # What a node's own ranks say is a part of it; a spare's have nothing to say.
+    # The values of this node's ranks cover only a part of the run, and a spare has no ranks.
     snapshots = document["snapshots"]
     snapshots["protected"] = bool(cluster.get("survives")) and not cluster.get("unprotected")
     snapshots["note"] = cluster.get("unprotected") or snapshots["note"]
@@ -164,7 +164,7 @@ def _add_cluster(document: dict[str, Any], cluster: dict[str, Any], *, has_secre
 
 
 def _repeated(run: RunLoop, generation: int) -> dict[str, Any] | None:
-    """What the comparison of the steps that this generation repeated has shown."""
+    """Result of comparing the steps that this generation repeated; None: no result."""
     found = run.generations.repeats.results.get(generation)
     return found.as_json() if found is not None else None
 
@@ -205,7 +205,7 @@ def _verdict(
 
 
 def _held_step(run: RunLoop) -> int | None:
-    """The newest that the memory of an earlier agent holds; None: it holds nothing."""
+    """Newest step in the memory kept from an earlier agent; None: there is none."""
     return max((offer.step for offer in run.smp.memory.offers()), default=None)
 
 
@@ -243,7 +243,7 @@ def _snapshots(run: RunLoop, now_s: float) -> dict[str, Any]:
     notes = [*lost, *(page.note for page in pages if page.note)]
     attached = any(page.get(HeartbeatField.ATTACHED) for page in pages)
     why = run.caretaker.smp_given_up or (lost[0] if lost else "")
-    # ftrun.dcp takes snapshots without it.
+    # ftrun.dcp takes snapshots without `attach`.
     is_bare = not attached and committed is None
     if is_bare and not why and any(page.get(HeartbeatField.BEAT_NS) for page in pages):
         why = "the script does not call ftrun.attach"
@@ -266,7 +266,7 @@ def _snapshots(run: RunLoop, now_s: float) -> dict[str, Any]:
 
 
 def _every(run: RunLoop, commands: SharedPage | None, *, furthest: int) -> int:
-    """Steps between two snapshots now; 0: another interval is announced, and not yet begun."""
+    """Present snapshot interval in steps; 0: a new interval is set but not yet in effect."""
     every = run.spec.profile.snapshot.every
     if isinstance(every, int):
         return every
@@ -277,7 +277,7 @@ def _every(run: RunLoop, commands: SharedPage | None, *, furthest: int) -> int:
 
 
 def _age_s(run: RunLoop, committed: tuple[int, int], now_s: float) -> float:
-    """Since the last rank sealed the committed version."""
+    """Seconds since the last local rank sealed the committed version."""
     sealed_ns = 0
     for fds in run.smp.memory.arenas.values():
         for fd in fds:
@@ -298,7 +298,7 @@ def _memory_bytes(run: RunLoop) -> int:
 
 
 def _for_others_bytes(run: RunLoop) -> int:
-    """Mirrors and parity that this node keeps for its group."""
+    """Bytes of mirrors and parity that this node stores for its protection group."""
     return sum(os.fstat(fd).st_size for fd in run.smp.memory.vaults.values())
 
 

@@ -1,27 +1,22 @@
-"""The first line of status: what the run does now, and what the next loss does to the training.
-
-Runs in:  agent. Pure.
-Takes in: the numbers of a run over several nodes.
-Gives:    one sentence.
-"""
+"""First line of the status: present activity, and the effect of the next node loss. Pure."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """How much may be lost now.
+    """Numbers that determine which losses the run tolerates now.
 
     Args:
-        members: nodes that run ranks.
-        spares: nodes that may take over.
-        min_nodes: with fewer members the run pauses.
-        voters: all nodes that decide about the next generation, and a witness that votes.
-        votes: those of them that are here.
-        survives: nodes of each group whose state can be rebuilt.
-        groups: protection groups.
-        committed: the step to which a restart goes back; None: nothing is committed.
-        unprotected: why a part of the state is in no snapshot.
+        members: number of nodes that run ranks.
+        spares: number of nodes that can replace a lost node.
+        min_nodes: if the run has fewer members, it pauses.
+        voters: number of voters of the next generation, including a witness that votes.
+        votes: number of these voters that can vote now.
+        survives: number of nodes of each group whose state can be rebuilt.
+        groups: number of protection groups.
+        committed: step that a restart restores; None: nothing is committed.
+        unprotected: reason why a part of the state is in no snapshot; empty: there is none.
     """
 
     members: int
@@ -36,22 +31,22 @@ class Protection:
 
     @property
     def trains_without(self) -> int:
-        """So many nodes may be lost at once and training continues."""
+        """Number of nodes that may be lost at once while training can continue."""
         replaceable = self.spares + max(0, self.members - self.min_nodes)
-        # A majority of all voters decides, also of those that are lost.
+        # A majority of all voters decides, and lost voters still count.
         return max(0, min(self.survives, replaceable, self.votes - (self.voters // 2 + 1)))
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What the ranks do.
+    """Present activity of the ranks.
 
     Args:
         step: the largest step boundary of any rank.
-        start_step: of the version that this generation starts from.
+        start_step: step of the version from which this generation starts.
         has_stepped: a rank has made a step in this generation.
-        silent_s: time without a step while a hang is suspected; None: it is not.
-        hang: the verdict on it; empty: there is none yet.
+        silent_s: seconds without a step while a hang is suspected; None: no suspicion.
+        hang: text of the verdict; empty: no verdict yet.
         end: `stopping` or `ending` if the run is about to end; else empty.
     """
 
@@ -64,7 +59,7 @@ class Activity:
 
 
 def activity_words(now: Activity, where: str) -> str:
-    """Such as "running at step 80 on 2 nodes"; `where` is the part after "on"."""
+    """Return text such as "running at step 80 on 2 nodes"; `where` is the part after "on"."""
     step = f"step {max(now.step, now.start_step):,}"
     if now.end:
         return f"{now.end} at {step} on {where}"
@@ -77,7 +72,7 @@ def activity_words(now: Activity, where: str) -> str:
 
 
 def next_loss_words(has: Protection) -> str:
-    """What the next lost node does to the training, not only to the data."""
+    """Describe the effect of the next node loss on the training, not only on the data."""
     if has.unprotected:
         return f"UNPROTECTED: {has.unprotected}"
     if has.committed is None:

@@ -1,1 +1,1 @@
-"""The agent's side of the SMP, and the memory that it hands to its successor."""
+"""The agent's side of the SMP, and the memory and state that the next agent receives."""

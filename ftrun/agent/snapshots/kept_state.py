@@ -1,8 +1,8 @@
-"""What the next agent of this node must know.
+"""The state that one agent of this node persists for the next.
 
 Runs in:  agent, which writes it, and the next one, which reads it.
 Takes in: the plan that was accepted.
-Gives:    bytes for the SMP and for the stub, which keep them and do not look inside.
+Gives:    bytes for the SMP and for the stub, which retain them and do not decode them.
 """
 
 import msgspec
@@ -11,18 +11,18 @@ from ftrun.wire.cluster.generation import GenerationPlan
 
 
 class PersistedAgentState(msgspec.Struct, frozen=True):
-    """The end of one agent's knowledge."""
+    """The newest state of one agent."""
 
     plan: GenerationPlan | None = None
     took_effect: bool = False
-    """The plan is known to have; else it may have."""
+    """The plan is known to be chosen; else it may be."""
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)
 
 
 def newer(one: PersistedAgentState, other: PersistedAgentState) -> PersistedAgentState:
-    """Of what the SMP and what the stub has kept: one of them may have missed the last word."""
+    """The newer state of the SMP's and the stub's; one of them may have missed the last update."""
     plan_of = (one.plan, other.plan)
     ages = [(plan.edition if plan is not None else (-1, 0)) for plan in plan_of]
     is_first = (ages[0], one.took_effect) >= (ages[1], other.took_effect)
@@ -30,7 +30,7 @@ def newer(one: PersistedAgentState, other: PersistedAgentState) -> PersistedAgen
 
 
 def decode_state(data: bytes) -> PersistedAgentState:
-    """The state again; nothing known where there is none, or where another version wrote it."""
+    """Decode the state; empty if there is none, or if another version of ftrun wrote it."""
     if not data:
         return PersistedAgentState()
     try:

@@ -1,12 +1,12 @@
-"""Where a run looks for a checkpoint to go on from, as `--resume` says it.
+"""Chooses the sources of a checkpoint to resume from, as set by `--resume`.
 
-Runs in:  agent, main thread; each time a generation finds nothing in memory to go on from.
+Runs in:  agent, main thread; each time a generation finds nothing in memory to resume from.
 Takes in: the spec, the life of the run.
-Gives:    places to look in, one after the other.
+Gives:    sources, in the order in which they are tried.
 
-Rule 1: what the run has written itself comes first: with `never` or a path, a failure after its
-        first checkpoint does not take it back to where it began.
-Rule 2: what others have left in the directory counts with `auto` only, also later on.
+Rule 1: the checkpoints of the run itself come first. With `never` or a path, a failure after its
+        first checkpoint does not take the run back to its start.
+Rule 2: checkpoints of other runs in the directory count with `auto` only, also later in the run.
 """
 
 import os
@@ -23,13 +23,12 @@ class CheckpointSource:
 
     directory: str
     only: str = ""
-    """The name of one; empty: any."""
+    """The name of one checkpoint; empty: any."""
     life: str = ""
-    """Of the run that has written it; empty: any."""
+    """The life of the run that has written it; empty: any."""
 
     @property
     def why_none(self) -> str:
-        """In words, where there is none."""
         where = without_password(self.directory)
         if self.life:
             return f"this run has written no checkpoint in {where} yet"
@@ -37,13 +36,14 @@ class CheckpointSource:
 
 
 def sources_of(spec: RunSpec, life: str, *, has_committed: bool) -> list[CheckpointSource]:
-    """Where to look, in order.
+    """The sources, in the order in which they are tried.
 
     Args:
         spec: of the run.
-        life: of the run; see `Plan.life`.
-        has_committed: the run had snapshots. Where it writes no checkpoints, the one that it began
-            with is no way out then: that would throw away in silence what was done since.
+        life: of the run; see `GenerationPlan.life`.
+        has_committed: the run has committed snapshots. If it then writes no checkpoints, the
+            checkpoint that it started from is no source, because it would silently discard all
+            later steps.
     """
     directory, path = spec.checkpoint_directory, spec.resume_path
     is_auto = spec.profile.checkpoint.resume == "auto"
@@ -54,7 +54,7 @@ def sources_of(spec: RunSpec, life: str, *, has_committed: bool) -> list[Checkpo
 
 
 def _named(path: str) -> CheckpointSource:
-    """One checkpoint, or a directory of them. A URL says by its last part which of the two."""
+    """One checkpoint, or a directory of them; the last part of a URL says which of the two."""
     if is_url(path):
         directory, _, name = path.rstrip("/").rpartition("/")
         is_one = name == "latest" or name.startswith("step-")

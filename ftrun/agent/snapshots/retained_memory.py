@@ -1,9 +1,9 @@
-"""The agent's duplicates of its SMP's memory, read and voided without it.
+"""The agent's duplicates of its SMP's memory, which it reads and voids without the SMP.
 
 Runs in:  agent, main thread.
-Takes in: descriptors of arenas and vaults, as the SMP or the stub gives them.
-Gives:    what is sealed in them; the arena to start a rank with.
-Survives: the SMP: they are handed to the next one.
+Takes in: descriptors of arenas and parity regions, from the SMP or the stub.
+Gives:    the sealed versions in them; the arena to start a rank with.
+Survives: the SMP: the next one receives them.
 """
 
 import os
@@ -17,17 +17,17 @@ from ftrun.wire.shared_memory.arena import SlotState, read_shape, read_slot_head
 
 
 class RetainedMemory:
-    """Descriptors, all of them ours to close."""
+    """Descriptors of shared memory; this object owns and closes all of them."""
 
     def __init__(self) -> None:
         self.arenas: dict[Rank, list[int]] = {}
         """By rank, the newest layout last."""
         self.vaults: dict[int, int] = {}
-        """Of what the SMP keeps for other nodes, by its slot."""
+        """Parity regions, which the SMP stores for other nodes, by slot."""
 
     @property
     def held(self) -> list[tuple[Rank, int]]:
-        """Every arena's rank and descriptor, of each rank the oldest layout first."""
+        """Rank and descriptor of every arena; the oldest layout of each rank first."""
         return [(rank, fd) for rank, fds in sorted(self.arenas.items()) for fd in fds]
 
     @property
@@ -47,7 +47,6 @@ class RetainedMemory:
             os.close(old)
 
     def adopt(self, fds: list[int]) -> None:
-        """Take memory that outlived both the last agent and its SMP."""
         for fd in fds:
             try:
                 self.keep(Rank(read_shape(fd).rank), fd)
@@ -55,7 +54,7 @@ class RetainedMemory:
                 os.close(fd)
 
     def offers(self) -> list[ShardOffer]:
-        """Every sealed slot on this node, read from the memory itself, SMP or no SMP."""
+        """Every sealed slot on this node, read from the memory itself, with or without an SMP."""
         found: list[ShardOffer] = []
         for rank, fd in self.held:
             with suppress(LayoutUnknown):
@@ -67,38 +66,40 @@ class RetainedMemory:
         return found
 
     def arena_for(self, rank: Rank, wanted: Version | None) -> int | None:
-        """The descriptor to launch a rank with: the arena that holds `wanted`, else the newest."""
         fds = self.arenas.get(rank, [])
         newest = fds[-1] if fds else None
         return next((fd for fd in fds if wanted in _sealed(fd)), newest)
 
     def holds(self, rank: Rank, wanted: Version) -> bool:
-        """Whether an arena here has this version of a rank."""
         return any(wanted in _sealed(fd) for fd in self.arenas.get(rank, []))
 
     def whole_versions(self, ranks: Collection[Rank]) -> list[Version]:
-        """What all of these ranks have sealed, committed or not, the newest first."""
+        """Versions that all of these ranks have sealed, committed or not, the newest first."""
         sealed = {one for rank in ranks for fd in self.arenas.get(rank, []) for one in _sealed(fd)}
         whole = [one for one in sealed if all(self.holds(rank, one) for rank in ranks)]
         return sorted(whole, reverse=True)
 
     def void(self, chosen: Callable[[Version], bool]) -> int:
-        """Make sure that these never come back; how many slots. The workers must be dead."""
+        """Void the chosen versions for good; return the number of slots.
+
+        The workers must be dead.
+        """
         return sum(void_slots(fd, chosen) for _, fd in self.held)
 
     def void_slot(self, rank: Rank, wanted: Version | None) -> None:
-        """Set one rank's slot aside: its digest did not match."""
         for fd in self.arenas.get(rank, []):
             void_slots(fd, lambda found: found == wanted)
 
     def drop_other_ranks(self, ranks: Collection[Rank]) -> None:
-        """Let go of those of ranks that have moved to another node, or are no more."""
         for rank in [rank for rank in self.arenas if rank not in ranks]:
             for fd in self.arenas.pop(rank):
                 os.close(fd)
 
     def drop_old_layouts(self, committed: Version | None) -> None:
-        """A commit is sealed by every rank: what came before the arena that holds it is over."""
+        """Close arenas older than the one that holds the commit.
+
+        Every rank has sealed a committed version, so older layouts are not needed.
+        """
         for fds in self.arenas.values():
             while len(fds) > 1 and committed in _sealed(fds[-1]):
                 os.close(fds.pop(0))

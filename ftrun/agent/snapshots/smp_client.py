@@ -1,9 +1,9 @@
-"""The agent's side of the SMP: starts it, asks it things, hands it the memory of the one before.
+"""The agent's side of the SMP: starts it, sends requests, and hands over retained memory.
 
 Runs in:  agent, main thread.
 Takes in: the run folder.
-Gives:    restore points, checkpoints; duplicates of its memory, see `held_memory`.
-Survives: the SMP: its memfds are held here too and are handed to the next one.
+Gives:    restore points, checkpoints; duplicates of its memory, see `retained_memory`.
+Survives: the SMP: its memfds are held here too, and the next SMP receives them.
 """
 
 import os
@@ -30,7 +30,8 @@ START_WAIT_S = 20.0
 ANSWER_WAIT_S = 30.0
 CHECKPOINT_WAIT_S = 3600.0
 END_WAIT_S = 5.0
-"""For the record of the end; without it another run looks for a while whether this one is alive."""
+"""For the record of the end. Without the record another run polls for a while whether this one is
+alive."""
 
 
 @dataclass
@@ -40,7 +41,7 @@ class AgentSmpClient:
     folder: RunFolder
     orphan_s: float
     child: ChildProcess | None = None
-    """None also where the SMP was found alive: then it is the stub's child, not ours."""
+    """None also if the SMP was found alive, because it is then a child of the stub."""
     channel: Channel | None = None
     committed: Version | None = None
     last_checkpoint: checkpoint_messages.CheckpointWritten | None = None
@@ -55,7 +56,7 @@ class AgentSmpClient:
     ready_version: Version | None = None
     """The newest version that this node holds and its group protects, in this generation."""
     survives: int = 0
-    """So many nodes of the group may go, for that version."""
+    """Number of nodes of the group that may be lost, for that version."""
     survives_why: str = ""
     abandoned_step: int = -1
     restore_failed: str = ""
@@ -66,9 +67,9 @@ class AgentSmpClient:
     """Every local rank has the version that its generation starts from."""
     notices: deque[smp_messages.SmpNotice] = field(default_factory=lambda: deque(maxlen=100))
     last_part: checkpoint_messages.CheckpointWritten | None = None
-    """Written after the newest checkpoint: a part whose other parts were not complete then."""
+    """A part that was written after the newest checkpoint, while other parts were missing."""
     port: int = 0
-    """Where the SMPs of other nodes reach this one; 0: nowhere."""
+    """The port for the SMPs of other nodes; 0: none."""
     answer_wait_s: float = ANSWER_WAIT_S
     _generation: int = -1
     _local_ranks: frozenset[Rank] = frozenset()
@@ -80,9 +81,10 @@ class AgentSmpClient:
         return [self.child] if self.child is not None else []
 
     def find(self) -> bytes | None:
-        """Adopt an SMP that outlived its agent: its memory, and what the last agent left there.
+        """Adopt an SMP that outlived its agent, and its memory.
 
-        None when there is no SMP.
+        Returns:
+            The state that the last agent persisted there; None if there is no SMP.
         """
         try:
             self.channel = self._connect(1.0)
@@ -102,7 +104,6 @@ class AgentSmpClient:
         return self._run_state
 
     def reconnect(self) -> bool:
-        """Another connection to the SMP that was found; whether it takes one."""
         try:
             self.channel = self._connect(START_WAIT_S)
         except PeerError:
@@ -110,7 +111,6 @@ class AgentSmpClient:
         return True
 
     def start(self) -> None:
-        """Start an SMP without waiting for it; `ready` waits."""
         words = ["--run-id", self.folder.run_id, "--socket", str(self.folder.smp_socket)]
         argv = python_command("ftrun.smp", *words, "--orphan-s", str(self.orphan_s))
         if self.memory.held or self.memory.vaults:
@@ -119,7 +119,7 @@ class AgentSmpClient:
         self.child = spawn(argv, name="smp", variables=os.environ)
 
     def ready(self) -> None:
-        """Connect to the SMP that was started, and hand it the memory of the one before.
+        """Connect to the SMP that was started, and hand over the memory of the one before.
 
         Raises:
             PeerError: it does not come up.
@@ -139,19 +139,20 @@ class AgentSmpClient:
             self._ask(smp_messages.PersistRunState(self._run_state))
 
     def complete(self, fds: list[int]) -> None:
-        """Bring the SMP that was found what its own agent did not live to bring it.
+        """Finish the hand-over to an adopted SMP if its own agent ended before the hand-over.
 
-        One that was started for memory lets its workers wait until some has come, be it none.
+        An SMP that was started to adopt memory keeps its workers waiting until a hand-over, even of
+        none.
 
         Args:
-            fds: arenas that were kept elsewhere, from now on this object's.
+            fds: arenas that the stub retained; this object owns them from now on.
 
         Raises:
-            PeerError: it is gone by now; what it had and these are kept here.
+            PeerError: the SMP has ended by now; this object retains its memory and these arenas.
         """
         if self.memory.held or self.memory.vaults:
             for fd in fds:
-                os.close(fd)  # of the same memory
+                os.close(fd)  # duplicates of the same memory
             return
         self.memory.adopt(fds)
         self._hand_over()
@@ -162,7 +163,7 @@ class AgentSmpClient:
         self._ask(body, fds=(*(fd for _, fd in memory.held), *memory.vault_fds))
 
     def listen_for_peers(self, host: str, secret: Secret | None, others: Sequence[str] = ()) -> int:
-        """Have it open a port for the SMPs of other nodes; which one.
+        """Make the SMP open a port for the SMPs of other nodes; return the port.
 
         Args:
             host: the address of this node.
@@ -179,11 +180,9 @@ class AgentSmpClient:
         return self.port
 
     def own(self, ranks: Iterable[int]) -> None:
-        """Say which ranks this node had in the generation of the last agent."""
         self._local_ranks = frozenset(Rank(rank) for rank in ranks)
 
     def begin_generation(self, body: smp_messages.BeginGeneration, command_page: int) -> None:
-        """Say who takes part from now on, and what is to be restored."""
         self.ready_version, self.abandoned_step, self.restore_failed = None, -1, ""
         self.is_restored = self.restore_lost_links = False
         self._generation = body.generation
@@ -193,19 +192,18 @@ class AgentSmpClient:
             self._ask(body, fds=(command_page,))
 
     def commit(self, committed: Version) -> None:
-        """Every node of the run is ready with this version."""
         if self.channel is not None:
             self.channel.send(smp_messages.CommitVersion(committed.generation, committed.step))
 
     def abandon(self, generation: int, step: int) -> None:
-        """No uncommitted version up to this step will ever be committed."""
+        """Report that no uncommitted version up to this step will ever be committed."""
         if self.channel is not None:
             self.channel.send(smp_messages.AbandonVersion(generation, step))
 
     def inventory(self) -> smp_messages.Inventory:
         """What this node holds: its own slots, and its parts in protections.
 
-        It stays as it is told until the next generation begins.
+        The SMP keeps all of it unchanged until the next generation begins.
         """
         if self.channel is not None:
             with suppress(PeerError):
@@ -221,11 +219,10 @@ class AgentSmpClient:
 
     @property
     def whole_versions(self) -> list[Version]:
-        """What all ranks here have sealed, committed or not, the newest first."""
         return self.memory.whole_versions(self._local_ranks)
 
     def void_after(self, newest: Version) -> int:
-        """Make sure that no later version ever comes back; the workers must be dead."""
+        """Void all later versions for good; the workers must be dead."""
         if self.channel is not None:
             with suppress(PeerError):
                 self._ask(smp_messages.VoidAfter(newest.generation, newest.step))
@@ -241,14 +238,14 @@ class AgentSmpClient:
         life: str,
         is_urgent: bool = False,
     ) -> None:
-        """Have the newest committed version written; the answer comes with `collect`.
+        """Have the newest committed version written; `collect` receives the answer.
 
         Args:
-            directory: where.
-            settings: how many stay, how fast it may be written.
+            directory: absolute path or URL.
+            settings: how many checkpoints stay, and the write rate.
             part_of: on several nodes: the version of which this node writes its part.
             token: equal on all nodes that write it together, and in no other generation.
-            is_urgent: as fast as it goes.
+            is_urgent: write without a rate limit.
             life: of the run, for the index.
         """
         if self.channel is not None and not self.writing:
@@ -267,7 +264,11 @@ class AgentSmpClient:
             self.writing = True
 
     def finish_checkpoint(self, limit_s: float, is_cancelled: Callable[[], bool]) -> bool:
-        """Wait for the checkpoint that is being written, so long at most; whether it is over."""
+        """Wait at most `limit_s` seconds for the checkpoint in progress.
+
+        Returns:
+            Whether it has ended; False also if it was cancelled.
+        """
         give_up_s = clock.now_s() + limit_s
         if self.writing and self.channel is not None:
             self.channel.send(checkpoint_messages.ExpediteCheckpoint())
@@ -283,54 +284,49 @@ class AgentSmpClient:
     def load_checkpoint(
         self, body: checkpoint_messages.LoadCheckpoint
     ) -> checkpoint_messages.CheckpointLoaded | str:
-        """Fill the arenas from a checkpoint; or why that is not possible."""
         answer = self._ask(body, deadline_s=CHECKPOINT_WAIT_S).body
         if isinstance(answer, checkpoint_messages.CheckpointLoaded):
             return answer
         return answer.why if isinstance(answer, messages.Refused) else repr(answer)
 
     def end_checkpoints(self, exit_code: int, reason: str, command: str) -> None:
-        """Leave a record of the end beside the checkpoints, if this node owns them."""
         body = checkpoint_messages.EndCheckpoints(exit_code, reason, command)
         if self.channel is not None:
             with suppress(PeerError):
                 self._ask(body, deadline_s=END_WAIT_S)
 
     def await_restored(self) -> None:
-        """Wait until all of the version is here that was restored, or it is known why it is not.
+        """Wait until all of the restored version is here, or the restore has failed.
 
         Raises:
-            PeerError: the SMP is gone, or says neither.
+            PeerError: the SMP is gone, or reports neither in time.
         """
         give_up_s = clock.now_s() + CHECKPOINT_WAIT_S
         while self.channel is not None and not (self.is_restored or self.restore_failed):
             self._take(self.channel.receive(deadline_s=give_up_s - clock.now_s()))
 
     def collect(self) -> None:
-        """Take in what the SMP has said unasked.
+        """Handle the SMP's unsolicited messages.
 
         Raises:
-            PeerLost: it is gone.
+            PeerLost: the SMP is gone.
         """
         if self.channel is not None:
             for received in self.channel.receive_ready():
                 self._take(received)
 
     def take_notices(self) -> list[smp_messages.SmpNotice]:
-        """What the SMP had to tell the journal since the last call."""
         found = list(self.notices)
         self.notices.clear()
         return found
 
     def lost(self) -> None:
-        """Forget the connection to an SMP that is gone; its memory is kept."""
         if self.channel is not None:
             self.channel.close()
         self.channel, self.unreachable = None, ()
         self.writing = False
 
     def shutdown(self) -> None:
-        """End the SMP and free its memory, whether it answers or not."""
         if self.channel is not None:
             with suppress(FtrunError):
                 self._ask(smp_messages.Shutdown(), deadline_s=10.0)
@@ -347,17 +343,16 @@ class AgentSmpClient:
         fds: tuple[int, ...] = (),
         deadline_s: float = 0.0,
     ) -> ReceivedMessage:
-        """Ask, and take in whatever the SMP says unasked before its answer.
+        """Send a request, and handle unsolicited messages that arrive before its answer.
 
         Args:
-            body: the question.
-            fds: that go with it.
-            deadline_s: so long the SMP may say nothing; 0: as long as to most questions.
+            body: the request.
+            fds: descriptors to send with it.
+            deadline_s: the longest time without any message; 0: `answer_wait_s`.
 
         Raises:
-            PeerLost: it is gone.
-            PeerTimeout: it has not answered; should it do so later, nobody takes that for another
-                answer.
+            PeerLost: the SMP is gone.
+            PeerTimeout: it has not answered. A late answer is not taken for another one.
         """
         if self.channel is None:
             raise PeerLost(peer="the SMP")
@@ -369,7 +364,6 @@ class AgentSmpClient:
             self._take(received)
 
     def _take(self, received: ReceivedMessage) -> None:
-        """Deal with what was not asked for, or not any more."""
         body = received.body
         if received.envelope.question:
             received.close()
@@ -387,7 +381,7 @@ class AgentSmpClient:
                 self.writing, self.refused, self.last_part = False, body.note, body
             case checkpoint_messages.CheckpointWritten():
                 self.last_checkpoint, self.refused, self.writing = body, "", False
-                self.last_part = None  # of a newer version that not all nodes hold
+                self.last_part = None  # set only for a newer version that is incomplete
                 self.num_checkpoints += 1
                 self.last_checkpoint_s = clock.now_s()
             case checkpoint_messages.CheckpointFailed():
@@ -396,7 +390,6 @@ class AgentSmpClient:
                 self._take_of_protection(received)
 
     def _take_of_protection(self, received: ReceivedMessage) -> None:
-        """The same for what the SMP says of other nodes."""
         body = received.body
         match body:
             case smp_messages.ParityRegionCreated():

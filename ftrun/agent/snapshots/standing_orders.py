@@ -1,11 +1,11 @@
-"""What the leader has ordered for the snapshots here, repeated until the command page shows it.
+"""The leader's snapshot commands for this node, repeated until the command page shows them.
 
 Runs in:  agent, main thread.
-Takes in: commits and abandoned steps, as they are ordered; the command page; the time.
-Gives:    those that the SMP has to be sent once more.
+Takes in: commits and abandoned steps, as they arrive; the command page; the time.
+Gives:    those that must be sent to the SMP again.
 
-The leader sends an order once. An SMP that ends, or whose socket is full, loses it. Without the
-repeat this node would wait for good for a commit that the other nodes have seen.
+The leader sends a command once. An SMP that ends, or whose socket is full, loses it. Without the
+repetition this node would wait forever for a commit that the other nodes have received.
 """
 
 from ftrun.ids import Version, version
@@ -16,7 +16,7 @@ REPEAT_S = 1.0
 
 
 class StandingOrders:
-    """Those of one generation."""
+    """The commands of one generation."""
 
     def __init__(self) -> None:
         self._generation = -1
@@ -25,7 +25,6 @@ class StandingOrders:
         self._due_s = 0.0
 
     def keep(self, order: CommitSnapshot | AbandonStep, generation: int, *, now_s: float) -> None:
-        """It was sent to the SMP now."""
         if generation != self._generation:
             self._generation, self._committed, self._abandoned_step = generation, None, -1
         if isinstance(order, CommitSnapshot):
@@ -37,7 +36,7 @@ class StandingOrders:
     def unheard(
         self, page: SharedPage, generation: int, *, now_s: float
     ) -> list[CommitSnapshot | AbandonStep]:
-        """What the SMP of this generation has not carried out, at most every `REPEAT_S`."""
+        """Commands that the SMP of this generation has not executed, at most every `REPEAT_S`."""
         if now_s < self._due_s or generation != self._generation:
             return []
         self._due_s = now_s + REPEAT_S

@@ -1,12 +1,12 @@
-"""The agent's side of the stub: what the next agent is to find, kept by the one who starts it.
+"""The agent's side of the stub, which retains memory and state for the next agent.
 
 Runs in:  agent, main thread.
 Takes in: the arenas' descriptors and the run's state, each time they change.
-Gives:    the same to the next agent, where the SMP has died together with this one.
+Gives:    the same to the next agent, if the SMP has died together with this one.
 Survives: agent and SMP at once; the stub is the third holder of the memory.
 
-The stub has no msgspec and looks into nothing: the state is the first of the descriptors, a memfd
-of its own, and may be as large as the plan of thousands of nodes is.
+The stub has no msgspec and decodes nothing. The state is the first of the descriptors, in its own
+memfd, because the plan of thousands of nodes is large.
 """
 
 import os
@@ -19,7 +19,7 @@ from ftrun.wire.messages.agent_start import AGENT_LOST_S, KEPT_FDS, STUB_SOCKET,
 
 
 class StubClient:
-    """One end of the socket between stub and agent; does nothing where there is no stub."""
+    """One end of the socket between stub and agent; has no effect without a stub."""
 
     def __init__(self) -> None:
         number = os.environ.pop(STUB_SOCKET, "")
@@ -29,11 +29,11 @@ class StubClient:
         self._sent: tuple[tuple[int, ...], PersistedAgentState | None] = ((), None)
 
     def keep(self, fds: Sequence[int], state: PersistedAgentState) -> None:
-        """Have the stub hold duplicates of exactly these descriptors, and this state."""
+        """Make the stub hold duplicates of exactly these descriptors, and this state."""
         now = (tuple(fds), state)
         if self._socket is None or (now[0] == self._sent[0] and state is self._sent[1]):
             return
-        with suppress(OSError):  # a stub that is gone takes us along anyway
+        with suppress(OSError):  # if the stub is gone, this agent ends too
             fd = os.memfd_create("ftrun-kept-state")
             with open(fd, "wb") as file:
                 file.write(state.encode())
@@ -43,18 +43,18 @@ class StubClient:
 
 
 def last_agent_ended_s() -> float | None:
-    """None: this agent is the first one of its stub."""
+    """Monotonic time at which the last agent ended; None: this is the first agent of its stub."""
     return float(os.environ.pop(AGENT_LOST_S, "0")) or None
 
 
 def kept() -> tuple[list[int], PersistedAgentState]:
-    """What the stub has kept from the last agent: descriptors, now ours, and state."""
+    """What the stub has retained from the last agent: descriptors, now owned here, and state."""
     numbers = decode_numbers(os.environ.pop(KEPT_FDS, ""))
     if not numbers:
         return [], PersistedAgentState()
     first, *fds = numbers
     for fd in fds:
         os.set_inheritable(fd, False)
-    with open(first, "rb") as file:  # whoever wrote it has left it at its end
+    with open(first, "rb") as file:  # the writer has left the file position at the end
         file.seek(0)
         return fds, decode_state(file.read())

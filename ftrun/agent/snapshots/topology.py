@@ -1,12 +1,12 @@
-"""From a plan to what this node's SMP is told of it.
+"""Builds the messages about a plan for this node's SMP.
 
-Runs in:  agent. Pure, but for what the SMP link holds.
+Runs in:  agent. Pure, except for the memory of `AgentSmpClient` that it reads.
 Takes in: a plan, this node's id.
-Gives:    a `BeginGeneration`: the protection group with the places of its SMPs, and where the
-          restored version comes from for ranks whose shard is not here.
+Gives:    a `BeginGeneration`: the protection group with the addresses of its SMPs, and the sources
+          of the restored version for ranks whose shard is not here.
 
-Rule: SMPs name themselves by a digest of their group with its places. So a place is made of the
-      plan alone, and every node makes the same.
+Rule: SMPs identify themselves by a digest of their group with its addresses. An address is
+therefore computed from the plan alone, so that every node computes the same.
 """
 
 from collections.abc import Mapping
@@ -34,15 +34,15 @@ def begin_generation(
     *,
     old_world_size: int,
 ) -> BeginGeneration:
-    """What the SMP of this node is to know of a generation.
+    """The message that begins a generation at this node's SMP.
 
     Args:
         plan: the generation.
         node_id: this node.
         spec: of the run.
-        restored: what it starts from, or the newest commit in the middle of it.
-        smp: what this node holds.
-        old_world_size: so many ranks took the restored version; 0: as many as there are now.
+        restored: the version that it starts from, or the newest commit in the middle of it.
+        smp: holds the memory of this node.
+        old_world_size: world size of the restored version; 0: the same as now.
     """
     node = plan.member(node_id)
     ranks = list(node.ranks) if node is not None else []
@@ -70,7 +70,6 @@ def begin_generation(
 
 
 def claim_of(plan: GenerationPlan, node_id: str, spec: RunSpec) -> CheckpointClaim | None:
-    """On the node of rank 0: what it claims the run's directory of checkpoints with."""
     node, directory = plan.member(node_id), spec.checkpoint_directory
     if directory is None or node is None or 0 not in node.ranks:
         return None
@@ -85,18 +84,18 @@ def load_order(
     smp: AgentSmpClient,
     claim: CheckpointClaim | None,
 ) -> LoadCheckpoint:
-    """What the SMP of this node is to load, together with those of the other members.
+    """The order to load a checkpoint, together with the SMPs of the other members.
 
     Args:
         plan: the generation.
         node_id: this node, one of its members.
-        source: where from.
+        source: the directory to load from.
         smp: this node's.
         claim: see `claim_of`.
     """
     ids = [node.node_id for node in plan.members]
     ranks = [list(node.ranks) for node in plan.members]
-    # Who cannot be reached is not waited for, and shares nothing.
+    # A load is shared only if every SMP is reachable, so that no SMP waits for another in vain.
     is_shared = len(ids) > 1 and smp.port > 0 and all(plan.smp_ports.get(one) for one in ids)
     return LoadCheckpoint(
         source.directory,
@@ -112,7 +111,7 @@ def load_order(
 
 
 class _Places:
-    """Where the SMPs of a plan's nodes are."""
+    """The addresses of the SMPs of a plan's nodes."""
 
     def __init__(self, plan: GenerationPlan) -> None:
         self.plan = plan
@@ -121,7 +120,7 @@ class _Places:
         self._first: Mapping[str, Rail] = match_rails(of_nodes).get(wanted, {})
 
     def of(self, node_id: str, ranks: list[int] | None = None) -> NodeAddress:
-        """Where a node's SMP is now; a port of 0 where the node is not here."""
+        """The current address of a node's SMP; port 0 if the node is not in the plan."""
         card = self.plan.card(node_id)
         if card is None:
             return NodeAddress(node_id, 0, "", 0, ranks or [])
@@ -132,7 +131,6 @@ class _Places:
         return NodeAddress(node_id, card.incarnation, host, port, held, rails)
 
     def _rails(self, card: NodeCard) -> list[Rail]:
-        """The one for snapshots first, then that of the node's address, then the others."""
         if len(card.rails) < 2:
             return []
         first = self._first.get(card.node_id)
@@ -146,7 +144,7 @@ def _sources(
     smp: AgentSmpClient,
     old_world_size: int,
 ) -> list[PreviousGroup]:
-    """The groups that held those of our ranks whose restored version is not in our memory."""
+    """Previous groups of those local ranks whose restored version is not in this node's memory."""
     plan = places.plan
     if restored is None:
         return []
@@ -154,7 +152,7 @@ def _sources(
         return _loaders(places, old_world_size)
     missing = {rank for rank in ranks if not smp.memory.holds(Rank(rank), restored)}
     if plan.is_resized:
-        missing = set(range(plan.restore_world_size))  # any rank may need a part of any other
+        missing = set(range(plan.restore_world_size))  # any rank may need parts of any other
     return [
         group
         for group in _old_groups(places)
@@ -163,7 +161,7 @@ def _sources(
 
 
 def _loaders(places: _Places, old_world_size: int) -> list[PreviousGroup]:
-    """The nodes that have loaded a checkpoint of another number of ranks, a part each."""
+    """Nodes that each loaded a part of a checkpoint of another world size."""
     plan = places.plan
     count = len(plan.members)
     if not old_world_size or count < 2:
@@ -181,10 +179,10 @@ def _loaders(places: _Places, old_world_size: int) -> list[PreviousGroup]:
 
 
 def _readable(places: _Places, ranks: list[int], restored: Version | None) -> list[PreviousGroup]:
-    """Who holds what any rank has saved of the restored version, or has it from now on.
+    """Holders of any rank's saved data of the restored version, present and future.
 
-    The nodes of this generation come first: each gets or has loaded the shards of its own ranks,
-    and when the version is committed again nothing but that need be left.
+    The nodes of this generation come first, because each fetches or has loaded the shards of its
+    own ranks. After the version is committed again, the other copies may be gone.
     """
     plan = places.plan
     if restored is None or not ranks or plan.is_resized or len(plan.members) < 2:
@@ -194,7 +192,6 @@ def _readable(places: _Places, ranks: list[int], restored: Version | None) -> li
 
 
 def _old_groups(places: _Places) -> list[PreviousGroup]:
-    """The groups that held the restored version."""
     return [
         PreviousGroup(
             nodes=[

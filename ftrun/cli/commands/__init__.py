@@ -1,1 +1,1 @@
-"""Commands that ask or change a run: status, stop, profiles, preflight, inject-fault."""
+"""Commands that query or change a run: status, stop, profiles, preflight, inject-fault."""

@@ -1,6 +1,6 @@
-"""`ftrun inject-fault`, as typer reads it.
+"""Declares the flags of `ftrun inject-fault` for typer.
 
-Runs in: cli. What it does is loaded when it is typed.
+Runs in: cli. The implementation is imported when the command runs.
 """
 
 from typing import Annotated
@@ -33,7 +33,7 @@ def inject_fault_command(  # noqa: PLR0913 - its flags
     wants_list: Annotated[bool, typer.Option("--list", help="show all faults")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="as one JSON document")] = False,
 ) -> None:
-    """Break something of a run that was started with --allow-faults."""
+    """Inject a fault into a run that was started with --allow-faults."""
     from ftrun.cli.commands import inject_fault as faults
 
     if wants_list:

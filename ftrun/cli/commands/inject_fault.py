@@ -1,4 +1,4 @@
-"""`ftrun inject-fault`: break something of a run on purpose; or tell what can be broken.
+"""Implements `ftrun inject-fault`: injects or cancels a fault, or lists all faults.
 
 Runs in: cli.
 """
@@ -16,7 +16,7 @@ from ftrun.wire.messages.envelope import Refused
 from ftrun.wire.messages.faults import FaultAccepted, FaultOrder, InjectFault
 
 _ANSWER_S = 40.0
-"""The agent itself waits for another node, and for what brings the fault about."""
+"""Seconds; the agent may wait for another node and for the injector."""
 
 
 def order_of(
@@ -29,11 +29,6 @@ def order_of(
     amount: float | None,
     again: bool,
 ) -> FaultOrder:
-    """What was typed, checked.
-
-    Raises:
-        UsageError: an unknown kind, or something that does not go with it.
-    """
     if kind is None:
         raise UsageError("which fault? ftrun inject-fault --list shows them all")
     return make_order(
@@ -49,15 +44,15 @@ def order_of(
 
 
 def cancel_of(order_id: str, *, node: str | None, beside: Sequence[object]) -> FaultOrder:
-    """The wish to take an order back.
+    """Builds the order that cancels another order.
 
     Args:
-        order_id: as `inject-fault` has printed it.
-        node: where it was done, if it was ordered elsewhere.
-        beside: whatever else was typed; None where it was not.
+        order_id: the id that `inject-fault` printed.
+        node: the node of the fault, if it is not the node that took the order.
+        beside: the values of all other options; None if not given.
 
     Raises:
-        UsageError: something was.
+        UsageError: another option was given.
     """
     if any(one is not None for one in beside):
         raise UsageError("--cancel ID takes an order back, and goes with --node and the run only")
@@ -65,12 +60,6 @@ def cancel_of(order_id: str, *, node: str | None, beside: Sequence[object]) -> F
 
 
 def inject_fault(order: FaultOrder, run_id: str | None, *, as_json: bool) -> int:
-    """Order it.
-
-    Raises:
-        FaultRefused: it cannot be made; the reason says what is missing.
-        FtrunError: no run is alive.
-    """
     command = f"inject-fault {order.kind or f'--cancel {order.cancels}'}"
     run = choose(run_id, command=command)
     if run.life is not RunLiveness.RUNNING:
@@ -100,7 +89,6 @@ def _taken(order: FaultOrder, taken: FaultAccepted) -> str:
 
 
 def list_faults(*, as_json: bool) -> int:
-    """Tell what can be broken, and what is to be seen of it."""
     if as_json:
         render.write_plain(json.dumps([_document(kind) for kind in FAULTS.values()], indent=1))
         return ExitCode.DONE

@@ -1,9 +1,9 @@
-"""`ftrun status --watch`: the state of a run, again and again.
+"""Implements `ftrun status --watch`: polls the state of a run and shows it.
 
 Runs in:  cli.
-Takes in: the answers of the agent.
-Gives:    a live page on a terminal; elsewhere one plain block at each look.
-Survives: an agent that is started anew, or does not answer for a while: the page says so.
+Takes in: the status replies of the agent.
+Gives:    a live page on a terminal; otherwise one plain block per poll.
+Survives: an agent that restarts or does not respond for a while; the page shows this.
 """
 
 import os
@@ -22,16 +22,10 @@ from ftrun.errors import ExitCode, FtrunError, UsageError
 
 MIN_EVERY_S, MAX_EVERY_S = 0.1, 3600.0
 _NO_LIMIT = sys.maxsize
-"""Columns and lines where stdout is no terminal."""
+"""Width and height if stdout is not a terminal."""
 
 
 def watch(run_id: str | None, *, every_s: float) -> int:
-    """Show a run until it is over, or until ^C.
-
-    Raises:
-        UsageError: several runs are alive and none is named; a time that makes no sense.
-        FtrunError: none is alive.
-    """
     if not MIN_EVERY_S <= every_s <= MAX_EVERY_S:
         raise UsageError(
             f"--every takes {MIN_EVERY_S} to {MAX_EVERY_S:.0f} seconds, and is {every_s:g}"
@@ -46,7 +40,7 @@ def watch(run_id: str | None, *, every_s: float) -> int:
 
 
 class _Looks:
-    """One look after the other."""
+    """Polls the status of one run."""
 
     def __init__(self, run: FoundRun) -> None:
         self.verdict = "nothing was seen of it"
@@ -54,7 +48,7 @@ class _Looks:
         self._before: tuple[float, int] | None = None
 
     def next(self, width: int, height: int) -> list[StyledLine] | None:
-        """The page now; None: the run is over."""
+        """Returns the current page, or None if the run has ended."""
         run = look_at(self._run.folder)
         if run.life is RunLiveness.GONE:
             return None
@@ -64,7 +58,7 @@ class _Looks:
             if look_at(self._run.folder).life is RunLiveness.GONE:
                 return None
             document = {"run_id": run.run_id, "verdict": f"no answer: {error}", "state": "starting"}
-        if "uptime_s" in document:  # an agent has said it
+        if "uptime_s" in document:  # the document comes from an agent
             self.verdict = str(document.get("verdict"))
         rate = self._rate(document)
         return page(document, width=width, height=height, steps_per_s=rate)
@@ -99,7 +93,7 @@ def _plain(run: FoundRun, every_s: float) -> str:
         try:
             write_plain("\n".join([*(line.text for line in lines), ""]))
             sys.stdout.flush()
-        except BrokenPipeError:  # the reader of a pipe has seen enough
+        except BrokenPipeError:  # the reader closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise KeyboardInterrupt from None
         clock.sleep(every_s)
@@ -107,12 +101,12 @@ def _plain(run: FoundRun, every_s: float) -> str:
 
 
 def _step_aside(screen: LiveTerminal) -> None:
-    """^Z: the shell gets its terminal as it was, and we get ours anew."""
+    """Handles SIGTSTP (^Z): restores the terminal, stops, and takes the terminal again."""
     screen.pause()
     os.kill(os.getpid(), signal.SIGSTOP)
     screen.resume()
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """SIGTERM leaves as ^C does: through every `finally`, so that the terminal is put back."""
+    """Handles SIGTERM as ^C, so that every `finally` runs and the terminal is restored."""
     raise KeyboardInterrupt

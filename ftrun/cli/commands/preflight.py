@@ -1,8 +1,6 @@
-"""`ftrun check`: whether this machine is fit to run ranks, as a node asks itself before it joins.
+"""Implements `ftrun check`: the check that a node runs on itself before it joins a run.
 
-Runs in:  cli. The measuring is done by the program that an agent starts for it.
-Takes in: the floors of a profile.
-Gives:    a table, or JSON; exit code 0 where the machine is fit, 1 where it is not.
+Runs in: cli. The program that an agent starts for this check makes the measurements.
 """
 
 import json
@@ -26,7 +24,7 @@ from ftrun.monitor.node_fitness import (
 )
 
 _SLACK = 4.0
-"""An operator waits longer than a run would."""
+"""Factor on the time limit, because an operator waits longer than a run does."""
 
 _UNKNOWN = "not known"
 _SPY_FOR = (
@@ -36,14 +34,17 @@ _SPY_FOR = (
 
 
 def check(profile: str | None, *, as_json: bool) -> int:
-    """Measure, judge and show.
+    """Measures this machine, judges it and prints the result.
 
     Args:
-        profile: whose floors count; None: the default's.
-        as_json: one JSON document instead of a table.
+        profile: the profile whose limits apply; None for the default profile.
+        as_json: print one JSON document instead of a table.
+
+    Returns:
+        The exit code: 0 if the machine is fit, 1 if not.
 
     Raises:
-        FtrunError: the check itself fails.
+        FtrunError: the check itself failed.
     """
     settings = resolve(profile, variables=os.environ).profile.preflight
     floors = Floors(**{name: getattr(settings, name) for name in Floors.__struct_fields__})

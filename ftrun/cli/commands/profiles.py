@@ -1,4 +1,4 @@
-"""`ftrun profiles`: which there are, and what each one sets.
+"""Implements `ftrun profiles`: lists the profiles, and shows the values of one.
 
 Runs in: cli.
 """
@@ -19,7 +19,6 @@ from ftrun.cli.screen import terminal as render
 
 
 def list_profiles() -> None:
-    """Print every packaged profile with the first line of its comment."""
     rows = []
     for name in profile_names():
         first = (profile_folder() / f"{name}.yaml").read_text().partition("\n")[0]
@@ -31,15 +30,9 @@ def list_profiles() -> None:
 
 
 def show_profile(name: str, *, with_origin: bool) -> None:
-    """Print every value that a run with this profile would have here.
-
-    Raises:
-        UsageError: no such profile.
-        ProfileInvalid: with all that is wrong.
-    """
     path = find_profile(name)
     resolved = resolve(name, variables=os.environ)
-    # In full if it comes with ftrun: this is where one looks for the file.
+    # The full path of a packaged profile, so that an operator finds the file.
     render.write_plain(f"# {path if path.parent == profile_folder() else shown_path(path)}")
     render.show_profile(_rows(resolved, with_origin=with_origin))
 

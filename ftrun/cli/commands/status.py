@@ -1,4 +1,4 @@
-"""`ftrun status`: ask the agent, or the SMP that outlived it, and show the answer.
+"""Implements `ftrun status`: queries the agent, or the SMP if no agent runs.
 
 Runs in: cli.
 """
@@ -16,13 +16,6 @@ _ANSWER_S = 10.0
 
 
 def status(run_id: str | None, *, as_json: bool) -> int:
-    """Print how a run is doing.
-
-    Raises:
-        UsageError: several runs are alive and none is named.
-        FtrunError: none is alive.
-        PeerError: it does not answer.
-    """
     document = document_of(choose(run_id, command="status"))
     if as_json:
         render.write_plain(json.dumps(document, indent=1))
@@ -44,7 +37,10 @@ def document_of(run: FoundRun) -> dict[str, Any]:
 
 
 def _between_agents(run: FoundRun) -> dict[str, Any]:
-    """A run with a launcher, and without an agent that answers: the first one, or the next."""
+    """Describes a run whose launcher is alive but whose agent does not respond.
+
+    Either no agent has started yet, or the stub is about to start the next one.
+    """
     try:
         said = _ask(run.to_smp())
     except PeerError:
@@ -79,7 +75,6 @@ def _orphan(run: FoundRun) -> dict[str, Any]:
 def _held_by_smp(
     run: FoundRun, said: dict[str, Any], *, state: str, verdict: str
 ) -> dict[str, Any]:
-    """What the SMP has said, in the form of an agent's answer."""
     try:
         spec = json.loads(run.folder.spec.read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""`ftrun stop`: end a run as SIGTERM would, or free what a lost one still holds.
+"""Implements `ftrun stop`: ends a run as SIGTERM does, or frees a lost run's memory.
 
 Runs in: cli.
 """
@@ -16,19 +16,19 @@ from ftrun.wire.messages.envelope import Done, Refused, StopRequest
 
 _ANSWER_S = 10.0
 _SPARE_S = 20.0
-"""Beyond the run's own grace: for a last checkpoint's end and the removal of the folder."""
+"""Seconds beyond the run's grace, to finish a last checkpoint and remove the folder."""
 
 _LOOK_AGAIN_S = 0.05
 _DEFAULT_GRACE_S = 30.0
 
 
 def stop(run_id: str | None) -> int:
-    """End a run and wait until nothing of it is left.
+    """Ends a run and waits until its folder is removed.
 
     Raises:
         UsageError: several runs are alive and none is named.
-        FtrunError: none is alive.
-        PeerError: it does not answer, or is not gone in time.
+        FtrunError: no run is alive.
+        PeerError: the agent does not respond, or the run has not ended in time.
     """
     sweep()
     run = choose(run_id, command="stop")
@@ -74,7 +74,7 @@ def _check_time(run: FoundRun, give_up_s: float) -> None:
 
 
 def _free_orphan(run: FoundRun) -> None:
-    """Under the lock, so that no new launcher adopts what is about to go."""
+    """Holds the run's lock, so that no new launcher takes over memory that is about to be freed."""
     lock_fd = os.open(run.folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

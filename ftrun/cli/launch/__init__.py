@@ -1,1 +1,1 @@
-"""From a command line to a run specification: torchrun's flags, profiles, nodes, Slurm."""
+"""Turns a command line into a run specification: torchrun's flags, profiles, nodes, Slurm."""

@@ -2,7 +2,7 @@
 
 Runs in:  stub. Standard library only.
 Takes in: an order for an agent.
-Gives:    the pid of an agent that is a child of the stub; or None, and there is no reserve then.
+Gives:    the pid of an agent that is a child of the stub; or None if no reserve is usable.
 """
 
 import os
@@ -13,29 +13,29 @@ from contextlib import suppress
 from ftrun.wire.messages.agent_start import MAX_FDS, encode_order
 
 ANSWER_S = 5.0
-"""A fork takes 20 ms; beyond this the reserve is stopped or starved."""
+"""Seconds; a fork takes 20 ms, so that a slower reserve is stopped or starved."""
 
 
 class ReserveLink:
-    """At most one reserve; the agent that was started as a program leaves it."""
+    """Link to at most one reserve, which an agent that was started as a program leaves behind."""
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
         self._pidfd = -1
 
     def offer(self) -> socket.socket:
-        """What the next program is to inherit; the caller closes its own copy."""
+        """Returns the socket that the next program inherits; the caller closes its own copy."""
         self.end()
         self._socket, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return there
 
     def fork_agent(self, folder: str, variables: dict[str, str], fds: list[int]) -> int | None:
-        """The pid of a new agent; None: it has to be started as a program.
+        """Returns the pid of a new agent, or None if the agent must be started as a program.
 
         Args:
-            folder: of the run.
-            variables: that differ from those of the program.
-            fds: the agent's end of the stub's socket, then the kept ones.
+            folder: the run folder.
+            variables: the variables that differ from those of the program.
+            fds: the agent's end of the stub's socket, then the descriptors of the run's memory.
         """
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with here, suppress(OSError, ValueError):
@@ -52,7 +52,7 @@ class ReserveLink:
         return None
 
     def end(self) -> None:
-        """Let it go, and make sure of it."""
+        """Closes the socket and kills the reserve."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -63,7 +63,7 @@ class ReserveLink:
             self._pidfd = -1
 
     def _is_ready(self) -> bool:
-        """Whether it has said that it is, and is there."""
+        """Reads the pid that a ready reserve sends; False if none came or the reserve has ended."""
         assert self._socket is not None
         self._socket.setblocking(False)
         try:

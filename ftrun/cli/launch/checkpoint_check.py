@@ -1,9 +1,9 @@
-"""Whether a URL can be written to, or begun from, before anything is started.
+"""Checks before the start that checkpoints can be written to, or restored from, a URL.
 
-Runs in:  cli. The store is asked by a process of the SMP's folder, started for it: it is the
-          SMP that will do so later, with the same libraries and the same environment.
-Takes in: what `--checkpoint-dir` or `--resume` was given.
-Gives:    nothing, or a UsageError with the store's own words.
+Runs in:  cli. A separate process accesses the storage with the libraries and the environment that
+          the SMP uses later.
+Takes in: the value of `--checkpoint-dir` or `--resume`.
+Gives:    nothing, or a UsageError with the error text of the storage.
 """
 
 from ftrun.cli.launch.shelf_process import ask
@@ -12,14 +12,17 @@ from ftrun.urls import without_password
 from ftrun.wire.checkpoint_owner import CheckpointOwner
 
 LIMIT_S = 60.0
-"""A store that is slower than this now will not take checkpoints either."""
+"""Seconds; a slower storage cannot take checkpoints either."""
 
 
 def check_writable(url: str) -> CheckpointOwner | None:
-    """Something small was written there and removed; the record of the run that owns it.
+    """Writes and removes a small file at the URL.
+
+    Returns:
+        The record of the run that owns the directory.
 
     Raises:
-        UsageError: with what is wrong.
+        UsageError: the URL cannot be written.
     """
     try:
         return ask("try", url, limit_s=LIMIT_S).owner
@@ -31,11 +34,6 @@ def check_writable(url: str) -> CheckpointOwner | None:
 
 
 def check_there(url: str) -> None:
-    """A checkpoint is there, or a directory of them.
-
-    Raises:
-        UsageError: with what is there instead.
-    """
     directory, _, name = url.rstrip("/").rpartition("/")
     is_one = name == "latest" or name.startswith("step-")
     words = (directory, name) if is_one else (url,)

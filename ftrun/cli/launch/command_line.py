@@ -1,13 +1,14 @@
-"""What was typed, taken apart as torchrun takes it apart.
+"""Parses the typed words as torchrun does.
 
 Runs in:  cli.
 Takes in: the words after `ftrun run`.
-Gives:    a `CommandLine`: torchrun's flags, ftrun's own, and the script with its words untouched.
+Gives:    a `CommandLine`: torchrun's flags, ftrun's own flags, and the script with its words
+          unchanged.
 
-Rule 1: the first word that is neither a flag nor a flag's value is the script; nothing behind it
-is ever looked at, and a `--` around it is left for torch's parser to treat as torchrun does.
-Rule 2: a flag may be shortened as long as it stays unambiguous. torchrun's flags come first: a
-short form that torchrun understands means here what it means there.
+Rule 1: The first word that is neither a flag nor a flag's value is the script. The parser does not
+read the words after it. A `--` before or after the script stays for torch's parser.
+Rule 2: A flag may be shortened if it stays unambiguous. torchrun's flags take precedence: a short
+form that torchrun accepts has the same meaning here.
 """
 
 import difflib
@@ -108,12 +109,12 @@ _ALL = _TORCHRUN | _OWN
 
 @dataclass(slots=True)
 class CommandLine:
-    """The typed words by meaning. Values are text; "1" stands for a flag that takes none."""
+    """The parsed words. Values are text; "1" marks a flag without a value."""
 
     torchrun: list[tuple[CliFlag, str | None]] = field(default_factory=list)
     own: dict[str, list[str]] = field(default_factory=dict)
     tail: list[str] = field(default_factory=list)
-    """The script and all behind it; a `--` before it too."""
+    """The script and all words after it; includes a `--` before the script."""
 
     wants_help: bool = False
 
@@ -123,7 +124,7 @@ class CommandLine:
         return rest[0] if rest else None
 
     def torchrun_value(self, name: str) -> str | None:
-        """The last value given for one of torchrun's flags; "1" for a flag that is set."""
+        """Returns the last value of a torchrun flag; "1" if the flag takes no value."""
         given = [value for flag, value in self.torchrun if flag.name == name]
         return ("1" if given[-1] is None else given[-1]) if given else None
 
@@ -132,10 +133,10 @@ class CommandLine:
         return given[-1] if given else None
 
     def torchrun_argv(self) -> list[str]:
-        """The same for torch's parser, in full spelling.
+        """Returns the arguments for torch's parser, with flags in full spelling.
 
-        The `--` keeps that parser from looking for its flags' short forms behind the script; a
-        `--` of the user's own does so too, and is left where it stands.
+        The `--` prevents that parser from matching short forms of its flags after the script. A
+        `--` that the operator typed has the same effect and stays at its position.
         """
         flags = [
             f"--{flag.name}" if value is None else f"--{flag.name}={value}"
@@ -145,14 +146,14 @@ class CommandLine:
 
 
 def parse(words: Sequence[str], *, more: Sequence[CliFlag] = ()) -> CommandLine:
-    """Take the words after `ftrun run` apart.
+    """Parses the words after `ftrun run`.
 
     Args:
-        words: as typed.
-        more: flags of a command that takes those of a run too; they are in `own`.
+        words: the words as typed.
+        more: flags of a command that also takes the flags of a run; their values are in `own`.
 
     Raises:
-        UsageError: an unknown or ambiguous flag, a value that is missing or not allowed.
+        UsageError: an unknown or ambiguous flag, or a missing or invalid value.
     """
     found = CommandLine()
     of_command = _by_spelling(more)
@@ -188,7 +189,7 @@ def _take_long(
 def _take_short(
     found: CommandLine, word: str, rest: list[str], of_command: Mapping[str, CliFlag]
 ) -> None:
-    """`-r 3`, `-r3`, `-r=3`, and flags without value in one word: `-qm`."""
+    """Parses `-r 3`, `-r3`, `-r=3`, and several flags without a value in one word: `-qm`."""
     letters = word[1:]
     while letters:
         name, letters = f"-{letters[0]}", letters[1:]
@@ -236,8 +237,8 @@ def _named(name: str, of_command: Mapping[str, CliFlag]) -> CliFlag:
 
 def _unknown(name: str, of_command: Mapping[str, CliFlag]) -> str:
     long = [f"--{flag.name}" for flag in (*of_command.values(), *TORCHRUN_FLAGS, *OWN_FLAGS)]
-    # A typo is seldom in the first letters: `--nprocs` is nearer to --nproc-per-node than
-    # to --nnodes, whatever the number of letters that differ.
+    # A typo is rarely in the first letters: `--nprocs` is closer to --nproc-per-node than to
+    # --nnodes, whatever the number of different letters.
     near = [s for s in long if len(name) > _SURE_LETTERS and s.startswith(name[:_SURE_LETTERS])]
     near = difflib.get_close_matches(name, near or long, n=1, cutoff=0.0 if near else 0.5)
     hint = f" Did you mean {near[0]}?" if near else ""

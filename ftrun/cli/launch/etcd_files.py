@@ -1,8 +1,8 @@
-"""The files for TLS with an etcd cluster: --rdzv-conf as torchrun's etcd has it, or etcdctl's own.
+"""Finds the TLS files for an etcd cluster, from --rdzv-conf or from etcdctl's variables.
 
 Runs in:  cli.
-Takes in: --rdzv-conf, ETCDCTL_ variables.
-Gives:    absolute paths, each looked at; none where plain HTTP is to be spoken.
+Takes in: --rdzv-conf with the keys of torchrun's etcd backend, ETCDCTL_ variables.
+Gives:    absolute paths of readable files; None for plain HTTP.
 """
 
 import os
@@ -18,14 +18,14 @@ _PROTOCOL = "protocol"
 
 
 def etcd_tls(conf: str, variables: Mapping[str, str]) -> EtcdTls | None:
-    """How a node and the etcd know each other.
+    """Returns the TLS files for etcd; None for plain HTTP.
 
     Args:
-        conf: of --rdzv-conf: `protocol=https`, `cacert=`, `cert=` and `key=` with a file each.
-        variables: those of etcdctl stand for what is not given.
+        conf: the value of --rdzv-conf: `protocol=https`; `cacert=`, `cert=` and `key=` with a file.
+        variables: the environment; ETCDCTL_ variables apply to files that `conf` does not name.
 
     Raises:
-        UsageError: a file cannot be read, or half of what belongs together is missing.
+        UsageError: a file cannot be read, or only one of certificate and key is given.
     """
     pairs = (pair.partition("=") for pair in conf.split(","))
     given = {name.strip(): text.strip() for name, _, text in pairs}

@@ -1,12 +1,12 @@
-"""What a node is told about a run over several: how many, where they meet, who it is.
+"""Resolves the node settings of a run on several nodes: counts, endpoint, name, address.
 
 Runs in:  cli.
-Takes in: torchrun's flags and PET_ variables, ftrun's own and FTRUN_ variables, the profile, and
-          what Slurm says about the step.
-Gives:    a `NodesSpec`; none for a run on one node, which needs nothing of this.
+Takes in: torchrun's flags and PET_ variables, ftrun's own flags and FTRUN_ variables, the profile,
+          and the Slurm step.
+Gives:    a `NodesSpec`; None for a run on one node.
 
-Every node resolves its own command line. What must be the same on all is compared when they meet,
-so nothing here depends on which node it is, but for the node's own name and address.
+Every node resolves its own command line. The nodes compare the settings that must be equal when
+they meet. Therefore only the node's own settings, such as its name and address, depend on the node.
 """
 
 import importlib.util
@@ -33,13 +33,13 @@ from ftrun.wire.transport.secret import (
 from ftrun.wire.transport.tcp import is_local_address
 
 RDZV_PORT = 29400
-"""Of --rdzv-endpoint without a port, as torchrun has it."""
+"""Default port of --rdzv-endpoint, as in torchrun."""
 
 MASTER_PORT = 29500
-"""Of --master-addr without --master-port, likewise."""
+"""Default of --master-port, as in torchrun."""
 
 ETCD_PORT = 2379
-"""Of --rdzv-backend etcd, where --rdzv-endpoint names none."""
+"""Default port of --rdzv-endpoint with --rdzv-backend etcd."""
 
 OUR_BACKENDS = ("", "c10d", "static", "ftrun")
 ETCD = "etcd"
@@ -54,16 +54,16 @@ _RDZV_CONF = {
 def nodes_of(
     line: CommandLine, variables: Mapping[str, str], profile: Profile, step: SlurmStep | None
 ) -> NodesSpec | None:
-    """All that this node knows of a run over several nodes.
+    """Resolves all settings of this node; None for a run on one node.
 
     Args:
-        line: as typed.
+        line: the parsed command line.
         variables: the environment.
-        profile: resolved, with flags and variables in it.
-        step: the Slurm step this process is a task of.
+        profile: the resolved profile, with flags and variables applied.
+        step: the Slurm step of this process.
 
     Raises:
-        UsageError: something is missing or makes no sense; in words for the operator.
+        UsageError: a setting is missing or invalid.
     """
     given = _Given(line, variables)
     count = _count(given, step)
@@ -106,15 +106,16 @@ def nodes_of(
 
 
 def num_nodes(line: CommandLine, variables: Mapping[str, str]) -> tuple[int, int, int]:
-    """Smallest and largest number of nodes that train, and spares, outside a Slurm step.
+    """Returns the minimum and maximum number of members, and the spares, outside Slurm.
 
-    Raises: UsageError: they make no sense.
+    Raises:
+        UsageError: the numbers are invalid.
     """
     return _count(_Given(line, variables), None) or (1, 1, 0)
 
 
 def rdzv_settings(conf: str | None, origin: str) -> list[SettingValue]:
-    """What --rdzv-conf says about waiting, as keys of a profile; the rest of it is torch's."""
+    """Returns the timeouts of --rdzv-conf as profile keys; torch reads the other keys."""
     found: dict[str, SettingValue] = {}
     for pair in (conf or "").split(","):
         name, _, text = pair.partition("=")
@@ -126,7 +127,7 @@ def rdzv_settings(conf: str | None, origin: str) -> list[SettingValue]:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """A value as it was given, and by what; false where it was not."""
+    """A value and the flag or variable that gave it; false if it was not given."""
 
     text: str
     source: str
@@ -137,7 +138,7 @@ class _Text:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What the operator has said: as a flag, or else as a variable."""
+    """Reads a value from its flag, or else from its variable."""
 
     line: CommandLine
     variables: Mapping[str, str]
@@ -156,7 +157,7 @@ class _Given:
 
 
 def _count(given: _Given, step: SlurmStep | None) -> tuple[int, int, int] | None:
-    """Smallest and largest number of members, and spares; None for one node alone."""
+    """Returns the minimum and maximum number of members, and the spares; None for one node."""
     nnodes = given.torchrun("nnodes")
     spares = _whole(given.own("spares", "FTRUN_SPARES"), default=0)
     alone = given.torchrun("standalone")
@@ -200,7 +201,7 @@ def _check_backend(given: _Given) -> None:
 
 
 def _etcd(given: _Given, nnodes: str) -> list[tuple[str, int]]:
-    """The endpoints of an etcd cluster; none where the nodes meet among themselves."""
+    """Returns the endpoints of an etcd cluster; empty if the nodes use no etcd."""
     backend, endpoint = given.torchrun("rdzv-backend"), given.torchrun("rdzv-endpoint")
     if backend.text != ETCD:
         return []
@@ -234,7 +235,7 @@ def _check_times(profile: Profile) -> None:
 
 
 def _endpoints(given: _Given, step: SlurmStep | None, nnodes: str) -> list[tuple[str, int]]:
-    """Where the nodes meet: the first leader is expected at the first one."""
+    """Returns the endpoints at which the nodes meet; the first leader is expected at the first."""
     endpoint, master = given.torchrun("rdzv-endpoint"), given.torchrun("master-addr")
     if endpoint:
         texts = [text.strip() for text in endpoint.text.split(",")]
@@ -254,15 +255,15 @@ def _endpoints(given: _Given, step: SlurmStep | None, nnodes: str) -> list[tuple
 
 
 def parse_endpoint(text: str, *, source: str, port: int = RDZV_PORT) -> tuple[str, int]:
-    """`HOST`, `HOST:PORT`, `[IPV6]:PORT` or an IPv6 address alone, as host and port.
+    """Parses `HOST`, `HOST:PORT`, `[IPV6]:PORT` or an IPv6 address without a port.
 
     Args:
-        text: as given.
-        source: by what.
-        port: where it names none.
+        text: the endpoint.
+        source: the flag or variable that gave it, for the error.
+        port: the default port.
 
     Raises:
-        UsageError: it is none of these, or stands for every address of a machine.
+        UsageError: the text is no endpoint, or is the wildcard address of a machine.
     """
     if match := re.fullmatch(r"\[(.+)\](?::(.*))?", text) or re.fullmatch(r"([^:]*):([^:]*)", text):
         return _host(match[1], source), port if match[2] is None else _port(match[2], source)
@@ -270,7 +271,6 @@ def parse_endpoint(text: str, *, source: str, port: int = RDZV_PORT) -> tuple[st
 
 
 def _host(text: str, source: str) -> str:
-    """A name or an address, checked as far as it goes without asking the network."""
     try:
         address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
@@ -292,7 +292,7 @@ def _port(text: str, source: str) -> int:
 
 
 def _node_id(given: _Given, step: SlurmStep | None) -> tuple[str, bool]:
-    """The node's name, and whether it is another one than the machine's."""
+    """Returns the node's name, and whether it differs from the machine's host name."""
     chosen = given.own("node-id", "FTRUN_NODE_ID")
     if chosen:
         if not _GOOD_NAME.fullmatch(chosen.text):
@@ -338,7 +338,7 @@ def _domain(given: _Given) -> str | None:
 
 
 def _secret_file(profile: Profile, step: SlurmStep | None) -> tuple[str | None, bool, str]:
-    """The file, whether it is made by ftrun, and why there is none."""
+    """Returns the secret file, whether ftrun made it, and the reason if there is none."""
     given = profile.security.secret_file
     if given is not None:
         path = Path(given).expanduser().absolute()

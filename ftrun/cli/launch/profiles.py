@@ -1,11 +1,11 @@
-"""Profiles: where they lie, how they are read, and what each value of a run comes from.
+"""Finds, reads and merges profiles, and records the origin of each value.
 
 Runs in:  cli.
 Takes in: a profile by name or file, FTRUN_SECTION_KEY variables, flags, --set.
-Gives:    a checked `Profile`, and for every key the place its value comes from.
+Gives:    a validated `Profile`, and the origin of each key.
 
-Later layers win: default, profile, environment, flags. Every layer is checked whole, so that
-one look shows all that is wrong.
+Later layers override earlier ones: defaults, profile, environment, flags. Every layer is validated
+completely, so that one error lists all problems.
 """
 
 import difflib
@@ -49,17 +49,17 @@ _KINDS = {
 }
 
 _SHORT_NAMES = {("security", "secret_file"): ("FTRUN_SECRET_FILE",)}
-"""Variables beside the one that a key's own name makes."""
+"""Additional variables of a key, besides `variable_name`."""
 
 INTERNAL_NAMES = frozenset(
     value for name, value in vars(environment).items() if name.isupper() and isinstance(value, str)
 )
-"""What ftrun gives to its workers; a run inside a worker must not read it as its own."""
+"""Variables that ftrun sets for its workers; a run inside a worker must not read them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SettingValue:
-    """One key's value, and who says so."""
+    """The value of one key, and its origin."""
 
     section: str
     key: str
@@ -72,7 +72,7 @@ class SettingValue:
 
 @dataclass(frozen=True, slots=True)
 class ProfileLayer:
-    """Settings from one source, with what could not even be read as a setting."""
+    """The settings of one source, and the problems that prevented reading others."""
 
     source: str
     settings: tuple[SettingValue, ...] = ()
@@ -81,31 +81,26 @@ class ProfileLayer:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedProfile:
-    """A checked profile; `origins` by `section.key`."""
+    """A validated profile; `origins` maps `section.key` to its origin."""
 
     profile: Profile
     origins: Mapping[str, str] = field(default_factory=dict)
 
 
 def profile_folder() -> Path:
-    """The packaged profiles: inside the installed package, or beside it in a checkout."""
+    """Returns the folder of packaged profiles: in the installed package, or in the checkout."""
     package = Path(ftrun.__file__).parent
     installed = package / "_data" / "profiles"
     return installed if installed.is_dir() else package.parent / "profiles"
 
 
 def profile_names() -> list[str]:
-    """Of the packaged profiles; the drill plans beside them are none."""
+    """Returns the names of packaged profiles; drill plans in the same folder are excluded."""
     names = (path.stem for path in profile_folder().glob("*.yaml"))
     return sorted(name for name in names if not name.startswith("drill"))
 
 
 def find_profile(name: str) -> Path:
-    """The file of a profile that is given by name or as a path.
-
-    Raises:
-        UsageError: there is none.
-    """
     packaged = profile_folder() / f"{name}.yaml"
     if name in profile_names():
         return packaged
@@ -121,9 +116,9 @@ def find_profile(name: str) -> Path:
 
 
 def shown_path(path: Path) -> str:
-    """Without its folder if it comes with ftrun; else relative to the current folder if below it.
+    """Shortens a path: the file name of a packaged profile, else relative to the current folder.
 
-    Links are not followed.
+    A path outside the current folder is unchanged. Symbolic links are not followed.
     """
     if path.parent == profile_folder():
         return path.name
@@ -139,17 +134,18 @@ def resolve(
     torchrun: Sequence[SettingValue] = (),
     flags: Sequence[SettingValue] = (),
 ) -> ResolvedProfile:
-    """All layers together.
+    """Merges all layers into a validated profile.
 
     Args:
-        name: of the profile, or its file.
+        name: the name or file of the profile.
         variables: the environment.
-        torchrun: what PET_ variables say; between the profile and ftrun's own variables.
-        flags: what the command line says.
+        torchrun: settings from PET_ variables; they override the profile, and FTRUN_ variables
+            override them.
+        flags: settings from the command line.
 
     Raises:
-        UsageError: no such profile.
-        ProfileInvalid: unknown keys or values of the wrong kind, all of them listed.
+        UsageError: there is no such profile.
+        ProfileInvalid: lists all unknown keys and all invalid values.
     """
     layers = [
         ProfileLayer("PET_ variables", tuple(torchrun)),
@@ -175,18 +171,15 @@ def resolve(
 
 @cache
 def section_types() -> dict[str, Any]:
-    """The class of each section of a profile, by its name."""
     return get_type_hints(Profile)
 
 
 @cache
 def key_types(section: Any) -> dict[str, Any]:
-    """The type of each key of a section, with its bounds, by its name."""
     return get_type_hints(section, include_extras=True)
 
 
 def about_key(section: type, key: str) -> str:
-    """What a key is about."""
     found = [
         one.description
         for one in get_args(key_types(section)[key])
@@ -206,10 +199,10 @@ def variable_name(section: str, key: str) -> str:
 
 
 def setting_from_text(text: str) -> SettingValue:
-    """`section.key=value` as given to --set; the value is read as YAML.
+    """Parses `section.key=value` as given to --set; the value is read as YAML.
 
     Raises:
-        UsageError: it is not of that form.
+        UsageError: the text does not have this form.
     """
     name, equals, value = text.partition("=")
     section, dot, key = name.strip().partition(".")
@@ -219,7 +212,7 @@ def setting_from_text(text: str) -> SettingValue:
 
 
 def plain_value(text: str) -> object:
-    """Text from a flag or a variable, as the number, truth value, list or word it reads as."""
+    """Reads text from a flag or a variable as YAML; text that is not YAML stays text."""
     try:
         return yaml.load(text, Loader=PlainLoader)
     except yaml.YAMLError:
@@ -227,7 +220,7 @@ def plain_value(text: str) -> object:
 
 
 def read_profile(path: Path) -> ProfileLayer:
-    """The settings of a file, with their lines; what cannot be read is in `problems`."""
+    """Reads the settings of a file with their line numbers; unreadable parts are in `problems`."""
     source = shown_path(path)
     data = path.read_bytes()
     if len(data) > MAX_PROFILE_BYTES:
@@ -251,7 +244,7 @@ def read_profile(path: Path) -> ProfileLayer:
 
 
 class PlainLoader(yaml.SafeLoader):
-    """Plain data only: no tags with effects, and no aliases, whose expansion has no bound."""
+    """Loads plain data: no tags with effects; no aliases, because their expansion is unbounded."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -264,7 +257,7 @@ class PlainLoader(yaml.SafeLoader):
 
 
 class _NodeReader:
-    """Settings out of a YAML tree, which still knows its lines."""
+    """Converts a YAML tree to settings that keep their line numbers."""
 
     def __init__(self, source: str, loader: PlainLoader) -> None:
         self._source = source
@@ -339,7 +332,7 @@ def _problem_of(section: str, key: str, value: object, origin: str) -> list[str]
 
 
 def _wanted(said: str, wanted: Any) -> str:
-    """What msgspec says that it has expected, in words."""
+    """Rewrites the expectation in a msgspec error as plain words."""
     choices = [one for part in get_args(wanted)[:1] for one in get_args(part)]
     if said.startswith("Invalid enum value"):
         return f"one of {', '.join(map(str, choices))}"
@@ -357,7 +350,7 @@ def _wanted(said: str, wanted: Any) -> str:
 def _impossible_values(
     nested: Mapping[str, Mapping[str, object]], origins: Mapping[str, str]
 ) -> list[str]:
-    """What has the right type and still makes no sense."""
+    """Returns problems with values of the right type, such as a signal name that does not exist."""
     found = []
     every = nested.get("snapshot", {}).get("every")
     if isinstance(every, int) and not isinstance(every, bool) and every < 1:

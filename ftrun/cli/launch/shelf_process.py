@@ -1,9 +1,6 @@
-"""The process that reads, tries and removes checkpoints for the command line.
+"""Runs the process that lists, tests, verifies and prunes checkpoints for the command line.
 
-Runs in:  cli; it waits for a process of ftrun.tools.checkpoints.catalog. Does not load rich: every
-          start asks here.
-Takes in: the words for it.
-Gives:    what it has said.
+Runs in: cli. Does not import rich, because every start of a run calls it.
 """
 
 import subprocess
@@ -17,10 +14,10 @@ from ftrun.wire.messages.shelf_facts import CatalogReport
 
 
 def ask(*words: str, limit_s: float | None = None) -> CatalogReport:
-    """What the process of ftrun.tools.checkpoints.catalog says.
+    """Runs ftrun.tools.checkpoints.catalog with these words and returns its report.
 
     Raises:
-        FtrunError: it could not do it, or not in time.
+        FtrunError: the process failed or exceeded the time limit.
     """
     safe_path = ["-P"] if sys.flags.safe_path else []
     command = [sys.executable, *safe_path, "-m", "ftrun.tools.checkpoints.catalog", *words]

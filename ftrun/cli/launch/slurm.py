@@ -1,16 +1,16 @@
-"""What Slurm says about the step we are a task of.
+"""Reads the Slurm step of this process from its variables.
 
 Runs in:  cli. Pure.
 Takes in: the SLURM_ variables of a task.
-Gives:    a `SlurmStep` where the step has several nodes and one task on each, else none.
+Gives:    a `SlurmStep` if the step has several nodes with one task each; else None.
 
-Names only are taken, and no numbers of nodes or tasks: a step that is started later on one node
-of the same job has other numbers and an older list. `scontrol` is not needed, so this works in a
-container that has none.
+No index of a node or task is read, because a step that starts later on one node of the same job has
+other indices and an older node list. `scontrol` is not needed, so that this works in a container
+without it.
 
-A job that is queued again keeps its id, and so its run keeps its name, journal and checkpoints.
-What is of one life only has the number of the life in it: somebody of the life before, whom
-Slurm could not reach, neither is taken for one of this life nor takes away what is its own.
+A requeued job keeps its id, so that its run keeps its name, journal and checkpoints. Names and
+ports that belong to one start of the job contain the number of restarts. A process of an earlier
+start that Slurm could not reach therefore cannot be confused with this start or remove its files.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from ftrun.errors import UsageError
 
 MAX_HOSTS = 1 << 16
 _MAX_LIVES = 10_000
-_FIRST_PORT, _NUM_PORTS = 15000, 10000  # below Linux's ports for clients, above the well-known
+_FIRST_PORT, _NUM_PORTS = 15000, 10000  # below Linux's ephemeral ports, above the well-known ports
 _GOOD_LIST = re.compile(r"(?:[\w.-]*(?:\[[\d,-]+\])?)+")
 _PART = re.compile(r"\[([^\]]*)\]")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -37,16 +37,15 @@ class SlurmStep:
     step_id: int
     num_nodes: int
     node_list: str
-    """As Slurm writes it: `n[1-2,07-09],m3`."""
+    """In Slurm's notation: `n[1-2,07-09],m3`."""
     node_name: str
-    """Of this node; may differ from its host name."""
+    """Name of this node; may differ from its host name."""
 
     restarts: int = 0
-    """How often the job was queued again before."""
+    """Number of times that the job was requeued."""
 
     @property
     def first_node(self) -> str:
-        """Raises: UsageError, where Slurm's list cannot be read."""
         found = expand_hosts(self.node_list)
         if len(found) != self.num_nodes:
             raise UsageError(
@@ -58,17 +57,16 @@ class SlurmStep:
 
     @property
     def key(self) -> str:
-        """Names this life of the step, among all of the clusters that share a home folder."""
+        """Names this start of the step, uniquely among the clusters that share a home folder."""
         return self._key_of(self.restarts)
 
     @property
     def earlier_keys(self) -> list[str]:
-        """Of the lives before this one, all of which Slurm has ended."""
         return [self._key_of(life) for life in range(min(self.restarts, _MAX_LIVES))]
 
     @property
     def port(self) -> int:
-        """The same on all nodes; another one for steps beside each other, and in each life."""
+        """The same port on all nodes; it differs between concurrent steps and between restarts."""
         number = self.job_id * 101 + self.step_id + self.restarts * 1009
         return _FIRST_PORT + number % _NUM_PORTS
 
@@ -78,10 +76,10 @@ class SlurmStep:
 
 
 def slurm_step(variables: Mapping[str, str]) -> SlurmStep | None:
-    """The step this process is a task of.
+    """Returns the step of this process.
 
-    None outside Slurm, in a step of one node, and where a node has several tasks: each of them
-    is then a launcher of its own, as it is with torchrun.
+    Returns None outside Slurm, in a step of one node, and if a node has several tasks. In the last
+    case each task is a launcher of its own, as with torchrun.
     """
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS")
     numbers = [variables.get(name, "") for name in names]
@@ -104,7 +102,7 @@ def slurm_step(variables: Mapping[str, str]) -> SlurmStep | None:
 
 
 def leaf_switch(variables: Mapping[str, str]) -> str:
-    """The switch that this node hangs on, of `s0.s2.node7`; empty where Slurm tells of none."""
+    """Returns the leaf switch of this node, from `s0.s2.node7`; empty if Slurm reports none."""
     kinds = variables.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
     names = variables.get("SLURM_TOPOLOGY_ADDR", "").split(".", maxsplit=max(0, len(kinds) - 1))
     is_told = len(kinds) == len(names) and kinds[-2:] == ["switch", "node"]
@@ -112,10 +110,10 @@ def leaf_switch(variables: Mapping[str, str]) -> str:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """`n[1-2,07-09],m3` as names, in order.
+    """Expands `n[1-2,07-09],m3` to names, in order.
 
     Raises:
-        UsageError: it is no such list, or a longer one than any cluster has.
+        UsageError: the text is no such list, or has more than `MAX_HOSTS` names.
     """
     found: list[str] = []
     for word in _words(text):
@@ -127,7 +125,6 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def _words(text: str) -> list[str]:
-    """Split at the commas that are not in brackets."""
     words = re.split(r",(?![^\[\]]*\])", text)
     if not all(word and _GOOD_LIST.fullmatch(word) for word in words):
         raise UsageError(f"{text[:200]!r} is no list of hosts such as n[1-2,07-09],m3")
@@ -135,7 +132,7 @@ def _words(text: str) -> list[str]:
 
 
 def _expand(word: str, text: str) -> Iterator[str]:
-    """All names of one word; with several brackets, the last one runs fastest."""
+    """Expands one word; if it has several brackets, the last one varies fastest."""
     pieces = _PART.split(word)
     choices = [
         [piece] if number % 2 == 0 else list(_numbers(piece, text))

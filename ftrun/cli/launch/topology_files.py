@@ -1,8 +1,6 @@
-"""The file that says which nodes share a switch: read once, before anything is started.
+"""Reads the file that assigns nodes to switches, once before the start.
 
-Runs in:  cli.
-Takes in: the path that `network.topology` names.
-Gives:    what is in it, for the run's spec: the agents need not see the file.
+Runs in: cli. The content goes into the run's specification, so that agents do not need the file.
 """
 
 from pathlib import Path
@@ -18,10 +16,10 @@ _SLURM_WORD = "switchname="
 
 
 def read_topology(path: str | None) -> tuple[dict[str, Any] | None, str]:
-    """A YAML file as it was parsed, and the text of Slurm's topology.conf: at most one of them.
+    """Returns a parsed YAML file, or the text of Slurm's topology.conf.
 
     Raises:
-        UsageError: it cannot be read, or is neither of the two.
+        UsageError: the file cannot be read, or has neither format.
     """
     if path is None:
         return None, ""

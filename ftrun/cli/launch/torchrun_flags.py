@@ -1,10 +1,9 @@
-"""Every flag of torchrun, 2.8 to 2.15, so that the command line knows them without torch.
+"""Lists every flag of torchrun 2.8 to 2.15, so that the command line needs no torch.
 
-Runs in: cli.
-Gives:   a table; `tests/unit/cli/test_torchrun_flags.py` holds it equal to the installed torch's.
+Runs in: cli. `tests/unit/cli/test_torchrun_flags.py` compares this table with the installed torch.
 
-Each flag has two spellings, `--rdzv-id` and `--rdzv_id`. Most can also come from the environment,
-as PET_RDZV_ID; torch's own parser, which the agent runs, reads those.
+Each flag has two spellings, `--rdzv-id` and `--rdzv_id`. Most flags can also come from a variable,
+such as PET_RDZV_ID. torch's own parser, which the agent runs, reads these variables.
 """
 
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ _OLDEST = (2, 8)
 
 @dataclass(frozen=True, slots=True)
 class CliFlag:
-    """One flag: `name` without the leading hyphens, `metavar` None where it takes no value."""
+    """One flag: `name` without leading hyphens, `metavar` None if the flag takes no free value."""
 
     name: str
     help: str
@@ -32,7 +31,7 @@ class CliFlag:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """As a user may write it, the form that help shows first."""
+        """All accepted spellings; those that help shows come first."""
         long = f"--{self.name}"
         under = f"--{self.name.replace('-', '_')}"
         short = (f"-{self.short}",) if self.short else ()
@@ -40,7 +39,7 @@ class CliFlag:
 
     @property
     def dest(self) -> str:
-        """Its name in torchrun's namespace and, with PET_ before it, in the environment."""
+        """The name in torchrun's namespace and, with the prefix PET_, in the environment."""
         return self.name.replace("-", "_")
 
 

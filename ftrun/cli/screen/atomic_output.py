@@ -1,4 +1,4 @@
-"""What a command writes for somebody: to stdout, or a file whole or not at all.
+"""Writes a command's result to stdout, or atomically to a file.
 
 Runs in: cli.
 """
@@ -12,15 +12,15 @@ from ftrun.errors import FtrunError
 
 
 def write_out(out: str | None, text: str, *, flag: str = "--out") -> None:
-    """Into a file, or to stdout where none is named, or `-`.
+    """Writes to a file, or to stdout if `out` is None or `-`.
 
     Args:
         out: the file.
-        text: all of it.
-        flag: by which it was named.
+        text: the complete content.
+        flag: the flag that names the file, for the error.
 
     Raises:
-        FtrunError: it cannot be written.
+        FtrunError: the file cannot be written.
     """
     if out is None or out == "-":
         sys.stdout.write(text)
@@ -29,7 +29,7 @@ def write_out(out: str | None, text: str, *, flag: str = "--out") -> None:
 
 
 def is_stdout(out: str) -> bool:
-    """Such as /dev/stdout; a file that we are redirected into must not be replaced."""
+    """Returns whether `out` is stdout, such as /dev/stdout, which must not be replaced."""
     try:
         return os.path.samestat(os.stat(out), os.fstat(sys.stdout.fileno()))
     except (OSError, ValueError):  # no such file; no stdout
@@ -37,9 +37,10 @@ def is_stdout(out: str) -> bool:
 
 
 def _write(path: Path, text: str, flag: str) -> None:
-    """A file whole or not at all: somebody may be looking at the one before.
+    """Replaces a file atomically, because another process may be reading the old one.
 
-    A link stays, and so does what is no file; that is written into.
+    A symbolic link is kept: its target is replaced. A path that is not a regular file is written in
+    place.
     """
     data = text.encode("utf-8", "replace")
     draft: Path | None = None

@@ -1,4 +1,4 @@
-"""Values out of a file that anybody may have written: numbers that are numbers, text to be shown.
+"""Reads untrusted values: numbers that are finite, and text that is safe to print.
 
 Runs in: cli. Pure.
 """
@@ -13,7 +13,7 @@ _PLAIN = re.compile(r"[\x20-\x7e]*\Z")
 
 
 def number(value: object) -> float | None:
-    """A finite number, or None."""
+    """Returns the value if it is a finite number of at most 1e15, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -29,20 +29,18 @@ def whole(value: object) -> int | None:
 
 
 def texts(value: object, *, most: int = 200) -> tuple[str, ...]:
-    """The texts of a list, cleaned."""
     if not isinstance(value, list):
         return ()
     return tuple(clean(one) for one in value[:most] if isinstance(one, str))
 
 
 def numbers(value: object, *, most: int = 100_000) -> tuple[int, ...]:
-    """The whole numbers of a list."""
     found = (whole(one) for one in (value[:most] if isinstance(value, list) else ()))
     return tuple(one for one in found if one is not None)
 
 
 def clean(text: str, limit: int = MAX_TEXT) -> str:
-    r"""Text that can be shown: what is invisible or turns the direction is written as `\x1b`."""
+    r"""Writes invisible characters and direction marks as escapes such as `\x1b`."""
     if len(text) > limit:
         text = f"{text[:limit]} ... ({len(text) - limit:,} more characters)"
     if _PLAIN.match(text):

@@ -1,11 +1,11 @@
-"""One look at a run, as lines that fit a terminal.
+"""Formats one status document as lines that fit a terminal.
 
 Runs in:  cli. Pure.
-Takes in: the status document, how wide and how high the terminal is.
+Takes in: the status document, the width and height of the terminal.
 Gives:    `StyledLine` lines: the verdict, nodes and ranks, snapshots, incidents.
 
-Where it is narrow, columns go, the least telling first; where it is low, old incidents go, then
-rows are folded.
+If the terminal is narrow, columns are dropped in the order of their weight. If it is low, old
+incidents are dropped first, then rows are folded.
 """
 
 import textwrap
@@ -37,7 +37,7 @@ _COLUMNS = (
     ("loss", "loss", 0),
     ("remark", "remark", 4),
 )
-"""Field of a row, heading, and weight: the lightest goes first."""
+"""Field of a row, heading, and weight; the column with the lowest weight is dropped first."""
 
 _MARK = {"running": "ok", "restarting": "warn", "starting": "warn", "stopping": "warn",
          "paused": "warn", "orphaned": "bad"}  # fmt: skip
@@ -45,7 +45,7 @@ _MARK = {"running": "ok", "restarting": "warn", "starting": "warn", "stopping": 
 
 @dataclass(frozen=True, slots=True)
 class StyledLine:
-    """One line; `style` is `ok`, `warn`, `bad`, `head`, `dim` or nothing."""
+    """One line; `style` is `ok`, `warn`, `bad`, `head`, `dim` or empty."""
 
     text: str
     style: str = ""
@@ -54,13 +54,13 @@ class StyledLine:
 def page(
     document: Mapping[str, Any], *, width: int, height: int, steps_per_s: float | None
 ) -> list[StyledLine]:
-    """The whole page.
+    """Builds the complete page.
 
     Args:
-        document: as `ftrun status --json` prints it.
+        document: the document that `ftrun status --json` prints.
         width: columns of the terminal.
-        height: its lines; the page has no more of them, but where a terminal is very low.
-        steps_per_s: since the last look; None: not known yet.
+        height: lines of the terminal; the page exceeds them only on a very low terminal.
+        steps_per_s: rate since the last poll; None if unknown.
     """
     head = _head(document, width, steps_per_s)
     below = [*_snapshots(document, width)]
@@ -112,7 +112,7 @@ def _table(rows: Sequence[StatusRow], width: int) -> list[StyledLine]:
     found = [StyledLine(_cut(heading, width), "head")]
     for number, row in enumerate(rows):
         cells = [cells[number] or "-" for _, cells, _ in columns]
-        if not row.state:  # the line that says how many are left out
+        if not row.state:  # the line with the number of omitted rows
             cells = [cell if cell != "-" else "" for cell in cells]
         text = _line(cells, columns, sizes)
         found.append(StyledLine(_cut(text, width), "warn" if row.is_odd else ""))
@@ -120,7 +120,7 @@ def _table(rows: Sequence[StatusRow], width: int) -> list[StyledLine]:
 
 
 def _that_fit(columns: Sequence[_Column], width: int) -> list[_Column]:
-    """The most telling ones that have room beside each other; a remark may be cut."""
+    """Returns the columns of highest weight that fit; the remark column may be cut."""
     left = width + len(_GAP)
     kept: list[_Column] = []
     for column in sorted(columns, key=lambda one: -one[2]):
@@ -168,7 +168,6 @@ def _snapshots(document: Mapping[str, Any], width: int) -> list[StyledLine]:
 
 
 def incident_line(incident: Mapping[str, Any]) -> str:
-    """One incident in one line, however long."""
     text = clean(str(incident.get("text") or ""), _MAX_TEXT).replace("\n", " ")
     age = short_time(incident.get("age_s") or 0.0)
     kind = incident.get("verdict_kind") or "no verdict yet"
@@ -178,7 +177,7 @@ def incident_line(incident: Mapping[str, Any]) -> str:
 
 
 def _incidents(document: Mapping[str, Any], width: int) -> list[list[StyledLine]]:
-    """Each with its lines; the open one first."""
+    """Returns the lines of each incident; open incidents are wrapped, closed ones cut."""
     found = []
     for one in document.get("incidents") or ():
         line = incident_line(one)

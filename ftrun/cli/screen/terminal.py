@@ -1,9 +1,10 @@
-"""What is shown on a terminal; the only file that knows rich.
+"""Prints to a terminal or a file; the only module that imports rich.
 
 Runs in: cli.
 
-Rule 1: output that does not go to a terminal has no width: no line of it is wrapped, cut or padded.
-Rule 2: on a terminal text is wrapped, never cut. The live page, which fits the screen, is excepted.
+Rule 1: Output that is not a terminal has no width: no line of it is wrapped, cut or padded.
+Rule 2: On a terminal, text is wrapped and never cut. The live page is the exception, because it
+fits the screen.
 """
 
 import json
@@ -21,7 +22,7 @@ from ftrun.cli.screen.status_page import StyledLine, incident_line
 from ftrun.ids import version
 
 NO_WIDTH = 1_000_000
-"""Columns of an output that is not a terminal: wider than any table."""
+"""Columns if the output is not a terminal; wider than any table."""
 
 _STATE_STYLE = {
     "running": "green",
@@ -42,7 +43,7 @@ _LINE_STYLE = {
 
 
 class LiveTerminal:
-    """A page that takes the whole terminal, which is as before when it is left."""
+    """Shows a page on the whole terminal and restores the previous screen on exit."""
 
     def __init__(self) -> None:
         self._console = new_console()
@@ -66,7 +67,7 @@ class LiveTerminal:
         self._live.stop()
 
     def pause(self) -> None:
-        """Give the terminal back for a while."""
+        """Restores the previous screen until `resume`."""
         self._live.stop()
 
     def resume(self) -> None:
@@ -85,12 +86,10 @@ def write_plain(text: str) -> None:
 
 
 def flush() -> None:
-    """What was written is to be seen now, also where it goes to a file."""
     sys.stdout.flush()
 
 
 def show_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table of short texts."""
     table = _new_table(head)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
@@ -98,7 +97,6 @@ def show_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def show_status(document: Mapping[str, Any]) -> None:
-    """The status of a run: the verdict first, then what it rests on."""
     console = new_console()
     console.print(Text(_verdict(document), style=_style(document)), soft_wrap=True)
     for warning in document.get("warnings") or ():
@@ -120,7 +118,7 @@ def show_pairs(rows: Iterable[tuple[str, str]]) -> None:
 
 
 def show_profile(rows: Sequence[tuple[str, str, str, str]]) -> None:
-    """Key, value, origin (empty: not asked for) and what the key is about."""
+    """Prints rows of key, value, origin (empty if not requested) and meaning."""
     with_origin = any(origin for _, _, origin, _ in rows)
     table = _new_table(("key", "value", *(["from"] if with_origin else []), "meaning"))
     for key, value, origin, about in rows:
@@ -130,14 +128,13 @@ def show_profile(rows: Sequence[tuple[str, str, str, str]]) -> None:
 
 
 def value_text(value: object) -> str:
-    """A value as one would write it in a profile."""
     if value is None or isinstance(value, bool | int | float | list):
         return json.dumps(value)
     return str(value)
 
 
 def duration(seconds: float) -> str:
-    """`0.12 s`, `45 s`, `3 min 20 s`, `2 h 5 min`."""
+    """Formats as `0.12 s`, `45 s`, `3 min 20 s`, `2 h 5 min`."""
     if seconds < 10:
         return f"{seconds:.2f} s"
     if seconds < 60:
@@ -149,7 +146,6 @@ def duration(seconds: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """In the units that torch and nvidia-smi's readers expect: powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 1000:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -158,7 +154,10 @@ def size(num_bytes: float) -> str:
 
 
 def new_console() -> Console:
-    """As wide as the terminal; without a limit where stdout is none, whatever COLUMNS says."""
+    """Returns a console as wide as the terminal; without a limit if stdout is not a terminal.
+
+    The variable COLUMNS has no effect on the latter.
+    """
     side = None if sys.stdout.isatty() else NO_WIDTH
     return Console(width=side, height=side, highlight=False, markup=False, emoji=False)
 
@@ -166,11 +165,11 @@ def new_console() -> Console:
 def _new_table(
     head: Sequence[str], *, right: Sequence[str] = (), gap: int = 2, has_head: bool = True
 ) -> Table:
-    """A table whose cells are wrapped, and inside of words where a word is too long.
+    """Creates a table that wraps its cells, within a word if the word is too long.
 
     Args:
-        head: the names of its columns.
-        right: those of them that are aligned to the right.
+        head: the column names.
+        right: the columns that are right-aligned.
         gap: spaces between columns.
         has_head: show the names.
     """
@@ -185,7 +184,7 @@ def _print_table(table: Table) -> None:
     console = new_console()
     with console.capture() as found:
         console.print(table)
-    # The last column is padded to its longest cell.
+    # rich pads the last column to its longest cell.
     sys.stdout.write("\n".join(line.rstrip() for line in found.get().split("\n")))
 
 

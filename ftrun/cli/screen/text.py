@@ -1,4 +1,4 @@
-"""Numbers, times and ranks in words, and the little statistics that a report needs.
+"""Formats numbers, times and ranks, and computes the confidence interval of a rate.
 
 Runs in: cli. Pure.
 """
@@ -13,7 +13,7 @@ _STEP = re.compile(r"\bstep (\d{4,15})\b")
 
 
 def duration(seconds: float | None) -> str:
-    """`0.4 ms`, `64 ms`, `3.21 s`, `12.3 s`, `3 min 20 s`, `2 h 5 min`, `4 d 3 h`."""
+    """Formats as `0.4 ms`, `64 ms`, `3.21 s`, `12.3 s`, `3 min 20 s`, `2 h 5 min`, `4 d 3 h`."""
     if seconds is None or not math.isfinite(seconds):
         return NOT_KNOWN
     if seconds < 0:
@@ -37,7 +37,7 @@ def _two(large: int, unit: str, small: int, smaller: str) -> str:
 
 
 def with_commas(text: str) -> str:
-    """`step 15915` as `step 15,915`."""
+    """Rewrites `step 15915` as `step 15,915`."""
     return _STEP.sub(lambda seen: f"step {int(seen[1]):,}", text)
 
 
@@ -50,13 +50,13 @@ def size(num_bytes: float) -> str:
 
 
 def count(value: int, thing: str) -> str:
-    """`1 step`, `2 steps`, `18,240 steps`."""
+    """Formats as `1 step`, `2 steps`, `18,240 steps`."""
     plural = "" if value == 1 else "es" if thing.endswith("ch") else "s"
     return f"{value:,} {thing}{plural}"
 
 
 def percent(part: float | None) -> str:
-    """`97.2 %`; never 100.0 % for what is less."""
+    """Formats as `97.2 %`; a part below 1 is never rounded to 100.0 %."""
     if part is None:
         return NOT_KNOWN
     shown = f"{100 * part:.1f}"
@@ -80,20 +80,19 @@ def clock(t_s: float) -> str:
 
 
 def joined(words: Sequence[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def by_number(name: str) -> tuple[object, ...]:
-    """A key to sort names by, so that node10 comes after node9."""
+    """Returns a sort key that places node10 after node9."""
     parts = re.split(r"(\d{1,15})", name)
     return tuple(int(one) if index % 2 else one for index, one in enumerate(parts))
 
 
 def ranges(values: Sequence[int], *, most: int = 8) -> str:
-    """`0-2, 4, 6-511`; a very ragged list is cut, with the number of the others."""
+    """Formats as `0-2, 4, 6-511`; after `most` ranges, only the number of other values follows."""
     runs: list[list[int]] = []
     for value in sorted(set(values)):
         if runs and value == runs[-1][1] + 1:
@@ -108,15 +107,14 @@ def ranges(values: Sequence[int], *, most: int = 8) -> str:
 
 
 def ranks(values: Sequence[int], *, most: int = 8) -> str:
-    """`rank 3`, `ranks 0-2, 4`."""
     return f"{'rank' if len(set(values)) == 1 else 'ranks'} {ranges(values, most=most)}"
 
 
 def likely_rates(events: int, over_s: float) -> tuple[float, float]:
-    """Per second: the 90 % interval of the rate of a Poisson process with so many events.
+    """Returns the 90 % interval, per second, of a Poisson rate with this number of events.
 
-    Exact (Garwood): the lowest and the highest rate that would give so many or more, and so many
-    or fewer, with a probability of 5 %.
+    Exact (Garwood): the lowest rate at which at least this number of events has a probability of 5
+    %, and the highest rate at which at most this number has.
     """
     low = 0.0 if events == 0 else _solve(lambda mean: 1 - _poisson_cdf(events - 1, mean))
     high = _solve(lambda mean: 1 - _poisson_cdf(events, mean), wanted=0.95)

@@ -1,12 +1,11 @@
-"""Nodes and ranks as rows of a table that fits, whatever their number.
+"""Folds nodes and ranks into rows of a table that fits the terminal.
 
 Runs in:  cli. Pure.
 Takes in: the status document.
-Gives:    `StatusRow`s: one per rank where there is room; else ranks that do alike share one, then
-          nodes.
+Gives:    `StatusRow`s: one per rank if they fit. Otherwise similar ranks of a node share a row,
+          then similar nodes do.
 
-Ranks do alike when they differ in nothing that would make one look at one of them: a step more
-or less, some milliseconds, are no difference.
+Ranks are similar if they differ only in noise, such as one step or some milliseconds.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,13 +17,13 @@ from ftrun.cli.screen.report_clean import clean
 
 MAX_NAME = 40
 LATE_SHARE = 0.1
-"""Of a step: what is less is chance."""
+"""Share of a step; less lateness is noise."""
 ALIKE = 1.25
-"""Step times of ranks that do alike differ by no more than this factor."""
+"""Step times of similar ranks differ by at most this factor."""
 BEAT_S = 1.5
-"""Steps made within this are no lead: that old is what one node knows of another."""
+"""Seconds; steps within this time are no difference, because reports of a node may be that old."""
 SEEN_S = 3.0
-"""A rank that was heard of within this is heard of now."""
+"""Seconds; the minimum age of a rank's last step at which the rank counts as silent."""
 
 Node = Mapping[str, Any]
 Rank = Mapping[str, Any]
@@ -33,7 +32,7 @@ Signature = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class StatusRow:
-    """One line; text is ready to be shown, and empty where nothing is known."""
+    """One row of formatted text; a field is empty if its value is unknown."""
 
     node: str
     ranks: str
@@ -47,11 +46,11 @@ class StatusRow:
     loss: str = ""
     remark: str = ""
     is_odd: bool = False
-    """It differs from most others, or something is wrong with it."""
+    """The row differs from most others, or something is wrong with it."""
 
 
 def rows_of(document: Mapping[str, Any], *, max_rows: int) -> list[StatusRow]:
-    """All nodes and ranks, in no more rows than this, as far as they can be folded."""
+    """Returns all nodes and ranks in at most `max_rows` rows; the last row counts omitted ones."""
     nodes = _nodes(document)
     usual = _Usual(rank for node in nodes for rank in node["ranks"])
     each = [row for node in nodes for row in _rows(node, usual, folds=False)]
@@ -63,14 +62,14 @@ def rows_of(document: Mapping[str, Any], *, max_rows: int) -> list[StatusRow]:
     rows = _fold_nodes(nodes, by_node, usual)
     if len(rows) <= max_rows:
         return rows
-    # What is odd is what one looks for.
+    # An operator looks for odd rows, so they come first.
     rows.sort(key=lambda row: not row.is_odd)
     left_out = len(rows) - max_rows + 1
     return [*rows[: max_rows - 1], StatusRow("", f"... {left_out} more rows", "", is_odd=False)]
 
 
 def in_ranges(numbers: Iterable[int]) -> str:
-    """`0-6, 8`."""
+    """Formats as `0-6, 8`."""
     runs: list[tuple[int, int]] = []
     for one in sorted(numbers):
         if runs and one == runs[-1][1] + 1:
@@ -81,7 +80,7 @@ def in_ranges(numbers: Iterable[int]) -> str:
 
 
 def short_time(seconds: float) -> str:
-    """`850 us`, `12 ms`, `1.25 s`, `3 min`."""
+    """Formats as `850 us`, `12 ms`, `1.25 s`, `3 min`."""
     if seconds < 0.001:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1:
@@ -92,20 +91,20 @@ def short_time(seconds: float) -> str:
 
 
 class _Usual:
-    """What most ranks do."""
+    """The typical state of the ranks, against which each rank is compared."""
 
     def __init__(self, ranks: Iterable[Rank]) -> None:
         found = list(ranks)
         self.step = max((rank.get("step") or 0 for rank in found), default=0)
         times = [rank["step_p50_s"] for rank in found if rank.get("step_p50_s")]
         self.time_s = median(times) if times else 0.0
-        # Two nodes are heard of at different times.
+        # Reports of two nodes arrive at different times.
         self.slack = 1 + int(BEAT_S / self.time_s) if self.time_s else 1
         slowest_s = max((rank.get("step_p99_s") or 0.0 for rank in found), default=0.0)
         self.seen_s = max(SEEN_S, 3 * slowest_s)
 
     def signature(self, rank: Rank) -> Signature:
-        """Equal for ranks that do alike."""
+        """Returns equal values for similar ranks."""
         step, time_s = rank.get("step"), rank.get("step_p50_s") or 0.0
         behind = step is None or self.step - step > self.slack
         is_usual = not time_s or self.time_s / ALIKE <= time_s <= self.time_s * ALIKE
@@ -163,7 +162,6 @@ def _alike(ranks: Sequence[Rank], usual: _Usual) -> list[list[Rank]]:
 
 
 def _row(ranks: Sequence[Rank], usual: _Usual) -> StatusRow:
-    """Ranks that do alike, in one row."""
     first = ranks[0]
     steps = [rank["step"] for rank in ranks if rank.get("step") is not None]
     times = [rank["step_p50_s"] for rank in ranks if rank.get("step_p50_s")]
@@ -192,7 +190,7 @@ def _row(ranks: Sequence[Rank], usual: _Usual) -> StatusRow:
 def _fold_nodes(
     nodes: Sequence[Node], rows: Sequence[list[StatusRow]], usual: _Usual
 ) -> list[StatusRow]:
-    """Nodes whose ranks all do alike share their rows."""
+    """Folds nodes into shared rows if all their ranks are similar."""
     groups: dict[Signature, list[int]] = {}
     for number, node in enumerate(nodes):
         key = (

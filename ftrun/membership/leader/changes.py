@@ -1,19 +1,19 @@
-"""When a run changes its nodes at a step boundary: growth, eviction, departure. No step is lost.
+"""Changes of the nodes of a run at a step boundary: growth, eviction, departure. No step is lost.
 
 Runs in:  the agent that leads. Pure.
-Takes in: who is here beside the generation, what its members report, who holds the others up.
-Gives:    the wish for a last snapshot at a common boundary; then the reason to begin a ballot.
+Takes in: the nodes outside the generation, the reports of its members, verdicts on slow nodes.
+Gives:    the request for a snapshot at a common boundary; then the reason to begin a ballot.
 Source:   TRANSOM (arXiv 2310.10046) replaces a node by a spare; GREYHOUND's stragglers are worth
-          a restart only where they stay, so a node that is slow for a moment is left alone.
+          a restart only if they persist, so a node that is slow for a moment is left alone.
 
-Rule 1: only a run that goes on undisturbed changes, and only for nodes that have stayed a while.
-Rule 2: it goes on from the snapshot of the boundary once that is committed; where that does not
-        come to pass in time, from the newest one there is.
-Rule 3: a node that holds the others up is evicted on wish (`slow.action`), and only while another
-        stands by for it.
-Rule 4: a node that was asked to leave trains on until it is clear that the run is not to stop, see
-        draining.py. What the boundary's snapshot holds is written to disk as well, where there is
-        a place for it: the whole run may yet be asked to stop.
+Rule 1: only an undisturbed run changes, and it grows only with nodes connected for `settle_s`.
+Rule 2: it resumes from the snapshot of the boundary once that is committed. If that does not
+        happen in time, it resumes from the newest committed version.
+Rule 3: a slow node is evicted only if the user requests it (`slow.action`), and only while a spare
+        is present.
+Rule 4: a node that was asked to leave trains until it is clear that the run does not stop, see
+        draining.py. The boundary's snapshot is written to disk too, if there is a checkpoint
+        directory, because the whole run may still be asked to stop.
 """
 
 from collections.abc import Collection
@@ -26,7 +26,7 @@ from ftrun.wire.cluster.generation import GenerationPlan
 
 
 class BoundaryReconfiguration:
-    """One lead's plans to take nodes in, and to send nodes away."""
+    """One leader's pending change: nodes to add, to evict or to drain."""
 
     def __init__(self, settings: MembershipSettings) -> None:
         self._settings = settings
@@ -34,14 +34,13 @@ class BoundaryReconfiguration:
         self._asked_s = 0.0
         self._look_s = 0.0
         self._out: Verdict | None = None
-        """Why a node is about to be evicted."""
+        """The verdict on the node that is about to be evicted."""
         self.wish = ""
-        """Why the same nodes are to go on otherwise, such as over another rail."""
+        """Why the same nodes need a restart, such as for another rail; empty: they do not."""
         self._wished = ""
-        """The wish for which the boundary was asked for."""
+        """The value of `wish` for which the boundary was requested."""
 
     def reset(self) -> None:
-        """Another generation is on its way."""
         self._boundary = -1
         self._out = None
         self.wish = self._wished = ""
@@ -55,7 +54,7 @@ class BoundaryReconfiguration:
         *,
         now_s: float,
     ) -> str:
-        """Why to begin a ballot now; empty while there is no reason."""
+        """Why to begin a ballot now; empty if there is no reason."""
         if now_s < self._look_s:
             return ""
         self._look_s = now_s + self._settings.heartbeat_s / 2
@@ -98,10 +97,10 @@ class BoundaryReconfiguration:
         elif newcomers:
             why = _eviction(self._out, plan)
         else:
-            # Who stood by is gone. The ranks wait at the boundary, so they are started again here.
+            # The spare is gone. The ranks wait at the boundary, so they are restarted here.
             why, self._out = "nobody stands by any more for the node that was to be evicted", None
         committed = oversight.orders.committed
-        # One node alone stops at a boundary of its own, which may be a later one.
+        # A single node stops at its own boundary, which may be later.
         is_safe = committed is not None and committed >= (plan.generation, self._boundary)
         if oversight.reports.all_at_boundary and is_safe:
             return self._go(why, plan, oversight, now_s)
@@ -140,7 +139,7 @@ class BoundaryReconfiguration:
         oversight: GenerationMonitor,
         now_s: float,
     ) -> Verdict | None:
-        """Who has held the others up for long enough, while somebody else stands by."""
+        """The verdict on a node that was slow for `evict_after_s`, if a spare is present."""
         slow = self._settings.slow
         if slow.action != "evict" or not newcomers:
             return None
@@ -160,7 +159,6 @@ def _is_newcomer(peer: PeerState, plan: GenerationPlan, aside: Collection[str]) 
 
 
 def _departure(plan: GenerationPlan, oversight: GenerationMonitor) -> str:
-    """Which members leave, in words; empty while none does."""
     nodes = [one for one in sorted(oversight.asked_to_leave) if plan.member(one) is not None]
     if not nodes:
         return ""
@@ -168,7 +166,10 @@ def _departure(plan: GenerationPlan, oversight: GenerationMonitor) -> str:
 
 
 def _node_out(verdict: Verdict, plan: GenerationPlan) -> str:
-    """The node to evict; of a link its second end: where it was the first, that is found next."""
+    """The node to evict.
+
+    For a slow link it is the second end. If the first end was the cause, the next verdict finds it.
+    """
     members = [one for one in verdict.nodes if plan.member(one) is not None]
     is_one = len(members) == 1
     is_link = verdict.kind is VerdictKind.SLOW_COMMUNICATION and len(members) == 2

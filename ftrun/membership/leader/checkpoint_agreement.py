@@ -4,13 +4,13 @@ Runs in:  the agent that leads. Pure.
 Takes in: the acceptances of all members.
 Gives:    checkpoints that no node is to load from now on; or the end of the run; or nothing.
 
-Rule 1: each node loads the newest checkpoint that nobody has rejected. If the nodes have loaded
-        different ones, those that not all can have are set aside, and another ballot begins.
-        Each such ballot sets at least one aside, so they come to an end.
+Rule 1: each node loads the newest checkpoint that no node has rejected. If the nodes have loaded
+        different ones, checkpoints that not all nodes can load are rejected, and another ballot
+        begins. Each such ballot rejects at least one, so the ballots end.
 Rule 2: a node that has a problem and names no new checkpoint that caused it can load none. If
         others can, and are enough, the run continues without that node, see `blind_nodes`. The
-        same applies if it names a checkpoint that others have loaded: to set that aside gives
-        this node nothing, and takes from the others what may be their only one.
+        same applies if it names a checkpoint that others have loaded. To reject that checkpoint
+        does not help this node, and may take their only one from the others.
 Rule 3: the run ends when too few nodes are left by rule 2.
 """
 
@@ -26,7 +26,7 @@ from ftrun.wire.cluster.membership import Accepted
 def disagreement(
     plan: GenerationPlan, answers: Mapping[str, Accepted]
 ) -> EndRun | dict[str, str] | None:
-    """Why the plan cannot be carried out: the end, or checkpoints to set aside and their reasons.
+    """Why the plan cannot be carried out: the end, or checkpoints to reject and their reasons.
 
     Args:
         plan: whose members have all accepted.
@@ -42,7 +42,7 @@ def disagreement(
     if new := {name: reason for name, reason in bad.items() if name not in known}:
         return new
     if problems:
-        # Where no checkpoint is left, all nodes say the same.
+        # If no checkpoint is left, all nodes report the same problem.
         same = set(problems.values())
         one = f"{', '.join(sorted(problems))}: {next(iter(same))}"
         each = "; ".join(f"{node_id}: {text}" for node_id, text in sorted(problems.items()))
@@ -91,7 +91,6 @@ def notes_of_blind(blind: Mapping[str, str]) -> list[JournalEntry]:
 
 
 def _rejected(accepted: Mapping[str, Accepted]) -> dict[str, str]:
-    """What a node cannot use, and each node that says so."""
     found: dict[str, str] = {}
     for node_id, has in sorted(accepted.items()):
         for name, reason in has.rejected.items():
@@ -101,7 +100,10 @@ def _rejected(accepted: Mapping[str, Accepted]) -> dict[str, str]:
 
 
 def _not_loaded_by_all(accepted: Mapping[str, Accepted]) -> dict[str, str]:
-    """What only some nodes have loaded, but for the oldest; nothing if a node has loaded none."""
+    """Checkpoints that only some nodes have loaded, except the oldest.
+
+    Empty if a node without a problem has loaded none.
+    """
     loaded: dict[str, set[str]] = {}
     steps: dict[str, int] = {}
     for node_id, has in accepted.items():

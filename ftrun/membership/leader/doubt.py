@@ -1,12 +1,13 @@
-"""Whether a lead may have been replaced without knowing it.
+"""The leadership lease: whether a leader may have been replaced without knowing it.
 
 Runs in:  the agent that leads. Pure.
-Takes in: who answers its heartbeats.
-Gives:    the wish to have all ranks wait; after a while, to begin a ballot.
+Takes in: acknowledgements of its heartbeats.
+Gives:    whether all ranks must be suspended; after a while, whether a ballot must begin.
 
-Rule 1: it doubts before anybody could have replaced it, and decides nothing meanwhile.
-Rule 2: where the doubt stays, only a ballot ends it: nodes do not come back, or their agents were
-        started again and cannot say what the ones before them have promised.
+Rule 1: the lease expires before any agent could have replaced this leader. Until the lease is
+        valid again, the leader makes no decisions.
+Rule 2: if the lease stays expired, only a ballot restores it: the nodes do not return, or their
+        agents were restarted and cannot report what their predecessors promised.
 """
 
 from ftrun.membership.leader.failure_detector import FailureDetector
@@ -15,7 +16,7 @@ from ftrun.wire.cluster.generation import GenerationPlan
 
 
 class LeadershipLease:
-    """One lead's doubt about itself."""
+    """The lease of one leader; `is_on` means expired."""
 
     def __init__(self, settings: MembershipSettings) -> None:
         self.is_on = False
@@ -23,11 +24,11 @@ class LeadershipLease:
         self._since_s = 0.0
 
     def look(self, plan: GenerationPlan | None, peers: FailureDetector, *, now_s: float) -> bool:
-        """Whether there is news.
+        """Updates the lease; returns whether its state has changed.
 
         Args:
-            plan: in effect; None where there is nothing to be replaced.
-            peers: who is there.
+            plan: the active plan; None if there is no leadership that could be replaced.
+            peers: the known agents.
             now_s: the time.
         """
         is_on = plan is not None and peers.may_decide_without_me(plan, now_s=now_s)
@@ -37,5 +38,5 @@ class LeadershipLease:
         return True
 
     def stays(self, *, now_s: float) -> bool:
-        """It has lasted for so long that waiting does not end it."""
+        """Whether it has been expired for at least `deadline_s`."""
         return self.is_on and now_s - self._since_s >= self._settings.deadline_s

@@ -1,26 +1,29 @@
-"""Nodes that were asked to leave: whether the run ends, or goes on without them.
+"""Nodes that were asked to leave: whether the run ends, or continues without them.
 
 Runs in:  the agent that leads. Pure.
-Takes in: heartbeats of nodes that got SIGTERM, who is here, time.
-Gives:    the stop of the run, or the mark on those who leave; who may go now.
-Survives: nothing, and need not: a node goes on saying that it was asked, to whoever leads next.
+Takes in: heartbeats of nodes that received SIGTERM, the present nodes, time.
+Gives:    the stop of the run, or the mark on draining nodes; which of them may end now.
+Survives: nothing, and need not: a draining node repeats its notice to every later leader.
 
-A scheduler asks one node to leave (its machine is drained, its pod preempted) by the same signal
-by which it asks them all to stop (a job is cancelled or deleted). Which of the two it is shows by
-who else is asked.
+A scheduler asks one node to leave (its machine is drained, its pod preempted) with the same signal
+with which it asks them all to stop (a job is cancelled or deleted). The set of nodes that received
+the signal distinguishes the two.
 
-Rule 1: where every node is asked, or too few would be left, it is the run that is to stop: at once.
-Rule 2: else it is clear after a while without another notice; the ranks train on meanwhile.
-        Notices that keep coming for long are those of a job that is deleted, node by node.
-Rule 3: both begin in the same way, with a snapshot at a common boundary. So what was taken for a
-        departure can still become a stop, and no step is lost by that.
-Rule 4: whoever leaves is let go when nothing of the run is his any more: others have his ranks,
-        and what they start from is protected among them; or when there is no more time for that.
-Rule 5: this counts for the generation it was found in. A ballot may need what a leaver holds, so
-        it is found anew after each. Protection has looked at every byte; where a node has nobody
-        to protect its state, only a step shows that its ranks have read it, and that it is whole.
-Rule 6: a leaver is let go only after the leader has had the time to change the voters. The vote of
-        the leaver may be needed for that. Without it the run can be left with half of its voters.
+Rule 1: if every node is asked, or too few would be left, the run stops at once.
+Rule 2: otherwise the nodes drain after `NOTICE_S` without another notice; the ranks train in that
+        time. Notices that keep coming for `LIMIT_S` are those of a job that is deleted, node by
+        node.
+Rule 3: both begin in the same way, with a snapshot at a common boundary. A departure can therefore
+        still become a stop, and no step is lost by that.
+Rule 4: a draining node may end when the run no longer needs its state: other nodes have its ranks,
+        and protect the version they started from. It may also end when its time is over.
+Rule 5: this holds only for the generation in which it was found, because a ballot may need the
+        state of a draining node. It is determined again after each ballot. Protection has read
+        every byte. If a node's state has no protection, only a step shows that its ranks have
+        read it, and that it is whole.
+Rule 6: a draining node may end only after the leader had time to change the voters. The vote of
+        the draining node may be needed for that. Without it, the run can be left with half of its
+        voters.
 """
 
 import msgspec
@@ -35,15 +38,15 @@ from ftrun.wire.cluster.generation import GenerationPlan, Identity, NodeCard
 from ftrun.wire.cluster.heartbeats import Heartbeat, LeaderHeartbeat
 
 NOTICE_S = 2.0
-"""Schedulers signal all nodes of a job within less: `scancel` does so at once, Kubernetes deletes
-some twenty pods of a Job in a second."""
+"""Seconds without another notice. Schedulers signal all nodes of a job within less: `scancel` does
+so at once, Kubernetes deletes some twenty pods of a Job in a second."""
 
 LIMIT_S = 10.0
 _SIGTERM = 15
 
 
 class NodeDraining:
-    """One lead's view of who was asked to leave."""
+    """One leader's view of the nodes that were asked to leave."""
 
     def __init__(
         self,
@@ -58,24 +61,22 @@ class NodeDraining:
         self._enrolment = enrolment
         self._asked_s: dict[Identity, float] = {}
         self._leaving: frozenset[Identity] = frozenset()
-        """Those of them without whom the run goes on."""
+        """Those of them without which the run continues."""
         self._last_s = 0.0
         self._safe_s: float | None = None
-        """Since when the run does without them."""
+        """Time since which the run does not need their state."""
         self._freed: frozenset[Identity] = frozenset()
         self._is_stop = False
 
     @property
     def is_under_way(self) -> bool:
-        """Somebody leaves."""
         return bool(self._leaving)
 
     def reset(self) -> None:
-        """A ballot begins: nobody may go by what was found before."""
         self._safe_s, self._freed = None, frozenset()
 
     def note(self, card: NodeCard, beat: Heartbeat, *, now_s: float) -> None:
-        """Keep that this agent was asked to leave; it says so in each heartbeat."""
+        """Records that this agent was asked to leave; each of its heartbeats says so."""
         if beat.leaves and card.identity not in self._asked_s:
             self._asked_s[card.identity] = self._last_s = now_s
             self._tell_oversight()
@@ -83,12 +84,12 @@ class NodeDraining:
     def look(
         self, plan: GenerationPlan | None, unfit: set[str], *, is_settled: bool, now_s: float
     ) -> tuple[list[JournalEntry], list[SupervisorCommand]]:
-        """Decide, once it is clear.
+        """Decides between draining and stopping, when it is clear.
 
         Args:
             plan: the newest generation.
             unfit: nodes that may not run ranks.
-            is_settled: its ranks run. Else a stop waits for whoever has to know of it.
+            is_settled: its ranks run. If not, a stop waits until the generation is settled.
             now_s: the time.
         """
         here = {peer.card.identity for peer in self._peers if not peer.lost}
@@ -100,7 +101,7 @@ class NodeDraining:
         why = self._why_to_stop(plan, here, unfit) if asked else ""
         if not why and new and now_s - self._last_s >= NOTICE_S:
             self._leaving = asked
-            self._safe_s = None  # a leaver votes: the roster without it comes first, rule 6
+            self._safe_s = None  # Rule 6: a draining node votes until the voters change
             names = ", ".join(sorted(node_id for node_id, _ in new))
             text = f"asked to leave: {names}; the run goes on without"
             notes.append(JournalEntry("Leaving", text, say=True))
@@ -121,8 +122,8 @@ class NodeDraining:
         return notes, self._oversight.stop(_SIGTERM, why, now_s=now_s)
 
     def tell(self, body: LeaderHeartbeat) -> LeaderHeartbeat:
-        """The same heartbeat, with those who may go."""
-        # A node that has left may be back: its new agent was not asked.
+        """Adds the draining nodes that may end now to a heartbeat."""
+        # A drained node may have returned: its new agent was not asked to leave.
         here = self._freed & {peer.card.identity for peer in self._peers}
         leave = tuple(sorted(node_id for node_id, _ in here))
         return msgspec.structs.replace(body, leave=leave) if leave else body
@@ -130,7 +131,6 @@ class NodeDraining:
     def _why_to_stop(
         self, plan: GenerationPlan | None, here: set[Identity], unfit: set[str]
     ) -> str:
-        """Why this is the end of the run; empty where it may go on."""
         asked, wishes = self._asked_s.keys(), self._settings.wishes
         if here <= asked:
             return "every node is asked to stop"
@@ -145,13 +145,12 @@ class NodeDraining:
         return ""
 
     def _let_go(self, plan: GenerationPlan | None, now_s: float, *, is_settled: bool) -> None:
-        """Find out who may go: rules 4 and 5."""
         is_safe = is_settled and self._is_safe()
         if not is_safe or self._enrolment.wanted is not None:
             self._safe_s = None
         elif self._safe_s is None:
             self._safe_s = now_s
-        # Whether fewer votes are better without those who leave is looked at twice a heartbeat.
+        # Rule 6: the voters are re-evaluated twice per heartbeat period.
         has_settled = (
             self._safe_s is not None and now_s - self._safe_s >= self._settings.heartbeat_s
         )
@@ -161,7 +160,7 @@ class NodeDraining:
         self._freed = frozenset(who for who in free if who[0] not in members)
 
     def _is_safe(self) -> bool:
-        """What the generation that runs has started from is whole, and among its members."""
+        """Whether the members hold, whole, the state that their generation started from."""
         reports = self._oversight.reports
         has_stepped = reports.steps_here > 0
         if self._oversight.orders.committed is None:

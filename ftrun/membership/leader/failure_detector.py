@@ -1,18 +1,20 @@
-"""The lead's view of the other agents: who is there, who is silent, who hears it.
+"""The leader's view of the other agents: connections, heartbeats, and acknowledgements.
 
-Runs in:  the agent that leads, or that tries to. Pure.
+Runs in:  the agent that leads, or that proposes itself. Pure.
 Takes in: connections, heartbeats, time.
-Gives:    who is lost, whom to dial, whether this lead may have been replaced.
+Gives:    which nodes are lost, which to dial, whether this leader may have been replaced.
 
-Rule 1: a closed connection leads to one dial. A node that refuses is lost at once; no answer means
-        silent, and silence counts after the deadline. Neither proves that an agent is dead.
-Rule 2: who does not hear the lead is as silent as one that is not heard, so every heartbeat is
-        answered with its number. What cannot be seen from one side alone, such as a network that
-        passes one way only, is seen by both at the same time.
-Rule 3: silence counts from when this process could hear; it may have stood still itself. What
-        others may have decided meanwhile does not wait for that.
-Rule 4: a voter that was started again could not have helped to replace this lead only if it had
-        heard the lead until just before. Otherwise it may have, whatever runs on its node now.
+Rule 1: a closed connection leads to one dial. A node that refuses is lost at once. A node that does
+        not answer is lost after the deadline. Neither proves that an agent is dead.
+Rule 2: a node that cannot receive from the leader counts as failed too. Each heartbeat therefore
+        acknowledges the number of the last leader heartbeat it received. A fault that one side
+        alone cannot see, such as a network that passes one direction only, is seen by both sides
+        at the same time.
+Rule 3: the time without a heartbeat counts only while this process could receive, because it may
+        have been paused itself. Decisions of other agents during that pause do not wait for it.
+Rule 4: a restarted voter cannot have helped to replace this leader only if its last incarnation had
+        acknowledged the leader until shortly before. Otherwise it may have helped, whatever runs
+        on its node now.
 """
 
 from collections.abc import Iterator
@@ -27,77 +29,77 @@ from ftrun.wire.cluster.generation import GenerationPlan, Identity, NodeCard
 from ftrun.wire.cluster.heartbeats import Heartbeat
 
 AWAIT_SILENT_S = 10.0
-"""After a good end the lead stays so long for nodes that fell silent shortly before."""
+"""Seconds that a leader waits after a good end for nodes that were lost shortly before."""
 
 _LONG_AGO_S = -1e9
 
 
 @dataclass
 class PeerState:
-    """What the lead knows of another agent, or of its own."""
+    """The leader's state of one agent, its own included."""
 
     card: NodeCard
     heard_s: float
-    """When it was last heard."""
+    """Time of its last message."""
     acked_s: float
-    """When that heartbeat left which is the newest that it has answered."""
+    """When this leader sent the newest heartbeat that the agent has acknowledged."""
     met_s: float
-    """When the connection was made, over whichever rail."""
+    """When the current connection was made, over any rail."""
     here_s: float
-    """Since when there is one: another one in its place, over another rail, is no break."""
+    """Time since which it is connected; a connection over another rail that replaces it is no
+    break."""
     linked: bool = False
     closed_s: float = 0.0
-    """Since when there is none; 0: there is one, or there never was."""
+    """Time since which it is not connected; 0: it is, or never was."""
     refused: bool = False
-    """Its kernel says that no agent is there, or a firewall does."""
+    """Its kernel, or a firewall, reports that no agent is listening."""
     was_silent: bool = False
-    """It was lost because it was silent: that node or this one may have been cut off."""
+    """It was lost for missing heartbeats: that node or this one may have been cut off."""
     lost: str = ""
-    """Why it counts as lost; empty while it does not."""
+    """Why it counts as lost; empty if it does not."""
     lost_s: float = _LONG_AGO_S
     dialled_s: float = _LONG_AGO_S
     asked_s: float = _LONG_AGO_S
     beat_number: int = 0
     promised: int = -1
-    """The highest number that it has promised anyone."""
+    """The highest number that it has promised to any proposer."""
     is_mute: bool = False
-    """It is there, but has not answered when it was asked: nobody waits for it."""
+    """It is connected but did not answer a prepare or accept in time: no ballot waits for it."""
     is_leaving: bool = False
-    """It was asked to leave, and the run goes on without it."""
+    """It is draining, and the run continues without it."""
     has_left: bool = False
-    """It has left: it counts as lost, and as no failure."""
+    """It has drained: it counts as lost, but not as failed."""
     fitness: NodeFitness | None = None
-    """Of its newest check; None: it has made none, or has not said yet."""
+    """Result of its newest check; None: no check, or not reported yet."""
 
 
 @dataclass
 class FailureDetector:
-    """All agents that the lead knows of, its own included."""
+    """All agents known to the leader, its own included."""
 
     me: NodeCard
     settings: MembershipSettings
     witness: WitnessView = field(default_factory=WitnessView)
     by_id: dict[str, PeerState] = field(default_factory=dict)
     has_met: bool = True
-    """This agent has been with others since it was started."""
+    """This agent has been connected to others since it started."""
     _number: int = 0
     clocks: dict[str, ClockOffset] = field(default_factory=dict)
-    """Of each node against ours, by node id."""
+    """Clock offset of each node against this one, by node id."""
     _left_s: dict[int, float] = field(default_factory=dict)
     _awake_s: float = _LONG_AGO_S
     _faithful: set[Identity] = field(default_factory=set)
-    """Agents that are dead, and had not stopped hearing this lead."""
+    """Ended agents that acknowledged this leader until shortly before they ended."""
 
     def __iter__(self) -> Iterator[PeerState]:
         return iter(list(self.by_id.values()))
 
     @property
     def here(self) -> list[NodeCard]:
-        """Nodes that are connected and not lost."""
         return [peer.card for peer in self if peer.linked and not peer.lost]
 
     def is_heard(self, node_id: str, *, now_s: float) -> bool:
-        """Its last message is not older than two heartbeats."""
+        """Whether its last message is less than two heartbeat periods old."""
         peer = self.get(node_id)
         if peer is None or peer.lost:
             return False
@@ -108,14 +110,15 @@ class FailureDetector:
         return self.by_id.get(node_id)
 
     def put(self, card: NodeCard, *, now_s: float, linked: bool, has_answered: bool) -> PeerState:
-        """Know this agent from now on, and no other one of its node.
+        """Adds this agent, in place of any earlier agent of its node.
 
         Args:
             card: of the agent.
             now_s: the time.
-            linked: there is a connection to it.
-            has_answered: it may be taken for one that hears this lead. Who was lost and is back
-                has perhaps promised another one meanwhile, and is not, until it answers.
+            linked: it is connected.
+            has_answered: it may count as acknowledging this leader from now on. A node that was
+                lost and has returned may have promised another proposer in between. It does not
+                count until it acknowledges a heartbeat.
         """
         old = self.by_id.get(card.node_id)
         if old is not None and old.card.incarnation != card.incarnation:
@@ -126,7 +129,6 @@ class FailureDetector:
         return peer
 
     def has_successor(self, who: Identity) -> bool:
-        """Another agent runs on its node."""
         peer = self.by_id.get(who[0])
         return peer is not None and peer.card.incarnation != who[1]
 
@@ -135,14 +137,14 @@ class FailureDetector:
         return peer is not None and peer.refused
 
     def to_hear_the_end(self, ended_s: float, *, is_done: bool, now_s: float) -> set[str]:
-        """Who is still waited for: nodes that are here, and those that were lost shortly before.
+        """The nodes that must still acknowledge the end: connected ones, and recently lost ones.
 
-        The latter only of a run that is done: their agents may be started again, or were cut off,
-        and would look for a run that is over.
+        Lost nodes are awaited only if the run is done. Their agents may be restarting or were cut
+        off, and would look for a run that is over.
 
         Args:
-            ended_s: when its end was said first. Who refuses since then has heard it.
-            is_done: nobody is in a hurry to see it end.
+            ended_s: when the end was first sent. A node that refuses since then has received it.
+            is_done: the run ended well, so the wait harms nothing.
             now_s: the time.
         """
         limit_s = 2 * self.settings.deadline_s
@@ -153,7 +155,7 @@ class FailureDetector:
             if one.linked and not one.lost:
                 until_s = min(max(one.here_s, ended_s), latest_s) + limit_s
             elif is_done and one.lost_s > ended_s - limit_s:
-                was_here = one.lost_s >= ended_s  # it has heard of the end, and has gone
+                was_here = one.lost_s >= ended_s  # it has received the end, and ended
                 dead_until_s = ended_s if was_here else ended_s + limit_s
                 until_s = dead_until_s if one.refused else latest_s
             if now_s < until_s:
@@ -172,7 +174,7 @@ class FailureDetector:
         peer.heard_s = peer.met_s = now_s
 
     def endpoints_without_agent(self) -> list[tuple[str, int]]:
-        """Rendezvous endpoints at which no agent that is here listens."""
+        """Rendezvous endpoints at which no agent of this run listens."""
         cards = [peer.card for peer in self if not peer.lost]
         here = {card.further_endpoint for card in cards if card.endpoint or card.further_endpoint}
         return [one for at, one in enumerate(self.settings.endpoints) if at not in here]
@@ -183,11 +185,12 @@ class FailureDetector:
 
     @property
     def are_gone(self) -> bool:
-        """Nobody of the run is left: it ended while this agent was started again, or cut off.
+        """Whether all others have ended: the run ended while this agent restarted or was cut off.
 
-        The machines of all others say that no agent is there. If this agent has been with them, a
-        firewall may say so too, or they may come back. Then one of them must have been silent
-        before, and they must be enough to have gone on without it.
+        The machines of all others refuse the connection. If this agent has been connected to them,
+        a firewall may refuse as well, or they may return. In that case, one of them must have been
+        lost for missing heartbeats, and there must be at least two, so that they could have
+        continued without it.
         """
         others = [one for one in self if one.card.node_id != self.me.node_id]
         was_apart = len(others) > 1 and any(one.was_silent for one in others)
@@ -197,7 +200,6 @@ class FailureDetector:
     # --- heartbeats ---------------------------------------------------------------------------
 
     def next_number(self, *, now_s: float) -> int:
-        """The number of the heartbeat that leaves now."""
         self._number += 1
         self._left_s[self._number] = now_s
         limit_s = 2 * self.settings.deadline_s
@@ -206,7 +208,7 @@ class FailureDetector:
         return self._number
 
     def beat(self, peer: PeerState, beat: Heartbeat, *, now_s: float) -> bool:
-        """Whether this heartbeat says something newer than the last one."""
+        """Records a heartbeat; returns whether it is newer than the last one."""
         left_s = self._left_s.get(beat.heard, _LONG_AGO_S)
         peer.acked_s = max(peer.acked_s, left_s)
         if left_s > _LONG_AGO_S and beat.heard_s and beat.number > peer.beat_number:
@@ -219,18 +221,18 @@ class FailureDetector:
         return True
 
     def stood_still(self, *, now_s: float) -> None:
-        """This process could hear nobody until now."""
+        """Records that this process was paused until now."""
         self._awake_s = now_s
 
-    # --- silence ------------------------------------------------------------------------------
+    # --- time without heartbeats --------------------------------------------------------------
 
     def silent_s(self, peer: PeerState, *, now_s: float) -> float:
-        """For how long it was not heard, or has not heard us."""
+        """Seconds without its messages or without its acknowledgements."""
         since_s = max(min(peer.heard_s, peer.acked_s), peer.met_s, self._awake_s)
         return now_s - since_s
 
     def is_member_late(self, plan: GenerationPlan, *, now_s: float) -> bool:
-        """Whether a node that runs ranks has missed a heartbeat, and may be about to be lost."""
+        """Whether a node that runs ranks has missed a heartbeat, and may soon be lost."""
         late_s = 2 * self.settings.heartbeat_s
         members = [self.by_id.get(node.node_id) for node in plan.members]
         return any(
@@ -248,7 +250,7 @@ class FailureDetector:
         return True
 
     def may_decide_without_me(self, plan: GenerationPlan, *, now_s: float) -> bool:
-        """Whether the voters that may have stopped hearing this lead could replace it."""
+        """Whether the voters that may not receive from this leader could replace it."""
         limit_s = self.settings.cut_off_s
         unheard = 0
         for card in plan.voters:
@@ -259,7 +261,9 @@ class FailureDetector:
             if peer is None or not is_here or now_s - peer.acked_s >= limit_s:
                 unheard += 1
             elif peer.promised > plan.generation:
-                unheard += 1  # it hears us, and is bound to another proposer
+                # It receives our heartbeats but has promised a higher ballot, so it may vote for
+                # another leader.
+                unheard += 1
         if plan.witness and not self.witness.holds(plan.witness, limit_s, now_s=now_s):
             unheard += 1
         return 2 * unheard > len(electorate_of(plan))

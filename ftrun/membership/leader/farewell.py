@@ -1,8 +1,8 @@
-"""How a run ends: who must still hear of it before the lead goes.
+"""The end of a run: which nodes must acknowledge it before the leader ends.
 
 Runs in:  the agent that leads. Pure.
-Takes in: the end, who has said that it has ended.
-Gives:    the lead's own end, once it may end too; the outside witness forgets the run then.
+Takes in: the end, acknowledgements of the nodes.
+Gives:    the leader's own end, when it is due; the witness forgets the run at that time.
 """
 
 from collections.abc import Collection
@@ -13,15 +13,16 @@ from ftrun.recovery.commands import Command, EndRun, WitnessOperation
 
 
 class RunShutdown:
-    """One lead's end."""
+    """The end of the run, as one leader carries it out."""
 
     def __init__(self, peers: FailureDetector) -> None:
         self.ending: EndRun | None = None
-        """How the run ends, once that is known."""
+        """How the run ends; None while it continues."""
         self.is_for_all = False
-        """Who ends it led a generation in effect: no other part of the run goes on."""
+        """The leader led an active generation when it began the end: no other part of the run
+        continues."""
         self.audience: frozenset[str] | None = None
-        """Nodes that are to end; None: all. A leader that gives up ends only its own followers."""
+        """Nodes that must end; None: all. A leader that gives up ends only its own followers."""
         self._peers = peers
         self._since_s = 0.0
         self._ended: set[str] = set()
@@ -39,19 +40,18 @@ class RunShutdown:
 
     @property
     def ends_the_run(self) -> bool:
-        """No other part of the run goes on."""
+        """Whether no other part of the run continues."""
         return self.ending is not None and self.audience is None
 
     def is_told(self, node_id: str) -> bool:
-        """Whether this node is to hear of the end, if there is one."""
+        """Whether this node receives heartbeats: always, until only the audience does."""
         return self.ending is None or self.audience is None or node_id in self.audience
 
     def has_ended(self, node_id: str) -> None:
-        """This node has heard it, and is done."""
         self._ended.add(node_id)
 
     def look(self, *, now_s: float) -> list[Command]:
-        """End here too, once all have heard that it is over, or have had the time to."""
+        """Ends this agent too, after all nodes have acknowledged the end or had the time to."""
         if self.ending is None:
             return []
         since_s, is_done = self._since_s, self.ending.exit_code == ExitCode.DONE
@@ -59,7 +59,7 @@ class RunShutdown:
         others -= {self._peers.me.node_id, *self._ended}
         if any(self.is_told(node_id) for node_id in others):
             return []
-        # Not before: an agent that is being started again finds us there, and hears of the end.
+        # Not earlier: a restarting agent finds this leader at the witness, and learns of the end.
         forget = (
             self._peers.witness.ask(WitnessOperation.FORGET, now_s=now_s) if self.is_for_all else []
         )

@@ -1,4 +1,4 @@
-"""The leader: which nodes are here, which are lost, and what follows for the run.
+"""The leader: which nodes are present, which are lost, and what follows for the run.
 
 Runs in:  the agent that leads or proposes itself. Pure.
 Takes in: connections, promises, heartbeats, time.
@@ -49,11 +49,11 @@ from ftrun.wire.cluster.messages import RoadWord
 
 _RESTARTED = "its agent was started again"
 _ASK_AGAIN_PLACE = 4
-"""Place in the order of proposers that sets the wait before nodes are asked again."""
+"""Position in the succession whose wait applies before nodes are asked again."""
 
 
 class Leader:
-    """One agent's leadership, from the moment it proposes itself."""
+    """The leadership of one agent, from the moment it proposes itself."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class Leader:
         links: Mapping[str, int],
         witness: WitnessView,
     ) -> None:
-        # `unsure` is the newest plan that this agent has accepted: it may have taken effect.
-        # `links` has the incarnations of the agents that are connected, by node id.
+        # `unsure` is the newest plan that this agent has accepted: it may have been chosen.
+        # `links` has the incarnations of the connected agents, by node id.
         self.me = me
         self.settings = settings
         self.oversight = oversight
@@ -84,13 +84,13 @@ class Leader:
         self.screening = Admission(settings, self.known)
         self.roads = GuardedPathMonitor(me.node_id, settings.network, self.known)
         self._history_of = -1
-        """The newest generation whose lead's history this one goes on from."""
+        """The newest generation whose failure history this leader has taken over."""
         self._draining = NodeDraining(settings, self.known, oversight, self._enrolment)
         self._is_effective = False
-        """A generation of this lead has taken effect."""
+        """A generation of this leader has been chosen."""
         self._doubt = LeadershipLease(settings)
         self._untold: dict[str, str] = {}
-        """Why members were lost of which the supervisor does not know yet."""
+        """Lost members not yet reported to the supervisor, with the reasons."""
         self._look_s = 0.0
 
     @property
@@ -103,18 +103,17 @@ class Leader:
 
     @property
     def is_doubtful(self) -> bool:
-        """This lead may have been replaced without knowing it."""
+        """Whether the leadership lease has expired: another leader may have been chosen."""
         return self._doubt.is_on
 
     @property
     def is_settled(self) -> bool:
-        """It leads a generation that has taken effect, and wants no other."""
+        """Whether it leads a chosen generation and proposes no other."""
         return self._is_effective and self.ballot is None and self.ending is None
 
-    # --- who is there -------------------------------------------------------------------------
+    # --- connections --------------------------------------------------------------------------
 
     def add(self, card: NodeCard, *, now_s: float, linked: bool, knows: int = -1) -> list[Command]:
-        """A node has come that knows of this generation, or an agent was started again on one."""
         found: list[Command] = []
         old = self.known.get(card.node_id)
         if old is not None and old.card.incarnation != card.incarnation and not old.lost:
@@ -135,7 +134,7 @@ class Leader:
         return self._links.get(card.node_id) == card.incarnation
 
     def meet(self, card: NodeCard, *, now_s: float) -> list[Command]:
-        """Somebody has named this agent: a voter, or another proposer."""
+        """Adds an agent that a message named: a voter, or another proposer."""
         peer = self.known.get(card.node_id)
         is_known = peer is not None and (not peer.lost or peer.card.identity == card.identity)
         if is_known or card.node_id == self.me.node_id:
@@ -143,7 +142,7 @@ class Leader:
         return self.add(card, now_s=now_s, linked=self.has_link(card))
 
     def opened(self, node_id: str, incarnation: int, *, now_s: float) -> list[Command]:
-        """There is a connection. Whoever is new, or was lost, is told who leads."""
+        """Handles a new connection; sends the leader's card to a new or lost node."""
         peer = self.known.get(node_id)
         if peer is None:
             return [self._lead_is(node_id)]
@@ -157,7 +156,7 @@ class Leader:
         return [*self._election.ask(peer, now_s=now_s), *told]
 
     def back_again(self, peer: PeerState, *, now_s: float) -> list[Command]:
-        """A node that was lost is heard again: it comes in anew, beside what has gone on."""
+        """Adds a lost node that sends messages again; the active generation continues."""
         return [*self.add(peer.card, now_s=now_s, linked=True), self._lead_is(peer.card.node_id)]
 
     def _lead_is(self, node_id: str) -> Send:
@@ -200,7 +199,7 @@ class Leader:
         found: list[Command] = [note]
         self.oversight.note_failure(node_id, now_s=now_s, fault_s=peer.closed_s or peer.heard_s)
         if self.ending is not None:
-            return found if not peer.refused else []  # it was told of the end, and has gone
+            return found if not peer.refused else []  # it has received the end, and has ended
         if was_member:
             self._untold[node_id] = why
         if self.ballot is not None:
@@ -214,7 +213,7 @@ class Leader:
     # --- a ballot -----------------------------------------------------------------------------
 
     def succeed(self, lost: set[str], why: str, known_s: float, *, now_s: float) -> list[Command]:
-        """Take over after `lost`, with a plan known since `known_s`; or begin the first one."""
+        """Takes over after the nodes `lost`, with a plan known since `known_s`, or begins a run."""
         self._take_history(self.unsure or self.plan, now_s, known_s)
         if self.plan is not None:
             self.roads.know(self.plan.voters)
@@ -228,7 +227,6 @@ class Leader:
         return self.propose(why, now_s=now_s)
 
     def propose(self, why: str, *, now_s: float) -> list[Command]:
-        """Begin a ballot for the next generation."""
         self._changes.reset()
         self._enrolment.reset()
         self._draining.reset()
@@ -254,7 +252,6 @@ class Leader:
         return self._check(now_s) if self._election.accepted(node_id, body) else []
 
     def _enrolled(self, node_id: str, body: Accepted, now_s: float) -> list[Command]:
-        """A voter has accepted another roster of the generation that runs."""
         peer = self.known.get(node_id)
         if peer is None or self.plan is None or not self.is_settled:
             return []
@@ -264,10 +261,9 @@ class Leader:
         self.plan, self.unsure = plan, None
         return [note_of(plan), *self.heartbeat(now_s=now_s)]
 
-    # --- the outside witness ------------------------------------------------------------------
+    # --- the witness --------------------------------------------------------------------------
 
     def ask_witness(self, *, now_s: float) -> list[Command]:
-        """Say there who leads, so that nobody else is promised anything."""
         leads = self.is_settled or self.farewell.is_for_all
         return self._election.keep_witness(self.plan if leads else None, now_s=now_s)
 
@@ -277,7 +273,6 @@ class Leader:
         return [one for card in named for one in self.meet(card, now_s=now_s)] + self._check(now_s)
 
     def _check(self, now_s: float) -> list[Command]:
-        """Take the ballot as far as it goes."""
         ballot = self.ballot
         if ballot is None or self.ending is not None:
             return []
@@ -294,7 +289,6 @@ class Leader:
                 return self._election.hold_up(now_s=now_s)
 
     def _plan_it(self, ballot: Ballot, now_s: float) -> list[Command]:
-        """All who are here have promised: say what the next generation is to be."""
         if self.oversight.stop_signal:
             return self._end(self.oversight.stopped(), now_s)
         known = [one for one in (ballot.newest_plan(), self.plan, self.unsure) if one is not None]
@@ -321,7 +315,7 @@ class Leader:
             waited_s=self.pause.waited_s(now_s=now_s),
         )
         if isinstance(plan, RestoreStateMissing):
-            # What a node has told of its memory may have changed: SMPs go on with what they began.
+            # A node's reported holdings may have changed: its SMP completes what it began.
             self._election.begin_again(ballot.why, _ASK_AGAIN_PLACE, now_s=now_s)
             return self.pause.begin(plan.why, now_s=now_s, end=plan.end)
         if isinstance(plan, EndRun):
@@ -346,7 +340,7 @@ class Leader:
         self.plan, self.unsure, self._is_effective = plan, None, True
         self._untold.clear()
         self.pause.over()
-        self._doubt_oneself(now_s)  # acceptances may be old where this process has stood still
+        self._doubt_oneself(now_s)  # acceptances may be old if this process was paused
         self.oversight.begin(plan, now_s=now_s)
         self.roads.begin()
         notes = self.oversight.incidents.take_notes() + self.screening.compare(plan)
@@ -368,7 +362,6 @@ class Leader:
     # --- a generation -------------------------------------------------------------------------
 
     def beat(self, node_id: str, body: Heartbeat, *, now_s: float) -> list[Command]:
-        """How things are on a node."""
         peer = self.known.get(node_id)
         if peer is None or not self.known.beat(peer, body, now_s=now_s):
             return []
@@ -379,14 +372,13 @@ class Leader:
         place = place_of(self.me.node_id, self.plan)
         self._election.note_promise(peer, body.promised, plan, place, now_s=now_s)
         if not self.is_settled or self.is_doubtful:
-            self.oversight.note(node_id, body)  # rule 3; what counts is said again
+            self.oversight.note(node_id, body)  # Rule 3: heartbeats repeat the state
             is_stopped = self.oversight.stop_signal and self.pause.is_on
             return self._give_up(self.oversight.stopped(), now_s) if is_stopped else []
         found = self._decide(self.oversight.beat(node_id, body, now_s=now_s), now_s)
         return found + self._go_on(now_s)
 
     def heartbeat(self, *, now_s: float) -> list[Command]:
-        """How things are, to everyone who is here."""
         body = self._heartbeat(now_s)
         return [Send(one, body) for one in self.known.linked if self.farewell.is_told(one)]
 
@@ -398,7 +390,6 @@ class Leader:
         return self._draining.tell(self.screening.ask(body))
 
     def passing(self, *, now_s: float) -> list[Command]:
-        """What is due."""
         found: list[Command] = []
         if now_s >= self._look_s:
             self._look_s = now_s + self.settings.heartbeat_s / 2
@@ -428,7 +419,6 @@ class Leader:
         return found
 
     def _drain(self, now_s: float) -> list[Command]:
-        """Nodes were asked to leave: the run goes on without them, or is to stop."""
         if self.is_doubtful or self.ending is not None:
             return []
         unfit = self.screening.barred(self.oversight.set_aside(now_s=now_s))
@@ -436,7 +426,7 @@ class Leader:
         return [*notes, *(self._decide(stop, now_s) if stop else [])]
 
     def _doubt_oneself(self, now_s: float) -> bool:
-        """Whether this lead may have been replaced; True where that is news."""
+        """Updates the leadership lease; returns True if it has just expired or been regained."""
         return self._doubt.look(self.plan if self.ballot is None else None, self.known, now_s=now_s)
 
     def _watch(self, peer: PeerState, now_s: float) -> list[Command]:
@@ -451,7 +441,7 @@ class Leader:
 
     def _go_on(self, now_s: float) -> list[Command]:
         plan, may_follow = self.plan, self.oversight.waits_for_cause
-        # Ranks have failed, perhaps because of a node that is not heard just now.
+        # Ranks have failed, perhaps because of a node that has just missed a heartbeat.
         is_late = plan is not None and may_follow and self.known.is_member_late(plan, now_s=now_s)
         if self.is_doubtful or is_late:
             return []
@@ -471,7 +461,6 @@ class Leader:
         return found + self._spread(now_s)
 
     def _decide(self, commands: list[SupervisorCommand], now_s: float) -> list[Command]:
-        """Carry out the supervisor's commands, as far as they are the lead's to carry out."""
         found: list[Command] = []
         for command in self.oversight.stands_for(commands):
             if isinstance(command, EndRun):
@@ -481,11 +470,10 @@ class Leader:
         return found + self.oversight.incidents.take_notes() + self._spread(now_s)
 
     def _spread(self, now_s: float) -> list[Command]:
-        """New orders go out at once."""
         return self.heartbeat(now_s=now_s) if self.oversight.has_new_orders() else []
 
     def _give_up(self, end: EndRun, now_s: float) -> list[Command]:
-        """End here and on the nodes that have promised this leader; a majority may go on."""
+        """Ends this node and the nodes that promised this leader; a majority may continue."""
         return self._end(end, now_s, self._election.followers | {self.me.node_id})
 
     def _end(

@@ -1,8 +1,8 @@
-"""A run that cannot go on for now: too few nodes, or too few that may decide.
+"""The pause of a run: too few nodes to run ranks, or too few voters to decide.
 
-Runs in:  the agent that leads, or that tries to. Pure.
-Takes in: what is missing, and how the run ends if that does not come.
-Gives:    a line for the operator where the reason is news; the end, once the limit has passed.
+Runs in:  the agent that leads, or that proposes itself. Pure.
+Takes in: what is missing, and how the run ends if it stays missing.
+Gives:    a line for the operator when the reason changes; the end of the run after the limit.
 """
 
 from dataclasses import replace
@@ -11,13 +11,13 @@ from ftrun.errors import ExitCode
 from ftrun.recovery.commands import Command, EndRun, JournalEntry
 
 PUT_OFF_S = 10.0
-"""A node that has come gets this long to make the run go on."""
+"""Seconds that a node has after it joined to let the run continue."""
 
 _MOST_PUT_OFF_S = 60.0
-"""Nodes that come again and again keep a run no longer than this beyond its limit."""
+"""Seconds by which nodes that join repeatedly can extend a pause beyond its limit."""
 
 GONE_S = 60.0
-"""A scheduler that starts all nodes again at once has done so within this."""
+"""Seconds within which a scheduler that restarts all nodes at once has done so."""
 
 _GONE = (
     "nobody of this run is left: the machines of all its other nodes refuse the connection. It "
@@ -30,7 +30,7 @@ _GONE_ADVICE = (
 
 
 class NodeWait:
-    """One lead's wait for nodes."""
+    """The wait of one leader for nodes."""
 
     def __init__(self, limit_s: float) -> None:
         self.why = ""
@@ -45,12 +45,12 @@ class NodeWait:
         return self._since_s is not None
 
     def begin(self, why: str, *, now_s: float, end: EndRun | None = None) -> list[Command]:
-        """The run waits; again where something else is missing by now.
+        """Pauses the run, or updates the reason of the pause.
 
         Args:
             why: in words.
             now_s: the time.
-            end: what becomes of the run where the wait is in vain; else it lacks nodes.
+            end: how the run ends if the wait fails; None: too few nodes.
         """
         self._end = end or EndRun(ExitCode.NOT_ENOUGH_NODES, "")
         if self._since_s is None:
@@ -62,7 +62,6 @@ class NodeWait:
         return [JournalEntry("Paused", text, {}, say=True)]
 
     def put_off(self, *, now_s: float) -> None:
-        """A node has come: the wait may be about to end."""
         if self._since_s is not None:
             latest_s = self._since_s + self._limit_s + _MOST_PUT_OFF_S
             self._not_before_s = min(now_s + PUT_OFF_S, latest_s)
@@ -71,15 +70,14 @@ class NodeWait:
         return 0.0 if self._since_s is None else now_s - self._since_s
 
     def over(self) -> None:
-        """The run goes on."""
         self._since_s, self.why = None, ""
 
     def given_up(self, *, now_s: float, are_gone: bool = False) -> EndRun | None:
-        """The end of the run, where it has waited for too long.
+        """The end of the run, if it has paused for too long.
 
         Args:
             now_s: the time.
-            are_gone: nobody of the run is left, as far as this agent can see.
+            are_gone: no other node of the run is left, as far as this agent can tell.
         """
         if self._since_s is None:
             return None

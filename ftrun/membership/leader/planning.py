@@ -1,9 +1,9 @@
-"""From promises to a plan: who runs what, from which version, protected by whom.
+"""From promises to a plan: which node runs which ranks, from which version, in which groups.
 
 Runs in:  the agent that leads. Pure.
-Takes in: the promises of a ballot, the places of its nodes, the last plan.
-Gives:    a `GenerationPlan`; or what state is missing; or the end of the run, where it cannot be
-          had.
+Takes in: the promises of a ballot, the rank assignment of its nodes, the last plan.
+Gives:    a `GenerationPlan`; or which state is missing; or the end of the run, if the state is
+          lost.
 """
 
 import math
@@ -27,11 +27,11 @@ from ftrun.wire.cluster.membership import Promise
 
 @dataclass(frozen=True, slots=True)
 class RestoreStateMissing:
-    """There was something to go on from, and nodes that may hold it are not here."""
+    """A version to restore exists, and nodes that may hold it are missing."""
 
     why: str
     end: EndRun
-    """Where they do not come."""
+    """How the run ends if they do not return."""
 
 
 def make_plan(
@@ -44,16 +44,16 @@ def make_plan(
     history: FailureHistory,
     waited_s: float,
 ) -> GenerationPlan | RestoreStateMissing | EndRun:
-    """The generation that this ballot is to bring about.
+    """The generation that this ballot is to have chosen.
 
     Args:
         ballot: promised.
-        places: of its nodes.
-        previous: the newest plan that is known.
+        places: the rank assignment of its nodes.
+        previous: the newest known plan.
         settings: of the run.
         lead: node id of the proposer.
-        history: what the next lead is to know.
-        waited_s: since the ballot began.
+        history: the failure history for the next leader.
+        waited_s: seconds for which the run has paused.
     """
     promises = ballot.promises
     choice = _choose(promises, places, previous, history)
@@ -97,7 +97,7 @@ def _choose(
     previous: GenerationPlan | None,
     history: FailureHistory,
 ) -> RestoreChoice:
-    """The version to resume from, that also the nodes with new ranks can get."""
+    """The version to resume from, which the nodes with new ranks can get too."""
 
     def of(nodes: Collection[str]) -> RestoreChoice:
         return choose(
@@ -129,7 +129,11 @@ def _choose(
 def _skipped_batches(
     choice: RestoreChoice, previous: GenerationPlan | None, history: FailureHistory
 ) -> int:
-    """What came after the version and led to bad numbers; again where that did not get anywhere."""
+    """Batches to skip after the version, because they led to bad numbers.
+
+    If the version is that of the last generation, they are skipped in addition to its skipped
+    batches.
+    """
     if choice.version is None:
         return 0
     is_same = previous is not None and _pair(choice.version) == previous.restore
@@ -140,11 +144,11 @@ def _skipped_batches(
 def _cannot_begin(
     choice: RestoreChoice, problem: str, settings: MembershipSettings, waited_s: float
 ) -> RestoreStateMissing | EndRun | None:
-    """What is lost is waited for, or is the end; nothing where something older will do.
+    """Waits for lost state, or ends the run; None if an older version serves.
 
-    With checkpoints the wait is for nodes that are only started again. An older version in
-    memory, or the beginning where no commit is known, is taken shortly before the pause would
-    end the run.
+    With checkpoints, the wait is for nodes that are only restarting. Without them, an older version
+    in memory, or the start if no commit is known, is used shortly before the pause would end the
+    run.
     """
     end = _lost(problem)
     limit_s = 2 * settings.deadline_s + settings.settle_s
@@ -167,13 +171,13 @@ def _why(choice: RestoreChoice, problem: str, previous: GenerationPlan | None) -
     if choice.version is not None:
         return choice.why
     if not problem and previous is not None and previous.restore is None:
-        # It begins where the last one began, and for the same reason.
+        # It starts where the last generation started, for the same reason.
         return previous.restore_why
     return problem or choice.why
 
 
 def _what_is_lost(choice: RestoreChoice, ballot: Ballot, previous: GenerationPlan | None) -> str:
-    """What there was to go on from and cannot be had, in words; empty where there is nothing."""
+    """The lost version in words; empty if there is none."""
     if choice.wanted is not None:
         if choice.version is not None:
             return choice.why
@@ -181,7 +185,7 @@ def _what_is_lost(choice: RestoreChoice, ballot: Ballot, previous: GenerationPla
         return f"{choice.wanted}, which {was} committed, is lost: {choice.why}"
     if choice.version is not None or previous is None:
         return ""
-    # Nobody here has heard of a commit. Whoever ran ranks holds what was committed.
+    # No commit is known here. A node that ran ranks holds what was committed.
     ran = {node.node_id for node in previous.members}
     if any(has.card.node_id in ran and has.knows >= 0 for has in ballot.promises.values()):
         return ""
@@ -201,7 +205,6 @@ def _pair(version: Version | None) -> tuple[int, int] | None:
 
 
 def _store_host(places: RankAssignment) -> str:
-    """The address of the first node at which the ranks of all nodes meet."""
     first, roads = places.members[0], places.roads
     if roads is None or not roads.rails:
         return first.host
@@ -216,7 +219,7 @@ def _store_host(places: RankAssignment) -> str:
 def _groups(
     places: RankAssignment, previous: GenerationPlan | None, settings: MembershipSettings
 ) -> list[ErasureGroup]:
-    """Protection groups; a replacement takes the place of the node whose ranks it runs."""
+    """Protection groups; a replacement gets the position of the node whose ranks it runs."""
     node_ids = [card.node_id for card in places.members]
     if len(node_ids) < 2:
         return []
@@ -252,7 +255,7 @@ def _lost(problem: str) -> EndRun:
 
 
 def notes_of(plan: GenerationPlan) -> list[JournalEntry]:
-    """What the journal, and of the first generation the user, should know."""
+    """Journal entries for a plan; for the first generation also a warning to the user."""
     text = f"generation {plan.generation}: {len(plan.members)} nodes, {plan.world_size} ranks"
     why = {"why": plan.why, "restored": str(plan.restore), "restore_why": plan.restore_why}
     left_out = {"skip_batches": plan.skip_batches} if plan.skip_batches else {}

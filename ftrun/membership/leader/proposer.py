@@ -1,18 +1,19 @@
-"""One agent's attempts to bring a generation about, one ballot at a time.
+"""The attempts of one agent to have a generation chosen, one ballot at a time.
 
-Runs in:  the agent that leads, or that tries to. Pure.
+Runs in:  the agent that leads, or that proposes itself. Pure.
 Takes in: answers to its ballot, lost nodes, time.
-Gives:    prepares and announcements; at which `BallotStage` the ballot is.
+Gives:    prepare and accept requests; the `BallotStage` of the ballot.
 Source:   see ballots.py.
 
-Rule 1: whoever is here is heard before anything is announced, as it may hold what is to be
-        restored; unless it does not answer for `answer_s`. Members of an announced plan are waited
-        for as long as they are heard: they may be reading a checkpoint.
-Rule 2: what was asked is asked again until it is answered.
-Rule 3: a proposer that is refused gives the other one time, and more of it each time.
-Rule 4: a plan that this proposer has announced and given up cannot take effect any more: only its
-        proposer counts acceptances. Its voters need not agree to what follows.
-Rule 5: the outside witness is asked as they are, and waited for only while it is known to be there.
+Rule 1: all present nodes must answer before a plan is announced, because any of them may hold the
+        state to restore. A node that does not answer for `answer_s` is skipped. The members of an
+        announced plan have no such limit while they send messages: they may be reading a
+        checkpoint.
+Rule 2: a request is repeated until it is answered.
+Rule 3: a rejected proposer gives the other proposer time, and doubles it with each rejection.
+Rule 4: a plan that this proposer has announced and given up cannot be chosen any more, because only
+        its proposer counts acceptances. Its voters need not agree to later plans.
+Rule 5: the witness is asked like a node, but awaited only while it is known to be reachable.
 """
 
 from collections.abc import Collection
@@ -27,26 +28,26 @@ from ftrun.wire.cluster.generation import Edition, GenerationPlan, NodeCard
 from ftrun.wire.cluster.membership import Accept, Accepted, Prepare, PrepareRejected, Promise
 
 WITNESS_WAIT_S = 2.0
-"""Longer than whoever asks the outside witness tries to reach it."""
+"""Seconds to wait for the witness; longer than the thread that asks it tries to reach it."""
 
 _PATIENCE_S, _PATIENCE_BY_PLACE_S, _MAX_DOUBLINGS = 0.2, 0.5, 4
 
 
 class BallotStage(Enum):
-    """How far a ballot is."""
+    """The progress of a ballot."""
 
     ASKED = auto()
-    """Some have not answered yet."""
+    """Some nodes have not answered yet."""
     PROMISED = auto()
-    """All who are here have, and they may decide: a plan can be announced."""
+    """All present nodes have promised, and are a quorum: a plan can be announced."""
     SHORT = auto()
-    """All who are here have, and they may not decide."""
+    """All present nodes have promised, and are no quorum."""
     ANNOUNCED = auto()
-    """Some have not accepted yet."""
+    """Some nodes have not accepted yet."""
     CARRIED = auto()
-    """It takes effect."""
+    """The plan is chosen."""
     BROKEN = auto()
-    """It cannot take effect any more."""
+    """The plan cannot be chosen any more."""
 
 
 class Proposer:
@@ -55,26 +56,26 @@ class Proposer:
     def __init__(self, me: NodeCard, settings: MembershipSettings, peers: FailureDetector) -> None:
         self.ballot: Ballot | None = None
         self.highest = -1
-        """The highest number that anybody is known to have promised."""
+        """The highest number known to be promised to any proposer."""
         self.followers: set[str] = set()
-        """Nodes that have promised a ballot of this proposer since its last generation began."""
+        """Nodes that have promised a ballot of this proposer since its last chosen generation."""
         self._me = me
         self._settings = settings
         self._peers = peers
         self._awaited: dict[str, float] = {}
-        """Who has not answered yet, and since when."""
+        """Nodes that have not answered yet, and since when they have been asked."""
         self._needed: set[str] = set()
         """Members of the announced plan that have not accepted."""
         self._given_up: list[GenerationPlan] = []
-        """Announced by this proposer, and not carried."""
+        """Plans that this proposer announced and that were not chosen."""
         self._slow: list[str] = []
-        """Of which that was said."""
+        """Members that were already reported as slow to get ready."""
         self._refusals = 0
         self._witness_asked_s: float | None = None
-        """When the outside witness was asked what it has not answered; None: it has."""
+        """When the unanswered request was sent to the witness; None: none is awaited."""
         self._ask_witness_s = 0.0
         self.again_s: float | None = None
-        """When to begin another ballot."""
+        """When to begin another ballot; None: not scheduled."""
         self.again_why = ""
 
     # --- asking -------------------------------------------------------------------------------
@@ -88,13 +89,13 @@ class Proposer:
         void: Collection[Edition] = (),
         now_s: float,
     ) -> list[Command]:
-        """Ask everyone for a promise.
+        """Starts a ballot: asks all nodes for a promise.
 
         Args:
             why: in words.
-            plan: the newest generation that is known to have taken effect.
-            unsure: a newer one that may have.
-            void: rosters that only this agent could bring into effect, and does not.
+            plan: the newest generation known to be chosen.
+            unsure: a newer one that may have been chosen.
+            void: voter revisions that only this agent could have had chosen, and has given up.
             now_s: the time.
         """
         known = plan.edition if plan is not None else (-1, 0)
@@ -120,24 +121,22 @@ class Proposer:
         return found + self._ask_witness(now_s, waits=True)
 
     def announce(self, plan: GenerationPlan, *, now_s: float) -> list[Command]:
-        """Ask everyone who has promised to accept this."""
         assert self.ballot is not None
         self.ballot.announce(plan)
         self._refusals = 0
-        self.again_s = None  # what was missing, and to be asked for again, is not any more
+        self.again_s = None  # nothing is missing any more, so no further ballot is due
         self._awaited = dict.fromkeys(self.ballot.promises, now_s)
         self._needed, self._slow = {node.node_id for node in plan.members}, []
         found: list[Command] = [Send(one, Accept(plan)) for one in self.ballot.promises]
         return found + self._ask_witness(now_s, waits=True)
 
     def joined(self, peer: PeerState, *, now_s: float) -> list[Command]:
-        """Another agent is here."""
         if self.ballot is not None and self.ballot.plan is None:
             self._awaited[peer.card.node_id] = now_s
         return self.ask(peer, now_s=now_s)
 
     def ask(self, peer: PeerState, *, now_s: float) -> list[Command]:
-        """Whatever this agent has to answer for the ballot to go on."""
+        """Sends the request that this agent must answer for the ballot to continue."""
         ballot, node_id = self.ballot, peer.card.node_id
         if ballot is None or node_id not in self._awaited:
             return []
@@ -150,7 +149,6 @@ class Proposer:
         return [Send(node_id, Accept(ballot.plan))]
 
     def repeat(self, *, now_s: float) -> list[Command]:
-        """Ask again what was not answered, and give up what has waited for too long."""
         if self.ballot is None:
             return []
         for node_id, since_s in list(self._awaited.items()):
@@ -167,18 +165,18 @@ class Proposer:
             if peer.card.node_id in self._awaited:
                 found += self.ask(peer, now_s=now_s)
             elif peer.lost and peer.linked and self.ballot.plan is None:
-                # It may be there and have nothing to say to us. Any answer brings it back.
+                # A lost node may be alive and have no reason to send. Any answer readmits it.
                 found += self._prepare(self.ballot, peer, now_s)
         return found
 
     # --- answers ------------------------------------------------------------------------------
 
     def promised(self, body: Promise) -> bool:
-        """Whether this promise counts."""
+        """Records a promise; returns whether it counts."""
         ballot = self.ballot
         peer = self._peers.by_id.get(body.card.node_id)
         if peer is not None:
-            peer.is_mute = False  # also if it answers too late: the run may grow by it
+            peer.is_mute = False  # even if the answer is late: the run may grow by this node
         if (
             peer is None
             or ballot is None
@@ -193,11 +191,13 @@ class Proposer:
         return True
 
     def keep_witness(self, plan: GenerationPlan | None, *, now_s: float) -> list[Command]:
-        """Have the outside witness promise nobody else anything for now.
+        """Renews the lease at the witness, so that it promises no other proposer.
+
+        In a ballot, this protects an announced plan. While a promised ballot waits for nodes, it
+        also lets restarted agents find this agent at the witness.
 
         Args:
-            plan: the one in effect, of a settled lead. In a ballot what was announced is kept; and
-                the place where nodes are waited for that come back as somebody else.
+            plan: the active one, if the leader is settled; None in a ballot.
             now_s: the time.
         """
         witness, ballot = self._peers.witness, self.ballot
@@ -206,11 +206,11 @@ class Proposer:
         if ballot is None or not ballot.witness:
             return []
         if ballot.plan is None and self.stage() is not BallotStage.PROMISED:
-            return []  # the ballot asks by itself; who is short of votes is in nobody's way
+            return []  # the ballot itself asks; without a quorum it must not block others
         return witness.ask(WitnessOperation.KEEP, generation=ballot.generation, now_s=now_s)
 
     def witness_said(self, event: WitnessAnswered, place: int, *, now_s: float) -> list[NodeCard]:
-        """What the outside witness has answered to this ballot; whom it has named."""
+        """Handles an answer of the witness to this ballot; returns the agents that it names."""
         ballot, asked, register = self.ballot, event.asked, event.register
         if ballot is None:
             return []
@@ -236,16 +236,16 @@ class Proposer:
         elif event.granted and ballot.plan is None and register is not None:
             ballot.take_witness(register.life, register.plan)
         elif register is not None and not event.granted and event.lead in (None, self._me):
-            # Somebody else has taken this number, or a higher one.
+            # Another proposer has the promise of this number, or of a higher one.
             self.highest = max(self.highest, register.promised)
             self.begin_again(ballot.why, place, now_s=now_s)
 
     def _ask_witness(self, now_s: float, *, waits: bool = False) -> list[Command]:
-        """Whatever the outside witness has to answer for the ballot to go on.
+        """Sends the request that the witness must answer for the ballot to continue.
 
         Args:
             now_s: the time.
-            waits: its answer is waited for, where it has answered before.
+            waits: await the answer, if the witness is reachable.
         """
         ballot, witness = self.ballot, self._peers.witness
         assert ballot is not None
@@ -266,13 +266,13 @@ class Proposer:
         return found
 
     def not_promised(self, body: PrepareRejected, place: int, *, now_s: float) -> None:
-        """Somebody has promised a higher number, or this one to another proposer."""
+        """Handles a rejection: a higher number is promised, or this one to another proposer."""
         self.highest = max(self.highest, body.promised)
         if self.ballot is not None and body.generation == self.ballot.generation:
             self.begin_again(self.ballot.why, place, now_s=now_s)
 
     def begin_again(self, why: str, place: int, *, now_s: float) -> None:
-        """Begin another ballot a little later; two proposers wait for different times."""
+        """Schedules another ballot; the wait depends on the position, so two proposers differ."""
         if self.again_s is None:
             patience_s = _PATIENCE_S + _PATIENCE_BY_PLACE_S * place
             self.again_s = now_s + patience_s * 2.0 ** min(self._refusals, _MAX_DOUBLINGS)
@@ -280,10 +280,10 @@ class Proposer:
             self._refusals += 1
 
     def is_beside(self, generation: int) -> bool:
-        """Whether this ballot begins a run although a node knows another generation.
+        """Whether this ballot would start a run although a node has another generation.
 
         Args:
-            generation: the newest one that a node knows.
+            generation: the newest one that a node has reported.
         """
         ballot = self.ballot
         if ballot is None or ballot.base != (-1, 0) or generation < ballot.generation:
@@ -300,13 +300,13 @@ class Proposer:
         *,
         now_s: float,
     ) -> None:
-        """A member that has promised a later generation to another has no ranks any more.
+        """Starts another ballot if a member has promised a later generation, and so has no ranks.
 
         Args:
-            peer: who it is.
-            promised: the highest number that it has promised anyone.
-            plan: the one in effect, of a settled lead; None: it is not.
-            place: of this agent in the succession.
+            peer: the member.
+            promised: the highest number that it has promised to any proposer.
+            plan: the active one, if the leader is settled; else None.
+            place: position of this agent in the succession.
             now_s: the time.
         """
         peer.promised = promised
@@ -317,25 +317,25 @@ class Proposer:
         ballot = self.ballot
         is_needed = peer.card.node_id in self._needed
         if ballot is not None and is_needed and promised > ballot.generation:
-            # It can never accept what was announced.
+            # It can never accept the announced plan.
             self.begin_again(ballot.why, place, now_s=now_s)
 
     def accepted(self, node_id: str, body: Accepted) -> bool:
-        """Whether this acceptance counts."""
+        """Records an acceptance; returns whether it counts."""
         ballot = self.ballot
         if ballot is None or ballot.plan is None or body.generation != ballot.generation:
             return False
         if node_id not in ballot.promises:
             return False
         if body.problem and not self.is_member(node_id):
-            return False  # it stands by, and has kept nothing
+            return False  # a spare that has persisted nothing
         ballot.accepted[node_id] = body
         self._awaited.pop(node_id, None)
         self._needed.discard(node_id)
         return True
 
     def hold_up(self, *, now_s: float) -> list[Command]:
-        """Say which members have been getting ready for an announced plan for long; once."""
+        """Reports once which members take longer than `answer_s` to get ready."""
         since_s = now_s - self._settings.answer_s
         slow = sorted(one for one in self._needed if self._awaited.get(one, now_s) <= since_s)
         if self.ballot is None or not slow or slow == self._slow:
@@ -345,19 +345,16 @@ class Proposer:
         return [JournalEntry("Waiting", f"{text}, as where a checkpoint is read", say=True)]
 
     def lost(self, node_id: str) -> None:
-        """This agent answers nothing any more."""
         self._awaited.pop(node_id, None)
         self.followers.discard(node_id)
         if self.ballot is not None and self.ballot.plan is None:
             self.ballot.promises.pop(node_id, None)
 
     def is_member(self, node_id: str) -> bool:
-        """Whether the plan that was announced counts on this node."""
         plan = self.ballot.plan if self.ballot is not None else None
         return plan is not None and plan.member(node_id) is not None
 
     def won(self) -> GenerationPlan:
-        """The plan that takes effect; the ballot is over."""
         assert self.ballot is not None
         assert self.ballot.plan is not None
         plan, self.ballot = self.ballot.plan, None
@@ -380,6 +377,6 @@ class Proposer:
 
     def _prepare(self, ballot: Ballot, peer: PeerState, now_s: float) -> list[Command]:
         peer.asked_s = now_s
-        # Nobody need send a plan that is as old as the base.
+        # With the base, voters omit plans that are not newer.
         body = Prepare(ballot.generation, self._me, ballot.why, ballot.base)
         return [Send(peer.card.node_id, body)]

@@ -1,13 +1,13 @@
-"""Which node runs which ranks.
+"""Decides which node runs which ranks.
 
 Runs in:  the agent that leads. Pure.
-Takes in: the nodes that are here, and the last generation.
-Gives:    an `RankAssignment`, or how many nodes are missing.
+Takes in: the nodes that are present, and the last generation.
+Gives:    a `RankAssignment`, or how many nodes are missing.
 
-Rule 1: ranks are stable. A node that stays keeps its place, one that comes back gets its old
-        place if that is free, and a spare takes a lost node's.
-Rule 2: only where the number of nodes changes do places close up; their order stays.
-Rule 3: a node that is set aside, or unfit, is no member, whoever else is missing; it may still
+Rule 1: ranks are stable. A node that stays keeps its position, a node that returns gets its old
+        position if that is free, and a spare takes the position of a lost node.
+Rule 2: positions close up only if the number of nodes changes; their order stays.
+Rule 3: an excluded or unfit node never is a member, even if too few nodes are left; it may still
         vote.
 """
 
@@ -23,12 +23,12 @@ from ftrun.wire.cluster.rails import NetworkPlan
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """Members in the order of their ranks, and who stands by."""
+    """Members in the order of their ranks, and the spares."""
 
     members: tuple[NodeCard, ...]
     spares: tuple[NodeCard, ...]
     roads: NetworkPlan | None = None
-    """How the ways between them are used; None: as the user's libraries do."""
+    """How the paths between them are used; None: as the user's libraries choose."""
 
     @property
     def first_ranks(self) -> list[int]:
@@ -39,7 +39,7 @@ class RankAssignment:
         return found
 
     def along(self, roads: NetworkPlan | None) -> "RankAssignment":
-        """The same in the order of a plan of roads, with the plan."""
+        """The same assignment in the node order of a network plan, with that plan."""
         if roads is None:
             return self
         by_id = {card.node_id: card for card in self.members}
@@ -48,13 +48,13 @@ class RankAssignment:
 
 @dataclass(frozen=True, slots=True)
 class TooFewNodes:
-    """Too few nodes for the smallest generation the run may have."""
+    """Too few nodes for the smallest generation that the run may have."""
 
     here: int
     needed: int
     set_aside: tuple[str, ...] = ()
     unfit: tuple[str, ...] = ()
-    """Nodes whose own check says that they cannot run ranks, each with the reason."""
+    """Nodes whose own check failed, each with the reason."""
 
     def __str__(self) -> str:
         text = f"{self.here} of at least {self.needed} nodes are here"
@@ -72,14 +72,14 @@ def assign(
     aside: Collection[str] = (),
     unfit: Mapping[str, str] = MappingProxyType({}),
 ) -> RankAssignment | TooFewNodes:
-    """Give each of these nodes a place, or have it stand by.
+    """Gives each of these nodes ranks, or makes it a spare.
 
     Args:
         here: the nodes.
         previous: the last generation.
-        wishes: how many there are to be.
-        aside: who is set aside after too many failures.
-        unfit: who cannot run ranks, and why, by node id.
+        wishes: the requested size of the run.
+        aside: nodes that are excluded after too many failures.
+        unfit: reasons why a node cannot run ranks, by node id.
     """
     usable = [card for card in here if card.node_id not in aside and card.node_id not in unfit]
     num_members = min(wishes.max_nodes, len(usable))
@@ -99,8 +99,8 @@ def assign(
 
 
 def first_order(cards: Sequence[NodeCard]) -> list[NodeCard]:
-    """The order of the first generation: as the user has numbered them, else the endpoint's node
-    first and the others by name, numbers in it counted as numbers.
+    """Sorts the nodes of a first generation by the node rank that the user gave, if any; then the
+    node of the endpoint, then by name, with numbers in names compared as numbers.
     """  # noqa: D205 - one sentence
     return sorted(
         cards,
@@ -113,7 +113,7 @@ def first_order(cards: Sequence[NodeCard]) -> list[NodeCard]:
 
 
 def _in_order(cards: Sequence[NodeCard], previous: GenerationPlan | None) -> list[NodeCard]:
-    """Members of the last generation by place, then its spares, then whoever is new."""
+    """Members of the last generation by position, then its spares, then new nodes."""
     if previous is None:
         return first_order(cards)
     at = {card.node_id: index for index, card in enumerate(previous.voters)}
@@ -123,7 +123,7 @@ def _in_order(cards: Sequence[NodeCard], previous: GenerationPlan | None) -> lis
 
 
 def _same_places(order: Sequence[NodeCard], previous: GenerationPlan) -> list[NodeCard]:
-    """As many members as before: who was one stays in its place, the others fill the gaps."""
+    """As many members as before: earlier members stay in their positions, others fill the gaps."""
     by_id = {card.node_id: card for card in order}
     member_ids = [node.node_id for node in previous.members]
     fillers = iter([card for card in order if card.node_id not in member_ids])

@@ -1,23 +1,25 @@
-"""Who votes while a generation runs: spares that have come, in place of those that are lost.
+"""Changes the voters while a generation runs: spares that have joined replace lost ones.
 
 Runs in:  the agent that leads. Pure.
-Takes in: who is here beside the generation; acceptances.
-Gives:    the plan with another roster; whether it takes effect.
-Survives: nothing: the next lead finds the newest roster with whoever accepted it.
+Takes in: the nodes that are present outside the generation; acceptances.
+Gives:    the plan with another voter revision; whether it is chosen.
+Survives: nothing: the next leader gets the newest voter revision from the voters that accepted it.
 Source:   joint majorities as in Raft's change of membership (Ongaro, Ousterhout, 2014), but with
-          one lead for the whole generation; see ballots.py, rule 4.
+          one leader for the whole generation; see ballots.py, rule 4.
 
-Without it a node that comes back would have no vote until the next generation, and the loss of
-another one could leave too few of the old voters, with a warm spare standing by.
+Without it a returning node would have no vote until the next generation. The loss of another node
+could then leave too few of the old voters, although a warm spare is present.
 
-Rule 1: it is done only where more nodes may be lost afterwards than before. An even number of
-        voters bears no more losses than the odd one below it, and a voter more can be missed.
-        No more stand by with a vote than were wished for, so members are not outvoted.
-Rule 2: only nodes that have stayed for a while, and are bound to nobody else, are taken in.
-Rule 3: it is wanted until it takes effect or the next ballot begins; ranks know nothing of it.
-Rule 4: the outside witness has a vote while the nodes that vote are even in number and it is
-        reached; where it has been away for a while its vote is taken out, so that two nodes are
-        not bound to it, and given back when it has stayed.
+Rule 1: voters change only if more nodes may be lost afterwards than before. An even number of
+        voters tolerates no more losses than the odd number below it, and has one more voter that
+        can be missing. No more spares vote than were requested, so they cannot outvote the members.
+Rule 2: only nodes that have been connected for `settle_s`, and have promised no later ballot, get
+        a vote.
+Rule 3: the leader repeats a change until it is chosen or the next ballot begins. Ranks are not
+        affected.
+Rule 4: the witness has a vote if the number of voting nodes is even and it is reachable. After
+        `settle_s` out of reach it loses its vote, so that two nodes do not depend on it. It gets
+        the vote back after it has been reachable for `settle_s`.
 """
 
 from collections.abc import Collection
@@ -42,20 +44,19 @@ from ftrun.wire.cluster.membership import Accept, Accepted
 
 
 class VoterReconfiguration:
-    """One lead's changes of the roster, one after the other."""
+    """The voter changes of one leader, one after the other."""
 
     def __init__(self, settings: MembershipSettings) -> None:
         self.wanted: GenerationPlan | None = None
-        """What was announced and has not taken effect."""
+        """The announced voter revision that is not chosen yet."""
         self._settings = settings
         self.void: set[Edition] = set()
-        """All that were announced and did not take effect: nobody else could bring them about."""
+        """Announced voter revisions that were given up. No other agent could have them chosen."""
         self._agreed: set[Identity] = set()
         self._look_s = 0.0
         self._asked_s = 0.0
 
     def reset(self) -> None:
-        """Another generation is on its way."""
         self._give_up()
 
     def _give_up(self) -> None:
@@ -72,13 +73,13 @@ class VoterReconfiguration:
         *,
         now_s: float,
     ) -> list[Command]:
-        """Have spares that have come vote; not where they are about to get ranks.
+        """Gives votes to spares that have joined, unless they are about to run ranks.
 
         Args:
-            plan: in effect.
-            peers: who is here.
+            plan: the active plan.
+            peers: the known agents.
             oversight: of its ranks.
-            is_leaving: some node leaves the run.
+            is_leaving: a node is draining.
             now_s: the time.
         """
         is_full = len(plan.members) >= self._settings.wishes.max_nodes
@@ -89,7 +90,7 @@ class VoterReconfiguration:
     def look(
         self, plan: GenerationPlan, peers: FailureDetector, history: FailureHistory, *, now_s: float
     ) -> list[Command]:
-        """Begin a change that is worth it; go on asking for the one that is wanted."""
+        """Starts a change that tolerates more losses; repeats the pending one."""
         if now_s < self._look_s:
             return []
         self._look_s = now_s + self._settings.heartbeat_s / 2
@@ -112,13 +113,13 @@ class VoterReconfiguration:
     def accepted(
         self, card: NodeCard, body: Accepted, plan: GenerationPlan, peers: FailureDetector
     ) -> GenerationPlan | None:
-        """The plan that takes effect by this acceptance, if one does.
+        """The plan that is chosen by this acceptance, if any.
 
         Args:
-            card: whose it is.
+            card: of the agent that accepts.
             body: the acceptance.
-            plan: the one that is in effect.
-            peers: who is here. A successor is proof that an agent votes no more.
+            plan: the active plan.
+            peers: the known agents. A successor proves that an incarnation can vote no more.
         """
         wanted = self.wanted
         if wanted is None or (body.generation, body.roster) != wanted.edition:
@@ -148,7 +149,7 @@ class VoterReconfiguration:
     def _witness(
         self, plan: GenerationPlan, peers: FailureDetector, num_nodes: int, now_s: float
     ) -> int:
-        """The life of the outside witness where it is to vote beside so many nodes; or 0."""
+        """Incarnation of the witness if it votes next to this number of nodes; else 0."""
         witness, for_s = peers.witness, self._settings.settle_s
         if num_nodes % 2 or num_nodes < 2:
             return 0
@@ -160,7 +161,6 @@ class VoterReconfiguration:
     def _standing_by(
         self, plan: GenerationPlan, peers: FailureDetector, now_s: float
     ) -> list[NodeCard]:
-        """Who could vote beside the members: the spares of now first."""
         order = [card.node_id for card in plan.spares]
         members = {node.node_id for node in plan.members}
         beside = [peer for peer in peers if peer.card.node_id not in members]
@@ -185,7 +185,7 @@ def _alive(peers: FailureDetector, plan: GenerationPlan) -> set[Identity]:
 
 
 def _bears(voters: Collection[Identity], alive: Collection[Identity]) -> int:
-    """So many more of these voters may be lost, and the others still decide."""
+    """How many more of these voters may be lost while the others can still decide."""
     return len(set(voters) & set(alive)) - len(voters) // 2 - 1
 
 
@@ -199,7 +199,6 @@ def _with_voters(
 
 
 def note_of(plan: GenerationPlan) -> JournalEntry:
-    """What the journal should know of a roster that has taken effect."""
     spares = ", ".join(card.node_id for card in plan.spares)
     beside = f" and {WITNESS}" if plan.witness else ""
     text = f"{len(plan.voters)} nodes{beside} decide about the next generation"

@@ -1,16 +1,16 @@
-"""Who may run ranks: not a node that is unfit, nor one that is set aside, nor one just let back.
+"""Admission: excludes unfit nodes, excluded nodes, and nodes readmitted without a new check.
 
 Runs in:  the agent that leads. Pure.
-Takes in: the results of the nodes' own checks; who is set aside after too many failures.
-Gives:    places for those that may; which nodes are to check themselves again; `JournalEntry`s.
-Survives: nothing. Who leads next learns of an unfit node from its promise, or its next heartbeat;
-          that a node was set aside it finds in the plan's history.
+Takes in: results of the nodes' own checks; nodes that are excluded after too many failures.
+Gives:    ranks for the admitted nodes; which nodes must repeat their check; `JournalEntry`s.
+Survives: nothing. The next leader learns of an unfit node from its promise or next heartbeat, and
+          of an excluded node from the plan's history.
 Source:   TRANSOM (arXiv 2310.10046): a node that fails its self-test is replaced by a spare, and
           an evicted one is not chosen again.
 
-Rule 1: a node whose agent makes no checks is taken as it is.
-Rule 2: once its hour has passed, a node that was set aside must have made a whole check since it
-        was last seen set aside. An agent that was started again has made one, or is asked for it.
+Rule 1: a node whose agent makes no checks is admitted.
+Rule 2: after its hour of exclusion, a node must have completed a whole check since it was last seen
+        excluded. A restarted agent has made one, or is asked for it.
 """
 
 import re
@@ -30,32 +30,32 @@ from ftrun.wire.cluster.heartbeats import LeaderHeartbeat
 _LEAVES = "it was asked to leave"
 _FIGURE = re.compile(r"[\d.,]*\d")
 _Check = tuple[int, int]
-"""Incarnation of an agent, and the number of a check among its own."""
+"""Incarnation of an agent, and the number of one of its checks."""
 
 
 class Admission:
-    """One lead's view of who is fit."""
+    """One leader's view of the fitness of nodes."""
 
     def __init__(self, settings: MembershipSettings, peers: FailureDetector) -> None:
         self._settings = settings
         self._peers = peers
         self._aside_at: dict[str, _Check] = {}
-        """The newest check of each node that was set aside, when it last was."""
+        """The newest check of each excluded node, when it was last seen excluded."""
         self._asked: dict[str, int] = {}
-        """The number of the check that is waited for, by node id."""
+        """The number of the awaited check, by node id."""
         self._told: dict[str, str] = {}
         self._slow_told: dict[str, str] = {}
 
     @property
     def told(self) -> dict[str, str]:
-        """Who may not run ranks and why, with the newest figures; replaced whole."""
+        """Reasons why nodes may not run ranks, with the newest measurements; replaced whole."""
         return self._told
 
     def unfit(self, aside: Collection[str]) -> dict[str, str]:
-        """Who must not run ranks though it is not set aside, and why, by node id.
+        """Reasons why nodes that are not excluded must not run ranks, by node id.
 
         Args:
-            aside: who is set aside now.
+            aside: nodes that are excluded now.
         """
         found: dict[str, str] = {}
         for peer in self._peers:
@@ -75,13 +75,11 @@ class Admission:
         return found
 
     def barred(self, aside: Collection[str]) -> set[str]:
-        """Everyone who must not run ranks now."""
         return {*aside, *self.unfit(aside)}
 
     def assign(
         self, here: Sequence[NodeCard], previous: GenerationPlan | None, aside: Collection[str]
     ) -> RankAssignment | TooFewNodes:
-        """Places for those of these nodes that may have one; see places.py."""
         return assign(here, previous, self._settings.wishes, aside, self.unfit(aside))
 
     def can_spare(
@@ -91,13 +89,13 @@ class Admission:
         previous: GenerationPlan | None,
         aside: Collection[str],
     ) -> bool:
-        """Whether enough nodes of this ballot may run ranks without those."""
+        """Whether enough nodes of this ballot may run ranks without `nodes`."""
         here = [promise.card for promise in ballot.promises.values()]
         places = self.assign(here, previous, {*aside, *nodes})
         return not isinstance(places, TooFewNodes)
 
     def look(self, aside: Collection[str]) -> list[JournalEntry]:
-        """Find out who is to be asked for a check, and what is new about who may run ranks."""
+        """Updates the requested checks; returns what has changed about unfit nodes."""
         unfit = self.unfit(aside)
         self._asked = {
             peer.card.node_id: _number(peer) + 1
@@ -119,11 +117,10 @@ class Admission:
         return found
 
     def ask(self, body: LeaderHeartbeat) -> LeaderHeartbeat:
-        """The same heartbeat, with the checks that are waited for."""
         return msgspec.structs.replace(body, checks=self._asked) if self._asked else body
 
     def compare(self, plan: GenerationPlan) -> list[JournalEntry]:
-        """Which nodes of a generation are far slower than the others; each is told once."""
+        """Nodes of a generation that are far slower than the others; each is reported once."""
         here = {card.node_id for card in plan.voters}
         figures = {
             peer.card.node_id: peer.fitness.figures
@@ -160,5 +157,5 @@ def _number(peer: PeerState) -> int:
 
 
 def _without_figures(why: str) -> str:
-    """An unfit node checks itself again and again; the same with other figures is no news."""
+    """Removes measurements: an unfit node repeats its check, and new numbers are no news."""
     return _FIGURE.sub("", why)

@@ -1,21 +1,23 @@
-"""How long after they could each rank comes to the collectives it has in common with others.
+"""Measures how late each rank enters the collectives that it shares with other ranks.
 
 Runs in:  the agent that leads. Pure.
-Takes in: when each rank has entered which collective, on one clock.
-Gives:    `JoinedCollective`s, in order: one collective that all its ranks have entered, with how
-          much later
-          than the others each has come, by its own doing.
-Source:   C4's wait chain (arXiv 2406.04594): the late rank is the one that all wait for and that
-          waits for nobody.
+Takes in: entry times of each rank into each collective, on one clock.
+Gives:    `JoinedCollective`s, in order: one collective that all its ranks have entered, with the
+          lateness of each rank by its own delay.
+Source:   C4's wait chain (arXiv 2406.04594): the late rank is the one that all others wait for and
+          that waits for no rank.
 
-Rule 1: a rank that was let go late by another collective is not late for that: it is measured from
-        when the first of those that were let go with it went on. So a victim of one group is no
-        culprit in the next, and a collective that is slow itself makes nobody late. `late_s`.
-        What ranks of one node have only in common is no excuse of the node: `node_late_s`.
-Rule 2: a meeting is given only when all ranks have been looked at after it. Where entries were
-        missed that a rank may have waited in, it is left out: better none than a wrong one.
-Rule 3: whether ranks wait in a collective or go on beside it (DDP's buckets) cannot be seen from
-        entries alone. That somebody has gone on is proof of the second: `overlaps`.
+Rule 1: A rank that another collective released late is not late for that reason. Its delay is
+        measured from the moment when the first of the ranks released with it continued. A victim in
+        one group is therefore no culprit in the next, and a slow collective makes no rank late:
+        `late_s`. A collective whose ranks are all on one node does not excuse that node:
+        `node_late_s`.
+Rule 2: A collective is returned only after all ranks have been sampled after it. It is omitted if
+        entries are missing in which a rank may have waited, because a missing value is better than
+        a wrong one.
+Rule 3: Entries alone do not show whether ranks wait in a collective or continue while it runs
+        (DDP's buckets). If a rank has continued before the others arrived, that proves the second:
+        `overlaps`.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -29,11 +31,11 @@ Key = tuple[str, int]
 """Group and sequence number."""
 
 MAX_OPEN = 16384
-"""Collectives that some rank has not been seen in; the oldest are given up."""
+"""Maximum number of collectives that not all ranks have entered; the oldest are dropped."""
 REMEMBERED = 1024
-"""Entries of each rank."""
+"""Retained entries of each rank."""
 LOOKED_BACK = 32
-"""Entries before one, among which is what it had to wait for."""
+"""Number of earlier entries among which is the collective that a rank had to wait for."""
 OVERLAPS_FOR_SURE = 3
 NEVER = float("-inf")
 
@@ -45,20 +47,20 @@ class JoinedCollective:
     group: str
     seq: int
     released_s: float
-    """When the last one came."""
+    """When the last rank entered."""
     late_s: Mapping[int, float]
-    """By rank: how much later than the median of the others, by its own doing; may be negative."""
+    """By rank: seconds later than the median of the others, by its own delay; may be negative."""
     node_late_s: Mapping[int, float]
-    """The same, by the doing of its node."""
+    """The same, by the delay of its node."""
 
 
 @dataclass
 class _Rank:
     seen_s: float = NEVER
     seqs: dict[str, int] = field(default_factory=dict)
-    """The newest of each group."""
+    """Newest sequence number of each group."""
     entries: list[tuple[float, Key]] = field(default_factory=list)
-    """In order."""
+    """Sorted by time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class _Excuse(Enum):
 
 
 class ArrivalTracker:
-    """Collectives of one generation, as they become whole."""
+    """Collectives of one generation, as they become complete."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
@@ -82,12 +84,11 @@ class ArrivalTracker:
         self._whole: dict[Key, _Whole] = {}
         self._done: dict[Key, _Whole] = {}
         self._last: dict[str, deque[_Whole]] = {}
-        """Of each group, the newest last."""
+        """The newest collectives of each group, the newest last."""
         self._overlaps: dict[str, int] = {}
         self._nodes: dict[int, str] = {}
 
     def overlaps(self, group: str) -> bool:
-        """Ranks have been seen to go on before the others had come."""
         return self._overlaps.get(group, 0) >= OVERLAPS_FOR_SURE
 
     def add(
@@ -99,15 +100,17 @@ class ArrivalTracker:
         *,
         seen_s: float,
     ) -> None:
-        """What a rank has entered: group, number, time. Entries that are known do no harm.
+        """Add the collectives that a rank has entered. Repeated entries do no harm.
 
         Args:
-            rank: whose.
-            node: where it runs.
-            entered: its newest entries, in any order, with times on the clock of the lead.
-            groups: the ranks of each group. Of one that is not in it nobody is judged, and nobody
-                in another group who may have waited in it.
-            seen_s: what the rank has entered until then is among `entered`, or was before.
+            rank: that entered them.
+            node: of the rank.
+            entered: its newest entries (group, number, time), in any order, with times on the
+                leader's clock.
+            groups: ranks of each group. Collectives of a group that is missing here are not judged,
+                nor are collectives of other groups whose ranks may have waited in it.
+            seen_s: all entries of the rank up to this time are in `entered`, or were in an earlier
+                call.
         """
         self._nodes[rank] = node
         mine = self._ranks.setdefault(rank, _Rank())
@@ -133,7 +136,7 @@ class ArrivalTracker:
             del mine.entries[:-REMEMBERED]
 
     def take(self) -> list[JoinedCollective]:
-        """Meetings that can be judged now, the earliest first; each is given once."""
+        """Return collectives that can be judged now, the earliest first; each is returned once."""
         seen_s = min((one.seen_s for one in self._ranks.values()), default=0.0)
         ripe = [one for one in self._whole.values() if one.released_s <= seen_s]
         ripe.sort(key=lambda one: one.released_s)
@@ -163,7 +166,7 @@ class ArrivalTracker:
         return JoinedCollective(group, seq, whole.released_s, late_s, node_late_s)
 
     def _late_s(self, whole: _Whole, common: _Whole | None, excuse: "_Excuse") -> dict[int, float]:
-        """Raises: LookupError: not all that somebody may have waited for is known."""
+        """Raises: LookupError: a collective in which a rank may have waited is unknown."""
         waited = {rank: self._waited(rank, whole, common, excuse) for rank in whole.times}
         let_go = {one.key: one for one in waited.values() if one is not None}
         if let_go and None in waited.values():
@@ -178,16 +181,16 @@ class ArrivalTracker:
     def _waited(
         self, rank: int, whole: _Whole, common: _Whole | None, excuse: "_Excuse"
     ) -> _Whole | None:
-        """What this rank can have waited for last, before its entry; None: nothing is known.
+        """Last collective that this rank may have waited for; None: not known.
 
         Args:
-            rank: whose entry it is.
-            whole: what it has entered.
-            common: the last collective of the same group that all have waited for.
-            excuse: what counts.
+            rank: that made the entry.
+            whole: the collective that it has entered.
+            common: the last collective of the same group that all ranks have waited for.
+            excuse: which collectives count.
 
         Raises:
-            LookupError: it has entered something of which not all is known.
+            LookupError: the rank has entered a collective that is not known completely.
         """
         mine, found = self._ranks[rank], common
         if len(mine.seqs) == 1:
@@ -196,7 +199,7 @@ class ArrivalTracker:
         place = bisect_left(mine.entries, (at_s, whole.key))
         for before_s, key in mine.entries[max(0, place - LOOKED_BACK) : place]:
             if key[0] == whole.key[0] or key in self._whole:
-                continue  # of the same group, or it came to its end later
+                continue  # of the same group, or it ended later
             done = self._done.get(key)
             if done is None:
                 unknown_s = before_s
@@ -208,7 +211,6 @@ class ArrivalTracker:
         return found
 
     def _went_on_s(self, done: _Whole) -> float:
-        """When the ranks of a collective could go on, as far as can be seen."""
         found = []
         for rank, at_s in done.times.items():
             entries = self._ranks[rank].entries
@@ -225,7 +227,6 @@ def _latest(wholes: Iterable[_Whole]) -> _Whole | None:
 
 
 def against_the_others(values: Mapping[int, float]) -> dict[int, float]:
-    """Each value less the median of the others."""
     ordered = sorted(values.values())
     found = {}
     for rank, value in values.items():
@@ -235,7 +236,6 @@ def against_the_others(values: Mapping[int, float]) -> dict[int, float]:
 
 
 def _median_without(ordered: Sequence[float], place: int) -> float:
-    """The median of a sorted list without one of its places."""
     count = len(ordered) - 1
 
     def at(index: int) -> float:

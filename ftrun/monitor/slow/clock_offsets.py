@@ -1,27 +1,26 @@
-"""How far another node's monotonic clock is from ours.
+"""Offset between another node's monotonic clock and the own one.
 
 Runs in:  agent, one for each node it exchanges heartbeats with. Pure.
-Takes in: the four times of an exchange: when we sent something, when it was heard there, when the
-          answer was sent there, when it arrived here.
+Takes in: the four times of an exchange: sent here, received there, answered there, received here.
 Gives:    an offset with a bound of its error.
-Source:   the clock filter of NTP (RFC 5905, section 10): of the last exchanges the one with the
-          shortest way counts. The clock that reads right lies within half that way, whichever
-          direction was the slow one.
+Source:   the clock filter of NTP (RFC 5905, section 10): of the last exchanges, the one with the
+          shortest network delay counts. The true offset is within half that delay, whichever
+          direction was slower.
 
-Monotonic clocks of two machines begin anywhere and drift by up to some 50 us a second. A machine
-that was asleep, or was started again, has another offset than before: exchanges that contradict
-all earlier ones put them aside.
+Monotonic clocks of two machines start at arbitrary values and drift by up to about 50 us a second.
+A machine that was suspended or rebooted has another offset than before. Exchanges that contradict
+all earlier ones therefore replace them.
 """
 
 from collections import deque
 from dataclasses import dataclass
 
 WINDOW = 32
-"""Exchanges that are remembered."""
+"""Number of retained exchanges."""
 DRIFT = 1e-4
-"""Seconds per second by which two clocks may drift apart."""
+"""Maximum drift between two clocks, in seconds per second."""
 CONTRADICTIONS = 3
-"""So many exchanges in a row that cannot be true with what is known: it is forgotten."""
+"""Number of consecutive exchanges that contradict the known ones and then replace them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class _Exchange:
 
 
 class ClockOffset:
-    """Of one other node. Add it to a time of ours to get the other's."""
+    """Clock offset of one other node. Added to an own time, it gives the other node's time."""
 
     def __init__(self) -> None:
         self._known: deque[_Exchange] = deque(maxlen=WINDOW)
@@ -41,13 +40,13 @@ class ClockOffset:
     def add(
         self, sent_ns: int, heard_there_ns: int, answered_there_ns: int, arrived_ns: int
     ) -> None:
-        """One exchange. What cannot be (an answer before its question) is left out.
+        """Add one exchange. An impossible one (an answer before its question) is ignored.
 
         Args:
-            sent_ns: when we sent it, on our clock.
-            heard_there_ns: when the other heard it, on its clock.
-            answered_there_ns: when the other sent the answer, on its clock.
-            arrived_ns: when the answer came, on our clock.
+            sent_ns: when this node sent the question, on its clock.
+            heard_there_ns: when the other node received it, on the other clock.
+            answered_there_ns: when the other node sent the answer, on the other clock.
+            arrived_ns: when the answer arrived, on this node's clock.
         """
         way_ns = (arrived_ns - sent_ns) - (answered_there_ns - heard_there_ns)
         if way_ns < 0 or answered_there_ns < heard_there_ns:
@@ -69,7 +68,7 @@ class ClockOffset:
         return bool(self._known)
 
     def at(self, now_s: float) -> tuple[float, float]:
-        """The offset, and how wrong it can be at the most, both in seconds; needs `is_known`.
+        """Return the offset and its maximum error, both in seconds; needs `is_known`.
 
         Raises:
             ValueError: there was no exchange yet.
@@ -80,11 +79,11 @@ class ClockOffset:
         return best.offset_s, best.error_s
 
     def to_ours_s(self, theirs_s: float, now_s: float) -> float:
-        """A time of the other node's clock on ours. Raises: ValueError: as `at`."""
+        """Convert a time of the other node to this node's clock. Raises as `at`."""
         return theirs_s - self.at(now_s)[0]
 
     def _best(self, now_s: float) -> _Exchange | None:
-        """The one that binds tightest now; older ones bind less, as clocks drift."""
+        """The exchange with the smallest error now; errors grow with age, as clocks drift."""
         best: _Exchange | None = None
         best_error_s = 0.0
         for one in self._known:

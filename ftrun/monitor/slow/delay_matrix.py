@@ -1,13 +1,12 @@
-"""How long a megabyte takes from each node to each other: the delay matrix.
+"""Delay matrix: seconds per megabyte from each node to each other node.
 
 Runs in:  the agent that leads. Pure.
-Takes in: `LinkSample`s, which each node's agent has from the kernel (`ftrun.agent.observe.proc`).
-Gives:    a `PairDelay` for each pair of nodes that speak, in each direction: seconds per megabyte
-          in
-          which the sender had something on its way, the round trip, and what both were at first.
+Takes in: `LinkSample`s, which each agent gets from the kernel (`ftrun.agent.observe.proc`).
+Gives:    a `PairDelay` for each pair of nodes with traffic, in each direction: seconds per megabyte
+          in which the sender had data in flight, the round trip, and the first values of both.
 Source:   C4's latency matrix (arXiv 2406.04594).
 
-Ranks of one node that speak with each other have no cell: no network lies between them.
+Traffic between ranks of one node has no cell, because no network is between them.
 """
 
 from collections import deque
@@ -16,35 +15,35 @@ from dataclasses import dataclass, field
 from statistics import median
 
 LOOKS = 3
-"""That a cell's figures are taken over."""
+"""Number of samples from which a cell's values are computed."""
 LEFT_OUT = 2
-"""Looks at a cell's beginning: connections are made, buffers grow."""
+"""Samples ignored at a cell's start, because connections are set up and buffers grow."""
 LEARNT = 8
-"""Looks that make a cell's past."""
+"""Number of samples that form a cell's past."""
 BULK_BYTES = 1 << 18
-"""In one look; with less the time is the round trip's, not the rate's."""
+"""Minimum per sample. With fewer bytes the time shows the round trip, not the rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSample:
-    """What one node's ranks have sent to one address between two looks."""
+    """Traffic of one node's ranks to one address between two samples."""
 
     to_host: str
     bytes: int
-    """That the other side has acknowledged."""
+    """Bytes acknowledged by the other side."""
     busy_s: float
-    """Summed over the connections: time with something on its way."""
+    """Time with data in flight, summed over the connections."""
     rtt_s: float
-    """Round trip, of the connections weighted by what each has sent."""
+    """Round trip: mean of the connections, weighted by the bytes that each has sent."""
     retransmits: int
     unacked_bytes: int
-    """On its way now."""
+    """Bytes in flight now."""
     stalled_s: float
-    """How long the connection that has waited longest has got nothing acknowledged."""
+    """Longest time for which one of the connections has received no acknowledgement."""
 
     @classmethod
     def together(cls, samples: Sequence["LinkSample"]) -> "LinkSample":
-        """Several connections to one address, or several addresses of one node, as one."""
+        """Combine several connections to one address, or several addresses of one node."""
         sent = sum(one.bytes for one in samples)
         weights = [one.bytes / sent if sent else 1 / len(samples) for one in samples]
         return cls(
@@ -60,11 +59,11 @@ class LinkSample:
 
 @dataclass(frozen=True, slots=True)
 class NodeTraffic:
-    """What one node has sent since its look before."""
+    """Traffic sent by one node since its previous sample."""
 
     node: str
     span_s: float
-    """Between the two looks."""
+    """Seconds between the two samples."""
     samples: Sequence[LinkSample]
 
 
@@ -74,21 +73,21 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class PairDelay:
-    """From one node to another, over the last looks."""
+    """Delay from one node to another, over the last samples."""
 
     sender: str
     receiver: str
     s_per_mb: float | None
-    """None: too little was sent in the first looks, or there were not enough of them yet."""
+    """None: the first samples sent too little, or there are too few of them."""
     rtt_s: float
     busy_share: float
-    """Of the time; above 1 with several connections."""
+    """Share of the time with data in flight; above 1 with several connections."""
     retransmits: int
     stalled_s: float
     past_s_per_mb: float | None = None
-    """In the first looks; None where `s_per_mb` is."""
+    """Value in the first samples; None if `s_per_mb` is None."""
     past_rtt_s: float | None = None
-    """None: not known yet; such a cell is not judged."""
+    """Value in the first samples; None: not known yet. Such a cell is not judged."""
 
     @property
     def pair(self) -> Pair:
@@ -110,12 +109,12 @@ class DelayMatrix:
         self._kept: dict[Pair, _Kept] = {}
 
     def look(self, looks: Iterable[NodeTraffic], hosts: Mapping[str, str]) -> None:
-        """Take in what nodes have sent.
+        """Add the traffic of some or all nodes.
 
         Args:
-            looks: of some nodes or all; each node's are taken in the order they come.
-            hosts: the node of each address. Addresses that are no node's are left out: a rank may
-                read its data from anywhere.
+            looks: those of one node are taken in the given order.
+            hosts: node of each address. Other addresses are ignored, because a rank may read its
+                data from anywhere.
         """
         for look in looks:
             parts: dict[Pair, list[LinkSample]] = {}
@@ -127,7 +126,6 @@ class DelayMatrix:
                 self._add(self._kept.setdefault(pair, _Kept()), look.span_s, samples)
 
     def cells(self) -> list[PairDelay]:
-        """Of each pair that has been seen often enough, in order."""
         seen = (one for one in sorted(self._kept.items()) if len(one[1].looks) == LOOKS)
         return [_cell(pair, kept) for pair, kept in seen]
 

@@ -1,10 +1,10 @@
-"""Whether somebody has become late, by how late it was in one window after the other.
+"""Detects that a rank has become late, from its lateness in consecutive windows.
 
 Runs in:  the agent that leads. Pure.
 Takes in: a lateness in seconds for each window of some steps.
-Gives:    a `Lateness`, and how sure it is that this is more than design and chance.
-Source:   GREYHOUND's 10 % for fail-slow, against one's own past; the rest by simulation
-          (tests/unit/monitor/slow_world.py).
+Gives:    a `Lateness`, and the confidence that it exceeds design and chance.
+Source:   GREYHOUND's 10 % for fail-slow, against the rank's own past; the other limits by
+          simulation (tests/unit/monitor/slow_world.py).
 """
 
 from collections import deque
@@ -16,38 +16,38 @@ from statistics import fmean, median
 from ftrun.monitor.verdicts import Confidence
 
 SHARE_OF_STEP = 0.10
-"""Less is not worth a name."""
+"""A lateness below this share of a step is not reported."""
 STANDING_SHARE = 0.25
-"""The same for who was no quicker before."""
+"""The same for a rank that was never less late."""
 NOISE = 2.5
-"""So many deviations of the noise."""
+"""Minimum ratio of a lateness to the standard deviation of the noise."""
 
 STEADY = 2.0
-"""The same for the windows that are judged: it is a median of seven."""
+"""The same for the noise of the judged windows, because the lateness is a median of seven."""
 
 WINDOWS = 7
-"""That are judged."""
+"""Number of windows that are judged."""
 MOST = 6
-"""Of them must be late for a name."""
+"""Number of them that must be late to name a rank."""
 ENOUGH = 4
-"""The same for who is named already."""
+"""The same for a rank that is named already."""
 LEFT_OUT = 2
-"""Windows at the beginning: memory is made, kernels are chosen."""
+"""Windows ignored at the start, because memory is allocated and kernels are chosen."""
 LEARNT = 10
-"""Windows that make a past."""
+"""Number of windows that form a past."""
 OLD = 48
-"""Windows that tell of the noise, beside the first ones."""
+"""Number of windows that determine the noise, in addition to the first ones."""
 STANDING = 16
-"""Windows for who has no other past."""
+"""Number of windows for a rank without any other past."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """How late somebody is, in seconds of each step."""
+    """Lateness of a rank, in seconds per step."""
 
     now_s: float
     before_s: float | None
-    """In the first windows; None: not known yet."""
+    """Lateness in the first windows; None: not known yet."""
     noise_s: float
     """Standard deviation of a window."""
 
@@ -58,24 +58,23 @@ class Lateness:
 
 @dataclass
 class LatenessSeries:
-    """Of one rank, the newest windows and the first ones."""
+    """The newest and the first windows of one rank."""
 
     may_stand: bool = True
-    """Who was late from the beginning can be named."""
+    """A rank that was late from the start can be named."""
     values_s: deque[float] = field(default_factory=lambda: deque(maxlen=STANDING))
     first_s: list[float] = field(default_factory=list)
     old_s: deque[float] = field(default_factory=lambda: deque(maxlen=OLD))
-    """Windows that are judged no more, and in which nobody was named."""
+    """Windows that are no longer judged, and in which no rank was named."""
     noise_s: float = 0.0
-    """By what is known until now."""
+    """As known so far."""
     count: int = 0
     named: Confidence | None = None
-    """What the last `judge` has said."""
+    """Result of the last `judge`."""
     named_s: float = 0.0
-    """So much later than before it was when it was named."""
+    """Increase of the lateness over its past when the rank was named."""
 
     def add(self, value_s: float) -> None:
-        """One window more."""
         self.count += 1
         if len(self.values_s) >= WINDOWS and self.named is None:
             self.old_s.append(self.values_s[-WINDOWS])
@@ -85,14 +84,14 @@ class LatenessSeries:
         self.noise_s = max(_deviation(self.first_s), _deviation(self.old_s))
 
     def begin_anew(self) -> None:
-        """What was learnt is no past to judge by."""
+        """Discard everything, because the past is no longer a valid reference."""
         self.values_s.clear()
         self.first_s.clear()
         self.old_s.clear()
         self.noise_s, self.count, self.named = 0.0, 0, None
 
     def forget_newest(self) -> None:
-        """What is judged was made by something else; the past stays."""
+        """Discard the judged windows, because they have another cause; the past is retained."""
         self.values_s.clear()
         self.named = None
 
@@ -101,7 +100,6 @@ class LatenessSeries:
         return len(self.values_s) >= WINDOWS
 
     def lateness(self) -> Lateness:
-        """For `is_known`."""
         has_past = len(self.first_s) >= LEARNT
         before_s = max(0.0, median(self.first_s)) if has_past else None
         return Lateness(median(self._newest()), before_s, self.noise_s)
@@ -109,13 +107,14 @@ class LatenessSeries:
     def judge(
         self, step_s: float, floor_s: float, noise_s: float, *, may_name: bool
     ) -> Confidence | None:
-        """Whether it is late, and how sure that is; the answer is remembered as `named`.
+        """Judge whether the rank is late, with a confidence; stores the result as `named`.
 
         Args:
-            step_s: what a step takes.
-            floor_s: what is never worth a name, by clocks and scheduler.
-            noise_s: of others that do the same; its own counts where it is more.
-            may_name: else only who is named already can stay so.
+            step_s: duration of a step.
+            floor_s: lateness that is never reported, because of clocks and scheduler.
+            noise_s: noise of ranks that do the same work; the rank's own noise counts if it is
+                higher.
+            may_name: if false, only a rank that is named already can stay named.
         """
         if not self.is_known:
             self.named = None
@@ -124,7 +123,7 @@ class LatenessSeries:
             self.named_s = self.lateness().more_s
         elif not self._is_late_still(step_s, floor_s):
             self.named = None
-            # What is over speaks for nothing new.
+            # Windows before the end of a lateness are no evidence for a new one.
             self.values_s = deque(self._newest(), maxlen=STANDING)
         return self.named
 
@@ -134,7 +133,7 @@ class LatenessSeries:
         if late.before_s is not None:
             is_steady = _count(self._newest(), late.before_s + limit_s / 2) >= MOST
             by_chance_s = NOISE * max(noise_s, late.noise_s)
-            # The past may have been calmer than what there is now.
+            # The past may have had less noise than the present.
             by_chance_s = max(by_chance_s, STEADY * _deviation(self._newest()))
             if is_steady and late.more_s > max(limit_s, by_chance_s):
                 return Confidence.LIKELY
@@ -148,10 +147,10 @@ class LatenessSeries:
         return None
 
     def _is_late_still(self, step_s: float, floor_s: float) -> bool:
-        """What has been seen once is given up only when it is gone, not when it is less clear."""
+        """A named rank stays named until its lateness is gone, not until it is less clear."""
         limit_s = max(SHARE_OF_STEP * step_s, floor_s)
         before_s = self.lateness().before_s or 0.0
-        # What is no more than the noise is gone, or chance would keep the name for ever.
+        # A lateness within the noise counts as gone; otherwise chance would keep the name forever.
         above_s = max(limit_s / 2, min(self.noise_s, self.named_s / 2))
         if self.named is Confidence.LIKELY:
             above_s += before_s
@@ -166,10 +165,10 @@ def _count(values: Collection[float], above: float) -> int:
 
 
 def _deviation(values: Collection[float]) -> float:
-    """The standard deviation without the wildest tenth; 0 of none.
+    """Standard deviation without the most extreme tenth; 0 without values.
 
-    Not that of the median's neighbours: where one of two ranks is always the later one, values
-    stand on two sides and hardly ever near their median.
+    A deviation from values near the median would not do. If one of two ranks is always the later
+    one, values form two clusters and are rarely near their median.
     """
     if not values:
         return 0.0

@@ -1,19 +1,19 @@
-"""Which link, or which node's link, is slow: slow communication.
+"""Finds slow links, or nodes with a slow link: slow communication.
 
 Runs in:  the agent that leads. Pure.
-Takes in: `NodeTraffic`s of all nodes; what probes between agents have found.
-Gives:    a `Verdict`, the matrix for the report, and pairs that a probe should try.
-Source:   C4's delay matrix (arXiv 2406.04594): a hot cell is a link, a hot row what a node sends, a
-          hot column what it receives, both its link.
+Takes in: `NodeTraffic`s of all nodes; results of probes between agents.
+Gives:    a `Verdict`, the matrix for the report, and pairs to be probed.
+Source:   C4's delay matrix (arXiv 2406.04594): a hot cell is a slow link, a hot row is what a node
+          sends, and a hot column is what it receives; both indicate the node's link.
 
-A cell is judged against the quietest quarter of the others and against its own past, whichever is
-slower; with two nodes there is its past alone. What is much slower for several looks is named.
-What is somewhat slower is only suspected: a probe decides, as a rank that reads late makes its
-senders slow as well. A probe between agents does not wait for any rank.
+A cell is judged against the fastest quarter of the others and against its own past, whichever is
+slower. With two nodes only its past is used. A cell that is much slower in several samples is
+named. A cell that is somewhat slower is only suspected, because a rank that reads late also slows
+its senders. A probe decides such a case. A probe between agents waits for no rank.
 
-Rule 1: a cell that costs less than a twentieth of the time is left alone, however slow it is.
-Rule 2: a link that was mended gets well cell by cell, and its figures are taken over some looks;
-        what is left of a named place meanwhile is not another place.
+Rule 1: A cell that uses less than a twentieth of the time is ignored, however slow it is.
+Rule 2: After a repair, the cells of a link recover one by one, because values cover several
+        samples. The remaining hot cells of a named location are not reported as another location.
 """
 
 from collections import deque
@@ -25,47 +25,50 @@ from ftrun.monitor.slow.delay_matrix import DelayMatrix, NodeTraffic, Pair, Pair
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 
 SUSPECT = 2.5
-"""So many times slower: a probe is asked for."""
+"""Ratio from which a probe is requested."""
 HOT = 8.0
-"""So many times slower: named without a probe."""
+"""Ratio from which a cell is named without a probe."""
 COLD = 2.0
-"""Below it a cell speaks for its sender and its receiver; between this and hot it says nothing."""
+"""A cell below this ratio exonerates its sender and its receiver. Between this and hot it is no
+evidence."""
 CONFIRMS = 2.0
-"""So many times slower than probes of other pairs is what a probe must be to agree."""
+"""Ratio to the probes of other pairs from which a probe confirms a slow link."""
 RTT_FLOOR_S = 0.003
-"""Round trips shorter than this are the scheduler's."""
+"""Shorter round trips are dominated by the scheduler."""
 RATE_FLOOR_S_PER_MB = 1e-5
 """100 GB/s."""
 COST_SHARE = 0.05
 SUSTAINED = 2
-"""Of the last `LOOKS` looks."""
+"""Minimum number among the last `LOOKS` samples."""
 LOOKS = 3
 COVER = 0.8
-"""Of the cells of a row or column that must be hot."""
+"""Share of a row's or column's cells that must be hot."""
 WELL_LOOKS = 16
-"""After a named place was last found whole: its cells get no other name before that."""
+"""Samples after a named location was last found completely slow. Until then its cells are reported
+under no other name."""
 PROBE_EVERY_S = 10.0
-"""For one pair, at the most."""
+"""Minimum interval for one pair."""
 PROBE_LASTS_S = 12.0
-"""One is asked for again before that; an older one may be of before the link was mended."""
+"""Age limit of a result. A new probe is requested before it, and an older result may date from
+before a repair."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkProbeReading:
-    """What one agent has found by speaking with another over a connection of its own."""
+    """Result of a probe of one agent to another, over its own connection."""
 
     sender: str
     receiver: str
     at_s: float
     rtt_s: float
-    """The shortest of some."""
+    """Shortest of several round trips."""
     bytes_per_s: float
-    """Sent to the receiver; 0: it did not come to its end."""
+    """Rate to the receiver; 0: the transfer did not complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class DelayTableCell:
-    """One cell of the table for people."""
+    """One cell of the displayed table."""
 
     sender: str
     receiver: str
@@ -73,35 +76,35 @@ class DelayTableCell:
     rtt_s: float
     busy_share: float
     times_slower: float
-    """Than what it is compared with; 1 where there is nothing to compare."""
+    """Ratio to the reference value; 1 if there is none."""
     is_hot: bool
 
 
 class SlowLinkDetector:
-    """The links between the nodes of one generation."""
+    """Links between the nodes of one generation."""
 
     def __init__(self) -> None:
         self.matrix = DelayMatrix()
         self._ratios: dict[Pair, deque[float]] = {}
-        """Of the last looks."""
+        """Values of the last samples."""
         self._cells: dict[Pair, PairDelay] = {}
         self._probes: dict[Pair, LinkProbeReading] = {}
         self._asked_s: dict[Pair, float] = {}
         self._all_slow = 0
-        """Looks in a row at which all cells were slower than they have been."""
+        """Number of consecutive samples in which all cells were slower than in their past."""
         self._found: Verdict | None = None
-        """What the last look has found; it counts when the next one finds the same."""
+        """Diagnosis of the last sample; it counts if the next sample gives the same one."""
         self._verdict: Verdict | None = None
         self._named = ""
-        """The place that was last told, for as long as Rule 2 asks for."""
+        """The last reported location, for as long as Rule 2 requires."""
         self._named_cells: set[Pair] = set()
         self._named_looks = 0
-        """Since it was last found whole."""
+        """Number of samples since it was last found completely slow."""
 
     def look(
         self, looks: Iterable[NodeTraffic], hosts: Mapping[str, str], *, now_s: float
     ) -> Verdict | None:
-        """Take in one look at all nodes, and judge; see `DelayMatrix.look` for the arguments."""
+        """Add one sample of all nodes, and judge; see `DelayMatrix.look` for the arguments."""
         self.matrix.look(looks, hosts)
         cells = self.matrix.cells()
         self._cells = {cell.pair: cell for cell in cells}
@@ -123,7 +126,6 @@ class SlowLinkDetector:
         return self._verdict
 
     def table(self) -> list[DelayTableCell]:
-        """The delay matrix, cell by cell, for the report."""
         hot = self._hot()
         return [
             DelayTableCell(
@@ -141,9 +143,9 @@ class SlowLinkDetector:
     # --- probes -------------------------------------------------------------------------------
 
     def suspect_pairs(self, *, now_s: float) -> list[Pair]:
-        """Pairs to probe now, the most suspicious one first; at most one suspect and one other.
+        """Pairs to probe now: at most one suspect, then one other pair for comparison.
 
-        The other one is for comparison, and is of other nodes where there are any.
+        The suspect is the slowest one. The other pair is one of other nodes, if there is any.
         """
         suspects = [pair for pair in self._cells if self._sustained(pair, SUSPECT)]
         suspects.sort(key=lambda pair: -self._ratios[pair][-1])
@@ -157,7 +159,7 @@ class SlowLinkDetector:
         return wanted
 
     def probed(self, probe: LinkProbeReading) -> None:
-        """A probe has ended. One that has not got as far as a round trip tells nothing."""
+        """Store the result of a probe. A probe without a round trip is ignored."""
         if probe.rtt_s <= 0:
             return
         self._probes[(probe.sender, probe.receiver)] = probe
@@ -166,7 +168,7 @@ class SlowLinkDetector:
         return now_s - self._asked_s.get(pair, float("-inf")) >= PROBE_EVERY_S
 
     def _agrees(self, pair: Pair) -> bool | None:
-        """Whether a probe has found this pair slow; None: nothing to tell by."""
+        """Whether a probe has found this pair slow; None: there is nothing to compare."""
         mine = self._probes.get(pair)
         quiet = (at for at in self._probes if at != pair and not self._sustained(at, SUSPECT))
         others = [self._probes[at] for at in quiet]
@@ -188,7 +190,7 @@ class SlowLinkDetector:
             self._named = found.fingerprint
 
     def _is_getting_well(self, found: Verdict | None, hot: Mapping[Pair, PairDelay]) -> bool:
-        """Whether what was found is only what is left of the place that was named; see Rule 2."""
+        """Whether the diagnosis only reflects the rest of the named location; see Rule 2."""
         self._named_looks = 0 if _place(found) == self._named else self._named_looks + 1
         if self._named_looks > WELL_LOOKS:
             self._named, self._named_cells = "", set()
@@ -196,13 +198,11 @@ class SlowLinkDetector:
         return is_other and bool(hot) and set(hot) <= self._named_cells
 
     def _judge(self, hot: Mapping[Pair, PairDelay]) -> Verdict | None:
-        """Which link is slow now, if any."""
         if hot:
             return self._say(hot)
         return self._say_all() if self._all_slow >= SUSTAINED else None
 
     def _telling(self) -> set[Pair]:
-        """Pairs that are quick, and send enough for a slow link to have cost something."""
         cells = self._cells.items()
         busy = {pair for pair, cell in cells if cell.busy_share >= COST_SHARE}
         return {pair for pair in busy if max(self._ratios[pair]) < COLD}
@@ -215,20 +215,20 @@ class SlowLinkDetector:
         for pair, cell in self._cells.items():
             agrees = self._agrees(pair)
             factor = SUSPECT if agrees else HOT
-            # Of a link that was mended the cells become quick one after the other.
+            # After a repair, the cells of a link become fast one after the other.
             if self._sustained(pair, factor) and self._ratios[pair][-1] >= COLD:
                 found[pair] = cell
         return found
 
     def _are_all_slower(self) -> bool:
-        """All cells against their own past: there is nobody to compare with."""
+        """Whether all cells are slower than their own past, so that there is no other reference."""
         slower = [
             cell.busy_share >= COST_SHARE and _against_past(cell) >= HOT
             for cell in self._cells.values()
         ]
         return len({node for pair in self._cells for node in pair}) > 2 and all(slower)
 
-    # --- saying -------------------------------------------------------------------------------
+    # --- reporting ----------------------------------------------------------------------------
 
     def _say(self, hot: Mapping[Pair, PairDelay]) -> Verdict:
         where, nodes = place_of(set(hot), self._telling() | set(hot))
@@ -287,9 +287,9 @@ class SlowLinkDetector:
 
 
 def times_slower(cell: PairDelay, others: Sequence[PairDelay]) -> float:
-    """How much slower a cell is than the quietest quarter of the others, and than its own past.
+    """How much slower a cell is than the fastest quarter of the others, and than its own past.
 
-    The lower of the two; 1 where its past is not known yet.
+    Returns the smaller ratio; 1 if its past is not known yet.
     """
     if cell.past_rtt_s is None:
         return 1.0
@@ -304,17 +304,15 @@ def times_slower(cell: PairDelay, others: Sequence[PairDelay]) -> float:
 
 
 def _usual(past: float, now: Sequence[float], before: Sequence[float]) -> float:
-    """What a figure should be, by its own past and by that of others, now and before."""
     if len(now) < 2:
         return past
-    # Who has been slow from the beginning has no past that could excuse it. Of three nodes one
-    # that is slow spoils four of the six cells: the quick ones tell what is usual.
+    # A cell that was slow from the start has no past that could excuse it. If one of three nodes is
+    # slow, four of the six cells are slow; the fast cells show the usual value.
     own = min(past, 2 * _low(before)) if before else past
     return max(own, _low(now))
 
 
 def _low(figures: Sequence[float]) -> float:
-    """The quickest quarter's slowest."""
     return sorted(figures)[len(figures) // 4]
 
 
@@ -331,11 +329,11 @@ def _place(verdict: Verdict | None) -> str:
 
 
 def place_of(hot: set[Pair], known: set[Pair]) -> tuple[str, tuple[str, ...]]:
-    """What the hot cells have in common, in words, and the nodes it concerns.
+    """Describe what the hot cells have in common, and name the nodes concerned.
 
     Args:
         hot: slow cells; at least one.
-        known: those, and the cells that are quick.
+        known: the slow cells, and the cells that are fast.
     """
     if len(hot) == 1:
         sender, receiver = next(iter(hot))

@@ -1,10 +1,10 @@
-"""Whether memory runs out before the run ends: a rank that grows, and a node that fills.
+"""Predicts that memory runs out before the run ends, from the growth of ranks.
 
 Runs in:  the agent that leads. Pure.
-Takes in: of each node, about once a second: what each rank holds, and what is left.
-Gives:    a `Verdict` while there is time to act: what is left is used up within `SOON_S`.
+Takes in: for each node, about once a second: memory held by each rank, and memory left.
+Gives:    a `Verdict` in time to act: the remaining memory is used up within `SOON_S`.
 
-A training grows for its first steps and then stays; only growth that goes on for long counts.
+A training grows in its first steps and then stays constant. Only growth over a long time counts.
 """
 
 from collections import deque
@@ -17,10 +17,10 @@ from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 
 SOON_S = 600.0
 WATCHED_S = 60.0
-"""So long must it have grown, and grown in each half."""
+"""Minimum duration of the growth in seconds, with growth in each half."""
 
 LEAST_BYTES = 256 << 20
-"""Less growth than this in all is nothing."""
+"""Smaller total growth is ignored."""
 
 EVERY_S = 5.0
 
@@ -34,7 +34,7 @@ class _Track:
             self.points.append((at_s, value))
 
     def rate(self) -> float:
-        """Bytes per second, where it has grown in both halves of the time; else 0."""
+        """Bytes per second, if memory has grown in both halves of the time; otherwise 0."""
         if len(self.points) < 4 or self.points[-1][0] - self.points[0][0] < WATCHED_S:
             return 0.0
         (begun_s, first), (end_s, last) = self.points[0], self.points[-1]
@@ -45,19 +45,19 @@ class _Track:
             (b[1] - a[1]) / (b[0] - a[0])
             for a, b in zip(self.points, list(self.points)[1:], strict=False)
         ]
-        # The median: one large allocation is no trend.
+        # The median, because one large allocation is not a trend.
         return min((last - first) / (end_s - begun_s), max(0.0, median(steps)))
 
 
 class MemoryTrend:
-    """Over one generation."""
+    """State of one generation."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Track] = {}
         self._told: set[str] = set()
 
     def look(self, samples: Iterable[tuple[str, NodeSample]]) -> Verdict | None:
-        """Take in the newest sample of each node; something only once for each."""
+        """Add the newest sample of each node. A verdict is returned only once per node."""
         found: Verdict | None = None
         for node, sample in samples:
             for rank in sample.ranks:

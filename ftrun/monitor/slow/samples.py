@@ -1,11 +1,12 @@
-"""What a node tells of its ranks' collectives and connections, about once a second.
+"""Samples of a node's collectives and connections, about one per second.
 
-Runs in:  agent (makes and sends it), the agent that leads (judges it). Pure.
-Takes in: entries of the flight recorders, what the connections have carried.
+Runs in:  agent (makes and sends them), the agent that leads (judges them). Pure.
+Takes in: entries of the flight recorders, traffic of the connections.
 Gives:    a `NodeSample`, thinned so that a heartbeat stays small.
 
-All ranks thin alike, by the sequence number, so that what is left of one is left of the others.
-Runs of neighbours are kept: of a step with two collectives every second one is always the same.
+All ranks thin by the sequence number, so that they keep the same collectives. Runs of consecutive
+numbers are kept together. If a step has two collectives, every second number alone would always be
+the same one of the two.
 """
 
 from collections.abc import Sequence
@@ -15,45 +16,44 @@ import msgspec
 from ftrun.monitor.slow.delay_matrix import LinkSample
 
 KEPT_CALLS = 48
-"""Collectives of one group that a rank tells of in one sample."""
+"""Maximum number of collectives of one group that a rank reports in one sample."""
 
 RUN = 16
-"""So many neighbours stay together."""
+"""Number of consecutive collectives that are kept or dropped together."""
 
 Entered = tuple[str, int, float]
 """Group, sequence number, time on the node's monotonic clock in seconds."""
 
 
 class RankSample(msgspec.Struct, frozen=True):
-    """One rank."""
+    """Sample of one rank."""
 
     rank: int
     step: int
     entered: tuple[Entered, ...]
     groups: str = ""
-    """Its process groups, see process_groups.py."""
+    """Its process groups, encoded by `ftrun.monitor.process_groups`."""
     is_training: bool = True
     calls: tuple[tuple[int, int], ...] = ()
-    """At some steps: how many collectives it had called on the default group."""
+    """Pairs of a step and the number of collectives called up to it on the default group."""
     resident_bytes: int = 0
 
 
 class NodeSample(msgspec.Struct, frozen=True):
-    """One node."""
+    """Sample of one node."""
 
     number: int
     at_s: float
-    """When it was begun, on the node's monotonic clock."""
+    """When the sample was begun, on the node's monotonic clock."""
     span_s: float
-    """Since the one before."""
+    """Seconds since the previous sample."""
     ranks: tuple[RankSample, ...]
     links: tuple[LinkSample, ...] = ()
     available_bytes: int = 0
-    """Memory that is left on the node, or in its cgroup; 0: not known."""
+    """Memory available on the node, or in its cgroup; 0: not known."""
 
 
 def thinned(entered: Sequence[Entered]) -> tuple[Entered, ...]:
-    """So few of each group that they fit, at sequence numbers on which all ranks agree."""
     by_group: dict[str, list[Entered]] = {}
     for one in entered:
         by_group.setdefault(one[0], []).append(one)

@@ -1,15 +1,15 @@
-"""Whether every rank has called as many collectives as the others by the same step.
+"""Compares the number of collectives that ranks have called by the same step.
 
 Runs in:  the agent that leads. Pure.
-Takes in: of each rank, at some steps, how many collectives it had called on the default group.
-Gives:    a `Verdict` where a rank has called fewer, or more, than the others between two steps.
+Takes in: for each rank, at some steps, its number of calls on the default group.
+Gives:    a `Verdict` if a rank has called fewer, or more, than the others between two steps.
 
-A rank that skips one collective in silence takes part in the next one with the others' last: sizes
-are equal, nothing hangs, and from then on every sum is of two different steps. All that shows is
-the count.
+A rank that skips one collective takes part in the next one together with the others' previous one.
+If sizes are equal, nothing hangs, and from then on every sum combines two different steps. Only the
+count shows this.
 
-Rule 1: only where all ranks have kept step for some time is a difference a finding. Where ranks
-        call different numbers by design (stages of a pipeline) nothing is ever said.
+Rule 1: A difference is reported only if all ranks had equal counts for some steps before. If ranks
+        call different numbers by design (stages of a pipeline), nothing is reported.
 """
 
 from collections import Counter
@@ -18,13 +18,13 @@ from collections.abc import Iterable, Mapping
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_in_words
 
 ENOUGH = 3
-"""So many steps at which all ranks had the same count arm it."""
+"""Number of steps with equal counts on all ranks that enable the check."""
 
 KEPT = 64
 
 
 class CollectiveCounts:
-    """Over one generation."""
+    """State of one generation."""
 
     def __init__(self) -> None:
         self._at: dict[int, dict[int, int]] = {}
@@ -37,7 +37,7 @@ class CollectiveCounts:
         world_size: int,
         node_of: Mapping[int, str],
     ) -> Verdict | None:
-        """Take in what ranks tell, as (rank, ((step, calls), ...)); something only once."""
+        """Add reports as (rank, ((step, calls), ...)), and judge; returns one verdict only."""
         for rank, counts in told:
             for step, calls in counts:
                 self._at.setdefault(step, {})[rank] = calls
@@ -61,7 +61,7 @@ class CollectiveCounts:
         counts = self._at[step]
         usual, num_usual = Counter(counts.values()).most_common(1)[0]
         is_clear = num_usual * 2 > len(counts)
-        if not is_clear:  # fewer calls are more likely than more
+        if not is_clear:  # a missing call is more likely than an extra one
             usual = max(counts.values())
         ranks = tuple(sorted(rank for rank, calls in counts.items() if calls != usual))
         last = max((one for one in self._agreed if one < step), default=0)

@@ -1,26 +1,26 @@
-"""Which rank the others wait for, step after step: slow computation.
+"""Finds the rank that the others wait for in nearly every step: slow computation.
 
 Runs in:  the agent that leads. Pure.
-Takes in: `RankObservation`s: what each rank has entered, and how far it is.
-Gives:    a lateness for each rank, and a `Verdict` where one, or all of a node, is late for long.
+Takes in: `RankObservation`s: collectives that each rank has entered, and its step.
+Gives:    a lateness for each rank, and a `Verdict` if a rank, or all of a node, is late for long.
 Source:   C4's non-communication slow (arXiv 2406.04594); Mycroft's "the rank always finishing
           last".
 
-A rank's lateness is taken once in two steps, at the collective where the ranks of the group stand
-farthest apart; where steps are short, windows of several are averaged. It is judged over seven
-windows, against what it was in the first windows of the generation and against the noise of then:
-uneven work by design stays so. Who was late from the beginning is named only where it costs a
-quarter of the step (`ftrun.monitor.slow.lateness`).
+The lateness of a rank is taken once in two steps, at the collective with the largest spread of
+entry times in the group. If steps are short, values of several are averaged to a window. Seven
+windows are judged against the first windows of the generation and their noise. Work that is uneven
+by design is therefore not reported. A rank that was late from the start is named only if that costs
+a quarter of the step (`ftrun.monitor.slow.lateness`).
 
-Rule 1: one rank that is late makes all others wait; so of those who wait nobody is named.
-Rule 2: many small waits that add up (a collective in each layer) are judged as well, against
-        the rank's own past, and named as possible only: buckets that are sent beside the work look
-        the same.
-Rule 3: all ranks of a node are named together only where none of them is named alone.
-Rule 4: where somebody was late from the beginning and is so no more, all begin anew: beside that
-        rank the others were early, and would now be late against their own past.
-Rule 5: what was seen beside a slow link is judged by nobody: once the link is well again, windows
-        are counted anew, against the same past.
+Rule 1: One late rank makes all others wait, so a waiting rank is never named.
+Rule 2: Many small waits that add up (a collective in each layer) are judged too, against the rank's
+        own past. They are named as possible only, because buckets that are sent during the
+        computation look the same.
+Rule 3: All ranks of a node are named together only if none of them is named alone.
+Rule 4: If a rank was late from the start and no longer is, all series restart. Compared with that
+        rank the others were early, and they would now be late against their own past.
+Rule 5: Windows next to a slow link are not judged. After the link has recovered, new windows are
+        collected and judged against the same past.
 """
 
 from collections import deque
@@ -33,33 +33,33 @@ from ftrun.monitor.slow.lateness import SHARE_OF_STEP, WINDOWS, Lateness, Latene
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_in_words
 
 FLOOR_S = 0.003
-"""Less lateness is of the scheduler's making."""
+"""Smaller lateness is caused by the scheduler."""
 STEPS_OF_PART = 2
-"""A lateness is taken once in so many."""
+"""Number of steps per lateness value."""
 NEARLY = 0.85
-"""Of a time is enough of it: the next collective may be a whole step later."""
+"""This share of a duration suffices, because the next collective may be a whole step later."""
 SHORTEST_WINDOW_S = 0.2
-"""A processor's quota is given out every 0.1 s; in shorter windows it would come and go."""
+"""The kernel refills a CPU quota every 0.1 s. Shorter windows would show or miss it at random."""
 LOOKS = 6
-"""Over so many the time of a step is taken."""
+"""Number of samples over which the step time is computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankObservation:
-    """One rank, as it was read at one moment."""
+    """One rank, as sampled at one moment."""
 
     rank: int
     node: str
     at_s: float
-    """When the look began, on the lead's clock: what was entered until then is among `entered`, or
-    was in a look before."""
+    """When the sample began, on the leader's clock. All collectives entered until then are in
+    `entered`, or in an earlier sample."""
     step: int
-    """Steps made in this generation."""
+    """Steps completed in this generation."""
     entered: Sequence[tuple[str, int, float]]
-    """Group, sequence number and time of its newest collectives, on the lead's clock; those of
-    the look before may be among them. Messages between two ranks (send, recv) are left out."""
+    """Group, sequence number and time of its newest collectives, on the leader's clock. Entries of
+    the previous sample may be included. Messages between two ranks (send, recv) are omitted."""
     clock_error_s: float = 0.0
-    """Of the clock of its node against the lead's, at most; 0 on the lead's node."""
+    """Maximum error of its node's clock relative to the leader's; 0 on the leader's node."""
 
 
 @dataclass
@@ -69,14 +69,14 @@ class _Record:
     looks: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=LOOKS))
     alone: LatenessSeries = field(default_factory=LatenessSeries)
     added: LatenessSeries = field(default_factory=lambda: LatenessSeries(may_stand=False))
-    """All waits of a step added up, and with them all errors of the clocks."""
+    """Sum of all waits of a step, which also adds up all clock errors."""
     of_node: LatenessSeries = field(default_factory=LatenessSeries)
-    """With what its node made it wait for."""
+    """Includes waits that its own node caused."""
 
 
 @dataclass
 class _Part:
-    """Some steps."""
+    """Lateness values of `STEPS_OF_PART` steps."""
 
     begun_s: float
     alone_s: dict[int, float] = field(default_factory=dict)
@@ -85,19 +85,19 @@ class _Part:
 
 
 class StragglerDetector:
-    """The ranks of one generation. A new generation begins with a new one of these."""
+    """The ranks of one generation. A new generation needs a new detector."""
 
     def __init__(self) -> None:
         self.step_s = 0.0
-        """What a step takes now, as the ranks count; 0: not known yet."""
+        """Current duration of a step, by the ranks' step counts; 0: not known yet."""
         self._arrivals = ArrivalTracker()
         self._ranks: dict[int, _Record] = {}
         self._waiting: list[JoinedCollective] = []
-        """Those of two steps, not all of them yet."""
+        """Collectives of the current, incomplete part."""
         self._parts: list[_Part] = []
-        """Of the window that is not full yet."""
+        """Parts of the current, incomplete window."""
         self._has_caught_up = False
-        """Who was late from the beginning is so no more."""
+        """A rank that was late from the start no longer is."""
         self._is_beside_slow_link = False
 
     def look(
@@ -107,13 +107,13 @@ class StragglerDetector:
         *,
         is_link_slow: bool = False,
     ) -> Verdict | None:
-        """Take in one look at the ranks of all nodes, and judge. Looks may lack some ranks.
+        """Add one sample of the ranks of all nodes, and judge. Some ranks may be missing.
 
         Args:
             looks: in any order; only of ranks that train (not in an evaluation).
-            groups: the ranks of each process group.
-            is_link_slow: nobody new is named: ranks beside a slow link leave each collective later
-                than others.
+            groups: ranks of each process group.
+            is_link_slow: no further rank is named, because ranks next to a slow link leave each
+                collective later than others.
         """
         for one in looks:
             record = self._ranks.setdefault(one.rank, _Record())
@@ -124,7 +124,7 @@ class StragglerDetector:
         for meeting in self._arrivals.take():
             if self.step_s > 0:
                 self._meet(meeting)
-        if self._is_beside_slow_link and not is_link_slow:  # rule 5
+        if self._is_beside_slow_link and not is_link_slow:  # Rule 5
             self._waiting, self._parts = [], []
             for series in self._all_series():
                 series.forget_newest()
@@ -132,7 +132,6 @@ class StragglerDetector:
         return self._verdict(may_name=not is_link_slow)
 
     def lateness(self) -> dict[int, Lateness]:
-        """Of each rank that has been seen in enough collectives."""
         known = ((rank, one.alone) for rank, one in sorted(self._ranks.items()))
         return {rank: series.lateness() for rank, series in known if series.is_known}
 
@@ -177,19 +176,18 @@ class StragglerDetector:
     # --- judging ------------------------------------------------------------------------------
 
     def _verdict(self, *, may_name: bool) -> Verdict | None:
-        """Who is slow now, if anybody."""
         alone = self._judge(lambda record: record.alone, may_name=may_name)
         added = self._judge(lambda record: record.added, may_name=may_name)
         added = {rank: sure for rank, sure in added.items() if self._stands_out(rank)}
         of_node = self._judge(lambda record: record.of_node, may_name=may_name)
-        if self._has_caught_up:  # rule 4
+        if self._has_caught_up:  # Rule 4
             self._has_caught_up = False
             for series in self._all_series():
                 series.begin_anew()
             return None
         together = self._whole_nodes(of_node, set(alone) | set(added))
         for found, how in ((alone, "alone"), (added, "added"), (together, "of_node")):
-            # Where most are late there is nobody that they are late against.
+            # If all ranks are late, there is no rank to compare them with.
             if found and len(found) < len(self._ranks):
                 return self._say(found, how)
         return None
@@ -214,9 +212,9 @@ class StragglerDetector:
         return found
 
     def _stands_out(self, rank: int) -> bool:
-        """Its waits add up to more than those that the others make.
+        """Whether its waits add up to more than those of the other ranks.
 
-        Where all do the same each waits for each by chance, and what adds up is never nothing.
+        If all ranks do the same work, each waits for each by chance, and the sum is never zero.
         """
         mine_s = self._ranks[rank].added.lateness().now_s
         others_s = [
@@ -234,14 +232,13 @@ class StragglerDetector:
     def _whole_nodes(
         self, found: Mapping[int, Confidence], named: set[int]
     ) -> dict[int, Confidence]:
-        """The ranks of nodes that are late with all they have, and of which nobody is named."""
         nodes: dict[str, list[int]] = {}
         for rank, record in sorted(self._ranks.items()):
             nodes.setdefault(record.node, []).append(rank)
         late = (ranks for ranks in nodes.values() if set(ranks) <= set(found) - named)
         return {rank: found[rank] for ranks in late for rank in ranks}
 
-    # --- saying -------------------------------------------------------------------------------
+    # --- reporting ----------------------------------------------------------------------------
 
     def _say(self, found: Mapping[int, Confidence], how: str) -> Verdict:
         culprits = tuple(found)
@@ -275,7 +272,6 @@ class StragglerDetector:
         return {"alone": record.alone, "added": record.added, "of_node": record.of_node}[how]
 
     def _nodes_of(self, culprits: tuple[int, ...]) -> tuple[str, ...]:
-        """Nodes whose ranks these are, all of them and no others; one rank stands for itself."""
         nodes = tuple(dict.fromkeys(self._ranks[rank].node for rank in culprits))
         theirs = {rank for rank, one in self._ranks.items() if one.node in nodes}
         return nodes if len(culprits) > 1 and theirs == set(culprits) else ()
@@ -291,7 +287,6 @@ class StragglerDetector:
 def _widest(
     meetings: Sequence[JoinedCollective], late_of: Callable[[JoinedCollective], Mapping[int, float]]
 ) -> dict[int, float]:
-    """Of each rank, how late it was where its group stood farthest apart."""
     found: dict[int, tuple[float, float]] = {}
     for meeting in meetings:
         late_s = late_of(meeting)

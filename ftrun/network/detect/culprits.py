@@ -1,13 +1,13 @@
-"""Whose fault dead and slow roads are: the fewest places that explain them.
+"""Localizes dead and slow paths: the fewest places that explain them.
 
 Runs in:  the agent that leads. Pure.
-Takes in: the roads of one rail, and which of them are bad.
-Gives:    `FaultLocation`s: the whole rail, what one node sends or receives over it, or one road.
+Takes in: the paths of one rail, and which of them are bad.
+Gives:    `FaultLocation`s: the whole rail, what one node sends or receives over it, or one path.
 
-As in C4's delay matrix (arXiv 2406.04594) a row is what a node sends, a column what it receives.
-A row or a column is to blame when nearly all of it is bad. The one that explains most is named
-first, and the others are looked at again without its roads: of two nodes that only ever spoke
-with a slow one, none is called slow for it.
+As in C4's delay matrix (arXiv 2406.04594), a row is what a node sends, a column what it receives.
+A row or a column is the culprit if nearly all of it is bad. The one that explains most is named
+first, and the others are judged again without its paths. Two nodes that were probed only with one
+slow node are therefore not called slow.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -19,41 +19,39 @@ from ftrun.network.detect.localization import is_inside
 from ftrun.network.detect.probe_schedule import NetworkPath
 
 COVER = 0.8
-"""Of a row or column must be dead for it to be dead."""
+"""Fraction of a row or column that must be dead for it to be dead."""
 SLOW = 0.5
-"""A pace below it is slow."""
+"""A relative rate (pace) below this is slow."""
 SLOW_BETWEEN = 0.125
-"""Likewise of a single road between leaves: how many probes share an uplink in a round is not
-known, so the paces of such roads differ by themselves."""
+"""Likewise for a single path between leaf switches. The number of probes that share an uplink in a
+round is unknown, so the rates of such paths vary by themselves."""
 SLOW_RAIL = 1 / 3
-"""Of another rail's rate: a rail below it is slow as a whole. On a shared processor short probes
-of two rails that are alike differ by 2 to 3 times."""
+"""A rail below this fraction of another rail's rate is slow as a whole. On a shared processor,
+short probes of two equal rails differ by a factor of 2 to 3."""
 QUICK = 0.8
-"""A place with a road of this pace is not slow."""
+"""A row or column that has a path with this pace is not slow."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class FaultLocation:
-    """Where a fault lies on one rail."""
+    """The location of a fault on one rail."""
 
     node: str = ""
-    """Whose interface; empty: it is the whole rail's, or one road's."""
+    """Node of the faulty interface; empty: the fault is of the whole rail or one path."""
     direction: str = ""
-    """`out` or `in` where only what the node sends, or receives, is bad."""
+    """`out` or `in` if only what the node sends, or receives, is bad."""
     road: NetworkPath | None = None
 
 
 Side = tuple[str, str]
-"""A node, and `out` or `in`."""
+"""A node, and `out` or `in`: a row or a column."""
 
 
 def sides_of(road: NetworkPath) -> tuple[Side, Side]:
-    """The row and the column that a road lies in."""
     return (road.source, "out"), (road.destination, "in")
 
 
 def by_side(roads: Iterable[NetworkPath]) -> dict[Side, list[NetworkPath]]:
-    """Rows and columns."""
     found: dict[Side, list[NetworkPath]] = {}
     for road in roads:
         for side in sides_of(road):
@@ -64,11 +62,11 @@ def by_side(roads: Iterable[NetworkPath]) -> dict[Side, list[NetworkPath]]:
 def blame_dead(
     roads: Collection[NetworkPath], dead: Collection[NetworkPath]
 ) -> list[FaultLocation]:
-    """Places that explain the dead roads of one rail.
+    """The locations that explain the dead paths of one rail.
 
     Args:
         roads: all that were probed on it, in order.
-        dead: of those.
+        dead: the dead ones of them.
     """
     dead = set(dead)
     if len(dead) == len(roads) > 1:
@@ -84,10 +82,10 @@ def blame_dead(
     left = set(dead)
 
     def weight(side: Side) -> int:
-        # What is dead both ways is one interface's, and is named before what it does to others.
+        # An interface that is dead both ways is named before the paths it makes dead for others.
         return sum(len(likely[one] & left) for one in (side, _other(side)) if one in likely)
 
-    # The heaviest first. Weights only fall: one that is looked at again and stays is the heaviest.
+    # Heaviest first. Weights only decrease: an entry whose weight is unchanged is the heaviest.
     heap = [(-weight(side), place, side) for place, side in enumerate(sorted(likely)[::-1])]
     heapify(heap)
     while heap:
@@ -109,7 +107,7 @@ def blame_dead(
 def blame_slow(
     paces: Mapping[NetworkPath, float], leaves: Mapping[str, str]
 ) -> list[FaultLocation]:
-    """Places that explain the slow roads of one rail; see `PathRates` for paces."""
+    """The locations that explain the slow paths of one rail; see `PathRates` for paces."""
     known = by_side(paces)
     blamed: list[Side] = []
     nodes: set[str] = set()
@@ -120,7 +118,7 @@ def blame_slow(
         for node, _ in likely
     }
     for side in sorted(likely, key=lambda side: (whole[side[0]], side)):
-        # What both rows and columns of slow nodes share is explained by one of them already.
+        # A path in the row of one slow node and the column of another is explained once.
         of = [road for road in known[side] if road not in gone or side[0] in nodes]
         if _is_slow(of, paces, leaves):
             blamed.append(side)
@@ -135,14 +133,13 @@ def blame_slow(
 
 
 def is_slow(road: NetworkPath, pace: float, leaves: Mapping[str, str]) -> bool:
-    """A single road, by its pace."""
     return pace < (SLOW if is_inside(road, leaves) else SLOW_BETWEEN)
 
 
 def _is_slow(
     roads: Collection[NetworkPath], paces: Mapping[NetworkPath, float], leaves: Mapping[str, str]
 ) -> bool:
-    """A row or column: by roads inside the leaf, where a narrow uplink hides nothing."""
+    """Whether a row or column is slow: by paths inside the leaf, which no uplink limits."""
     inside = [paces[road] for road in roads if is_inside(road, leaves)]
     telling = inside if len(inside) > 1 else [paces[road] for road in roads]
     return len(telling) > 1 and median(telling) < SLOW and max(telling) < QUICK
@@ -153,7 +150,7 @@ def _other(side: Side) -> Side:
 
 
 def _as_places(sides: Collection[Side]) -> list[FaultLocation]:
-    """What is bad both ways is one place."""
+    """The locations of these rows and columns; both directions of a node are one location."""
     found: dict[FaultLocation, None] = {}
     for node, way in sides:
         found[FaultLocation(node, "" if _other((node, way)) in sides else way)] = None

@@ -1,18 +1,17 @@
-"""What is wrong with which way between nodes, and where the fault lies.
+"""Finds faults of the paths between nodes, and localizes them.
 
 Runs in:  the agent that leads. Pure.
-Takes in: the rails of each node; what probes have found; the leaf switches, where they are known.
+Takes in: the rails of each node; measurements of probes; the leaf switches, if they are known.
 Gives:    `NetworkFindings`: rates and round trips, and what is dead, slow or mismatched, each with
-          the
-          place that is to blame: one road, one node's interface, or a whole rail.
+          its location: one path, one node's interface, or a whole rail.
 
-Rule 1: a road is slow beside what is usual for its own kind (see `road_rates`): a narrow uplink
-        is no node's fault.
-Rule 2: a place is named once, for all the roads that it explains (see `culprits`).
-Rule 3: what a driver says of an interface's speed is a finding by itself; where the rates say the
-        same, they are told with it.
-Rule 4: a long round trip is told as that, in milliseconds, and changes no rate and no choice. What
-        is slow by its rate is not told again for its round trips.
+Rule 1: a path is slow relative to the usual rate of its own kind (see localization.py): a narrow
+        uplink is no node's fault.
+Rule 2: a location is named once, for all the paths that it explains (see culprits.py).
+Rule 3: an interface's speed by its driver is a finding of its own. If the rates agree, they are
+        reported with it.
+Rule 4: a long round trip is reported as such, in milliseconds, and changes no rate and no choice.
+        If a low rate explains it, the round trip is not reported in addition.
 """
 
 from collections import Counter
@@ -36,23 +35,23 @@ from ftrun.network.detect.rails import RunRails, match_rails
 from ftrun.wire.cluster.rails import PathMeasurement, Rail
 
 MANY = 0.1
-"""Of a rail's roads: so many slow ones, without a place that explains them, are told as one."""
+"""If more than this fraction of a rail's paths is slow without a location, they are one finding."""
 NOMINAL_MBIT = (10, 100, 1_000, 2_500, 5_000, 10_000, 25_000, 40_000, 50_000, 100_000, 200_000)
-"""What links are made for."""
+"""Nominal link speeds."""
 PAYLOAD = (0.7, 1.0)
-"""Of that, what a transfer has; 0.96 over TCP in frames of 1,500 bytes."""
+"""Payload of a transfer as a fraction of that speed; 0.96 over TCP in frames of 1,500 bytes."""
 
 
 class NetworkFindingKind(Enum):
-    """What can be wrong."""
+    """The kinds of network faults."""
 
     DEAD = "dead"
     SLOW = "slow"
     SPEED = "speed"
-    """By the driver's word an interface is slower than others on its rail."""
+    """According to its driver, an interface is slower than others on its rail."""
     DUPLEX = "duplex"
     UPLINK = "uplink"
-    """Roads that no interface explains: something between switches is narrow."""
+    """Paths that no interface explains: a link between switches is narrow."""
 
 
 _WORST_FIRST = list(NetworkFindingKind)
@@ -60,27 +59,27 @@ _WORST_FIRST = list(NetworkFindingKind)
 
 @dataclass(frozen=True, slots=True)
 class NetworkFinding:
-    """One thing that is wrong, and where."""
+    """One fault and its location."""
 
     kind: NetworkFindingKind
     rail: str
     nodes: tuple[str, ...]
-    """None: the whole rail (of an uplink: none to blame); one: this node's interface; two: the
-    road from the first to the second."""
+    """None: the whole rail (for an uplink: no culprit); one: this node's interface; two: the path
+    from the first to the second."""
     culprit: str
-    """The same in words."""
+    """The location in words."""
     sentence: str
     direction: str = ""
-    """Of one node's interface: `out` or `in` where only what it sends or receives is bad."""
+    """For one node's interface: `out` or `in` if only what it sends or receives is bad."""
     pace: float = 0.0
-    """Of what is slow: its rate by the usual one. Of what is late: likewise of round trips."""
+    """Rate of a slow path relative to the usual one; for a late path, the same of round trips."""
     is_late: bool = False
-    """It is slow by its round trips alone: they say nothing of what it carries."""
+    """It is slow only by its round trips, which do not show its rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkFindings:
-    """All that probes tell."""
+    """The result of one survey."""
 
     rails: RunRails = field(default_factory=dict)
     rates: Mapping[NetworkPath, float] = field(default_factory=dict)
@@ -89,13 +88,13 @@ class NetworkFindings:
     """Seconds."""
     dead: frozenset[NetworkPath] = frozenset()
     paces: Mapping[NetworkPath, float] = field(default_factory=dict)
-    """Rate of each road by the usual one of its kind; of roads that are not dead."""
+    """Rate of each path relative to the usual one of its kind; dead paths have none."""
     late: frozenset[NetworkPath] = frozenset()
-    """Whose round trips are long; roads that are slow by their rate may be among them."""
+    """Paths with long round trips, including paths that are slow by their rate."""
     usual: Mapping[str, float] = field(default_factory=dict)
-    """Usual rate inside a leaf, by rail; of all roads where no leaf is known."""
+    """Usual rate inside a leaf, by rail; of all paths if no leaf is known."""
     usual_between: Mapping[str, float] = field(default_factory=dict)
-    """Likewise between leaves; only where leaves are known."""
+    """Likewise between leaves; empty if no leaf is known."""
     found: tuple[NetworkFinding, ...] = ()
     """The worst kind first."""
 
@@ -108,12 +107,12 @@ def judge(
     found: Iterable[PathMeasurement],
     leaves: Mapping[str, str] | None = None,
 ) -> NetworkFindings:
-    """What is wrong, from one survey.
+    """The faults that one survey shows.
 
     Args:
         rails: of each node.
-        found: by the probes; of a road that was probed twice the last one counts.
-        leaves: leaf switch by node id; None or empty: roads are not told apart by them.
+        found: measurements; if a path was probed twice, the last one counts.
+        leaves: leaf switch by node id; None or empty: not known, all paths are of one kind.
     """
     matched = match_rails(rails)
     roads = rate_roads(found, leaves or {})
@@ -139,18 +138,18 @@ def judge(
 
 
 def rate_words(bytes_per_s: float) -> str:
-    """A rate for people: `118 MB/s`."""
+    """Formats a rate: `118 MB/s`."""
     mb = bytes_per_s / 1e6
     return f"{mb:,.0f} MB/s" if mb >= 10 else f"{mb:.2g} MB/s"
 
 
 def trip_words(rtt_s: float) -> str:
-    """A round trip for people: `15 ms`."""
+    """Formats a round trip: `15 ms`."""
     ms = 1000 * rtt_s
     return f"{ms:,.0f} ms" if ms >= 10 else f"{ms:.2g} ms"
 
 
-# --- by the drivers' word -------------------------------------------------------------------------
+# --- from drivers ---------------------------------------------------------------------------------
 
 
 def _by_driver(rail: str, on: Mapping[str, Rail]) -> Iterator[NetworkFinding]:
@@ -181,15 +180,15 @@ def _by_driver(rail: str, on: Mapping[str, Rail]) -> Iterator[NetworkFinding]:
 
 
 def interface_words(node: str, one: Rail, rail: str) -> str:
-    """`eth0 of n3`, with what the run calls it where that is another name."""
+    """`eth0 of n3`, with the run's name of the rail if that differs."""
     return f"{one.name} of {node}" + (f" ({rail} of the run)" if one.name != rail else "")
 
 
-# --- by the probes --------------------------------------------------------------------------------
+# --- from probes ----------------------------------------------------------------------------------
 
 
 class _Rail:
-    """What probes tell of one rail."""
+    """The findings of one rail."""
 
     def __init__(self, rail: str, roads: PathRates, leaves: Mapping[str, str]) -> None:
         self._rail = rail
@@ -202,7 +201,6 @@ class _Rail:
         self._paced_by_side = by_side(self._paces)
 
     def findings(self, by_driver: Sequence[NetworkFinding]) -> list[NetworkFinding]:
-        """All of this rail, with those that come from drivers."""
         found = [self._say_dead(place) for place in blame_dead(self._known, self._dead)]
         slow = blame_slow(self._paces, self._leaves)
         alone = [place.road for place in slow if place.road is not None]
@@ -221,7 +219,6 @@ class _Rail:
         return [*found, *left.values()]
 
     def _late(self, slow: Sequence[FaultLocation]) -> Iterator[NetworkFinding]:
-        """What has long round trips, where no low rate explains it."""
         told = {place.road for place in slow}
         for place in slow:
             told.update(_of_place(place, self._paced_by_side) if place.node else ())
@@ -243,7 +240,6 @@ class _Rail:
     def _say_late(
         self, place: FaultLocation, roads: Sequence[NetworkPath], paces: Mapping[NetworkPath, float]
     ) -> NetworkFinding:
-        """Of one road, of a node's interface, or of many roads that no interface explains."""
         rail, node = self._rail, place.node
         mine = median(self._roads.rtts[road] for road in roads)
         usual = median(self._roads.usual_rtts[road] for road in roads)
@@ -370,12 +366,11 @@ class _Rail:
         )
 
     def _usual_of(self, road: NetworkPath) -> float:
-        """As the road's pace has it; of one without a rate, that of its kind; 0: not known."""
+        """The rate that the path's pace refers to; without a rate, that of its kind; 0: unknown."""
         of_kind = self._roads.usual_of(road, self._leaves)
         return self._roads.usual_rates.get(road, of_kind)
 
     def _usual_words(self, usual: float, roads: Sequence[NetworkPath]) -> str:
-        """Nothing where no road of the kind has a rate."""
         return f", where {rate_words(usual)} is usual{self._where(roads)}" if usual else ""
 
     def _where(self, roads: Sequence[NetworkPath]) -> str:
@@ -388,13 +383,12 @@ class _Rail:
 def _of_place(
     place: FaultLocation, roads: Mapping[Side, Sequence[NetworkPath]]
 ) -> list[NetworkPath]:
-    """The roads of a node's interface, in the directions that the place has."""
     ways = ("out", "in") if not place.direction else (place.direction,)
     return [road for way in ways for road in roads.get((place.node, way), ())]
 
 
 def _nominal(mine: float, others: float) -> int:
-    """The speed of a link that would give this rate, and not the others'; 0: none."""
+    """The link speed that explains this rate, but not the others'; 0: none."""
     low, high = PAYLOAD
     mbit = mine * 8 / 1e6
     fits = [one for one in NOMINAL_MBIT if low * one <= mbit <= high * one]
@@ -402,7 +396,7 @@ def _nominal(mine: float, others: float) -> int:
 
 
 def _slow_rails(roads: PathRates) -> Iterator[NetworkFinding]:
-    """Rails that are slow as a whole beside the best one: by what is usual, and on most roads."""
+    """Rails that are slow as a whole relative to the best: by usual rates, and on most paths."""
     by_rail: dict[str, dict[tuple[str, str], float]] = {}
     for road, rate in roads.rates.items():
         by_rail.setdefault(road.rail, {})[road.source, road.destination] = rate

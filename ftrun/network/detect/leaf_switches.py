@@ -1,19 +1,19 @@
-"""Which nodes share a leaf switch, by what probes between them have found.
+"""Derives which nodes share a leaf switch from the probes between them.
 
 Runs in:  the agent that leads. Pure.
 Takes in: `PathMeasurement`s.
-Gives:    `LeafSwitches` from `probes`, or none: where figures do not separate, it is not known.
+Gives:    `LeafSwitches` from `probes`, or none: if the measurements do not separate, it is unknown.
 
-Roads inside a leaf are quick, roads through narrow uplinks slow. Some bounds between quick and
-slow are tried, where the figures have their widest gaps. For each, nodes that are quick to each
-other and agree on whom they are quick to make a cluster, and each node then goes to the cluster
-that most of its quick roads lead to. A bound is as good as its clusters are true: nearly all roads
-inside them quick, nearly all others slow. Rates are taken first, round trips where they fail.
+Paths inside a leaf are fast, paths through narrow uplinks are slow. Bounds between fast and slow
+are tried at the widest gaps of the measurements. For each bound, nodes that are fast to each other
+and to the same third nodes form a cluster. Each node then moves to the cluster that most of its
+fast paths lead to. A bound is rated by its clusters: nearly all paths inside them must be fast,
+nearly all others slow. Rates are tried first; if they fail, round trips.
 
-Rule 1: a rate is taken by what both ends have at their best, so a slow node does not look like a
-        leaf of its own. A node that is slow to all alike has no leaf that can be known.
-Rule 2: nothing is guessed. Figures that differ by +-30 % are one kind; two clusters between which
-        nothing was probed are not told apart; a leaf of one node cannot be seen.
+Rule 1: a rate is taken relative to the best rates of both ends, so a slow node does not look like
+        its own leaf. A node that is equally slow to all others has no leaf that can be determined.
+Rule 2: nothing is guessed. Measurements that differ by +-30 % are of one kind. Two clusters without
+        a probe between them are not separated. A leaf with one node cannot be detected.
 """
 
 import math
@@ -27,43 +27,44 @@ from ftrun.network.detect.leaves import LeafSwitches
 from ftrun.wire.cluster.rails import PathMeasurement
 
 SEPARATE = 1.5
-"""Roads inside leaves must be so many times as quick as those between, in the median."""
+"""Minimum ratio of the median rate inside leaves to that between them."""
 SEPARATE_FEW = 1.9
-"""Likewise of fewer nodes than `FEW`: between two figures +-30 % can make 1.86."""
+"""Likewise with fewer nodes than `FEW`: two measurements of +-30 % can have the ratio 1.86."""
 FEW = 8
 CONSISTENT = 0.85
-"""Of the roads inside clusters must be quick, and of those between slow."""
+"""Minimum fraction of the paths inside clusters that is fast, and of those between that is slow."""
 MARGIN = 1.2
-"""Inside, all but a tenth of the roads must be so many times as quick as all but a tenth between:
-a bound within the noise of one kind of road has no such gap."""
+"""Minimum ratio of the 10 % quantile inside to the 90 % quantile between. A bound within the noise
+of one kind of path has no such gap."""
 AGREE = 0.75
-"""Of a node's own roads to its cluster must be quick."""
+"""Minimum fraction of a node's own paths to its cluster that is fast."""
 WHOLE = 0.6
-"""Of a cluster must be sure of it."""
+"""Minimum fraction of a cluster that belongs to it for certain."""
 BOUNDS = 12
-"""That are tried, of many pairs fewer: so many pairs are looked at in all, and three bounds."""
+"""Number of bounds that are tried. With many pairs there are fewer: `MOST_WORK` limits the pairs
+over all bounds, but at least three are tried."""
 MOST_WORK = 20_000
 RTT_FLOOR_S = 0.001
-"""Round trips that are shorter differ by what the scheduler does."""
+"""Differences of shorter round trips are due to the scheduler."""
 MANY = 64
 PARTNERS = 4
-"""Of more than `MANY` nodes each must have been probed with so many others, in the mean: with fewer
-clusters cannot be told, and are not looked for."""
+"""Mean number of other nodes that each node must have been probed with, for more than `MANY` nodes.
+With fewer, clusters cannot be separated, and are not searched."""
 PLACED = 0.75
-"""Of all nodes must have a cluster."""
+"""Minimum fraction of all nodes that must have a cluster."""
 WEAK = 0.5
-"""A node whose best is below so much of the usual best tells nothing of others."""
+"""A node whose best rate is below this fraction of the usual best shows nothing about others."""
 
 Pair = tuple[int, int]
-"""Places of two nodes, the lower first."""
+"""Positions of two nodes, the lower first."""
 
 
 def leaves_from_probes(nodes: Sequence[str], found: Iterable[PathMeasurement]) -> LeafSwitches:
-    """Leaf switches, named leaf0, leaf1 ... in the order in which their nodes are first met.
+    """Leaf switches, named leaf0, leaf1 ... in the order of their first nodes.
 
     Args:
         nodes: in the order of their ranks.
-        found: by the probes; of other nodes too.
+        found: measurements, possibly of other nodes too.
     """
     at = {node: place for place, node in enumerate(nodes)}
     roads = [one for one in found if one.source in at and one.destination in at]
@@ -91,15 +92,15 @@ def leaves_from_probes(nodes: Sequence[str], found: Iterable[PathMeasurement]) -
 
 @dataclass(frozen=True, slots=True)
 class _Clusters:
-    """Nodes by cluster, and what speaks for it."""
+    """Nodes by cluster, and the quality of the clusters."""
 
     of: Mapping[int, int]
-    """By place; those that cannot be known are not there."""
+    """Cluster by position; positions without a known cluster are missing."""
     consistent: float
     margin: float
-    """What nearly all roads inside have, by what nearly all between have at the most."""
+    """The 10 % quantile inside divided by the 90 % quantile between."""
     times: float
-    """Median inside by median between."""
+    """Median inside divided by the median between."""
 
 
 Key = tuple[str, str, str]
@@ -111,7 +112,7 @@ def _key(one: PathMeasurement) -> Key:
 
 
 class _Table:
-    """How quick each pair of nodes is, by what both have at their best."""
+    """The speed of each pair of nodes, relative to the best of both."""
 
     def __init__(self, figures: Mapping[Key, float], at: Mapping[str, int]) -> None:
         rows: dict[Key, list[float]] = {}
@@ -125,7 +126,8 @@ class _Table:
         bounds = {rail: WEAK * median(of) for rail, of in usual.items()}
         strong: dict[Pair, list[float]] = {}
         self.weak: dict[int, dict[int, list[float]]] = {}
-        """Of nodes that are weak over some rail: paces to each other node, by their own best."""
+        """For nodes that are weak on some rail: paces to each other node, relative to their own
+        best."""
         for (source, destination, rail), figure in figures.items():
             ends = [
                 (at[source], bests[source, "out", rail]),
@@ -144,15 +146,15 @@ class _Table:
 
 
 def _low(figures: Sequence[float]) -> float:
-    """What a pair has at its worst; of many figures not the very lowest.
+    """The pace of a pair at its worst: the lower quartile of its measurements.
 
-    An uplink that nobody else uses in a round may be as quick as a leaf: only its worst tells.
+    An uplink that no other pair uses in a round may be as fast as a leaf: only its worst rate
+    counts.
     """
     return sorted(figures)[(len(figures) - 1) // 4]
 
 
 def _best(count: int, table: _Table) -> _Clusters | None:
-    """Clusters at the bound that makes them truest; None where none is good enough."""
     tried = [
         clusters
         for bound in _bounds(count, table.paces)
@@ -166,7 +168,6 @@ def _best(count: int, table: _Table) -> _Clusters | None:
 
 
 def _bounds(count: int, paces: Mapping[Pair, float]) -> list[float]:
-    """Where the widest gaps are, with figures enough on both sides."""
     ordered = sorted(paces.values())
     least = max(1, count // 4)
     most = min(BOUNDS, max(3, MOST_WORK // max(1, len(paces))))
@@ -195,21 +196,21 @@ def _clusters(count: int, paces: Mapping[Pair, float], bound: float) -> _Cluster
     of = _settled(of, seen, quick)
     sure = _sure(of, seen, quick)
     sizes, left = Counter(of.values()), Counter(sure.values())
-    # A cluster that has lost many was perhaps two.
+    # A cluster that has lost many nodes may have been two.
     good = {cluster for cluster in left if left[cluster] > max(1, WHOLE * sizes[cluster])}
     of = {place: cluster for place, cluster in sure.items() if cluster in good}
     return _judged(of, paces, bound)
 
 
 def _agree(seen: Sequence[set[int]], quick: Sequence[set[int]], one: int, other: int) -> bool:
-    """Two nodes are quick to the same third ones, of those that both have spoken with."""
+    """Whether two nodes are fast to the same third nodes, of those that both were probed with."""
     both = seen[one] & seen[other]
     either = both & (quick[one] | quick[other])
     return 2 * len(either & quick[one] & quick[other]) >= len(either)
 
 
 def _joined(count: int, pairs: Iterable[Pair]) -> dict[int, int]:
-    """The cluster of each place: by the lowest place that it is joined with."""
+    """The cluster of each position: the lowest position that it is joined with."""
     root = list(range(count))
 
     def top(place: int) -> int:
@@ -227,7 +228,7 @@ def _joined(count: int, pairs: Iterable[Pair]) -> dict[int, int]:
 def _settled(
     of: Mapping[int, int], seen: Sequence[set[int]], quick: Sequence[set[int]]
 ) -> dict[int, int]:
-    """Each node in the cluster that it is quick to most of, where that is more than half."""
+    """Moves each node to the cluster with the largest fast fraction, if that is over a half."""
     settled = dict(of)
     for place, met in enumerate(seen):
         probed = Counter(settled[other] for other in met)
@@ -242,9 +243,9 @@ def _settled(
 def _sure(
     of: Mapping[int, int], seen: Sequence[set[int]], quick: Sequence[set[int]]
 ) -> dict[int, int]:
-    """Nodes whose own roads agree with their cluster, and more with it than with others.
+    """Nodes whose own paths agree with their cluster, and more with it than with others.
 
-    A node that is quick to one other of its cluster, and to one elsewhere, may be of either.
+    A node that is fast to one node of its cluster and to one elsewhere may belong to either.
     """
     sure = {}
     for place, cluster in of.items():
@@ -256,7 +257,6 @@ def _sure(
 
 
 def _judged(of: Mapping[int, int], paces: Mapping[Pair, float], bound: float) -> _Clusters | None:
-    """What speaks for clusters; None where they are not told apart well enough."""
     inside: list[float] = []
     between: list[float] = []
     apart: set[Pair] = set()
@@ -284,7 +284,7 @@ def _judged(of: Mapping[int, int], paces: Mapping[Pair, float], bound: float) ->
 def _places_of_weak(
     weak: Mapping[int, Mapping[int, Sequence[float]]], of: Mapping[int, int]
 ) -> dict[int, int]:
-    """Clusters of nodes that are slow, where even they are quicker to one than to all others."""
+    """Clusters of slow nodes that are still faster to one cluster than to all others."""
     found = {}
     for place, paces in weak.items():
         if place in of:

@@ -1,8 +1,8 @@
-"""Which leaf switch each node hangs on, by what people have written down.
+"""The leaf switch of each node, from configuration.
 
 Runs in:  the agent that leads. Pure.
-Takes in: labels of nodes; a topology file as it was parsed; the text of Slurm's topology.conf.
-Gives:    `LeafSwitches`. What probes tell is found in `leaf_clusters`.
+Takes in: labels of nodes; a parsed topology file; the text of Slurm's topology.conf.
+Gives:    `LeafSwitches`. leaf_switches.py derives them from probes.
 
 Source: Slurm's topology/tree plugin, topology.conf(5): SwitchName=.. Nodes=.. or Switches=..,
         with lists as n[1-4,07].
@@ -15,19 +15,19 @@ from dataclasses import dataclass, field
 from ftrun.errors import UsageError
 
 MOST_NAMES = 1 << 16
-"""That one list may stand for."""
+"""Names that one list may expand to."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeafSwitches:
-    """The switch of each node, where it is known."""
+    """The leaf switch of each node, if it is known."""
 
     of: Mapping[str, str] = field(default_factory=dict)
-    """Leaf switch by node id; a node that is not there hangs nobody knows where."""
+    """Leaf switch by node id; the switch of other nodes is unknown."""
     source: str = ""
     """`labels`, `file`, `slurm`, `probes`; empty: not known."""
     above: Mapping[str, str] = field(default_factory=dict)
-    """The switch that a switch hangs on, where there is one."""
+    """The switch that a switch is attached to, if there is one."""
     words: str = ""
     """How they are known, or why not, in a sentence."""
 
@@ -37,7 +37,7 @@ class LeafSwitches:
 
 
 def leaves_from_labels(labels: Mapping[str, str]) -> LeafSwitches:
-    """Each node's label is its leaf; an empty label is none."""
+    """The label of a node names its leaf switch; an empty label names none."""
     of = {node: label for node, label in labels.items() if label}
     if not of:
         return LeafSwitches(words="No node has a label.")
@@ -45,14 +45,14 @@ def leaves_from_labels(labels: Mapping[str, str]) -> LeafSwitches:
 
 
 def leaves_from_file(topology: object, nodes: Collection[str]) -> LeafSwitches:
-    """A topology file: switches, each with a list of nodes, or with switches below it.
+    """Reads a topology file: switches, each with a list of nodes, or with the switches below it.
 
     Args:
-        topology: as the YAML parser gives it.
-        nodes: of the run; others that the file names are left out.
+        topology: as the YAML parser returns it.
+        nodes: of the run; other nodes in the file are ignored.
 
     Raises:
-        UsageError: it is not of that form, or has a node on two switches.
+        UsageError: it has another form, or names a node on two switches.
     """
     of: dict[str, str] = {}
     above: dict[str, str] = {}
@@ -68,14 +68,14 @@ def leaves_from_file(topology: object, nodes: Collection[str]) -> LeafSwitches:
 
 
 def leaves_from_slurm(text: str, hosts: Mapping[str, str]) -> LeafSwitches:
-    """Slurm's topology.conf.
+    """Reads Slurm's topology.conf.
 
     Args:
         text: of the file.
         hosts: Slurm's name of each node, by node id.
 
     Raises:
-        UsageError: a line is not one of that file's, or has a node on two switches.
+        UsageError: a list is invalid, or a node is on two switches.
     """
     on: dict[str, str] = {}
     above: dict[str, str] = {}
@@ -98,10 +98,10 @@ def leaves_from_slurm(text: str, hosts: Mapping[str, str]) -> LeafSwitches:
 def group_domains(
     nodes: Sequence[str], labels: Mapping[str, str], leaves: Mapping[str, str]
 ) -> dict[str, str]:
-    """What fails as one, for `ftrun.erasure.groups`: its `domains`.
+    """The fault domain of each node, for `ftrun.erasure.groups`: its `domains`.
 
-    The labels, where each node has one and they are not all alike: they are the user's word on
-    what fails as one. Else the leaf switches, where they are known.
+    The labels are used if each node has one and they are not all equal, because the user then
+    declares the fault domains. Otherwise the leaf switches are used, if they are known.
     """
     labelled = {node: labels[node] for node in nodes if labels.get(node)}
     on_leaf = {node: leaves[node] for node in nodes if node in leaves}
@@ -111,10 +111,10 @@ def group_domains(
 
 
 def names_of_list(text: str) -> list[str]:
-    """The names that a list of Slurm's stands for: `n[1-2,07],m3` is n1, n2, n07, m3.
+    """Expands a list of Slurm: `n[1-2,07],m3` is n1, n2, n07, m3.
 
     Raises:
-        UsageError: it is none, or stands for more than `MOST_NAMES`.
+        UsageError: it is not a list, or expands to more than `MOST_NAMES` names.
     """
     names: list[str] = []
     for part in _ITEM.findall(text):
@@ -148,7 +148,7 @@ def _expanded(part: str) -> Iterator[str]:
 
 
 def _walk(topology: object, parent: str) -> Iterator[tuple[str, str, str]]:
-    """Switch, the one above it if any, and a node on it or nothing."""
+    """A switch, the switch above it if any, and a node on it or an empty string."""
     if not isinstance(topology, Mapping):
         raise UsageError("a topology file has switches, each with a list of nodes or with switches")
     for switch, below in topology.items():

@@ -1,19 +1,18 @@
-"""How quick each road is beside others of its kind.
+"""The speed of each path relative to others of its kind.
 
 Runs in:  the agent that leads. Pure.
-Takes in: what probes have found; the leaf switches, where they are known.
-Gives:    `PathRates`: rates, round trips, dead roads, and each road's pace: 1 is usual.
+Takes in: measurements of probes; the leaf switches, if they are known.
+Gives:    `PathRates`: rates, round trips, dead paths, and each path's pace: 1 is usual.
 
-A pace is by rates alone. Round trips have one of their own, and say nothing of what a road
-carries: on a busy machine the scheduler makes one of 15 ms on a road that is well.
+A pace depends on rates alone. Round trips have a pace of their own, which does not show what a path
+carries: on a busy machine, the scheduler causes a round trip of 15 ms on a healthy path.
 
-Roads inside a leaf are one kind on their rail, roads between leaves another: between two leaves
-that have roads enough, they are measured by those of the same two leaves in the same direction.
-What is usual for a kind is the median of what nodes have at their best (their quickest quarter),
-sending and receiving: of three nodes one that is slow spoils four of six roads, and two nodes'
-best it does not.
-Where some leaves are known, a road to a node whose leaf is not counts as one between leaves:
-those are slower, so nobody is blamed for what an uplink may be.
+Paths inside a leaf are one kind on their rail, paths between leaves another. If two leaves have
+enough paths between them, those paths are compared with each other, per direction. The usual rate
+of a kind is the median over nodes, sending and receiving, of each node's best quarter. With three
+nodes, one slow node spoils four of six paths, but not the best paths of the other two.
+If only some leaves are known, a path to a node with an unknown leaf counts as one between leaves.
+Those are slower, so no node is blamed for what may be an uplink.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -24,44 +23,44 @@ from ftrun.network.detect.probe_schedule import NetworkPath
 from ftrun.wire.cluster.rails import PathMeasurement
 
 RTT_FLOOR_S = 0.012
-"""Round trips up to this are the scheduler's; from twice this on one is long."""
+"""Round trips up to this are due to the scheduler; from twice this value, one is long."""
 RTT_TIMES = 4.0
-"""A round trip may be so many times the usual one as well; from twice this on it is long."""
+"""A round trip may also be this factor of the usual one; from twice that, it is long."""
 OWN_KIND_FROM = 4
-"""Roads that two leaves must have for a usual rate of their own."""
+"""Paths between two leaves that are needed for their own usual rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class PathRates:
-    """What one survey tells of each road."""
+    """What one survey shows of each path."""
 
     rates: Mapping[NetworkPath, float]
     """Bytes per second."""
     rtts: Mapping[NetworkPath, float]
     """Seconds."""
     dead: Mapping[NetworkPath, str]
-    """With what the probe said."""
+    """The problem that the probe reported."""
     paces: Mapping[NetworkPath, float]
-    """Of roads that are not dead: rate by the usual one. 0: an answer came, no rate."""
+    """For paths that are not dead: rate divided by the usual one. 0: an answer, but no rate."""
     rtt_paces: Mapping[NetworkPath, float]
-    """Of roads that have a pace: what a round trip may take, by what it takes; 1 at the most."""
+    """For paths with a pace: the allowed round trip divided by the measured one; at most 1."""
     usual_rates: Mapping[NetworkPath, float]
-    """What is usual for each road that has a rate, as its pace has it."""
+    """The usual rate that the pace of each path refers to."""
     usual_rtts: Mapping[NetworkPath, float]
-    """Likewise of round trips, in seconds."""
+    """Likewise for round trips, in seconds."""
     usual: Mapping[str, float]
-    """Usual rate inside a leaf, by rail; of all roads where no leaf is known."""
+    """Usual rate inside a leaf, by rail; of all paths if no leaf is known."""
     usual_between: Mapping[str, float]
-    """Likewise between leaves; of rails that have such roads."""
+    """Likewise between leaves; only for rails that have such paths."""
 
     def usual_of(self, road: NetworkPath, leaves: Mapping[str, str]) -> float:
-        """Usual rate of a road's kind on its rail; 0: no road of that kind has a rate."""
+        """Usual rate of a path's kind on its rail; 0: no path of that kind has a rate."""
         kinds = self.usual if is_inside(road, leaves) else self.usual_between
         return kinds.get(road.rail, 0.0)
 
 
 def is_inside(road: NetworkPath, leaves: Mapping[str, str]) -> bool:
-    """Both ends hang on one leaf switch; true of all roads where no switch is known."""
+    """Whether both ends are attached to one leaf switch; true if no switch is known."""
     if not leaves:
         return True
     source = leaves.get(road.source)
@@ -69,7 +68,7 @@ def is_inside(road: NetworkPath, leaves: Mapping[str, str]) -> bool:
 
 
 def rate_roads(found: Iterable[PathMeasurement], leaves: Mapping[str, str]) -> PathRates:
-    """Take in one survey; of a road that was probed twice the last one counts."""
+    """Rates one survey; if a path was probed twice, the last measurement counts."""
     roads = {NetworkPath.of(one): one for one in found}
     alive = {road: one for road, one in roads.items() if one.rtt_s > 0 or not one.problem}
     rates = {road: one.bytes_per_s for road, one in alive.items() if one.bytes_per_s > 0}
@@ -100,11 +99,11 @@ def rate_roads(found: Iterable[PathMeasurement], leaves: Mapping[str, str]) -> P
 
 
 Kind = tuple[str, ...]
-"""Rail and `inside` or `between`; with both leaves where those have roads enough."""
+"""Rail and `inside` or `between`; with both leaves if those have enough paths."""
 
 
 class _Usual:
-    """What is usual for each kind of road."""
+    """The usual value of each kind of path."""
 
     def __init__(
         self, figures: Mapping[NetworkPath, float], leaves: Mapping[str, str], *, most_is_best: bool
@@ -126,7 +125,6 @@ class _Usual:
         }
 
     def of(self, road: NetworkPath) -> float:
-        """Of a road's kind, the narrowest that a figure is known of."""
         return next(self._figures[kind] for kind in self._kinds_of[road] if kind in self._figures)
 
     def of_rails(self, *, inside: bool) -> dict[str, float]:
@@ -144,15 +142,15 @@ class _Usual:
 def slowest_medians(
     rates: Mapping[NetworkPath, float], members: Collection[str]
 ) -> dict[str, float]:
-    """What each rail carries, at the side that has least of it, in bytes per second.
+    """The rate of each rail at its slowest side, in bytes per second.
 
-    A side is what a node sends or what it receives, and counts by the median of its roads. Where
-    each side has one road, as between two nodes, the median of all roads counts: one short probe
-    proves nothing.
+    A side is what a node sends or what it receives, and counts by the median of its paths. If each
+    side has one path, as between two nodes, the median of all paths counts: one short probe proves
+    nothing.
 
     Args:
-        rates: of roads, in bytes per second.
-        members: nodes; roads of others do not count.
+        rates: of paths, in bytes per second.
+        members: nodes; paths of others do not count.
     """
     sides: dict[str, dict[tuple[str, str], list[float]]] = {}
     for road, rate in rates.items():

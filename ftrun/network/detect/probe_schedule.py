@@ -1,19 +1,18 @@
-"""Which roads are probed when: rounds in which no node is in two probes.
+"""The schedule of probes: rounds in which no node takes part in two probes.
 
 Runs in:  the agent that leads. Pure; the same rounds for the same nodes.
-Takes in: the nodes, which of them lie on which rail, and how many rounds there may be.
-Gives:    a `ProbeSchedule`: rounds of roads, and how much of all roads they cover.
+Takes in: the nodes, the rails of each, and how many rounds there may be.
+Gives:    a `ProbeSchedule`: rounds of paths, and the fraction of all paths that they cover.
 
-Few nodes are probed whole, as in a tournament: n - 1 pairings of n nodes (n where n is odd), each
-once per rail and direction, so 8 nodes with 2 rails take 7 x 2 x 2 = 28 rounds. A node sends or
-receives in a round, never both, and over one rail: two probes would share its memory, its
-processor, and on half-duplex links the wire.
+Few nodes are probed completely, as in a tournament: n - 1 pairings of n nodes (n if n is odd), each
+once per rail and direction, so 8 nodes with 2 rails take 7 x 2 x 2 = 28 rounds. In a round, a node
+either sends or receives, and over one rail. Two probes would share its memory, its processor, and
+on half-duplex links the wire.
 
-Many nodes are sampled: pairings of neighbours at distances 1, 2, 4 ... in the order of their
-ranks, where rings and trees run, then pairings of random nodes. Each pairing has nearly all nodes
-in it, so every node's rail is seen both sending and receiving, however few rounds there are: a
-fault of a node's rail is found for certain, one of a single road with the chance that `coverage`
-says.
+Many nodes are sampled: first pairings of neighbours at distances 1, 2, 4 ... in the order of their
+ranks, which rings and trees use, then pairings of random nodes. Each pairing contains nearly all
+nodes, so every node's rail is probed both sending and receiving, with any number of rounds. A fault
+of a node's rail is always found. A fault of a single path is found with the probability `coverage`.
 """
 
 import itertools
@@ -26,22 +25,23 @@ import xxhash
 from ftrun.wire.cluster.rails import PathMeasurement
 
 MOST_ROUNDS = 120
-"""Without a wish: at a tenth of a second each they take 12 s."""
+"""Default limit: at 0.1 s per round they take 12 s."""
 
 
 Pairing = list[tuple[str, str]]
 
 MOST_PAIRS = 20_000
-"""Pairs of nodes that are looked at to probe some nodes' roads; of more, partners are drawn."""
+"""Pairs of nodes that are considered to probe the paths of some nodes; above this number, partners
+are drawn at random."""
 
 
 class NetworkPath(NamedTuple):
-    """One way between two nodes, in one direction, over one rail."""
+    """The connection between two nodes, in one direction, over one rail."""
 
     source: str
     destination: str
     rail: str
-    """As the run calls it."""
+    """The run's name of the rail."""
 
     @classmethod
     def of(cls, found: PathMeasurement) -> "NetworkPath":
@@ -54,12 +54,12 @@ class ProbeSchedule:
 
     rounds: tuple[tuple[NetworkPath, ...], ...]
     coverage: float
-    """Roads in these rounds by all roads there are; 1 where there is none."""
+    """Fraction of all paths that is in these rounds; 1 if there are no paths."""
     words: str
-    """How many, in a sentence."""
+    """The numbers, in a sentence."""
 
     def round_s(self, within_s: float) -> float:
-        """What a round may take for all of them to end in this time."""
+        """Time limit of one round for all rounds to end in `within_s`."""
         return within_s / max(1, len(self.rounds))
 
 
@@ -70,13 +70,13 @@ def schedule(
     most_rounds: int = MOST_ROUNDS,
     seed: int = 0,
 ) -> ProbeSchedule:
-    """Rounds that probe every road where they fit, else a sample of them.
+    """Rounds that probe every path if they fit, else a sample of the paths.
 
     Args:
         nodes: in the order of their ranks, each once.
         rails: the nodes on each rail of the run; `RunRails` fits.
-        most_rounds: at least two for each rail are made, whatever this says.
-        seed: another one samples other roads.
+        most_rounds: limit; at least two rounds for each rail are made in any case.
+        seed: of the sample.
     """
     members = {rail: set(on) for rail, on in rails.items()}
     total = sum(_num_roads(nodes, on) for on in members.values())
@@ -99,15 +99,15 @@ def schedule_for(
     most_rounds: int = MOST_ROUNDS,
     seed: int = 0,
 ) -> ProbeSchedule:
-    """Rounds for the roads to and from some nodes: those that join, or are suspected.
+    """Rounds for the paths to and from some nodes: nodes that join, or are suspected.
 
     Args:
-        some: whose roads; those that are not among `nodes` are left out.
+        some: nodes whose paths are probed; nodes that are not among `nodes` are ignored.
         nodes: all nodes, in the order of their ranks.
         rails: as for `schedule`.
-        most_rounds: so many probes a node of `some` has, where its roads are more; partners are
-            drawn, and have some more where another one would have
-            none. To keep no node in two probes of a round there can be some more rounds.
+        most_rounds: probes of each node of `some`, if it has more paths; partners are drawn, and
+            take part in more probes if another node would have none. Rounds may exceed the limit,
+            because no node is in two probes of a round.
         seed: likewise.
     """
     members = {rail: set(on) for rail, on in rails.items()}
@@ -129,14 +129,14 @@ def schedule_for(
 
 
 def _pairs_of(mine: Sequence[str], nodes: Sequence[str], most: int, seed: int) -> Pairing:
-    """Pairs with one of these nodes in them, in a drawn order; of very many a part is drawn."""
+    """Pairs that contain one of these nodes, in a random order; a sample if there are very many."""
     some = set(mine)
     if len(mine) * len(nodes) <= MOST_PAIRS:
         pairs = [(one, other) for one in mine for other in nodes if other not in some]
         pairs += itertools.combinations(mine, 2)
         return sorted(pairs, key=lambda pair: _drawn(seed, *pair))
     drawn: dict[frozenset[str], tuple[str, str]] = {}
-    # Twice as many as are wanted: partners may have enough of their own.
+    # Twice the wanted number, because partners may have enough probes of their own.
     for number in range(2 * most):
         for one in mine:
             other = nodes[_drawn(seed, one, str(number)) % len(nodes)]
@@ -146,10 +146,10 @@ def _pairs_of(mine: Sequence[str], nodes: Sequence[str], most: int, seed: int) -
 
 
 def pack(roads: Iterable[NetworkPath]) -> list[tuple[NetworkPath, ...]]:
-    """Any roads in rounds, each in the first one in which both its nodes are free."""
+    """Rounds for any paths: each is in the first round in which both its nodes are free."""
     rounds: list[list[NetworkPath]] = []
     busy: dict[str, int] = {}
-    """Rounds in which a node has a probe, a bit for each."""
+    """Rounds in which a node takes part in a probe, one bit for each."""
     for road in roads:
         taken = busy.get(road.source, 0) | busy.get(road.destination, 0)
         place = (~taken & (taken + 1)).bit_length() - 1
@@ -181,7 +181,6 @@ def _num_roads(nodes: Sequence[str], on: Collection[str]) -> int:
 
 
 def _pairings(nodes: Sequence[str], most: int, seed: int, rail: int) -> Iterator[Pairing]:
-    """All pairings of a tournament where they fit, else so many of rings and of random nodes."""
     if len(nodes) < 2:
         return
     if len(nodes) - 1 + len(nodes) % 2 <= most:
@@ -195,15 +194,16 @@ def _pairings(nodes: Sequence[str], most: int, seed: int, rail: int) -> Iterator
 
 
 def _mixed(count: int, seed: int, *numbers: int) -> list[int]:
-    """Places in a drawn order: the same for as many nodes, whatever they are called."""
+    """A random permutation of positions that depends only on the count, not on node names."""
     return sorted(range(count), key=lambda place: _drawn(seed, *map(str, (*numbers, place))))
 
 
 def _tournament(nodes: Sequence[str], places: Sequence[int]) -> Iterator[Pairing]:
-    """Each with each once: one stays, the others go round; an odd one has a round off.
+    """Pairs each node with each other once: one stays, the others rotate.
 
-    Each rail has its own order of places, so two nodes meet in other company: who shares an uplink
-    with others in one round may have it alone in the next, and only the worst of its rates tells.
+    With an odd number, one node pauses in each round. Each rail has its own order of positions, so
+    the other pairs of a round differ between rails. A path that shares an uplink in one round may
+    have it alone in the next, and only its worst rate counts.
     """
     circle: list[int | None] = [*places] if len(places) % 2 == 0 else [*places, None]
     half = len(circle) // 2
@@ -215,7 +215,6 @@ def _tournament(nodes: Sequence[str], places: Sequence[int]) -> Iterator[Pairing
 
 
 def _sampled(nodes: Sequence[str], seed: int, rail: int) -> Iterator[Pairing]:
-    """Rings at distances 1, 2, 4 ..., two pairings each; then random nodes without end."""
     distance = 1
     while distance <= len(nodes) // 2:
         yield from _ring(nodes, distance)
@@ -228,7 +227,6 @@ def _sampled(nodes: Sequence[str], seed: int, rail: int) -> Iterator[Pairing]:
 
 
 def _ring(nodes: Sequence[str], distance: int) -> Iterator[Pairing]:
-    """Each with the one so far on, every other one of them; then those between."""
     count = len(nodes)
     for first in (0, 1):
         pairing: Pairing = []

@@ -1,12 +1,13 @@
-"""Which variables tell the collective libraries what the plan has chosen.
+"""The variables that pass the choices of a network plan to the collective libraries.
 
 Runs in:  every agent, for the ranks it starts. Pure.
 Takes in: the plan; this node's interfaces by the run's names for rails; the user's environment.
-Gives:    variables to add. What the user has set is never among them.
+Gives:    variables to add, never one that the user has set.
 
 Source: torch's ProcessGroupGloo takes GLOO_SOCKET_IFNAME as a list of whole names, and all ranks
-        must name equally many. NCCL takes NCCL_SOCKET_IFNAME and NCCL_IB_HCA as lists of
-        beginnings of names; with = before it a list is of whole names, so that eth1 is not eth10.
+        must name equally many. NCCL takes NCCL_SOCKET_IFNAME and NCCL_IB_HCA as lists of name
+        prefixes. With a leading =, the list contains whole names, so that eth1 does not match
+        eth10.
 """
 
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ def env_for(
     Args:
         plan: of the generation.
         rails_of_node: this node's interfaces, by the run's name of each rail.
-        user_env: all that the ranks would get without a plan.
+        user_env: the environment of the ranks without a plan.
     """
     mine = [rails_of_node[name] for name in plan.rails if name in rails_of_node]
     if not mine or len(mine) < len(plan.rails):
@@ -41,10 +42,10 @@ def env_for(
 
 
 def rails_named(name: str, value: str, rails: RunRails) -> set[str]:
-    """The rails of the run that the value of such a variable stands for, on any node.
+    """The rails of the run that such a variable names, on any node.
 
     Args:
-        name: of the variable; of another one the answer is none.
+        name: of the variable; other variables name no rail.
         value: as the user has set it: `eth0,eth1`, `=eth0`, `^eth1`, `mlx5_0:1`.
         rails: of the run.
     """

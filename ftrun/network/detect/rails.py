@@ -1,15 +1,15 @@
-"""Which interfaces of different nodes are one rail of the run.
+"""Matches interfaces of different nodes to the rails of the run.
 
-Runs in:  every agent. Pure; the same answer for the same cards, whoever computes it.
+Runs in:  every agent. Pure; every agent computes the same result for the same cards.
 Takes in: the `Rail`s of each node.
 Gives:    `RunRails`: each rail of the run by name, with the interface that each node has on it.
 
-Rule 1: interfaces in one network (address and prefix) are one rail, whatever they are called; it
-        has the name that most nodes have for it. A node with two in one network keeps them apart
-        by their names.
-Rule 2: where networks do not tell, as with a network for each cable, interfaces of one name are
-        one rail.
-Rule 3: a name that one node alone has stands for the rail at the same place that it lacks.
+Rule 1: interfaces in one network (address and prefix) are one rail, whatever their names. The rail
+        gets the name that most nodes use for it. A node with two interfaces in one network keeps
+        them apart by their names.
+Rule 2: if networks do not identify rails, as with one network per cable, interfaces of one name
+        are one rail.
+Rule 3: a name that only one node has maps to the rail at the same position that this node lacks.
 """
 
 import ipaddress
@@ -20,15 +20,15 @@ from functools import lru_cache
 from ftrun.wire.cluster.rails import Rail
 
 RunRails = dict[str, dict[str, Rail]]
-"""By the name that the run has for a rail: each node's interface on it, by node id."""
+"""Each node's interface on a rail, by node id, by the run's name of the rail."""
 
 
 def match_rails(rails: Mapping[str, Sequence[Rail]]) -> RunRails:
     """The rails of the run, in the order in which nodes have them.
 
     Args:
-        rails: of each node, the first one being that which its card's address lies on. A node
-            names none twice.
+        rails: of each node, starting with the rail of the card's address. A node uses no name
+            twice.
     """
     names = _Names(rails)
     matched: RunRails = {name: {} for name in names.ordered}
@@ -39,12 +39,11 @@ def match_rails(rails: Mapping[str, Sequence[Rail]]) -> RunRails:
 
 
 def rails_of_node(matched: RunRails, node: str) -> dict[str, Rail]:
-    """The interfaces of a node by the names that the run has for its rails."""
     return {name: of_nodes[node] for name, of_nodes in matched.items() if node in of_nodes}
 
 
 class _Names:
-    """What interfaces are called, over all nodes."""
+    """The names of interfaces, across all nodes."""
 
     def __init__(self, rails: Mapping[str, Sequence[Rail]]) -> None:
         self.total: Counter[str] = Counter()
@@ -59,7 +58,7 @@ class _Names:
         self.ordered = sorted(places, key=lambda name: (places[name], -self.total[name], name))
 
     def chosen(self, of_node: Sequence[Rail]) -> dict[str, Rail]:
-        """The interfaces of one node by rail; one for which no name is left is in none."""
+        """The interfaces of one node by rail; an interface without a free name is omitted."""
         found = {rail.name: rail for rail in of_node if self._keeps_its_name(rail)}
         mine = {rail.name for rail in of_node}
         for rail in of_node:
@@ -78,7 +77,7 @@ class _Names:
         return self.total[rail.name] > 1
 
     def _others(self, rail: Rail, mine: Collection[str]) -> list[str]:
-        """Names that it may stand for, the likeliest first; not those that its node alone has."""
+        """Names that it may map to, the most likely first; not those that only its node has."""
         of_network = self._of_network(rail)
         if of_network:
             common = of_network.most_common()
@@ -86,19 +85,17 @@ class _Names:
         return [name for name in self.ordered if self.total[name] > 1]
 
     def _of_network(self, rail: Rail) -> Counter[str]:
-        """Names in its network; none where it is alone there."""
         of_network = self.by_network.get(_network(rail), Counter())
         return of_network if of_network.total() > 1 else Counter()
 
 
 def _network(rail: Rail) -> str:
-    """The network that a rail lies in; empty where its prefix is not known."""
     return _network_of(rail.host, rail.prefix_bits) if rail.prefix_bits > 0 else ""
 
 
 @lru_cache(maxsize=1 << 15)
 def _network_of(host: str, prefix_bits: int) -> str:
-    """Kept, as thousands of nodes are matched again and again. Empty for what is no address."""
+    """Cached, because thousands of nodes are matched repeatedly. Empty for an invalid address."""
     try:
         address = ipaddress.ip_address(host)
         others = address.max_prefixlen - prefix_bits

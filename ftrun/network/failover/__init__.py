@@ -1,1 +1,1 @@
-"""DECISION: when ranks leave a path that has failed."""
+"""DECISION: when ranks stop using a failed path."""

@@ -1,14 +1,13 @@
-"""Which members cannot connect to each other, found out while ranks are silent.
+"""Finds pairs of members that cannot connect to each other, while ranks are unresponsive.
 
 Runs in:  the agent that leads. Pure.
-Takes in: the plan, whether ranks are silent, the members' answers, time.
-Gives:    probes to ask for (`ProbePathRequest`, short); pairs of which neither end reaches the
-          other.
+Takes in: the plan, the members' answers, time; called only while ranks make no steps.
+Gives:    probe requests (`ProbePathRequest`, short); pairs of which neither end reaches the other.
 
-Rule 1: a pair counts as cut after two surveys in a row in which neither end got a connection. Only
-        the kernels take part in that, so a slow agent does not count as a cut link.
-Rule 2: while ranks make no steps the pairs that are cut are tried again; where there is none, all
-        pairs, each time after twice the pause.
+Rule 1: a pair counts as cut after two consecutive surveys in which neither end got a connection.
+        Only the kernels take part in a connection, so a slow agent does not count as a cut link.
+Rule 2: while ranks make no steps, cut pairs are probed again. If there is none, all pairs are
+        probed, and the pause doubles each time.
 """
 
 from collections.abc import Collection
@@ -22,19 +21,19 @@ from ftrun.wire.cluster.messages import ProbePathResult
 from ftrun.wire.cluster.rails import PathMeasurement, Rail
 
 LIMIT_S = 20.0
-"""Of one survey."""
+"""Time limit of one survey."""
 MOST_ROUNDS = 120
-"""Up to 60 members every pair is tried, of more a part."""
+"""Up to 60 members, every pair is probed; with more members, a part of the pairs."""
 AGAIN_S = 2.0
-"""Between two surveys of pairs that are cut."""
+"""Seconds between two surveys of cut pairs."""
 ALL_AGAIN_S, LONGEST_S = 10.0, 320.0
-"""Between two surveys of all pairs."""
+"""Seconds between two surveys of all pairs: the first pause and the longest one."""
 _BETWEEN = "agents"
-"""All members' agents are on one rail: at the addresses by which they are known."""
+"""Name of the one rail that all agents are on, at the addresses of their cards."""
 
 
 class PairCheck:
-    """Over one generation."""
+    """The cut pairs of one generation."""
 
     def __init__(self) -> None:
         self.cut: frozenset[Pair] = frozenset()
@@ -45,12 +44,10 @@ class PairCheck:
         self._due_s, self._pause_s = 0.0, ALL_AGAIN_S
 
     def begin(self) -> None:
-        """Another generation runs, or the ranks make steps."""
         self._survey, self._suspects, self.cut = None, frozenset(), frozenset()
         self._due_s, self._pause_s = 0.0, ALL_AGAIN_S
 
     def look(self, plan: GenerationPlan, *, now_s: float) -> list[Send]:
-        """What to ask for; called while ranks make no steps."""
         if self._survey is not None:
             found = self._survey.look(now_s=now_s)
             self._take_result(plan, now_s)
@@ -66,7 +63,6 @@ class PairCheck:
         return self._begin_survey(plan, rounds, now_s)
 
     def tried(self, sender: str, body: ProbePathResult, *, now_s: float) -> list[Send]:
-        """A member has tried to connect to another one."""
         return self._survey.tried(sender, body, now_s=now_s) if self._survey is not None else []
 
     def _begin_survey(
@@ -74,7 +70,7 @@ class PairCheck:
     ) -> list[Send]:
         cards = [node.card for node in plan.members]
         rails = {_BETWEEN: {card.node_id: Rail("", card.host, port=card.port) for card in cards}}
-        self._number -= 1  # the surveys of roads count upwards
+        self._number -= 1  # surveys of the path monitor count upwards
         self._survey = ProbeSurvey(
             self._number, [*rounds], rails, limit_s=LIMIT_S, now_s=now_s, is_short=True
         )

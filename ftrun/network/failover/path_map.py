@@ -1,14 +1,13 @@
-"""What the lead knows of roads: rails, what every survey has found, what that says.
+"""The leader's map of the paths between nodes: rails, measurements, findings.
 
 Runs in:  the agent that leads. Pure.
 Takes in: the nodes' cards, surveys that have ended.
-Gives:    findings and leaf switches, situations to plan for, `JournalEntry`s of what is new, a
-          part of the
-          status document.
-Survives: nothing. The next lead probes where it has a reason to (road_watch.py).
+Gives:    findings and leaf switches, inputs for a network plan, `JournalEntry`s of new findings, a
+          part of the status document.
+Survives: nothing. The next leader probes when it has a reason to (path_monitor.py).
 
-Rule 1: of a road the newest try counts, but one that measured no rate takes none away.
-Rule 2: of an interface that answers nobody any more nothing holds that was found before.
+Rule 1: the newest probe of a path counts, but a probe without a rate keeps the measured rate.
+Rule 2: if an interface answers no probe any more, all earlier measurements of it are discarded.
 """
 
 from collections.abc import Sequence
@@ -34,38 +33,37 @@ from ftrun.wire.cluster.generation import NodeCard
 from ftrun.wire.cluster.rails import NetworkPlan, PathMeasurement, Rail
 
 MOST_TOLD = 1000
-"""Roads in the status document: the worst ones."""
+"""Paths in the status document: the worst ones."""
 
 
 class PathMap:
-    """One lead's."""
+    """The path map of one leader."""
 
     def __init__(self, settings: NetworkSettings) -> None:
         self.cards: dict[str, NodeCard] = {}
-        """Of the nodes that have rails, by node id."""
+        """Cards of the nodes that have rails, by node id."""
         self.rails: dict[str, list[Rail]] = {}
         self.matched: RunRails = {}
         self.dead: set[End] = set()
-        """Nodes' rails that answered nobody in the newest survey of them."""
+        """Interfaces that answered no probe in the newest survey of them."""
         self.coverage = 1.0
-        """The part of all roads that the newest survey before a generation has probed."""
+        """Fraction of all paths that the newest survey before a generation has probed."""
         self.findings = NetworkFindings()
         self._settings = settings
         self._found: dict[NetworkPath, PathMeasurement] = {}
-        """By age, the oldest first."""
+        """Sorted by age, the oldest first."""
         self._num_surveys = 0
-        """That have ended."""
+        """Surveys that have ended."""
         self._judged: tuple[tuple[object, ...], tuple[NetworkFindings, LeafSwitches]] | None = None
-        """What was said of which nodes after which survey."""
+        """The newest findings, with the nodes and the survey they are for."""
         self._probed_s = self._at_s = 0.0
         self._told: set[tuple[NetworkFindingKind, str]] = set()
         self._mended: set[str] = set()
-        """Nodes with a rail that answers again, of which no rate is known yet."""
+        """Nodes with a rail that answers again, and whose rate is not known yet."""
 
-    # --- who is there -------------------------------------------------------------------------
+    # --- nodes --------------------------------------------------------------------------------
 
     def meet(self, cards: Sequence[NodeCard]) -> None:
-        """These nodes are here, and no others."""
         self.cards = {card.node_id: card for card in cards if card.rails}
         rails = {node_id: self._wanted(card) for node_id, card in self.cards.items()}
         if rails != self.rails:
@@ -73,25 +71,24 @@ class PathMap:
         self.rails = rails
 
     def _wanted(self, card: NodeCard) -> list[Rail]:
-        """The rails of a node, or those of them that the user has named."""
         named = self._settings.rails
         return [rail for rail in card.rails if not named or rail.name in named] or card.rails[:1]
 
     def lost(self, node_id: str) -> None:
-        """This node is; and of a rail with one node left on it nothing can be told."""
+        """Removes a lost node; a rail with one node left on it cannot be judged."""
         left = {rail for rail, on in self.matched.items() if len(on.keys() - {node_id}) > 1}
         self.dead = {end for end in self.dead if end[0] != node_id and end[1] in left}
 
-    # --- what was found -----------------------------------------------------------------------
+    # --- surveys ------------------------------------------------------------------------------
 
     def keep(
         self, survey: ProbeSurvey, previous: NetworkPlan | None, *, now_s: float
     ) -> list[JournalEntry]:
-        """Take in a survey that has ended; what is new.
+        """Records a survey that has ended; returns journal entries for what is new.
 
         Args:
-            survey: new.
-            previous: the plan of the generation before.
+            survey: the ended one.
+            previous: the network plan of the generation before.
             now_s: the time.
         """
         assert survey.ended_s is not None
@@ -114,7 +111,7 @@ class PathMap:
         return self._news(len(survey.found), previous)
 
     def take_mended(self) -> list[str]:
-        """Nodes whose rails have no rate, and answer; told once."""
+        """Nodes with a rail that answers again but has no rate; each is returned once."""
         nodes = [one for one in self.rails if one in self._mended]
         self._mended.clear()
         return nodes
@@ -136,7 +133,7 @@ class PathMap:
         self._told = {(one.kind, one.culprit) for one in found.found}
         return notes
 
-    # --- what it says -------------------------------------------------------------------------
+    # --- findings -----------------------------------------------------------------------------
 
     def situation(
         self,
@@ -146,13 +143,13 @@ class PathMap:
         keep_order: str = "",
         previous: NetworkPlan | None = None,
     ) -> PlanningInputs:
-        """What a plan for some of the nodes is to be made from.
+        """The inputs of a network plan for some of the nodes.
 
         Args:
             ids: of the nodes, in their order.
-            suspects: rails that the monitor finds slow, and its words.
-            keep_order: why the order stays; empty: it need not.
-            previous: the plan of the generation before.
+            suspects: the monitor's reason for each rail that it finds slow.
+            keep_order: why the order stays; empty: it may change.
+            previous: the network plan of the generation before.
         """
         here = {one: self.rails[one] for one in ids}
         found = [
@@ -170,7 +167,7 @@ class PathMap:
         )
 
     def judge(self, situation: PlanningInputs) -> tuple[NetworkFindings, LeafSwitches]:
-        """What probes tell; said again where nothing has come since."""
+        """The findings of the probes; cached until an input changes."""
         before = situation.previous
         of = (self._num_surveys, situation.rails, situation.leaves, before and before.leaves)
         if self._judged is None or self._judged[0] != of:
@@ -194,7 +191,7 @@ class PathMap:
         return leaves_from_labels({one: self.cards[one].domain for one in ids})
 
     def status(self, *, now_s: float) -> dict[str, Any]:
-        """In plain values. Docs: operations.md."""
+        """As plain values. Docs: operations.md."""
         return {
             "probed_s": round(self._probed_s, 3),
             "at_s_ago": round(now_s - self._at_s, 1) if self._at_s else None,

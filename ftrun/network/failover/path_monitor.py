@@ -1,22 +1,22 @@
-"""The lead's knowledge of roads: when they are probed, what is planned, when another plan is due.
+"""Monitors the paths between nodes: when they are probed, what is planned, when a new plan is due.
 
 Runs in:  the agent that leads. Pure.
-Takes in: the nodes' cards, answers to probes, words that a rail has fallen silent, verdicts; what
-          road_map.py keeps of it.
-Gives:    probes to ask for; a `NetworkPlan` for a generation; the reason to begin another one;
+Takes in: the nodes' cards, answers to probes, reports of unresponsive rails, verdicts. path_map.py
+          keeps the measurements.
+Gives:    probe requests; a `NetworkPlan` for a generation; the reason to begin another generation;
           `JournalEntry`s; a part of the status document.
-Survives: nothing. The next lead goes on with the plan of the generation that runs, and probes
-          where it has a reason to.
+Survives: nothing. The next leader uses the plan of the running generation, and probes when it has
+          a reason to.
 
-Rule 1: with `--network-plan on` every road is probed before the first generation, as far as there
-        is time. Where the plan is only told nothing waits for it: roads are probed while the ranks
-        of the first generation start. Later nothing ever waits: a restart is not slower for it.
-Rule 2: beside a running generation only the roads of nodes that have joined or are suspected are
-        probed, a round at a time.
-Rule 3: what is planned takes effect with `--network-plan on` only; else it is told.
-Rule 4: a bug in here costs the plan, never the run (`road_guard.py`).
-Rule 5: without a measured rate nothing is planned anew: of the plan that there is what is dead is
-        left, and nothing else.
+Rule 1: with `--network-plan on`, every path is probed before the first generation, within the time
+        limit. If the plan is only reported, nothing waits for it: paths are probed while the ranks
+        of the first generation start. Later nothing ever waits, so restarts are not slower.
+Rule 2: while a generation runs, only paths of nodes that have joined or are suspected are probed,
+        one round at a time.
+Rule 3: a plan is used only with `--network-plan on`; otherwise it is only reported.
+Rule 4: a bug in this module costs the plan, never the run (`road_guard.py`).
+Rule 5: without a measured rate no new plan is made: only the dead rails of the current plan are
+        dropped.
 """
 
 from collections.abc import Sequence
@@ -47,22 +47,25 @@ from ftrun.wire.cluster.messages import ProbePathResult, RailSilent
 from ftrun.wire.cluster.rails import NetworkPlan
 
 LIMIT_S = 3.0
-"""Of the survey before the first generation."""
+"""Time limit of the survey before the first generation."""
 MOST_ROUNDS = 40
-"""Of it: 8 nodes with 2 rails take 28, at some 10 to 40 ms each. Of many nodes fewer are made."""
+"""Rounds of that survey: 8 nodes with 2 rails take 28, of 10 to 40 ms each. With many nodes there
+are fewer."""
 BESIDE_LIMIT_S, BESIDE_PAUSE_S = 30.0, 0.25
-"""Of a survey beside a running generation."""
+"""Time limit of a survey while a generation runs, and the pause between its rounds."""
 BESIDE_MOST_ROUNDS = 24
 SILENT_AGAIN_S = 5.0
-"""A rail of a node that was found alive is not suspected again before that."""
+"""Seconds for which a node's rail that was found alive is not suspected again."""
 DEAD_AGAIN_S, DEAD_LONGEST_S = 30.0, 600.0
-"""Between two looks at what is dead: each pause is twice as long as the one before."""
+"""Seconds between two probes of dead interfaces: the first pause and the longest one; each is twice
+the last."""
 SLOW_FOR_S = 2.0
-"""A verdict of slow communication has lasted so long before rails are compared."""
+"""Seconds that a verdict of slow communication must persist before rails are compared."""
 SLOW_AGAIN_S = 15.0
-"""For one verdict they are compared again after so long."""
+"""Seconds after which they are compared again for the same verdict."""
 BETTER = 3.0
-"""More than so many times quicker another rail must be to leave one that the monitor finds slow."""
+"""Another rail must be more than this factor faster than a rail that the monitor finds slow, to
+replace it."""
 _STAYS = "ranks stay where they are within a run"
 _NUMBERED = "the user has numbered the nodes"
 
@@ -77,36 +80,35 @@ class NodesHere(Protocol):
 
 
 class PathMonitor:
-    """One lead's."""
+    """The path monitor of one leader."""
 
     def __init__(self, me: str, settings: NetworkSettings, peers: NodesHere) -> None:
         self.plan: NetworkPlan | None = None
-        """The newest that was made, whether it takes effect or not."""
+        """The newest plan, whether it is used or only reported."""
         self._me = me
         self._settings = settings
         self._peers = peers
         self._map = PathMap(settings)
         self._previous: NetworkPlan | None = None
-        """Of the generation before."""
+        """The network plan of the generation before."""
         self._survey: ProbeSurvey | None = None
         self._number = 0
         self._known: set[Identity] = set()
-        """Whose roads were probed, or need not be."""
+        """Agents whose paths were probed, or need not be."""
         self._notes: list[JournalEntry] = []
         self._silent: dict[tuple[str, str], tuple[float, str]] = {}
-        """Node and run's rail that fell silent: when that was said last, and by whom."""
+        """When a node's rail was last reported unresponsive, and by which node."""
         self._dead_s, self._dead_pause_s = 0.0, DEAD_AGAIN_S
         self._looked_s: dict[tuple[str, str], float] = {}
         self._slow_seen: dict[str, float] = {}
-        """Verdicts by their fingerprints: when rails were compared for them."""
+        """When rails were compared for a verdict, by its fingerprint."""
         self._suspects: dict[str, str] = {}
         self._urgent = ""
         self.wish = ""
-        """Why another generation is to begin at the next boundary; empty: it need not."""
+        """Why another generation must begin at the next boundary; empty: it need not."""
 
     @property
     def is_on(self) -> bool:
-        """Plans take effect."""
         return self._settings.plan == "on"
 
     def _is_off(self, cards: Sequence[NodeCard]) -> bool:
@@ -117,15 +119,15 @@ class PathMonitor:
     def hold_up(
         self, cards: Sequence[NodeCard], previous: GenerationPlan | None, *, now_s: float
     ) -> list[Command] | None:
-        """What is to be asked before a plan is made; None: nothing is waited for.
+        """Probe requests that must be answered before a plan is made; None: nothing is awaited.
 
         Args:
-            cards: of all who have promised.
+            cards: of all nodes that have promised.
             previous: the newest generation.
             now_s: the time.
         """
         if previous is not None:
-            self._survey = None  # it was beside a generation that is over
+            self._survey = None  # it belongs to a generation that is over
         if previous is not None or not self.is_on or self._is_off(cards):
             return None
         self._map.meet(cards)
@@ -140,7 +142,7 @@ class PathMonitor:
         spares: Sequence[NodeCard],
         previous: GenerationPlan | None,
     ) -> NetworkPlan | None:
-        """The plan that is to take effect, with the order of the members; None: there is none."""
+        """The network plan to use, with the order of the members; None: there is none."""
         if not self.is_on or self._is_off(members):
             return None
         self._map.meet((*members, *spares))
@@ -160,7 +162,6 @@ class PathMonitor:
             self._notes.append(_note_of(made, is_on=self.is_on))
 
     def begin(self) -> None:
-        """Another generation has taken effect."""
         self._urgent = self.wish = ""
         self._silent.clear()
         self._slow_seen.clear()
@@ -170,7 +171,6 @@ class PathMonitor:
     def told(
         self, sender: str, body: ProbePathResult | RailSilent, *, now_s: float
     ) -> list[Command]:
-        """A node has tried a road, or hears another one no more over one rail."""
         if isinstance(body, RailSilent):
             self._silent[(body.source, body.rail)] = (now_s, sender)
             return []
@@ -183,10 +183,9 @@ class PathMonitor:
         self._silent = {at: one for at, one in self._silent.items() if at[0] != node_id}
         self._map.lost(node_id)
 
-    # --- beside a generation ------------------------------------------------------------------
+    # --- while a generation runs --------------------------------------------------------------
 
     def look(self, plan: GenerationPlan, slow: SlowSuspicions, *, now_s: float) -> list[Command]:
-        """What is to be probed while a generation runs."""
         cards = self._peers.here
         if self._is_off(cards):
             return []
@@ -206,7 +205,7 @@ class PathMonitor:
         return [*self._survey.look(now_s=now_s)] if self._survey is not None else []
 
     def take_urgent(self) -> str:
-        """Why another generation is to begin at once; empty: it need not."""
+        """Why another generation must begin at once; empty: it need not."""
         why, self._urgent = self._urgent, ""
         return why
 
@@ -215,7 +214,7 @@ class PathMonitor:
         return notes
 
     def know(self, cards: Sequence[NodeCard]) -> None:
-        """These were there before this lead, and are not probed for being new to it."""
+        """Marks agents that were present before this leader: they are not probed as new."""
         self._known.update(card.identity for card in cards)
 
     # --- surveys ------------------------------------------------------------------------------
@@ -224,7 +223,7 @@ class PathMonitor:
         return [one for one, card in self._map.cards.items() if card.identity not in self._known]
 
     def _begin_first(self, now_s: float) -> ProbeSurvey | None:
-        """Of all roads; where the first ballot has begun again, of those of new nodes."""
+        """Surveys all paths; if the first ballot was repeated, those of new nodes."""
         new = self._new()
         if not new:
             return None
@@ -246,7 +245,7 @@ class PathMonitor:
         return self._beside(new, now_s) if new else None
 
     def _begin_dead(self, now_s: float) -> ProbeSurvey | None:
-        """Find out now and then whether what was dead is mended, for the next generation."""
+        """Probes dead interfaces from time to time; the next generation may use them again."""
         if now_s - self._dead_s < self._dead_pause_s:
             return None
         rounds = tuple(pack(roads_to(self._map.dead, self._map.matched)))
@@ -259,14 +258,13 @@ class PathMonitor:
         )
 
     def _begin_mended(self, now_s: float) -> ProbeSurvey | None:
-        """What answers again is measured: without a rate no plan could use it."""
+        """Measures nodes that answer again: no plan can use them without a rate."""
         nodes = self._map.take_mended()
         return self._beside(nodes, now_s) if nodes else None
 
     def _begin_slow(
         self, plan: GenerationPlan, slow: SlowSuspicions, now_s: float
     ) -> ProbeSurvey | None:
-        """Compare rails where the monitor finds communication slow."""
         if not self.is_on or plan.roads is None or len(self._map.matched) < 2:
             return None
         for verdict in slow.slow_links(SLOW_FOR_S, now_s=now_s):
@@ -277,7 +275,7 @@ class PathMonitor:
         return None
 
     def _begin_silent(self, now_s: float) -> ProbeSurvey | None:
-        """Find out whose rail has fallen silent; not of a node that is not heard at all."""
+        """Finds the end at fault for an unresponsive rail, while its node sends messages."""
         for (node_id, rail), (said_s, by) in list(self._silent.items()):
             if (
                 now_s - said_s > 1.0
@@ -322,7 +320,6 @@ class PathMonitor:
         return ProbeSurvey(self._number, rounds.rounds, rails, now_s=now_s, **more)
 
     def _is_done(self, now_s: float) -> bool:
-        """Whether the survey has come to its end; what it has found is kept."""
         survey = self._survey
         if survey is None or survey.ended_s is None:
             return survey is None
@@ -332,7 +329,7 @@ class PathMonitor:
             self._dead_s, self._dead_pause_s = now_s, DEAD_AGAIN_S
         return True
 
-    # --- what follows -------------------------------------------------------------------------
+    # --- plans --------------------------------------------------------------------------------
 
     def _make(self, ids: Sequence[str], keep_order: str, before: NetworkPlan | None) -> NetworkPlan:
         situation = self._map.situation(
@@ -345,7 +342,6 @@ class PathMonitor:
         return keep_rails(before, ids, judged[0].rails, {one.rail: one.sentence for one in dead})
 
     def _follow(self, plan: GenerationPlan) -> None:
-        """After a survey beside a generation."""
         members = [node.node_id for node in plan.members]
         if not all(one in self._map.rails for one in members):
             return
@@ -355,7 +351,6 @@ class PathMonitor:
             self._keep(self._make(members, "", None))
 
     def _reconsider(self, before: NetworkPlan, members: Sequence[str]) -> None:
-        """Find out whether the generation has to leave a rail."""
         self._keep_suspects(members)
         made = self._make(members, _STAYS, before)
         if not made.rails or set(before.rails) <= set(made.rails):
@@ -375,7 +370,7 @@ class PathMonitor:
             self.wish = text
 
     def _keep_suspects(self, members: Sequence[str]) -> None:
-        """Of rails that the monitor finds slow those that probes find slower than another one."""
+        """Keeps suspected rails that probes find slower than another rail."""
         slowest = slowest_medians(self._map.findings.rates, members)
         best = max(slowest.values(), default=0.0)
         self._suspects = {
@@ -385,7 +380,7 @@ class PathMonitor:
         }
 
     def status(self, plan: GenerationPlan | None, *, now_s: float) -> dict[str, Any] | None:
-        """In plain values; None where nothing is probed. Docs: operations.md."""
+        """As plain values; None if nothing is probed. Docs: operations.md."""
         if self._settings.plan == "off" or len(self._map.rails) < 2:
             return None
         return {

@@ -1,9 +1,9 @@
-"""The lead's knowledge of roads, kept where a bug in it cannot end the run.
+"""Runs the path monitor so that a bug in it cannot end the run.
 
 Runs in:  the agent that leads. Pure.
-Takes in: what `PathMonitor` takes in, and what it raises.
-Gives:    what `PathMonitor` gives; after a bug what a lead gets with `--network-plan off`.
-Survives: any exception: it is noted once, and no road is looked at by this lead any more.
+Takes in: the inputs of `PathMonitor`, and the exceptions it raises.
+Gives:    the results of `PathMonitor`; after a bug those of a leader with `--network-plan off`.
+Survives: any exception: it is reported once, and this leader monitors no path any more.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class GuardedPathMonitor:
-    """One lead's; all that it asks of `PathMonitor` goes through here."""
+    """The path monitor of one leader; the leader calls `PathMonitor` only through this class."""
 
     def __init__(self, me: str, settings: NetworkSettings, peers: NodesHere) -> None:
         self._roads = PathMonitor(me, settings, peers)
@@ -67,7 +67,9 @@ class GuardedPathMonitor:
     def told(
         self, sender: str, body: RoadWord, watching: HealthMonitor, *, now_s: float
     ) -> list[Command]:
-        if isinstance(body, ProbeLinkResult):  # the monitor's, with or without a plan of roads
+        if isinstance(
+            body, ProbeLinkResult
+        ):  # of the health monitor, with or without a network plan
             watching.slow.probed(body, now_s=now_s)
             return []
         if isinstance(body, ProbePathResult) and body.survey < 0:

@@ -1,18 +1,17 @@
-"""One survey of roads: probes in rounds, asked for by the lead, one round after the other.
+"""One survey of paths: the leader requests probes in rounds, one round after the other.
 
 Runs in:  the agent that leads. Pure.
-Takes in: rounds of roads, the nodes' answers, who is lost, time.
-Gives:    what to ask of whom; what was found.
-Survives: nodes that die, stand still or answer late: each costs one round's limit, once. The lead:
-          the next one knows no survey, and begins one where it needs one.
+Takes in: rounds of paths, the nodes' answers, lost nodes, time.
+Gives:    probe requests; measurements.
+Survives: nodes that die, pause or answer late: each costs one round's limit, once. The leader: the
+          next one has no survey, and begins one if it needs one.
 
-Rule 1: a survey has an end that does not depend on anybody: it is over after its limit, with what
-        is known by then.
-Rule 2: an answer counts for the survey that asked for it, and from the node that was asked.
-Rule 3: an interface that two nodes in a row have not reached is not waited for again: that is what
-        keeps a dead one cheap. A road that failed otherwise is tried a second time.
-Rule 4: so is one that is far below the others of its rail, and the better figure counts: what else
-        the machines do makes a short transfer slower, and nothing makes it quicker.
+Rule 1: the end of a survey depends on no node: it ends after its limit, with the results so far.
+Rule 2: an answer counts only for the survey that requested it, and only from the requested node.
+Rule 3: an interface that two nodes have failed to reach is not probed again, which keeps a dead
+        interface cheap. A path that failed for another reason is probed a second time.
+Rule 4: a path far below the others of its rail is probed again too, and the better rate counts:
+        other load on the machines makes a short transfer slower, and nothing makes it faster.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -28,47 +27,48 @@ from ftrun.wire.cluster.messages import ProbePathRequest, ProbePathResult
 from ftrun.wire.cluster.rails import PathMeasurement
 
 ROUND_S, SHORT_ROUND_S = 1.2, 0.9
-"""Longer than a node tries a road before it gives up, the connection and all that follows it."""
+"""Time limit of a round of full and of short probes. It is longer than a node probes a path before
+it gives up, connection and transfer included."""
 
 MOST_ROADS = 8_192
-"""About so many are probed in one survey, and kept: they are judged in the lead's loop, where
-nothing may take as long as an agent that is silent is waited for. 4,096 nodes with 2 rails have
-two thirds more at their fewest: each interface's fault shows from two others only."""
+"""Approximate number of paths that one survey probes, and that are retained. They are judged in the
+leader's loop, where nothing may take as long as the failure timeout of an agent. 4,096 nodes
+with 2 rails have two thirds more even with the fewest pairings, because an interface's fault
+shows only from two other nodes."""
 _LEAST_PAIRINGS = 2
 _GIVEN_UP_AFTER = 2
-"""Nodes that have not reached an interface."""
+"""Nodes that have failed to reach an interface."""
 
 Round = Sequence[NetworkPath]
 _LOW = 0.7
-"""Of the median rate over a rail."""
+"""Fraction of the median rate over a rail."""
 
 End = tuple[str, str]
 """A node and a rail: one interface."""
 
 
 def most_rounds(num_nodes: int, num_rails: int, most: int) -> int:
-    """So many rounds that about `MOST_ROADS` are probed, each with half of the nodes in it.
+    """The number of rounds that probe about `MOST_ROADS` paths, with half of the nodes in each.
 
-    At least two pairings for each rail, in both directions: an interface that two others find bad
-    is to blame, one that a single other finds bad is not told from it.
+    There are at least two pairings for each rail, in both directions. An interface that two others
+    find bad is the culprit; with a single other node the two cannot be distinguished.
     """
     return min(most, max(2 * MOST_ROADS // max(1, num_nodes), 2 * _LEAST_PAIRINGS * num_rails))
 
 
 def most_kept(num_nodes: int, num_rails: int) -> int:
-    """So many roads are kept: those of one survey of all nodes."""
     return max(MOST_ROADS, _LEAST_PAIRINGS * num_nodes * num_rails)
 
 
 def worst(most: int, roads: Iterable[PathMeasurement]) -> list[PathMeasurement]:
-    """The slowest first; of those without a rate the one with the longest way."""
+    """The slowest paths first; of those without a rate the longest round trip first."""
     return nsmallest(most, roads, key=lambda one: (one.bytes_per_s, -one.rtt_s))
 
 
 def newer(
     found: Mapping[NetworkPath, PathMeasurement], old: Mapping[NetworkPath, PathMeasurement]
 ) -> dict[NetworkPath, PathMeasurement]:
-    """What was found now; a road that only answers keeps the rate that was measured before."""
+    """The new measurements; a path that answers without a rate keeps its measured rate."""
     return {
         road: msgspec.structs.replace(one, bytes_per_s=old[road].bytes_per_s)
         if road in old and one.rtt_s > 0 and not (one.bytes_per_s or one.problem)
@@ -78,9 +78,9 @@ def newer(
 
 
 def roads_to(ends: Collection[End], rails: RunRails) -> list[NetworkPath]:
-    """A road to each of these interfaces from two others, which are to be sound if there are such.
+    """A path to each of these interfaces from two others, preferably ones that are not among them.
 
-    They take turns, so that many ends do not wait for the same two.
+    The sources rotate, so that many interfaces do not wait for the same two.
     """
     found: list[NetworkPath] = []
     for rail, on in rails.items():
@@ -95,7 +95,7 @@ def roads_to(ends: Collection[End], rails: RunRails) -> list[NetworkPath]:
 
 
 class ProbeSurvey:
-    """Of some roads."""
+    """A survey of some paths."""
 
     def __init__(
         self,
@@ -108,16 +108,16 @@ class ProbeSurvey:
         pause_s: float = 0.0,
         is_short: bool = False,
     ) -> None:
-        """Prepare; `look` begins it.
+        """Prepares the survey; `look` begins it.
 
         Args:
-            number: of this survey; no other of this lead has it.
-            rounds: in no round a node twice.
+            number: unique among the surveys of this leader.
+            rounds: no round contains a node twice.
             rails: the interfaces of all nodes.
-            limit_s: for all of it.
+            limit_s: for the whole survey.
             now_s: the time.
-            pause_s: from the beginning of a round to that of the next, at least.
-            is_short: only whether roads are there, and their round trips.
+            pause_s: minimum time from the start of one round to the start of the next.
+            is_short: probe only whether paths answer, and their round trips.
         """
         self.found: dict[NetworkPath, PathMeasurement] = {}
         self.begun_s = now_s
@@ -132,17 +132,17 @@ class ProbeSurvey:
         self._waits: set[NetworkPath] = set()
         self._round_s = now_s - pause_s
         self._gone: set[str] = set()
-        """Nodes that are lost."""
+        """Lost nodes."""
         self._mute: set[str] = set()
-        """Nodes that have not answered; one that answers late is asked again."""
+        """Nodes that have not answered; a node that answers late is asked again."""
         self._failed: dict[End, set[str]] = {}
-        """Whom each interface was not reached by, or did not reach."""
+        """The nodes that did not reach an interface, or that it did not reach."""
         self._reached: set[End] = set()
         self._is_second_try = False
 
     @property
     def given_up(self) -> set[End]:
-        """Interfaces that answered nobody: two others, or the one other where there is one."""
+        """Interfaces that answered no probe of two other nodes, or of the only other node."""
         return {
             (node, rail)
             for (node, rail), by in self._failed.items()
@@ -152,7 +152,6 @@ class ProbeSurvey:
 
     @property
     def reached(self) -> set[End]:
-        """Interfaces that somebody has reached."""
         return set(self._reached)
 
     @property
@@ -164,7 +163,6 @@ class ProbeSurvey:
         return self.ended_s is not None
 
     def tried(self, sender: str, body: ProbePathResult, *, now_s: float) -> list[Send]:
-        """A node has tried a road."""
         found = body.found
         road = NetworkPath.of(found)
         is_ours = body.survey == self._number and found.source == sender
@@ -186,12 +184,11 @@ class ProbeSurvey:
         return self.look(now_s=now_s)
 
     def lost(self, node_id: str) -> None:
-        """Nothing is to be expected of this node, nor of roads to it."""
         self._gone.add(node_id)
         self._waits = {one for one in self._waits if node_id not in (one.source, one.destination)}
 
     def look(self, *, now_s: float) -> list[Send]:
-        """Go on, where a round is over; end, where there is none left or no time."""
+        """Starts the next round when one is over; ends without rounds or time left."""
         if self.is_over:
             return []
         if self._waits and now_s - self._round_s >= self._limit_s:

@@ -1,13 +1,13 @@
-"""How much each link carries when nodes are in a certain order.
+"""The load of each link for a given order of nodes.
 
 Runs in:  the agent that leads. Pure.
 Takes in: an order of nodes, and a `NetworkModel`: leaf switches, and what is slower than usual.
 Gives:    the load of each link for a ring and for trees, and the `OrderCost` of an order.
 
-A load is how many times an all-reduce's bytes pass a link, by the link's rate beside a usual
-node's: 1 is what a usual node takes to send them once. A ring passes 2 (n - 1) / n of them from
-each node to the next. Trees come in pairs, as in NCCL, each with half of the bytes, which go up
-once and down once; a node that is inside one tree is a tip of the other.
+A load is how many times an all-reduce's bytes pass a link, divided by the link's rate relative to a
+usual node: 1 is the time in which a usual node sends them once. A ring passes 2 (n - 1) / n of them
+from each node to the next. Trees come in pairs, as in NCCL, each with half of the bytes, which go
+up once and down once. An inner node of one tree is a leaf of the other.
 
 Source: NCCL, src/graph/trees.cc (how a rank finds its parent and children).
 """
@@ -18,62 +18,60 @@ from functools import lru_cache
 from typing import NamedTuple
 
 DIGITS = 9
-"""Of a load: the same shares, added up in another order, are one load."""
+"""Digits of a load: equal shares that are added in another order give an equal load."""
 DEAD_RATE = 1e-3
-"""What a dead road is counted as, beside a usual node's rate."""
+"""Rate of a dead path in the cost, relative to a usual node's rate."""
 
 Flow = tuple[int, int, float]
-"""From which place to which, and bytes by those of the all-reduce."""
+"""Start position, end position, and bytes relative to those of the all-reduce."""
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkModel:
-    """What an order of nodes is judged on. A rate is by a usual node's; 1 where none is given."""
+    """What an order of nodes is judged on. Rates are relative to a usual node's; default 1."""
 
     leaves: Mapping[str, str] = field(default_factory=dict)
-    """Switch by node id; nodes that are not there are on a switch of nobody else's, unnamed."""
+    """Switch by node id; each missing node counts as alone on an unnamed switch."""
     above: Mapping[str, str] = field(default_factory=dict)
-    """The switch that a switch hangs on."""
+    """The switch that a switch is attached to."""
     node_rates: Mapping[str, float] = field(default_factory=dict)
     uplink_rates: Mapping[str, float] = field(default_factory=dict)
-    """By switch: of all that leaves it, or all that enters."""
+    """By switch: the rate of all that leaves it, or of all that enters it."""
     road_rates: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    """By source and destination: roads that are slower than the nodes at both ends."""
+    """By source and destination: paths that are slower than the nodes at both ends."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class OrderCost:
-    """What an order costs; the less the better, what comes first counts first."""
+    """The cost of an order; less is better, compared field by field."""
 
     ring: float
     """The largest load of a link in a ring."""
     tree: float
     """Likewise in trees."""
     between: float
-    """All that passes from switch to switch, ring and trees together."""
+    """The sum of loads on uplinks and bad paths, ring and trees together."""
 
 
 class DirectedLink(NamedTuple):
-    """One thing that carries flows, in one direction."""
+    """A link that carries flows, in one direction."""
 
     kind: str
     """`node`, `uplink` or `road`."""
     name: str
-    """Of a node or a switch; of a road, where it begins."""
+    """Name of the node or switch; for a path, its source."""
     way: str
-    """`out` or `in`; of a road, where it ends."""
+    """`out` or `in`; for a path, its destination."""
 
 
 @lru_cache(maxsize=8)
 def ring_flows(count: int) -> tuple[Flow, ...]:
-    """What an all-reduce passes on in a ring of so many nodes."""
     share = 2 * (count - 1) / count if count else 0.0
     return tuple((place, (place + 1) % count, share) for place in range(count) if count > 1)
 
 
 @lru_cache(maxsize=8)
 def tree_flows(count: int) -> tuple[Flow, ...]:
-    """What it passes on in a pair of trees."""
     ends = [
         (place, parent)
         for place in range(count)
@@ -86,11 +84,10 @@ def tree_flows(count: int) -> tuple[Flow, ...]:
 def loads_of(
     order: Sequence[str], flows: Iterable[Flow], network: NetworkModel
 ) -> dict[DirectedLink, float]:
-    """The load of each link that something passes."""
     loads: dict[DirectedLink, float] = {}
     of_leaf = {leaf: path_of(leaf, network.above) for leaf in {*network.leaves.values(), None}}
     paths = [of_leaf[network.leaves.get(node)] for node in order]
-    # Each flow passes two nodes: these are added up by place, thousands at a time.
+    # Each flow passes two nodes. They are summed by position, because there are thousands.
     sent, received = [0.0] * len(order), [0.0] * len(order)
 
     def add(kind: str, name: str, way: str, load: float) -> None:
@@ -125,7 +122,6 @@ def _of_nodes(
 
 
 def cost_of(order: Sequence[str], network: NetworkModel) -> OrderCost:
-    """What an order costs on a network."""
     ring = loads_of(order, ring_flows(len(order)), network)
     tree = loads_of(order, tree_flows(len(order)), network)
     between = sum(
@@ -135,12 +131,12 @@ def cost_of(order: Sequence[str], network: NetworkModel) -> OrderCost:
 
 
 def ring_load(order: Sequence[str], network: NetworkModel) -> float:
-    """What comes first in the cost, by itself."""
+    """The first field of the cost alone."""
     return _largest(loads_of(order, ring_flows(len(order)), network))
 
 
 def path_of(switch: str | None, above: Mapping[str, str]) -> tuple[str, ...]:
-    """A switch and those above it, the nearest first; none for a node whose switch is unknown."""
+    """A switch and those above it, the nearest first; empty if the node's switch is unknown."""
     path: list[str] = []
     while switch is not None and switch not in path:
         path.append(switch)
@@ -153,7 +149,6 @@ def _largest(loads: Mapping[DirectedLink, float]) -> float:
 
 
 def _parents(place: int, count: int) -> tuple[int | None, int | None]:
-    """Of a place in both trees."""
     first = _parent(place, count)
     if count % 2:
         second = _parent((place - 1) % count, count)
@@ -163,7 +158,7 @@ def _parents(place: int, count: int) -> tuple[int | None, int | None]:
 
 
 def _parent(place: int, count: int) -> int | None:
-    """Of a place in a tree whose tips are the odd places; the root is place 0."""
+    """The parent in a tree whose leaves are the odd positions; the root is position 0."""
     if place == 0:
         return None
     bit = place & -place

@@ -1,17 +1,17 @@
-"""In which order nodes get their ranks: the one with the least largest load.
+"""The order in which nodes get their ranks: the one with the smallest maximum load.
 
 Runs in:  the agent that leads. Pure; the same answer for the same nodes and network.
 Takes in: nodes in the order they would have, and a `NetworkModel`.
-Gives:    an `NodeOrder`.
+Gives:    a `NodeOrder`.
 
-Nodes that share a leaf, and have no bad road of their own, are alike: an order is a row of such
-kinds. Where there are at most `MOST_TRIED` different rows (always so for up to 7 nodes) all are
-tried. Else leaves are kept together, those under one switch side by side: in a ring each leaf then
-sends to one other and receives from one, which is the least there can be. Orders of leaves are
-tried, and nodes are exchanged until no road is bad that need not be.
+Nodes that share a leaf switch, and have no bad path of their own, are interchangeable: an order is
+a row of such kinds. If there are at most `MOST_TRIED` different rows (always for up to 7 nodes),
+all are tried. Otherwise nodes of a leaf are kept together, and leaves under one switch adjacent. In
+a ring, each leaf then sends to one other leaf and receives from one, which is the minimum. Orders
+of leaves are tried, and nodes are exchanged until no avoidable bad path is used.
 
-Rule 1: an order is never worse than the one that was given, which stays if it is as good.
-Rule 2: of orders that cost the same, the one is taken that moves the fewest nodes.
+Rule 1: the order is never worse than the given one, which stays if it is as good.
+Rule 2: of orders with equal cost, the one that moves the fewest nodes is taken.
 """
 
 import itertools
@@ -32,33 +32,34 @@ from ftrun.network.plan.loads import (
 )
 
 MOST_TRIED = 5040
-"""Orders of 7 nodes that all differ."""
+"""The orders of 7 different nodes."""
 MOST_LEAVES = 6
-"""So many are tried in every order, 720 in all."""
+"""Up to this number of leaves, every order is tried, 720 in all."""
 MOST_WORK = 40_000
-"""Nodes times orders that are tried: of many nodes fewer, as the lead does nothing else then."""
+"""Limit of nodes times orders: with many nodes fewer orders, because the leader does nothing else
+then."""
 MOST_EXCHANGES = 8_000
-"""Of two nodes, that are tried in all orders together; the first orders are mended first."""
+"""Exchanges of two nodes tried over all orders; the first orders use them first."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeOrder:
-    """An order, and what it costs beside the one there was."""
+    """An order, and its cost compared with the given one."""
 
     order: tuple[str, ...]
     cost: OrderCost
     naive: OrderCost
-    """Of the order that was given."""
+    """Cost of the given order."""
     moves: int
-    """Nodes that are in another place than in the order that was given."""
+    """Nodes whose position differs from the given order."""
 
 
 def order_nodes(nodes: Sequence[str], network: NetworkModel) -> NodeOrder:
-    """The order with the least cost that was found; the given one where none is better.
+    """The order with the least cost that was found; the given one if none is better.
 
     Args:
         nodes: in the order they would have: by their names, or as in the generation before.
-        network: what they hang on.
+        network: the switches and rates.
     """
     naive = cost_of(nodes, network)
     kinds = _kinds(nodes, network)
@@ -82,7 +83,7 @@ def order_nodes(nodes: Sequence[str], network: NetworkModel) -> NodeOrder:
 
 
 def _kinds(nodes: Sequence[str], network: NetworkModel) -> list[Hashable]:
-    """What each node is to an order: nodes of one kind can be exchanged without any change."""
+    """The kind of each node: an exchange of two nodes of one kind changes no cost."""
     own = {end for road in network.road_rates for end in road}
     return [
         node
@@ -104,7 +105,6 @@ def _num_rows(kinds: Sequence[Hashable]) -> int:
 
 
 def _rows(left: Counter[Hashable]) -> Iterator[list[Hashable]]:
-    """Every row of these kinds, each once."""
     row: list[Hashable] = []
 
     def on() -> Iterator[list[Hashable]]:
@@ -122,7 +122,7 @@ def _rows(left: Counter[Hashable]) -> Iterator[list[Hashable]]:
 
 
 def _seated(nodes: Sequence[str], kinds: Sequence[Hashable], row: Iterable[Hashable]) -> list[str]:
-    """Nodes in a row of kinds: who has a place of its kind stays, the others fill the rest."""
+    """Places nodes in a row of kinds: nodes in a position of their kind stay, others fill it."""
     row = list(row)
     movers: dict[Hashable, list[str]] = {}
     for node, kind, wanted in zip(nodes, kinds, row, strict=True):
@@ -139,7 +139,6 @@ def _seated(nodes: Sequence[str], kinds: Sequence[Hashable], row: Iterable[Hasha
 
 
 def _by_leaves(nodes: Sequence[str], network: NetworkModel) -> Iterator[list[str]]:
-    """Orders in which each switch's nodes are together."""
     leaves = [network.leaves.get(node, "") for node in nodes]
     sizes = Counter(leaves)
     seen: set[tuple[str, ...]] = set()
@@ -152,7 +151,7 @@ def _by_leaves(nodes: Sequence[str], network: NetworkModel) -> Iterator[list[str
 
 
 def _leaf_orders(leaves: Sequence[str], network: NetworkModel) -> Iterator[Sequence[str]]:
-    """Leaves as their nodes lie, as they are first met, by what they have; if few, every order."""
+    """Leaf orders: by mean position, by first position, by size and uplink; if few, every order."""
     sizes = Counter(leaves)
     middles = dict.fromkeys(sizes, 0.0)
     for place, leaf in enumerate(leaves):
@@ -165,7 +164,6 @@ def _leaf_orders(leaves: Sequence[str], network: NetworkModel) -> Iterator[Seque
 
 
 def _together(leaves: Sequence[str], above: Mapping[str, str]) -> list[str]:
-    """The same, with those that hang on one switch side by side, at each height."""
     paths = {leaf: path_of(leaf, above)[::-1] for leaf in leaves}
 
     def joined(some: Sequence[str], depth: int) -> Iterator[str]:
@@ -181,18 +179,17 @@ def _together(leaves: Sequence[str], above: Mapping[str, str]) -> list[str]:
 
 
 class _Roads:
-    """What bad roads cost, place by place."""
+    """The cost of bad paths, by position."""
 
     def __init__(self, count: int, network: NetworkModel) -> None:
         self._rates = network.road_rates
         self._flows: list[list[Flow]] = [[] for _ in range(count)]
-        """Those that begin or end at a place."""
+        """Flows that begin or end at a position."""
         for flow in (*ring_flows(count), *tree_flows(count)):
             self._flows[flow[0]].append(flow)
             self._flows[flow[1]].append(flow)
 
     def cost(self, order: Sequence[str], *places: int) -> float:
-        """Of the flows that begin or end at these places."""
         flows = {flow for place in places for flow in self._flows[place]}
         return sum(
             share / max(DEAD_RATE, self._rates[road])
@@ -202,7 +199,7 @@ class _Roads:
 
 
 class _Mending:
-    """Exchanges nodes of a leaf, so that fewer bad roads are used; no more often than it may."""
+    """Exchanges nodes of a leaf to avoid bad paths, up to `MOST_EXCHANGES`."""
 
     def __init__(self, count: int, network: NetworkModel) -> None:
         self._roads = _Roads(count, network)
@@ -211,7 +208,6 @@ class _Mending:
         self._left = MOST_EXCHANGES
 
     def mended(self, order: Sequence[str]) -> list[str]:
-        """The order with its bad roads avoided, as far as that was found."""
         order = list(order)
         if not self._ends:
             return order
@@ -223,7 +219,7 @@ class _Mending:
         return order
 
     def _mend(self, order: list[str], place: int, others: Sequence[int]) -> None:
-        """Exchange the node at a place with others as long as it has a bad road there."""
+        """Exchanges the node at a position with others while it has a bad path there."""
         cost = self._roads.cost
         for other in others:
             if self._left <= 0 or cost(order, place) == 0:

@@ -1,11 +1,10 @@
-"""Which ways nodes use in one generation, and why: the plan of roads.
+"""The network plan: which rails and node order a generation uses, and why.
 
 Runs in:  the agent that leads. Pure; the same plan for the same situation.
-Takes in: a `PlanningInputs`: nodes, their rails, what probes found, leaf switches, the user's
-          wishes.
+Takes in: a `PlanningInputs`: nodes, their rails, measurements, leaf switches, the user's settings.
 Gives:    a `NetworkPlan`, with a sentence for each choice.
 
-A plan changes nothing by itself: with `--network-plan report` it is shown and no more.
+A plan changes nothing by itself: with `--network-plan report` it is only shown.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,43 +20,43 @@ from ftrun.network.plan.rail_choice import choose_rails, choose_snapshot_way
 from ftrun.wire.cluster.rails import NetworkPlan, PathMeasurement, Rail
 
 NAMED_NODES = 16
-"""So many are named in a sentence; of more the number is told."""
+"""Up to this number, nodes are named in a sentence; above it, they are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanningInputs:
-    """All that a plan is made from."""
+    """The inputs of a plan."""
 
     nodes: Sequence[str]
-    """Members, in the order they would have without a plan: that of the generation before, where
-    there is one."""
+    """Members, in the order they would have without a plan: that of the generation before, if there
+    is one."""
     rails: Mapping[str, Sequence[Rail]]
-    """Of each of them; the first is that which agents speak over."""
+    """Rails of each of them; the first is the one that agents use."""
     found: Sequence[PathMeasurement] = ()
-    """By the last survey, with what was probed again since."""
+    """Measurements of the last survey, with later ones of paths that were probed again."""
     leaves: LeafSwitches = field(default_factory=LeafSwitches)
-    """By labels, a file or Slurm; not known: the probes are asked."""
+    """From labels, a file or Slurm; if not known, they are derived from the probes."""
     user_env: Mapping[str, str] = field(default_factory=dict)
-    """What the user has set; other variables than a plan's are not looked at."""
+    """The user's variables; only those that a plan sets are used."""
     suspects: Mapping[str, str] = field(default_factory=dict)
     """Rails that the monitor found slow in the run, by the run's name, each with the reason."""
     keep_order: str = ""
-    """Why nodes are to stay in the order they have, such as `the user has numbered the nodes`."""
+    """Why nodes must keep their order, such as `the user has numbered the nodes`; empty: they need
+    not."""
     snapshot_rail: str = ""
     """The user's choice; empty: the plan chooses."""
     previous: NetworkPlan | None = None
-    """Of the generation before: leaves that its probes told are kept where new ones do not."""
+    """The plan before: leaves found by its probes are kept if new probes find none."""
 
 
 def plan_roads(
     situation: PlanningInputs, surveyed: tuple[NetworkFindings, LeafSwitches] | None = None
 ) -> NetworkPlan:
-    """The plan for one generation.
+    """The network plan for one generation.
 
     Args:
-        situation: all that it is made from.
-        surveyed: what `survey_of` has said of the same nodes, rails, probes and leaves; None: it
-            is asked.
+        situation: its inputs.
+        surveyed: the result of `survey_of` for the same inputs; None: it is computed.
     """
     nodes = situation.nodes
     findings, leaves = surveyed or survey_of(situation)
@@ -92,7 +91,7 @@ def plan_roads(
 
 
 def survey_of(situation: PlanningInputs) -> tuple[NetworkFindings, LeafSwitches]:
-    """What probes have found, and the leaves: those that were given, else those they tell."""
+    """The findings of the probes, and the leaves: the given ones, else those of the probes."""
     leaves = situation.leaves
     if not leaves.is_known:
         leaves = leaves_from_probes(situation.nodes, situation.found)
@@ -105,7 +104,6 @@ def survey_of(situation: PlanningInputs) -> tuple[NetworkFindings, LeafSwitches]
 
 
 def _bad_roads(findings: NetworkFindings, rails: Sequence[str]) -> dict[tuple[str, str], float]:
-    """Single roads over these rails that an order should not use, with their pace."""
     bad: dict[tuple[str, str], float] = {}
     for one in findings.found:
         if one.rail in rails and len(one.nodes) == 2 and not one.is_late:

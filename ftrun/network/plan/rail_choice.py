@@ -1,19 +1,19 @@
-"""Which rails training uses, and which one snapshots go over.
+"""Chooses the rails that training uses, and the rail of snapshots.
 
 Runs in:  the agent that leads. Pure.
-Takes in: `NetworkFindings`; which rails the monitor suspects; the user's wishes.
-Gives:    a `RailChoice` and a `SnapshotRail`, each with sentences for people.
+Takes in: `NetworkFindings`; rails that the monitor suspects; the user's settings.
+Gives:    a `RailChoice` and a `SnapshotRail`, each with sentences for users.
 
-Rule 1: a rail that training uses is one that every node lies on and no road of which is dead:
-        gloo connects all with all, and takes turns among the rails.
-Rule 2: a rail is left for its rate only where short probes prove it slow: below a third of the
-        best one, by the medians of many roads. Turns wait for the slowest rail, but a lesser
-        difference may be the processor's.
-Rule 3: with no rail left, the least bad one is used, and it is said so.
-Rule 4: snapshots go over a rail that training leaves alone if it is quick enough, else they are
-        held to a share of what is usual on one that training uses: never of one road's rate, nor
-        of one node's.
-Rule 5: round trips choose nothing.
+Rule 1: training uses a rail only if every node has an interface on it and none of its paths is
+        dead: gloo connects all nodes with all, and alternates between the rails.
+Rule 2: a rail is dropped for its rate only if short probes prove it slow: below a third of the best
+        one, by the medians of many paths. Alternation waits for the slowest rail, but a smaller
+        difference may be due to the processor.
+Rule 3: if no rail is left, the least bad one is used and reported.
+Rule 4: snapshots use a rail that training does not use, if it is fast enough. Otherwise they are
+        limited to a fraction of the usual rate of a training rail, never of one path's or one
+        node's rate.
+Rule 5: round trips do not affect the choice.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -28,9 +28,9 @@ from ftrun.network.detect.findings import (
 )
 
 SNAPSHOT_LEAST = 0.1
-"""Of the training rails' rate: a rail slower than that is too slow for snapshots."""
+"""A rail below this fraction of the training rails' rate is too slow for snapshots."""
 SNAPSHOT_SHARE = 0.2
-"""Of a training rail that snapshots may take."""
+"""Fraction of a training rail that snapshots may use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +38,22 @@ class RailChoice:
     """Rails for training."""
 
     rails: tuple[str, ...]
-    """In the order that nodes name them in; none: the libraries choose by themselves."""
+    """In the order in which nodes name them; empty: the libraries choose by themselves."""
     dropped: Mapping[str, str]
-    """All others, each with the reason."""
+    """All other rails, each with the reason."""
     rates: Mapping[str, float]
-    """What each rail carries at its slowest node, in bytes per second, where it is known."""
+    """Rate of each rail at its slowest node, in bytes per second, if it is known."""
     words: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRail:
-    """How snapshots go from node to node."""
+    """The rail of snapshots, and their limit."""
 
     rail: str
-    """Empty: as agents speak."""
+    """Empty: the one that agents use."""
     bytes_per_s: int
-    """That a node is held to; 0: nothing."""
+    """Limit for each node; 0: no limit."""
     words: str
 
 
@@ -99,13 +99,13 @@ def choose_snapshot_way(
     wish: str,
     busy: Collection[str],
 ) -> SnapshotRail:
-    """How snapshots go.
+    """The rail for snapshots.
 
     Args:
         choice: of rails for training.
         findings: of the last survey.
         nodes: members.
-        wish: the rail that the user wants; empty: none.
+        wish: the rail that the user requests; empty: none.
         busy: rails that the user's own variables give to training.
     """
     used = {*choice.rails, *busy}
@@ -137,7 +137,6 @@ def choose_snapshot_way(
 
 
 def _paced(rail: str, choice: RailChoice, findings: NetworkFindings, text: str) -> SnapshotRail:
-    """On a rail that training uses; by roads between leaves where those are slower."""
     rate = findings.usual.get(rail, 0.0)
     between = findings.usual_between.get(rail, rate)
     allowed = int(SNAPSHOT_SHARE * min(rate, between))
@@ -172,7 +171,6 @@ def _wrong(
 
 
 def _rate(rail: str, findings: NetworkFindings) -> float:
-    """What a rail carries at its slowest node."""
     slowest = _slow_places(rail, findings)
     return findings.usual[rail] * min([1.0, *(one.pace for one in slowest)])
 
@@ -189,7 +187,7 @@ def _slowest(rail: str, findings: NetworkFindings) -> str:
 
 
 def _is_behind(rail: str, share: float, findings: NetworkFindings) -> bool:
-    """Probes prove a rail slow, which has such a share of what the best one carries."""
+    """Whether probes prove a rail slow; `share` is its rate relative to the best rail."""
     whole = [
         one
         for one in findings.of_rail(rail)
@@ -200,7 +198,7 @@ def _is_behind(rail: str, share: float, findings: NetworkFindings) -> bool:
 
 
 def _unprobed(whole: Sequence[str], wrong: Mapping[str, str]) -> RailChoice:
-    """No road was probed: all keep to the first rail, which agents are known to speak over."""
+    """Without probes, all nodes use the first rail, which is known to connect agents."""
     used = tuple(whole[:1])
     dropped = {rail: why or "no road was probed" for rail, why in wrong.items() if rail not in used}
     text = f"No road was probed: training keeps to {used[0]}." if used else _NO_RAIL
@@ -213,7 +211,6 @@ def _least_bad(
     wrong: Mapping[str, str],
     rates: Mapping[str, float],
 ) -> RailChoice:
-    """Each rail has something wrong with it."""
     dead = {rail: sum(road.rail == rail for road in findings.dead) for rail in wrong}
     there = [
         rail

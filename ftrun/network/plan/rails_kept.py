@@ -1,12 +1,12 @@
-"""Which rails are left where no rate is known: a new lead knows only what it has tried itself.
+"""Keeps the rails of a plan if no rate is known: a new leader has only its own probes.
 
 Runs in:  the agent that leads. Pure.
-Takes in: the plan of the generation before, the rails, and which of them are dead.
+Takes in: the network plan of the generation before, the rails, and which of them are dead.
 Gives:    the same plan without its dead rails.
 
-Rule 1: no rail is chosen or left for its rate, and none for want of one.
-Rule 2: where no rail of the plan is left, another one is used that all nodes are on.
-Rule 3: where there is none, the plan stays: the libraries would do no better.
+Rule 1: no rail is chosen or dropped for its rate, nor for a missing rate.
+Rule 2: if no rail of the plan is left, another one that all nodes are on is used.
+Rule 3: if there is none, the plan stays: the libraries would do no better.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,13 @@ from ftrun.wire.cluster.rails import NetworkPlan
 def keep_rails(
     before: NetworkPlan, nodes: Sequence[str], rails: RunRails, dead: Mapping[str, str]
 ) -> NetworkPlan:
-    """The plan for the next generation of these nodes.
+    """The network plan for the next generation of these nodes.
 
     Args:
-        before: the plan that there is.
+        before: the current plan.
         nodes: members, in the order of their ranks.
         rails: of the run.
-        dead: rails of it that have a dead road, each with the reason.
+        dead: its rails with a dead path, each with the reason.
     """
     whole = [name for name, on in rails.items() if name not in dead and on.keys() >= {*nodes}]
     kept = [name for name in before.rails if name in whole] or whole[:1] or before.rails
@@ -36,7 +36,7 @@ def keep_rails(
     why = {name: dead.get(name, "not all nodes have an interface on it") for name in left}
     snapshots, pace = before.snapshot_rail, before.snapshot_bytes_per_s
     if snapshots in (*dead, *kept):
-        snapshots, pace = kept[-1], 0  # of a rail that is shared anew no rate is known
+        snapshots, pace = kept[-1], 0  # the rate of a newly shared rail is unknown
     dropped = {name: text for name, text in before.dropped.items() if name not in kept} | why
     words = [f"Training goes on over {' and '.join(kept)}; no rate was measured since."]
     words += [f"Rail {name} is left out: {text.rstrip('.')}." for name, text in why.items()]
@@ -52,5 +52,5 @@ def keep_rails(
 
 
 def choices_of(plan: NetworkPlan) -> tuple[object, ...]:
-    """What a plan has chosen: the rates in its words are others after each survey."""
+    """The choices of a plan, without its sentences, whose rates change with each survey."""
     return plan.order, plan.rails, sorted(plan.dropped), plan.snapshot_rail, plan.leaves

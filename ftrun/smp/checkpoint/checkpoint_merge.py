@@ -1,10 +1,11 @@
-"""Parts of several nodes, put together as one checkpoint.
+"""Merges the parts of several nodes into one checkpoint.
 
-Runs in:  the SMP of any node that finds them complete, in its disk lane's thread.
-Takes in: a folder of parts; the part that all must be like.
-Gives:    the finished checkpoint, with `latest` on it; or who has not come.
-Survives: a kill at any point: before the rename the next one to look does it again; after it, the
-          next one to be asked for this version finds it finished and does the rest.
+Runs in:  the SMP of any node that finds the parts complete, in its disk lane's thread.
+Takes in: a folder of parts; the description that all parts must match.
+Gives:    the finished checkpoint, to which `latest` points; or the ranks whose parts are missing.
+Survives: a kill at any point. Before the rename, the next node that checks the folder merges it
+          again. After the rename, the next node that is asked for this version finds it finished
+          and completes the rest.
 """
 
 from collections.abc import Callable, Iterable
@@ -38,17 +39,17 @@ from ftrun.wire.messages.checkpoint import INDEX_NAME
 def look(
     folder: Path, like: CheckpointPart, version: Version, retention: Retention, folder_fd: int
 ) -> WriteResult:
-    """Finish the checkpoint if all parts are there; else say who is missing.
+    """Finish the checkpoint if all parts exist; otherwise return the missing ranks.
 
     Args:
-        folder: the one of this version.
+        folder: the folder of this version.
         like: run, token, version and world size that the parts must have.
         version: the same as an object.
-        retention: which checkpoints stay.
+        retention: which checkpoints are retained.
         folder_fd: the directory of checkpoints.
 
     Raises:
-        CheckpointError: two parts do not agree about a rank, or the folder was swept.
+        CheckpointError: two parts disagree about a rank, or the folder was swept.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} was swept, for a later version. Ask for a later one")
@@ -83,8 +84,8 @@ def look(
 
 
 def settle(path: Path, run_id: str, version: Version, retention: Retention, folder_fd: int) -> None:
-    """What is left to do after the rename; again by each who finds it finished."""
-    for pattern in ("part-*.json", ".*"):  # parts, and what killed writers of files have left
+    """Complete the steps after the rename; every node that finds the checkpoint repeats them."""
+    for pattern in ("part-*.json", ".*"):  # parts, and leftovers of killed file writers
         for other in path.glob(pattern):
             other.unlink(missing_ok=True)
     point_latest(path.parent, path, folder_fd)
@@ -94,7 +95,10 @@ def settle(path: Path, run_id: str, version: Version, retention: Retention, fold
 
 
 def is_of(index: CheckpointIndex, like: CheckpointPart) -> bool:
-    """It names the same version; one that was loaded (-1) has lost its run and generation."""
+    """True if the index names the same version.
+
+    A loaded version (generation -1) has lost its run and generation, so these are not compared.
+    """
     if (index.step, index.world_size) != (like.step, like.world_size):
         return False
     return like.generation < 0 or (index.run_id, index.generation) == (
@@ -109,16 +113,16 @@ def gather(
     is_whole: Callable[[ShardFile], bool],
     like: CheckpointPart,
 ) -> tuple[dict[int, ShardFile], list[str]]:
-    """The files of each rank that is there; in words, the parts that do not count.
+    """Return the files of each rank that has a part, and texts about the rejected parts.
 
     Args:
-        parts: where they are.
-        read: one of them; raises CheckpointError.
-        is_whole: whether both files of a rank are there with their sizes.
-        like: run, token, version and world size that they must have.
+        parts: their names.
+        read: reads one part; raises CheckpointError.
+        is_whole: returns whether both files of a rank exist with their sizes.
+        like: run, token, version and world size that the parts must have.
 
     Raises:
-        CheckpointError: two parts do not agree about a rank.
+        CheckpointError: two parts disagree about a rank.
     """
     found: dict[int, ShardFile] = {}
     set_aside: list[str] = []
@@ -153,7 +157,6 @@ def _check(
 def _who_never_came(
     directory: Path, like: CheckpointPart, version: Version, missing: tuple[int, ...]
 ) -> list[str]:
-    """In words, those who are missing from the version begun before as well."""
     before = [one for one in part_folders(directory, like.run_id) if one.version < version]
     if not before:
         return []

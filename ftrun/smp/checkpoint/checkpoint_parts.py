@@ -1,24 +1,23 @@
-"""A checkpoint that several nodes write together, without one that leads.
+"""Writes a checkpoint by several nodes together, without a coordinator.
 
 Runs in:  the SMP of each node, in its disk lane's thread.
 Takes in: duplicates of the arenas' descriptors, a directory that all nodes share, one version.
-Gives:    a `WriteResult`: the checkpoint, or this node's part of it; or a `CheckpointError` in
-          words.
-Survives: any node, at any point: what it had not written it writes when it is asked again.
+Gives:    a `WriteResult`: the checkpoint, or this node's part of it; or a `CheckpointError`.
+Survives: the loss of any node at any point. A node writes what is missing when it is asked again.
 
     DIR/.tmp-step-.../  rank-00002.safetensors  rank-00002.digests  ...  part-00002.json
 
-A node writes the files of its ranks, each durable, then its part: which files they are. Then it
-looks whether the parts that are there cover all ranks. Whoever finds it so, be it several at
-once, makes the index of them and renames the folder, which only one can.
+A node writes the files of its ranks durably. It then writes its part, which lists these files, and
+checks whether the existing parts cover all ranks. Each node that finds them complete makes the
+index and renames the folder. Several nodes may do so at once, but only one rename succeeds.
 
-Rule 1: a part is there only when all its files are durable; one whose files are not all there
-        with their sizes counts for nothing.
-Rule 2: parts are put together only where run, token, version and world size are equal, in the
-        name of the folder and in each part. A version is one set of bytes, so a file or part
-        that is written again is replaced by an equal one.
-Rule 3: a finished checkpoint is taken for this version only if it names just the digests that
-        this node's ranks have: another life of the run may have passed the same step.
+Rule 1: a part exists only after all its files are durable. A part is rejected if one of its files
+        is missing or has another size.
+Rule 2: parts are merged only if run, token, version and world size are equal, in the name of the
+        folder and in each part. A version is one set of bytes, so a file or part that is written
+        again is replaced by an equal one.
+Rule 3: a finished checkpoint counts as this version only if its digests of this node's ranks equal
+        this node's own. Another life of the run may have passed the same step.
 """
 
 from collections.abc import Sequence
@@ -48,17 +47,17 @@ Content = tuple[int, int, str, str]
 
 
 class PartWriter:
-    """Writes this node's parts, and finishes what is complete."""
+    """Writes this node's parts, and finishes complete checkpoints."""
 
     def __init__(self, means: WriterContext) -> None:
         self._means = means
         self._last: CheckpointPart | None = None
 
     def write(self, fds: ArenaFds, order: WriteJob, version: Version) -> WriteResult:
-        """Write this node's part of a version, and the checkpoint where all others are there.
+        """Write this node's part of a version, and the checkpoint if all other parts exist.
 
         Raises:
-            CheckpointError: why it was not written.
+            CheckpointError: the reason why it was not written.
         """
         with told(order):
             try:
@@ -89,18 +88,18 @@ class PartWriter:
         is_new = part is None
         self._last = part = part or self._fill(part_path, chosen, order)
         with locked_shortly(order.directory, stop) as folder_fd:
-            # As soon as the part was there, another node may have finished the checkpoint.
+            # Once the part exists, another node may have finished the checkpoint.
             found = _finished(order, blank, {one.content for one in part.shards}, folder_fd)
             if found is None:
                 found = look(folder, blank, version, order.retention, folder_fd)
             return with_own_bytes(found, part, is_new=is_new)
 
     def _fill(self, part_path: Path, chosen: ChosenVersion, order: WriteJob) -> CheckpointPart:
-        """All files of this node, durable, and its part.
+        """Write all files of this node durably, then its part.
 
         Raises:
-            Overwritten: a slot was.
-            CheckpointError: or it is damaged.
+            SlotOverwritten: a slot was overwritten.
+            CheckpointError: a slot is damaged.
         """
         folder = part_path.parent
         keep(chosen, self._means, gap_s=self._means.gap_s)
@@ -131,12 +130,12 @@ def known_contents(
     blank: CheckpointPart,
     last: CheckpointPart | None,
 ) -> set[Content]:
-    """What the ranks here have of this version; empty where that is no longer known.
+    """Return the content of this node's ranks in this version; empty if it is no longer known.
 
     Args:
-        shards: those that are in memory.
+        shards: the shards in memory.
         ranks: the node's own.
-        blank: of this version.
+        blank: the empty part of this version.
         last: the part that was written last.
     """
     if len(shards) == len(ranks):
@@ -149,7 +148,6 @@ def known_contents(
 
 
 def check_all_here(shards: Sequence[SealedSlot], ranks: Sequence[Rank], wanted: Version) -> None:
-    """Raises: CheckpointError: a rank's slot is not there."""
     missing = sorted(set(ranks) - {shard.shape.rank for shard in shards})
     if missing:
         raise CheckpointError(
@@ -161,7 +159,7 @@ def check_all_here(shards: Sequence[SealedSlot], ranks: Sequence[Rank], wanted: 
 def _finished(
     order: WriteJob, blank: CheckpointPart, contents: set[Content], folder_fd: int
 ) -> WriteResult | None:
-    """This version, where it is a checkpoint already; an unfinished end is made up for."""
+    """Return this version if it is a checkpoint already, and complete an interrupted finish."""
     at = version_of(blank.generation, blank.step)
     indexes = read_indexes(order.directory)
     for path, index in indexes:
@@ -178,7 +176,6 @@ def _finished(
 def _whole_part(
     path: Path, blank: CheckpointPart, order: WriteJob, contents: set[Content]
 ) -> CheckpointPart | None:
-    """This node's part, where it was written before just as it would be now."""
     try:
         part = read_part(path)
     except CheckpointError:

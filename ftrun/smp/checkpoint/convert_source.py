@@ -1,9 +1,9 @@
-"""A checkpoint that is to be converted, read as far as it is asked for.
+"""Reads a checkpoint that is being converted, limited to the requested bytes.
 
 Runs in:  the process that converts checkpoints, in several threads.
 Takes in: a checkpoint's folder.
-Gives:    heads of all shards, plain values, and bytes of entries: each piece under what is read is
-          compared with its digest before any of it is used.
+Gives:    headers of all shards, plain values, and bytes of entries. Each piece that overlaps a read
+          is compared with its digest before any of it is used.
 """
 
 import os
@@ -25,14 +25,14 @@ _LONGEST_HEADER = 1 << 30
 
 
 class SourceShard:
-    """One rank's file.
+    """The file of one rank.
 
     Args:
         folder: of the checkpoint.
-        shard: as the index has it.
+        shard: its entry in the index.
 
     Raises:
-        SnapshotCorrupt, LayoutUnknown, CheckpointError: it is not what was written.
+        SnapshotCorrupt, LayoutUnknown, CheckpointError: it differs from what was written.
         OSError: it cannot be read.
     """
 
@@ -49,16 +49,16 @@ class SourceShard:
         self._lock = threading.Lock()
 
     def read(self, offset: int, num_bytes: int) -> memoryview:
-        """Bytes of the shard's data.
+        """Return bytes of the shard's data.
 
         Raises:
-            SnapshotCorrupt: a piece under them is not what was written.
+            SnapshotCorrupt: a piece that overlaps them differs from what was written.
         """
         pieces = self.head.pieces_under(offset, num_bytes)
         if not pieces:
             return memoryview(b"")
         start, length = self.head.bytes_of(pieces)
-        with self._lock:  # small entries share a piece, and are read one after the other
+        with self._lock:  # small entries share a piece and are read one after another
             last = self._last
         if last is None or last[0] != pieces:
             data = self._read(self.head.start + start, length)
@@ -112,7 +112,7 @@ class CheckpointReader:
         folder: of the checkpoint.
 
     Raises:
-        CheckpointError: it cannot be used, in words.
+        CheckpointError: the checkpoint cannot be used.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -145,10 +145,10 @@ class CheckpointReader:
         return self.shards[rank].head.entries[name]
 
     def read(self, rank: int, name: str, first_byte: int, num_bytes: int) -> memoryview:
-        """Bytes of an entry.
+        """Return bytes of an entry.
 
         Raises:
-            CheckpointError: they are not what was written.
+            CheckpointError: they differ from what was written.
         """
         try:
             return self.shards[rank].read(self.entry(rank, name).offset + first_byte, num_bytes)

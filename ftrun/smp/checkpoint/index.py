@@ -1,10 +1,10 @@
-"""What a checkpoint is made of, as its files say it.
+"""The index and the parts of a checkpoint, and their files.
 
 Runs in:  the SMP, in its disk lane's thread.
 Takes in: a checkpoint's folder; the parts of a checkpoint that several nodes write.
-Gives:    an `CheckpointIndex` or a `CheckpointPart`, or a `CheckpointError` in words.
+Gives:    a `CheckpointIndex` or a `CheckpointPart`, or a `CheckpointError`.
 
-The index of a checkpoint and each part of one are sealed: the file holds the text and its xxh3.
+The files of an index and of a part carry their own digest: the text and its xxh3.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ _T = TypeVar("_T", "CheckpointIndex", "CheckpointPart")
 
 
 class ShardFile(msgspec.Struct, frozen=True):
-    """One rank's part of a checkpoint, as the index has it."""
+    """One rank's files in a checkpoint, as recorded in the index."""
 
     rank: int
     file: str
     digests: str
     num_bytes: int
     num_pieces: int
-    layout_id: str  # hexadecimal, as the digests: 64 bits do not fit a JSON number everywhere
+    layout_id: str  # hexadecimal like the digests: not every JSON reader keeps 64-bit numbers
     table_digest: str
     header_digest: str
 
@@ -42,11 +42,10 @@ class ShardFile(msgspec.Struct, frozen=True):
 
     @property
     def content(self) -> tuple[int, int, str, str]:
-        """Equal exactly where the rank and all its bytes are equal."""
+        """Two are equal exactly if the rank and all its bytes are equal."""
         return self.rank, self.num_bytes, self.layout_id, self.table_digest
 
     def is_whole(self, folder: Path) -> bool:
-        """Both files are there with their sizes."""
         try:
             size, table = ((folder / name).stat().st_size for name in self.names)
         except OSError:
@@ -55,7 +54,7 @@ class ShardFile(msgspec.Struct, frozen=True):
 
 
 class CheckpointIndex(msgspec.Struct, frozen=True):
-    """What a checkpoint is. `serial` grows with each one written to its directory."""
+    """The index of a checkpoint. `serial` grows with each index written to its directory."""
 
     format: int
     serial: int
@@ -65,13 +64,16 @@ class CheckpointIndex(msgspec.Struct, frozen=True):
     world_size: int
     shards: list[ShardFile]
     life: str = ""
-    """Of the run that wrote it; see `Plan.life`."""
+    """Of the run that wrote it; see `GenerationPlan.life`."""
     written_s: float = 0.0
-    """Wall time; 0: the index's file has it."""
+    """Wall time; 0 if only the index file's own time is known."""
 
 
 class CheckpointPart(msgspec.Struct, frozen=True):
-    """What one node has written of a checkpoint. Its generation may be -1: loaded from another."""
+    """What one node has written of a checkpoint.
+
+    Its generation is -1 if the version was loaded from another checkpoint.
+    """
 
     format: int
     run_id: str
@@ -85,19 +87,18 @@ class CheckpointPart(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, str, int, int, int]:
-        """Parts are put together only where this is equal."""
+        """Parts are merged only if their keys are equal."""
         return self.run_id, self.token, self.generation, self.step, self.world_size
 
 
 class DigestedFile(msgspec.Struct, frozen=True):
-    """The content of index.json: the index, and the xxh3 of its text. Parts alike."""
+    """The content of index.json or of a part file: the text and its xxh3."""
 
     digest: str
     index: msgspec.Raw
 
 
 def seal(content: CheckpointIndex | CheckpointPart) -> bytes:
-    """The bytes of its file."""
     text = msgspec.json.format(msgspec.json.encode(content), indent=1)
     return msgspec.json.encode(DigestedFile(xxhash.xxh3_64_hexdigest(text), msgspec.Raw(text)))
 
@@ -112,7 +113,6 @@ def make_index(
     shards: Sequence[ShardFile],
     life: str,
 ) -> CheckpointIndex:
-    """The index of the next checkpoint in this directory."""
     return CheckpointIndex(
         format=FORMAT,
         serial=1 + max((known.serial for _, known in read_indexes(directory)), default=0),
@@ -126,43 +126,33 @@ def make_index(
 
 
 def read_index(folder: Path) -> CheckpointIndex:
-    """The index of one checkpoint.
+    """Read the index of one checkpoint.
 
     Raises:
-        CheckpointError: it is not there, or not as it was written.
+        CheckpointError: it is missing, or differs from what was written.
     """
     return _read(folder / INDEX_NAME, CheckpointIndex, what=f"{folder}: its index")
 
 
 def parse_index(data: bytes, *, what: str) -> CheckpointIndex:
-    """The same of the content of its file.
-
-    Raises:
-        CheckpointError: it is not as it was written.
-    """
     return _parse(data, CheckpointIndex, what=f"{what}: its index")
 
 
 def read_part(path: Path) -> CheckpointPart:
-    """One node's part of a checkpoint that is not finished.
+    """Read one node's part of an unfinished checkpoint.
 
     Raises:
-        CheckpointError: it is not there, or not as it was written.
+        CheckpointError: it is missing, or differs from what was written.
     """
     return _read(path, CheckpointPart, what=f"{path}: the part")
 
 
 def parse_part(data: bytes, *, what: str) -> CheckpointPart:
-    """The same of the content of its file.
-
-    Raises:
-        CheckpointError: it is not as it was written.
-    """
     return _parse(data, CheckpointPart, what=f"{what}: the part")
 
 
 def read_indexes(directory: Path) -> list[tuple[Path, CheckpointIndex]]:
-    """All whole checkpoints in a directory, the one written last first."""
+    """Return all whole checkpoints in a directory, the last written first."""
     found = []
     for folder in directory.iterdir():
         if _NAME.fullmatch(folder.name):

@@ -1,14 +1,14 @@
-"""Slots that are being written, copied when they are about to be overwritten.
+"""Copies slots that are being written, just before they are overwritten.
 
 Runs in:  the SMP, in its disk lane's thread.
 Takes in: the slots of all ranks that are being written, memory for copies.
-Gives:    copies of what is not written yet, as late as is safe; `SlotOverwritten` where that was
-          late.
+Gives:    copies of the bytes not yet written, as late as is safe; `SlotOverwritten` if a copy came
+          too late.
 
-A slot is overwritten by the second capture after its own, and the first has to be committed
-before. So nothing is copied until a later version is sealed, and of a checkpoint that is written
-in less time than lies between two snapshots, nothing ever is: the copy was most of what a
-checkpoint cost the training (scripts/bench_persist.py).
+A slot is overwritten by the second capture after its own, which starts only after the first one is
+committed. Nothing is therefore copied until a later version is sealed. If a checkpoint is written
+in less time than the snapshot interval, nothing is copied at all. The copy was most of a
+checkpoint's cost to the training (scripts/bench_persist.py).
 """
 
 from collections.abc import Sequence
@@ -19,19 +19,19 @@ from ftrun.smp.checkpoint.slot_reader import SealedSlot, SlotOverwritten, copy_w
 from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
 
 OFTEN_S = 1.0
-"""Where snapshots come more often than this, there is no time to see the next one coming."""
+"""If snapshots are more frequent than this, the next one cannot be detected in time."""
 _GAPS = 4
 _LOOK_S = 0.01
 
 
 class CopyBeforeOverwrite:
-    """Watches the slots of one version while they are written.
+    """Monitors the slots of one version while they are written.
 
     Args:
-        version: theirs.
-        shards: of all ranks that are written here.
+        version: the version in the slots.
+        shards: the slots of all ranks that this node writes.
         room: memory for copies.
-        gap_s: so long nothing is read at times, because what was read is still being written.
+        gap_s: seconds that may pass without a read, while the bytes read before are being written.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class CopyBeforeOverwrite:
 
     @property
     def is_tight(self) -> bool:
-        """The slots may be overwritten before anybody looks."""
+        """True if the slots may be overwritten between two polls."""
         least_s = max(OFTEN_S, _GAPS * self._gap_s)
         return any(shard.since_last_s < least_s for shard in self._shards)
 
     def look(self) -> None:
-        """Copy what is left, if a later version is sealed; called before each read.
+        """Copy the rest if a later version is sealed; called before each read.
 
         Raises:
-            Overwritten: a slot was already.
+            SlotOverwritten: a slot was overwritten already.
         """
         now_s = clock.now_s()
         if now_s >= self._look_s:
@@ -69,10 +69,10 @@ class CopyBeforeOverwrite:
                 self.copy()
 
     def copy(self) -> None:
-        """Copy what is left now.
+        """Copy the rest now.
 
         Raises:
-            Overwritten: a slot was already.
+            SlotOverwritten: a slot was overwritten already.
         """
         for shard in self._shards:
             shard.before_read = None

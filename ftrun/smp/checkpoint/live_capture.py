@@ -1,22 +1,23 @@
-"""A snapshot that is still being captured, written to a file as far as it is there.
+"""Writes a snapshot to a file while it is still being captured.
 
 Runs in:  the SMP, in its disk lane's thread.
 Takes in: duplicates of the arenas' descriptors; a generation whose workers capture into them.
-Gives:    `LiveSlot`s, which are written like those that are sealed; `SlotOverwritten` where nothing
-          comes of the capture.
-Survives: workers killed in the middle, captures that are discarded: what was written of them is
-          thrown away, and no reader has ever seen it.
-Source:   DataStates-LLM (arXiv 2406.10707): a part goes to the file when it has arrived.
+Gives:    `LiveSlot`s, which are written like sealed slots; `SlotOverwritten` if the capture is not
+          completed.
+Survives: workers killed in the middle, and discarded captures. What was written of them is removed,
+          and no reader has seen it.
+Source:   DataStates-LLM (arXiv 2406.10707): a part is written to the file when it has arrived.
 
-A worker clears the digest table when it begins to copy, and fills in the digest of each piece when
-that is copied. So an entry of the table says that a piece is there. That is a hint and no more:
+A worker clears the digest table when it begins to copy, and fills in the digest of each piece after
+it has copied that piece. A non-zero table entry is therefore a hint that the piece is present, and
+no more:
 
-Rule 1: what was written is taken for the snapshot only if, once the slot is sealed, the digest of
-        every piece as it was written is the one in the sealed table, and the header is the same.
-        It does not matter when a byte was read.
+Rule 1: written bytes count as the snapshot only after a check on the sealed slot. The digest of
+        every piece as written must equal the sealed table, and the header must be unchanged. The
+        time at which a byte was read does not matter.
 Rule 2: nothing of a capture is published before all ranks have sealed it.
-Rule 3: a slot is never kept from being overwritten. Once all ranks have sealed, what is left is
-        copied where memory allows; where it is overwritten, Rule 1 or its header finds out.
+Rule 3: no slot is protected from being overwritten. After all ranks have sealed, the rest is copied
+        if memory allows. If a slot is overwritten, Rule 1 or the slot header detects it.
 """
 
 import os
@@ -44,7 +45,10 @@ from ftrun.wire.shared_memory.arena import (
 )
 
 PATIENCE_S, HURRIED_S = 30.0, 1.0
-"""A capture that has not gone on for so long is a dead worker's."""
+"""A capture without progress for this number of seconds belongs to a dead worker.
+
+The shorter limit applies when the run ends.
+"""
 
 _NAP_S, _WAIT_NAP_S = 0.001, 0.005
 
@@ -54,10 +58,10 @@ class CaptureFilter:
     """Which captures to follow.
 
     Args:
-        generation: whose workers capture now.
-        is_over: they do not any more.
-        hurries: the run ends, and nothing is waited for that does not go on.
-        wait_s: so long one may take to begin.
+        generation: the generation whose workers capture now.
+        is_over: returns whether that generation has ended.
+        hurries: returns whether the run ends, so that a capture without progress is not awaited.
+        wait_s: seconds that a capture may take to begin.
     """
 
     generation: Generation
@@ -71,13 +75,13 @@ _Slot = tuple[int, int, SlotHeader, ArenaShape]
 
 
 class LiveCapture:
-    """One version on its way into the slots of all ranks.
+    """One version that is being captured into the slots of all ranks.
 
     Args:
         slots: of all ranks, by rank.
-        follow: see there.
+        follow: see `CaptureFilter`.
         gap_s: see `CopyBeforeOverwrite`.
-        room: memory for a copy of what is left.
+        room: memory for a copy of the rest.
         stop: ends all waiting.
     """
 
@@ -93,22 +97,22 @@ class LiveCapture:
         self.version: Version = slots[0][2].version
         self.shards = [LiveSlot(self, *one) for one in slots]
         self.written_ns = 0
-        """When the first bytes went to the file; 0: none have yet."""
+        """When the first bytes were written to the file; 0 if none have been."""
         self._follow = follow
         self._gap_s = gap_s
         self._room = room
         self._stop = stop
         self.are_sealed = False
-        """All ranks have; before that nothing is overwritten, and so nothing copied."""
+        """All ranks have sealed. Before that nothing is overwritten, so nothing is copied."""
 
     @property
     def ahead_s(self) -> float:
-        """So long before the last rank's seal the first bytes went to a file."""
+        """Seconds from the first byte written to the last rank's seal; 0 if the seal was first."""
         sealed_ns = max((one.header.sealed_ns for one in self.shards), default=0)
         return max(0, sealed_ns - self.written_ns) / 1e9 if self.written_ns else 0.0
 
     def paced(self, pace: Pace) -> Pace:
-        """The same pace, which notes when bytes first go to a file."""
+        """Return the same pace, which also records when the first bytes are written to a file."""
 
         def noted(num_bytes: int) -> None:
             pace(num_bytes)
@@ -117,14 +121,13 @@ class LiveCapture:
         return noted
 
     def lost(self, why: str) -> SlotOverwritten:
-        """What to raise."""
         return SlotOverwritten(self.version, why)
 
     def nap(self, since_s: float) -> None:
-        """Let a worker go on.
+        """Wait briefly for a worker to make progress.
 
         Raises:
-            Overwritten: it does not, for too long, or nobody waits for it any more.
+            SlotOverwritten: there was no progress for too long, or the capture is no longer needed.
         """
         if self._stop.wait(_NAP_S) or self._follow.is_over():
             raise self.lost("its generation is over")
@@ -133,10 +136,12 @@ class LiveCapture:
             raise self.lost(f"nothing was captured for {limit_s:.0f} s")
 
     def has_sealed(self) -> None:
-        """A rank has. When all have, which commits it, what is not written yet may be copied.
+        """Handle the seal of a rank; copy the rest if all have sealed and time is short.
+
+        The seals of all ranks commit the version.
 
         Raises:
-            Overwritten: another rank has taken its seal back.
+            SlotOverwritten: another rank has withdrawn its seal.
         """
         if self.are_sealed or not all(one.look() for one in self.shards):
             return
@@ -158,7 +163,7 @@ class LiveSlot(SealedSlot):
         super().__init__(fd, slot, header, shape)
         self._capturing = capturing
         self._known = 0
-        """So many pieces are there."""
+        """Number of pieces that are present."""
         self._digests: list[int] = []
         self._is_compared = False
         self._since_s = clock.now_s()
@@ -172,10 +177,10 @@ class LiveSlot(SealedSlot):
         return self._is_compared
 
     def look(self) -> bool:
-        """Whether it is sealed.
+        """Return whether it is sealed.
 
         Raises:
-            Overwritten: it holds something else now.
+            SlotOverwritten: it holds another version now.
         """
         if self.header.state is not SlotState.SEALED:
             found = read_slot_headers(self._fd)[self._slot]
@@ -186,7 +191,7 @@ class LiveSlot(SealedSlot):
         return self.header.state is SlotState.SEALED
 
     def is_unchanged(self) -> bool:
-        """Nor is it overwritten before."""
+        """True also before the seal, because the slot is not overwritten until then."""
         return self.header.state is not SlotState.SEALED or super().is_unchanged()
 
     def begin(self) -> None:
@@ -199,10 +204,10 @@ class LiveSlot(SealedSlot):
             raise self._capturing.lost(str(error)) from error
 
     def await_piece(self, index: int) -> None:
-        """Wait until a piece is there.
+        """Wait until a piece is present.
 
         Raises:
-            Overwritten: it will not be.
+            SlotOverwritten: it will not be.
         """
         while not self.is_copied:
             if self.look():
@@ -216,10 +221,10 @@ class LiveSlot(SealedSlot):
         self._digests.append(digest)
 
     def end(self, header_bytes: int, header_digest: str) -> None:
-        """All of it is written: wait for the seal, and compare.
+        """Wait for the seal after everything is written, and compare.
 
         Raises:
-            Overwritten: a piece was read before it was there, or its slot holds another one.
+            SlotOverwritten: a piece was read too early, or the slot holds another version.
         """
         while not self.look():
             self._count()
@@ -237,7 +242,6 @@ class LiveSlot(SealedSlot):
         self._is_compared = True
 
     def _count(self) -> int:
-        """Look how many pieces are there."""
         at = self._known
         raw = os.pread(self._fd, 8 * (self.shape.num_pieces - at), self._table_at + 8 * at)
         for digest in memoryview(raw).cast("Q"):
@@ -258,7 +262,7 @@ def await_capture(
     room: CopyBuffers,
     stop: threading.Event,
 ) -> LiveCapture | None:
-    """The version that is being captured by all ranks, once it is; None: there is none in time."""
+    """Return the version that all ranks are capturing; None if none begins in time."""
     give_up_s = clock.now_s() + follow.wait_s
     while True:
         newest = newest_version(fds, world_size)
@@ -273,7 +277,6 @@ def await_capture(
 def _begun(
     fds: ArenaFds, world_size: int, generation: Generation, newest: Version | None
 ) -> Sequence[_Slot] | None:
-    """The slots of a version that all ranks have begun, and not all have sealed."""
     slots: dict[Version, dict[int, _Slot]] = {}
     for rank, some in sorted(fds.items()):
         for fd in some:

@@ -1,16 +1,16 @@
-"""A checkpoint, back into arenas.
+"""Loads a checkpoint into arenas.
 
 Runs in:  the SMP, in its disk lane's thread.
-Takes in: a directory that `checkpoint` has written to.
-Gives:    a `LoadedCheckpoint` with one fresh arena per rank, or a `CheckpointError` in words.
+Takes in: a directory of checkpoints.
+Gives:    a `LoadedCheckpoint` with one new arena per rank, or a `CheckpointError`.
 
-`latest` is tried first, then every other whole checkpoint, the one written last first; what is
-set aside on the way is noted, and nothing whose digests do not match is ever offered. The loaded
-version has generation -1: older than anything that generation 0 of the new run will take.
+`latest` is tried first, then every other whole checkpoint, the last written first. Rejected ones
+are recorded with their reasons, and nothing with a digest mismatch is ever offered. The loaded
+version has generation -1, which is older than anything that generation 0 of the new run captures.
 
-A node loads its own ranks only. Of another world size each loads a part of the ranks there were, as
-arenas of the old world, and gives the others what their workers read. What several nodes need, one
-of them reads (`ftrun.smp.checkpoint.shared_load`).
+A node loads only its own ranks. If the world size differs, each node loads some of the previous
+ranks, as arenas of the previous world. It serves them to the workers of other nodes. Bytes that
+several nodes need are read by one of them (`ftrun.smp.checkpoint.shared_load`).
 """
 
 import logging
@@ -41,7 +41,7 @@ from ftrun.smp.checkpoint.shared_load import (
 from ftrun.smp.checkpoint.storage.local import LATEST_NAME
 
 RETRY_S = 0.2
-"""Before what could not be read is read once more."""
+"""Seconds before a failed read is repeated."""
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -49,14 +49,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """What is to be loaded.
+    """What to load.
 
     Args:
         world_size: of this run.
         ranks: the node's own.
-        check: raises MemoryTooSmall where so many bytes do not fit.
+        check: raises MemoryTooSmall if this number of bytes does not fit.
         only: name of the one checkpoint that may be used; empty: any.
-        life: of the run that must have written it; empty: any. See `Plan.life`.
+        life: the life that must have written it; empty: any. See `GenerationPlan.life`.
         company: the nodes that load it together; None: this one alone.
         set_aside: names of checkpoints that no node of the run may load, and the reasons.
     """
@@ -71,17 +71,17 @@ class LoadJob:
 
     @property
     def together(self) -> LoadGroup:
-        """The nodes that load it; one alone takes all ranks of another world size."""
+        """The nodes that load it. A single node takes all ranks of another world size."""
         return self.company or LoadGroup([list(self.ranks)], 0)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
-    """Arenas filled from a checkpoint; the descriptors are the caller's to close.
+    """Arenas filled from a checkpoint; the caller closes the descriptors.
 
     Args:
-        rejected: what this node cannot use, by name: the reasons.
-        rest: what other nodes have read of it and is to be had of them; None: all is here.
+        rejected: reasons, by name, for the checkpoints that this node cannot use.
+        rest: what other nodes have read of it and must still send; None: all of it is here.
     """
 
     version: Version
@@ -93,16 +93,16 @@ class LoadedCheckpoint:
 
 
 def load_checkpoint(directory: Path, order: LoadJob) -> LoadedCheckpoint | None:
-    """Fill arenas from the newest usable checkpoint; None where there is none at all.
+    """Fill arenas from the newest usable checkpoint; None if there is no checkpoint at all.
 
     Args:
         directory: need not exist.
-        order: what is to be loaded.
+        order: what to load.
 
     Raises:
         NoUsableCheckpoint, NoneOfThisRun: as `load_first`.
         MemoryTooSmall: the arenas do not fit.
-        OSError: the directory cannot be read, and could not be a moment later.
+        OSError: the directory cannot be read, not even at the second attempt.
     """
     try:
         return _load_from(directory, order)
@@ -123,17 +123,17 @@ def _load_from(directory: Path, order: LoadJob) -> LoadedCheckpoint | None:
 def load_first(
     sources: Sequence[CheckpointFiles], rejected: dict[str, str], order: LoadJob, *, where: str
 ) -> LoadedCheckpoint | None:
-    """Fill arenas from the first that can be used; None where there is none at all.
+    """Fill arenas from the first usable checkpoint; None if there is no checkpoint at all.
 
     Args:
         sources: in the order in which they are tried.
-        rejected: what cannot be used, by name, and the reasons; more is added.
-        order: what is to be loaded.
-        where: they are, for the message.
+        rejected: reasons, by name, for unusable checkpoints; more are added.
+        order: what to load.
+        where: their location, for the message.
 
     Raises:
         NoUsableCheckpoint: there are checkpoints, and none of them can be used.
-        NoneOfThisRun: none is of the life that is asked for; some cannot be read and may be.
+        NoneOfThisRun: none is of the requested life, except perhaps an unreadable one.
         MemoryTooSmall: the arenas do not fit.
     """
     left = {name: order.set_aside[name] for name in rejected if name in order.set_aside}
@@ -181,7 +181,7 @@ def _load(source: CheckpointFiles, rejected: dict[str, str], order: LoadJob) -> 
 
 
 def _twice(source: CheckpointFiles, attempt: Callable[[], _T]) -> _T:
-    """What could not be read is read once more, because storage may stall."""
+    """Repeat a failed read once, because storage may stall."""
     try:
         return attempt()
     except (OSError, CheckpointError) as error:
@@ -192,7 +192,7 @@ def _twice(source: CheckpointFiles, attempt: Callable[[], _T]) -> _T:
 
 
 def _candidates(directory: Path, rejected: dict[str, str]) -> list[Path]:
-    """Raises: OSError: the directory is there and cannot be read."""
+    """List the checkpoints to try; raise OSError if the directory exists and cannot be read."""
     try:
         found = [folder for folder, _ in read_indexes(directory)]
     except (FileNotFoundError, NotADirectoryError):
@@ -214,7 +214,6 @@ def _candidates(directory: Path, rejected: dict[str, str]) -> list[Path]:
 
 
 def _unreadable(directory: Path, found: Sequence[Path]) -> dict[str, CheckpointError]:
-    """Folders that are not among those found, and what is wrong with the index of each."""
     bad: dict[str, CheckpointError] = {}
     for folder in sorted(directory.iterdir()):
         if folder not in found and folder.name.startswith("step-"):
@@ -226,7 +225,6 @@ def _unreadable(directory: Path, found: Sequence[Path]) -> dict[str, CheckpointE
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether storage may give later what it did not give now."""
     cause = error if isinstance(error, OSError) else error.__cause__
     return isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
 

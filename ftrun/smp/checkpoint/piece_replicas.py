@@ -1,11 +1,11 @@
-"""Pieces of a checkpoint that other ranks have saved as well, for a file that is damaged.
+"""Finds replicas of a checkpoint's pieces in the files of other ranks, for a damaged file.
 
 Runs in:  the SMP, in the threads of `ftrun.smp.checkpoint.shared_load`.
 Takes in: a checkpoint, the digest of a piece.
 Gives:    its bytes, from the file of another rank that has the same piece.
 
 Replicas of a tensor have equal digests in the tables of their ranks. Tables and headers of other
-ranks are read only after a piece was found damaged, each once, and compared with the index.
+ranks are read only after a damaged piece was found, each once, and compared with the index.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from ftrun.snapshot.layout import Layout, parse_header
 from ftrun.wire.shared_memory.arena import table_digest
 
 MOST_RANKS = 64
-"""Of so many other ranks the tables are read."""
+"""Limit of other ranks whose tables are read."""
 
 _Head = tuple[ShardFile, Sequence[int], Layout, int]
-"""A shard, its digests, its layout, and where its data begins in the file."""
+"""A shard, its digests, its layout, and the offset of its data in the file."""
 
 
 class PieceReplicas:
-    """Those of one checkpoint."""
+    """The replicas of one checkpoint."""
 
     def __init__(self, index: CheckpointIndex) -> None:
         self._shards = {shard.rank: shard for shard in index.shards}
@@ -35,7 +35,7 @@ class PieceReplicas:
     def read(
         self, source: CheckpointFiles, digest: int, room: memoryview, *, but: int
     ) -> int | None:
-        """Fill the room with a piece; the rank that has it, or None: it was found nowhere.
+        """Fill `room` with a piece; return the rank that has it, or None if no rank has.
 
         Args:
             source: the checkpoint.
@@ -62,7 +62,7 @@ class PieceReplicas:
             try:
                 self._heads[rank] = _read_head(source, self._shards[rank])
             except (CheckpointError, SnapshotCorrupt, LayoutUnknown, OSError):
-                self._heads[rank] = None  # it is of no use
+                self._heads[rank] = None  # this rank's files are unusable
         return self._heads[rank]
 
 

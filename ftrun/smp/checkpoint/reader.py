@@ -1,6 +1,7 @@
-"""A checkpoint that can be read, in a directory or in a store.
+"""A readable checkpoint in a directory or in a store.
 
-Runs in:  the SMP, in its disk lane's thread and in the one that gets the rest of what is shared.
+Runs in:  the SMP, in its disk lane's thread and in the thread that fetches the rest of a shared
+          load.
 Takes in: a checkpoint's folder.
 Gives:    its index; any bytes of its files.
 """
@@ -18,31 +19,31 @@ _READ_BYTES = 1 << 22
 
 
 class OpenFile(Protocol):
-    """One of its files."""
+    """A file of a checkpoint."""
 
     @property
     def size(self) -> int:
         """In bytes."""
 
     def read_into(self, target: memoryview, at: int = 0) -> int:
-        """Fill this with what is there from `at` on; how many bytes there were."""
+        """Fill `target` from offset `at`; return the number of bytes read."""
 
 
 class CheckpointFiles(Protocol):
-    """One checkpoint."""
+    """The files of one checkpoint."""
 
     @property
     def path(self) -> Path | str:
-        """Where, for messages; its last part is its name."""
+        """The location, for messages; its last component is the name."""
 
     def index(self) -> CheckpointIndex:
-        """Raises: CheckpointError: it is not there, or not as it was written."""
+        """Raise CheckpointError if it is missing, or differs from what was written."""
 
     def opened(self, name: str) -> AbstractContextManager[OpenFile]:
-        """Raises: OSError, CheckpointError: there is no such file, or it cannot be read."""
+        """Raise OSError or CheckpointError if the file is missing or unreadable."""
 
     def again(self) -> "AbstractContextManager[CheckpointFiles]":
-        """The same, also when what has found it is closed."""
+        """Return the same checkpoint, usable also after its original source is closed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""Checkpoints as the agent asks for them: written and loaded beside everything else.
+"""Writes and loads checkpoints for the agent, in parallel with all other work.
 
-Runs in:  the SMP: asked and answered in the server's thread, done in the disk lane's.
+Runs in:  the SMP: requests and answers in the server thread, work in the disk lane.
 Takes in: WriteCheckpoint and LoadCheckpoint.
 Gives:    their answers; the arenas of what was loaded.
 """
@@ -58,10 +58,11 @@ class CheckpointService:
     """Writes and loads on behalf of the agent.
 
     Args:
-        run_id: goes into the index of a checkpoint.
+        run_id: recorded in the index of a checkpoint.
         jobs: has the lane "disk".
-        memory: whose shards are written, and which keeps what is loaded.
+        memory: holds the shards to write, and receives what is loaded.
         loaded: called with what was loaded, before the agent is answered.
+        is_attended: returns whether the SMP has an agent.
     """
 
     def __init__(
@@ -93,15 +94,15 @@ class CheckpointService:
         body: checkpoint_messages.WriteCheckpoint,
         tracker: CommitTracker,
     ) -> None:
-        """Write the version that is named, as far as it is here.
+        """Write the named version, limited to the ranks on this node.
 
-        Without one, all ranks of the world are here, and it is the one that they capture, or the
-        newest that all hold.
+        Without a name, all ranks of the world are on this node. The version is then the one that
+        they are capturing, or the newest that all hold.
 
         Args:
             asker: the agent.
-            body: what it asks.
-            tracker: of commits; it says what the world is, and when that is over.
+            body: its request.
+            tracker: the commit tracker; it defines the world, and its generation ends the capture.
         """
         self._throttle.bytes_per_s = body.bytes_per_s
         self._hurries.clear()
@@ -139,12 +140,10 @@ class CheckpointService:
         )
 
     def own(self, claim: CheckpointClaim | None) -> None:
-        """Renew the record of the directory from now on, or leave that to another node."""
+        """Renew the owner record of the directory from now on; None if another node does."""
         self._owner.renew(claim)
 
     def end(self, asker: Requester, body: checkpoint_messages.EndCheckpoints) -> None:
-        """The run is over: say so beside its checkpoints."""
-
         def ended() -> Finish:
             try:
                 self._owner.end(body.exit_code, body.reason, body.command)
@@ -155,16 +154,14 @@ class CheckpointService:
         self._jobs.submit("disk", ended, failed=partial(asker.tell, messages.Refused(_BUG)))
 
     def hurry(self) -> None:
-        """Write what is being written as fast as it goes."""
+        """Remove the rate limit of the running write, and shorten its waits for a capture."""
         self._throttle.bytes_per_s = 0.0
         self._hurries.set()
 
     def stop(self) -> None:
-        """Give up what is being written."""
         self._stop.set()
 
     def give_back(self) -> None:
-        """Free the memory kept for the next checkpoint, once nothing is being written."""
         if self._room.num_bytes:
             self._jobs.submit("disk", self._given_back, failed=_nothing)
 
@@ -188,7 +185,6 @@ class CheckpointService:
         self._tidying.start(KEEP_S)
 
     def _tidy(self) -> None:
-        """Long after a checkpoint was written: its memory may be of use to others."""
         self._jobs.submit("disk", self._tidied, failed=_nothing)
 
     def _tidied(self) -> Finish:
@@ -196,8 +192,7 @@ class CheckpointService:
         return _nothing if self._room.num_bytes else self._tidying.stop
 
     def _room_is_free(self) -> None:
-        """Nothing is being written."""
-        with suppress(OSError):  # how much memory is free cannot be told just now
+        with suppress(OSError):  # the free memory cannot be read just now
             self._room.begin()
 
     def _written(self, order: WriteJob, fds: ArenaFds) -> WriteResult:
@@ -222,7 +217,7 @@ class CheckpointService:
             problem = "" if isinstance(error, NoneOfThisRun) else str(error)
             return partial(asker.tell, _none_loaded(error.rejected, problem))
         except (CheckpointError, OSError) as error:
-            # The directory itself is named, so that the leader has all nodes load once more before
+            # The directory itself is named, so that the leader repeats the load on all nodes before
             # the run ends.
             where = without_password(body.directory)
             return partial(asker.tell, _none_loaded({where: str(error)}, str(error)))
@@ -233,7 +228,9 @@ class CheckpointService:
         return partial(self._put, asker, body, loaded)
 
     def _claim(self, claim: CheckpointClaim) -> None:
-        """Own the directory, or load from it without a record: no good checkpoint is left unread.
+        """Claim the directory; if the record cannot be written, load without it.
+
+        A failed claim must not leave good checkpoints unread.
 
         Raises:
             CheckpointsTaken: another run that is alive owns it.
@@ -316,7 +313,7 @@ def _answer(done: WriteResult, seconds: float) -> checkpoint_messages.Checkpoint
 
 
 def _nothing() -> None:
-    """Nobody waits for it."""
+    """Do nothing; this result is not awaited."""
 
 
 def _free_bytes() -> int:
@@ -324,7 +321,7 @@ def _free_bytes() -> int:
 
 
 def check_available(needed_bytes: int) -> None:
-    """Raises: MemoryTooSmall: so many bytes do not fit."""
+    """Raise MemoryTooSmall if this number of bytes does not fit."""
     available = available_memory()
     if needed_bytes > available.num_bytes:
         raise MemoryTooSmall(

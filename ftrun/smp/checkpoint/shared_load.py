@@ -1,14 +1,14 @@
-"""A checkpoint's bytes, into arenas: what this node reads, and room for what it gets of others.
+"""Loads a checkpoint's bytes into arenas: this node's share, and room for other nodes' shares.
 
-Runs in:  the SMP: begun in its disk lane's thread, asked in those of links, finished in the one of
-          `ftrun.smp.restore.share_fetch`.
-Takes in: a checkpoint; which nodes load it together, and which ranks each of them.
-Gives:    one fresh arena per rank. Where nobody else reads a part of it, they are sealed at once;
-          else a `SharedLoad`, whose slots count for nothing until all of it is here.
+Runs in:  the SMP: begun in its disk lane's thread, called in the threads of links, finished in the
+          thread of `ftrun.smp.restore.share_fetch`.
+Takes in: a checkpoint; the nodes that load it together, and the ranks of each.
+Gives:    one new arena per rank. If no other node reads a part of them, they are sealed at once.
+          Otherwise a `SharedLoad`, whose slots are invalid until all of it has arrived.
 
-Every piece is compared with its digest when it comes, wherever it comes from, and no slot is
-sealed before all of its pieces have been. So who reads what is a matter of speed only: a node that
-gives nothing costs another read.
+Every piece is compared with its digest when it arrives, whatever its source. No slot is sealed
+before all of its pieces have been compared. The assignment of reads to nodes therefore affects only
+speed: a node that delivers nothing costs another read.
 """
 
 import logging
@@ -32,11 +32,11 @@ from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.arena import Arena, ArenaShape, SlotHeader, SlotState, table_digest
 
 LOADED_GENERATION = -1
-"""Of what was loaded: older than all that the run will take."""
+"""The generation of what was loaded: older than all that the run captures."""
 
 _SLOT = 0
 _RUN_BYTES = 16 << 20
-"""Read in one go, where pieces are neighbours."""
+"""Limit of one read of adjacent pieces."""
 
 Check = Callable[[int], None]
 
@@ -48,28 +48,28 @@ class LoadGroup:
     """Nodes that load a checkpoint at the same time.
 
     Args:
-        ranks: of the world that is to run, by node, in the same order everywhere.
-        node: which of them this is.
+        ranks: of the new world, by node, in the same order everywhere.
+        node: the index of this node.
     """
 
     ranks: Sequence[Sequence[int]]
     node: int
 
     def loads(self, node: int, index: CheckpointIndex, world_size: int) -> list[int]:
-        """The checkpoint's ranks that a node loads: its own, or as many of an old world."""
+        """Return the checkpoint's ranks that a node loads: its own, or a share of another world."""
         if index.world_size == world_size:
             return list(self.ranks[node])
         return list(ranks_at(node, len(self.ranks), index.world_size))
 
 
 class SharedLoad:
-    """The arenas of one node, some of whose pieces others read.
+    """The arenas of one node, some of whose pieces other nodes read.
 
     Args:
         source: the checkpoint.
         shards: the files of this node's ranks, in the order of its arenas.
         index: of the checkpoint.
-        fds: of fresh arenas, one for each; they stay the caller's.
+        fds: of new arenas, one for each shard; the caller keeps them.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class SharedLoad:
         self.version: Version = version(LOADED_GENERATION, index.step)
         self.ranks = [Rank(shard.rank) for shard in shards]
         self.lock = threading.Lock()
-        """Held by whoever fills and seals."""
+        """Held while the arenas are filled and sealed."""
         self.left: dict[Place, int] = {}
-        """What is not here yet, and the node that reads it."""
+        """The pieces that are missing, with the node that reads each."""
         self.is_whole = False
         self.num_read = 0
         """Bytes that were read from storage."""
@@ -98,10 +98,10 @@ class SharedLoad:
             shard.rank: Arena(fd, writable=True) for shard, fd in zip(shards, fds, strict=True)
         }
 
-    # --- what is here --------------------------------------------------------------------------
+    # --- present pieces --- ------------------------------------------------------------------
 
     def find(self, digest: int) -> memoryview:
-        """A piece that this node has read.
+        """Return a piece that this node has loaded.
 
         Raises:
             LayoutUnknown: it has not.
@@ -112,7 +112,6 @@ class SharedLoad:
         return self.room(place)
 
     def room(self, place: Place) -> memoryview:
-        """Where a piece goes."""
         rank, index = place
         layout, start = self._layouts[rank]
         piece = layout.pieces[index]
@@ -120,7 +119,6 @@ class SharedLoad:
         return self._arenas[rank].image(_SLOT)[at : at + piece.num_bytes]
 
     def digest(self, place: Place) -> int:
-        """What it must be."""
         rank, index = place
         return int(self._arenas[rank].table(_SLOT)[index])
 
@@ -137,7 +135,7 @@ class SharedLoad:
             tables: of the ranks of other nodes.
 
         Raises:
-            CheckpointError, SnapshotCorrupt, LayoutUnknown, OSError: it cannot be used.
+            CheckpointError, SnapshotCorrupt, LayoutUnknown, OSError: the checkpoint cannot be used.
         """
         for rank in self.ranks:
             self._read_head(rank)
@@ -157,15 +155,15 @@ class SharedLoad:
             self.seal()
 
     def read_too(self, places: Sequence[Place]) -> None:
-        """Read what another node was to read; raises as `begin`."""
+        """Read pieces that another node should have read; raises as `begin`."""
         with self._source.again() as source:
             self._read(source, places)
 
     def took(self, place: Place) -> None:
-        """A piece has come.
+        """Check a piece that has arrived.
 
         Raises:
-            SnapshotCorrupt: it is not what was captured.
+            SnapshotCorrupt: it differs from what was captured.
         """
         digest = self.digest(place)
         if xxhash.xxh3_64_intdigest(self.room(place)) != digest:
@@ -176,7 +174,6 @@ class SharedLoad:
         self.left.pop(place, None)
 
     def seal(self) -> None:
-        """All of it is here and was compared: make the slots count."""
         assert not self.left
         for twin, place in self._twins:
             self.room(twin)[:] = self.room(place)
@@ -209,7 +206,7 @@ class SharedLoad:
                     self.took(place)
 
     def _read_piece(self, source: CheckpointFiles, place: Place) -> None:
-        """From the file of its rank, or from that of another rank that has the same piece."""
+        """Read from the file of its rank, or from that of another rank that has the same piece."""
         try:
             self._read_runs(source, place[0], [place])
         except (CheckpointError, SnapshotCorrupt, OSError):
@@ -232,7 +229,6 @@ class SharedLoad:
         return replace(made, sealed_ns=clock.now_ns())
 
     def _read_head(self, rank: int) -> None:
-        """Table and header of a shard, compared with what the index has."""
         shard, arena, what = self._shards[rank], self._arenas[rank], self._what(rank)
         arena.write_header(_SLOT, self._header(rank, SlotState.COPYING))
         table, image = arena.table(_SLOT), arena.image(_SLOT)
@@ -244,7 +240,7 @@ class SharedLoad:
             if end <= len(image):
                 rest = image[start:end]
                 _check_length(file.read_into(rest, start), rest, what)
-            # The digest table covers the data only; the index covers what describes them.
+            # The digest table covers only the data, so the digest of the header is in the index.
             digest = xxhash.xxh3_64_hexdigest(image[:end]) if end <= len(image) else ""
         if digest != shard.header_digest:
             raise SnapshotCorrupt(what=f"{what}, header", piece=0, pieces=shard.num_pieces)
@@ -254,13 +250,11 @@ class SharedLoad:
         self._layouts[rank] = (layout, start)
 
     def _bytes_of(self, run: Sequence[Place]) -> tuple[int, int]:
-        """Where pieces that are neighbours begin in their file, and how long they are."""
         layout, start = self._layouts[run[0][0]]
         first, last = layout.pieces[run[0][1]], layout.pieces[run[-1][1]]
         return start + first.offset, last.offset + last.num_bytes - first.offset
 
     def _runs(self, places: Sequence[Place]) -> Iterable[Sequence[Place]]:
-        """Neighbours, of a rank, as many as are read in one go."""
         run: list[Place] = []
         for rank, index in sorted(places):
             is_next = run and run[-1][1] + 1 == index
@@ -279,17 +273,17 @@ def load_share(
     company: LoadGroup,
     check: Check,
 ) -> tuple[list[int], SharedLoad | None]:
-    """Fill arenas with what this node reads; their descriptors, and what is still to come.
+    """Fill arenas with this node's share; return their descriptors, and the load if incomplete.
 
     Args:
         source: the checkpoint.
-        index: its own.
+        index: of the checkpoint.
         world_size: of this run.
-        company: who loads it.
-        check: raises MemoryTooSmall where so many bytes do not fit.
+        company: the nodes that load it.
+        check: raises MemoryTooSmall if this number of bytes does not fit.
 
     Raises:
-        CheckpointError, SnapshotCorrupt, LayoutUnknown, OSError: it cannot be used.
+        CheckpointError, SnapshotCorrupt, LayoutUnknown, OSError: the checkpoint cannot be used.
         MemoryTooSmall: the arenas do not fit.
     """
     node, shards = company.node, {shard.rank: shard for shard in index.shards}
@@ -313,7 +307,7 @@ def load_share(
             others = {r: shards[r] for other, some in ranks.items() if other != node for r in some}
             tables = {rank: _table_of(source, shard) for rank, shard in others.items()}
         except (KeyError, CheckpointError, SnapshotCorrupt, OSError):
-            # What is wrong with files of others is theirs to find; alone it may do.
+            # Other nodes detect errors in their own files. Alone, this node may still succeed.
             tables, ranks = {}, {node: ranks[node]}
         load.begin(node, ranks, tables)
     except BaseException:
@@ -324,7 +318,6 @@ def load_share(
 
 
 def _table_of(source: CheckpointFiles, shard: ShardFile) -> Sequence[int]:
-    """The digests of another node's rank."""
     table = memoryview(bytearray(8 * shard.num_pieces))
     _read_table(source, shard, table)
     return table.cast("Q")

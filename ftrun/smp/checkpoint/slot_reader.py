@@ -1,4 +1,4 @@
-"""One rank's sealed slot, and its files in a checkpoint.
+"""Reads one rank's sealed slot, and writes its files of a checkpoint.
 
 Runs in:  the SMP, in its disk lane's thread.
 Takes in: duplicates of the arenas' descriptors.
@@ -36,7 +36,7 @@ ArenaFds = Mapping[Rank, Sequence[int]]
 
 
 class SlotOverwritten(CheckpointError):
-    """A slot was overwritten while it was read, or its capture has come to nothing."""
+    """A slot was overwritten while it was read, or its capture was not completed."""
 
     def __init__(self, version: Version, why: str = "") -> None:
         super().__init__(
@@ -47,20 +47,20 @@ class SlotOverwritten(CheckpointError):
 
 
 class FileSink(Protocol):
-    """A file that is filled in place: on a disk, or on its way to a store."""
+    """A file that is filled in place, on a disk or on its way to a store."""
 
     is_in_place: bool
     """The newest `room` has the file's bytes already."""
 
     def room(self, source: memoryview | None = None) -> memoryview:
-        """Memory for the bytes that come next, at least one.
+        """Return memory for the next bytes, at least one.
 
         Args:
-            source: all bytes of the file, where they lie in memory until it is closed.
+            source: all bytes of the file, unchanged in memory until it is closed.
         """
 
     def take(self, num_bytes: int) -> None:
-        """So many bytes of `room` belong to the file now."""
+        """Append the first `num_bytes` of `room` to the file."""
 
 
 class SealedSlot:
@@ -75,7 +75,7 @@ class SealedSlot:
         self._table_at = PAGE_BYTES + slot * shape.slot_bytes + PAGE_BYTES
         self._image_at = self._table_at + shape.table_bytes
         self.copy: memoryview | None = None
-        """Of its whole image, once there is one; only what is not read yet is true."""
+        """A copy of the image, once made. Only its header and the bytes not yet read are valid."""
         self._table: bytes | None = None
         self._read_to = 0
         self.before_read: Callable[[], None] | None = None
@@ -87,46 +87,45 @@ class SealedSlot:
 
     @property
     def is_committed(self) -> bool:
-        """All ranks have sealed this version."""
         return True
 
     @property
     def is_sound(self) -> bool:
-        """What is read of it is what was sealed, or is damaged."""
+        """True if what is read of it is what was sealed, or is damaged."""
         return self.is_copied or self.is_unchanged()
 
     def is_unchanged(self) -> bool:
         return read_slot_headers(self._fd)[self._slot] == self.header
 
     def begin(self) -> None:
-        """It is about to be written.
+        """Prepare for writing.
 
         Raises:
-            SnapshotCorrupt: its digest table is not what was sealed.
+            SnapshotCorrupt: its digest table differs from what was sealed.
         """
         if table_digest(self.table()) != self.header.table_digest:
             pieces = self.shape.num_pieces
             raise SnapshotCorrupt(what=f"{self.what}, digest table", piece=0, pieces=pieces)
 
     def await_piece(self, index: int) -> None:
-        """Wait until a piece is there, where it is not yet."""
+        """Wait until a piece is present."""
 
     def found(self, index: int, digest: int) -> None:
-        """A piece was written whose digest is this.
+        """Check the digest of a piece that was written.
 
         Raises:
-            SnapshotCorrupt: that is not what was captured.
+            SnapshotCorrupt: it differs from what was captured.
         """
         table = self.table()
         if index >= len(table) or digest != table[index]:
             raise SnapshotCorrupt(what=self.what, piece=index, pieces=len(table))
 
     def end(self, header_bytes: int, header_digest: str) -> None:
-        """All is written, beginning with a header of so many bytes and this digest."""
+        """Check the whole image after it is written, given the length and digest of its header."""
 
     @property
     def content(self) -> tuple[int, int, str, str]:
-        """As that of its `ShardFile` will be."""
+        """Equal to `ShardFile.content` of its files."""
         return (
             self.shape.rank,
             self.shape.image_bytes,
@@ -135,7 +134,7 @@ class SealedSlot:
         )
 
     def has_later(self) -> bool:
-        """A later version of the rank is sealed, so that this one may be overwritten soon."""
+        """True if a later version of the rank is sealed; this slot may then be overwritten soon."""
         return any(
             header.state is SlotState.SEALED and header.version > self.header.version
             for header in read_slot_headers(self._fd)
@@ -143,7 +142,7 @@ class SealedSlot:
 
     @property
     def since_last_s(self) -> float:
-        """Between the version that the rank sealed before and this one; 0 where there is none."""
+        """Seconds between the rank's previous sealed version and this one; 0 if there is none."""
         found = [
             self.header.sealed_ns - header.sealed_ns
             for header in read_slot_headers(self._fd)
@@ -152,7 +151,7 @@ class SealedSlot:
         return min(found, default=0) / 1e9
 
     def copy_to(self, copy: memoryview) -> None:
-        """Copy what is not read yet, so that what happens to the slot does not matter any more.
+        """Copy the bytes not read yet, so that a later overwrite has no effect.
 
         Args:
             copy: memory for the whole image.
@@ -176,7 +175,7 @@ class SealedSlot:
         return memoryview(self._table).cast("Q")
 
     def layout(self) -> tuple[Layout, int]:
-        """What the image's own header says of it, and how long that header is.
+        """Return the layout from the image's own header, and the length of that header.
 
         Raises:
             SnapshotCorrupt: the header is not readable.
@@ -194,7 +193,6 @@ class SealedSlot:
             arena.close()
 
     def read_into(self, target: memoryview, at: int) -> None:
-        """Fill the target with the bytes of the image from there on."""
         if self.copy is None and self.before_read is not None:
             self.before_read()
         if self.copy is not None:
@@ -207,7 +205,7 @@ class SealedSlot:
 
 
 def copy_where_it_fits(shards: Sequence[SealedSlot], room: CopyBuffers) -> bool:
-    """Copy all that are there, or none; False: a slot was overwritten meanwhile."""
+    """Copy all committed shards, or none if they do not fit; False if a slot was overwritten."""
     ready = [shard for shard in shards if shard.is_committed]
     blocks = room.lend([shard.shape.image_bytes for shard in ready])
     if blocks is not None:
@@ -217,7 +215,6 @@ def copy_where_it_fits(shards: Sequence[SealedSlot], room: CopyBuffers) -> bool:
 
 
 def newest_version(fds: ArenaFds, world_size: int) -> Version | None:
-    """The newest version that every rank of the world has sealed in one of its arenas."""
     held = {
         rank: [
             header.version
@@ -232,7 +229,6 @@ def newest_version(fds: ArenaFds, world_size: int) -> Version | None:
 
 
 def find_shards(fds: ArenaFds, version: Version, world_size: int) -> list[SealedSlot]:
-    """The slots that hold this version of a world of this size, by rank."""
     found = {
         rank: SealedSlot(fd, slot, header, read_shape(fd))
         for rank, some in sorted(fds.items())
@@ -245,16 +241,16 @@ def find_shards(fds: ArenaFds, version: Version, world_size: int) -> list[Sealed
 
 
 def write_shard(folder: Path, shard: SealedSlot, pace: Pace) -> ShardFile:
-    """Both files of a rank, durable; equal ones of an earlier try are replaced.
+    """Write both files of a rank durably; equal ones of an earlier attempt are replaced.
 
     Args:
-        folder: where to.
+        folder: the destination.
         shard: sealed.
-        pace: asked before each write.
+        pace: called before each write.
 
     Raises:
         SnapshotCorrupt: what was read does not match its digests: corrupt, or overwritten.
-        CheckpointError: it was told to stop.
+        CheckpointError: the write was stopped.
     """
     data_name, table_name = file_names(shard)
     with replaced_large(folder / data_name, pace) as file:
@@ -265,13 +261,12 @@ def write_shard(folder: Path, shard: SealedSlot, pace: Pace) -> ShardFile:
 
 
 def file_names(shard: SealedSlot) -> tuple[str, str]:
-    """Of its image, and of its digest table."""
     name = f"rank-{shard.shape.rank:05d}"
     return f"{name}.safetensors", f"{name}.digests"
 
 
 def write_image(file: FileSink, shard: SealedSlot) -> ShardFile:
-    """Fill a file with a rank's image; what the index will say of it.
+    """Fill a file with a rank's image; return its entry for the index.
 
     Raises:
         SnapshotCorrupt: what was read does not match its digests: corrupt, or overwritten.
@@ -298,7 +293,7 @@ def write_image(file: FileSink, shard: SealedSlot) -> ShardFile:
 
 
 def _write_range(file: FileSink, shard: SealedSlot, at: int, size: int) -> xxhash.xxh3_64:
-    """Add these bytes of the image; the digest is of what was put into the file."""
+    """Append these bytes of the image; return the digest of the bytes put into the file."""
     digest, end = xxhash.xxh3_64(), at + size
     while at < end:
         room = file.room(shard.copy)[: end - at]

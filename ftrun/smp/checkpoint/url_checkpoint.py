@@ -1,23 +1,23 @@
-"""Checkpoints at a URL: one node alone, or several together, without one that leads.
+"""Writes checkpoints to a URL, by one node or by several without a coordinator.
 
 Runs in:  the SMP, in its disk lane's thread.
 Takes in: duplicates of the arenas' descriptors, a URL that fsspec can write to.
-Gives:    a `WriteResult`: the checkpoint, or this node's part of it; or a `CheckpointError` in
-          words.
-Survives: any node and the store, at any point: what has no index is never offered.
+Gives:    a `WriteResult`: the checkpoint, or this node's part of it; or a `CheckpointError`.
+Survives: the loss of any node and of the store, at any point. A folder without an index is never
+          offered.
 
-A node sends the files of its ranks piece by piece out of the arenas, the digests taken and compared
-on the way, then its part: which files they are. Whoever finds the parts of all ranks writes the
-index, which publishes it, and the name of the folder into `latest`, last of all. One node alone
-does the same with one part.
+A node sends the files of its ranks piece by piece from the arenas, and computes and compares the
+digests on the way. It then sends its part, which lists these files. Each node that finds the parts
+of all ranks writes the index, which publishes the checkpoint. Last, it writes the name of the
+folder to `latest`. A single node does the same with one part.
 
-Rule 1: as in `checkpoint_parts`: a part is there only when all its files are; parts are put
-        together only where run, token, version and world size are equal; a finished checkpoint is
-        taken for this version only if it names just the digests that this node's ranks have.
-Rule 2: the index depends on the parts and on the checkpoints before, not on who makes it, so it
-        does not matter how many do.
-Rule 3: nothing locks a URL. An index of another life that appears while we write there is told,
-        and nothing more is written: both would remove the other's.
+Rule 1: as in `checkpoint_parts`. A part exists only after all its files do. Parts are merged only
+        if run, token, version and world size are equal. A finished checkpoint counts as this
+        version only if its digests of this node's ranks equal this node's own.
+Rule 2: the index depends on the parts and on the earlier checkpoints, not on the node that makes
+        it. Several nodes may therefore write it.
+Rule 3: a URL cannot be locked. If an index of another life appears there, the writer reports it and
+        stops writing, because both runs would remove each other's checkpoints.
 """
 
 import math
@@ -61,7 +61,7 @@ from ftrun.wire.messages.checkpoint import INDEX_NAME
 
 
 class UrlWriter:
-    """Writes this node's parts, and finishes what is complete."""
+    """Writes this node's parts, and finishes complete checkpoints."""
 
     def __init__(self, means: WriterContext) -> None:
         self._means = means
@@ -70,17 +70,16 @@ class UrlWriter:
         self._written: tuple[str, Version, str] | None = None
         self._lives: set[str] = set()
         self._known: dict[str, set[str]] = {}
-        """The checkpoints that were there when we first looked, by URL."""
+        """The checkpoints that existed at the first listing, by URL."""
 
     def remember(self, url: str, version: Version, path: str) -> None:
-        """This version is there already: written by us, or loaded from it."""
         self._written = (url, version, path.rpartition("/")[2])
 
     def write(self, fds: ArenaFds, order: WriteJob) -> WriteResult:
-        """Write this node's part, and the checkpoint where all others are there.
+        """Write this node's part, and the checkpoint if all other parts exist.
 
         Raises:
-            CheckpointError: why it was not written.
+            CheckpointError: the reason why it was not written.
         """
         self._lives.add(order.life)
         try:
@@ -124,7 +123,7 @@ class UrlWriter:
         done = self._look(store, name, blank, order, version)
         return with_own_bytes(done, part, is_new=is_new)
 
-    # --- what is there already ----------------------------------------------------------------
+    # --- existing checkpoints --- ------------------------------------------------------------
 
     def _check_only_ours(
         self, store: FsspecStorage, folders: Sequence[StoredCheckpoint], order: WriteJob
@@ -146,7 +145,7 @@ class UrlWriter:
         version: Version,
         contents: set[Content],
     ) -> WriteResult | None:
-        """This version, where it is a checkpoint already; an unfinished end is made up for."""
+        """Return this version if it is a checkpoint already, and complete an interrupted finish."""
         blank = order.part(self._means.run_id, version)
         for one in folders:
             if one.index is None:
@@ -176,9 +175,9 @@ class UrlWriter:
         try:
             return send_part(store, name, chosen, blank)
         except CheckpointError:
-            if is_alone:  # what is paid for by the byte, or has a quota, is not left lying there
-                # Over another connection: on this one the answer to what failed may still come, or
-                # it hangs. What is stored even later `sweep_before` finds.
+            if is_alone:  # an unfinished upload may cost money or count against a quota
+                # Another connection is used: on this one the failed call may still be answered, or
+                # it hangs. `sweep_before` finds what is stored even later.
                 with suppress(CheckpointError), store.anew() as fresh:
                     remove(fresh, [name])
             raise
@@ -193,7 +192,6 @@ class UrlWriter:
         order: WriteJob,
         version: Version,
     ) -> WriteResult:
-        """Finish the checkpoint if all parts are there; else say who is missing."""
         sizes = store.sizes(name)
         path = below(store.shown, name)
         times_s: list[float] = []
@@ -236,7 +234,7 @@ class UrlWriter:
         version: Version,
         folders: Sequence[StoredCheckpoint],
     ) -> None:
-        """What is left to do once the index is there; again by each who finds it finished."""
+        """Complete the steps after the index; every node that finds the checkpoint repeats them."""
         put_latest(store, name)
         self.remember(order.where, version, name)
         sweep_finished(store, folders, self._means.run_id, version, name)

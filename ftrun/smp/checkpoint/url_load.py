@@ -1,11 +1,11 @@
-"""A checkpoint at a URL, back into arenas.
+"""Loads a checkpoint at a URL into arenas.
 
 Runs in:  the SMP, in its disk lane's thread.
 Takes in: a URL that `url_checkpoint` has written to.
-Gives:    a `LoadedCheckpoint` with one fresh arena per rank, or a `CheckpointError` in words.
+Gives:    a `LoadedCheckpoint` with one new arena per rank, or a `CheckpointError`.
 
-As `checkpoint_load` does it with a directory: `latest` first, then every other whole checkpoint,
-the one written last first; every digest is checked. The bytes come straight into the arenas.
+The order is the same as in `load`: `latest` first, then every other whole checkpoint, the last
+written first. Every digest is checked. The bytes are read directly into the arenas.
 """
 
 import threading
@@ -49,16 +49,16 @@ class UrlSource:
 
 
 def load_from_url(url: str, order: LoadJob, stop: threading.Event) -> LoadedCheckpoint | None:
-    """Fill arenas from the newest usable checkpoint; None where there is none at all.
+    """Fill arenas from the newest usable checkpoint; None if there is no checkpoint at all.
 
     Args:
-        url: need not be there.
-        order: what is to be loaded; `only` may be `latest`.
-        stop: when set, nobody waits for it any more.
+        url: need not exist.
+        order: what to load; `only` may be `latest`.
+        stop: when set, all waiting ends.
 
     Raises:
-        CheckpointError: there are checkpoints, and none of them can be used; or it is not known,
-            as the store cannot be reached.
+        CheckpointError: there are checkpoints, and none of them can be used; or the store cannot be
+            reached.
         MemoryTooSmall: the arenas do not fit.
     """
     with FsspecStorage(url, stop) as store:
@@ -75,6 +75,5 @@ def load_from_url(url: str, order: LoadJob, stop: threading.Event) -> LoadedChec
 
 
 def in_order(folders: Sequence[StoredCheckpoint], latest: str) -> list[StoredCheckpoint]:
-    """Those that can be used, `latest` before the others."""
     whole = [one for one in folders if one.index is not None]
     return sorted(whole, key=lambda one: one.name != latest)

@@ -1,8 +1,8 @@
-"""The files of one node's ranks, sent to a store.
+"""Sends the files of one node's ranks to a store.
 
 Runs in:  the SMP, in its disk lane's thread.
 Takes in: shards; the folder of their version.
-Gives:    a `CheckpointPart` that is there with all its files, or a `CheckpointError` in words.
+Gives:    a `CheckpointPart` that is stored with all its files, or a `CheckpointError`.
 """
 
 from collections.abc import Sequence
@@ -22,24 +22,23 @@ from ftrun.smp.checkpoint.write_job import ChosenVersion
 
 
 def part_name(ranks: Sequence[int]) -> str:
-    """Of the file that says what a node with these ranks has sent."""
     return f"part-{ranks[0]:05d}.json"
 
 
 def send_part(
     store: FsspecStorage, name: str, chosen: ChosenVersion, blank: CheckpointPart
 ) -> CheckpointPart:
-    """All files of this node, then its part.
+    """Send all files of this node, then its part.
 
     Args:
-        store: where to.
+        store: the destination.
         name: of the folder.
         chosen: the shards of all ranks of this node.
         blank: the part, without files.
 
     Raises:
-        Overwritten: a slot was, that was not copied.
-        CheckpointError: the store has not taken it, or the shard is corrupt.
+        SlotOverwritten: a slot was overwritten that had not been copied.
+        CheckpointError: the store has not accepted it, or the shard is corrupt.
     """
     store.make(name)
     try:
@@ -62,7 +61,6 @@ def whole_part(
     ranks: Sequence[Rank],
     contents: set[Content],
 ) -> CheckpointPart | None:
-    """This node's part, where it was sent before just as it would be now."""
     path = f"{name}/{part_name(ranks)}"
     data = store.read(path)
     if data is None:

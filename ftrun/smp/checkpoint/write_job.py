@@ -1,8 +1,8 @@
-"""What is to be written, with what, and what came of it: the same for a directory and a URL.
+"""What to write, with which resources, and the result; the same for a directory and a URL.
 
 Runs in:  the SMP, in its disk lane's thread.
 Takes in: duplicates of the arenas' descriptors.
-Gives:    the version to write, one after the other until one of them is written.
+Gives:    the version to write; after a failed attempt the next one, until one of them is written.
 """
 
 import logging
@@ -36,12 +36,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WriterContext:
-    """What a writer works with.
+    """The resources of a writer.
 
     Args:
-        run_id: goes into the index of a checkpoint.
+        run_id: recorded in the index of a checkpoint.
         room: memory for a copy of all shards.
-        throttle: how fast; it also tells when a write is given up.
+        throttle: limits the rate; its `stop` cancels a write.
     """
 
     run_id: RunId
@@ -50,24 +50,25 @@ class WriterContext:
 
     @property
     def gap_s(self) -> float:
-        """What a whole buffer waits for the disk at this pace."""
+        """Seconds that a full buffer waits for the disk at this pace."""
         rate = self.throttle.bytes_per_s
         return BUFFER_BYTES / rate if rate else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class WriteJob:
-    """What is to be written.
+    """What to write.
 
     Args:
-        where: a directory or a URL; of several nodes the same one on all.
+        where: a directory or a URL; the same on all nodes that write together.
         ranks: the node's own.
         world_size: of the run.
-        retention: which checkpoints stay.
-        version: just this one; None: all ranks are here, and it is the newest that all hold.
+        retention: which checkpoints are retained.
+        version: only this one; None: all ranks are on this node, and it is the newest that all
+            hold.
         token: with a version: equal on all nodes that write this together, and on no others.
         life: of the run, for the index.
-        follow: without a version: a capture that is under way is written as it goes.
+        follow: without a version: which running captures are written while they are captured.
     """
 
     where: str
@@ -86,7 +87,6 @@ class WriteJob:
     def part(
         self, run_id: RunId, version: Version, shards: Sequence[ShardFile] = ()
     ) -> CheckpointPart:
-        """This node's part of a version, with these files."""
         return CheckpointPart(
             FORMAT,
             run_id,
@@ -101,14 +101,15 @@ class WriteJob:
 
 @dataclass(frozen=True, slots=True)
 class WriteResult:
-    """A checkpoint that is durable, or this node's part of one.
+    """A durable checkpoint, or this node's part of one.
 
     Args:
-        path: of the checkpoint, or its URL; of the folder of parts where it is a part.
-        total_bytes: of the checkpoint or the part; 0 where it was there already.
-        missing_ranks: those whose parts have not come; none: it is finished.
-        note: what is odd about that, in words.
-        ahead_s: so long before the last byte was captured the first was written; 0: after it.
+        path: of the checkpoint, or its URL; for a part, of the folder of parts.
+        total_bytes: of the checkpoint or the part; 0 if it existed already.
+        missing_ranks: ranks whose parts are missing; empty if the checkpoint is finished.
+        note: irregularities, as text.
+        ahead_s: seconds between the first byte written and the last byte captured; 0 if writing
+            started after the capture.
     """
 
     version: Version
@@ -124,7 +125,7 @@ class ChosenVersion:
     """A version to write, and the slots that hold it.
 
     Args:
-        pace: asked before each write.
+        pace: called before each write.
         is_tight: its slots may be overwritten at any time.
     """
 
@@ -135,17 +136,16 @@ class ChosenVersion:
 
     @property
     def is_sound(self) -> bool:
-        """What was read of them is what was captured."""
         return all(shard.is_sound for shard in self.shards)
 
 
 def choose_own(
     fds: ArenaFds, order: WriteJob, version: Version, throttle: Throttle
 ) -> ChosenVersion:
-    """A version that is named, as far as this node's ranks have it.
+    """Return the named version with the slots of this node's ranks.
 
     Raises:
-        CheckpointError: it runs none.
+        CheckpointError: this node runs no ranks.
     """
     if not order.ranks:
         raise CheckpointError("this node runs no ranks, so it has nothing to write")
@@ -154,12 +154,12 @@ def choose_own(
 
 
 def with_own_bytes(found: WriteResult, part: CheckpointPart, *, is_new: bool) -> WriteResult:
-    """What came of it; of a checkpoint that is not finished the size is that of the own part.
+    """Return the result; if the checkpoint is unfinished, with the size of this node's part.
 
     Args:
-        found: as it was found after the part was there.
+        found: the result after the part was written.
         part: this node's.
-        is_new: it was written now.
+        is_new: the part was written now.
     """
     own_bytes = sum(file.num_bytes for file in part.shards) if is_new else 0
     return replace(found, total_bytes=found.total_bytes or own_bytes)
@@ -171,16 +171,16 @@ def write_newest(
     means: WriterContext,
     write: Callable[[ChosenVersion], WriteResult],
 ) -> WriteResult:
-    """Write what is being captured, or else the newest version that all ranks hold.
+    """Write the version that is being captured, or else the newest that all ranks hold.
 
     Args:
         fds: of all arenas of each rank.
         order: names no version.
-        means: what to write with.
-        write: raises Overwritten where another try may help.
+        means: the resources.
+        write: raises SlotOverwritten if another attempt may succeed.
 
     Raises:
-        CheckpointError: why it was not written.
+        CheckpointError: the reason why it was not written.
     """
     throttle = means.throttle
     capturing = _followed(fds, order, means)
@@ -210,7 +210,7 @@ def write_newest(
 
 @contextmanager
 def told(order: WriteJob) -> Iterator[None]:
-    """What the file system refuses, in words.
+    """Convert an OSError of the file system into a CheckpointError with a readable text.
 
     Raises:
         CheckpointError: in place of an OSError.
@@ -225,17 +225,17 @@ def told(order: WriteJob) -> Iterator[None]:
 
 
 def keep(chosen: ChosenVersion, means: WriterContext, *, gap_s: float) -> None:
-    """Have the shards copied where memory allows, so that they may be overwritten.
+    """Start the copy before overwrite; copy at once if the slots may be overwritten soon.
 
-    Each try to write begins with this: copies of the one before are read no more.
+    Each attempt to write begins with this call, because it reuses the copies of the previous one.
 
     Args:
         chosen: about to be written.
-        means: what to write with.
+        means: the resources.
         gap_s: see `CopyBeforeOverwrite`.
 
     Raises:
-        Overwritten: one was already.
+        SlotOverwritten: a slot was overwritten already.
     """
     means.room.begin()
     late = CopyBeforeOverwrite(chosen.version, chosen.shards, means.room, gap_s=gap_s)

@@ -1,23 +1,23 @@
-"""Checkpoints: the newest snapshot of all ranks, written to a directory.
+"""Writes the newest snapshot of all ranks to a directory.
 
 Runs in:  the SMP, in its disk lane's thread.
 Takes in: duplicates of the arenas' descriptors, a directory.
-Gives:    a `WriteResult`, or a `CheckpointError` in words; never a half-made checkpoint.
-Survives: everything but the disk.
+Gives:    a `WriteResult`, or a `CheckpointError`; never an incomplete checkpoint.
+Survives: everything but the loss of the disk.
 
     DIR/step-00000042-g0/   rank-00000.safetensors  rank-00000.digests  ...  index.json
     DIR/latest -> step-00000042-g0
 
-A file is the bytes of a slot as they are; the digests are the slot's table, and the index, which
-has a digest itself, holds the digests of tables and headers. Everything is written and synced in
-a `.tmp-` sibling and renamed when it is whole; `latest` is renamed last. This is how one node
-writes that has all ranks; `checkpoint_parts` is how several do.
+A file contains the unchanged bytes of a slot. The digests file is the table of the slot. The index
+holds the digests of tables and headers, and a digest of itself. Everything is written and synced in
+a `.tmp-` sibling, which is renamed when it is complete. `latest` is renamed last. This module
+serves one node that has all ranks; `checkpoint_parts` serves several nodes.
 
-Training never waits for a disk, so a slot may be overwritten while it is read. A snapshot is
-written while it is captured, where one begins soon enough (`checkpoint_stream`). What is left of
-the slots is copied where they are about to be overwritten and memory allows (`late_copy`); where it
-does not, it is written piece by piece. The digests are those of the bytes written, and compared
-with those of the capture, so a mixed checkpoint is impossible.
+Training never waits for a disk, so a slot may be overwritten while it is read. If a capture begins
+soon enough, the snapshot is written while it is captured (`live_capture`). The rest of a slot is
+copied before it is overwritten if memory allows (`late_copy`). Otherwise it is written piece by
+piece. The digests are computed from the bytes written and compared with those of the capture, so a
+checkpoint cannot mix two versions.
 """
 
 from pathlib import Path
@@ -59,14 +59,13 @@ class CheckpointWriter:
         self._last: tuple[Path, Version, Path] | None = None
 
     def remember(self, directory: Path, version: Version, path: Path) -> None:
-        """This version is in this directory already: written by us, or loaded from it."""
         self._last = (directory, version, path)
 
     def write(self, fds: ArenaFds, order: WriteJob) -> WriteResult:
-        """Write the newest version that all ranks hold, or the one that they capture.
+        """Write the newest version that all ranks hold, or the one that they are capturing.
 
         Raises:
-            CheckpointError: why it was not written.
+            CheckpointError: the reason why it was not written.
         """
         with told(order), locked(order.directory) as folder_fd:
             sweep_alone(order.directory, self._means.run_id)
@@ -107,11 +106,11 @@ class CheckpointWriter:
         return WriteResult(version, path, total_bytes)
 
     def _fill(self, folder: Path, chosen: ChosenVersion, order: WriteJob) -> int:
-        """Everything that belongs in it, durable; how many bytes the ranks have.
+        """Write all files of the checkpoint durably; return the number of bytes of the ranks.
 
         Raises:
-            Overwritten: a slot was.
-            SnapshotCorrupt: or it is damaged.
+            SlotOverwritten: a slot was overwritten.
+            SnapshotCorrupt: a slot is damaged.
         """
         files = []
         for shard in chosen.shards:

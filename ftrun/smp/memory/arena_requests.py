@@ -1,16 +1,17 @@
-"""Requests of workers for memory: whether it fits, and arenas.
+"""Handles the workers' requests for memory: whether a size fits, and arenas.
 
-Runs in:  the SMP, in the server's thread; the pages of arenas are allocated by jobs.
+Runs in:  the SMP, in the server's thread; jobs allocate the pages of arenas.
 Takes in: ReserveMemory and RequestArena.
-Gives:    arenas to workers, duplicates of them to the agent, refusals with numbers.
-Survives: the death of the SMP: an arena in the making goes with it, and the worker asks the next
-          SMP.
+Gives:    arenas to workers, duplicates of them to the agent, refusals with sizes in bytes.
+Survives: the death of the SMP: an arena being allocated is lost with it, and the worker requests
+          one from the next SMP.
 
-Rule 1: the agent gets a duplicate of each arena before the worker does, so an SMP killed right
-        after granting loses nothing.
-Rule 2: a rank has at most one arena in the making. The same request joins it; a request for
-        another shape waits until it is made, and it is freed then.
-Rule 3: an arena that no worker of the running generation has asked for is freed when it is made.
+Rule 1: the agent gets a duplicate of each arena before the worker does. An SMP that is killed right
+        after the grant therefore loses nothing.
+Rule 2: at most one arena is being allocated for a rank. An equal request joins it. A request for
+        another shape waits until the allocation ends, and the arena is freed then.
+Rule 3: an arena that no worker of the running generation has requested is freed when its allocation
+        ends.
 """
 
 import logging
@@ -32,7 +33,7 @@ from ftrun.wire.messages import worker as worker_messages
 from ftrun.wire.shared_memory.arena import ArenaShape
 
 NUM_LANES = 4
-"""Arenas that are allocated at a time; the kernel clears pages at the memory's speed."""
+"""Number of arenas that are allocated at a time; the kernel clears pages at memory bandwidth."""
 
 _BUG = messages.Refused("a bug in ftrun; the SMP's log has it")
 _NOT_WANTED = messages.Refused("a later request of this rank has replaced this one")
@@ -41,12 +42,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Making:
-    """One arena in the making.
+    """One arena being allocated.
 
     Args:
         shape: of the arena.
-        generation: newest in which it was asked for.
-        askers: all that have asked for it.
+        generation: the newest in which it was requested.
+        askers: all clients that requested it.
         waiting: requests of the same rank for another shape.
     """
 
@@ -63,15 +64,15 @@ class _Making:
 
 
 class ArenaRequests:
-    """What workers ask for, and what is being made.
+    """The requests of workers, and the arenas being allocated.
 
     Args:
         memory: the arenas of this node.
         jobs: allocate pages.
         tracker: knows the running generation.
         tell_agent: sends a message to the agent.
-        is_short: called when memory is refused: what can be given back should be.
-        vault_bytes: what parity and mirrors of other nodes take now.
+        is_short: called when memory is refused, to give back memory that is not needed.
+        vault_bytes: bytes of the parity and mirrors of other nodes that are allocated now.
     """
 
     def __init__(
@@ -95,16 +96,17 @@ class ArenaRequests:
         self._is_parity_told = False
 
     def begin(self, parity_share: float) -> None:
-        """A generation begins.
+        """Begin a generation.
 
         Args:
-            parity_share: bytes of parity kept here for each byte of this node's state, at most.
+            parity_share: largest number of bytes stored here for other nodes, per byte of this
+                node's state.
         """
         self._parity_share = parity_share
         self._is_parity_told = False
 
     def reserve(self, asker: Requester, body: worker_messages.ReserveMemory) -> None:
-        """Answer whether two slots of this size fit beside what other ranks have asked for."""
+        """Reply whether two slots of this size fit in addition to the requests of other ranks."""
         try:
             self._memory.reserve(
                 Rank(body.rank), body.image_bytes, world_size=self._tracker.world_size
@@ -116,7 +118,6 @@ class ArenaRequests:
             self._check_parity()
 
     def request(self, asker: Requester, body: worker_messages.RequestArena) -> None:
-        """Grant an arena, at once or when it is made."""
         shape = ArenaShape(
             body.rank, body.world_size, body.image_bytes, body.num_pieces, body.layout_id
         )
@@ -130,7 +131,8 @@ class ArenaRequests:
             return
         arena = self._memory.grant_again(shape, generation)
         if arena is not None:
-            # The agent has it: from its making, from HandOver, or it brought it itself.
+            # The agent has its descriptor already: from the allocation, from MemoryHandedOver, or
+            # because it sent the descriptor with AdoptMemory.
             self._memory.forget_promise(Rank(body.rank))
             asker.tell(granted(shape), fds=(arena.fd,))
             return
@@ -151,7 +153,7 @@ class ArenaRequests:
         )
 
     def _allocate(self, making: _Making, allocation: Allocation) -> Finish:
-        """In a job."""
+        """Runs in a job's thread."""
 
         def count(num_bytes: int) -> None:
             allocation.num_bytes = num_bytes
@@ -198,11 +200,14 @@ class ArenaRequests:
 
     @property
     def _parity_bytes(self) -> int:
-        """Still to be allocated for other nodes, at most: replicas need no parity."""
+        """Upper bound of bytes still to allocate for other nodes; replicas need no parity."""
         return max(0, int(self._parity_share * self._memory.planned_bytes) - self._vault_bytes())
 
     def _check_parity(self) -> None:
-        """Tell once if parity may not fit beside the arenas; what it needs is known later."""
+        """Report once per generation if parity may not fit in addition to the arenas.
+
+        This is an upper bound, because the bytes that need parity are known only later.
+        """
         parity_bytes = self._parity_bytes
         if not parity_bytes or self._is_parity_told:
             return
@@ -236,5 +241,4 @@ class ArenaRequests:
 
 
 def granted(shape: ArenaShape) -> worker_messages.ArenaGranted:
-    """What worker and agent are told with the descriptor of an arena."""
     return worker_messages.ArenaGranted(rank=shape.rank, layout_id=shape.layout_id)

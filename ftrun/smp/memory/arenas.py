@@ -1,16 +1,16 @@
-"""The arenas of this node's ranks.
+"""Stores the arenas of this node's ranks, and accounts for their memory.
 
 Runs in:  the SMP: all of it in the server's thread, except `create`, which a job may run.
-Takes in: what workers ask for, and what the limits allow.
-Gives:    descriptors, offers, and errors with numbers.
-Survives: the worker; the SMP's own death where the agent keeps duplicates.
+Takes in: requests of workers, and the memory limits.
+Gives:    descriptors, offers, and errors with sizes in bytes.
+Survives: the worker; the SMP's own death if the agent holds duplicates of the descriptors.
 
-A rank may have two arenas for a while: when its layout changes, the new one replaces the old
-one at the first commit that lies in the new one. Until then both can be restored from, both are
+A rank may have two arenas for a while. When its layout changes, the new arena replaces the old one
+at the first commit of a version in the new one. Until then both can be restored from, both are
 offered and handed over, and both count as used memory.
 
-Rule: what the ranks of this node ask for is counted together, and what was refused still counts.
-      A version needs all ranks, so memory for some of them would be spent without protection.
+Rule: the requests of all ranks of this node are counted together, including refused ones. A version
+      needs all ranks, so memory for only some of them would be spent without protection.
 """
 
 import fcntl
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SmpArena:
-    """One arena and since when it is here."""
+    """One arena, and the generation in which it was granted last."""
 
     fd: int
     shape: ArenaShape
@@ -58,7 +58,6 @@ class SmpArena:
         return any(header.version == version for header in self.sealed())
 
     def void(self, chosen: Callable[[Version], bool]) -> int:
-        """Mark its sealed slots with such versions as void; how many there were."""
         return void_slots(self.fd, chosen)
 
     def close(self) -> None:
@@ -67,7 +66,7 @@ class SmpArena:
 
 @dataclass(slots=True)
 class Allocation:
-    """How far an arena in the making is; its job writes `num_bytes`."""
+    """Progress of an arena's allocation; its job writes `num_bytes`."""
 
     total_bytes: int
     num_bytes: int = 0
@@ -80,7 +79,7 @@ class ArenaStore:
         self._available = available
         self._arenas: dict[Rank, list[SmpArena]] = {}
         self._wanted: dict[Rank, int] = {}
-        """Bytes that a rank has asked for and has not got, granted or refused."""
+        """Bytes that a rank requested and does not have yet, granted or refused."""
         self._making: dict[Rank, Allocation] = {}
 
     @property
@@ -92,25 +91,26 @@ class ArenaStore:
         return sum(arena.shape.total_bytes for arena in self.all())
 
     def all(self) -> list[SmpArena]:
-        """Every arena, by rank, the older first: the order of HandOver and Adopt."""
+        """Every arena, by rank, the older first: the order of MemoryHandedOver and AdoptMemory."""
         return [arena for rank in self.ranks for arena in self._arenas[rank]]
 
     def of(self, rank: Rank) -> list[SmpArena]:
         return self._arenas.get(rank, [])
 
     def promise(self, rank: Rank, total_bytes: int, *, image_bytes: int) -> None:
-        """Set memory aside, besides what this rank has and what other ranks have asked for.
+        """Reserve memory in addition to this rank's arenas and to the requests of other ranks.
 
         Args:
-            rank: that asks; this replaces what it has asked for before.
-            total_bytes: of the memory to set aside.
+            rank: the requester; this replaces its earlier request.
+            total_bytes: of the memory to reserve.
             image_bytes: of one slot, for the error.
 
         Raises:
-            MemoryTooSmall: what all ranks have asked for does not fit.
+            MemoryTooSmall: the requests of all ranks do not fit together.
         """
         self._wanted[rank] = total_bytes
-        # Before the bytes allocated meanwhile: the other order would count some of them twice.
+        # Read before `_needed_bytes`, because jobs allocate concurrently. In the other order, bytes
+        # allocated between the two reads would count twice: as needed and as no longer available.
         available = self._available()
         needed = self._needed_bytes
         if needed > available.num_bytes:
@@ -124,12 +124,10 @@ class ArenaStore:
 
     @property
     def known_ranks(self) -> set[Rank]:
-        """Ranks that have an arena or have asked for one."""
         return {*self._arenas, *self._wanted}
 
     @property
     def planned_bytes(self) -> int:
-        """Of the newest arenas, with all that ranks have asked for."""
         newest = sum(arenas[-1].shape.total_bytes for arenas in self._arenas.values())
         return newest + sum(self._wanted.values())
 
@@ -141,7 +139,6 @@ class ArenaStore:
         return sum(needed.values())
 
     def check(self, more_bytes: int) -> None:
-        """Raise MemoryTooSmall if this does not fit beside all that ranks have asked for."""
         available = self._available()
         needed = self._needed_bytes + more_bytes
         if needed > available.num_bytes:
@@ -150,12 +147,12 @@ class ArenaStore:
             )
 
     def reserve(self, rank: Rank, image_bytes: int, *, world_size: int) -> None:
-        """Promise two slots of this size, less what the rank's arena has already.
+        """Reserve two slots of this size, less the size of the rank's arena.
 
-        Arenas of another world size do not count: they are read from until the first commit.
+        Arenas of another world size do not count, because they are read until the first commit.
 
         Raises:
-            MemoryTooSmall: they do not fit.
+            MemoryTooSmall: the slots do not fit.
         """
         total = arena_bytes(image_bytes, image_bytes // PIECE_BYTES + _SPARE_PIECES)
         shapes = [arena.shape for arena in self.of(rank) if arena.shape.world_size == world_size]
@@ -163,7 +160,6 @@ class ArenaStore:
         self.promise(rank, max(0, total - has), image_bytes=image_bytes)
 
     def begin_making(self, shape: ArenaShape) -> Allocation:
-        """Count an arena while its pages are allocated, until `end_making`."""
         found = self._making[Rank(shape.rank)] = Allocation(shape.total_bytes)
         return found
 
@@ -171,15 +167,13 @@ class ArenaStore:
         self._making.pop(rank, None)
 
     def forget_promise(self, rank: Rank) -> None:
-        """The rank needs no more than it has."""
         self._wanted.pop(rank, None)
 
     def forget_promises(self) -> None:
-        """The ranks that have asked are dead."""
         self._wanted.clear()
 
     def grant_again(self, shape: ArenaShape, generation: Generation) -> SmpArena | None:
-        """An arena of just this shape; it counts as the newest from now on."""
+        """An existing arena of exactly this shape; it becomes the newest of its rank."""
         arenas = self.of(Rank(shape.rank))
         for arena in arenas:
             if arena.shape == shape:
@@ -189,24 +183,23 @@ class ArenaStore:
         return None
 
     def add(self, fd: int, generation: Generation) -> SmpArena:
-        """Keep an arena that was made or adopted; the descriptor is ours from now on."""
+        """Store an allocated or adopted arena, and take ownership of its descriptor."""
         arena = self._held(fd, generation)
         self._arenas.setdefault(Rank(arena.shape.rank), []).append(arena)
         self.forget_promise(Rank(arena.shape.rank))
         return arena
 
     def discard(self, fd: int) -> None:
-        """Close a descriptor that is not kept."""
         os.close(fd)
 
     def _held(self, fd: int, generation: Generation) -> SmpArena:
         return SmpArena(fd, read_shape(fd), generation)
 
     def adopt(self, fd: int, *, rank: int, generation: Generation) -> None:
-        """Keep an arena that outlived another SMP; one that is here already is kept once.
+        """Add an arena of an earlier SMP; if it is here already, close the duplicate.
 
         Raises:
-            LayoutUnknown: it is none of this format; the descriptor stays the caller's.
+            LayoutUnknown: the descriptor is no arena of this format; it stays the caller's.
         """
         try:
             shape = read_shape(fd)
@@ -224,7 +217,6 @@ class ArenaStore:
         self.add(fd, generation)
 
     def offers(self) -> list[ShardOffer]:
-        """Every sealed slot."""
         return [
             ShardOffer(
                 rank=arena.shape.rank,
@@ -238,7 +230,7 @@ class ArenaStore:
         ]
 
     def held(self, world_size: int) -> dict[Rank, set[Version]]:
-        """Versions by rank, of arenas made for a world of this size."""
+        """Sealed versions by rank, in arenas of a world of this size."""
         found: dict[Rank, set[Version]] = {}
         for arena in self.all():
             if arena.shape.world_size == world_size:
@@ -247,18 +239,16 @@ class ArenaStore:
         return found
 
     def void_after(self, newest: Version) -> int:
-        """Mark later versions as void, in all arenas; how many slots there were."""
         return sum(arena.void(lambda found: found > newest) for arena in self.all())
 
     def void(self, rank: Rank, version: Version) -> None:
-        """Mark one rank's slot with this version as void."""
         for arena in self.of(rank):
             arena.void(lambda found: found == version)
 
     def free_replaced(
         self, committed: Version, *, ranks: Collection[Rank], generation: Generation
     ) -> None:
-        """After a commit: free arenas that neither hold it nor are being filled."""
+        """After a commit, free the arenas that neither hold the version nor are being filled."""
         for rank in self.ranks:
             for arena in list(self._arenas[rank]):
                 is_filling = (
@@ -270,13 +260,12 @@ class ArenaStore:
                     self._free(arena)
 
     def put_instead(self, fds: Collection[int], generation: Generation) -> None:
-        """Free everything and keep these instead."""
         self.free()
         for fd in fds:
             self.add(fd, generation)
 
     def free(self) -> None:
-        """Give all memory back; it is gone when nobody else holds a descriptor."""
+        """Close all arenas; the kernel frees the memory when no process holds a descriptor."""
         for arena in self.all():
             self._free(arena)
         self.forget_promises()
@@ -291,14 +280,14 @@ class ArenaStore:
 
 
 def create(shape: ArenaShape, allocated: Callable[[int], object] | None = None) -> int:
-    """A descriptor of a fresh arena, its pages allocated; arguments as of `create_memfd`.
+    """Allocate a new arena and return its descriptor; `allocated` is as in `create_memfd`.
 
-    The kernel clears a page when it is first touched, which is in the worker: doing it here as
-    well made the whole slower (1 GiB: fallocate 0.15 s, populate 0.33 s, a second mapping
+    The kernel clears a page at its first access, which happens in the worker. Touching the pages
+    here as well made the total slower (1 GiB: fallocate 0.15 s, populate 0.33 s, a second mapping
     0.13 s more, 2026-11).
 
     Raises:
-        MemoryTooSmall: the kernel has no such memory, whatever the limits say.
+        MemoryTooSmall: the kernel refuses the memory, whatever the limits allow.
     """
     try:
         fd = create_memfd(shape, allocated)

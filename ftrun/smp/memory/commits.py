@@ -1,24 +1,27 @@
-"""Which version is committed, and where that is shown.
+"""Determines the committed version and publishes it.
 
 Runs in:  the SMP, in the server's thread.
-Takes in: seals, skips and withdrawals of workers; with a group, the lead's decisions by the agent.
+Takes in: seals, skips and withdrawals of workers; with a group, the leader's decisions through the
+          agent.
 Gives:    the command page; VersionCommitted and AbandonVersion to the agent; versions to protect.
 
-Without a group this SMP sees every rank and decides alone: what all have sealed is committed. With
-one it has the group protect that, says VersionReady, and the lead decides.
+Without a group this SMP receives the reports of every rank and decides alone: a version that all
+ranks have sealed is committed. With a group, the group protects that version, this SMP sends
+VersionReady, and the leader decides.
 
 Rule 1: on the command page the step is written before the generation, and the counter last. A
-        reader may meet the new step beside the old generation, which names a version older than
-        the one it waits for; it never meets one that is newer than what is committed, because
-        BeginGeneration puts the restore point there before any worker runs, and steps only grow
-        from it within a generation. So readers may read the two words in either order and need
-        only ask whether (generation, step) has reached the version they wait for.
-Rule 2: after a restore COMMITTED_IN is written last of all, when the restored version is committed
-        in this generation. Nothing new is captured before.
-Rule 3: a step that a rank here has skipped is abandoned as soon as nothing older is pending here:
-        whoever has taken it has seen a commit that this node has not seen yet. With a group the
-        lead orders that, on this node too, so that all nodes hear of it at about the same time
-        and take the same step next (`ftrun/worker/capture/settling.py`).
+        reader may see the new step with the old generation. That pair names a version older than
+        the one it waits for. It never names a version newer than the committed one: BeginGeneration
+        writes the restore point before any worker runs, and steps only grow from it within a
+        generation. Readers may therefore read the two words in either order. They only check
+        whether (generation, step) has reached the version they wait for.
+Rule 2: after a restore COMMITTED_IN is written last, when the restored version is committed in this
+        generation. No new snapshot is captured before that.
+Rule 3: a step that a rank here has skipped is abandoned as soon as no older step is pending here.
+        While an older step is pending, a rank that took the skipped step has seen a commit that
+        this node has not received yet. With a group the leader orders the abandonment, on this node
+        too. All nodes then receive it at about the same time and take the same step next
+        (`ftrun/worker/capture/settling.py`).
 """
 
 import logging
@@ -41,14 +44,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GenerationStart:
-    """What the ranks of a generation start from.
+    """The version that the ranks of a generation start from, and the group of this node.
 
     Args:
         group: protects this node; None: this SMP decides alone.
-        version: None where they start from the beginning.
-        is_resized: another number of ranks took it: it is read where it lies, and what protected
-            it then protects it until something newer is committed.
-        is_new: group or places are not what they were.
+        version: None if the ranks start from the beginning.
+        is_resized: the version is of another world size. It is read from the old arenas. Its
+            protection stays in use until a newer version is committed.
+        is_new: the group or its positions differ from the previous ones.
     """
 
     group: LocalGroup | None = None
@@ -58,7 +61,7 @@ class GenerationStart:
 
 
 class CommitCoordinator:
-    """Seals in, commits out."""
+    """Counts seals and commits versions."""
 
     def __init__(self, memory: ArenaStore, tell_agent: TellAgent) -> None:
         self.tracker = CommitTracker()
@@ -69,7 +72,7 @@ class CommitCoordinator:
         self._protector: Protector | None = None
         self._start_from: Version | None = None
         self._skipped: set[int] = set()
-        """Steps, those that are settled left out."""
+        """Skipped steps, without those that were committed or abandoned."""
         self._told_skipped = -1
         self._abandoned = -1
         self._after_commit: Callable[[], None] = lambda: None
@@ -79,18 +82,16 @@ class CommitCoordinator:
         return self.tracker.generation >= 0
 
     def world(self) -> CommitTracker:
-        """Who takes part; before a generation has begun: the ranks of the memory handed over."""
+        """The ranks that take part; before the first generation: those of the adopted memory."""
         if self.has_begun:
             return self.tracker
         sizes = [arena.shape.world_size for arena in self._memory.all()]
         return CommitTracker(self._memory.ranks, max(sizes, default=0))
 
     def protect_with(self, protector: Protector) -> None:
-        """Have this one protect what is complete, where there is a group."""
         self._protector = protector
 
     def after_commit(self, told: Callable[[], None]) -> None:
-        """Call this after each commit, when what it has replaced is freed."""
         self._after_commit = told
 
     # --- a generation ------------------------------------------------------------------------
@@ -103,19 +104,19 @@ class CommitCoordinator:
         world_size: int,
         start: GenerationStart,
     ) -> None:
-        """Count for these ranks from now on.
+        """Begin a generation: count the seals of these ranks.
 
         Args:
-            page: where commits are shown.
-            generation: seals of others do not count.
+            page: where commits are published.
+            generation: seals of other generations do not count.
             ranks: the local ones.
-            world_size: how many there are in all.
-            start: what they start from, and who protects this node.
+            world_size: number of all ranks.
+            start: the restored version, and the group of this node.
         """
         if generation > self.tracker.generation:
             self._skipped.clear()
             self._told_skipped = -1
-            self._abandoned = page.get(CommandField.ABANDONED_STEP)  # by the SMP before this one
+            self._abandoned = page.get(CommandField.ABANDONED_STEP)  # written by the previous SMP
         self._page, self._group = page, start.group
         if start.group is not None and page.get(CommandField.TAKE_FROM) < 0:
             page.set(CommandField.TAKE_FROM, 0)
@@ -126,7 +127,6 @@ class CommitCoordinator:
         self.begin_again(generation, ranks, world_size)
 
     def begin_again(self, generation: Generation, ranks: Sequence[Rank], world_size: int) -> None:
-        """The slots are not what they were: count them anew."""
         held = self._memory.held(world_size)
         tracker = self.tracker
         alone = self._group is None
@@ -144,10 +144,10 @@ class CommitCoordinator:
             self.protect_complete()
 
     def protect_complete(self) -> None:
-        """Have the group protect what every rank here holds, if it has not done so yet.
+        """Have the group protect the version that every rank here holds, unless it has done so.
 
-        First of all what they start from; in the middle of a generation, where an SMP of the group
-        was started anew, what is committed.
+        The restored version is protected first. If an SMP of the group was restarted in the middle
+        of a generation, that is the committed version.
         """
         tracker = self.tracker
         if self._group is None or self._protector is None or not tracker.ranks:
@@ -164,16 +164,14 @@ class CommitCoordinator:
         self._protector.protect(wanted, fds)
 
     def forget_page(self) -> None:
-        """Nothing is shown any more."""
         self._page = None
 
     # --- workers -----------------------------------------------------------------------------
 
     def sealed(self, rank: Rank, sealed: Version) -> None:
-        """A rank has sealed a version."""
         crash_point("smp.commit.seal_heard")
         if self._group is not None and sealed.step <= self._abandoned:
-            return  # a rank elsewhere has none of it
+            return  # a rank on another node has no shard of this step
         before = self.tracker.complete
         committed = self.tracker.sealed(rank, sealed)
         if committed is not None:
@@ -182,7 +180,7 @@ class CommitCoordinator:
             self.protect_complete()
 
     def hear_again(self, rank: Rank) -> None:
-        """A worker (re)connects: take the seals that the last SMP may have died with."""
+        """Count the seals of a worker that (re)connects; the previous SMP may have missed them."""
         held = self._memory.held(self.tracker.world_size).get(rank, set())
         for sealed in sorted(held):
             self.sealed(rank, sealed)
@@ -190,7 +188,7 @@ class CommitCoordinator:
     def withdraw(self, rank: Rank, sealed: Version) -> messages.AnyMessage:
         """Void a seal while its worker waits, so that no later SMP finds and commits it.
 
-        The others are told: whoever waits for this version to be committed need not any more.
+        The step is abandoned, so other ranks stop waiting for its commit.
         """
         if self._protector is not None and self._protector.is_ready(sealed):
             return messages.Refused(f"{sealed} is protected, and about to be committed")
@@ -203,13 +201,12 @@ class CommitCoordinator:
         return messages.Done()
 
     def skipped(self, sealed: Version) -> None:
-        """A rank has none of this step, and the others may be waiting for it."""
         if sealed.generation == self.tracker.generation:
             self._skipped.add(sealed.step)
             self._tell_skipped()
 
     def corrupt(self, found: Version, why: str) -> bool:
-        """A slot of this version is not what was sealed; whether the version is abandoned."""
+        """Void a version with a damaged slot; return whether the version is abandoned."""
         _log.warning("%s", why)
         self._tell_agent(smp_messages.SmpNotice("source_set_aside", why))
         if found.generation != self.tracker.generation:
@@ -219,23 +216,22 @@ class CommitCoordinator:
         self._abandon_here(found.step)
         return True
 
-    # --- the lead, by the agent --------------------------------------------------------------
+    # --- the leader, through the agent -------------------------------------------------------
 
     def commit(self, wanted: Version) -> None:
-        """Every node of the run is ready for this version."""
+        """Commit a version that every node of the run reported as ready."""
         committed = self.tracker.committed
         is_known = committed is not None and wanted <= committed
         if self._page is None:
             return
         if is_known and not self._awaits_recommit:
             if self._protector is not None and wanted == committed:
-                self._protector.committed(wanted)  # protected once more
+                self._protector.committed(wanted)  # its protection was repeated
             return
         self.tracker.commit(wanted)
         self._finish(wanted)
 
     def abandon(self, generation: int, step: int) -> None:
-        """A rank elsewhere has none of this step."""
         if generation == self.tracker.generation:
             self._abandon(step)
 
@@ -243,7 +239,6 @@ class CommitCoordinator:
 
     @property
     def _awaits_recommit(self) -> bool:
-        """The restored version is not committed in this generation yet."""
         if self._group is None or self._start_from is None or self._page is None:
             return False
         return self._page.get(CommandField.COMMITTED_IN) < self.tracker.generation
@@ -275,7 +270,7 @@ class CommitCoordinator:
         crash_point("smp.commit.shown")
 
     def _shown(self) -> Version | None:
-        """What the command page says: it outlives the SMP that has written it."""
+        """The committed version on the command page, which outlives the SMP that wrote it."""
         if self._page is None or self._page.get(CommandField.COMMITTED_STEP) < 0:
             return None
         return version(
@@ -284,7 +279,6 @@ class CommitCoordinator:
         )
 
     def _abandon_here(self, step: int) -> None:
-        """A rank of this node has none of it: nobody can commit it."""
         self._abandon(step)
         if self._group is not None:
             self._tell_agent(smp_messages.AbandonVersion(self.tracker.generation, step))
@@ -304,7 +298,7 @@ class CommitCoordinator:
         self._tell_skipped()
 
     def _tell_skipped(self) -> None:
-        """Have the newest step abandoned that a rank here has skipped: rule 3."""
+        """Abandon the newest step that a rank here has skipped, or report it (rule 3)."""
         if self._awaits_recommit:
             return
         tracker = self.tracker

@@ -1,15 +1,15 @@
-"""The vaults of this node: two, and for a while a third one.
+"""Stores the parity regions of this node: two, and temporarily a third one.
 
-Runs in:  the SMP: the server's thread, and a job where memory is made.
-Takes in: what is to be kept for the group, and what must not be lost meanwhile.
-Gives:    vaults to fill and to serve from; what they hold, for the inventory.
-Survives: the SMP's death where the agent keeps duplicates.
+Runs in:  the SMP: the server's thread, and a job that allocates memory.
+Takes in: mirrors and parity of the group, and the protection that must not be overwritten.
+Gives:    regions to fill and to serve from; their contents, for the inventory.
+Survives: the SMP's death if the agent holds duplicates of the descriptors.
 
-Rule 1: one vault always keeps the protection that the run would be restored from; only another
-        one is filled. They change places at the commit.
-Rule 2: if that protection is not committed, the newest committed one is kept as well: nodes that
-        are away hold their parts of the committed version, and may hold none of the newer one. A
-        third vault is filled then. It is freed at the commit.
+Rule 1: one region always keeps the protection that the run would be restored from. Only another
+        region is filled. At the commit the filled region becomes the kept one.
+Rule 2: if that protection is not committed, the newest committed one is kept as well. Unreachable
+        nodes hold their parts of the committed version, and may hold none of the newer one. A third
+        region is filled then. It is freed at the commit.
 """
 
 import logging
@@ -33,17 +33,17 @@ _log = logging.getLogger(__name__)
 
 
 class ParityStore:
-    """What is kept for other nodes."""
+    """The parity regions of this node, by slot."""
 
     def __init__(self) -> None:
         self._slots: list[ParityRegion | None] = [None] * _MOST_VAULTS
         self._kept: int | None = None
         self._committed: int | None = None
-        """The newest committed protection, if the kept one is not committed."""
+        """Slot of the newest committed protection, if the kept one is not committed."""
 
     @property
     def slots(self) -> list[int]:
-        """Those that hold a vault, in the order of `fds`."""
+        """Slots that hold a region, in the order of `fds`."""
         return [at for at, vault in enumerate(self._slots) if vault is not None]
 
     @property
@@ -56,17 +56,17 @@ class ParityStore:
 
     @property
     def kept(self) -> ParityRegion | None:
-        """The one that keeps what the run would be restored from."""
+        """The region with the protection that the run would be restored from."""
         return self._slots[self._kept] if self._kept is not None else None
 
     def adopt(self, fd: int, slot: int) -> None:
-        """Keep a vault that outlived another SMP; the descriptor is ours from now on.
+        """Add a region of an earlier SMP, and take ownership of its descriptor.
 
         It keeps its slot, because the agent names its duplicates by slots.
 
         Raises:
-            LayoutUnknown: it is none, or the slot holds another one; the descriptor stays the
-                caller's.
+            LayoutUnknown: the descriptor is no parity region, or the slot is in use; the descriptor
+                stays the caller's.
         """
         if any(vault and os.path.sameopenfile(fd, vault.fd) for vault in self._slots):
             os.close(fd)
@@ -76,12 +76,12 @@ class ParityStore:
         self._slots[slot] = ParityRegion(fd)
 
     def keep(self, version: Version | None, protected_in: int) -> None:
-        """Choose what must not be lost: the protection of a version.
+        """Select the protection that must not be overwritten.
 
         Args:
             version: that the run would be restored from.
-            protected_in: the generation of its protection; -1: the newest that was committed, or
-                else complete.
+            protected_in: the generation of its protection; -1: the newest committed one, or the
+                newest complete one if none is committed.
         """
         found: list[tuple[bool, bool, int, int]] = []
         for at, vault in enumerate(self._slots):
@@ -105,7 +105,6 @@ class ParityStore:
         return max(found)[2] if found else None
 
     def find(self, version: Version, protected_in: int) -> ParityRegion | None:
-        """The vault with a whole part of this protection."""
         for vault in self._slots:
             record = vault.record if vault is not None else None
             if vault is None or record is None:
@@ -116,14 +115,13 @@ class ParityStore:
         return None
 
     def free_slot(self) -> int:
-        """The slot to fill next."""
         kept = {self._kept, self._committed}
         free = [at for at in range(_MOST_VAULTS) if at not in kept]
-        # The third vault is memory that the node does not have most of the time.
+        # Prefer a slot that has a region: a third region is memory that the node often lacks.
         return min(free, key=lambda at: (self._slots[at] is None, at))
 
     def give_up_committed(self) -> bool:
-        """Let the older committed protection be overwritten: there is no memory for a third vault.
+        """Allow the older committed protection to be overwritten if no third region fits.
 
         Returns:
             Whether there was one.
@@ -132,7 +130,7 @@ class ParityStore:
         return had
 
     def take(self, slot: int, record: ParityRecord) -> ParityRegion | None:
-        """The vault of a slot, if it is large enough for this record; else it is let go."""
+        """The region of a slot; if it is too small for this record, free it and return None."""
         vault = self._slots[slot]
         if vault is not None and vault_bytes(record) <= vault.size:
             return vault
@@ -142,19 +140,23 @@ class ParityStore:
         return None
 
     def put(self, slot: int, vault: ParityRegion) -> None:
-        """Keep a new vault; of two that were made for one slot at once, the later one."""
+        """Store a new region in a slot, and free the one that was there.
+
+        If two regions were allocated for one slot concurrently, the later call wins.
+        """
         self._free(slot)
         self._slots[slot] = vault
 
     def commit(self, version: Version, protected_in: int) -> list[int]:
-        """This protection is what counts from now on; which slots were freed."""
+        """Mark this protection as committed and keep it; return the slots that were freed."""
         before = {at for at, one in enumerate(self._slots) if one is not None}
         vault = self.find(version, protected_in)
         if vault is not None:
             vault.mark(ParityRegionState.COMMITTED)
         self.keep(version, protected_in)
         if vault is None:
-            # This node has no part in it, and what it has is of versions that are over.
+            # This node has no part of this protection, and its other parts are of superseded
+            # versions.
             self._free_before(version)
         elif len(before) > NUM_VAULTS:
             self._free(next(at for at in sorted(before) if at != self._kept))
@@ -171,7 +173,6 @@ class ParityStore:
             vault.close()
 
     def void_after(self, newest: Version) -> int:
-        """Later versions never come back; how many there were."""
         count = 0
         for vault in self._slots:
             if vault is not None and vault.record is not None and vault.record.version > newest:
@@ -180,9 +181,9 @@ class ParityStore:
         return count
 
     def drop_damaged_mirror(self, version: Version, protected_in: int, place: int) -> None:
-        """Take a damaged mirror out of the inventory. The parity beside it stays.
+        """Remove a damaged mirror from the inventory. The parity of the same region stays.
 
-        If the inventory still named it, the leader would choose the same restore for ever.
+        If the inventory still named it, the leader would choose the same restore forever.
         """
         vault = self.find(version, protected_in)
         if vault is None or place not in vault.mirrored_places() or vault.mirror(place) is not None:
@@ -190,13 +191,12 @@ class ParityStore:
         vault.keep_mirror(place, 0, 0)
 
     def note_damage(self, version: Version, protected_in: int) -> None:
-        """Count this node's part of a protection as missing. What is whole is still served."""
+        """Report this node's part of a protection as incomplete; intact blocks are still served."""
         vault = self.find(version, protected_in)
         if vault is not None:
             vault.is_damaged = True
 
     def parts(self) -> list[ProtectionPart]:
-        """This node's part in each protection."""
         return [part for vault in self._slots if vault is not None for part in _part(vault)]
 
     def free(self) -> None:
@@ -208,7 +208,7 @@ class ParityStore:
 
 
 def make_vault(record: ParityRecord) -> ParityRegion:
-    """A vault for this record, its memory touched.
+    """Allocate a region for this record and touch its pages.
 
     Raises:
         MemoryTooSmall: it does not fit.

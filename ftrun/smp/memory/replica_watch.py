@@ -1,12 +1,12 @@
-"""Compares the replicas of a node's ranks now and then, where no group does so.
+"""Compares the replicas of a node's ranks periodically, in a run without protection groups.
 
-Runs in:  the SMP; it begins and ends in the server's thread, digests are read in a job.
+Runs in:  the SMP; it begins and ends in the server's thread, and a job reads the digests.
 Takes in: committed versions, their digest tables.
-Gives:    a notice "replicas_differ" with the ranks that hold something else than most.
-Survives: nothing by itself; another SMP learns anew what is equal.
+Gives:    a notice "replicas_differ" with the ranks whose bytes differ from those of the majority.
+Survives: nothing by itself; a new SMP determines again which bytes are replicas.
 
-Rule 1: ranks may overwrite a slot while it is read, as soon as something newer is committed. What
-        was read counts only if the slot still holds the version afterwards.
+Rule 1: ranks may overwrite a slot while it is read, as soon as a newer version is committed. The
+        digests count only if the slot still holds the version after the read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ Descriptors = Callable[[], Mapping[Rank, Sequence[int]]]
 
 
 class ReplicaMonitor:
-    """Of one node, generation by generation."""
+    """Compares the replicas of one node, one generation after the other."""
 
     def __init__(
         self, jobs: JobLanes, maps: ArenaMappings, tell_agent: Callable[..., None]
@@ -41,11 +41,11 @@ class ReplicaMonitor:
         self._is_busy = False
 
     def look(self, committed: Version, fds: Descriptors) -> None:
-        """Compare what the ranks hold of this version, if it is time to.
+        """Compare the digests of the ranks for this version, at most every `_EVERY_S` seconds.
 
         Args:
-            committed: of the generation that runs.
-            fds: gives the descriptors of each rank's arenas, as they are when it is called.
+            committed: a version of the running generation.
+            fds: returns the current descriptors of each rank's arenas.
         """
         if committed.generation != self._generation:
             self._generation, self._replicas = committed.generation, NodeReplicas()

@@ -1,12 +1,12 @@
-"""The sealed slots of one version on this node, read where they lie.
+"""Reads the sealed slots of one version on this node in place, without a copy.
 
 Runs in:  the SMP, on any of its threads.
 Takes in: descriptors of arenas, a version.
 Gives:    a `SealedShards`: the manifest of the version, views of pieces and blocks.
 
-A worker never writes to a slot that is not committed and superseded, or abandoned. So what is
-read here stays as it is for as long as somebody may need it; where it does not, the digests say
-so, and whoever reads finds out before a byte of it counts.
+A worker writes only to a slot whose version is superseded by a commit, or abandoned. The bytes read
+here therefore stay unchanged while they are needed. If they change, a digest differs, and the
+reader detects that before it uses the bytes.
 """
 
 import os
@@ -33,24 +33,27 @@ from ftrun.wire.shared_memory.arena import Arena, SlotHeader, table_digest
 
 @dataclass(frozen=True, slots=True)
 class MappedArena:
-    """An arena's mapping, and what its slots hold by layout."""
+    """The mapping of an arena, and for each slot its layout, start of data and sections."""
 
     arena: Arena
     layouts: dict[int, tuple[Layout, int, list[SectionPlace]]]
 
 
 class ArenaMappings:
-    """Mappings of arenas, kept as long as the arenas are: page tables are dear. Thread-safe."""
+    """Mappings of arenas. Thread-safe.
+
+    A mapping is kept as long as its arena, because building page tables is expensive.
+    """
 
     def __init__(self) -> None:
         self._maps: dict[int, MappedArena] = {}
         self._lock = threading.Lock()
 
     def get(self, fd: int) -> MappedArena:
-        """The mapping of the arena behind a descriptor.
+        """Map the arena behind a descriptor.
 
         Raises:
-            LayoutUnknown: it is none.
+            LayoutUnknown: the descriptor is not one of an arena.
         """
         inode = os.fstat(fd).st_ino
         with self._lock:
@@ -59,11 +62,11 @@ class ArenaMappings:
             return self._maps[inode]
 
     def hold(self, fds: Mapping[Rank, Sequence[int]], version: Version) -> "SealedShards":
-        """The shards of a version, as far as they are here and describe themselves.
+        """Find the shards of a version; unreadable ones are listed in `problems`.
 
         Args:
             fds: descriptors of each rank's arenas.
-            version: of the slots wanted.
+            version: of the wanted slots.
         """
         found: dict[Rank, SealedShard] = {}
         problems: dict[Rank, str] = {}
@@ -79,7 +82,6 @@ class ArenaMappings:
         return SealedShards(version, found, problems)
 
     def keep_only(self, fds: Iterable[int]) -> None:
-        """Let go of arenas that are none of these."""
         inodes = {os.fstat(fd).st_ino for fd in fds}
         with self._lock:
             for inode in self._maps.keys() - inodes:
@@ -90,11 +92,11 @@ class SealedShard:
     """One rank's sealed slot."""
 
     def __init__(self, mapped: MappedArena, slot: int) -> None:
-        """Read what describes the slot.
+        """Read the header, the layout and the digest table of the slot.
 
         Raises:
-            LayoutUnknown: its header is not readable.
-            SnapshotCorrupt: its digest table is not what was sealed.
+            LayoutUnknown: the image's header is not readable.
+            SnapshotCorrupt: the digest table differs from the sealed one.
         """
         arena = mapped.arena
         self.shape = arena.shape
@@ -116,10 +118,10 @@ class SealedShard:
             )
 
     def manifest(self) -> RankManifest:
-        """What the group is told of it.
+        """Describe this shard for the group.
 
         Raises:
-            SnapshotCorrupt: the image's header is not that of the layout.
+            SnapshotCorrupt: the image's header differs from that of the layout.
         """
         shape = self.shape
         header_digest = xxhash.xxh3_64_intdigest(self.image[: self.start])
@@ -143,20 +145,20 @@ class SealedShard:
         return self.image[self.start + offset : self.start + offset + num_bytes]
 
     def piece(self, index: int) -> memoryview:
-        """A piece, its digest checked.
+        """A piece whose digest was checked.
 
         Raises:
-            SnapshotCorrupt: it is not what was captured.
+            SnapshotCorrupt: its digest differs from the captured one.
         """
         piece = self.layout.pieces[index]
         self.check(index)
         return self.data(piece.offset, piece.num_bytes)
 
     def run(self, run: PieceRun) -> memoryview:
-        """Neighbouring pieces, their digests checked.
+        """Adjacent pieces whose digests were checked.
 
         Raises:
-            SnapshotCorrupt: one is not what was captured.
+            SnapshotCorrupt: a digest differs from the captured one.
         """
         for index in range(run.first, run.first + run.count):
             self.check(index)
@@ -164,10 +166,10 @@ class SealedShard:
         return self.data(first.offset, last.offset + last.num_bytes - first.offset)
 
     def check(self, index: int) -> None:
-        """Compare a piece with its digest, once.
+        """Compare a piece with its digest, unless it passed the check before.
 
         Raises:
-            SnapshotCorrupt: it is not what was captured.
+            SnapshotCorrupt: its digest differs from the captured one.
         """
         if index in self._good:
             return
@@ -179,7 +181,7 @@ class SealedShard:
 
 
 class SealedShards:
-    """All shards of a version that are here, by rank."""
+    """All shards of a version on this node, by rank."""
 
     def __init__(
         self, version: Version, shards: Mapping[Rank, SealedShard], problems: Mapping[Rank, str]
@@ -194,18 +196,19 @@ class SealedShards:
         return sorted(self.shards)
 
     def manifest(self, ranks: Sequence[Rank]) -> NodeManifest:
-        """What the group is told of these ranks.
+        """Describe these ranks for the group.
 
         Raises:
-            LayoutUnknown, SnapshotCorrupt: one of them is not here, or not as it was sealed.
+            LayoutUnknown: the shard of a rank is not here.
+            SnapshotCorrupt: a shard differs from the sealed one.
         """
         return NodeManifest([self.shard(rank).manifest() for rank in sorted(ranks)])
 
     def views(self, extents: Iterable[Extent]) -> list[memoryview]:
-        """The bytes of these extents, where they lie.
+        """Views of the bytes of these extents, without a copy.
 
         Raises:
-            LayoutUnknown: one of the ranks is not here.
+            LayoutUnknown: the shard of a rank is not here.
         """
         return [self.shard(e.rank).data(e.offset, e.num_bytes) for e in extents]
 
@@ -213,18 +216,18 @@ class SealedShards:
         """Compare pieces, as (rank, index), with their digests.
 
         Raises:
-            SnapshotCorrupt: one is not what was captured.
-            LayoutUnknown: one of the ranks is not here.
+            SnapshotCorrupt: a digest differs from the captured one.
+            LayoutUnknown: the shard of a rank is not here.
         """
         for rank, index in pieces:
             self.shard(rank).check(index)
 
     def find(self, digest: int) -> memoryview:
-        """A piece with this digest, of whatever rank.
+        """A checked piece with this digest, of any rank.
 
         Raises:
-            LayoutUnknown: there is none here.
-            SnapshotCorrupt: there is, and it is not what was captured.
+            LayoutUnknown: no piece here has this digest.
+            SnapshotCorrupt: the piece differs from the captured one.
         """
         if self._by_digest is None:
             self._by_digest = {
@@ -239,11 +242,6 @@ class SealedShards:
         return shard.piece(index)
 
     def shard(self, rank: int) -> SealedShard:
-        """One rank's.
-
-        Raises:
-            LayoutUnknown: it is not here.
-        """
         shard = self.shards.get(Rank(rank))
         if shard is None:
             why = self.problems.get(Rank(rank), f"rank {rank} has no slot with {self.version} here")

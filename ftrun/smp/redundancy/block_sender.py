@@ -1,8 +1,9 @@
-"""What this node sends of its own shards when a version is protected.
+"""The blocks and the mirror that this node sends when a version is protected.
 
-Runs in:  the SMP, in the threads of the links that go out.
-Takes in: the shards of a version, where each block of them goes, how far the receiver lets us.
-Gives:    frames whose bytes lie in the arenas; every piece is compared with its digest first.
+Runs in:  the SMP, in the threads of the outgoing links.
+Takes in: the shards of a version, the gatherer of each block, and the window of each gatherer.
+Gives:    frames that refer to the bytes in the arenas. Each piece is compared with its digest
+          before it is sent.
 """
 
 import threading
@@ -23,12 +24,12 @@ from ftrun.wire.transport.bulk_socket import Bytes, digest_of
 
 @dataclass(frozen=True, slots=True)
 class LocalBlocks:
-    """A node's blocks, as they lie in its slots.
+    """The blocks of a node, read in place from its slots.
 
     Args:
-        of: a stripe id of this version; its stripe does not matter.
-        made_in: the generation in which it is protected.
-        place: this node's.
+        of: a stripe id of this version; its stripe number is not used.
+        made_in: the generation in which the version is protected.
+        place: the position of this node in the group.
     """
 
     shards: SealedShards
@@ -39,11 +40,11 @@ class LocalBlocks:
     place: int
 
     def read(self, block: int) -> tuple[bytes, list[memoryview]]:
-        """A block's header and its bytes where they lie, compared with their digests.
+        """Return a block's packed header and views of its bytes, compared with their digests.
 
         Raises:
-            SnapshotCorrupt: a piece is not what was captured.
-            LayoutUnknown: a rank is not here.
+            SnapshotCorrupt: a piece differs from what was captured.
+            LayoutUnknown: the shard of a rank is not on this node.
         """
         self.shards.check(self.space.pieces_in(block))
         views = self.shards.views(self.space.extents(block))
@@ -58,12 +59,12 @@ class LocalBlocks:
 
 
 class BlockSender:
-    """One version, or one attempt at it, on its way out. Its streams end when it is stopped.
+    """One attempt to send one version. `stop` ends its streams.
 
     Args:
         blocks: of this node.
-        attempt: for the frames.
-        failed: called once, in a link's thread, where something here is not as it was sealed.
+        attempt: the attempt number in the frames.
+        failed: called at most once, in a link's thread, if local data differs from what was sealed.
     """
 
     def __init__(self, blocks: LocalBlocks, *, attempt: int, failed: Callable[[str], None]) -> None:
@@ -77,7 +78,7 @@ class BlockSender:
         self.is_stopped = True
 
     def fail(self, why: str) -> None:
-        """Stop all streams, and say why if nobody has stopped them before."""
+        """Stop all streams, and report the reason if they were not stopped before."""
         with self._lock:
             was_stopped, self.is_stopped = self.is_stopped, True
         if not was_stopped:
@@ -85,7 +86,7 @@ class BlockSender:
 
 
 class BlockStream:
-    """The blocks of this node whose stripes one other node gathers, in order of stripe."""
+    """The blocks of this node whose stripes one other node gathers, in stripe order."""
 
     def __init__(self, sending: BlockSender, gatherer: int) -> None:
         self._sending = sending
@@ -105,7 +106,7 @@ class BlockStream:
         return self._sending.is_stopped or not self._left
 
     def let(self, below: int) -> None:
-        """The gatherer takes stripes below this number of those it gathers."""
+        """Allow the gathered stripes of this gatherer below number `below` to be sent."""
         self._below = max(self._below, below)
 
     def take(self) -> OutgoingFrame | None:
@@ -124,7 +125,7 @@ class BlockStream:
 
 
 class MirrorStream:
-    """The mirror of this node, once."""
+    """Sends the mirror of this node once."""
 
     def __init__(self, sending: BlockSender, parts: Sequence[Bytes]) -> None:
         self._sending = sending

@@ -1,8 +1,8 @@
-"""The codecs of this SMP, each tried before anything relies on it.
+"""The codecs of this SMP, each of which is tested before it is relied on.
 
-Runs in:  the SMP; asked from any of its threads.
+Runs in:  the SMP; called from any of its threads.
 Takes in: k and m.
-Gives:    a `Codec`, and what is wrong with it, if the test has found something.
+Gives:    a `Codec`, and the problem that its self-test found, if any.
 """
 
 import logging
@@ -18,10 +18,10 @@ _log = logging.getLogger(__name__)
 
 
 class CodecCache:
-    """One codec for each k and m; they may be used by several threads at once.
+    """One codec for each k and m. Several threads may use a codec at once.
 
     Args:
-        jobs: the test is done in the lane "protect", before what is put there after it.
+        jobs: its lane "protect" runs the self-test before any work submitted to that lane later.
     """
 
     def __init__(self, jobs: JobLanes) -> None:
@@ -31,7 +31,7 @@ class CodecCache:
         self._lock = threading.Lock()
 
     def get(self, k: int, m: int) -> Codec:
-        """The codec for k data and m parity blocks; the first call has it tested."""
+        """Return the codec for k data and m parity blocks; the first call submits its test."""
         with self._lock:
             if (k, m) not in self._codecs:
                 self._codecs[k, m] = choose_codec(k, m)
@@ -42,7 +42,6 @@ class CodecCache:
             return self._codecs[k, m]
 
     def problem(self, codec: Codec) -> str:
-        """Why it must not be used; empty where nothing has been found."""
         return self._problems.get((codec.k, codec.m), "")
 
 

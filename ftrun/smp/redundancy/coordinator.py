@@ -1,12 +1,13 @@
-"""All that this SMP does together with those of other nodes.
+"""Everything that this SMP does together with the SMPs of other nodes.
 
-Runs in:  the SMP, in the server's thread; the parts of it have threads of their own.
-Takes in: who is in the group, generation by generation.
-Gives:    versions protected, restored versions fetched and served.
-Survives: a generation: vaults stay. The death of the SMP: where the agent keeps duplicates.
+Runs in:  the SMP, in the server thread; its components have threads of their own.
+Takes in: the members of the group, per generation.
+Gives:    protected versions; restored versions, fetched and served.
+Survives: a change of generation: parity regions are retained. Parity regions outlive the SMP if the
+          agent holds duplicates of their descriptors.
 
-Rule: a new generation, or other places in the same one, end all that is under way at once: the
-      links are closed, and nothing of the old one is taken any more.
+Rule: a new generation, or new positions in the same one, ends all work in progress at once. The
+      links are closed, and no message of the old group is accepted.
 """
 
 import os
@@ -55,18 +56,18 @@ TellAgent = Callable[..., None]
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """What reads memory and moves bytes; the simulation of many nodes has its own.
+    """The components that read memory and move bytes; the many-node simulation replaces them.
 
     Args:
         peers: the links.
         maps: of this node's arenas.
         codecs: one for each k and m.
-        runner: drives work that asks other nodes.
+        runner: drives work that requests data from other nodes.
         exchange: moves the bytes of one attempt to protect a version.
         fetcher: fetches slots of the restored version.
         served: reads the restored version for other nodes.
-        old_shards: reads shards of the restored version for ranks that did not take them.
-        replica_watch: compares what ranks of one node hold alike.
+        old_shards: reads shards of the restored version for ranks of a resharded run.
+        replica_watch: compares the bytes that ranks of one node hold as replicas.
     """
 
     peers: PeerListener
@@ -85,7 +86,7 @@ class Engines:
 
 
 class RedundancyCoordinator:
-    """The vaults, the links, and what goes over them."""
+    """Owns the parity regions and the links, and connects protection with restore."""
 
     def __init__(
         self,
@@ -136,7 +137,6 @@ class RedundancyCoordinator:
         self._peers.tell(PeerDispatch(self._protector, self._desk, jobs))
 
     def listen(self, hosts: list[str], fds: tuple[int, ...]) -> messages.AnyMessage:
-        """Open a port for other SMPs at these addresses of this node."""
         if len(fds) > 1:
             raise ProtocolError("ListenForPeers comes with one descriptor at most, the secret")
         secret = None
@@ -153,12 +153,12 @@ class RedundancyCoordinator:
     def begin_generation(
         self, body: smp_messages.BeginGeneration, group: LocalGroup | None, page: SharedPage
     ) -> None:
-        """Take part in it: protect, count commits, and get what is restored.
+        """Begin a generation: protect versions, count commits, and fetch what is restored.
 
         Args:
-            body: what the agent says of it.
-            group: that `body` names.
-            page: where commits are shown.
+            body: the agent's request.
+            group: the group that `body` names.
+            page: where commits are published.
         """
         restored = version(*body.restored) if body.restored is not None else None
         is_new = self._begin(body, group, page, restored)
@@ -184,13 +184,13 @@ class RedundancyCoordinator:
         page: SharedPage,
         restored: Version | None,
     ) -> bool:
-        """Go on with this group, from this version; whether that is another than before."""
+        """Begin this group from this version; return False if the group is unchanged."""
         if group is not None and group == self._protector.group:
             return False
         self._stop()
         self._maps.keep_only(arena.fd for arena in self._memory.all())
         served = self._served(restored)
-        # A link that is cut is made anew over another rail, once its kernel has given it up.
+        # A broken link reconnects over another rail after its kernel has given the connection up.
         has_ways = group is not None and any(len(node.rails) > 1 for node in group.nodes)
         if served is not None:
             self._rebuilder = Rebuilder(
@@ -229,7 +229,7 @@ class RedundancyCoordinator:
         own: protected.NodeAddress,
         group: LocalGroup | None,
     ) -> None:
-        """Let the links of this generation in; without a group there are only those to fetch."""
+        """Admit the links of this generation. Without a group there are only fetch links."""
         number, others = (group.number, len(group.others)) if group is not None else (0, 0)
         identity = PeerIdentity(self._run_id, "smp", own.node_id, own.incarnation)
         pace_bytes_s = body.pace_bytes_s / max(1, others)
@@ -250,7 +250,6 @@ class RedundancyCoordinator:
         served: RestoreServer | None,
         own: protected.NodeAddress | None,
     ) -> None:
-        """Let workers read the shards of other ranks, wherever they are."""
         is_resized = body.restored_world_size not in (0, body.world_size)
         groups = body.restore_from if is_resized else body.read_from
         if served is None or not (groups or is_resized):
@@ -262,13 +261,13 @@ class RedundancyCoordinator:
         self.range_fetches.begin(shards)
 
     def _all_here(self) -> None:
-        """Every local rank has the restored version, and other nodes may ask for that too."""
+        """Serve the restored version to other nodes, because every local rank now has it."""
         if self._desk.served is not None:
             self._desk.served.take_in(self._held_fds())
         self._commits.protect_complete()
 
     def _committed(self) -> None:
-        """Something newer is committed: nobody starts from what is served any more."""
+        """Stop serving the restored version once a newer version is committed."""
         tracker = self._commits.tracker
         served, newest = self._desk.served, tracker.committed
         if newest is not None and self._protector.group is None:
@@ -287,22 +286,21 @@ class RedundancyCoordinator:
         return {rank: [one.fd for one in self._memory.of(rank)] for rank in ranks}
 
     def inventory(self, body: smp_messages.InventoryRequest) -> smp_messages.Inventory:
-        """What this node holds."""
         if body.stand_still:
-            self._protector.stand_still()  # what is said must stay true
+            self._protector.stand_still()  # the reported inventory must stay true
         return smp_messages.Inventory(
             self._memory.offers(), self.vaults.parts(), list(self.set_aside)
         )
 
     def void_after(self, newest: Version) -> int:
-        """Later versions never come back; how many slots and vaults held one."""
+        """Void all later versions; return the number of slots and parity regions that held one."""
         self._protector.void_after(newest)
         count = self.vaults.void_after(newest) + self._memory.void_after(newest)
         self.count_again()
         return count
 
     def count_again(self) -> None:
-        """Slots are not what they were."""
+        """Recount the commits because slots have changed."""
         if self._commits.has_begun:
             tracker = self._commits.tracker
             self._commits.begin_again(tracker.generation, tracker.ranks, tracker.world_size)
@@ -317,7 +315,6 @@ class RedundancyCoordinator:
         }
 
     def free(self) -> None:
-        """End everything and free the vaults."""
         self._stop()
         self.restores.stop()
         self.restores.share(None)
@@ -352,7 +349,7 @@ class RedundancyCoordinator:
         return {rank: [arena.fd for arena in memory.of(rank)] for rank in memory.ranks}
 
     def _note(self, why: str, ask: transfer.FetchRequest) -> None:
-        """Something of this node was found damaged, and is set aside."""
+        """Reject data of this node that was found damaged, and report it."""
         wanted = version(ask.generation, ask.step)
         if isinstance(ask, transfer.GetMirror):
             self.vaults.drop_damaged_mirror(wanted, ask.protected_in, ask.place)

@@ -1,11 +1,11 @@
-"""The bytes of one version, out to the group and in from it; one attempt.
+"""One attempt to exchange the bytes of one version within the group.
 
-Runs in:  the SMP: begun and stopped in the server's thread, in between in those of the links.
-Takes in: a plan that all nodes of the group go by, this node's shards.
-Gives:    a vault with all that belongs here, and word of it; or the reason why not.
+Runs in:  the SMP. The server thread begins and stops it; the link threads run it in between.
+Takes in: a plan on which all nodes of the group agree, and the shards of this node.
+Gives:    a complete parity region and an event for it, or the reason of the failure.
 
-Nothing is sent to a node before it has said that its vault is ready and how far it lets us go,
-so no thread that receives ever has to wait for memory.
+A node sends nothing to another node before that node has opened its parity region and announced its
+window. A receiving thread therefore never waits for memory.
 """
 
 import logging
@@ -41,12 +41,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ProtectorTools:
-    """What a protector works with.
+    """The dependencies of a protector.
 
     Args:
         peers: links to the other SMPs.
-        vaults: where what comes in is kept.
-        jobs: for what takes longer than a message may wait.
+        vaults: the parity regions that store received data.
+        jobs: runs work that takes too long for the server thread.
         maps: mappings of this node's arenas.
         codecs: one for each k and m.
         exchange: moves the bytes of one attempt.
@@ -62,11 +62,11 @@ class ProtectorTools:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeTools:
-    """What every exchange of this SMP uses.
+    """The dependencies that all exchanges of this SMP share.
 
     Args:
         run: `run_digest` of the run.
-        vault_made: tells the agent of new memory: slot and descriptor.
+        vault_made: reports new memory to the agent, by slot and descriptor.
     """
 
     run: int
@@ -79,12 +79,12 @@ class ExchangeTools:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeEvents:
-    """Who is told, in the server's thread and never after `stop`.
+    """Callbacks, run in the server thread and never after `stop`.
 
     Args:
-        stored: all that belongs here is here.
-        unable: this node cannot keep its part, and why.
-        corrupt: a slot of this node is not what was sealed.
+        stored: all data that belongs on this node is stored.
+        unable: this node cannot store its part, for this reason.
+        corrupt: a slot of this node differs from what was sealed.
     """
 
     stored: Callable[[], None]
@@ -94,12 +94,12 @@ class ExchangeEvents:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a job has made ready.
+    """The result of the preparation job.
 
     Args:
-        vault: new memory; None where there is enough in the slot.
-        space: where this node's blocks lie.
-        mirror: its small state.
+        vault: new memory; None if the slot already has enough.
+        space: the positions of this node's blocks.
+        mirror: the small state of this node.
     """
 
     vault: ParityRegion | None
@@ -108,7 +108,7 @@ class Prepared:
 
 
 class Exchange:
-    """One attempt at one version. The simulation of many nodes replaces the methods on bytes."""
+    """One attempt at one version. The many-node simulation replaces the methods on bytes."""
 
     def __init__(
         self,
@@ -136,10 +136,10 @@ class Exchange:
         self._is_stopped = False
 
     def begin(self, rooms: dict[int, int]) -> None:
-        """Have the memory made, and what goes out described.
+        """Start the job that allocates memory and describes what this node sends.
 
         Args:
-            rooms: bytes for each mirror that comes here, by place.
+            rooms: bytes reserved for each mirror stored on this node, by position.
         """
         self._make_in_slot(record_of(self._shards.version, self._plan, rooms, self._group))
 
@@ -153,17 +153,17 @@ class Exchange:
         )
 
     def let(self, place: int, plan_id: int, below: int) -> None:
-        """A node's vault is ready, and it takes what is below this stripe of those it gathers."""
+        """Record that a node is ready and accepts its gathered stripes below number `below`."""
         self._windows[place] = (plan_id, below)
         self._send()
 
     @property
     def missing(self) -> int | None:
-        """Mirrors and rows that have not come; None before the vault is ready."""
+        """Number of mirrors and rows not yet received; None before the parity region is ready."""
         return self.fill.missing if self.fill is not None else None
 
     def stop(self) -> None:
-        """No byte of it comes in or goes out any more when this returns."""
+        """End the attempt; when this returns, it receives and sends no more bytes."""
         self._is_stopped = True
         if self._sending is not None:
             self._sending.stop()
@@ -171,10 +171,10 @@ class Exchange:
             self.fill.stop()
         self._mirror = ()
 
-    # --- the vault ---------------------------------------------------------------------------
+    # --- the parity region -------------------------------------------------------------------
 
     def _make(self, record: ParityRecord, slot: int, *, needs_memory: bool) -> Finish:
-        """In a job."""
+        """Runs in a job."""
         try:
             prepared = self._prepare(record, needs_memory=needs_memory)
         except MemoryTooSmall as error:
@@ -189,7 +189,7 @@ class Exchange:
         return partial(self._made, record, slot, prepared)
 
     def _no_memory(self, record: ParityRecord, why: str) -> None:
-        # Less protection until the commit is better than none from now on.
+        # Less protection until the commit is better than no protection from now on.
         if not self._is_stopped and self._tools.vaults.give_up_committed():
             _log.warning("no third vault, the last committed protection is overwritten: %s", why)
             self._make_in_slot(record)
@@ -224,11 +224,11 @@ class Exchange:
     # --- bytes -------------------------------------------------------------------------------
 
     def _prepare(self, record: ParityRecord, *, needs_memory: bool) -> Prepared:
-        """In a job.
+        """Allocate memory and build the mirror; runs in a job.
 
         Raises:
-            MemoryTooSmall: there is no memory for a vault.
-            LayoutUnknown, SnapshotCorrupt: a slot of this node is not what was sealed.
+            MemoryTooSmall: there is no memory for a parity region.
+            LayoutUnknown, SnapshotCorrupt: a slot of this node differs from what was sealed.
         """
         shards = self._shards
         pieces = {int(rank): shard.layout.pieces for rank, shard in shards.shards.items()}
@@ -256,7 +256,7 @@ class Exchange:
             place=group.place,
         )
 
-    # --- how it ends -------------------------------------------------------------------------
+    # --- results -----------------------------------------------------------------------------
 
     def _full(self) -> None:
         if self._is_stopped or self._vault is None:
@@ -273,10 +273,9 @@ class Exchange:
         if not self._is_stopped:
             self._events.corrupt(why)
 
-    # --- out ---------------------------------------------------------------------------------
+    # --- sending -----------------------------------------------------------------------------
 
     def _send(self) -> None:
-        """Send to each node what it has room for by now."""
         group, sending = self._group, self._sending
         if sending is None or self._is_stopped:
             return
@@ -288,7 +287,8 @@ class Exchange:
             if place in group.mirrors_at and place not in self._mirrored:
                 self._mirrored.add(place)
                 link.add(MirrorStream(sending, self._mirror))
-            # Its rows go on to the other parity nodes, whose vaults must be ready by then.
+            # The gatherer sends its rows to the other parity nodes, whose regions must be ready by
+            # then.
             if any(other not in self._windows for other in group.parity_places(place)):
                 continue
             stream = self._streams.get(place)

@@ -1,6 +1,6 @@
-"""The group of a node, and the record of the vault that belongs to a version there.
+"""The protection group of a node, and the record of a version's parity region on that node.
 
-Runs in:  the SMP, in the server's thread. Values only.
+Values only; used in the server thread of the SMP.
 """
 
 from collections.abc import Iterable
@@ -23,13 +23,14 @@ from ftrun.wire.shared_memory.parity_region import ParityRecord
 
 @dataclass(frozen=True)
 class LocalGroup:
-    """The group of this node in this generation.
+    """The protection group of this node in one generation.
 
     Args:
-        nodes: in the group's order.
-        place: this node's.
+        nodes: in the order of the group.
+        place: the position of this node.
         parity: m.
-        number: digest of all this: of the session among the SMPs.
+        number: digest of the fields except `place` and `patience_s`; identifies the session of the
+            SMPs.
     """
 
     generation: Generation
@@ -43,7 +44,6 @@ class LocalGroup:
 
     @property
     def is_possible(self) -> bool:
-        """There are nodes enough to protect one another."""
         return 1 <= self.parity < len(self.nodes)
 
     @property
@@ -62,29 +62,32 @@ class LocalGroup:
         return next((at for at, one in enumerate(self.nodes) if one.node_id == node_id), None)
 
     def parity_places(self, gatherer: int) -> list[int]:
-        """Other nodes with parity of the stripes that one gathers; our own vault is ready."""
+        """Positions, without this node's, of the parity nodes of the stripes that a node gathers.
+
+        This node is left out because its own parity region is ready already.
+        """
         count = len(self.nodes)
         places = [(gatherer + j) % count for j in range(self.parity)]
         return [place for place in places if place != self.place]
 
     @property
     def mirrored_here(self) -> list[int]:
-        """Places whose small state comes here: the m before this one."""
+        """Positions whose small state this node stores: the m before this one."""
         count = len(self.nodes)
         return [(self.place - back) % count for back in range(1, self.parity + 1)]
 
     @property
     def mirrors_at(self) -> list[int]:
-        """Places to which our small state goes: the m after this one."""
+        """Positions that store this node's small state: the m after this one."""
         count = len(self.nodes)
         return [(self.place + ahead) % count for ahead in range(1, self.parity + 1)]
 
     def whole_part(self, wanted: Version, parts: Iterable[ProtectionPart]) -> int:
-        """The generation of the newest whole part of this group's protection of a version, or -1.
+        """Return the generation of the newest complete part of a version's protection, or -1.
 
         Args:
             wanted: the version.
-            parts: what is in the vaults of this node.
+            parts: the contents of this node's parity regions.
         """
         mirrors = {self.nodes[at].node_id for at in self.mirrored_here}
         found = [
@@ -99,10 +102,10 @@ class LocalGroup:
 
 
 def protecting_of(body: smp_messages.BeginGeneration) -> LocalGroup | None:
-    """The group that a generation begins with; None where this node is alone.
+    """Return the group that a generation begins with; None if this node is alone.
 
     Raises:
-        ProtocolError: this node is not in its group.
+        ProtocolError: this node is not in its group exactly once.
     """
     if not body.group:
         return None
@@ -124,7 +127,7 @@ def protecting_of(body: smp_messages.BeginGeneration) -> LocalGroup | None:
 
 
 def parity_share(group: LocalGroup | None) -> float:
-    """Bytes of parity that a node keeps for each byte of its own state, at most: m/k."""
+    """Upper bound of the parity bytes that a node stores per byte of its own state: m/k."""
     if group is None or not group.is_possible:
         return 0.0
     return group.parity / (len(group.nodes) - group.parity)
@@ -133,7 +136,6 @@ def parity_share(group: LocalGroup | None) -> float:
 def rooms_for(
     plan: RedundancyPlan, manifests: dict[int, NodeManifest], group: LocalGroup
 ) -> dict[int, int]:
-    """Bytes to set aside for the mirrors that come here, by place."""
     count = len(group.nodes)
     return {
         place: mirror_room(plan, place, manifests[place], count) for place in group.mirrored_here
@@ -143,7 +145,6 @@ def rooms_for(
 def record_of(
     version: Version, plan: RedundancyPlan, rooms: dict[int, int], group: LocalGroup
 ) -> ParityRecord:
-    """What the vault of this version will hold."""
     stripes = Stripes(len(group.nodes), group.parity, plan.block_bytes)
     num_stripes = stripes.num_stripes(max(plan.coded_bytes))
     return ParityRecord(

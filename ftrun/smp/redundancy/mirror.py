@@ -1,10 +1,11 @@
-"""A node's small state and what is needed to rebuild the rest of it, in one run of bytes.
+"""The mirror: a node's small state and all that is needed to rebuild the rest of its state.
 
-Runs in:  the SMP: made by the node itself, kept by the m next ones, read by who replaces it.
+Runs in:  the SMP. The node itself builds it, the m next nodes store it, and the node that replaces
+          the lost one reads it.
 Takes in: the shards of a version and the plan of its group.
-Gives:    the parts of a mirror, to be sent from where they lie; and a `Mirror` out of such bytes.
+Gives:    the parts of a mirror, to be sent in place; and a `Mirror` parsed from such bytes.
 
-    u32 length | head | for each rank: image header | digest table | mirrored pieces, in order
+    u32 length | header | for each rank: image header | digest table | mirrored pieces, in order
 """
 
 import struct
@@ -25,11 +26,11 @@ from ftrun.wire.shared_memory.parity_region import ParityRecord
 
 _LENGTH = struct.Struct("<I")
 _SLACK_BYTES = 4096
-"""Numbers in a head take a byte more or less from version to version."""
+"""Encoded numbers of the header differ by a few bytes from version to version."""
 
 
 class RankHeader(msgspec.Struct, frozen=True, array_like=True):
-    """What makes a slot of one rank."""
+    """The facts needed to recreate the slot of one rank."""
 
     rank: int
     world_size: int
@@ -48,12 +49,12 @@ class RankHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MirrorHeader(msgspec.Struct, frozen=True, array_like=True):
-    """What a mirror is of, and how to rebuild what is not in it.
+    """What a mirror contains, and how to rebuild what it does not contain.
 
     Args:
         members: the group, in order.
         holders: as in the plan of the group.
-        coded_bytes: of every node, by place.
+        coded_bytes: of every node, by position.
         own: the plan of the node at `place`.
     """
 
@@ -78,10 +79,10 @@ _HEAD = msgspec.msgpack.Decoder(MirrorHeader)
 
 
 class Mirror:
-    """A mirror that has come back: its head, and for each rank its bytes.
+    """A received mirror: its header, and the bytes of each rank.
 
     Raises:
-        LayoutUnknown: these bytes are none.
+        LayoutUnknown: the bytes are not a valid mirror.
     """
 
     def __init__(self, raw: memoryview) -> None:
@@ -105,7 +106,6 @@ class Mirror:
         return self._plans[rank]
 
     def mirrored(self, rank: int) -> Iterator[tuple[int, memoryview]]:
-        """The mirrored pieces of a rank: index and bytes."""
         left = self._mirrored[rank]
         for index in pieces_of(self._plans[rank]):
             size = self.layouts[rank].pieces[index].num_bytes
@@ -135,11 +135,11 @@ class Mirror:
 
 
 def mirror_parts(shards: SealedShards, record: ParityRecord) -> list[bytes | memoryview]:
-    """The mirror of this node, in parts; pieces are checked on the way.
+    """Return the mirror of this node in parts, after checking its pieces.
 
     Raises:
-        SnapshotCorrupt: a piece is not what was captured.
-        LayoutUnknown: a rank is not here.
+        SnapshotCorrupt: a piece differs from what was captured.
+        LayoutUnknown: the shard of a rank is not on this node.
     """
     own = record.own
     manifest = shards.manifest([Rank(one.rank) for one in own.ranks])
@@ -166,14 +166,13 @@ def mirror_parts(shards: SealedShards, record: ParityRecord) -> list[bytes | mem
 
 
 def mirror_room(plan: RedundancyPlan, place: int, manifest: NodeManifest, num_members: int) -> int:
-    """Bytes to set aside for the mirror of the node at `place`, for this and later versions."""
+    """Return the bytes to reserve for a node's mirror, for this and later versions."""
     fixed = sum(rank.header_bytes + 8 * rank.num_pieces for rank in manifest.ranks)
     plans = len(msgspec.msgpack.encode((plan.nodes[place], plan.holders)))
     return fixed + plan.nodes[place].mirrored_bytes + plans + _SLACK_BYTES * (2 + num_members)
 
 
 def pieces_of(plan: RankRedundancy) -> Iterator[int]:
-    """The mirrored pieces of a rank, in order."""
     for run in plan.mirrored:
         yield from range(run.first, run.first + run.count)
 

@@ -1,19 +1,19 @@
-"""What comes in from the group for one version: blocks into parity, mirrors into their room.
+"""Stores what the group sends for one version: blocks into parity, mirrors into their buffers.
 
-Runs in:  the SMP, in the threads of the links that come in; started and ended by the server's.
-Takes in: blocks and mirrors, each with its digest checked before it gets here.
-Gives:    parity rows in the vault; where m > 1, the rows of others, to be sent on; word when all
-          that belongs here is here.
+Runs in:  the SMP, in the threads of the incoming links; the server thread starts and stops it.
+Takes in: blocks and mirrors, after their digests were checked.
+Gives:    parity rows in the parity region; if m > 1, the rows of other nodes, to be forwarded; an
+          event when all data that belongs on this node is stored.
 
-m = 1: every data node sends its block to the stripe's parity node, which adds it to the row where
-that lies. m > 1: it sends it to the first parity node alone, which makes all m rows and sends the
-others on: S (1 + (m - 1) / k) bytes per node and not m S.
+If m = 1, every data node sends its block to the parity node of the stripe, which adds it to the row
+in place. If m > 1, a data node sends its block to the first parity node only. That node computes
+all m rows and forwards the others. A node then sends S (1 + (m - 1) / k) bytes instead of m S.
 
-Rule 1: a vault is written under a lock and only while this object is active, so that one that was
-        given up never touches what comes after it.
-Rule 2: of the stripes a node gathers, others send those below its window; it moves on as rows are
-        sent on. So memory beside the vault stays below a window of rows, and no thread that
-        receives ever waits for one that sends.
+Rule 1: a parity region is written under a lock and only while this object is active. An abandoned
+        writer therefore never touches later contents.
+Rule 2: other nodes send only the gathered stripes below the window of their gatherer. The window
+        moves as rows are forwarded. Memory outside the parity region therefore stays below one
+        window of rows, and no receiving thread waits for a sending thread.
 """
 
 import threading
@@ -45,7 +45,7 @@ _NUM_LOCKS = 16
 
 @dataclass(frozen=True, slots=True)
 class OutgoingRow:
-    """A row of parity that belongs to another node."""
+    """A parity row that belongs to another node."""
 
     place: int
     header: bytes
@@ -54,12 +54,12 @@ class OutgoingRow:
 
 @dataclass(frozen=True, slots=True)
 class ParityEvents:
-    """Who is told. All are called in threads of links.
+    """Callbacks, all run in the threads of links.
 
     Args:
-        forward: send a row on; `release` when it is sent or never will be.
-        window: of the stripes gathered here, others may now send those below this number.
-        full: everything is here.
+        forward: forward a row; call `release` when it was sent or is dropped.
+        window: other nodes may now send the stripes gathered here below this number.
+        full: all expected data is stored.
     """
 
     forward: Callable[[OutgoingRow, Callable[[], None]], None]
@@ -68,14 +68,14 @@ class ParityEvents:
 
 
 class ParityWriter:
-    """One vault while it is filled.
+    """Fills one parity region.
 
     Args:
         vault: begun with its record.
         codec: of the group's k and m.
         run: `run_digest` of the run.
-        group: `Group.id` of the members.
-        events: who is told.
+        group: `ProtectionGroup.id` of the members.
+        events: the callbacks.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ class ParityWriter:
         return self._record.block_bytes
 
     def start(self) -> None:
-        """Open the window; also where there is nothing to wait for."""
+        """Open the window; report `full` at once if nothing is expected."""
         self._move_window()
         if self.missing == 0:
             self._events.full()
 
     def stop(self) -> None:
-        """Give it up; when this returns no thread writes to the vault any more."""
+        """Stop writing; when this returns, no thread writes to the parity region any more."""
         self._is_active = False
         for lock in self._locks:
             with lock:
@@ -122,16 +122,16 @@ class ParityWriter:
     # --- threads of links ------------------------------------------------------------------
 
     def take_block(self, sender: int, name: str, header: bytes, payload: memoryview) -> None:
-        """Add a block of data to its stripe, or keep a row of parity.
+        """Add a data block to its stripe, or store a parity row.
 
         Args:
-            sender: its place in the group.
-            name: the sender's, for words.
-            header: the fragment's, packed.
-            payload: its bytes.
+            sender: the position of the sender in the group.
+            name: the sender's name, for messages.
+            header: the packed header of the fragment.
+            payload: the bytes of the block.
 
         Raises:
-            FragmentRefused: it is not what it should be.
+            FragmentRefused: the block is damaged or does not belong here.
         """
         told = unpack(header, what=f"a block from {name}")
         stripe, index = told.of.stripe, self._index_from(told, sender, name)
@@ -150,11 +150,11 @@ class ParityWriter:
             self._count(1)
 
     def mirror_room(self, place: int) -> int:
-        """Bytes set aside for a node's small state; 0 where it does not belong here."""
+        """Bytes reserved for a node's small state; 0 if this node does not store it."""
         return dict(self._record.mirrors).get(place, 0)
 
     def take_mirror(self, sender: int, payload: bytearray, digest: int) -> None:
-        """Keep a node's small state; it fits its room."""
+        """Store a node's small state. It must fit into its reserved bytes."""
         with self._locks[0]:
             if not self._is_active:
                 return
@@ -165,10 +165,10 @@ class ParityWriter:
         self._count(1)
 
     def _index_from(self, told: FragmentHeader, sender: int, name: str) -> int:
-        """The place in its stripe that a block from this node must have.
+        """Return the index in its stripe that a block from this sender must have.
 
         Raises:
-            FragmentRefused: this node sends no such block here.
+            FragmentRefused: this sender must not send such a block to this node.
         """
         stripe, own = told.of.stripe, self._record.place
         what = f"a block from {name} for stripe {stripe}"
@@ -188,7 +188,7 @@ class ParityWriter:
         self._vault.keep_row(at, digest)
 
     def _add(self, stripe: int, index: int, payload: memoryview) -> bool:
-        """Add a block to the rows of its stripe; whether that was the last one."""
+        """Add a block to the rows of its stripe; return True if it was the last block."""
         seen = self._seen.get(stripe, 0)
         if seen >> index & 1:
             raise FragmentRefused(what=f"a block for stripe {stripe}", why="it came before")
@@ -211,7 +211,7 @@ class ParityWriter:
         return True
 
     def _send_on(self, stripe: int, rows: list[bytearray]) -> None:
-        """Give the other parity nodes of a stripe their rows; the window moves when they have."""
+        """Forward the rows of the other parity nodes; the window moves when all are released."""
         left = [len(rows)]
 
         def release(row: bytearray) -> None:
@@ -233,10 +233,10 @@ class ParityWriter:
             self._events.forward(out, partial(release, row))
 
     def _move_window(self) -> None:
-        """Let the others send as many stripes as may be under way here."""
+        """Recompute the window and report it if it has changed."""
         with self._count_lock:
             if self._codec.m == 1:
-                # Rows are made where they stay; nothing waits here.
+                # Rows are computed in place, so no forwarding limits the window.
                 below = self._num_stripes
             else:
                 done = self._first_open
@@ -263,7 +263,6 @@ class ParityWriter:
             self._events.full()
 
     def _expected(self, stripe: int) -> int:
-        """The data blocks of a stripe that somebody has, as bits."""
         senders = self.stripes.senders(stripe, self._record.coded_bytes)
         return sum(1 << self.stripes.index(stripe, node) for node in senders)
 
@@ -281,7 +280,6 @@ class ParityWriter:
 
 
 def stripes_of(record: ParityRecord) -> Stripes:
-    """The layout of the group that has made a record."""
     return Stripes(len(record.members), record.parity, record.block_bytes)
 
 

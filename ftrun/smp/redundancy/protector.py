@@ -1,21 +1,23 @@
-"""Protects versions among the nodes of a group: from the local seals to "any m nodes may go".
+"""Protects versions within a group, from the local seals until any m nodes may be lost.
 
-Runs in:  the SMP: decisions in the server's thread, bytes in the threads of the links.
-Takes in: versions that all local ranks have sealed; what the other SMPs of the group say.
-Gives:    VersionReady to the agent; mirrors and parity in the vaults.
-Survives: nothing by itself. A new SMP finds the slots and the vaults, and begins again.
+Runs in:  the SMP: decisions in the server thread, bytes in the threads of the links.
+Takes in: versions that all local ranks have sealed; messages of the other SMPs of the group.
+Gives:    VersionReady to the agent; mirrors and parity in the parity regions.
+Survives: nothing by itself. A new SMP finds the slots and the parity regions, and starts the
+          protection again.
 
-    all local ranks have sealed it -> Sealed, Manifest -> a plan -> Open, blocks, mirrors
-                                   -> all is in the vault -> Stored -> all n nodes have: ready
+    all local ranks have sealed it -> RoundSealed, ManifestData -> a plan
+    -> RoundOpened, blocks, mirrors -> all parts stored -> RoundStored -> from all n nodes: ready
 
-Rule 1: a version is ready when every node of the group has said Stored: then every mirror and every
-        row of parity is where it belongs, and all replicas have agreed.
-Rule 2: after a lost connection the version begins again, and nodes drop the attempt before it.
-Rule 3: if each node of the group has a whole part already (a rank or SMP crashed), nothing is sent.
-Rule 4: a node that cannot keep its part says why, and the version is ready all the same, protected
-        against no loss of a node: training goes on, and the status says UNPROTECTED.
-Rule 5: once its node has told what it holds, for the next generation to be planned from it, nothing
-        is begun and nothing overwritten any more until that generation begins.
+Rule 1: a version is ready when every node of the group has sent RoundStored. Then every mirror and
+        every parity row is in its place, and all replicas were equal.
+Rule 2: after a lost connection the version starts a new attempt, and nodes drop the previous one.
+Rule 3: if each node of the group has its complete part already (a rank or SMP crashed), nothing is
+        sent.
+Rule 4: a node that cannot store its part reports the reason. The version is then ready without
+        protection against the loss of a node. Training continues, and the status shows UNPROTECTED.
+Rule 5: after the SMP reports its inventory for the next generation plan, it begins nothing and
+        overwrites nothing until that generation begins.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +49,7 @@ from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.transport.bulk_socket import digest_of
 
 MAX_ATTEMPTS = 8
-"""So often a version is begun again because of damaged blocks."""
+"""Limit of attempts at a version because of damaged blocks."""
 
 _LINKS_EVERY_S = 1.0
 
@@ -55,14 +57,14 @@ TellAgent = Callable[..., None]
 
 
 class Protector:
-    """All versions of one generation on their way.
+    """All versions of one generation that are being protected.
 
     Args:
-        run_id: for the fragments' headers.
-        tools: what it works with.
-        tell_agent: as `MessageHandler` does it.
-        corrupt: a slot of this version is not what was sealed, and why; whether the version was
-            abandoned for it.
+        run_id: for the headers of the fragments.
+        tools: its dependencies.
+        tell_agent: sends a message to the agent, as `MessageHandler` does.
+        corrupt: reports that a slot of this version differs from what was sealed, with the reason;
+            returns whether the version was abandoned because of it.
     """
 
     def __init__(
@@ -96,10 +98,10 @@ class Protector:
         self._unreachable: list[str] = []
         self._link_watch = IntervalTimer(tools.jobs, self._look_at_links)
 
-    # --- the server's thread: what the keeper wants ------------------------------------------
+    # --- server thread: calls from the coordinator and the commits ---------------------------
 
     def begin(self, group: LocalGroup | None) -> None:
-        """Give up all that is under way, and go on with this group."""
+        """End all work in progress, and continue with this group."""
         self.stop()
         self._is_still = False
         self.group = group
@@ -123,21 +125,20 @@ class Protector:
             self._link_watch.start(_LINKS_EVERY_S)
 
     def stop(self) -> None:
-        """Give up all that is under way."""
         self._watch.stop()
         self._link_watch.stop()
         self._rounds.stop()
 
     def stand_still(self) -> None:
-        """Keep everything as it is until the next generation begins."""
+        """Change nothing until the next generation begins (rule 5)."""
         self._is_still = True
         self.stop()
 
     def protect(self, wanted: Version, fds: Mapping[Rank, Sequence[int]]) -> None:
-        """Every local rank has sealed this version, or holds it.
+        """Protect this version, which every local rank has sealed or holds.
 
         Args:
-            wanted: newer than all that came before in this generation.
+            wanted: newer than all earlier versions of this generation.
             fds: descriptors of the local ranks' arenas.
         """
         group = self.group
@@ -148,7 +149,7 @@ class Protector:
         round_ = self._rounds.of(wanted)
         if round_.is_sealed:
             if round_.is_ready:
-                self._tell_ready(round_)  # the agent has begun the same generation again
+                self._tell_ready(round_)  # the agent repeated BeginGeneration
             return
         round_.began_s = clock.now_s()
         round_.is_sealed = True
@@ -167,27 +168,27 @@ class Protector:
         )
 
     def is_ready(self, wanted: Version) -> bool:
-        """VersionReady was sent."""
+        """True if VersionReady was sent."""
         round_ = self._rounds.find(wanted)
         return round_ is not None and round_.was_ready
 
     def abandon(self, newest: Version) -> None:
-        """Versions of the same generation, up to this one, are not protected any more."""
+        """Stop protecting versions of the same generation up to this one."""
         self._rounds.drop(lambda other: other.generation == newest.generation and other <= newest)
 
     def void_after(self, newest: Version) -> None:
-        """Later versions never come back."""
         self._rounds.drop(lambda other: other > newest, is_over=False)
 
     def committed(self, newest: Version) -> None:
-        """It counts from now on, as it is protected; what came before is over."""
+        """Commit the protection of this version, and end the rounds up to it."""
         if self.group is None:
             return
         self._committed = newest
         round_ = self._rounds.find(newest)
         if round_ is not None and not round_.is_ready and not round_.problem:
-            # It has begun again, see `_ready`. Nodes that were ready have dropped it, so it may
-            # never end: a part that is whole counts now, or the next version overwrites it.
+            # A new attempt has started, see `_ready`. Nodes that were ready have dropped the
+            # version, so the attempt may never end. A complete part is committed now, because the
+            # next version would overwrite it otherwise.
             part = self._own_part(newest)
             if part >= 0 and (round_.exchange is None or part == round_.protected_in):
                 self._commit_part(newest, part)
@@ -217,7 +218,7 @@ class Protector:
     def _describe(
         self, round_: ProtectionRound, shards: SealedShards, ranks: Sequence[Rank]
     ) -> Finish:
-        """In a job: what this node will say of a version."""
+        """Build this node's manifest; runs in a job."""
         try:
             manifest = shards.manifest(ranks)
         except (LayoutUnknown, SnapshotCorrupt) as error:
@@ -255,7 +256,7 @@ class Protector:
             self._tell_manifest(round_)
 
     def _own_part(self, wanted: Version) -> int:
-        """The generation from which this node has its whole part of this protection, or -1."""
+        """Return the generation of this node's complete part of this protection, or -1."""
         assert self.group is not None
         return self.group.whole_part(wanted, self._vaults.parts())
 
@@ -266,7 +267,6 @@ class Protector:
             self._tell_all(t.ManifestData(*self._name(round_)), raw)
 
     def _advance(self, round_: ProtectionRound) -> None:
-        """Go on as far as what is known allows."""
         group, group_plan = self.group, self._plan
         if group is None or group_plan is None or round_.manifest is None:
             return
@@ -313,7 +313,7 @@ class Protector:
     def _vault_made(self, slot: int, fd: int) -> None:
         self._tell_agent(smp_messages.ParityRegionCreated(slot), fds=(fd,))
 
-    # --- how it ends -------------------------------------------------------------------------
+    # --- results -----------------------------------------------------------------------------
 
     def _stored_here(self, round_: ProtectionRound) -> None:
         group, exchange = self.group, round_.exchange
@@ -349,7 +349,6 @@ class Protector:
         self._tell_agent(smp_messages.VersionReady(at.generation, at.step, survives, problem))
 
     def _unable(self, round_: ProtectionRound, why: str) -> None:
-        """This node cannot keep its part, and says so."""
         if self._rounds.is_current(round_) and not round_.is_ready:
             self._tell_all(t.RoundFailed(*self._name(round_), why))
             self._give_up(round_, why)
@@ -362,14 +361,13 @@ class Protector:
             self._ready(round_, why)
 
     def _corrupt_here(self, round_: ProtectionRound, why: str) -> None:
-        """A slot of this node is not what was sealed: such a version must not be committed."""
+        """Report a slot that differs from what was sealed; such a version must not be committed."""
         if self._rounds.is_current(round_) and not self._corrupt(round_.version, why):
             self._unable(round_, why)
 
-    # --- what others say ---------------------------------------------------------------------
+    # --- messages of the group ---------------------------------------------------------------
 
     def heard(self, session: int, node_id: str, body: t.RoundMessage) -> None:
-        """A message of the group about one version."""
         group = self.group
         if group is None or session != group.number or self._plan is None or self._is_still:
             return
@@ -413,7 +411,7 @@ class Protector:
             self._advance(round_)
 
     def damaged(self, session: int, node_id: str, body: t.RoundMessage, why: str) -> None:
-        """What has come from a node is not what it was to be: all of it once more, a few times."""
+        """Start a new attempt after damaged data, at most `MAX_ATTEMPTS` times."""
         group = self.group
         round_ = self._rounds.find(version(body.generation, body.step))
         if group is None or round_ is None or session != group.number or round_.is_ready:
@@ -426,17 +424,15 @@ class Protector:
                 self._unable(round_, why)
 
     def lost(self, node_id: str, why: str) -> None:
-        """There is no link to a node, or none from it."""
         if self.group is not None:
             self._troubles.lost(node_id, why)
 
     def linked(self, node_id: str) -> None:
-        """A lost link to this node is there again."""
         for round_ in self._rounds:
             self._say_again(round_)
 
     def fill_of(self, session: int, body: t.RoundMessage) -> tuple[ParityWriter, LocalGroup] | None:
-        """Where blocks and mirrors of a version go; in any thread."""
+        """Return the writer for the blocks and mirrors of a version; callable in any thread."""
         group = self.group
         round_ = self._rounds.find(version(body.generation, body.step))
         if group is None or round_ is None or session != group.number:
@@ -445,7 +441,7 @@ class Protector:
         return (fill, group) if fill is not None and round_.attempt == body.attempt else None
 
     def _look(self) -> None:
-        """Name the nodes that hold a version up: all have sealed it, and nothing moves."""
+        """Report the nodes that delay a version: all sealed it, and nothing has arrived."""
         group = self.group
         for round_ in self._rounds:
             if group is None or round_.is_ready or len(round_.told) < len(group.nodes):
@@ -454,7 +450,7 @@ class Protector:
                 self._troubles.stalled(round_.version, group, round_.stored)
 
     def _look_at_links(self) -> None:
-        """Tell the agent which nodes cannot be reached now, where that has changed."""
+        """Report to the agent which nodes are unreachable now, if that has changed."""
         group = self.group
         if group is None:
             return
@@ -478,7 +474,10 @@ class Protector:
             self._advance(round_)
 
     def _say_again(self, round_: ProtectionRound) -> None:
-        """What a lost connection took with it may be missing elsewhere, also where all is here."""
+        """Repeat the messages that a lost connection may have dropped.
+
+        Other nodes may miss them even if this node has everything.
+        """
         group = self.group
         if not round_.is_ready:
             self._begin_again(round_, round_.attempt + 1)

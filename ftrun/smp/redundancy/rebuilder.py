@@ -1,11 +1,11 @@
-"""Rebuilds blocks of a lost node out of this node's parity and what the other survivors have.
+"""Rebuilds blocks of a lost node from this node's parity and the data of other survivors.
 
-Runs in:  the SMP, in two threads of its own; asked in the threads of links.
-Takes in: AskRebuilt.
-Gives:    the rebuilt block to whoever has asked, or why it cannot be rebuilt.
+Runs in:  the SMP, in two threads of its own; requests come from the threads of links.
+Takes in: RebuildBlock.
+Gives:    the rebuilt block to the requester, or the reason why it cannot be rebuilt.
 
-Every survivor with parity of a stripe does this for the stripes it is asked for, so the node that
-takes the lost one's place receives what was lost and not k times as much.
+Every survivor with parity of a stripe rebuilds the blocks that are requested from it. The node that
+replaces the lost one therefore receives the lost bytes once and not k times.
 """
 
 import queue
@@ -34,7 +34,7 @@ _TICK_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What came of one question: a block, or why there is none."""
+    """The answer to one request: a block, or the reason why there is none."""
 
     place: int
     header: bytes = b""
@@ -43,7 +43,7 @@ class _Answer:
 
 
 class _Asked:
-    """The `Sink` of one question for one block."""
+    """The `ResponseSink` of one request for one block."""
 
     def __init__(self, place: int, block_bytes: int, answers: "queue.SimpleQueue[_Answer]") -> None:
         self._place = place
@@ -67,12 +67,12 @@ class _Asked:
 
 
 class Rebuilder:
-    """A few threads that rebuild.
+    """Rebuilds blocks in up to `NUM_THREADS` threads.
 
     Args:
-        served: this node's slots and vaults.
-        codec_for: the codec of a k and m.
-        patience_s: how long a node may take for one block; less than whoever asks us has with us.
+        served: this node's slots and parity regions.
+        codec_for: returns the codec of a k and m.
+        patience_s: seconds that a node may take for one block; below the requester's own timeout.
     """
 
     def __init__(
@@ -96,7 +96,6 @@ class Rebuilder:
         self._lock = threading.Lock()
 
     def ask(self, asker: str, ask: t.RebuildBlock) -> None:
-        """Rebuild this block, after those that were asked for before."""
         with self._lock:
             is_new = self._num_threads < NUM_THREADS and not self._is_stopped
             self._num_threads += is_new
@@ -105,7 +104,7 @@ class Rebuilder:
         self._asks.put((asker, ask))
 
     def stop(self) -> None:
-        """End the threads, soon; what is asked for is not answered."""
+        """End the threads soon; pending requests get no answer."""
         self._is_stopped = True
         for _ in range(NUM_THREADS):
             self._asks.put(None)
@@ -124,14 +123,14 @@ class Rebuilder:
                 )
 
     def rebuild(self, ask: t.RebuildBlock) -> memoryview:
-        """As `_rebuild`, in this thread."""
+        """Do the same as `_rebuild`, in the calling thread."""
         return drive(self._rebuild(ask))
 
     def _rebuild(self, ask: t.RebuildBlock) -> Steps[memoryview]:
-        """The block of the lost node.
+        """Return the block of the lost node.
 
         Raises:
-            LayoutUnknown: too little is left of the stripe, or nothing of it is known here.
+            LayoutUnknown: too little is left of the stripe, or this node has no part of it.
             SnapshotCorrupt: this node's own parity is damaged.
         """
         vault, record = self._served.vault(ask)
@@ -163,7 +162,7 @@ class Rebuilder:
         return memoryview(out)[:size]
 
     def _is_doubtful(self, node_id: str) -> bool:
-        """It has not answered before, so others are asked first."""
+        """True if the node did not answer earlier; such nodes are asked last."""
         return node_id in self._silent or bool(self._desk.why_gone(node_id))
 
     def _facts(self, record: ParityRecord, stripe: int, senders: tuple[int, ...]) -> StripeFacts:
@@ -184,13 +183,13 @@ class Rebuilder:
         work: StripeWork,
         others: tuple[list[int], int],
     ) -> Steps[None]:
-        """Ask others for their fragments until the stripe is rebuilt.
+        """Request fragments from other nodes until the stripe is rebuilt.
 
         Args:
-            ask: what is to be rebuilt.
+            ask: the block to rebuild.
             record: of this node's part.
-            work: takes the fragments.
-            others: places to ask, the best first, and how many of them are needed.
+            work: collects the fragments.
+            others: positions to ask, the best first, and the number of fragments needed.
 
         Raises:
             LayoutUnknown: too little of the stripe is left.
@@ -226,7 +225,7 @@ class Rebuilder:
     def _settled(
         self, record: ParityRecord, waiting: dict[int, float], answer: _Answer | None
     ) -> list[_Answer]:
-        """This answer; without one, those that will not come. Taken out of `waiting`."""
+        """Remove from `waiting` and return this answer, or if None, the requests that failed."""
         if answer is None:
             found = self._silent_ones(record, waiting)
         else:

@@ -1,9 +1,9 @@
-"""What comes over the links, taken to whom it concerns.
+"""Dispatches the frames of incoming links.
 
-Runs in:  the SMP, in the threads of the links that come in; messages go on to the server's.
+Runs in:  the SMP, in the threads of the incoming links; messages are posted to the server thread.
 Takes in: frames.
-Gives:    blocks and mirrors to the vault that is being filled, in the link's own thread; messages
-          to `Protector`, answers and questions to `FetchRpc`.
+Gives:    blocks and mirrors to the parity region that is being filled, in the link's own thread;
+          messages to `Protector`; requests and answers to `FetchRpc`.
 """
 
 import logging
@@ -23,7 +23,7 @@ from ftrun.snapshot.redundancy import MAX_BLOCK_BYTES
 from ftrun.wire.cluster import transfer as t
 
 MAX_MANIFEST_BYTES = 1 << 28
-# Made once, here: two threads that make one for the same types at once crash msgspec 0.22.
+# Created once at import: msgspec 0.22 crashes if two threads create one for the same types at once.
 _MANIFEST = msgspec.msgpack.Decoder(NodeManifest)
 _of_thread = threading.local()
 _log = logging.getLogger(__name__)
@@ -38,10 +38,10 @@ class PeerDispatch:
         self._jobs = jobs
 
     def received(self, source: IncomingLink, envelope: t.TransferEnvelope) -> None:
-        """Take one frame.
+        """Dispatch one frame.
 
         Raises:
-            PeerError: the link is of no more use.
+            PeerError: the link must be closed.
         """
         body = envelope.body
         if source.hello.purpose == FETCH:
@@ -134,7 +134,7 @@ class PeerDispatch:
         self._jobs.post(partial(self._protector.damaged, session, node_id, body, why))
 
     def _staging(self) -> memoryview:
-        """This thread's own block, touched once."""
+        """Return this thread's own staging block, which is allocated once."""
         if not hasattr(_of_thread, "block"):
             _of_thread.block = memoryview(bytearray(MAX_BLOCK_BYTES))
         found = _of_thread.block

@@ -1,8 +1,8 @@
-"""The versions on their way to be protected: what is known of each so far.
+"""The versions that are being protected, and what is known of each so far.
 
-Runs in:  the SMP, in the server's thread.
-Takes in: what `Protector` hears of a version.
-Gives:    a `ProtectionRound` for each; those that are over.
+Runs in:  the SMP, in the server thread.
+Takes in: what `Protector` receives about a version.
+Gives:    a `ProtectionRound` for each version; the newest version that is over.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,14 +16,14 @@ from ftrun.snapshot.plan_agreement import Told
 from ftrun.wire.messages.protected import NodeAddress
 
 MAX_ROUNDS = 4
-"""Versions that others have sealed and this node has not, besides the one under way."""
+"""Limit of versions that other nodes have sealed and this node has not."""
 
 
 @dataclass
 class ProtectionRound:
-    """One version; begun anew, with the next attempt, where a link was lost on the way.
+    """One version. If a link is lost on the way, it restarts with the next attempt.
 
-    What is kept by place is what that node of the group has said.
+    Fields keyed by position hold what that node of the group has sent.
     """
 
     version: Version
@@ -42,14 +42,14 @@ class ProtectionRound:
     protected_in: int = -1
     is_ready: bool = False
     was_ready: bool = False
-    """The agent has been told so; that cannot be taken back."""
+    """The agent received VersionReady, which cannot be revoked."""
     problem: str = ""
     began_s: float = 0.0
     seen: tuple[object, ...] = ()
-    """How far it was when it was last looked at."""
+    """The progress at the last call of `has_moved`."""
 
     def begin_again(self, attempt: int) -> None:
-        """Forget all but what the version is."""
+        """Start a new attempt: drop the exchange, and what the group has sent except manifests."""
         self.stop()
         self.attempt = attempt
         self.told, self.parts, self.windows, self.stored = {}, {}, {}, set()
@@ -57,7 +57,7 @@ class ProtectionRound:
         self.problem = ""
 
     def has_moved(self) -> bool:
-        """Whether anything has come since this was last asked."""
+        """True if anything has arrived since the last call."""
         missing = self.exchange.missing if self.exchange is not None else None
         before, self.seen = (
             self.seen,
@@ -66,13 +66,12 @@ class ProtectionRound:
         return before != self.seen
 
     def stop(self) -> None:
-        """No byte of it comes in or goes out any more when this returns."""
+        """End the exchange; when this returns, it receives and sends no more bytes."""
         if self.exchange is not None:
             self.exchange.stop()
         self.exchange = None
 
     def status(self, nodes: Sequence[NodeAddress]) -> dict[str, object]:
-        """For the status document; nodes of the group in its order."""
         return {
             "generation": self.version.generation,
             "step": self.version.step,
@@ -85,11 +84,11 @@ class ProtectionRound:
 
 
 class ProtectionRounds:
-    """Those of one generation, by version."""
+    """The rounds of one generation, by version."""
 
     def __init__(self) -> None:
         self.over: Version | None = None
-        """The newest that is settled: nothing more is heard of it or of those before."""
+        """The newest finished version. Messages about it and older ones are ignored."""
         self._rounds: dict[Version, ProtectionRound] = {}
 
     def __iter__(self) -> Iterator[ProtectionRound]:
@@ -99,7 +98,6 @@ class ProtectionRounds:
         return self._rounds.get(wanted)
 
     def of(self, wanted: Version) -> ProtectionRound:
-        """That of a version, begun if need be."""
         if wanted not in self._rounds:
             self._rounds[wanted] = ProtectionRound(wanted)
             others = [at for at, one in self._rounds.items() if not one.is_sealed]
@@ -112,14 +110,13 @@ class ProtectionRounds:
         return self._rounds.get(round_.version) is round_
 
     def drop(self, chosen: Callable[[Version], bool], *, is_over: bool = True) -> None:
-        """Give these up; nothing more is to be heard of them where they are over."""
+        """Drop the chosen rounds. If they are over, later messages about them are ignored."""
         for at in [one for one in self._rounds if chosen(one)]:
             self._rounds.pop(at).stop()
             if is_over:
                 self.over = at if self.over is None else max(self.over, at)
 
     def stop(self) -> None:
-        """Give up all of them."""
         for round_ in self:
             round_.stop()
         self._rounds.clear()

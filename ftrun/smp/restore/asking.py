@@ -1,8 +1,9 @@
-"""The questions of one fetch, which hears of lost nodes and may be given up at any time.
+"""The requests of one fetch, which tracks lost nodes and can be cancelled at any time.
 
-Runs in:  the SMP, in the thread that fetches; lost links are told in theirs, `cancel` in any.
-Takes in: items, and what to ask for them.
-Gives:    the items, as `Downloader` gets them.
+Runs in:  the SMP, in the thread that fetches. Lost links are reported in their own threads.
+          `cancel` may be called in any thread.
+Takes in: items, and the requests for them.
+Gives:    the items, as `Downloader` receives them.
 """
 
 import threading
@@ -15,21 +16,21 @@ from ftrun.smp.waits import Steps, drive
 from ftrun.wire.cluster import transfer as t
 
 Question = Callable[[int, Sequence[DownloadItem]], t.GetPieces | t.RebuildBlock]
-"""What to ask: the number of the question, items of one kind."""
+"""Builds a request from its number and items of one kind."""
 
 
 class DownloadSession:
-    """One set of items after the other.
+    """Downloads one set of items after another.
 
     Args:
-        desk: where questions go.
-        patience_s: how long a source may deliver nothing.
+        desk: sends the requests.
+        patience_s: seconds for which a source may deliver nothing.
     """
 
     def __init__(self, desk: FetchRpc, *, patience_s: float) -> None:
         self.is_cancelled = False
         self.num_bytes = 0
-        """That have come so far."""
+        """Received so far."""
         self._desk = desk
         self._patience_s = patience_s
         self._running: set[Downloader] = set()
@@ -37,41 +38,40 @@ class DownloadSession:
         self._lock = threading.Lock()
 
     def begin(self, name: str, work: Steps[None]) -> None:
-        """Do the work of a fetch in a thread of this name."""
         self._desk.on_lost(self.note_lost)
         self._desk.runner.start(name, work)
 
     def why_lost(self, node_id: str) -> str:
-        """Why a node cannot be asked any more; empty where it can."""
+        """Return the reason why a node is unreachable, or ""."""
         return self._lost.get(node_id, "")
 
     @property
     def has_lost(self) -> bool:
-        """A node could not be reached, or there is no connection to it now."""
+        """True if a node was unreachable, or if a connection to one is missing now."""
         return bool(self._lost or self._desk.unlinked)
 
     def note_lost(self, node_id: str, why: str) -> None:
-        """A node cannot be reached any more; called in links' threads."""
+        """Record that a node is unreachable; called in the threads of links."""
         with self._lock:
             self._lost[node_id] = why
             for downloads in self._running:
                 downloads.lost(node_id, why)
 
     def cancel(self) -> None:
-        """Give up; nobody is told. Does not wait."""
+        """Cancel without waiting; no result is reported."""
         with self._lock:
             self.is_cancelled = True
             for downloads in self._running:
                 downloads.cancel()
 
     def run(self, items: Sequence[DownloadItem], question: Question) -> list[DownloadItem]:
-        """As `steps`, in this thread."""
+        """Do the same as `steps`, in the calling thread."""
         return drive(self.steps(items, question))
 
     def steps(self, items: Sequence[DownloadItem], question: Question) -> Steps[list[DownloadItem]]:
-        """Get all of these; those that nobody could give.
+        """Download all items; return those that no source could deliver.
 
-        When this returns no answer is written to an item's memory any more.
+        When this returns, no answer is written to an item's memory any more.
         """
 
         def ask(node_id: str, number: int, batch: Sequence[DownloadItem]) -> bool:

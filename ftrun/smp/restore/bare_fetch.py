@@ -1,8 +1,8 @@
-"""Fetches whole slots of a version from the nodes that hold them; no protection is relied on.
+"""Fetches whole slots of a version from the nodes that hold them, without using parity.
 
 Runs in:  the SMP, in the thread that fetches.
-Takes in: the nodes, and the ranks whose slots are wanted.
-Gives:    a sealed arena for each rank, every piece compared with the slot's digest table.
+Takes in: the nodes, and the ranks whose slots are requested.
+Gives:    a sealed arena for each rank. Every piece is compared with the slot's digest table.
 """
 
 import os
@@ -23,17 +23,16 @@ _BATCH = 64
 
 
 def shape_of(shards: PreviousWorldShards, rank: Rank, world_size: int) -> ArenaShape:
-    """What the slot of a rank needs. Raises: LayoutUnknown: no node has it."""
     head = shards.head(rank)
     return ArenaShape(rank, world_size, head.image_bytes, len(head.table), head.layout_id)
 
 
 def fetch_slot(shards: PreviousWorldShards, rank: Rank, wanted: Version, shape: ArenaShape) -> int:
-    """The descriptor of an arena whose slot holds the version; the caller's to close.
+    """Return the descriptor of an arena whose slot holds the version; the caller closes it.
 
     Raises:
-        LayoutUnknown: a piece is nowhere to be had.
-        FetchFailed: a piece is not what was captured.
+        LayoutUnknown: no node has a piece.
+        FetchFailed: a piece differs from what was captured.
     """
     fd = create(shape)
     arena = Arena(fd, writable=True)
@@ -67,7 +66,6 @@ def _fill(shards: PreviousWorldShards, rank: Rank, wanted: Version, arena: Arena
 
 
 def _batches(pieces: Sequence[Piece]) -> list[list[int]]:
-    """Pieces that lie one behind the other, some at a time."""
     found: list[list[int]] = []
     for index, piece in enumerate(pieces):
         before = pieces[index - 1]

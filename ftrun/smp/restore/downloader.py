@@ -1,13 +1,13 @@
-"""Gets many items from whoever has them, each from the next source where one fails.
+"""Downloads items from several sources; if a source fails, an item moves to its next source.
 
-Runs in:  the SMP, in the thread that fetches (waits.py); answers come in threads of links.
-Takes in: items, each with the memory it goes to and the nodes that may have it.
-Gives:    the items, checked; and for those that nobody could give, why not.
+Runs in:  the SMP, in the thread that fetches (waits.py). Answers arrive in the threads of links.
+Takes in: items, each with its destination memory and the nodes that may have it.
+Gives:    the items, checked by digest; for items that no source could deliver, the reasons.
 
-Rule 1: a source has a bounded number of bytes to deliver at a time, so memory and queues stay
+Rule 1: the bytes requested from one source at a time are bounded. Memory and queues therefore stay
         small on both sides, and all sources are busy.
-Rule 2: a source that delivers nothing for longer than the patience is asked no more, and what it
-        owed is asked of the next; a late answer of its is forgotten (see `requests.py`).
+Rule 2: a source that delivers nothing for longer than the patience gets no more requests. Its open
+        items are requested from the next source. A late answer is dropped (see `requests.py`).
 """
 
 import queue
@@ -19,7 +19,7 @@ from ftrun.smp.restore.requests import PendingRequests
 from ftrun.smp.waits import Steps, Wait
 
 PIECE, BLOCK = "piece", "block"
-"""Kinds of items. Pieces are asked for several at a time."""
+"""Kinds of items. One request names several pieces, but only one block."""
 
 WINDOW_BYTES = 16 << 20
 _MAX_BATCH = 16
@@ -28,16 +28,16 @@ _TICK_S = 0.2
 
 @dataclass(eq=False)
 class DownloadItem:
-    """Something that is wanted.
+    """A requested run of bytes.
 
     Args:
         kind: PIECE or BLOCK.
-        num_bytes: how long it is.
-        views: where it goes; in all `num_bytes`.
+        num_bytes: its length.
+        views: the destination, `num_bytes` in total.
         sources: node ids, the best first.
-        digest: of its bytes, where known.
-        is_coded: it could be rebuilt instead.
-        key: what the question needs to know: a digest, or a stripe.
+        digest: of its bytes, if known.
+        is_coded: it can be rebuilt instead.
+        key: identifies it in a request: a digest, or a stripe.
     """
 
     kind: str
@@ -52,13 +52,12 @@ class DownloadItem:
 
 
 Ask = Callable[[str, int, Sequence[DownloadItem]], bool]
-"""Ask a node for items of one kind: node, number of the question, items; False where the node
-cannot be asked."""
+"""Requests items of one kind: node, request number, items. False if the node is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """What became of one item of one question; an index of -1 is for all of a node."""
+    """The result of one item of one request; index -1 concerns a whole node."""
 
     number: int
     index: int
@@ -68,7 +67,7 @@ class _Event:
 
 
 class _Batch:
-    """The `Sink` of one question for some items."""
+    """The `ResponseSink` of one request for some items."""
 
     def __init__(self, items: Sequence[DownloadItem], events: "queue.SimpleQueue[_Event]") -> None:
         self.items = items
@@ -94,13 +93,13 @@ class _Question:
 
 
 class Downloader:
-    """One set of items.
+    """Downloads one set of items.
 
     Args:
-        requests: where answers are waited for.
-        ask: sends a question.
-        patience_s: how long a source may deliver nothing.
-        now_s: the present time.
+        requests: registers the requests and dispatches their answers.
+        ask: sends a request.
+        patience_s: seconds for which a source may deliver nothing.
+        now_s: returns the present time.
     """
 
     def __init__(
@@ -121,18 +120,17 @@ class Downloader:
         self.num_bytes = 0
 
     def cancel(self) -> None:
-        """Give up; from whichever thread."""
         self._is_cancelled = True
         self._events.put(_Event(0, -1))
 
     def lost(self, node: str, why: str) -> None:
-        """A node cannot be reached any more; from whichever thread."""
+        """Record that a node is unreachable; callable in any thread."""
         self._events.put(_Event(0, -1, why, node=node))
 
     def steps(self, items: Sequence[DownloadItem]) -> Steps[list[DownloadItem]]:
-        """Get all of them; those that nobody could give, with their problems.
+        """Download all items; return those that no source could deliver, with their problems.
 
-        When this returns no answer is written to an item's memory any more.
+        When this returns, no answer is written to an item's memory any more.
         """
         self._failed = []
         for item in items:
@@ -153,7 +151,7 @@ class Downloader:
         return self._failed
 
     def _assign(self, item: DownloadItem) -> None:
-        """Queue an item at its next source that is any good."""
+        """Queue an item at its next source that has not failed."""
         while item.sources:
             node = item.sources.popleft()
             if node not in self._bad:
@@ -221,7 +219,7 @@ class Downloader:
                 self._give_up(node, f"silent for {self._patience_s:.0f} s")
 
     def _give_up(self, node: str, why: str) -> None:
-        """Ask a source no more; what it owed goes to the next."""
+        """Stop using a source, and move its open items to their next sources."""
         if node in self._bad:
             return
         self._bad[node] = why

@@ -1,13 +1,15 @@
 """Fetches the restored version for local ranks that have no slot of it.
 
-Runs in:  the SMP, in a thread of its own for as long as it takes; the server's is told at the end.
-Takes in: the group that protected the version, and where its nodes are now.
-Gives:    a sealed arena for each such rank, byte for byte what the lost one held; or a reason that
+Runs in:  the SMP, in a thread of its own for the duration of the fetch. The result is reported to
+          the server thread.
+Takes in: the group that protected the version, and the present addresses of its nodes.
+Gives:    a sealed arena for each such rank, equal in every byte to the lost one; or an error that
           names rank, version, nodes, and what is missing.
 
-First the mirror of the lost node: it says what is where. Then replicas from whoever has a piece
-with that digest, all at once, and blocks from the survivors, who rebuild them. At last every piece
-is compared with the digest table, the table with the mirror, and the slot is sealed.
+The fetch first gets the mirror of the lost node, which lists the location of all other bytes. It
+then requests replicas from any node that has a piece with that digest, and blocks from the
+survivors, which rebuild them. All these requests run at once. Finally it compares every piece with
+the digest table and the table with the mirror, and seals the slot.
 """
 
 import logging
@@ -44,11 +46,11 @@ class FetchJob:
     Args:
         wanted: the version.
         generation: the running one.
-        ranks: that have no slot of it here.
-        groups: that protected it; together they name all of the ranks.
+        ranks: the local ranks that have no slot of it.
+        groups: the groups that protected it; together they contain all these ranks.
         world_size: of the version.
-        own: this SMP's own place, for the others to answer to.
-        check: raises MemoryTooSmall where so many bytes do not fit.
+        own: the address to which other nodes send their answers.
+        check: raises MemoryTooSmall if this number of bytes does not fit.
     """
 
     wanted: Version
@@ -63,12 +65,13 @@ class FetchJob:
 
 @dataclass(frozen=True, slots=True)
 class FetchEvents:
-    """Who is told; in the thread that fetches.
+    """Callbacks, run in the thread that fetches.
 
     Args:
-        done: descriptors of sealed arenas by rank, the caller's to close; and the bytes received.
-        failed: why nothing came of it, and whether connections to nodes were lost.
-        notice: what was set aside on the way.
+        done: descriptors of sealed arenas by rank, which the receiver closes; and the bytes
+            received.
+        failed: the reason of the failure, and whether connections to nodes were lost.
+        notice: data that was rejected on the way.
     """
 
     done: Callable[[dict[Rank, int], int], None]
@@ -90,12 +93,11 @@ class Fetcher:
         self._asking.begin("ftrun-fetch", self._run())
 
     def cancel(self) -> None:
-        """Give up; see `DownloadSession.cancel`."""
         self._asking.cancel()
         if self._bare is not None:
             self._bare.cancel()
 
-    # --- the thread --------------------------------------------------------------------------
+    # --- the fetch thread --- ----------------------------------------------------------------
 
     def _run(self) -> Steps[None]:
         fds: dict[Rank, int] = {}
@@ -106,7 +108,7 @@ class Fetcher:
         except FtrunError as error:
             self._give_up(fds, str(error))
         except Exception:  # noqa: BLE001
-            # A thread's loop: a bug here must be an answer, not silence.
+            # This is the main loop of a thread, so a bug must give an answer and not a hang.
             _log.exception("a fetch ended in a bug of ftrun")
             self._give_up(fds, "a bug in ftrun; the SMP's log has it")
         else:
@@ -116,10 +118,10 @@ class Fetcher:
                 self._events.done(fds, self._asking.num_bytes)
 
     def _lost_nodes(self) -> list[LostNode]:
-        """Whose state is fetched.
+        """Return the nodes whose state is fetched.
 
         Raises:
-            FetchFailed: nobody has protected one of the ranks.
+            FetchFailed: no known group has protected one of the ranks.
         """
         order = self._order
         found = [
@@ -146,10 +148,10 @@ class Fetcher:
             self._events.failed(why, self._asking.has_lost)
 
     def _fetch(self, lost: LostNode) -> Steps[dict[Rank, int]]:
-        """Arenas of some ranks of one node.
+        """Return arenas of the requested ranks of one node.
 
         Raises:
-            FtrunError: it is not possible.
+            FtrunError: the fetch is not possible.
         """
         self._desk.meet(list(lost.group.nodes))
         for node in lost.alive:
@@ -174,16 +176,16 @@ class Fetcher:
     # --- bytes -------------------------------------------------------------------------------
 
     def _opened(self, raw: bytearray, lost: LostNode) -> Mirror:
-        """Raises: LayoutUnknown: it is not the mirror of this node."""
+        """Parse the mirror; raise LayoutUnknown if it is not the mirror of this node."""
         mirror = Mirror(memoryview(raw))
         check_mirror(mirror, lost)
         return mirror
 
     def _begin(self, lost: LostNode, mirror: Mirror, fds: dict[Rank, int]) -> LostNodeRestore:
-        """Make arenas, put their descriptors into `fds`, and fill them with what is here.
+        """Create arenas, put their descriptors into `fds`, and copy into them what is on this node.
 
         Raises:
-            FtrunError: it is not possible.
+            FtrunError: the fetch is not possible.
         """
         shapes = {Rank(head.rank): head.shape for head in mirror.head.ranks}
         self._order.check(sum(shapes[rank].total_bytes for rank in lost.ranks))
@@ -206,12 +208,12 @@ class Fetcher:
         fds.clear()
 
     def _fetch_bare(self, lost: LostNode) -> Steps[dict[Rank, int]]:
-        """The same where no protection is relied on: their slots, as they lie in a node's memory.
+        """Fetch without parity: copy whole slots from the memory of a node.
 
         Raises:
-            FtrunError: it is not possible.
+            FtrunError: the fetch is not possible.
         """
-        yield from ()  # its parts wait by themselves
+        yield from ()  # the calls below wait by themselves
         order, served = self._order, self._desk.served
         assert served is not None
         world = PreviousWorld(
@@ -230,13 +232,13 @@ class Fetcher:
             raise
         return fds
 
-    # --- what is asked -----------------------------------------------------------------------
+    # --- requests --- ------------------------------------------------------------------------
 
     def _mirror(self, lost: LostNode) -> Steps[Mirror]:
-        """The small state of the lost node, from one of those who have it.
+        """Get the small state of the lost node from one of the nodes that store it.
 
         Raises:
-            FetchFailed: nobody has it.
+            FetchFailed: no node can deliver it.
         """
         problems = []
         for node in lost.mirror_holders:
@@ -277,10 +279,10 @@ class Fetcher:
             requests.close(number)
 
     def _fill(self, lost: LostNode, work: LostNodeRestore) -> Steps[None]:
-        """Get all that the mirror did not have, until every digest matches.
+        """Download all that the mirror does not contain, until every digest matches.
 
         Raises:
-            FetchFailed: something is nowhere to be had.
+            FetchFailed: no source can deliver an item.
         """
         items = work.items()
         while True:
@@ -288,7 +290,7 @@ class Fetcher:
             if self._asking.is_cancelled:
                 raise FetchFailed("it was given up")
             if failed and not work.has_blocks and all(item.is_coded for item in failed):
-                # What the node itself cannot give any more, the others rebuild.
+                # The other nodes rebuild what the node itself can no longer deliver.
                 items = work.block_items()
                 continue
             if failed:
@@ -304,19 +306,19 @@ class Fetcher:
 
 
 class _MirrorSink:
-    """The `Sink` of a question for a mirror, whose length only its holder knows."""
+    """The `ResponseSink` of a request for a mirror, whose length only its holder knows."""
 
     def __init__(self) -> None:
         self._raw: bytearray | None = None
         self._is_here = False
         self.answers: queue.SimpleQueue[str] = queue.SimpleQueue()
-        """Why it does not come; empty where it is here."""
+        """The reason why the mirror does not arrive; empty if it has arrived."""
 
     def answer(self, refusal: str) -> bytearray:
-        """The mirror.
+        """Return the mirror.
 
         Raises:
-            FetchFailed: it will not come.
+            FetchFailed: it will not arrive.
         """
         if refusal or self._raw is None:
             raise FetchFailed(refusal)

@@ -1,11 +1,11 @@
-"""The shards of a version, for workers of another world size to read.
+"""Opens the shards of a version for workers of another world size.
 
-Runs in:  the SMP, in the server's thread.
-Takes in: the arenas, a worker's question.
-Gives:    one read-only descriptor for each rank of the old world that has its shard here.
+Runs in:  the SMP, in the server thread.
+Takes in: the arenas, and a worker's request.
+Gives:    one read-only descriptor for each rank of the previous world whose shard is on this node.
 
-The arenas of the old world stay until the first version of the new one is committed; nobody
-writes to them meanwhile, because workers of the new world have arenas of their own.
+The arenas of the previous world stay until the first version of the new world is committed. No
+process writes to them until then, because workers of the new world have arenas of their own.
 """
 
 import os
@@ -18,11 +18,11 @@ from ftrun.wire.messages import worker as worker_messages
 
 _READ_ONLY = os.O_RDONLY | os.O_CLOEXEC
 MOST_IMAGES = 250
-"""As many descriptors as one message carries, nearly."""
+"""Slightly below the number of descriptors that one message can carry."""
 
 
 def open_images(memory: ArenaStore, asker: Requester, body: worker_messages.OpenShards) -> None:
-    """Answer with what there is of the version; what is elsewhere is not in it."""
+    """Answer with the shards of the version on this node; shards on other nodes are left out."""
     wanted = version(body.generation, body.step)
     found: dict[Rank, int] = {}
     for arena in memory.all():
@@ -35,7 +35,7 @@ def open_images(memory: ArenaStore, asker: Requester, body: worker_messages.Open
         return
     fds: list[int] = []
     try:
-        # Descriptions of the files of their own, so that they can be read-only.
+        # Opening the files again gives file descriptions of their own, which can be read-only.
         fds.extend(os.open(f"/proc/self/fd/{fd}", _READ_ONLY) for fd in found.values())
         asker.tell(worker_messages.ShardsOpened(list(found)), fds=tuple(fds))
     finally:

@@ -1,8 +1,8 @@
-"""What is fetched of one lost node, and where each part of it goes.
+"""What is fetched of one lost node, and the destination of each part.
 
 Runs in:  the SMP, in the thread that fetches.
-Takes in: the group that protected it, its mirror, fresh arenas.
-Gives:    items to download, the questions for them, sealed slots; words for what is missing.
+Takes in: the group that protected the node, its mirror, new arenas.
+Gives:    items to download, the requests for them, sealed slots; error texts for what is missing.
 """
 
 from collections import deque
@@ -31,13 +31,13 @@ _SLOT = 0
 
 @dataclass(frozen=True, slots=True)
 class LostNode:
-    """Whose state is fetched.
+    """The node whose state is fetched.
 
     Args:
         wanted: the version.
-        group: that protected it.
-        place: of the lost node in it.
-        ranks: of that node, those that are wanted.
+        group: the group that protected it.
+        place: the position of the lost node in the group.
+        ranks: the requested ranks of that node.
         own_id: the node that fetches.
     """
 
@@ -53,12 +53,12 @@ class LostNode:
 
     @property
     def alive(self) -> list[NodeAddress]:
-        """Nodes of the group that can be asked."""
+        """Nodes of the group that can be reached."""
         return [node for node in self.group.nodes if node.smp_port > 0]
 
     @property
     def owner(self) -> NodeAddress | None:
-        """The node itself, where it is there and a rank of it has only moved."""
+        """The node itself, if it is still reachable because a rank has only moved away from it."""
         node = self.group.nodes[self.place]
         return node if node.smp_port > 0 and node.node_id != self.own_id else None
 
@@ -69,7 +69,7 @@ class LostNode:
 
     @property
     def mirror_holders(self) -> list[NodeAddress]:
-        """Nodes that have its small state, as far as they can be asked."""
+        """Reachable nodes that have the small state of the lost node."""
         count = len(self.group.nodes)
         places = [(self.place + ahead) % count for ahead in range(1, self.group.parity + 1)]
         found = [self.group.nodes[at] for at in places if at in self.alive_places]
@@ -82,7 +82,7 @@ class LostNode:
         ).id
 
     def missing(self, what: str, problems: Sequence[str]) -> str:
-        """In words: what cannot be had, and why."""
+        """Return an error text: what cannot be fetched, and why."""
         group = self.group
         gone = [node.node_id for node in group.nodes if node.smp_port <= 0]
         k = len(group.nodes) - group.parity
@@ -97,13 +97,13 @@ class LostNode:
 
 
 class LostNodeRestore:
-    """The state of one lost node on its way into arenas.
+    """Restores the state of one lost node into arenas.
 
     Args:
-        lost: whose it is.
+        lost: the node.
         mirror: its small state.
-        arenas: fresh ones, by rank.
-        held: what this node has of the version itself.
+        arenas: new ones, by rank.
+        held: the shards of the version on this node.
 
     Raises:
         LayoutUnknown: the mirror is not of this node and version.
@@ -132,29 +132,28 @@ class LostNodeRestore:
             self._begin(rank, arena)
 
     def items(self) -> list[DownloadItem]:
-        """All that the mirror did not have, and nobody here has."""
         replicas = self._replica_items()
         if self._lost.owner is None:
             return replicas + self.block_items()
-        # All of it is still there in one place: nothing has to be rebuilt.
+        # The owner still has all of it, so nothing has to be rebuilt.
         return replicas + self._coded_pieces(self._lost.owner)
 
     @property
     def has_blocks(self) -> bool:
-        """Blocks were asked for."""
         return bool(self._blocks)
 
     def copy_twins(self) -> None:
-        """What several ranks hold alike was fetched once."""
+        """Copy pieces that several ranks hold alike, because each was fetched only once."""
         for item, places in self._twins:
             for rank, index in places:
                 self._piece(rank, index)[:] = item.views[0]
 
     def bad_items(self) -> list[DownloadItem]:
-        """Blocks whose pieces are not what was captured: to be had from the next source.
+        """Return the blocks with damaged pieces, to be requested from their next source.
 
         Raises:
-            SnapshotCorrupt: a piece is bad that came with its digest checked: memory is failing.
+            SnapshotCorrupt: a piece is damaged whose digest was checked on arrival, so memory is
+                failing.
         """
         bad: set[int] = set()
         for rank in self._arenas:
@@ -169,18 +168,16 @@ class LostNodeRestore:
         return [self._blocks[block] for block in sorted(bad)]
 
     def seal(self) -> None:
-        """Every digest matches: make the slots count."""
+        """Seal the slots, after every digest has matched."""
         for rank, arena in self._arenas.items():
             header = self._header(rank, SlotState.SEALED)
             arena.write_header(_SLOT, header)
 
     def close(self) -> None:
-        """Unmap the arenas."""
         for arena in self._arenas.values():
             arena.close()
 
     def question(self, number: int, batch: Sequence[DownloadItem]) -> t.GetPieces | t.RebuildBlock:
-        """What to ask for some items of one kind."""
         lost = self._lost
         name = (
             number,
@@ -203,7 +200,6 @@ class LostNodeRestore:
     # --- details -----------------------------------------------------------------------------
 
     def _begin(self, rank: Rank, arena: Arena) -> None:
-        """What the mirror has of a rank, into its arena."""
         arena.write_header(_SLOT, self._header(rank, SlotState.COPYING))
         header = self._mirror.headers[rank]
         arena.image(_SLOT)[: len(header)] = header
@@ -241,7 +237,7 @@ class LostNodeRestore:
         return [item for item, _ in found.values()]
 
     def _copy_own(self, rank: Rank, index: int, digest: int) -> bool:
-        """Take a piece from a slot of this node, if it has one like it."""
+        """Copy an equal piece from a slot of this node; return False if there is none."""
         if self._held is None:
             return False
         try:
@@ -279,7 +275,6 @@ class LostNodeRestore:
         return items
 
     def block_items(self) -> list[DownloadItem]:
-        """All blocks with bytes of the wanted ranks, to be rebuilt."""
         scratch = memoryview(bytearray(self._space.block_bytes))
         wanted = {block for rank in self._arenas for block in self._space.blocks_of(rank)}
         for block in sorted(wanted):
@@ -300,7 +295,7 @@ class LostNodeRestore:
         return [item for _, item in sorted(self._blocks.items())]
 
     def _room(self, extent: Extent, scratch: memoryview) -> memoryview:
-        """Where bytes of a block go; those of a rank that nobody wants go nowhere."""
+        """Return the destination of block bytes; bytes of ranks not requested go to `scratch`."""
         rank = Rank(extent.rank)
         if rank not in self._arenas:
             return scratch[: extent.num_bytes]
@@ -317,7 +312,7 @@ class LostNodeRestore:
 
 
 def check_mirror(mirror: Mirror, lost: LostNode) -> None:
-    """Raises: LayoutUnknown: this is not the mirror that was asked for."""
+    """Raise LayoutUnknown if this is not the requested mirror."""
     head = mirror.head
     nodes = [member.node_id for member in head.members]
     is_it = (
@@ -339,6 +334,6 @@ def check_mirror(mirror: Mirror, lost: LostNode) -> None:
 
 
 def _turned(places: list[int], times: int) -> list[int]:
-    """The same, begun elsewhere each time, so that all are asked equally often."""
+    """Rotate the list by `times`, so that all positions get equally many requests."""
     at = times % max(1, len(places))
     return places[at:] + places[:at]

@@ -1,11 +1,11 @@
-"""Pieces of shards whose node is lost: where each lies now, and the items to get them by.
+"""Pieces of shards whose node is lost: their present locations, and the items to download.
 
 Runs in:  the SMP, in a thread of a job.
-Takes in: the mirror of a lost node, pieces that are wanted and the room for each.
-Gives:    items to download; pieces put together of blocks and compared with their digests.
+Takes in: the mirror of a lost node; the requested pieces, each with its buffer.
+Gives:    items to download; pieces assembled from blocks and compared with their digests.
 
-Blocks are longer than pieces: each is got once in a request, into memory of its own, and what is
-wanted of it is copied out. A request is bounded, so this memory is too.
+Blocks are longer than pieces. Each block is fetched once per request into memory of its own, and
+the requested bytes are copied from it. A request is bounded, so this memory is bounded too.
 """
 
 from collections import deque
@@ -29,7 +29,7 @@ Rebuild = Callable[[t.RebuildBlock], memoryview]
 
 @dataclass(eq=False)
 class WantedPiece:
-    """A piece of an old rank's shard, and where it goes."""
+    """A piece of the shard of a previous rank, and its destination."""
 
     rank: Rank
     index: int
@@ -40,7 +40,7 @@ class WantedPiece:
 
 @dataclass(eq=False)
 class _Block:
-    """A block of a lost node, on its way or here."""
+    """A block of a lost node, pending or received."""
 
     lost: "MissingShards"
     number: int
@@ -49,13 +49,13 @@ class _Block:
 
 
 class MissingShards:
-    """What is known of one lost node.
+    """The shards of one lost node.
 
     Args:
-        group: that protected it, with the places of its nodes now.
-        mirror: of the node.
-        own_id: this node's.
-        rebuild: makes a block of this node's own parity; None where it has none.
+        group: the group that protected it, with the present addresses of its nodes.
+        mirror: of the lost node.
+        own_id: this node.
+        rebuild: rebuilds a block with this node's own parity; None if it has none.
     """
 
     def __init__(
@@ -74,7 +74,6 @@ class MissingShards:
         self._mirrored = {rank: dict(mirror.mirrored(rank)) for rank in mirror.layouts}
 
     def add(self, one: WantedPiece, homes: "ShardLocations") -> None:
-        """Take the piece out of the mirror, or have it fetched."""
         mirrored = self._mirrored[one.rank].get(one.index)
         if mirrored is not None:
             one.room[:] = mirrored
@@ -86,7 +85,6 @@ class MissingShards:
             homes.add_piece(one, self._holders(one))
 
     def make_block(self, number: int) -> _Block:
-        """A block, rebuilt here if this node has parity of it."""
         place = self._mirror.head.place
         stripe = self._stripes.stripe_of(place, number)
         keepers = [at for at in self._stripes.parity_nodes(stripe) if at in self._alive]
@@ -109,7 +107,6 @@ class MissingShards:
         return block
 
     def question(self, number: int, stripe: int) -> t.RebuildBlock:
-        """What to ask for the block in a stripe."""
         head = self._mirror.head
         return t.RebuildBlock(
             number,
@@ -123,7 +120,6 @@ class MissingShards:
         )
 
     def piece_offset(self, one: WantedPiece) -> int:
-        """Where a piece begins in the data of its shard."""
         return self._mirror.layouts[one.rank].pieces[one.index].offset
 
     def _is_here(self, place: int) -> bool:
@@ -131,7 +127,6 @@ class MissingShards:
         return node.smp_port > 0 or node.node_id == self._own_id
 
     def _holders(self, one: WantedPiece) -> list[str]:
-        """Nodes that had this piece too."""
         for replicated in self._mirror.plan_of(one.rank).replicated:
             if any(run.first <= one.index < run.first + run.count for run in replicated.runs):
                 places = self._mirror.head.holders[replicated.holders]
@@ -140,10 +135,10 @@ class MissingShards:
 
 
 class ShardLocations:
-    """Where the pieces of one request come from.
+    """The sources of the pieces of one request.
 
     Args:
-        alive: other nodes that can be asked for a piece, in whatever order.
+        alive: other nodes that can be asked for a piece, in any order.
     """
 
     def __init__(self, alive: Sequence[str]) -> None:
@@ -156,7 +151,6 @@ class ShardLocations:
         self._next: list[DownloadItem] = []
 
     def add_piece(self, one: WantedPiece, best: Sequence[str]) -> None:
-        """Have a piece fetched by its digest: from these, or from whoever else has it."""
         first = [node for node in best if node in self._alive]
         others = [node for node in self._alive if node not in first]
         item = DownloadItem(
@@ -171,7 +165,7 @@ class ShardLocations:
         self._next.append(item)
 
     def block(self, lost: MissingShards, number: int) -> _Block:
-        """A block of a lost node, got once."""
+        """Return a block of a lost node, which is fetched at most once."""
         key = (id(lost), number)
         if key not in self._blocks:
             made = self._blocks[key] = lost.make_block(number)
@@ -181,28 +175,25 @@ class ShardLocations:
         return self._blocks[key]
 
     def add_coded(self, one: WantedPiece, blocks: list[_Block]) -> None:
-        """Put a piece together of these blocks when they are here."""
         self._coded.append((one, blocks))
 
     def items(self) -> list[DownloadItem]:
-        """What is to be downloaded now."""
         found, self._next = self._next, []
         return found
 
     def question(
         self, number: int, wanted: Version, batch: Sequence[DownloadItem]
     ) -> t.GetPieces | t.RebuildBlock:
-        """What to ask for some items of one kind."""
         if batch[0].kind == BLOCK:
             return self._by_item[batch[0]].lost.question(number, batch[0].key)
         digests = b"".join(item.key.to_bytes(8, "little") for item in batch)
         return t.GetPieces(number, wanted.generation, wanted.step, 0, 0, digests=digests)
 
     def finish(self, failed: Sequence[DownloadItem]) -> list[DownloadItem]:
-        """Put together what has come; blocks to be had from their next source.
+        """Assemble what has arrived; return the blocks to request from their next source.
 
         Args:
-            failed: items that nobody could give.
+            failed: items that no source could deliver.
         """
         for item in failed:
             if item in self._pieces:
@@ -238,7 +229,7 @@ class ShardLocations:
 
 
 def _joined(one: WantedPiece, blocks: Sequence[_Block]) -> bool:
-    """Copy a piece out of its blocks; whether it is what was captured."""
+    """Copy a piece from its blocks; return True if its digest matches."""
     lost = blocks[0].lost
     offset = lost.piece_offset(one)
     for block in blocks:

@@ -1,14 +1,15 @@
-"""Shards of a version for ranks that did not take them, as far as other nodes have them.
+"""Shards of a version for ranks that did not write them, read from any node.
 
-Runs in:  the SMP, in threads of jobs; links of other nodes answer in theirs.
-Takes in: the groups that held the version, and where their nodes are now.
-Gives:    heads and pieces of any old rank's shard, one request at a time and no more than is asked
-          for; or an error that names rank, version and nodes.
+Runs in:  the SMP, in threads of jobs; answers of other nodes arrive in the threads of links.
+Takes in: the groups that held the version, and the present addresses of their nodes.
+Gives:    headers and pieces of the shard of any previous rank, limited to what each request names;
+          or an error that names rank, version and nodes.
 Survives: the loss of up to m nodes of each of those groups.
 
-A shard whose node is here is read from there. Of one that is lost, or damaged, the mirror of its
-node says what is where: in the mirror itself, with whoever has the same piece, or in blocks that
-are rebuilt of parity. This node asks itself first: it may hold all of these.
+If the node of a shard is reachable, the shard is read from it. If that node is lost, or the shard
+is damaged, the mirror of the node gives the location of each piece. A piece is in the mirror
+itself, on any node that has the same piece, or in blocks that are rebuilt from parity. This node
+checks its own memory first, because it may hold any of these.
 """
 
 import threading
@@ -36,18 +37,18 @@ from ftrun.wire.shared_memory.arena import table_digest
 Rebuild = Callable[[t.RebuildBlock], memoryview]
 
 _TIMES = 3
-"""A piece is tried to be had: whole, put together, and whole once more."""
+"""Rounds of one read. They alternate between whole shards and shards assembled from parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreviousWorld:
-    """What is read, and where.
+    """What is read, and from which nodes.
 
     Args:
         wanted: the version.
-        groups: that held it; together they name all old ranks.
-        own: this SMP's place; None where it is alone.
-        own_id: its node.
+        groups: the groups that held it; together they contain all previous ranks.
+        own: the address of this SMP; None if it is alone.
+        own_id: this node.
     """
 
     wanted: Version
@@ -59,10 +60,10 @@ class PreviousWorld:
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """A shard that is not here: its head, and where its bytes are.
+    """A shard that is not on this node: its header, and the location of its bytes.
 
     Args:
-        node_id: of the node that has it whole; empty where it is put together.
+        node_id: the node that has the whole shard; empty if it is assembled from parts.
     """
 
     head: PackedShardHeader
@@ -72,13 +73,13 @@ class _Shard:
 
 
 class PreviousWorldShards:
-    """The shards of one old world, for one generation. Thread-safe.
+    """The shards of one previous world, for one generation. Thread-safe.
 
     Args:
         world: what is read.
-        desk: where other nodes are asked.
-        served: what this node has itself.
-        rebuild: makes a block of this node's own parity.
+        desk: sends requests to other nodes.
+        served: the data of this node.
+        rebuild: rebuilds a block with this node's own parity.
     """
 
     def __init__(
@@ -94,18 +95,17 @@ class PreviousWorldShards:
         self._heads_lock = threading.Lock()
 
     def cancel(self) -> None:
-        """Give up what is under way. Does not wait."""
         self._asking.cancel()
 
     def note_lost(self, node_id: str, why: str) -> None:
-        """A node cannot be reached any more; called in links' threads."""
+        """Record that a node is unreachable; called in the threads of links."""
         self._asking.note_lost(node_id, why)
 
     def head(self, rank: Rank) -> PackedShardHeader:
-        """The head of an old rank's shard, compared with what was sealed.
+        """Return the header of a previous rank's shard, compared with what was sealed.
 
         Raises:
-            LayoutUnknown: nobody has it.
+            LayoutUnknown: no node has it.
         """
         with self._heads_lock:
             if rank not in self._shards:
@@ -113,15 +113,14 @@ class PreviousWorldShards:
             return self._shards[rank].head
 
     def layout(self, rank: Rank) -> Layout:
-        """The layout of an old rank's shard; raises as `head`."""
         self.head(rank)
         return self._shards[rank].layout
 
     def read(self, wanted: Sequence[tuple[Rank, int]], out: memoryview) -> None:
-        """Pieces, as (rank, index), one after the other into `out`, which they fill.
+        """Read pieces, given as (rank, index), one after the other; they must fill `out`.
 
         Raises:
-            LayoutUnknown: one of them is nowhere to be had.
+            LayoutUnknown: no node can deliver one of them.
         """
         left = self._places(wanted, out)
         for _ in range(_TIMES):
@@ -145,7 +144,7 @@ class PreviousWorldShards:
         return found
 
     def _copy_own(self, one: WantedPiece) -> bool:
-        """Take a piece from a slot of this node, whosever it is."""
+        """Copy a piece from any slot of this node that has it."""
         try:
             one.room[:] = self._served.shards.find(one.digest)
         except (LayoutUnknown, SnapshotCorrupt):
@@ -153,7 +152,6 @@ class PreviousWorldShards:
         return True
 
     def _fetch(self, wanted: Sequence[WantedPiece]) -> list[WantedPiece]:
-        """Get these from other nodes; those that could not be had."""
         homes = ShardLocations(self._alive)
         for one in wanted:
             shard = self._shards[one.rank]
@@ -178,18 +176,17 @@ class PreviousWorldShards:
             raise LayoutUnknown(f"{self.world.wanted} is not read any more: a generation begins")
         return failed
 
-    # --- heads -------------------------------------------------------------------------------
+    # --- headers --- -------------------------------------------------------------------------
 
     @property
     def _alive(self) -> list[str]:
-        """Other nodes that can be asked."""
         own_id = self.world.own_id
         nodes = [node for group in self.world.groups for node in group.nodes]
         found = [n.node_id for n in nodes if n.smp_port > 0 and n.node_id != own_id]
         return list(dict.fromkeys(found))
 
     def _meet(self) -> None:
-        """Tell the others of one another, once, so that each can answer to all."""
+        """Send all nodes the addresses of each other, once, so that each can answer all others."""
         if self._has_met or self.world.own is None:
             return
         self._has_met = True
@@ -201,7 +198,7 @@ class PreviousWorldShards:
                 self._desk.tell(node.node_id, OutgoingFrame(t.FetchPeers(alive)))
 
     def _find(self, rank: Rank) -> _Shard:
-        """Raises: LayoutUnknown: nobody has it, whole or in parts."""
+        """Find a shard; raise LayoutUnknown if no node has it, whole or in parts."""
         problems: list[str] = []
         for group in self.world.groups:
             for node in group.nodes:
@@ -232,7 +229,7 @@ class PreviousWorldShards:
         return _Shard(head, layout, node.node_id, None)
 
     def _in_parts(self, rank: Rank) -> _Shard:
-        """Raises: LayoutUnknown: no mirror of its node is to be had."""
+        """Find the parts of a shard; raise LayoutUnknown if no mirror of its node is available."""
         problems: list[str] = []
         for group in self.world.groups:
             for place, node in enumerate(group.nodes):
@@ -298,9 +295,10 @@ class PreviousWorldShards:
         )
 
     def _find_another_way(self, rank: Rank, left: Sequence[WantedPiece]) -> None:
-        """Have it put together if whoever has it whole cannot give a piece, and the other way.
+        """Switch a shard between its whole copy and its parts after pieces were missing.
 
-        What protected it may be gone because it is protected anew: then it is whole somewhere.
+        The parts of an old protection disappear when the version is protected again. In that case
+        some node has the whole shard.
         """
         with self._heads_lock:
             try:
@@ -320,7 +318,7 @@ class PreviousWorldShards:
 
 
 def _mirror_holders(group: PreviousGroup, place: int) -> list[NodeAddress]:
-    """Nodes that have kept the small state of the node at a place: the m after it."""
+    """Return the nodes that store the small state of the node at a position: the m after it."""
     count = len(group.nodes)
     return [group.nodes[(place + ahead) % count] for ahead in range(1, group.parity + 1)]
 

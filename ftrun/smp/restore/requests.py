@@ -1,13 +1,14 @@
-"""Questions to other SMPs, and where their answers go.
+"""Requests to other SMPs, and the destinations of their answers.
 
-Runs in:  the SMP: asked in the threads that fetch, answered in those of the links.
+Runs in:  the SMP: requests in the threads that fetch, answers in the threads of links.
 Takes in: answers, with their bytes.
-Gives:    the bytes where the asker wants them; word of each answer.
+Gives:    the bytes in the requester's memory; an event for each answer.
 
-Rule 1: when `close` returns, no thread writes any more to memory that belonged to that question.
-        An answer that comes later, from a peer that was frozen, is read and forgotten.
-Rule 2: where a connection is lost and made anew, what it may have taken along is asked for again.
-        So an answer may come twice: it is taken once, and never by two threads at a time.
+Rule 1: when `close` returns, no thread writes any more to memory of that request. An answer that
+        arrives later, from a peer that was frozen, is read and dropped.
+Rule 2: after a lost connection is restored, everything that it may have dropped is requested again.
+        An answer may therefore arrive twice. It is accepted once, and never by two threads at a
+        time.
 """
 
 import threading
@@ -24,26 +25,27 @@ from ftrun.wire.transport.bulk_socket import Bytes
 
 
 class ResponseSink(Protocol):
-    """Who has asked. All but `room` must return at once; all are called in links' threads."""
+    """The requester. Only `room` may block; all methods are called in the threads of links."""
 
     def room(self, index: int, num_bytes: int) -> Sequence[memoryview] | None:
-        """Where the bytes of an answer go; None where they are not wanted.
+        """Return the destination of an answer's bytes; None if they are not needed.
 
-        Asked again for the same answer where its connection was lost in the midst of it.
+        It is called again for the same answer if the connection broke while that answer was
+        received.
         """
         ...
 
     def arrived(self, index: int, header: bytes, digest: int | None) -> None:
-        """They are there; `digest` is that of the bytes, where the answer carries one."""
+        """Report an answer; `digest` is the digest of its bytes, if the answer carries one."""
         ...
 
     def refused(self, index: int, why: str) -> None:
-        """They will not come from there."""
+        """Report that this source will not deliver the item."""
         ...
 
 
 class PendingRequests:
-    """Open questions by number. Thread-safe."""
+    """Open requests by number. Thread-safe."""
 
     def __init__(self) -> None:
         self._sinks: dict[int, ResponseSink] = {}
@@ -55,16 +57,15 @@ class PendingRequests:
         self._changed = threading.Condition()
 
     def open(self, sink: ResponseSink) -> int:
-        """The number of a new question."""
         with self._changed:
             number, self._next = self._next, self._next + 1
             self._sinks[number] = sink
             return number
 
     def close(self, number: int) -> None:
-        """No more answers to this one; waits for a thread that is just reading one.
+        """Accept no more answers to this request; wait for a thread that is reading one.
 
-        That is no longer than the patience of a link, which a peer may not exceed within a frame.
+        The wait is bounded by the patience of a link, which a peer may not exceed within a frame.
         """
         with self._changed:
             self._sinks.pop(number, None)
@@ -73,13 +74,12 @@ class PendingRequests:
             self._changed.wait_for(lambda: not self._inside.get(number))
 
     def sent(self, node_id: str, number: int, frame: OutgoingFrame) -> None:
-        """This question goes to that node, unless it is closed already."""
         with self._changed:
             if number in self._sinks:
                 self._sent[number] = node_id, frame
 
     def owed_by(self, node_id: str) -> list[OutgoingFrame]:
-        """Open questions to a node, without the parts that are answered."""
+        """Return the open requests to a node, without the parts that are answered."""
         with self._changed:
             return [
                 self._rest_of(number, frame)
@@ -97,7 +97,7 @@ class PendingRequests:
         """Handle an answer, in its link's thread.
 
         Raises:
-            PeerError: the link is lost in the midst of it.
+            PeerError: the link is lost while the answer is read.
         """
         body = envelope.body
         assert isinstance(body, t.FetchData | t.FetchMissing)
@@ -115,7 +115,7 @@ class PendingRequests:
     def take_own(
         self, body: t.FetchData | t.FetchMissing, raw: Sequence[Bytes], digest: int | None
     ) -> None:
-        """Handle an answer of this node to itself."""
+        """Handle an answer of this node to its own request."""
         with self._changed:
             sink = self._sinks.get(body.request)
         if sink is None:
@@ -133,7 +133,6 @@ class PendingRequests:
             sink.arrived(body.index, body.header, digest)
 
     def _enter(self, body: t.FetchData | t.FetchMissing) -> ResponseSink | None:
-        """Whoever wants this answer; None where nobody does any more."""
         key = (body.request, body.index)
 
         def is_wanted() -> bool:
@@ -141,7 +140,7 @@ class PendingRequests:
             return body.request in self._sinks and body.index not in settled
 
         with self._changed:
-            # The other connection was interrupted: its thread comes out of there soon.
+            # The other connection was interrupted, so its thread leaves the read soon.
             self._changed.wait_for(lambda: key not in self._reading or not is_wanted())
             if not is_wanted():
                 return None

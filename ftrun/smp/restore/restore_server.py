@@ -1,10 +1,12 @@
-"""The restored version, as this node can give it to others.
+"""Serves the restored version of this node to other nodes.
 
-Runs in:  the SMP: made in the server's thread when a generation begins, asked in those of links.
-Takes in: this node's slots and vaults.
-Gives:    mirrors, pieces and blocks, each compared with its digest before it goes out; or why not.
+Runs in:  the SMP. The server thread creates it when a generation begins; the threads of links call
+          it.
+Takes in: this node's slots and parity regions.
+Gives:    mirrors, pieces and blocks, each compared with its digest before it is sent; or the reason
+          why not.
 
-Nothing is read before somebody asks: most generations begin without anybody who has to fetch.
+Nothing is read before the first request, because in most generations no node has to fetch.
 """
 
 import os
@@ -32,12 +34,12 @@ from ftrun.wire.transport.bulk_socket import Bytes
 
 
 class RestoreServer:
-    """One version for others to fetch.
+    """Serves one version to other nodes.
 
     Args:
         run: `run_digest` of the run.
         fds: descriptors of this node's arenas; duplicates are kept until `close`.
-        load: what this node has read of a checkpoint, whose slots may not be whole yet.
+        load: what this node has read of a checkpoint; its slots may be incomplete.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class RestoreServer:
             self._fds = {}
 
     def take_in(self, fds: Mapping[Rank, Sequence[int]]) -> None:
-        """These are the arenas now: what was on its way when this was made has come.
+        """Replace the arenas, after pending ones have arrived.
 
         Args:
             fds: by rank; duplicates are kept.
@@ -82,18 +84,17 @@ class RestoreServer:
 
     @property
     def shards(self) -> SealedShards:
-        """This node's slots with the version."""
         with self._lock:
             if self._held is None:
                 self._held = self._maps.hold(self._fds, self.version)
             return self._held
 
     def piece(self, digest: int) -> memoryview:
-        """A piece with this digest.
+        """Return a piece with this digest.
 
         Raises:
-            LayoutUnknown: there is none here.
-            SnapshotCorrupt: there is, and it is not what was captured.
+            LayoutUnknown: this node has none.
+            SnapshotCorrupt: it has one that differs from what was captured.
         """
         if self._load is not None:
             with suppress(LayoutUnknown):
@@ -101,10 +102,10 @@ class RestoreServer:
         return self.shards.find(digest)
 
     def vault(self, ask: t.FetchRequest) -> tuple[ParityRegion, ParityRecord]:
-        """This node's part of a protection.
+        """Return this node's part of a protection.
 
         Raises:
-            LayoutUnknown: it has none, or not all of it.
+            LayoutUnknown: it has none, or only an incomplete one.
         """
         found = self._vaults.find(version(ask.generation, ask.step), ask.protected_in)
         record = found.record if found is not None else None
@@ -116,10 +117,12 @@ class RestoreServer:
         return found, record
 
     def mirror(self, ask: t.GetMirror) -> Sequence[Bytes]:
-        """A node's small state; also our own, which a rank that has moved is fetched by.
+        """Return a node's small state.
+
+        A request for this node's own position comes from a node that fetches a rank that has moved.
 
         Raises:
-            LayoutUnknown: it is not here.
+            LayoutUnknown: this node does not store it.
             SnapshotCorrupt: it is damaged.
         """
         vault, record = self.vault(ask)
@@ -134,11 +137,11 @@ class RestoreServer:
         return [found]
 
     def head(self, ask: t.GetShardHeader) -> Sequence[Bytes]:
-        """Header and digest table of a slot, see wire/shard_heads.py.
+        """Return header and digest table of a slot, see wire/shard_heads.py.
 
         Raises:
-            LayoutUnknown: this rank has none here.
-            SnapshotCorrupt: they are not what was sealed.
+            LayoutUnknown: this node has no slot of this rank.
+            SnapshotCorrupt: they differ from what was sealed.
         """
         shard = self.shards.shard(ask.rank)
         about = shard.manifest()
@@ -150,10 +153,10 @@ class RestoreServer:
         )
 
     def unit(self, ask: t.GetBlock) -> tuple[bytes, list[memoryview]]:
-        """This node's block of a stripe: the fragment's header and its bytes.
+        """Return this node's block of a stripe: the fragment's header and its bytes.
 
         Raises:
-            LayoutUnknown: it is not here.
+            LayoutUnknown: this node has no such block.
             SnapshotCorrupt: it is damaged.
         """
         vault, record = self.vault(ask)
@@ -169,7 +172,7 @@ class RestoreServer:
     def row(
         self, vault: ParityRegion, record: ParityRecord, stripe: int
     ) -> tuple[bytes, list[memoryview]]:
-        """This node's parity of a stripe; raises as `unit`."""
+        """Return this node's parity of a stripe; raises as `unit`."""
         stripes = stripes_of(record)
         at = stripes.parity_block(record.place, stripe)
         if at is None or not 0 <= at < record.num_rows:
@@ -204,5 +207,4 @@ class RestoreServer:
 
 
 def group_of(record: ParityRecord) -> ProtectionGroup:
-    """The group that has made a record."""
     return ProtectionGroup(tuple(member.node_id for member in record.members), record.parity)

@@ -1,8 +1,8 @@
-"""Brings the restored version to local ranks that have no slot of it, and tells who waits.
+"""Restores a version for local ranks that have no slot of it, and answers waiting workers.
 
-Runs in:  the SMP, in the server's thread; the fetch itself in its own.
-Takes in: what a generation starts from, and where it can be had.
-Gives:    ArenaGranted, RestoreReady or RestoreFailed to the agent; arenas to workers that wait.
+Runs in:  the SMP, in the server thread; the fetch has a thread of its own.
+Takes in: the version that a generation starts from, and the nodes that have it.
+Gives:    ArenaGranted, RestoreReady or RestoreFailed to the agent; arenas to waiting workers.
 """
 
 import logging
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _Restore:
-    """What one generation starts from."""
+    """The restore of one generation."""
 
     wanted: Version
     generation: Generation
@@ -46,13 +46,13 @@ class _Restore:
 
 
 class RestoreCoordinator:
-    """One restore at a time.
+    """Runs one restore at a time.
 
     Args:
         memory: the arenas of this node.
-        desk: where questions to other nodes go.
+        desk: sends requests to other nodes.
         here: called when all local ranks have the version.
-        fetcher: gets it from other nodes.
+        fetcher: fetches the version from other nodes.
     """
 
     def __init__(
@@ -76,13 +76,12 @@ class RestoreCoordinator:
         self._waiting: list[tuple[Requester, Rank, Version]] = []
 
     def share(self, load: SharedLoad | None) -> None:
-        """A checkpoint was loaded, and this is still to come of other nodes; None: nothing is."""
+        """Set the load whose remaining pieces come from other nodes; None if there is none."""
         if self._load is not None and not self._load.is_whole:
             self.cancel()
         self._load = load
 
     def share_of(self, wanted: Version | None) -> SharedLoad | None:
-        """What was read here of this version, where it was shared."""
         load = self._load
         return load if load is not None and load.version == wanted else None
 
@@ -94,7 +93,7 @@ class RestoreCoordinator:
     ) -> None:
         """Fetch what the local ranks do not have of this version.
 
-        Where just that is under way already, it goes on.
+        If the same restore is running already, it continues.
         """
         if self._is_under_way(body, wanted):
             return
@@ -120,7 +119,7 @@ class RestoreCoordinator:
             self._ready(restore)
             return
         if own is None or not body.restore_from:
-            # The agent may bring an arena yet, or have the worker start from something else.
+            # The agent may still deliver an arena, or start the worker from another version.
             if body.group:
                 self._fail(restore, f"nothing is known of where {wanted} could be fetched from")
             return
@@ -132,7 +131,6 @@ class RestoreCoordinator:
         body: smp_messages.BeginGeneration,
         own: protected.NodeAddress,
     ) -> None:
-        """Get what other nodes hold."""
         order = FetchJob(
             wanted=restore.wanted,
             generation=restore.generation,
@@ -160,7 +158,6 @@ class RestoreCoordinator:
     def _complete(
         self, restore: _Restore, load: SharedLoad, body: smp_messages.BeginGeneration
     ) -> None:
-        """Get what other nodes have read."""
         groups = body.restore_from or body.read_from
         events = ShareEvents(
             done=lambda num_bytes: self._jobs.post(
@@ -201,18 +198,17 @@ class RestoreCoordinator:
         )
 
     def cancel(self) -> None:
-        """Give up what is being fetched; workers that wait for it wait on."""
         if self._restore is not None and self._restore.fetcher is not None:
             self._restore.fetcher.cancel()
         self._restore = None
 
     def stop(self) -> None:
-        """Give up, and tell who waits."""
+        """Cancel the fetch, and refuse the waiting workers."""
         self.cancel()
         self._refuse(lambda _: True, "the SMP ends")
 
     def grant(self, asker: Requester, rank: Rank, wanted: Version) -> None:
-        """Give a worker its arena, when it is here."""
+        """Send a worker its arena, at once or when it arrives."""
         arena = self._holder(rank, wanted)
         restore = self._restore
         if arena is not None:
@@ -227,7 +223,7 @@ class RestoreCoordinator:
             self._waiting.append((asker, rank, wanted))
 
     def look_again(self) -> None:
-        """Arenas have come in another way."""
+        """Check the missing ranks again, because arenas have arrived from the agent."""
         restore = self._restore
         if restore is not None and restore.missing and restore.fetcher is None:
             restore.missing = self._missing(restore)
@@ -264,7 +260,7 @@ class RestoreCoordinator:
         self._refuse(lambda _: True, why)
 
     def _refuse(self, chosen: Callable[[Version], bool], why: str) -> None:
-        """Let workers wait no longer that wait for such a version."""
+        """Refuse the workers that wait for a chosen version."""
         waiting, self._waiting = self._waiting, []
         for asker, rank, wanted in waiting:
             if chosen(wanted):
@@ -281,7 +277,10 @@ class RestoreCoordinator:
 
 
 def _ranks_of(body: smp_messages.BeginGeneration) -> list[Rank]:
-    """Whose shards have to be here. Those of another number of ranks are read where they lie."""
+    """Ranks whose shards must be on this node; none if the world size differs.
+
+    Shards of another world size are read in place.
+    """
     if body.restored_world_size not in (0, body.world_size):
         return []
     return [Rank(rank) for rank in body.local_ranks]

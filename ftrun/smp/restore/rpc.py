@@ -1,11 +1,12 @@
-"""Questions of other nodes about the restored version, and the answers to our own.
+"""Requests between nodes for the restored version, and their answers.
 
-Runs in:  the SMP, in the threads of the links to fetch; begun and ended in the server's.
-Takes in: asks and answers.
-Gives:    answers from this node's slots and vaults; work for `Rebuilder`; bytes to whoever asked.
+Runs in:  the SMP, in the threads of the fetch links; the server thread begins and ends it.
+Takes in: requests and answers.
+Gives:    answers from this node's slots and parity regions; work for `Rebuilder`; bytes to the
+          requester.
 
-An answer leaves over the link that goes the other way, from where its bytes lie. Who asks decides
-how many questions are open, so what waits here is bounded by that.
+An answer is sent in place, over the link in the opposite direction. The requester limits its open
+requests, and this bounds the queue of answers.
 """
 
 import logging
@@ -31,12 +32,12 @@ SetAside = Callable[[str, t.FetchRequest], None]
 
 
 class FetchRpc:
-    """One generation's traffic to fetch.
+    """The fetch traffic of one generation.
 
     Args:
         peers: the links.
-        set_aside: told, in a link's thread, of what was found damaged here, and of the question.
-        runner: drives work that asks other nodes.
+        set_aside: called in a link's thread with an error and its request if data here is damaged.
+        runner: drives work that requests data from other nodes.
     """
 
     def __init__(self, peers: PeerListener, *, set_aside: SetAside, runner: Runner) -> None:
@@ -56,12 +57,12 @@ class FetchRpc:
     def begin(
         self, served: RestoreServer | None, rebuild: Rebuild | None, own: NodeAddress | None = None
     ) -> None:
-        """Serve this version from now on; before any link of its generation is let in.
+        """Serve this version from now on; called before a link of its generation is admitted.
 
         Args:
-            served: the version, as it is here; None: nothing is served.
-            rebuild: takes what is to be rebuilt.
-            own: this SMP's place, for whoever is asked to answer to.
+            served: the version on this node; None if nothing is served.
+            rebuild: receives the requests to rebuild blocks.
+            own: the address to which other nodes send their answers.
         """
         before, self.served, self.rebuild = self.served, served, rebuild
         self._on_lost = []
@@ -75,22 +76,20 @@ class FetchRpc:
 
     @property
     def own(self) -> NodeAddress | None:
-        """This SMP's place."""
         return self._own
 
     def on_lost(self, told: Callable[[str, str], None]) -> None:
-        """Whom to tell of lost links too, until another generation begins: whoever fetches."""
+        """Add a callback for lost links, valid until the next generation begins."""
         self._on_lost = [*self._on_lost, told]
 
     def meet(self, places: list[NodeAddress]) -> None:
-        """These can be asked."""
         with self._lock:
             self._places.update({place.node_id: place for place in places})
 
     def tell(self, node_id: str, frame: OutgoingFrame) -> bool:
-        """Send something to a node; False where it is not known.
+        """Send a frame to a node; return False if the node is unknown.
 
-        What this node asks itself is answered at once, in the thread that asks.
+        A request of this node to itself is answered at once, in the calling thread.
         """
         with self._lock:
             place, own = self._places.get(node_id), self._own
@@ -105,14 +104,14 @@ class FetchRpc:
         with self._lock:
             link = self._peers.link(place, FETCH)
             if node_id not in self._greeted:
-                # Whoever is asked must know where to answer to.
+                # The receiver needs the address for its answers.
                 self._greeted.add(node_id)
                 link.tell(OutgoingFrame(t.FetchPeers([own])))
         link.tell(frame)
         return True
 
     def linked(self, node_id: str) -> None:
-        """A lost connection is there again: repeat what it may have lost."""
+        """Repeat what a lost connection may have dropped, after it is restored."""
         self._gone.pop(node_id, None)
         with self._lock:
             self._greeted.discard(node_id)
@@ -126,10 +125,10 @@ class FetchRpc:
     # --- threads of links ------------------------------------------------------------------
 
     def received(self, source: IncomingLink, envelope: t.TransferEnvelope) -> None:
-        """Take one frame.
+        """Handle one frame.
 
         Raises:
-            PeerError: the link is of no more use.
+            PeerError: the link must be closed.
         """
         body = envelope.body
         self._gone.pop(source.node_id, None)
@@ -166,13 +165,13 @@ class FetchRpc:
 
     @property
     def unlinked(self) -> list[str]:
-        """Nodes that were asked something and to which there is no connection now."""
+        """Nodes that were asked and have no connection now."""
         with self._lock:
             links = {node_id: self._peers.find(node_id, FETCH) for node_id in self._places}
         return [one for one, link in links.items() if link is not None and not link.is_connected]
 
     def why_gone(self, node_id: str) -> str:
-        """Why a node cannot be reached; empty where it can, as far as is known."""
+        """Return the reason why a node is unreachable, or "" if none is known."""
         return self._gone.get(node_id, "")
 
     def lost(self, node_id: str, why: str) -> None:
@@ -233,7 +232,7 @@ class FetchRpc:
         return served
 
     def refuse(self, asker: str, ask: t.FetchRequest, index: int, error: Exception) -> None:
-        """Say why something is not to be had here; what is damaged is told the agent too."""
+        """Refuse a request; damaged data is reported to the agent too."""
         if isinstance(error, SnapshotCorrupt):
             _log.warning("%s", error)
             self._set_aside(str(error), ask)

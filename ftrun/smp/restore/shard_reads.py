@@ -1,8 +1,10 @@
-"""Answers workers of a new world that read shards of the old one which are not on this node.
+"""Answers workers of a new world that read shards of the previous one from other nodes.
 
-Runs in:  the SMP: asked in the server's thread, a job's lane for each local rank does the work.
-Takes in: FetchHeads and FetchPieces.
-Gives:    memfds with just what was asked for, which nobody here keeps; or a refusal in words.
+Runs in:  the SMP: requests arrive in the server thread; a job lane for each local rank does the
+          work.
+Takes in: FetchShardHeaders and FetchPieces.
+Gives:    memfds with just the requested bytes, which the SMP does not keep; or a refusal with its
+          reason.
 """
 
 import os
@@ -21,10 +23,10 @@ from ftrun.wire.messages import worker as worker_messages
 from ftrun.wire.shard_heads import pack_head
 
 MAX_HEADS = 200
-"""Descriptors of one answer."""
+"""Limit of descriptors per answer."""
 
 MAX_BYTES = 64 << 20
-"""Of one answer, where it is more than one piece."""
+"""Limit of one answer with more than one piece."""
 
 _BUG = messages.Refused("a bug in ftrun; the SMP's log has it")
 Body = worker_messages.FetchShardHeaders | worker_messages.FetchPieces
@@ -32,20 +34,19 @@ Work = Callable[[], tuple[messages.AnyMessage, list[int]]]
 
 
 class ShardReads:
-    """The questions of local workers."""
+    """The requests of local workers."""
 
     def __init__(self, jobs: JobLanes) -> None:
         self._jobs = jobs
         self._shards: PreviousWorldShards | None = None
 
     def begin(self, shards: PreviousWorldShards | None) -> None:
-        """Answer with these from now on; what is under way is given up."""
+        """Serve these shards from now on, and cancel running requests."""
         if self._shards is not None:
             self._shards.cancel()
         self._shards = shards
 
     def ask(self, asker: Requester, body: Body) -> None:
-        """Answer a worker, later."""
         shards = self._shards
         wanted = version(body.generation, body.step)
         if shards is None or shards.world.wanted != wanted:
@@ -122,7 +123,6 @@ def _pieces(
 
 
 def _size_of(shards: PreviousWorldShards, rank: Rank, index: int) -> int:
-    """Raises: LayoutUnknown: there is no such piece."""
     pieces = shards.layout(rank).pieces
     if not 0 <= index < len(pieces):
         raise LayoutUnknown(f"rank {rank} has {len(pieces)} pieces and {index} is wanted")
@@ -130,7 +130,6 @@ def _size_of(shards: PreviousWorldShards, rank: Rank, index: int) -> int:
 
 
 def _memory(size: int) -> int:
-    """Raises: OSError: the memory is full."""
     fd = os.memfd_create("ftrun-pieces", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(fd, 0, size)

@@ -1,9 +1,9 @@
-"""Gets of other nodes what they have read of a checkpoint; reads what they do not give.
+"""Gets from other nodes what they have read of a checkpoint, and reads the rest from storage.
 
-Runs in:  the SMP, in a thread of its own for as long as it takes.
-Takes in: a `SharedLoad`, the places of the nodes that load together.
-Gives:    sealed arenas, or why not.
-Survives: each of the others: what one does not give is read from storage.
+Runs in:  the SMP, in a thread of its own for the duration of the fetch.
+Takes in: a `SharedLoad`, and the addresses of the nodes that load together.
+Gives:    sealed arenas, or the reason of the failure.
+Survives: the loss of any other node: what it does not deliver is read from storage.
 """
 
 import logging
@@ -23,20 +23,22 @@ from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages.protected import NodeAddress
 
 PATIENCE_S = 60.0
-"""So long another node may give nothing: it may still be reading its own share. One that is known
-to be gone is not waited for."""
+"""Seconds for which another node may deliver nothing, because it may still be reading its share.
+
+The wait ends earlier if the node is known to be unreachable.
+"""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ShareEvents:
-    """Who is told; in the thread that fetches.
+    """Callbacks, run in the thread that fetches.
 
     Args:
-        done: all is sealed; how many bytes others gave.
-        failed: why nothing came of it, and whether connections to nodes were lost.
-        notice: what others did not give.
+        done: everything is sealed; the number of bytes from other nodes.
+        failed: the reason of the failure, and whether connections to nodes were lost.
+        notice: what other nodes did not deliver.
     """
 
     done: Callable[[int], None]
@@ -45,13 +47,13 @@ class ShareEvents:
 
 
 class Fetch:
-    """What is left of one load.
+    """Completes one load.
 
     Args:
-        load: whose it is.
-        nodes: the places of all that load, by the numbers that the load has.
-        desk: where they are asked.
-        events: who is told.
+        load: the load.
+        nodes: addresses of all nodes that load, indexed by the reader numbers of the load.
+        desk: sends requests to other nodes.
+        events: the callbacks.
     """
 
     def __init__(
@@ -67,20 +69,19 @@ class Fetch:
         self._asking.begin("ftrun-share", self._run())
 
     def cancel(self) -> None:
-        """Give up; see `DownloadSession.cancel`."""
         self._asking.cancel()
 
-    # --- the thread --------------------------------------------------------------------------
+    # --- the fetch thread --- ----------------------------------------------------------------
 
     def _run(self) -> Steps[None]:
         try:
-            with self._load.lock:  # one that was given up may not have ended yet
+            with self._load.lock:  # a cancelled fetch may still be running
                 if not self._load.is_whole:
                     yield from self._fill()
         except (FtrunError, OSError) as error:
             self._give_up(str(error))
         except Exception:  # noqa: BLE001
-            # A thread's loop: a bug here must be an answer, not silence.
+            # This is the main loop of a thread, so a bug must give an answer and not a hang.
             _log.exception("what others have read of a checkpoint ended in a bug of ftrun")
             self._give_up("a bug in ftrun; the SMP's log has it")
         else:
@@ -88,7 +89,6 @@ class Fetch:
                 self._events.done(self._asking.num_bytes)
 
     def _fill(self) -> Steps[None]:
-        """Raises: FtrunError, OSError: something is nowhere to be had."""
         load = self._load
         self._desk.meet([place for place in self._nodes if place.smp_port > 0])
         wanted = {place: self._item(place, reader) for place, reader in load.left.items()}
@@ -113,7 +113,7 @@ class Fetch:
 
     def _item(self, place: Place, reader: int) -> DownloadItem:
         room, digest = self._load.room(place), self._load.digest(place)
-        # Who it is is not known where a generation has begun with other nodes than have loaded.
+        # The reader is unknown if the generation started with other nodes than those that loaded.
         sources = deque(node.node_id for node in self._nodes[reader : reader + 1])
         return DownloadItem(PIECE, digest, len(room), [room], sources, digest)
 
@@ -124,5 +124,5 @@ class Fetch:
 
     def _give_up(self, why: str) -> None:
         if not self._asking.is_cancelled:
-            # What no node gives is read from storage: a lost connection is no cause here.
+            # Storage delivers what no node does, so a lost connection is not the cause.
             self._events.failed(why, False)

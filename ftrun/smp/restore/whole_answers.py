@@ -1,8 +1,8 @@
-"""One question to one node, whose answer is of a length that only that node knows.
+"""One request to one node, for an answer whose length only that node knows.
 
-Runs in:  the SMP, in the thread that asks; the answer comes in a link's.
-Takes in: a question.
-Gives:    the bytes, or why they do not come.
+Runs in:  the SMP, in the requesting thread; the answer arrives in a link's thread.
+Takes in: a request.
+Gives:    the bytes, or the reason why they do not arrive.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _TICK_S = 0.1
 
 
 class WholeResponse:
-    """The `Sink` of such a question."""
+    """The `ResponseSink` of such a request."""
 
     def __init__(self) -> None:
         self._raw: bytearray | None = None
@@ -41,11 +41,11 @@ class WholeResponse:
         self._answers.put(why or "it was refused")
 
     def take(self, *, timeout_s: float) -> bytearray:
-        """The bytes.
+        """Return the bytes.
 
         Raises:
-            queue.Empty: nothing has come yet.
-            LayoutUnknown: nothing will.
+            queue.Empty: nothing has arrived yet.
+            LayoutUnknown: nothing will arrive.
         """
         why = self._answers.get(timeout=timeout_s)
         if why or self._raw is None:
@@ -61,17 +61,17 @@ def ask_whole(
     patience_s: float,
     is_over: Callable[[], str],
 ) -> bytearray:
-    """Ask, and wait for the answer.
+    """Send a request, and wait for the answer.
 
     Args:
-        desk: where questions go.
-        node_id: who is asked.
-        question: made for the number it is given.
-        patience_s: how long to wait.
-        is_over: why there is no use in waiting any longer; empty where there is.
+        desk: sends the request.
+        node_id: the node that is asked.
+        question: builds the request for the given number.
+        patience_s: seconds to wait.
+        is_over: returns a reason to stop waiting, or "".
 
     Raises:
-        LayoutUnknown: it is refused, or does not come.
+        LayoutUnknown: the request is refused, or no answer arrives.
     """
     sink = WholeResponse()
     number = desk.requests.open(sink)

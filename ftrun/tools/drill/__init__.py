@@ -1,1 +1,1 @@
-"""`ftrun drill`: a job, faults one after another, and a verdict on each."""
+"""`ftrun drill`: runs a job, injects faults one after another, and judges each result."""

@@ -1,9 +1,9 @@
-"""`ftrun drill`: break a job in every way of a plan, and look whether it lives through all of it.
+"""Implements `ftrun drill`: injects every fault of a plan and judges how the job handles it.
 
 Runs in:  cli.
 Takes in: a drill plan by name or file.
-Gives:    a line for each fault as it happens, a table, drill.json, drill.html; exit code 0 only
-          where all have passed.
+Gives:    a line for each fault, a table, drill.json, drill.html; exit code 0 only if all faults
+          passed.
 """
 
 import json
@@ -31,18 +31,17 @@ _FAILED = 1
 
 
 def drill(name: str | None, *, out: str | None, only: list[str], as_markdown: bool) -> int:
-    """Carry out a plan.
+    """Executes a plan.
 
     Args:
-        name: of the plan, or its file; None: the quick one.
-        out: folder for the results and everything of the runs; None: a fresh one below
-            `ftrun-drills/`.
-        only: kinds of fault; empty: all.
-        as_markdown: show the table as Markdown.
+        name: the name or file of the plan; None for the quick plan.
+        out: folder for results, logs and run data; None for a new folder below `ftrun-drills/`.
+        only: kinds of fault to inject; empty for all.
+        as_markdown: print the table as Markdown.
 
     Raises:
-        UsageError: there is no such plan, or it is wrong.
-        FtrunError: it cannot be carried out here.
+        UsageError: there is no such plan, or it is invalid.
+        FtrunError: the plan cannot be executed on this machine.
     """
     path = find_drill_plan(name or DEFAULT_PLAN)
     plan = read_drill_plan(path)
@@ -55,7 +54,7 @@ def drill(name: str | None, *, out: str | None, only: list[str], as_markdown: bo
         plan = plan.model_copy(update={"faults": [], "runs": parts})
     check(plan)
     signal.signal(signal.SIGTERM, _leave)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup stays nohup
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # keep the effect of nohup
         signal.signal(signal.SIGHUP, _leave)
     folder = _folder(path.stem, out)
     render.write_plain(f"{shown_path(path)}; logs and results are below {shown_path(folder)}")
@@ -63,7 +62,7 @@ def drill(name: str | None, *, out: str | None, only: list[str], as_markdown: bo
     series = DrillSeries(plan, folder, _tell)
     try:
         series.carry_out()
-    finally:  # also of a drill that is ended early
+    finally:  # also if the drill is interrupted
         took_s = clock.now_s() - began_s
         _write(folder, series.rows, name=path.stem, about=plan.about, took_s=took_s)
     rows = series.rows
@@ -77,7 +76,6 @@ def drill(name: str | None, *, out: str | None, only: list[str], as_markdown: bo
 
 
 def list_drills() -> int:
-    """Show the plans that come with ftrun, and what they order."""
     rows = []
     for name in drill_plan_names():
         plan = read_drill_plan(find_drill_plan(name))
@@ -89,11 +87,6 @@ def list_drills() -> int:
 
 
 def show_again(path: str) -> int:
-    """Print the table of an earlier drill as Markdown.
-
-    Raises:
-        FtrunError: that file is none.
-    """
     try:
         rows = [FaultResult(**row) for row in json.loads(Path(path).read_text(encoding="utf-8"))]
     except (OSError, ValueError, TypeError) as error:
@@ -117,7 +110,7 @@ def _folder(name: str, out: str | None) -> Path:
 
 
 def _write(folder: Path, rows: list[FaultResult], *, name: str, about: str, took_s: float) -> None:
-    # Imported here: the template engine takes a tenth of a second.
+    # Imported here, because the template engine takes 0.1 s to import.
     from ftrun.tools.drill.drill_page import drill_page
 
     text = json.dumps([asdict(row) for row in rows], indent=1) + "\n"
@@ -137,5 +130,5 @@ def _conditions() -> list[str]:
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:
-    """SIGTERM and SIGHUP end a drill as ^C does: nothing of its runs is left."""
+    """Ends the drill on SIGTERM and SIGHUP as on ^C, so that all its runs end."""
     raise SystemExit(128 + number)

@@ -1,11 +1,11 @@
-"""Faults that are done to a virtual node from outside: power, cable, kernel.
+"""Injects faults into a virtual node from outside: power, cable, kernel.
 
 Runs in:  cli.
-Takes in: a trial whose kind begins with `cluster:`; the catalogue of scripts/drill_faults.py.
-Gives:    a `FaultResult` as for every other fault.
+Takes in: a trial whose kind begins with `cluster:`; the catalogue in scripts/drill_faults.py.
+Gives:    a `FaultResult`, as for every other fault.
 
-No agent can switch its own node off. These faults have their own number of nodes, one rank on
-each, and a cluster of their own.
+An agent cannot switch off its own node. Each of these faults defines its own number of nodes with
+one rank each, and has its own cluster.
 """
 
 import functools
@@ -19,10 +19,10 @@ from ftrun.tools.drill.plan import FaultTrial, RunSection
 
 
 def cluster_row(trial: FaultTrial, part: RunSection, folder: Path) -> FaultResult:
-    """One run with one fault; what went wrong is in the row.
+    """Executes one run with one fault; problems are recorded in the row.
 
     Raises:
-        FtrunError: the scripts are not there.
+        FtrunError: the scripts are missing, or the fault does not support the job.
     """
     faults = load_script("drill_faults", "breaking virtual nodes")
     nodes = load_script("drill_nodes", "breaking virtual nodes")
@@ -45,5 +45,5 @@ def cluster_row(trial: FaultTrial, part: RunSection, folder: Path) -> FaultResul
 
 @functools.cache
 def _undisturbed(folder: Path) -> object:
-    """Of one drill, so that each job is run once."""
+    """Cached per drill folder, so that each job has one baseline run."""
     return load_script("drill_nodes", "breaking virtual nodes").Undisturbed(folder)

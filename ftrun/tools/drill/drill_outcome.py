@@ -1,8 +1,8 @@
-"""What a job has noted of its own result, and where two runs of it differ.
+"""Reads the results that a job recorded, and finds where two runs differ.
 
-Runs in:  cli; scripts/drill_nodes.py too.
-Takes in: files of JSON lines: `step` with `loss`, exactly written, and at the end a `digest`.
-Gives:    outcomes that can be compared byte for byte.
+Runs in:  cli; also scripts/drill_nodes.py.
+Takes in: files of JSON lines: `step` with the exact `loss`, and a final `digest`.
+Gives:    outcomes that are compared byte for byte.
 """
 
 import contextlib
@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 Outcome = dict[int | str, str]
-"""Of a rank: the loss by step, and the `digest` at the end."""
+"""Results of one rank: the loss of each step, and the final `digest`."""
 
 
 def outcome_of(path: Path) -> Outcome:
-    """A step that was done twice with two results has both of them, and so equals nothing."""
+    """Reads the outcome of one rank.
+
+    If a repeated step has another result, both are joined to one text, which equals no other
+    outcome.
+    """
     found: Outcome = {}
     for line in notes_of(path):
         at: int | str
@@ -32,7 +36,7 @@ def outcome_of(path: Path) -> Outcome:
 
 
 def notes_of(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file that may still be written."""
+    """Returns the complete lines of a file that may still grow."""
     found = []
     if path.exists():
         for raw in path.read_bytes().split(b"\n")[:-1]:
@@ -44,7 +48,7 @@ def notes_of(path: Path) -> list[dict[str, Any]]:
 
 
 def difference(expected: Sequence[Outcome], found: Sequence[Outcome]) -> str:
-    """The first one in words; empty where there is none."""
+    """Describes the first difference; empty if there is none."""
     at, said = first_difference(expected, found)
     return said if at is not None else ""
 
@@ -52,7 +56,10 @@ def difference(expected: Sequence[Outcome], found: Sequence[Outcome]) -> str:
 def first_difference(
     expected: Sequence[Outcome], found: Sequence[Outcome]
 ) -> tuple[int | str | None, str]:
-    """At which step, or at the `digest`, and in words; (None, "") where there is none."""
+    """Returns the step of the first difference (or `digest`) and its description.
+
+    Returns (None, "") if there is no difference.
+    """
     differences: list[tuple[int | str, str]] = []
     for rank, (right, is_so) in enumerate(zip(expected, found, strict=True)):
         for at in right:

@@ -1,6 +1,6 @@
-"""A drill as one HTML file, in the manner of the reports.
+"""Renders a drill as one HTML file in the style of the reports.
 
-Runs in: cli. Pure, but for reading its template.
+Runs in: cli. Pure, except for reading its template.
 """
 
 from collections.abc import Sequence
@@ -23,16 +23,16 @@ def drill_page(
     source: str,
     made_t_s: float,
 ) -> str:
-    """The page.
+    """Renders the page.
 
     Args:
-        rows: of every fault.
-        name: of the plan.
-        about: its own sentence.
-        conditions: where this was measured, in a few words each.
-        took_s: all of it.
-        source: the file with the same rows.
-        made_t_s: now, as wall time.
+        rows: the results of all faults.
+        name: the name of the plan.
+        about: the plan's description.
+        conditions: short phrases about the machine and versions.
+        took_s: duration of the whole drill.
+        source: the JSON file with the same rows.
+        made_t_s: the current wall time.
     """
 
     def values(share: float) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""The files of drill plans: found by name, read, and checked key by key.
+"""Finds, reads and validates the files of drill plans.
 
 Runs in:  cli.
-Takes in: a YAML file, or the name of a plan that comes with ftrun.
-Gives:    a `DrillPlan`, or an error with all that is wrong with the file.
+Takes in: a YAML file, or the name of a packaged plan.
+Gives:    a `DrillPlan`, or an error that lists all problems of the file.
 """
 
 import difflib
@@ -29,20 +29,14 @@ from ftrun.wire.fault_catalog import fault_kind
 
 MAX_TRIALS = 2000
 _PREFIX = "drill"
-"""Of the names of the plans that come with ftrun; they lie with the profiles."""
+"""Prefix of the packaged plans, which are in the folder of the profiles."""
 
 
 def drill_plan_names() -> list[str]:
-    """Those that come with ftrun."""
     return sorted(path.stem for path in profile_folder().glob(f"{_PREFIX}*.yaml"))
 
 
 def find_drill_plan(name: str) -> Path:
-    """The file of a plan that is given by name or as a path.
-
-    Raises:
-        UsageError: there is none.
-    """
     names = drill_plan_names()
     for stem in (name, f"{_PREFIX}-{name}"):
         if stem in names:
@@ -58,11 +52,6 @@ def find_drill_plan(name: str) -> Path:
 
 
 def read_drill_plan(path: Path) -> DrillPlan:
-    """The plan in a file.
-
-    Raises:
-        ProfileInvalid: with all that is wrong with it.
-    """
     source = shown_path(path)
     data = path.read_bytes()
     if len(data) > MAX_PROFILE_BYTES:
@@ -82,11 +71,6 @@ def read_drill_plan(path: Path) -> DrillPlan:
 
 
 def plan_from(found: object, source: str) -> DrillPlan:
-    """A plan out of what YAML holds.
-
-    Raises:
-        ProfileInvalid: with all that is wrong with it.
-    """
     if not isinstance(found, dict):
         raise ProfileInvalid(
             source=source, problems=["a plan holds keys with values, such as faults"]
@@ -105,7 +89,6 @@ def plan_from(found: object, source: str) -> DrillPlan:
 
 
 def _problems(plan: DrillPlan) -> Iterator[str]:
-    """What has the right type and still makes no sense."""
     parts = plan.parts()
     if not parts:
         yield "it orders nothing: give it faults, or runs with faults"
@@ -141,14 +124,14 @@ def _of_fault(fault: FaultSection, part: RunSection) -> Iterator[str]:
 
 
 def _is_noise(one: object) -> bool:
-    """What pydantic adds for the members of a union."""
+    """Returns whether pydantic added this location element for a member of a union."""
     return isinstance(one, str) and ("[" in one or one in ("int", "bool", "float", "str"))
 
 
 def _in_words(detail: Any) -> str:
     loc = [one for one in detail["loc"] if not _is_noise(one)]
     where = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in loc).lstrip(".")
-    if detail["type"] == "value_error":  # our own words
+    if detail["type"] == "value_error":  # raised by a validator of the plan
         return f"{where}: {detail['ctx']['error']}"
     if detail["type"] != "extra_forbidden":
         return f"{where}: {str(detail['msg']).removeprefix('Input ')}, and is {detail['input']!r}"

@@ -1,4 +1,4 @@
-"""A drill's rows as a table: for a terminal, and as Markdown with one line for each kind of fault.
+"""Formats the results of a drill as a terminal table, and as Markdown with a line per fault.
 
 Runs in: cli. Pure.
 """
@@ -14,7 +14,6 @@ HEAD = ("fault", "on", "nodes", "detected", "culprit", "action", "steps lost", "
 
 
 def cells(row: FaultResult) -> tuple[str, ...]:
-    """One row in words, as wide as `HEAD`."""
     return (
         row.fault, row.target, row.nodes, detected(row), yes_or_no(row.culprit_right),
         row.action or "-", "-" if row.steps_lost is None else str(row.steps_lost),
@@ -23,7 +22,6 @@ def cells(row: FaultResult) -> tuple[str, ...]:
 
 
 def line(row: FaultResult) -> str:
-    """One row as it is told while the drill goes on."""
     said = f"{row.fault:16} {row.target:8} {row.nodes:9} {detected(row):>17}  "
     lost = "-" if row.steps_lost is None else row.steps_lost
     told = f"{row.found}; {row.action or 'no action'}; {lost} steps lost; equal: " + yes_or_no(
@@ -33,7 +31,6 @@ def line(row: FaultResult) -> str:
 
 
 def summary(rows: Sequence[FaultResult]) -> str:
-    """The whole drill in one sentence."""
     passed = sum(row.passed for row in rows)
     named = [row.culprit_right for row in rows if row.culprit_right is not None]
     wrong = sum(not one for one in named)
@@ -45,7 +42,7 @@ def summary(rows: Sequence[FaultResult]) -> str:
 
 
 def markdown(rows: Sequence[FaultResult]) -> str:
-    """A line for each kind of fault: medians of times, the worst of everything else."""
+    """Formats one line per kind of fault: median times, and the worst of all other values."""
     lines = [
         "| fault | trials | verdict | detected in (median) | culprit right | action | steps lost "
         "| bitwise equal | passed |",
@@ -78,7 +75,7 @@ class FaultSummary:
 
 
 def grouped(rows: Sequence[FaultResult]) -> list[FaultSummary]:
-    """In the order of their first rows."""
+    """Groups rows by kind, in the order of first occurrence."""
     found = []
     for kind in dict.fromkeys(row.kind for row in rows):
         own = [row for row in rows if row.kind == kind]
@@ -120,7 +117,7 @@ def seconds(value: float | None) -> str:
 
 
 def detected(it: "FaultResult | FaultSummary") -> str:
-    """Steps are told where some were made: a hang makes none."""
+    """Formats the detection time; steps are included only if some were made."""
     steps = round(it.detected_steps or 0)
     return seconds(it.detected_s) + (f", {count(steps, 'step')}" if steps else "")
 

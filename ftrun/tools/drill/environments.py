@@ -1,11 +1,11 @@
-"""Where a drill's job runs: on this machine, or on nodes of a virtual cluster on it.
+"""Hosts the job of a drill: on this machine, or on nodes of a virtual cluster.
 
 Runs in:  cli.
-Takes in: how many nodes; commands for them.
-Gives:    child processes that die with the place; the address at which the nodes meet.
+Takes in: the number of nodes; commands for them.
+Gives:    child processes that end with the host; the address at which the nodes meet.
 
-The virtual cluster is one of the scripts that come with ftrun; it needs namespaces, and is loaded
-only by a plan that asks for more than one node.
+The virtual cluster is a script of ftrun that needs Linux namespaces. It is loaded only if a plan
+has more than one node.
 """
 
 import contextlib
@@ -27,21 +27,19 @@ _STOP_S = 40.0
 
 
 class JobHost(Protocol):
-    """One or several nodes that commands can be started on."""
+    """One or several nodes on which commands are started."""
 
     nodes: int
 
     def start(
         self, node: int, argv: Sequence[str], *, folder: Path, output: Path
-    ) -> "subprocess.Popen[bytes]":
-        """Start a command on a node; what it prints is appended to `output`."""
-        ...
+    ) -> "subprocess.Popen[bytes]": ...
 
     def ask(self, node: int, argv: Sequence[str], *, folder: Path, within_s: float) -> str:
-        """Run a command on a node to its end; what it has printed.
+        """Runs a command on a node and returns its stdout.
 
         Raises:
-            FtrunError: it has failed, with its own words.
+            FtrunError: the command failed, with the last line of its stderr, or timed out.
         """
         ...
 
@@ -49,7 +47,7 @@ class JobHost(Protocol):
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """For a job: this ftrun, one thread for each rank, nothing of a run that we may be in."""
+    """Returns a job's environment: this ftrun, one thread per rank, no variables of another run."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_OWN)}
     package = str(Path(ftrun.__file__).parents[1])
     paths = [package, *filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))]
@@ -58,17 +56,17 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def scripts_folder() -> Path:
-    """The scripts that come with ftrun: in the installed package, or beside it in a checkout."""
+    """Returns the folder of ftrun's scripts: in the installed package, or in the checkout."""
     package = Path(ftrun.__file__).parent
     installed = package / "_data" / "scripts"
     return installed if installed.is_dir() else package.parent / "scripts"
 
 
 def load_script(name: str, purpose: str) -> Any:
-    """A module of the scripts' folder.
+    """Imports a module from the scripts' folder.
 
     Raises:
-        FtrunError: it is not there, or something that it needs.
+        FtrunError: the module or one of its dependencies is missing.
     """
     folder = str(scripts_folder())
     if folder not in sys.path:
@@ -85,10 +83,10 @@ def load_script(name: str, purpose: str) -> Any:
 
 @contextlib.contextmanager
 def place_for(nodes: int) -> Iterator[JobHost]:
-    """A place with so many nodes, for the length of a block.
+    """Provides a host with this number of nodes for the length of a block.
 
     Raises:
-        FtrunError: there can be none here; the reason says what is missing.
+        FtrunError: this machine cannot provide it; the message says what is missing.
     """
     if nodes == 1:
         yield LocalHost()
@@ -101,7 +99,7 @@ def place_for(nodes: int) -> Iterator[JobHost]:
 
 
 class LocalHost:
-    """One node, which is the machine itself."""
+    """This machine as the only node."""
 
     nodes = 1
 
@@ -113,8 +111,8 @@ class LocalHost:
             return subprocess.Popen(
                 argv, cwd=folder, env=environment(), stdin=subprocess.DEVNULL, stdout=out,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # ^C is for the drill, which then ends this in order
-                preexec_fn=end_with_parent,  # nothing may be left of a drill that is killed
+                start_new_session=True,  # ^C goes to the drill only, which then ends the job
+                preexec_fn=end_with_parent,  # the job ends even if the drill is killed
             )  # fmt: skip
 
     def ask(self, node: int, argv: Sequence[str], *, folder: Path, within_s: float) -> str:
@@ -136,7 +134,7 @@ class LocalHost:
 
 
 class VirtualClusterHost:
-    """Nodes of a virtual cluster."""
+    """The nodes of a virtual cluster."""
 
     def __init__(self, cluster: Any, nodes: int) -> None:
         self.cluster = cluster
@@ -172,7 +170,7 @@ class VirtualClusterHost:
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:
-    """Ask a run to end, and do not leave before it has."""
+    """Sends SIGTERM to a run and waits for its end; kills it after 40 s."""
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGTERM)

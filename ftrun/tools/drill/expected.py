@@ -1,9 +1,9 @@
-"""What has to follow each fault of the catalogue, and how it is seen that it was really made.
+"""Defines the expected outcome of each fault, and the proof that the fault took place.
 
-Runs in:  cli. Pure.
+Runs in: cli. Pure.
 
-The words in `ftrun.wire.fault_catalog` are for people; this table is what a drill judges by. A plan
-may say otherwise for a fault of its own.
+`ftrun.wire.fault_catalog` describes faults for people; a drill judges by this table. A plan may
+override it for each of its faults.
 """
 
 from dataclasses import dataclass, replace
@@ -12,33 +12,31 @@ from ftrun.errors import UsageError
 from ftrun.wire.fault_catalog import FAULTS
 
 CLUSTER = "cluster:"
-"""Before the name of a fault of scripts/drill_faults.py, which is done to a virtual node from
-outside."""
+"""Prefix of a fault of scripts/drill_faults.py, which acts on a virtual node from outside."""
 
 _SLACK_S = 2.0
-"""A machine of few cores is late with everything."""
+"""Seconds; a machine with few cores detects everything late."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedOutcome:
-    """What a drill looks for after a fault.
+    """What a drill expects after a fault.
 
     Args:
-        verdicts: kinds of verdict, any of them; empty: nothing may be taken for an incident.
-        culprits: ranks that have to be named, and no other.
-        nodes: the same of nodes; empty: not looked at.
-        action: the last action of the incident is one of these; empty: any.
-        within_s: from the fault to the verdict; 0: not looked at.
-        within_steps: the same in steps that were made; 0: not looked at.
-        steps_lost: at most; None: not looked at.
-        equal: the result is, byte for byte, that of an undisturbed run; False: need not be.
-        exit_code: of the run.
-        ends: the run ends by it, before its job has.
-        incidents: so many at most.
-        alone: it gets a run of its own.
-        proof: kind of a journal line, after which the fault is known to have been in effect; a
-            regular expression, as the next.
-        proof_text: what such a line holds, as a regular expression over its JSON.
+        verdicts: accepted kinds of verdict; empty: no incident may be opened.
+        culprits: exactly these ranks must be named; empty: not checked.
+        nodes: exactly these nodes must be named; empty: not checked.
+        action: accepted last actions of the incident; empty: any.
+        within_s: limit from the fault to the verdict; 0: not checked.
+        within_steps: limit in steps from the fault to the verdict; 0: not checked.
+        steps_lost: maximum; None: not checked.
+        equal: the result must equal an undisturbed run byte for byte.
+        exit_code: exit code of the run.
+        ends: the fault ends the run before the job is complete.
+        alone: the fault needs a run of its own.
+        incidents: maximum number of incidents.
+        proof: regular expression for the kind of a journal line that proves the fault's effect.
+        proof_text: regular expression that must match the JSON of that line.
     """
 
     verdicts: tuple[str, ...] = ()
@@ -76,7 +74,7 @@ def _unharmed(proof: str = "", proof_text: str = "", *, alone: bool = False) -> 
     return ExpectedOutcome(steps_lost=0, proof=proof, proof_text=proof_text, alone=alone)
 
 
-_BAD_NUMBERS = ExpectedOutcome(  # of one rank: until they have spread, its replicas differ from it
+_BAD_NUMBERS = ExpectedOutcome(  # the rank's replicas differ until the values have spread
     verdicts=("bad numbers", "replicas differ"),
     incidents=2,
     steps_lost=None,
@@ -99,7 +97,7 @@ _TABLE: dict[str, ExpectedOutcome] = {
     "hang": _hang("hang in computation"),
     "gil": _hang("GIL stuck"),
     "spin": _hang("busy loop"),
-    "collective-skip": ExpectedOutcome(  # gloo aborts a rank that is sent more than it has room for
+    "collective-skip": ExpectedOutcome(  # gloo aborts a rank that receives more data than expected
         verdicts=("skipped collective", "replicas differ", "crash"),
         action=("respawn", "report"),
         proof="Verdict",
@@ -144,10 +142,10 @@ _TABLE: dict[str, ExpectedOutcome] = {
     "fragment-stale": _unharmed(alone=True),
     "corrupt-checkpoint": _unharmed(),
 }  # fmt: skip
-"""Of each kind of `ftrun inject-fault`; culprits and times are added by `expected_of`."""
+"""By kind of `ftrun inject-fault`; `expected_of` adds culprits and times."""
 
 _SPREADS = ("nan", "spike")
-"""Gradients are averaged: one step later all ranks have it, and nobody has to be named."""
+"""One step later all ranks have the values, because gradients are averaged: no culprit needed."""
 
 _NODE_LOST = ExpectedOutcome(verdicts=("node lost",), alone=True, steps_lost=None)
 _NODE0, _NODE1 = (replace(_NODE_LOST, nodes=(name,)) for name in ("node0", "node1"))
@@ -166,17 +164,17 @@ _OF_CLUSTER: dict[str, ExpectedOutcome] = {
     **dict.fromkeys(("flap", "slow-link", "lossy-link", "smp-kill"), _unharmed(alone=True)),
     "rank-kill": ExpectedOutcome(verdicts=("crash",), culprits=(1,), alone=True),
 }
-"""Of each of scripts/drill_faults.py, which says who is node 0 and node 1 there."""
+"""By fault of scripts/drill_faults.py, which defines node 0 and node 1."""
 
 
 def expected_of(kind: str, *, rank: int = -1, node: str = "", nodes: int = 1) -> ExpectedOutcome:
-    """What follows this fault, done to this rank or node.
+    """Returns the expected outcome of this fault for this target.
 
     Args:
-        kind: as in a plan.
-        rank: to whom; -1: a node.
-        node: its name, where the run has several.
-        nodes: of the run.
+        kind: the kind as in a plan.
+        rank: the target rank; -1 if the target is a node.
+        node: the name of the target node, if the run has several nodes.
+        nodes: number of nodes of the run.
 
     Raises:
         UsageError: there is no such kind.

@@ -1,6 +1,6 @@
-"""`ftrun drill`, as typer reads it.
+"""Declares the flags of `ftrun drill` for typer.
 
-Runs in: cli. What it does is loaded when it is typed.
+Runs in: cli. The implementation is imported when the command runs.
 """
 
 from typing import Annotated
@@ -30,7 +30,7 @@ def drill_command(
     ] = None,
     wants_list: Annotated[bool, typer.Option("--list", help="show the plans")] = False,
 ) -> None:
-    """Break a job in every way of a plan, and judge what it does."""
+    """Inject every fault of a plan into a job, and judge how the job handles it."""
     from ftrun.tools.drill import command as drills
 
     if wants_list:

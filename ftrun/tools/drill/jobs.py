@@ -1,9 +1,9 @@
-"""What a drill has running: a job of ftrun's own, or a script of the user's.
+"""Describes the job of a drill: a job of ftrun, or a script of the user.
 
 Runs in:  cli.
-Takes in: a part of a plan, and how many steps its faults will need.
-Gives:    the words to start it with, the files in which it notes its steps, the same job
-          undisturbed under torchrun.
+Takes in: a part of a plan, and the number of steps that its faults need.
+Gives:    the command line of the job, the files in which it records its steps, and the outcome of
+          an undisturbed run under torchrun.
 """
 
 import json
@@ -24,7 +24,7 @@ from ftrun.tools.drill.plan import FaultTrial, RunSection
 _TAIL_BYTES = 8192
 _STEPS_AT_LEAST = 120
 _STEPS_PER_FAULT = 45
-"""Beside those that a fault lasts by itself: to order it, to see it, and to the next."""
+"""Steps per fault, besides its duration: to order it, to detect it, and until the next fault."""
 
 _GPT_STEP_S = 0.05
 _UNDISTURBED_S = 900.0
@@ -36,10 +36,10 @@ class DrillJob:
     """One job as it is started.
 
     Args:
-        name: for the table.
-        argv: script and arguments; FOLDER is the folder of its run.
-        notes: files that it writes there; empty: none.
-        steps: that it makes; 0: not known.
+        name: the name in the table.
+        argv: script and arguments; the word FOLDER is replaced by the folder of the run.
+        notes: names of the files with results in that folder; empty: none.
+        steps: number of steps; 0: unknown.
     """
 
     name: str
@@ -54,11 +54,11 @@ class DrillJob:
         return [folder / name for name in self.notes]
 
     def let_go(self, folder: Path) -> None:
-        """Jobs of ftrun's own are slow until they are told that nothing more will happen."""
+        """Creates the file `go`; until then ftrun's own jobs run slowly and do not end."""
         (folder / "go").touch()
 
     def last_step(self, path: Path) -> int:
-        """The newest in a file of notes; -1: none yet."""
+        """Returns the newest step in a file of notes; -1 if there is none."""
         if not path.exists():
             return -1
         with path.open("rb") as file:
@@ -74,7 +74,7 @@ def _lines_of(tail: bytes) -> list[dict[str, Any]]:
     for raw in tail.split(b"\n")[:-1]:
         try:
             line = json.loads(raw)
-        except ValueError:  # the first of the tail is mostly half a line
+        except ValueError:  # the tail usually begins within a line
             continue
         if isinstance(line, dict):
             found.append(line)
@@ -82,7 +82,7 @@ def _lines_of(tail: bytes) -> list[dict[str, Any]]:
 
 
 def steps_for(part: RunSection, trials: Sequence[FaultTrial]) -> int:
-    """So many that the faults of a run fit in, in whole epochs of the job."""
+    """Returns the steps that a run with these faults needs, rounded up to a multiple of 10."""
     step_s = part.step_s or (_GPT_STEP_S if part.job == "gpt" else max(part.pace, 0.01))
     lasting = sum(max(min(trial.lasts_s, 600.0), _goes_on_s(trial)) / step_s for trial in trials)
     between = max(part.steps_between, 1) * (len(trials) + 1)
@@ -92,17 +92,12 @@ def steps_for(part: RunSection, trials: Sequence[FaultTrial]) -> int:
 
 
 def _goes_on_s(trial: FaultTrial) -> float:
-    """So long steps may be made before the fault is seen; a rank that hangs makes none."""
+    """Returns how long the job may make steps before the fault is detected; 0 for a hang."""
     kinds = ("slow computation", "slow communication", "replicas differ")
     return trial.expected.within_s if set(trial.expected.verdicts) & {*kinds} else 0.0
 
 
 def job_for(part: RunSection, steps: int) -> DrillJob:
-    """The job of a part of a plan.
-
-    Raises:
-        FtrunError: its script is not there.
-    """
     if part.script is not None:
         script = Path(part.script).resolve()
         if not script.is_file():
@@ -123,13 +118,17 @@ def job_for(part: RunSection, steps: int) -> DrillJob:
 
 @dataclass
 class BaselineRuns:
-    """What torchrun gives; each job is run once with as many ranks."""
+    """Outcomes under torchrun; each job is run once per number of ranks."""
 
     folder: Path
     _found: dict[tuple[DrillJob, int], list[Outcome]] = field(default_factory=dict)
 
     def of(self, job: DrillJob, ranks: int) -> list[Outcome]:
-        """Raises: FtrunError: torchrun fails."""
+        """Returns the outcome of each rank; empty if the job records none.
+
+        Raises:
+            FtrunError: torchrun fails or times out.
+        """
         if not job.notes:
             return []
         if (job, ranks) not in self._found:
@@ -145,7 +144,7 @@ class BaselineRuns:
         with output.open("wb") as out:
             process = subprocess.Popen(
                 [sys.executable, *torchrun, *job.words(folder)], cwd=folder,
-                env=environment({"TMPDIR": str(folder)}),  # it leaves a folder of logs there
+                env=environment({"TMPDIR": str(folder)}),  # torchrun leaves a log folder there
                 stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
                 preexec_fn=end_with_parent,
             )  # fmt: skip
@@ -158,7 +157,7 @@ class BaselineRuns:
                     process.terminate()
                     process.wait()
         found = [outcome_of(path) for path in job.note_files(folder)]
-        # A rank that aborts while gloo is taken down has noted all that is compared.
+        # A rank may abort during gloo's shutdown, after it has recorded all compared values.
         is_whole = all("digest" in one for one in found)
         if code != 0 and not is_whole:
             said = output.read_text(errors="replace")[-2000:]

@@ -1,13 +1,13 @@
-"""What a run's journal says about a fault that was ordered: a row of the drill's table.
+"""Judges an injected fault by the run's journal.
 
 Runs in:  cli. Pure.
-Takes in: a trial, and the journal lines from the order to the time when it was over.
-Gives:    a `FaultResult`; `is_over`, so that a drill knows when to go on.
+Takes in: a trial, and the journal lines from the order to its end.
+Gives:    a `FaultResult`; the drill continues when `is_over` is true.
 
-Rule 1: a fault that was not in effect has not been passed, whatever the run did.
-Rule 2: a verdict that is only likely may be followed by a better one of the same rank.
-Rule 3: what is said between this fault and the next is about this fault. Whoever else is named
-        there is named wrongly.
+Rule 1: A fault that was not in effect has not passed, whatever the run did.
+Rule 2: A verdict that is only likely may be followed by a better verdict for the same rank.
+Rule 3: All verdicts between a fault and the next one count for this fault. Any other culprit that
+they name is wrong.
 """
 
 import json
@@ -27,68 +27,68 @@ NOTHING = "no incident"
 
 @dataclass(slots=True)
 class FaultResult:
-    """What one fault has shown."""
+    """The observed result of one fault."""
 
     fault: str
     kind: str
     target: str = ""
     job: str = ""
     nodes: str = ""
-    """`2 x 2`: nodes times ranks on each; `+ 1` spares."""
+    """`2 x 2`: nodes times ranks per node; `+ 1` spares."""
     expected: str = ""
     found: str = ""
-    """Kinds of verdict, in the order of time."""
+    """Kinds of verdict, in order of time."""
     fired: bool = False
     fired_step: int | None = None
     in_effect: bool = False
     detected_s: float | None = None
-    """From the fault to the verdict; where none is to be given, to the line that proves it."""
+    """From the fault to the verdict; if none is expected, to the line that proves the fault."""
     detected_steps: int | None = None
-    """Steps that were made between the two, as the lead knew of them; None where no step is known,
-    and where the run was set back in between."""
+    """Steps from the fault to the verdict, as known to the leader.
+
+    None if a step is unknown, or if the run was restored to an earlier step in between.
+    """
     recovered_s: float | None = None
-    """From the fault to the end of the incident: every rank is further than before."""
+    """From the fault to the end of the incident, when every rank exceeds its earlier progress."""
     culprits: list[int] = field(default_factory=list)
     culprit_right: bool | None = None
-    """None: nobody had to be named."""
+    """None if no culprit is expected."""
     action: str = ""
     steps_lost: int | None = None
     equal: bool | None = None
-    """None: not compared."""
+    """None if not compared."""
     text: str = ""
     """The verdict in one sentence."""
     passed: bool = False
     problem: str = ""
     run: str = ""
-    """Folder of the run below that of the drill."""
+    """Name of the run's folder within the folder of the drill."""
 
     def fail(self, problem: str) -> None:
-        """Add what is not as it should be."""
         self.problem = "; ".join([self.problem, problem] if self.problem else [problem])
         self.passed = False
 
 
 def row_of(trial: FaultTrial, job: str, nodes: str) -> FaultResult:
-    """Of a fault that has not been made yet."""
     wanted = " or ".join(trial.expected.verdicts) or NOTHING
     return FaultResult(trial.name, trial.kind, trial.target, job, nodes, expected=wanted)
 
 
 def fired_at(lines: Sequence[DecodedLine], order_id: str) -> DecodedLine | None:
-    """The line that says that this order has fired, the first of several."""
+    """Returns the first journal line that reports this order as fired."""
     return _first(lines, "FaultFired", id=order_id)
 
 
 def is_over(
     trial: FaultTrial, lines: Sequence[DecodedLine], order_id: str, *, more_steps: bool
 ) -> bool:
-    """Whether all that can follow has followed.
+    """Returns whether all expected effects of a trial have occurred.
 
     Args:
-        trial: what was ordered.
-        lines: of all nodes, in the order of time.
-        order_id: of the order.
-        more_steps: as many steps as shall lie between two faults were made after it.
+        trial: the ordered fault.
+        lines: journal lines of all nodes, in order of time.
+        order_id: id of the order.
+        more_steps: the steps required between two faults were made after it.
     """
     fired = fired_at(lines, order_id)
     if fired is None:
@@ -101,7 +101,7 @@ def is_over(
 def is_settled(
     trial: FaultTrial, lines: Sequence[DecodedLine], since_s: float, *, more_steps: bool
 ) -> bool:
-    """Every incident since then is closed, and there was one if there had to be one."""
+    """Returns whether all incidents since then are closed, and the expected ones have occurred."""
     later = [line for line in lines if line["mono_s"] >= since_s]
     opened = _incidents(later)
     closed = {line["incident"] for line in later if line["kind"] == "IncidentClosed"}
@@ -113,7 +113,10 @@ def is_settled(
 
 
 def _is_taken_back(trial: FaultTrial) -> bool:
-    """What a rank does to itself ends with the rank, and nothing is told of it."""
+    """Returns whether the journal reports the end of this fault.
+
+    A fault inside a rank ends with the rank, and the journal has no line for it.
+    """
     return trial.rank < 0 or trial.kind == "slow" or not trial.expected.verdicts
 
 
@@ -125,14 +128,14 @@ def judge(
     order_id: str = "",
     hit_s: float | None = None,
 ) -> None:
-    """Fill the row; `passed` is only what can be said without the result of the run.
+    """Fills the row; `passed` does not yet include the result of the run.
 
     Args:
-        trial: what was ordered.
-        row: of it.
-        lines: of all nodes, in the order of time, up to the next fault.
-        order_id: of the order.
-        hit_s: when it was done, where no agent was asked to do it.
+        trial: the ordered fault.
+        row: the row to fill.
+        lines: journal lines of all nodes, in order of time, up to the next fault.
+        order_id: id of the order.
+        hit_s: time of a fault that no agent injected.
     """
     problems = [row.problem] if row.problem else []
     fired = fired_at(lines, order_id) if order_id else None
@@ -152,13 +155,13 @@ def judge(
 
 
 def compare(row: FaultResult, trial: FaultTrial, *, difference: str, is_compared: bool) -> None:
-    """Put into the row whether the result is that of an undisturbed run.
+    """Records whether the result equals that of an undisturbed run.
 
     Args:
-        row: already judged.
-        trial: what was ordered.
-        difference: the first one, in words; empty: there is none.
-        is_compared: the run came to its end, and there was something to compare.
+        row: the judged row.
+        trial: the ordered fault.
+        difference: description of the first difference; empty if there is none.
+        is_compared: the run is complete, and there was a result to compare.
     """
     row.equal = not difference if is_compared else None
     if difference and trial.expected.equal:
@@ -254,7 +257,7 @@ def _ends(
     row.action = str(closed[-1]["action"]) if closed else (actions[-1] if actions else "")
     lost = [line["steps_lost"] for line in closed if line.get("steps_lost") is not None]
     row.steps_lost = sum(lost) if lost else (0 if not closed else None)
-    # The downtime as the leader has measured it: the same figure as in status and report.
+    # The downtime that the leader measured, as in status and report.
     took_s = [line["recovered_s"] for line in closed if line.get("recovered_s") is not None]
     row.recovered_s = round(sum(took_s), 3) if took_s else None
     if not closed and expected.verdicts and not expected.ends:
@@ -273,7 +276,7 @@ def _ends(
 
 
 def _proof(expected: ExpectedOutcome, later: Sequence[DecodedLine]) -> DecodedLine | None:
-    """The first line that only stands there because the fault was in effect."""
+    """Returns the first line that exists only because the fault was in effect."""
     for line in later:
         is_kind = re.fullmatch(expected.proof, line["kind"])
         if is_kind and re.search(expected.proof_text, json.dumps(line, ensure_ascii=False)):
@@ -282,7 +285,6 @@ def _proof(expected: ExpectedOutcome, later: Sequence[DecodedLine]) -> DecodedLi
 
 
 def _incidents(lines: Sequence[DecodedLine]) -> set[int]:
-    """Numbers of those that are spoken of."""
     kinds = ("Suspected", "Verdict", "Action")
     return {line["incident"] for line in lines if line["kind"] in kinds}
 

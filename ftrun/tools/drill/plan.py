@@ -1,11 +1,10 @@
-"""A drill plan: which job runs where, what is broken in it, and what has to follow.
+"""Defines a drill plan: the jobs, their nodes, the faults and the expected outcomes.
 
 Runs in:  cli.
-Takes in: what a YAML file holds (`drill_plan_files.py`).
-Gives:    a `DrillPlan`; `trials_of`: what one part of it orders, one by one.
+Takes in: the content of a YAML file (see `drill_plan_files.py`).
+Gives:    a `DrillPlan`; `trials_of` yields the single faults of a part.
 
-The keys are documented in docs/operations.md. Every part of a plan may set what the plan sets for
-all of its parts.
+docs/operations.md documents the keys. Every part of a plan may override the plan's own settings.
 """
 
 import difflib
@@ -41,7 +40,7 @@ def _as_duration(value: object) -> object:
 
 
 def _check_ranks(value: object) -> object:
-    """In one sentence, where a union would say one for each of its members."""
+    """Reports one problem, because a union type would report one per member."""
     ranks = value if isinstance(value, list) else [value]
     are_ranks = all(type(one) is int and one >= 0 for one in ranks)
     if value is None or value == "each" or (ranks and are_ranks):
@@ -71,7 +70,7 @@ def _check_verdicts(names: list[str]) -> list[str]:
 
 
 def _check_settings(found: dict[str, Any]) -> dict[str, Any]:
-    """They are keys of a profile, with values that it takes."""
+    """Checks that each is a profile key with a valid value."""
     said, settings = [], []
     for name, value in found.items():
         section, _, key = name.partition(".")
@@ -100,7 +99,7 @@ class _Part(BaseModel):
 
 
 class ExpectSection(_Part):
-    """What differs from the catalogue's own expectation."""
+    """Overrides of the expected outcome from the catalogue."""
 
     verdict: (
         Annotated[list[str], AfterValidator(_check_verdicts), BeforeValidator(_as_list)] | None
@@ -120,7 +119,7 @@ class ExpectSection(_Part):
 
 
 class FaultSection(_Part):
-    """One fault, or the same one for several ranks."""
+    """One fault, for one or several ranks."""
 
     kind: Annotated[str, AfterValidator(_check_kind)] = Field(
         description="of ftrun inject-fault --list, or cluster:NAME"
@@ -138,7 +137,7 @@ class FaultSection(_Part):
 
 
 class RunSection(_Part):
-    """One shape of a job, and the faults that it must live through."""
+    """A job on a number of nodes, and the faults to inject into it."""
 
     name: str | None = Field(default=None, description="for the table")
     job: Literal["ddp", "fsdp2", "gpt"] = Field(default="ddp", description="a job of ftrun's own")
@@ -164,14 +163,14 @@ class RunSection(_Part):
 
 
 class DrillPlan(RunSection):
-    """The whole file: what holds for all parts, and the parts."""
+    """The complete file: common settings, and the parts."""
 
     about: str = Field(default="", description="a sentence for the page")
     runs: list[RunSection] = Field(default_factory=list, description="parts, one after the other")
     minutes: float = Field(default=120.0, gt=0, description="all of it takes no longer")
 
     def parts(self) -> list[RunSection]:
-        """Each with what the plan sets for all of them."""
+        """Returns all parts, each completed with the settings of the plan."""
         own = {name: getattr(self, name) for name in self.model_fields_set if name in _COMMON}
         found = [self] if self.faults else []
         return [*found, *(_with_defaults(part, own) for part in self.runs)]
@@ -189,17 +188,17 @@ def _with_defaults(part: RunSection, own: dict[str, Any]) -> RunSection:
 
 @dataclass(frozen=True, slots=True)
 class FaultTrial:
-    """One fault on order.
+    """One fault to inject.
 
     Args:
-        name: for the table.
-        kind: of the catalogue; of scripts/drill_faults.py after `cluster:`.
-        rank: to whom; -1 where it is done to a node.
-        node: its place; -1 where it is done to a rank, or to the only node.
-        step: at the end of it; 0: now.
-        for_s: how long; None: as its kind.
-        amount: how much; None: as its kind.
-        expected: what has to follow.
+        name: the name in the table.
+        kind: a kind of the catalogue, or `cluster:` and a name of scripts/drill_faults.py.
+        rank: the target rank; -1 if the target is a node.
+        node: the position of the target node; -1 if the target is a rank or the only node.
+        step: inject at the end of this step; 0: immediately.
+        for_s: duration; None for the default of its kind.
+        amount: strength; None for the default of its kind.
+        expected: the expected outcome.
     """
 
     name: str
@@ -227,7 +226,7 @@ class FaultTrial:
 
 
 def trials_of(part: RunSection) -> Iterator[FaultTrial]:
-    """Every fault of a part, in order, each rank and each repetition by itself."""
+    """Yields every fault of a part in order, separately for each rank and repetition."""
     world = part.nodes * part.ranks
     for fault in part.faults:
         for rank in ranks_of(fault, world):
@@ -265,7 +264,7 @@ def _trial(fault: FaultSection, rank: int, part: RunSection) -> FaultTrial:
     if fault.alone is not None:
         given["alone"] = fault.alone
     if "evict" in given.get("action", ()) and fault.kind in ("slow", "slow-link"):
-        given["incidents"] = 2  # it is told first, and acted on when it has lasted
+        given["incidents"] = 2  # reported first, and acted on when it persists
     expected = replace(expected, **given)
     return FaultTrial(
         fault.kind, fault.kind, rank, node, fault.step or 0, fault.lasts,

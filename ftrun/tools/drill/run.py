@@ -1,11 +1,11 @@
-"""One run under drill: started, watched by its journals and notes, broken, and let go to its end.
+"""Executes one run of a drill: starts it, injects faults, and observes journals and notes.
 
 Runs in:  cli.
-Takes in: a place, a folder of its own, a part of a plan, the trials of this run.
-Gives:    a `FaultResult` for each trial; what the ranks have noted.
-Survives: nothing: all that it has started is gone when its block ends.
+Takes in: a host, a folder of its own, a part of a plan, the trials of this run.
+Gives:    a `FaultResult` for each trial; the outcomes that the ranks recorded.
+Survives: nothing. All processes that it started have ended when its block ends.
 
-Rule 1: a fault is ordered only in a run in order: every rank makes steps, no incident is open.
+Rule 1: A fault is ordered only if every rank makes steps and no incident is open.
 """
 
 import json
@@ -27,7 +27,7 @@ from ftrun.tools.drill.judge import DecodedLine, FaultResult, is_over, judge
 from ftrun.tools.drill.plan import FaultTrial, RunSection
 
 FIRST_STEP = 12
-"""Before the first fault: a p99 is known, and snapshots are committed."""
+"""First fault after this step: by then a p99 is known and snapshots are committed."""
 
 PORT = 29400
 _POLL_S = 0.05
@@ -35,21 +35,24 @@ _START_S = 120.0
 _END_S = 180.0
 _ASK_S = 60.0
 _SPARE_S = 45.0
-"""For a fault beyond the times that are known of it."""
+"""Seconds added to the known times of a fault."""
 
 _NO_NOTES_S = 3.0
-"""Between two faults of a script whose steps are not known."""
+"""Seconds between two faults of a script whose steps are unknown."""
 
 _LAST_STEPS = 15
-"""Before its last ten a job of ftrun's own waits until it is let go, which looks like a hang."""
+"""Steps before the end at which a trial gives up.
+
+ftrun's own jobs wait before their last ten steps for the file `go`, which looks like a hang.
+"""
 
 
 class DrillRunFailed(FtrunError):
-    """The run cannot be broken any further: it has ended, or does not go on."""
+    """The run accepts no more faults, because it has ended or makes no progress."""
 
 
 class DrillRun:
-    """One run. Use it in a `with` block."""
+    """One run of a drill, used as a context manager."""
 
     def __init__(self, place: JobHost, folder: Path, part: RunSection, job: DrillJob) -> None:
         self.place = place
@@ -97,7 +100,8 @@ class DrillRun:
         words += ["--snapshot-every", 1, "--set", "restart.budget=100000"]
         words += ["--set", "smp.orphan_s=30"]
         if self.place.nodes > 1:
-            words += ["--nnodes", part.nodes, "--allow-network-faults"]  # its own, as its process 1
+            # The flag is needed because process 1 of a virtual node has the same network namespace.
+            words += ["--nnodes", part.nodes, "--allow-network-faults"]
             words += ["--spares", part.spares] if part.spares else []
             words += ["--rdzv-endpoint", f"{self.place.address(0)}:{PORT}"]
             words += ["--secret-file", secret, "--set", "nodes.failures_per_hour=100000"]
@@ -106,10 +110,10 @@ class DrillRun:
         return [str(word) for word in (*words, *part.flags)]
 
     def ready(self) -> None:
-        """Wait until every rank makes steps, and what is usual can be told by them.
+        """Waits until every rank makes steps and the usual step time is known.
 
         Raises:
-            RunFailed: it has ended, or the time is over.
+            DrillRunFailed: the run has ended or timed out.
         """
         if self.job.notes:
             first = max(FIRST_STEP, self.part.steps_between)
@@ -118,10 +122,10 @@ class DrillRun:
             self._wait("the first step of every rank", self._runs, _START_S)
 
     def perform(self, trial: FaultTrial, row: FaultResult) -> None:
-        """Order one fault and wait until it is over; the row says what it has shown.
+        """Orders one fault, waits until it is over, and records the result in the row.
 
         Raises:
-            RunFailed: nothing more can be done with this run. The row is judged all the same.
+            DrillRunFailed: this run accepts no more faults. The row is judged before.
         """
         since = len(self.journal())
         if trial.rank < 0 and trial.node >= 0:
@@ -147,10 +151,10 @@ class DrillRun:
             judge(trial, row, lines, order_id=order_id)
 
     def finish(self, *, exit_code: int = 0) -> None:
-        """Let the job go to its end.
+        """Lets the job complete.
 
         Raises:
-            RunFailed: it ends with something else, or not at all.
+            DrillRunFailed: the run ends with another exit code or times out.
         """
         self.job.let_go(self.folder)
         self._wait(
@@ -166,12 +170,11 @@ class DrillRun:
                 )
 
     def close(self) -> None:
-        """End all of it."""
         for process in self._processes:
             end(process)
         if any(process.returncode for process in self._processes) and self.place.nodes == 1:
             words = [sys.executable, "-m", "ftrun", "stop", self.run_id]
-            try:  # what is left of a run that was lost; mostly there is nothing
+            try:  # frees the leftovers of a lost run; usually there are none
                 self.place.ask(0, words, folder=self.folder, within_s=_ASK_S)
             except FtrunError:
                 return
@@ -179,9 +182,9 @@ class DrillRun:
     # --- what it shows ------------------------------------------------------------------------
 
     def journal(self) -> list[DecodedLine]:
-        """The lines of all nodes, in the order of time; they share a clock."""
+        """Returns the lines of all nodes in order of time; the nodes share a clock."""
         logs = self.folder / "ftrun-logs" / self.run_id
-        of_nodes = list(logs.glob("*/journal.jsonl"))  # beside them lies one with all lines
+        of_nodes = list(logs.glob("*/journal.jsonl"))  # logs/journal.jsonl merges them
         for path in of_nodes if self.place.nodes > 1 else [logs / "journal.jsonl"]:
             self._journals.setdefault(path, _JournalFile(path))
         found = [line for journal in self._journals.values() for line in journal.read()]
@@ -191,18 +194,16 @@ class DrillRun:
         return [outcome_of(path) for path in self.job.note_files(self.folder)]
 
     def last_step(self) -> int:
-        """That every rank has noted; -1: none yet."""
+        """Returns the newest step that every rank has recorded; -1 if there is none."""
         return min((self.job.last_step(path) for path in self.job.note_files(self.folder)),
                    default=-1)  # fmt: skip
 
     def is_near_end(self, spare: int = 60) -> bool:
-        """So few steps are left that no more fault fits in."""
         return self.job.steps > 0 and self.last_step() > self.job.steps - spare
 
     # --- inside -------------------------------------------------------------------------------
 
     def _order(self, trial: FaultTrial) -> str:
-        """Raises: FtrunError: it is refused."""
         words = [sys.executable, "-m", "ftrun", "inject-fault", trial.kind, self.run_id, "--json"]
         words += ["--rank", str(trial.rank)] if trial.rank >= 0 else []
         words += ["--node", str(trial.node)] if trial.node >= 0 and self.place.nodes > 1 else []
@@ -210,7 +211,7 @@ class DrillRun:
         words += ["--for", f"{trial.for_s:g}s"] if trial.for_s is not None else []
         words += ["--amount", str(trial.amount)] if trial.amount is not None else []
         alive = [at for at, one in enumerate(self._processes) if one.poll() is None]
-        # On the node itself where that can be: the way there may be what is broken.
+        # Use the target node itself if it is alive, because the path to it may be broken.
         node = trial.node if trial.node in alive else (alive or [0])[0]
         said = self.place.ask(node, words, folder=self.folder, within_s=_ASK_S)
         return str(json.loads(said)["id"])
@@ -226,7 +227,6 @@ class DrillRun:
         return bool(states) and states[-1]["new"] == "run"
 
     def has_ended(self) -> bool:
-        """All nodes that were not broken have come to their end."""
         return all(
             process.poll() is not None
             for node, process in enumerate(self._processes)
@@ -236,10 +236,10 @@ class DrillRun:
     def _wait(
         self, what: str, is_so: Callable[[], bool], within_s: float, *, exit_code: int = 0
     ) -> None:
-        """Look again and again.
+        """Polls until the condition is true.
 
         Raises:
-            RunFailed: the run has ended otherwise, or the time is over.
+            DrillRunFailed: the run ended unexpectedly or timed out.
         """
         give_up_s = clock.now_s() + within_s
         while not is_so():
@@ -269,14 +269,14 @@ class DrillRun:
 
 
 def _lost_nodes(lines: Sequence[DecodedLine]) -> set[int]:
-    """Those that may come back when the job has ended, and then wait for the others."""
+    """Returns nodes that may rejoin after the end of the job and then wait for the others."""
     verdicts = [line["verdict"] for line in lines if line["kind"] == "Verdict"]
     lost = [name for one in verdicts if one["kind"] == "node lost" for name in one["nodes"]]
     return {int(name.removeprefix("node")) for name in lost if name[4:].isdigit()}
 
 
 class _Watch:
-    """Whether a fault is over: what had to follow has followed, and steps are made again."""
+    """Detects the end of a fault: its expected effects have occurred, and steps are made again."""
 
     def __init__(self, run: DrillRun, trial: FaultTrial, order_id: str, since: int) -> None:
         self._run, self._trial, self._order_id, self._since = run, trial, order_id, since

@@ -1,11 +1,11 @@
-"""A whole drill plan, one run after the other: every fault ordered, judged and compared.
+"""Executes a drill plan run by run: orders, judges and compares every fault.
 
 Runs in:  cli.
 Takes in: a plan, a folder.
-Gives:    a `FaultResult` for each fault, as soon as its run has ended.
+Gives:    a `FaultResult` for each fault when its run has ended.
 
-Faults of one part share a run where they can: what ends a run, or changes what the next one would
-meet, has one of its own. When a run fails, the faults that it still had before it get a new one.
+Faults of one part share a run if possible. A fault that ends a run, or changes the conditions of
+the next fault, has a run of its own. If a run fails, its remaining faults get a new run.
 """
 
 import re
@@ -27,12 +27,12 @@ from ftrun.tools.drill.run import DrillRun, DrillRunFailed
 OVER = "not made: the plan's minutes are over"
 
 Tell = Callable[[FaultResult], None]
-"""Called with a row when it is judged, and again when its run's result is not as it should be."""
+"""Called when a row is judged, and again if the result of its run is wrong."""
 
 
 @dataclass
 class DrillSeries:
-    """One plan being carried out."""
+    """The execution of one plan."""
 
     plan: DrillPlan
     folder: Path
@@ -43,20 +43,20 @@ class DrillSeries:
         self._end_s = clock.now_s() + self.plan.minutes * 60
         self._count = 0
         self.rows: list[FaultResult] = []
-        """Of all runs that are over."""
+        """Rows of all runs that have ended."""
 
     def carry_out(self) -> None:
-        """Until `rows` has one for each fault.
+        """Fills `rows` with one row per fault.
 
         Raises:
-            FtrunError: nothing can be drilled here: no cluster, no script, torchrun fails.
+            FtrunError: this machine cannot run the drill: no cluster, no script, or torchrun fails.
         """
         for part in self.plan.parts():
             for batch in batches(list(trials_of(part)), part.most_faults):
                 self.rows.extend(self._batch(part, batch))
 
     def _batch(self, part: RunSection, batch: Sequence[FaultTrial]) -> Iterator[FaultResult]:
-        """Until every trial has its row, in as many runs as that takes."""
+        """Yields a row for every trial, in as many runs as needed."""
         left = list(batch)
         steps = steps_for(part, batch)
         while left:
@@ -81,7 +81,7 @@ class DrillSeries:
     def _one_run(
         self, part: RunSection, trials: Sequence[FaultTrial], steps: int
     ) -> list[FaultResult]:
-        """At least one row; as many as the run lives for."""
+        """Returns at least one row; the run may end before all trials are made."""
         job = job_for(part, steps)
         is_compared = any(trial.expected.equal for trial in trials)
         expected = self._undisturbed.of(job, part.nodes * part.ranks) if is_compared else []
@@ -111,7 +111,7 @@ class DrillSeries:
             rows[-1].fail(problem)
             self.tell(rows[-1])
         made = rows
-        if problem:  # up to the fault that it did not live through
+        if problem:  # compare only up to the fault that broke the run
             made, last = rows[:-1], rows[-1].fired_step or 0
             expected = [{at: it for at, it in one.items() if at != "digest" and int(at) < last}
                         for one in expected]  # fmt: skip
@@ -120,7 +120,6 @@ class DrillSeries:
         return rows
 
     def _break(self, run: DrillRun, trials: Sequence[FaultTrial], rows: list[FaultResult]) -> None:
-        """One fault after the other, while there are steps and minutes left."""
         for trial in trials:
             if run.is_near_end() or clock.now_s() > self._end_s:
                 return
@@ -142,9 +141,13 @@ def compare_all(
     expected: Sequence[Outcome],
     outcomes: Sequence[Outcome],
 ) -> list[FaultResult]:
-    """Put into each row whether the result was right up to the next fault; those that fail by it.
+    """Records in each row whether the result is equal up to the next fault.
 
-    A step that differs spoils all that follow: it is the fault's before it, and of all later ones.
+    A difference counts against the fault before the first differing step and against all later
+    faults.
+
+    Returns:
+        The rows that passed before and fail by the comparison.
     """
     at, said = first_difference(expected, outcomes) if expected else (None, "")
     failed = []
@@ -162,7 +165,7 @@ def compare_all(
 
 
 def batches(trials: Sequence[FaultTrial], most: int) -> Iterator[list[FaultTrial]]:
-    """Those that share a run, in order."""
+    """Groups the trials that share a run, in order."""
     together: list[FaultTrial] = []
     for trial in trials:
         if trial.expected.alone or trial.kind.startswith(CLUSTER):
@@ -180,17 +183,12 @@ def batches(trials: Sequence[FaultTrial], most: int) -> Iterator[list[FaultTrial
 
 
 def shape(part: RunSection) -> str:
-    """Such as `1 x 2`, or `2 x 2 + 1`."""
+    """Formats as `1 x 2` (nodes x ranks), or `2 x 2 + 1` with spares."""
     spares = f" + {part.spares}" if part.spares and part.nodes > 1 else ""
     return f"{part.nodes} x {part.ranks}{spares}"
 
 
 def check(plan: DrillPlan) -> None:
-    """What can be said before anything is started.
-
-    Raises:
-        FtrunError: a script is missing, or this machine cannot have so many nodes.
-    """
     for part in plan.parts():
         job_for(part, 10)
         if part.nodes > 1 or any(fault.kind.startswith(CLUSTER) for fault in part.faults):

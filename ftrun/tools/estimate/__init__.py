@@ -1,1 +1,1 @@
-"""DECISION: what failures cost a run on paper: goodput, survival of snapshots, spares."""
+"""DECISION: the expected cost of failures: goodput, survival of snapshots, spares."""

@@ -1,10 +1,10 @@
-"""Everything that an estimate takes for granted: its unit, its default, and where that is from.
+"""Lists every assumption of an estimate with its unit, default and source.
 
-Runs in:  whoever asks (the cli). Pure.
+Runs in: the caller (the cli). Pure.
 
-Rule 1: what is not known is an assumption with a name, which can be set; no other module of this
-        folder has a number of its own.
-Rule 2: a default is somebody's figure, or says that it is a guess.
+Rule 1: Every unknown quantity is a named assumption that can be set. No other module of this folder
+contains a number of its own.
+Rule 2: Every default names its source or says that it is a guess.
 """
 
 import math
@@ -14,22 +14,22 @@ from dataclasses import dataclass, fields
 from ftrun.tools.estimate.failure_rates import FT_HSDP, LLAMA3, RSC1, RSC2
 
 SNAPSHOT_S_PER_GB = 0.157
-"""bench_snapshot: 160.7 ms added by one of 2 x 512 MB, two cores, docs/benchmarks.md."""
+"""bench_snapshot: a snapshot of 2 x 512 MB adds 160.7 ms on two cores, docs/benchmarks.md."""
 
 CRASH_DETECT_S, CRASH_RESTART_S = 0.04, 0.35
-"""bench_recovery: 38 ms to notice, 0.386 s in all, docs/benchmarks.md."""
+"""bench_recovery: 38 ms to detect, 0.386 s in all, docs/benchmarks.md."""
 
 TRANSFER_GB_PER_S = 0.226
-"""bench_erasure: 256 MB of each of six nodes in 1.13 s, 4+2, cables without a limit, two cores."""
+"""bench_erasure: 256 MB of each of six nodes in 1.13 s, 4+2, unlimited links, two cores."""
 
 
 AUTO_BUDGET = 0.02
-"""snapshot.overhead_budget of the profile: what `auto` may spend on snapshots."""
+"""snapshot.overhead_budget of the profile: share of time that `auto` spends on snapshots."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What is taken for granted. None: from the others, as `ABOUT` says."""
+    """The assumptions; None: derived from others, as described in `ABOUT`."""
 
     days: float = 54.0
     rate: float = LLAMA3
@@ -62,7 +62,6 @@ class Assumptions:
 
     @property
     def crash_share(self) -> float:
-        """What is none of the other kinds."""
         return 1.0 - self.hang_share - self.node_share - self.domain_share - self.disk_share
 
     @property
@@ -77,22 +76,22 @@ class Assumptions:
 
     @property
     def transfer_s(self) -> float:
-        """A node's state to or from the others, encoding or decoding included."""
+        """Seconds to send or fetch a node's state, including encoding or decoding."""
         return self.state_gb / self.transfer_gb_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class AssumptionInfo:
-    """What an assumption is.
+    """Description of one assumption.
 
     Args:
-        group: what it is about.
-        unit: of its value.
-        meaning: in a few words.
-        source: of the default, or what the default is made of.
-        low: the least value.
-        high: the largest.
-        is_above: the least value itself is too little.
+        group: heading in the help text.
+        unit: unit of the value.
+        meaning: a short phrase.
+        source: source of the default, or its derivation.
+        low: the minimum.
+        high: the maximum.
+        is_above: the minimum itself is excluded.
     """
 
     group: str
@@ -253,13 +252,12 @@ ABOUT: Mapping[str, AssumptionInfo] = {
 
 
 def flag_of(name: str) -> str:
-    """`periodic_cost_s` is `--periodic-cost`: seconds are no part of a flag, a rate's unit is."""
+    """Returns `--periodic-cost` for `periodic_cost_s`; a suffix `_per_s` stays."""
     plain = name if name.endswith("_per_s") else name.removesuffix("_s")
     return "--" + plain.replace("_", "-")
 
 
 def problems(assumptions: Assumptions) -> list[str]:
-    """What cannot be so, in words; the flags are named."""
     found = []
     for field in fields(assumptions):
         value, about = getattr(assumptions, field.name), ABOUT[field.name]

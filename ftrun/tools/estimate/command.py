@@ -1,8 +1,8 @@
-"""`ftrun estimate`: what failures will cost on paper, and what would be chosen.
+"""Implements `ftrun estimate`: the expected cost of failures, and the resulting choices.
 
-Runs in:  cli. Starts nothing and asks nobody.
-Takes in: numbers of nodes, assumptions, and, if wanted, the journal of a run.
-Gives:    tables and words; a picture, a page or JSON.
+Runs in:  cli. It starts and queries no process.
+Takes in: numbers of nodes, assumptions, and optionally the journal of a run.
+Gives:    tables and text; a picture, a page or JSON.
 """
 
 import json
@@ -29,18 +29,18 @@ _MOST_POINTS = 64
 
 @dataclass(frozen=True, slots=True)
 class EstimateRequest:
-    """The words of the command line, as they were typed.
+    """The request as typed.
 
     Args:
-        values: of assumptions, those that were given.
+        values: assumptions that were given.
         nodes: see `node_counts`.
-        run: a run id or a folder of logs, or `last`; None: none.
-        code: K+M; None: choose.
+        run: a run id, a folder of logs, or `last`; None: no run.
+        code: K+M; None: choose one.
         snapshot_every: steps; None: choose.
-        spares: None: choose.
+        spares: number of spares; None: choose.
         svg: file for the picture.
         html: file for the page.
-        as_json: one JSON document instead of tables.
+        as_json: print one JSON document instead of tables.
     """
 
     nodes: str
@@ -56,22 +56,16 @@ class EstimateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """All that is said."""
+    """The complete result."""
 
     outlooks: Sequence[Outlook]
     given: Assumptions
     origins: Mapping[str, str]
-    """Of each assumption, where its value is from."""
+    """The source of each assumption's value."""
     notes: Sequence[str]
 
 
 def estimate(wanted: EstimateRequest) -> int:
-    """Compute and show.
-
-    Raises:
-        UsageError: a value that cannot be so; all that are wrong are named.
-        FtrunError: a journal that cannot be read, or a file that cannot be written.
-    """
     named = ((wanted.svg, "--svg"), (wanted.html, "--html"))
     files = [("-" if _is_stdout(path) else path, flag) for path, flag in named if path]
     has_stdout = [path for path, _ in files].count("-") + wanted.as_json
@@ -91,7 +85,6 @@ def estimate(wanted: EstimateRequest) -> int:
 
 
 def estimated(wanted: EstimateRequest) -> Estimate:
-    """Everything but showing it."""
     nodes = node_counts(wanted.nodes)
     decided = FixedChoices(
         code=_code(wanted.code, nodes[0]) if wanted.code is not None else None,
@@ -118,10 +111,10 @@ def estimated(wanted: EstimateRequest) -> Estimate:
 
 
 def node_counts(text: str) -> list[int]:
-    """`64`, `16..16384` (doubled from the first to the last), `16,64,1000`; in rising order.
+    """Parses `64`, `16..16384` (doubled from the first to the last), `16,64,1000`; sorted.
 
     Raises:
-        UsageError: it is none of these, or out of range.
+        UsageError: the text has none of these forms, or a number is out of range.
     """
     found: set[int] = set()
     for part in text.split(","):
@@ -175,7 +168,7 @@ def _is_stdout(path: str) -> bool:
 
 
 def _show(made: Estimate) -> None:
-    # Imported here: JSON and files need no tables.
+    # Imported here, because JSON and files need no tables.
     from ftrun.cli.screen import terminal as render
 
     render.show_table(words.head(made.given), [words.row(one, made.given) for one in made.outlooks])
@@ -190,7 +183,7 @@ def _show(made: Estimate) -> None:
 
 
 def _lines(made: Estimate) -> list[str]:
-    """What is taken for granted, and what the figures do not know."""
+    """Lists the assumptions that were used, and the limits of the model."""
     found = [f"taken: {one}" for one in _changed(made)]
     at_default = sum(origin.startswith("default") for origin in made.origins.values())
     found.append(
@@ -263,7 +256,7 @@ def _document(made: Estimate) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no infinity: what never happens is null."""
+    """Replaces infinity by None, because JSON has no infinity."""
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

@@ -1,6 +1,6 @@
-"""The flags of `ftrun estimate`: one for each assumption, from the table that holds them.
+"""Declares the flags of `ftrun estimate` from the table of assumptions.
 
-Runs in: cli. Loads nothing heavy; the command itself is loaded when it is used.
+Runs in: cli. The implementation is imported when the command runs.
 """
 
 import inspect
@@ -47,7 +47,7 @@ where your own figure is worth most. docs/estimate.md has the formulas.
 
 
 class EstimateCommand(TyperCommand):
-    """With a help of its own, in groups, with sources."""
+    """Command with its own help text: groups of flags with their sources."""
 
     def get_help(self, ctx: Any) -> str:
         return estimate_help()
@@ -65,7 +65,6 @@ def estimate_help() -> str:
 
 
 def default_words(name: str) -> str:
-    """The default of an assumption; nothing where it is made of others."""
     value = next(field.default for field in fields(Assumptions) if field.name == name)
     return "" if value is None else f"{value:,.10g}"
 
@@ -85,7 +84,7 @@ def _flag(name: str) -> str:
 
 
 def estimate_command(**words: Any) -> None:
-    """Say on paper what failures will cost, and what to choose."""
+    """Estimate what failures will cost, and which code, interval and spares to choose."""
     from ftrun.tools.estimate.command import EstimateRequest, estimate
 
     values = {name: words[name] for name in ABOUT if words[name] is not None}
@@ -113,7 +112,7 @@ def _parameter(name: str, default: Any, kind: Any, option: Any) -> inspect.Param
     )
 
 
-# typer makes flags of a function's parameters; these come from the table.
+# typer derives flags from a function's parameters; these come from the table.
 estimate_command.__signature__ = inspect.Signature(list(_parameters()))  # type: ignore[attr-defined]
 estimate_command.__annotations__ = {
     name: parameter.annotation for name, parameter in

@@ -1,6 +1,6 @@
-"""The picture of an estimate: goodput over the number of nodes, a curve for each way.
+"""Draws goodput over the number of nodes, with a curve for each strategy.
 
-Runs in:  cli. Pure.
+Runs in: cli. Pure.
 """
 
 import math
@@ -16,16 +16,16 @@ from ftrun.tools.report.render.svg import Drawing, nice
 _WIDTH, _HEIGHT = 980.0, 430.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 660.0, 40.0, 362.0
 _LINE = 32.0
-"""Between the labels of two curves."""
+"""Pixels; twice the minimum distance between the labels of two curves."""
 _TICK_PX = 78.0
 
 
 def picture(outlooks: Sequence[Outlook], style_sheet: str = "") -> Markup:
-    """For one number of nodes or more, in rising order.
+    """Draws the picture for one or more numbers of nodes in rising order.
 
     Args:
-        outlooks: of one set of assumptions.
-        style_sheet: for a file of its own.
+        outlooks: results with the same assumptions.
+        style_sheet: styles to embed if the picture is a file of its own.
     """
     ways = _goodputs(outlooks)
     last = outlooks[-1]
@@ -53,7 +53,6 @@ def picture(outlooks: Sequence[Outlook], style_sheet: str = "") -> Markup:
 
 
 def _goodputs(outlooks: Sequence[Outlook]) -> list[list[float]]:
-    """A row for each way, in the order of `WAYS`."""
     return [
         [one.periodic.goodput for one in outlooks],
         [one.noticed.goodput for one in outlooks],
@@ -62,7 +61,7 @@ def _goodputs(outlooks: Sequence[Outlook]) -> list[list[float]]:
 
 
 def _floor(least: float) -> float:
-    """Where the axis begins: at 0, but where all lies close below 1."""
+    """Returns the lower end of the axis: 0, or close to the values if all are 0.7 or more."""
     if least < 0.7:
         return 0.0
     part = nice((1.0 - least) / 4)
@@ -70,7 +69,7 @@ def _floor(least: float) -> float:
 
 
 def _xs(nodes: Sequence[int]) -> list[float]:
-    """A doubling takes the same room everywhere."""
+    """Returns logarithmic positions: every doubling has the same width."""
     low, high = math.log2(nodes[0]), math.log2(nodes[-1])
     if high == low:
         return [(_LEFT + _RIGHT) / 2]
@@ -92,7 +91,7 @@ def _grid(drawing: Drawing, outlooks: Sequence[Outlook], xs: Sequence[float], le
         drawing.line(_LEFT, y, _RIGHT, y, "grid")
         drawing.text(_LEFT - 8, y + 4, f"{100 * value:.4g} %", "tick", "end")
     after = math.inf
-    # From the largest, which is always named.
+    # Begin at the largest number, which is always labelled.
     for one, x in zip(reversed(outlooks), reversed(xs), strict=True):
         drawing.line(x, _TOP, x, _BOTTOM, "grid")
         if after - x < _TICK_PX:
@@ -106,7 +105,7 @@ def _grid(drawing: Drawing, outlooks: Sequence[Outlook], xs: Sequence[float], le
 
 
 def _apart(ys: Sequence[float]) -> list[float]:
-    """The same heights, moved so that no two labels lie on each other."""
+    """Moves the heights apart so that no two labels overlap."""
     order = sorted(range(len(ys)), key=lambda index: (ys[index], -index))
     placed: dict[int, float] = {}
     lowest = -math.inf

@@ -1,12 +1,13 @@
-"""What ftrun has cost in a run, for an estimate of a larger one.
+"""Measures the costs of ftrun in one run, for an estimate of a larger run.
 
 Runs in:  cli. Pure.
-Takes in: what `ftrun report` knows of a run.
-Gives:    values for assumptions, each with how it was measured. What the journal does not hold,
-          or what did not happen, stays at its default.
+Takes in: the facts that `ftrun report` derives from a run.
+Gives:    values for assumptions, each with its method. A value that the journal does not contain
+          stays at its default.
 
-How often the run has failed is not taken: a few failures say little (its report has the interval).
-That some were brought about by `ftrun inject-fault` does not matter here, as they cost the same.
+The failure rate of the run is not used, because a few failures have little significance; the report
+of the run shows the interval. Failures injected by `ftrun inject-fault` count, because they cost
+the same as others.
 """
 
 from collections.abc import Sequence
@@ -23,14 +24,14 @@ _NODES_LOST = ("node lost", "lead lost")
 
 @dataclass(frozen=True, slots=True)
 class MeasuredValue:
-    """A value, and what it is: in words that follow `of run X:`."""
+    """A value and its method, as words that follow `of run X:`."""
 
     value: float
     how: str
 
 
 def measured_in(facts: RunFacts) -> dict[str, MeasuredValue]:
-    """Of the fields of `Assumptions`, those of which the run tells."""
+    """Returns the fields of `Assumptions` that the run measures."""
     found: dict[str, MeasuredValue] = {}
     if facts.step_s:
         found["step_s"] = MeasuredValue(facts.step_s, "median of its steps")
@@ -47,10 +48,10 @@ def measured_in(facts: RunFacts) -> dict[str, MeasuredValue]:
         ("hang_detect_s", hung, "hang"),
         ("node_detect_s", lost, "lost node"),
     ):
-        # 0: nothing in the journal is from before the notice.
+        # 0: the journal has no line from before the detection.
         if took_s := [one.noticed_s for one in incidents if one.noticed_s > 0]:
             found[name] = MeasuredValue(median(took_s), f"median of {count(len(took_s), what)}")
-    # A lost node's restart holds the fetch of its state, which is an assumption of its own.
+    # The restart of a lost node includes the fetch of its state, which is a separate assumption.
     if restarted := ended + hung or lost:
         how = f"median of {count(len(restarted), 'restart')}"
         found["restart_s"] = MeasuredValue(median(_restart_s(one) for one in restarted), how)
@@ -68,7 +69,7 @@ def _restart_s(one: IncidentFacts) -> float:
 
 
 def nothing_measured(facts: RunFacts, found: Sequence[str]) -> str:
-    """What such a run cannot tell, in words; empty where it tells all that matters."""
+    """Describes what this run does not measure; empty if it measures all that matters."""
     missing = {
         "snapshot_cost_s": "what a snapshot costs (no Pulse line, or none was taken)",
         "restart_s": "what a restart costs (no failure was survived)",

@@ -1,22 +1,23 @@
-"""The share of the time that is progress, when failures come by themselves and cost what they cost.
+"""Computes goodput: useful time divided by wall time, with random failures of known cost.
 
-Runs in:  whoever asks (the cli). Pure.
-Takes in: the time between failures, what a save costs, what each kind of failure costs.
-Gives:    goodput, exact for failures that come independently of time (exponential), and the
-          interval between saves for which it is highest.
-Source:   Young 1974 and Daly 2006 for the first and the higher order interval. The formula itself
-          is theirs, with the mean over kinds of failure in place of one dead time; it is derived
-          in docs/estimate.md and compared with a simulation in tests/unit/estimate.
+Runs in:  the caller (the cli). Pure.
+Takes in: the time between failures, the cost of a save, the cost of each kind of failure.
+Gives:    goodput, exact for failures at exponentially distributed intervals, and the interval
+          between saves that maximises it.
+Source:   Young 1974 and Daly 2006 for the first-order and higher-order interval. The formula is
+          theirs, with the mean over kinds of failure in place of one dead time. docs/estimate.md
+          derives it; tests/unit/estimate compares it with a simulation.
 
-M is the mean time between failures, T the useful time between two saves, C what one save costs.
-A life is what lies between two recoveries. It ends with a failure after a time t that is
-exponential; it has then gained all saves that were complete, and the failure costs the time t and
-the recovery. Goodput is the mean gain over the mean time (renewal reward):
+M is the mean time between failures, T the useful time between two saves, C the cost of one save. A
+life is the time between two recoveries. It ends with a failure after an exponentially distributed
+time t. The gain of a life is all saves that were complete. The failure costs the time t and the
+recovery. Goodput is the mean gain divided by the mean time (renewal reward):
 
-    gain    T * E[exp(-L/M)] / (exp((T + C)/M) - 1)      L: how long a save is of no use yet
-    time    M / E[exp(-X/M)]                             X: dead time; a failure in it begins anew
+    gain    T * E[exp(-L/M)] / (exp((T + C)/M) - 1)      L: time until a save is usable
+    time    M / E[exp(-X/M)]                             X: dead time; a failure restarts it
 
-both means over the kinds of failure, by their shares. One kind without lag gives Daly's
+Both means are over the kinds of failure, weighted by their shares. One kind with L = 0 gives Daly's
+formula:
 
     goodput = T / (M * exp(X/M) * (exp((T + C)/M) - 1))
 """
@@ -27,17 +28,17 @@ from dataclasses import dataclass
 
 _HALVINGS = 200
 _LARGEST = 700.0
-"""exp of more is no float."""
+"""exp of a larger number overflows a float."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailureKind:
-    """A kind of failure, and what one of it costs.
+    """A kind of failure, and the cost of one failure.
 
     Args:
-        share: of all failures, 0 to 1.
-        dead_s: from the failure to the first step after it: to notice it, to start again.
-        lag_s: a save counts only so long after it was made, for a failure of this kind.
+        share: share of all failures, 0 to 1.
+        dead_s: from the failure to the next step: detection and restart.
+        lag_s: time after which a save can be restored after a failure of this kind.
     """
 
     share: float
@@ -48,16 +49,16 @@ class FailureKind:
 def goodput(
     *, interval_s: float, save_s: float, mtbf_s: float, kinds: Sequence[FailureKind]
 ) -> float:
-    """Useful time over all time, in the long run.
+    """Returns useful time divided by wall time, in the long run.
 
     Args:
         interval_s: T, useful time between two saves; above 0.
-        save_s: C, by which one save makes the run longer.
-        mtbf_s: M, of the whole run; infinite where nothing fails.
-        kinds: their shares add up to 1.
+        save_s: C, the time that one save adds to the run.
+        mtbf_s: M of the whole run; infinite if nothing fails.
+        kinds: kinds of failure, whose shares add up to 1.
 
     Returns:
-        0 to 1; 0 too where failures come so much faster than saves that no float can tell.
+        0 to 1; also 0 if failures are too frequent compared with saves for a float.
     """
     whole_s = interval_s + save_s
     if math.isinf(mtbf_s):
@@ -66,20 +67,20 @@ def goodput(
         return 0.0
     gain = interval_s * sum(kind.share * math.exp(-kind.lag_s / mtbf_s) for kind in kinds)
     alive = sum(kind.share * math.exp(-kind.dead_s / mtbf_s) for kind in kinds)
-    # Shares that add up to the next float above 1 gain no more than all.
+    # The shares may add up to the next float above 1, which must not give more than 1.
     return min(1.0, gain * alive / (mtbf_s * math.expm1(whole_s / mtbf_s)))
 
 
 def best_interval_s(*, save_s: float, mtbf_s: float, longest_s: float) -> float:
-    """The T for which goodput is highest, whatever a failure costs.
+    """Returns the T with the highest goodput, independent of the cost of a failure.
 
-    It is where (1 - T/M) exp((T + C)/M) is 1; the left side falls from T = 0 to T = M. Dead time
-    and lag are factors in which T does not occur, so they do not move it.
+    At this T, (1 - T/M) exp((T + C)/M) is 1; the left side falls from T = 0 to T = M. Dead time and
+    lag are factors without T, so that they do not move the maximum.
 
     Args:
-        save_s: C; with 0 saves may be as frequent as they can, and the answer is 0.
+        save_s: C; if it is 0, the result is 0, because saves may be as frequent as possible.
         mtbf_s: M.
-        longest_s: no longer than this, such as the whole run.
+        longest_s: upper bound of T, such as the length of the run.
     """
     if save_s == 0.0:
         return 0.0
@@ -88,7 +89,7 @@ def best_interval_s(*, save_s: float, mtbf_s: float, longest_s: float) -> float:
     low, high = 0.0, min(mtbf_s, longest_s)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        # Logarithms: exp(C/M) has no float where a save takes far longer than failures let it.
+        # Compare logarithms, because exp(C/M) overflows if a save takes far longer than M.
         part = middle / mtbf_s
         is_short = part < 1.0 and math.log1p(-part) + part + save_s / mtbf_s > 0.0
         low, high = (middle, high) if is_short else (low, middle)
@@ -96,12 +97,12 @@ def best_interval_s(*, save_s: float, mtbf_s: float, longest_s: float) -> float:
 
 
 def young_interval_s(*, save_s: float, mtbf_s: float) -> float:
-    """The first approximation of the best interval; good where it is far below M."""
+    """First-order approximation of the best interval; accurate far below M."""
     return math.sqrt(2.0 * save_s * mtbf_s)
 
 
 def daly_interval_s(*, save_s: float, mtbf_s: float) -> float:
-    """The higher order one; M where a save takes 2 M or longer."""
+    """Higher-order approximation of the best interval; M if a save takes 2 M or longer."""
     if save_s >= 2.0 * mtbf_s:
         return mtbf_s
     part = save_s / (2.0 * mtbf_s)
@@ -117,30 +118,31 @@ def over_disk(
     share: float,
     recovery_s: float,
 ) -> float:
-    """Goodput where some failures have to go back to the last checkpoint on disk.
+    """Goodput if some failures must restore the last checkpoint on disk.
 
-    Seen from the disk, the run is one that gains `memory_goodput` a second and fails, now and
-    then, in a way that memory does not bear. Per second of progress that happens h times, and
-    then all progress since the last checkpoint is lost: the same formula once more, over progress.
+    For the disk, the run gains `memory_goodput` per second, and sometimes has a failure that
+    snapshots in memory do not survive. Such failures have a rate per second of progress. Each loses
+    all progress since the last checkpoint, so that the same formula applies to progress instead of
+    time.
 
     Args:
-        memory_goodput: without going back to the disk, but with the dead time of such failures.
+        memory_goodput: goodput with the dead time of these failures, but without the lost progress.
         every_s: progress between two checkpoints on disk.
-        blocks_s: by which writing one makes the run longer.
-        share: of the failures, those that need it.
+        blocks_s: time that writing one checkpoint adds to the run.
+        share: share of failures that need the disk.
         recovery_s: mean time from one recovery to the next, see `life_s`.
     """
     gain_s = recovery_s * memory_goodput
     if gain_s <= 0.0:
         return 0.0
     lost = share / gain_s * every_s
-    # Of tiny numbers the quotient may be the next float above 1.
+    # For tiny numbers the quotient may be the next float above 1.
     kept = 0.0 if lost > _LARGEST else min(1.0, lost / math.expm1(lost)) if lost else 1.0
     return memory_goodput * kept * (every_s / (every_s + blocks_s))
 
 
 def life_s(*, mtbf_s: float, kinds: Sequence[FailureKind]) -> float:
-    """Mean time from one recovery to the next, M / E[exp(-X/M)]."""
+    """Mean time from one recovery to the next: M / E[exp(-X/M)]."""
     if math.isinf(mtbf_s):
         return math.inf
     alive = sum(kind.share * math.exp(-kind.dead_s / mtbf_s) for kind in kinds)

@@ -1,12 +1,12 @@
-"""What a run of so many nodes has to expect, and what it had better do.
+"""Predicts what a run with a given number of nodes loses to failures, and recommends settings.
 
-Runs in:  whoever asks (the cli). Pure.
-Takes in: a number of nodes, assumptions, and what somebody has decided already.
-Gives:    an `Outlook`: goodput of three ways to live with failures, the code, the interval, the
-          spares, and how often each choice lets the state be lost.
+Runs in:  the caller (the cli). Pure.
+Takes in: a number of nodes, assumptions, and settings that are fixed.
+Gives:    an `Outlook`: goodput of three recovery strategies, the code, the interval, the spares,
+          and the probability that each code loses the state.
 
-Rule 1: the three ways differ in what the words say and in nothing else: same failures, and each at
-        its own best interval.
+Rule 1: The three strategies differ only as described. They have the same failures, and each uses
+its own best interval.
 """
 
 import math
@@ -28,20 +28,20 @@ from ftrun.tools.estimate.survival import (
 
 MAX_NODES = 100_000
 _MOST_PARITY = 3
-"""Beyond that losses are those of whole domains, which more parity does not mend."""
+"""Further losses are those of whole domains, against which more parity does not help."""
 
 _HARDLY = 0.9
-"""One more parity block that leaves more than this of the risk is not worth its memory."""
+"""An additional parity block must reduce the risk below this factor to justify its memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class FixedChoices:
-    """What is not to be chosen; None: choose.
+    """Settings that are fixed; None: choose the value.
 
     Args:
         code: k and m.
         every: steps between two snapshots.
-        spares: nodes that stand by.
+        spares: number of spares.
     """
 
     code: tuple[int, int] | None = None
@@ -51,16 +51,16 @@ class FixedChoices:
 
 @dataclass(frozen=True, slots=True)
 class CodeOption:
-    """A code, and what it is good for with so many nodes.
+    """A code, and its properties with a given number of nodes.
 
     Args:
         data: k.
-        parity: m; 0: a lost node costs the snapshots.
-        loss: the probability that lost nodes cost all snapshots, once in all the days; domains
-            spread over the groups, as ftrun does where it is told them.
-        loss_side_by_side: the same with neighbours in one group.
-        taken: the most nodes of one group that the loss of one domain takes, when spread.
-        share: of the failures, those that cost all snapshots.
+        parity: m; 0: a lost node loses the snapshots.
+        loss: probability that lost nodes destroy all snapshots during the run, if domains are
+            spread over the groups. ftrun spreads domains that are configured.
+        loss_side_by_side: the same if each group consists of neighbours.
+        taken: maximum number of nodes of one group in one domain, if domains are spread.
+        share: share of failures that destroy all snapshots.
     """
 
     data: int
@@ -76,7 +76,7 @@ class CodeOption:
 
     @property
     def memory(self) -> float:
-        """What parity needs of memory, in parts of the state that it protects."""
+        """Memory for parity relative to the protected state."""
         return self.parity / self.data
 
     @property
@@ -86,13 +86,13 @@ class CodeOption:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryStrategy:
-    """One way to live with failures.
+    """The result of one strategy.
 
     Args:
         interval_s: useful time between two saves.
-        goodput: with it.
-        dead_s: mean of what a failure costs until the next step.
-        redone_s: mean of what is done again after a failure: half an interval, and the lag.
+        goodput: goodput with this interval.
+        dead_s: mean time from a failure to the next step.
+        redone_s: mean time of repeated steps per failure: half an interval, and the lag.
     """
 
     interval_s: float
@@ -103,40 +103,39 @@ class RecoveryStrategy:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """For one number of nodes."""
+    """The prediction for one number of nodes."""
 
     nodes: int
     mtbf_s: float
     failures: float
-    """Expected in all the days."""
+    """Expected number of failures in the whole run."""
     periodic: RecoveryStrategy
-    """Checkpoints at their best interval, a restart by hand or by the scheduler."""
+    """Checkpoints at their best interval; a restart by the operator or the scheduler."""
     noticed: RecoveryStrategy
-    """The same, but failures are noticed as ftrun does: a script without `attach`."""
+    """The same, but ftrun detects the failures: a script without `attach`."""
     ftrun: RecoveryStrategy
-    """Snapshots in memory, ranks started again in place."""
+    """Snapshots in memory; ranks are restarted in place."""
     every: int
     """Steps between two snapshots."""
     every_auto: int
-    """What `snapshot.every: auto` comes to."""
+    """The interval in steps that `snapshot.every: auto` would choose."""
     code: CodeOption
     codes: Sequence[CodeOption]
-    """The others that were looked at, and the chosen one."""
+    """All codes that were evaluated, including the chosen one."""
     auto_code: str
-    """What `erasure.scheme: auto` comes to."""
+    """The code that `erasure.scheme: auto` would choose."""
     window_s: float
     """From the loss of a node until the state is protected again."""
     in_repair: float
-    """Nodes in repair, on average, of those that are lost by themselves."""
+    """Mean number of nodes in repair, without losses of whole domains."""
     spares: int
     too_few: float
-    """The part of the time in which more nodes are in repair than there are spares."""
+    """Share of time in which more nodes are in repair than there are spares."""
     too_few_without: float
-    """The same with no spare."""
+    """The same without spares."""
 
 
 def outlook(nodes: int, given: Assumptions, decided: FixedChoices) -> Outlook:
-    """Everything about one number of nodes, from 1 to `MAX_NODES`."""
     m_s = mtbf_s(nodes, per_1000_node_days=given.rate, crowding=given.crowding)
     every = decided.every or best_every(given, m_s)
     interval_s = every * given.step_s
@@ -198,10 +197,10 @@ def _saved_on_disk(
 
 
 def _ftrun(given: Assumptions, m_s: float, interval_s: float, lost: float) -> RecoveryStrategy:
-    """With the failures that cost the snapshots, which go back to the disk."""
+    """Includes the failures that destroy the snapshots and need the disk."""
     on_disk = min(1.0, given.disk_share + lost)
     kinds = ftrun_kinds(given, on_disk)
-    # What is written to the disk is a snapshot.
+    # A checkpoint on disk is a written snapshot, so it cannot be more frequent.
     disk_every_s = max(given.disk_every_s, interval_s)
     memory = goodput(interval_s=interval_s, save_s=given.one_snapshot_s, mtbf_s=m_s, kinds=kinds)
     found = over_disk(
@@ -217,18 +216,18 @@ def _ftrun(given: Assumptions, m_s: float, interval_s: float, lost: float) -> Re
 
 
 def ftrun_kinds(given: Assumptions, on_disk: float) -> list[FailureKind]:
-    """What each kind of failure costs under ftrun.
+    """Returns the cost of each kind of failure under ftrun.
 
     Args:
         given: the assumptions.
-        on_disk: the share of failures that go back to the disk, `disk_share` and more. What is
-            more was a lost node.
+        on_disk: share of failures that need the disk, at least `disk_share`. The excess over
+            `disk_share` consists of lost nodes.
     """
     again_s = given.restart_s + given.restart_more_s
     more = on_disk - given.disk_share
     return [
-        # A rank's last snapshot is in its node's memory the moment it is sealed; a lost node's
-        # only when the others have its parity.
+        # A rank's snapshot is in its node's memory when it is sealed. The snapshot of a lost node
+        # is available only when other nodes have its parity.
         FailureKind(given.crash_share, given.crash_detect_s + again_s),
         FailureKind(given.hang_share, given.hang_noticed_s + again_s),
         FailureKind(
@@ -239,9 +238,9 @@ def ftrun_kinds(given: Assumptions, on_disk: float) -> list[FailureKind]:
 
 
 def best_every(given: Assumptions, m_s: float) -> int:
-    """Whole steps between two snapshots, for which goodput is highest.
+    """Returns the number of steps between two snapshots with the highest goodput.
 
-    Not below the time that protecting one takes: one that falls due before is skipped.
+    The interval is at least the time to protect a snapshot, because an earlier one is skipped.
     """
     cost_s = given.one_snapshot_s
     kinds = ftrun_kinds(given, given.disk_share)
@@ -312,7 +311,7 @@ def _code(
 
 
 def _chosen(codes: Sequence[CodeOption], risk: float) -> CodeOption:
-    """The least parity with which the risk is borne; else the last that helped."""
+    """Returns the code with the least parity within the risk; else the last that reduced it."""
     chosen = codes[0]
     for code in codes[1:]:
         if chosen.loss <= risk or code.loss > _HARDLY * chosen.loss:

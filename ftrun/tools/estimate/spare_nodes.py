@@ -1,12 +1,13 @@
-"""How many nodes to have standing by.
+"""Computes the best number of spare nodes.
 
-Runs in:  whoever asks (the cli). Pure.
-Takes in: how often a node goes to repair, and how long that takes.
-Gives:    how much of the time too few nodes are there, and the number of spares for which most of
-          what was paid for trains.
+Runs in:  the caller (the cli). Pure.
+Takes in: how often a node goes to repair, and how long the repair takes.
+Gives:    the share of time with too few nodes, and the number of spares with the highest share of
+          all node time spent on training.
 
-Nodes in repair are Poisson distributed with the mean (arrivals x time in repair), whatever the
-distribution of that time is (the M/G/infinity queue), so its mean is all that must be known.
+The number of nodes in repair has a Poisson distribution with the mean (arrivals x repair time).
+This holds for any distribution of the repair time (the M/G/infinity queue), so that only its mean
+is needed.
 """
 
 import math
@@ -16,18 +17,20 @@ _MOST = 100_000
 
 
 def too_few(mean_in_repair: float, spares: int) -> float:
-    """The part of the time in which more nodes are in repair than there are spares."""
+    """Returns the share of time in which more nodes are in repair than there are spares."""
     *_, enough = _enough(mean_in_repair, spares)
     return 1.0 - enough
 
 
 def best_spares(nodes: int, mean_in_repair: float) -> int:
-    """So many that the part of all nodes' time, spares included, that is training is highest.
+    """Returns the number of spares with the highest share of node time spent on training.
 
-    A run that waits while too few nodes are there is the worst case: with `--nnodes MIN:MAX` it
-    goes on with fewer, and needs fewer spares.
+    Node time includes the spares.
+
+    The model is the worst case: the run waits while nodes are missing. With `--nnodes MIN:MAX` it
+    continues with fewer nodes and needs fewer spares.
     """
-    # Beyond that no spare is ever used.
+    # No run uses more spares than this.
     most = min(_MOST, math.ceil(mean_in_repair + 12.0 * math.sqrt(mean_in_repair) + 12.0))
     used = [
         nodes / (nodes + spares) * enough
@@ -37,9 +40,9 @@ def best_spares(nodes: int, mean_in_repair: float) -> int:
 
 
 def _enough(mean: float, most: int) -> Iterator[float]:
-    """The probabilities that no more than 0, 1, 2 ... `most` nodes are in repair."""
+    """Yields the probabilities that at most 0, 1, 2 ... `most` nodes are in repair."""
     total = 0.0
     for count in range(most + 1):
-        # By logarithms: exp(-mean) is no float for the largest runs.
+        # Use logarithms, because exp(-mean) underflows for the largest runs.
         total += math.exp(count * math.log(mean) - mean - math.lgamma(count + 1)) if mean else 0.0
         yield min(total, 1.0) if mean else 1.0

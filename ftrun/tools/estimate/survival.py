@@ -1,23 +1,23 @@
-"""Whether snapshots in memory outlive the losses of nodes.
+"""Computes the probability that snapshots in memory survive the losses of nodes.
 
-Runs in:  whoever asks (the cli). Pure.
-Takes in: groups of k + m nodes, how often a node is lost, what is lost together with it, and how
-          long it takes until the loss of one is made good.
-Gives:    how often more than m nodes of some group are gone at the same time, and the probability
-          that this never happens.
+Runs in:  the caller (the cli). Pure.
+Takes in: groups of k + m nodes, rates of lost nodes and lost domains, and the time until the state
+          is protected again after a loss.
+Gives:    the rate at which more than m nodes of a group are lost at the same time, and the
+          probability that this happens during a run.
 
-A node that is lost counts as gone for the window: until it was noticed, another node has taken its
-place, has fetched the state, and a version is protected again. Nodes and domains are lost
-independently, so at any moment each node is gone with a probability p, each domain with another.
-The state is lost where one more loss makes it more of a group than the code bears:
+A lost node counts as lost for the window. The window includes detection, replacement by another
+node, the fetch of the state, and the protection of a new version. Nodes and domains are lost
+independently: at any moment each node is lost with one probability, each domain with another. The
+state is lost if one more loss exceeds what the code of a group tolerates:
 
-    a node      finds m others of its group gone, by themselves or with their domain
-    a domain    takes c of a group at once, and finds m + 1 - c others gone by themselves
-    a domain    finds another one gone, and both together have more than m of some group
+    a node      when m others of its group are lost, alone or with their domain
+    a domain    that has c nodes of a group, when m + 1 - c others are lost alone
+    a domain    when another domain is lost, and both together have more than m nodes of a group
 
-A domain whose loss alone is the loss of the state is not counted as gone for the others as well.
-Three domains within a window are not counted. What several nodes hold alike (replicas) survives
-more than this says.
+If the loss of a domain alone loses the state, this domain does not count as lost for other groups.
+Three lost domains within a window are not considered. State that several nodes hold (replicas)
+survives more losses than this model shows.
 """
 
 import math
@@ -31,11 +31,11 @@ from ftrun.erasure.groups import ProtectionGroup, make_groups
 
 @dataclass(frozen=True, slots=True)
 class NodeLossModel:
-    """How nodes are lost.
+    """Rates of losses.
 
     Args:
-        node_per_s: losses of one node by itself.
-        domains_per_s: losses of a whole domain, of all domains of the run together.
+        node_per_s: losses of one node alone, per second.
+        domains_per_s: losses of whole domains, of all domains of the run together.
         window_s: from a loss until the state is protected again.
     """
 
@@ -46,14 +46,14 @@ class NodeLossModel:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlacement:
-    """Groups, and what the loss of a domain takes of them.
+    """Groups, and how many nodes of them the loss of a domain takes.
 
     Args:
-        groups: how many there are of (m, nodes of it in each domain whose loss the state
-            survives, the same for each domain whose loss it does not survive).
-        domains: of each kind of domain, how many there are of it, and what its loss takes: how
-            many groups of (nodes, m, nodes of it that are in the domain).
-        pairs: of domains whose loss the state survives, and not of both together.
+        groups: number of groups by (m, nodes per domain whose loss the state survives, nodes per
+            domain whose loss it does not survive).
+        domains: for each kind of domain, the number of such domains, and what their loss takes:
+            number of groups by (nodes, m, nodes in the domain).
+        pairs: number of pairs of domains whose single losses the state survives, but not both.
     """
 
     groups: Mapping[tuple[int, tuple[int, ...], tuple[int, ...]], int]
@@ -66,19 +66,19 @@ class GroupPlacement:
 
     @property
     def worst(self) -> int:
-        """The most nodes of one group that the loss of one domain takes."""
+        """Maximum number of nodes of one group that the loss of one domain takes."""
         return max(taken for _, hit in self.domains for _, _, taken in hit)
 
 
 def spread(nodes: int, *, data: int, parity: int, domain_nodes: int) -> GroupPlacement:
-    """As ftrun places groups, told the domains: as few nodes of one in a group as can be."""
+    """Places groups as ftrun does with known domains: few nodes of a domain in a group."""
     names = [str(number) for number in range(nodes)]
     domains = _domains(nodes, domain_nodes)
     return _seen(make_groups(names, data=data, parity=parity, domains=domains), domains)
 
 
 def side_by_side(nodes: int, *, data: int, parity: int, domain_nodes: int) -> GroupPlacement:
-    """Neighbours in one group: what is nearest on the network, and fails together."""
+    """Places neighbours in one group: nodes that are close in the network and fail together."""
     sizes = [len(group.nodes) for group in make_groups(
         [str(number) for number in range(nodes)], data=data, parity=parity)]  # fmt: skip
     groups, first = [], 0
@@ -89,7 +89,7 @@ def side_by_side(nodes: int, *, data: int, parity: int, domain_nodes: int) -> Gr
 
 
 def loss_per_s(placement: GroupPlacement, losses: NodeLossModel) -> float:
-    """How often the state in memory is lost: some group has lost more than it bears."""
+    """Returns how often per second the state in memory is lost."""
     domain_per_s = losses.domains_per_s / placement.num_domains
     gone = _within(losses.node_per_s, losses.window_s)
     domain_gone = _within(domain_per_s, losses.window_s)
@@ -103,14 +103,14 @@ def loss_per_s(placement: GroupPlacement, losses: NodeLossModel) -> float:
 
 
 def lost_within(per_s: float, *, over_s: float) -> float:
-    """The probability that it happens in that time, once or more often; survival is the rest."""
+    """Returns the probability of at least one event in that time."""
     return _within(per_s, over_s)
 
 
 def at_least(least: int, *, of: int, p: float) -> float:
-    """The probability that of so many things, each with probability p, so many or more are so.
+    """Returns the probability that at least `least` of `of` independent events occur.
 
-    Summed from the small end: 1 minus the others would lose what is below 1e-16.
+    The sum begins at the small end, because 1 minus the rest would lose values below 1e-16.
     """
     if least <= 0:
         return 1.0
@@ -125,15 +125,17 @@ def _within(per_s: float, over_s: float) -> float:
 def _met(
     parity: int, borne: Sequence[int], fatal: Sequence[int], gone: float, domain_gone: float
 ) -> float:
-    """How many nodes of a group would find m others gone, were they lost now (the expectation).
+    """Returns the expected number of nodes of a group for which at least m others are lost.
+
+    If one of these nodes is lost too, the state is lost.
 
     Args:
         parity: m.
-        borne: nodes of the group in each of its domains whose loss the state survives.
-        fatal: the same in the others. They count as gone by themselves only: the loss of such a
-            domain was the loss of the state.
-        gone: of a node by itself, the probability.
-        domain_gone: of a domain.
+        borne: nodes of the group in each domain whose loss the state survives.
+        fatal: the same for the other domains. Their nodes can only be lost alone, because the loss
+            of such a domain already lost the state.
+        gone: probability that a node is lost alone.
+        domain_gone: probability that a domain is lost.
     """
     found = 0.0
     parts = Counter([*((taken, True) for taken in borne), *((taken, False) for taken in fatal)])
@@ -151,12 +153,12 @@ def _met(
 
 
 def _gone(nodes: int, p: float) -> list[float]:
-    """The probabilities that 0, 1 ... all of these nodes are gone."""
+    """Returns the probabilities that 0, 1 ... all of these nodes are lost."""
     return [math.comb(nodes, n) * p**n * (1.0 - p) ** (nodes - n) for n in range(nodes + 1)]
 
 
 def _added(one: Sequence[float], other: Sequence[float]) -> list[float]:
-    """The probabilities of the sum of two independent numbers."""
+    """Returns the distribution of the sum of two independent counts."""
     found = [0.0] * (len(one) + len(other) - 1)
     for i, p in enumerate(one):
         for j, q in enumerate(other):
@@ -165,7 +167,7 @@ def _added(one: Sequence[float], other: Sequence[float]) -> list[float]:
 
 
 def _hit(hit: Mapping[tuple[int, int, int], int], p: float) -> float:
-    """The probability that the loss of one domain is more than one of its groups bears."""
+    """Returns the probability that the loss of one domain exceeds the parity of a group."""
     kept = 1.0
     for (nodes, parity, taken), count in hit.items():
         kept *= (1.0 - at_least(parity + 1 - taken, of=nodes - taken, p=p)) ** count

@@ -1,4 +1,4 @@
-"""What an estimate says, in words.
+"""Formats an estimate as text.
 
 Runs in: cli. Pure.
 """
@@ -18,7 +18,7 @@ _SMALL = 16
 
 
 def chance(p: float) -> str:
-    """`98.1 %`, `0.23 %`, `1 in 20,000,000`, `below 1 in 10^12`."""
+    """Formats as `98.1 %`, `0.23 %`, `1 in 20,000,000`, `below 1 in 10^12`."""
     if p >= 0.0995:
         return percent(p)
     if p >= 0.000995:
@@ -31,14 +31,13 @@ def chance(p: float) -> str:
 
 
 def part(p: float) -> str:
-    """Of the time: `87.9 %`, `0.02 %`, `below 0.001 %`."""
+    """Formats a share of time as `87.9 %`, `0.02 %`, `below 0.001 %`."""
     if p >= 0.000995:
         return percent(p)
     return f"{100 * p:.1g} %" if p >= 1e-5 else "below 0.001 %" if p > 0 else "0 %"
 
 
 def head(given: Assumptions) -> tuple[str, ...]:
-    """Of the columns of `row`."""
     return (
         "nodes",
         "a failure each",
@@ -87,7 +86,6 @@ def code_title(it: Outlook, given: Assumptions) -> str:
 
 
 def advice(it: Outlook, given: Assumptions) -> list[tuple[str, str]]:
-    """Title and words of each choice, and of what it comes to."""
     return [
         ("goodput", _goodput(it, given)),
         ("code", _code(it, given)),
@@ -97,7 +95,6 @@ def advice(it: Outlook, given: Assumptions) -> list[tuple[str, str]]:
 
 
 def caveats(outlooks: Sequence[Outlook], given: Assumptions) -> list[str]:
-    """What the figures do not know."""
     found = [
         "a model, not a measurement: failures come independently of one another, of the time and "
         "of what the run does"

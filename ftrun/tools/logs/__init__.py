@@ -1,1 +1,1 @@
-"""`ftrun logs`: the ranks' output of one run, merged, filtered and followed."""
+"""`ftrun logs`: the output of a run's ranks, merged, filtered and followed."""

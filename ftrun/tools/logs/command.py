@@ -1,13 +1,13 @@
-"""`ftrun logs`: what the ranks have written, put together.
+"""Implements `ftrun logs`: merges the output of the ranks.
 
 Runs in:  cli.
-Takes in: the files that --redirects or --tee has had made, the run's journal.
-Gives:    whole lines on stdout, each with its rank: `node3:17 | loss 2.13`; what is said about
-          them on stderr.
+Takes in: the files that --redirects or --tee creates, the run's journal.
+Gives:    complete lines on stdout with their rank, such as `node3:17 | loss 2.13`; notices on
+          stderr.
 
-When a line was written is not in a file. Lines of one generation are put together as if each rank
-had written evenly from its generation's start to the last change of its file; while files are
-followed, in the order in which they grow.
+The files have no timestamps per line. Lines of one generation are merged as if each rank wrote at a
+constant rate, from the start of the generation to the last change of its file. While files are
+followed, lines appear in the order in which the files grow.
 """
 
 import heapq
@@ -36,7 +36,7 @@ INCIDENT_LINES = 40
 
 @dataclass(frozen=True, slots=True)
 class LogRequest:
-    """What was asked for, as it was typed."""
+    """The request as typed."""
 
     ranks: str | None = None
     node: str | None = None
@@ -46,12 +46,6 @@ class LogRequest:
 
 
 def logs(run_id: str | None, wanted: LogRequest, *, follows: bool) -> int:
-    """Print them.
-
-    Raises:
-        UsageError: there is no such run, rank, node or incident.
-        FtrunError: the run has no log files.
-    """
     folder = _folder(run_id)
     lines = read_lines(folder)
     choice = _choice(wanted, lines, folder)
@@ -67,7 +61,7 @@ def logs(run_id: str | None, wanted: LogRequest, *, follows: bool) -> int:
                 follow(folder, choice)
             else:
                 _show(files, choice.lines, lines)
-        except BrokenPipeError:  # `| head` has seen enough
+        except BrokenPipeError:  # the reader, such as `head`, closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return ExitCode.DONE
 
@@ -76,7 +70,7 @@ def logs(run_id: str | None, wanted: LogRequest, *, follows: bool) -> int:
 
 
 def _folder(run_id: str | None) -> Path:
-    """Of the run that is named; else of the one that is alive; else of the newest here."""
+    """Returns the log folder of the named run, else of the live run, else of the newest one."""
     if run_id is None:
         alive = [one for one in map(look_at, all_run_folders()) if one.life is RunLiveness.RUNNING]
         here = (Path.cwd() / "ftrun-logs").is_dir()
@@ -106,7 +100,6 @@ def _choice(wanted: LogRequest, lines: Sequence[JournalLine], folder: Path) -> L
 
 
 def _incident(name: str, folder: Path) -> IncidentFacts:
-    """As `ftrun report` knows it."""
     facts = run_facts(raw_lines(folder), name=folder.name)
     try:
         return incident_by(facts, name)
@@ -115,7 +108,7 @@ def _incident(name: str, folder: Path) -> IncidentFacts:
 
 
 def _culprits_of(incident: IncidentFacts, lines: Sequence[JournalLine]) -> frozenset[int] | None:
-    """Ranks to be looked at; of a lost node all of its ranks, of a slow link those of both ends."""
+    """Returns the culprit ranks; if only nodes are named, all ranks of these nodes."""
     ranks = set(incident.culprits)
     for node in () if ranks else incident.nodes:
         start = started(lines, generation=incident.generation or 0, node=node)
@@ -149,7 +142,7 @@ def _none_of_them(every: Sequence[LogFile], choice: LogFilter) -> str:
 
 
 def _show(files: Sequence[LogFile], last: int | None, lines: Sequence[JournalLine]) -> None:
-    """Generation after generation."""
+    """Prints generation by generation, each merged by estimated time."""
     width = max((len(file.prefix) for file in files), default=0)
     eras = sorted({file.era for file in files})
     for era in eras:

@@ -1,12 +1,11 @@
-"""Where the ranks of a run have written what they said: one file for each stream and generation.
+"""Finds the log files of a run: one file per rank, stream and generation.
 
 Runs in:  cli.
 Takes in: the folder of a run's logs, its journal.
 Gives:    `LogFile`s with the rank that wrote them.
 
-torch makes the files, `ROOT/RUNID_x/attempt_GENERATION/LOCAL_RANK/stdout.log`, where --redirects
-or --tee is given. Each launch of a run has a RUNID_x of its own. Which rank a local rank was is
-in the journal.
+torch creates the files `ROOT/RUNID_x/attempt_GENERATION/LOCAL_RANK/stdout.log` if --redirects or
+--tee is given. Each launch of a run has its own RUNID_x. The journal assigns ranks to local ranks.
 """
 
 import re
@@ -30,16 +29,15 @@ class LogFile:
     """Empty in a run on one node."""
     rank: int
     launch: int
-    """Counts the launches of the run, from 0."""
+    """Number of the launch of this run, from 0."""
     generation: int
     began_s: float
-    """Wall time; of its generation."""
+    """Wall time of the generation's start."""
     is_placed: bool
-    """The journal says which rank it is of; else it is taken for that of the local rank."""
+    """The journal names the rank; otherwise the local rank is used as the rank."""
 
     @property
     def era(self) -> tuple[int, int]:
-        """Launch and generation."""
         return (self.launch, self.generation)
 
     @property
@@ -49,11 +47,11 @@ class LogFile:
 
 
 def log_files(folder: Path, lines: Sequence[JournalLine]) -> list[LogFile]:
-    """All that can be seen from this machine, in the order of generations and ranks.
+    """Returns all files visible on this machine, ordered by generation and rank.
 
     Args:
-        folder: of the run's logs.
-        lines: of its journals.
+        folder: the folder of the run's logs.
+        lines: lines of the run's journals.
     """
     found: list[LogFile] = []
     for node, root in _roots(folder, lines):
@@ -67,7 +65,7 @@ def log_files(folder: Path, lines: Sequence[JournalLine]) -> list[LogFile]:
 
 
 def started(lines: Iterable[JournalLine], *, generation: int, node: str) -> JournalLine | None:
-    """The newest start of this generation on this node."""
+    """Returns the newest start of this generation on this node."""
     starts = (
         line
         for line in lines
@@ -79,10 +77,10 @@ def started(lines: Iterable[JournalLine], *, generation: int, node: str) -> Jour
 
 
 def parse_ranks(text: str) -> frozenset[int]:
-    """`3`, `0-7`, `1,5-6`.
+    """Parses `3`, `0-7` or `1,5-6`.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: the text has none of these forms.
     """
     found: set[int] = set()
     for part in text.split(","):
@@ -99,7 +97,7 @@ def parse_ranks(text: str) -> frozenset[int]:
 
 
 def _roots(folder: Path, lines: Sequence[JournalLine]) -> list[tuple[str, Path]]:
-    """The folder of each node's files: as its journal says, or where it lies by default."""
+    """Returns each node's folder of files, as in its journal, or the default folder."""
     told: dict[str, Path] = {}
     for line in lines:
         if line.kind == "run":
@@ -112,7 +110,7 @@ def _roots(folder: Path, lines: Sequence[JournalLine]) -> list[tuple[str, Path]]
 
 
 def _launches(root: Path, lines: Sequence[JournalLine], *, is_shared: bool) -> list[Path]:
-    """The oldest first. A folder of the user's own may hold other runs too."""
+    """Returns the launch folders, oldest first; a shared folder is filtered for this run."""
     folders = [one for one in root.iterdir() if one.is_dir()]
     told = [line for line in lines if line.kind == "run"]
     names = {line.text("rdzv_id") or line.text("run_id") for line in told}
@@ -121,7 +119,7 @@ def _launches(root: Path, lines: Sequence[JournalLine], *, is_shared: bool) -> l
 
 
 def _is_launch(folder: str, name: str) -> bool:
-    """Torch puts eight letters of tempfile's behind it: run `a` is not to have those of `a_b`."""
+    """The folder is named by torch with eight characters of tempfile; `a` must not match `a_b`."""
     return re.fullmatch(rf"{re.escape(name)}_[a-z0-9_]{{8}}", folder) is not None
 
 
@@ -147,7 +145,7 @@ def _of_attempt(
 
 
 def _born_s(folder: Path) -> float:
-    """When its first entry was made, as nearly as that can be told."""
+    """Estimates the creation time by the oldest entry."""
     try:
         inside = [one.stat().st_mtime for one in folder.iterdir()]
         return min(inside, default=folder.stat().st_mtime)

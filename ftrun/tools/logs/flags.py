@@ -1,6 +1,6 @@
-"""`ftrun logs`, as typer reads it.
+"""Declares the flags of `ftrun logs` for typer.
 
-Runs in: cli. What it does is loaded when it is typed.
+Runs in: cli. The implementation is imported when the command runs.
 """
 
 from typing import Annotated
@@ -31,7 +31,7 @@ def _logs(
         int | None, typer.Option("-n", "--lines", metavar="N", help="so many of each at the end")
     ] = None,
 ) -> None:
-    """Show what the ranks have written, where it went to files."""
+    """Show what the ranks have written, if their output goes to files."""
     from ftrun.tools.logs.command import LogRequest, logs
 
     wanted = LogRequest(ranks, node, generation, incident, last)

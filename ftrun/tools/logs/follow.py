@@ -1,9 +1,9 @@
-"""Log files of ranks as they grow, from one generation to the next.
+"""Follows the log files of ranks from one generation to the next.
 
 Runs in:  cli.
-Takes in: the files of a run, again and again.
+Takes in: the files of a run, polled.
 Gives:    their new lines, in the order in which the files grow.
-Survives: restarts: the files of a new generation are found, the last words of the old one shown.
+Survives: restarts. It finds the files of a new generation and prints the last lines of the old one.
 """
 
 import sys
@@ -21,12 +21,12 @@ LOOK_S = 0.1
 LIST_EVERY_S = 0.5
 FOLLOWED_LINES = 10
 UNPLACED_LISTS = 20
-"""So often a new file is put off until the journal says which rank it is of."""
+"""Number of listings for which a new file waits for the journal to name its rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogFilter:
-    """Which files."""
+    """Selects log files."""
 
     ranks: frozenset[int] | None = None
     node: str | None = None
@@ -42,14 +42,14 @@ class LogFilter:
 
 
 def follow(folder: Path, choice: LogFilter) -> None:
-    """The last lines of the newest generation, then all that comes, until the run is over."""
+    """Prints the last lines of the newest generation, then all new lines until the run ends."""
     follower = LogTailer(folder, choice)
     listed_s = clock.now_s()
     while True:
         follower.print_grown()
         if clock.now_s() - listed_s >= LIST_EVERY_S:
             listed_s = clock.now_s()
-            is_over = not follower.is_alive  # before the last look at what there is
+            is_over = not follower.is_alive  # before the last listing, so that no file is missed
             follower.list_files()
             if is_over:
                 follower.finish(follower.readers)
@@ -58,7 +58,7 @@ def follow(folder: Path, choice: LogFilter) -> None:
 
 
 class LogTailer:
-    """The files that are read as they grow."""
+    """Reads a set of growing files."""
 
     def __init__(self, folder: Path, choice: LogFilter) -> None:
         self.readers: dict[Path, tuple[LogFile, LogReader]] = {}
@@ -81,7 +81,7 @@ class LogTailer:
         return is_run_alive(self._lines)
 
     def list_files(self) -> None:
-        """Find those of new generations; let go of those of old ones."""
+        """Opens the files of new generations, and closes those of old ones."""
         if all(file.path in self._seen for file in log_files(self._folder, self._lines)):
             return
         self._lines = read_lines(self._folder)
@@ -97,14 +97,13 @@ class LogTailer:
             self._turn_to(new)
 
     def print_grown(self) -> None:
-        """What has come since the last look; who wrote longest ago first."""
+        """Prints all lines since the last poll; the file with the oldest change first."""
         pairs = sorted(self.readers.values(), key=lambda pair: _changed_s(pair[0].path))
         for file, reader in pairs:
             self._print(file, reader.grown())
         sys.stdout.flush()
 
     def finish(self, readers: Mapping[Path, tuple[LogFile, LogReader]]) -> None:
-        """Nobody writes to these any more."""
         for file, reader in readers.values():
             self._print(file, reader.ended())
         sys.stdout.flush()
@@ -130,18 +129,16 @@ class LogTailer:
 
 
 def read_lines(folder: Path) -> list[JournalLine]:
-    """All lines of the run's journals."""
     return parse(raw_lines(folder))[0]
 
 
 def is_run_alive(lines: Sequence[JournalLine]) -> bool:
-    """Whether its launcher is there, on this machine."""
+    """Returns whether the run's launcher is alive on this machine."""
     run_id = next((line.text("run_id") for line in lines if line.kind == "run"), "")
     return bool(run_id) and is_alive(run_id)
 
 
 def say_generation(generation: int, lines: Sequence[JournalLine]) -> None:
-    """Mark on stderr where another generation begins."""
     starts = [line for line in lines if line.kind == "StartGeneration"]
     found = [line for line in starts if line.whole("generation") == generation]
     why = f": {found[-1].text('why')}" if found and generation > 0 else ""
@@ -149,7 +146,6 @@ def say_generation(generation: int, lines: Sequence[JournalLine]) -> None:
 
 
 def say(text: str) -> None:
-    """Beside the lines themselves."""
     sys.stdout.flush()
     sys.stderr.write(f"--- {text}\n")
     sys.stderr.flush()

@@ -1,11 +1,10 @@
-"""Whole lines out of files that may still grow.
+"""Splits growing files into complete lines that are safe to print.
 
 Runs in:  cli.
 Takes in: log files of ranks.
-Gives:    lines that can be shown: of a progress bar its last state; no control characters but
-          those of colour.
+Gives:    lines without control characters except colours; of a progress bar only its last state.
 
-Rule 1: a line is given when it is whole, or when nobody will write to its file any more.
+Rule 1: A line is returned if it is complete, or if no process writes to its file any more.
 """
 
 import itertools
@@ -15,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAX_LINE_BYTES = 1 << 16
-"""What is longer is given in parts: some programs never end a line."""
+"""A longer line is returned in parts, because some programs never end a line."""
 _CHUNK_BYTES = 1 << 16
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _HIDDEN = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b.?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -23,16 +22,16 @@ _PLAIN_AGAIN = "\x1b[0m"
 
 
 class LineSplitter:
-    """Cuts what one file says into lines."""
+    """Splits the bytes of one file into lines."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[str]:
-        """The lines that are whole by now."""
+        """Returns the lines that are now complete."""
         *lines, rest = (self._rest + data).split(b"\n")
         while len(rest) > MAX_LINE_BYTES:
-            # Of a progress bar that never ends its line, what was overwritten is of no use.
+            # An unfinished progress bar has overwritten this text, so it is dropped.
             before, back, newest = rest.rpartition(b"\r")
             if back and before:
                 rest = newest
@@ -43,7 +42,6 @@ class LineSplitter:
         return [shown(line) for line in lines]
 
     def rest(self) -> list[str]:
-        """What is left when nobody writes any more."""
         rest, self._rest = self._rest, b""
         return [shown(rest)] if rest.strip() else []
 
@@ -57,12 +55,12 @@ class LogReader:
         self._splitter = LineSplitter()
 
     def grown(self) -> list[str]:
-        """Whole lines since the last look."""
+        """Returns complete lines since the last poll."""
         found: list[str] = []
         try:
             with self.path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                if size < self._offset:  # it was cut: begin anew
+                if size < self._offset:  # the file was truncated: read it from its beginning
                     self._offset = 0
                 file.seek(self._offset)
                 while data := file.read(_CHUNK_BYTES):
@@ -73,16 +71,15 @@ class LogReader:
         return found
 
     def ended(self) -> list[str]:
-        """The last lines of a file that nobody writes to any more."""
         return [*self.grown(), *self._splitter.rest()]
 
 
 def lines_of(path: Path, *, last: int | None) -> Iterator[tuple[float, str]]:
-    """The lines of a file, each with the part of the file that lies before its end, 0 to 1.
+    """Yields each line with its approximate position in the file, from 0 (begin) to 1 (end).
 
     Args:
-        path: of the file.
-        last: the number of lines at the end, as it is when the reading begins; None: all.
+        path: the log file.
+        last: number of lines at the end of the file when the reading begins; None for all.
     """
     return itertools.islice(_lines_of(path, last), last)
 
@@ -107,7 +104,7 @@ def _lines_of(path: Path, last: int | None) -> Iterator[tuple[float, str]]:
 
 
 def tail_offset(path: Path, last: int) -> int:
-    """Where the last so many lines begin, in bytes."""
+    """Returns the byte offset at which the last `last` lines begin."""
     with path.open("rb") as file:
         at = file.seek(0, os.SEEK_END)
         if last <= 0:
@@ -129,7 +126,7 @@ def tail_offset(path: Path, last: int) -> int:
 
 
 def shown(raw: bytes) -> str:
-    """A line as it would look on a terminal, without what could harm one."""
+    """Returns a line as a terminal shows it, without control sequences except colours."""
     text = raw.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]
     if not _HIDDEN.search(text):
         return text

@@ -1,1 +1,1 @@
-"""`ftrun render`: a Slurm script, a JobSet or a TrainJob."""
+"""`ftrun render`: a Slurm batch script, a JobSet or a TrainJob."""

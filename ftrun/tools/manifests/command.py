@@ -1,7 +1,7 @@
-"""`ftrun render`: what a scheduler is given, from the words that `ftrun` would be given.
+"""Implements `ftrun render`: converts a command line of `ftrun` to a scheduler's input.
 
 Runs in:  cli.
-Takes in: options of its own, and behind `--` flags, script and words as somebody would type them.
+Takes in: its own options, and after `--` the flags, script and arguments for `ftrun`.
 Gives:    a batch script for Slurm, or manifests for Kubernetes, on stdout or in a file.
 """
 
@@ -21,7 +21,7 @@ _WORDS = "-- [FTRUN_OPTIONS] SCRIPT [ARGS...]"
 
 
 class _Command(TyperCommand):
-    """A command whose last words are another command's."""
+    """Command whose last words belong to another command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = {spelling for option in self.params for spelling in option.opts}
@@ -161,7 +161,7 @@ def _kubernetes(  # noqa: PLR0913 - its flags
 
 
 def _give(text: str, out: str | None, *, is_script: bool = False) -> None:
-    """Print it, or write it to a file that is not there yet."""
+    """Prints the text, or writes it to a file that must not exist."""
     if out is None or out == "-":
         typer.echo(text, nl=False)
         return

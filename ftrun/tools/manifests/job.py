@@ -1,10 +1,10 @@
-"""What a scheduler has to be told of a run, whichever scheduler it is.
+"""Derives from a command line the facts that every scheduler needs.
 
-Runs in:  cli. Pure; neither the environment nor the script is looked at: both are elsewhere.
-Takes in: the words somebody would give `ftrun`, and what a node has.
-Gives:    a `ManifestJob`: how many nodes and ranks, what memory, how long an end takes; and the
-          readers
-          of the sizes and times that a scheduler is asked for.
+Runs in:  cli. Pure; it does not read the environment or the script, because both are on another
+          machine.
+Takes in: the words for `ftrun`, and the resources of a node.
+Gives:    a `ManifestJob`: numbers of nodes and ranks, memory, duration of a stop; parsers of sizes
+          and times.
 """
 
 import math
@@ -24,7 +24,7 @@ from ftrun.urls import is_url
 MIB, GIB = 1 << 20, 1 << 30
 
 OWN_BYTES = GIB
-"""For the warm process that has torch, the agent and the SMP; what one forks, others share."""
+"""For the zygote with torch, the agent and the SMP; forked processes share this memory."""
 
 _WRITE_BYTES_PER_S = 200e6
 _SPARE_S = 10
@@ -40,15 +40,15 @@ _WHERE_THEY_MEET = ("rdzv-endpoint", "master-addr", "master-port")
 
 @dataclass(frozen=True, slots=True)
 class MachineSpec:
-    """What a node has, as it was typed; None where it was not said."""
+    """Resources of a node as typed; None if not given."""
 
     cpus: int | None = None
     gpus: int | None = None
     memory: str | None = None
-    """That the training itself needs, all ranks of a node together."""
+    """Memory of the training on a node, without snapshots; all ranks together."""
 
     state: str | None = None
-    """What one rank has in a snapshot: its parameters, optimizer state, buffers."""
+    """Snapshot size of one rank: parameters, optimizer state, buffers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,35 +57,34 @@ class ManifestJob:
 
     line: CommandLine
     flags: tuple[str, ...]
-    """Those of ftrun, as typed; a longer --grace too, where the last checkpoint needs it."""
+    """ftrun's flags as typed, and a longer --grace if the last checkpoint needs it."""
 
     script: tuple[str, ...]
-    """The script and its words, as typed; a `--` before it too."""
+    """The script and its arguments as typed; includes a `--` before the script."""
 
     profile: Profile
     name: str | None
     least: int
     most: int
-    """Nodes that train; fewer than `most` only where the words say MIN:MAX."""
+    """Nodes that train; `least` is smaller only with --nnodes MIN:MAX."""
 
     spares: int
     ranks: int
-    """On each node."""
+    """Per node."""
 
     machine: MachineSpec
     grace_s: float
-    """From the signal to end until ranks are killed; the last checkpoint may take as long again."""
+    """From the stop signal until ranks are killed; the last checkpoint may take as long again."""
 
     time_s: int | None
 
     @property
     def nodes(self) -> int:
-        """That are started: those that train, and those that stand by."""
+        """Number of nodes that are started, including spares."""
         return self.most + self.spares
 
     @property
     def in_words(self) -> str:
-        """How many nodes and ranks."""
         trains = f"{self.least} to {self.most}" if self.least < self.most else str(self.most)
         nodes = "1 node trains" if self.most == 1 else f"{trains} nodes train"
         spares = f", {self.spares} more {_plural(self.spares, 'stands', 'stand')} by"
@@ -95,45 +94,42 @@ class ManifestJob:
 
     @property
     def ending_s(self) -> int:
-        """From the signal until all is over, the last checkpoint too."""
+        """Seconds from the stop signal until the run has ended, including the last checkpoint."""
         return math.ceil(2 * self.grace_s) + _SPARE_S
 
     @property
     def checkpoint_directory(self) -> str | None:
-        """As typed."""
         return self.line.own_value("checkpoint-dir") or self.profile.checkpoint.directory
 
     @property
     def shared_directory(self) -> str | None:
-        """The same, where it is one; None: there are no checkpoints, or they go to a URL."""
+        """The checkpoint directory; None if there are no checkpoints or if they go to a URL."""
         directory = self.checkpoint_directory
         return None if directory is None or is_url(directory) else directory
 
     @property
     def stem(self) -> str:
-        """Of the script, for a name."""
         return PurePath(self.line.script or "").stem
 
     @property
     def snapshot_bytes(self) -> int | None:
-        """Memory of a node for snapshots; None where the state's size was not said."""
+        """Memory of a node for snapshots; None if the size of the state was not given."""
         if self.machine.state is None:
             return None
         state = size_of(self.machine.state, "--state")
         if not self.profile.snapshot.enabled:
             return 0
-        # Two slots for each rank, and parity as docs/many-nodes.md has it.
+        # Two slots for each rank, and parity as in docs/many-nodes.md.
         return math.ceil(2 * state * self.ranks * (1 + self._parity_part()))
 
     def memory_bytes(self, shm_bytes: int = 0) -> int | None:
-        """That a node needs in all; None where the training's own share was not said."""
+        """Total memory of a node; None if the memory of the training was not given."""
         if self.machine.memory is None:
             return None
         own = size_of(self.machine.memory, "--memory")
         return own + (self.snapshot_bytes or 0) + shm_bytes + OWN_BYTES
 
     def memory_in_words(self, shm_bytes: int = 0) -> str:
-        """The sum, for a comment."""
         parts = [f"{self.machine.memory} of the training"]
         if self.snapshot_bytes is None:
             parts.append("nothing for snapshots, as --state was not given")
@@ -143,14 +139,14 @@ class ManifestJob:
         return ", ".join([*parts, f"{quantity(OWN_BYTES)} of ftrun"])
 
     def refuse(self, names: Sequence[str], why: str) -> None:
-        """Raises: UsageError: one of these flags was given."""
+        """Raises a UsageError if one of these flags was given."""
         for name in names:
             is_own = self.line.own_value(name) is not None
             if is_own or self.line.torchrun_value(name) is not None:
                 raise UsageError(f"--{name} is {why}. Leave it out")
 
     def _parity_part(self) -> float:
-        """Parity of a node as a part of its state: M/K of the group that has most."""
+        """Parity memory of a node relative to its state: the largest M/K of all groups."""
         data, parity = self.profile.erasure.data_and_parity
         chosen = default_parity(self.most) if parity is None else parity
         groups = make_groups([str(node) for node in range(self.most)], data=data, parity=chosen)
@@ -165,10 +161,10 @@ def job_of(
     time: str | None = None,
     last_checkpoint: str | None = None,
 ) -> ManifestJob:
-    """Everything that can be known of the run without being where it will run.
+    """Derives the job without access to the machine that will run it.
 
     Raises:
-        UsageError: what `ftrun` would refuse, and what a scheduler could do nothing with.
+        UsageError: input that `ftrun` or a scheduler would refuse.
     """
     line = parse(words)
     if line.script is None:
@@ -207,9 +203,10 @@ def job_of(
 
 
 def size_of(text: str, what: str) -> int:
-    """`64Gi`, `16G`, `512MiB` or a number of bytes, as bytes.
+    """Parses `64Gi`, `16G`, `512MiB` or a number of bytes; rounded up to bytes.
 
-    Raises: UsageError: it is none of these, or nothing.
+    Raises:
+        UsageError: the text has none of these forms, or the size is out of range.
     """
     match = _SIZE.fullmatch(text.strip())
     found = float(match[1]) * _UNITS.get(match[2] or "", 1) if match else 0.0
@@ -219,9 +216,10 @@ def size_of(text: str, what: str) -> int:
 
 
 def seconds_of(text: str, what: str) -> int:
-    """`90m`, `24h`, `7d`, `HH:MM:SS` or `D-HH:MM:SS`, as seconds, rounded up.
+    """Parses `90m`, `24h`, `7d`, `HH:MM:SS` or `D-HH:MM:SS`; rounded up to seconds.
 
-    Raises: UsageError: it is none of these, or no time at all.
+    Raises:
+        UsageError: the text has none of these forms, or the time is out of range.
     """
     found = 0.0
     if match := _SPAN.fullmatch(text.strip()):
@@ -235,7 +233,7 @@ def seconds_of(text: str, what: str) -> int:
 
 
 def quantity(num_bytes: int) -> str:
-    """As Kubernetes writes it, rounded up: `12Gi`, `1500Mi`."""
+    """Formats a size as Kubernetes does, rounded up: `12Gi`, `1500Mi`."""
     mib = -(-num_bytes // MIB)
     return f"{mib // 1024}Gi" if mib % 1024 == 0 else f"{mib}Mi"
 
@@ -261,7 +259,7 @@ def _num_ranks(line: CommandLine, machine: MachineSpec) -> int:
 
 
 def _writing_s(given: str | None, machine: MachineSpec, ranks: int) -> float:
-    """How long a node writes its part of a checkpoint; 0 where nothing is known of it."""
+    """Seconds in which a node writes its part of a checkpoint; 0 if unknown."""
     if given is not None:
         return float(seconds_of(given, "--last-checkpoint"))
     state = size_of(machine.state, "--state") if machine.state is not None else 0
@@ -269,7 +267,7 @@ def _writing_s(given: str | None, machine: MachineSpec, ranks: int) -> float:
 
 
 def _grace_s(line: CommandLine, profile: Profile, writing_s: float) -> float:
-    """As the run has it; more, where a checkpoint takes more and nobody has chosen."""
+    """Returns the run's grace, lengthened for a slow checkpoint unless --grace is given."""
     given = line.own_value("grace")
     if given is not None and profile.stop.grace_s < writing_s:
         raise UsageError(

@@ -1,12 +1,10 @@
-"""`ftrun render kubernetes`: a JobSet, or a TrainJob and its runtime; lost pods come back.
+"""Implements `ftrun render kubernetes`: a JobSet, or a TrainJob and its runtime.
 
 Runs in:  cli. Pure.
 Takes in: a `ManifestJob` and a `PodOptions`.
-Gives:    YAML for `kubectl apply`, with what happens without each part above it.
-
-Source: kinds and fields are those of the JobSet API v1alpha2 and of Kubeflow Trainer's
-v1alpha1 (custom resource definitions of August 2026); a TrainJob's variables are those that its
-torch plugin sets.
+Gives:    YAML for `kubectl apply`. A comment above each part says what happens without it.
+Source:   JobSet API v1alpha2 and Kubeflow Trainer v1alpha1 (custom resource definitions of August
+          2026). The variables of a TrainJob are those that its torch plugin sets.
 """
 
 import re
@@ -35,19 +33,15 @@ _BY_SIGNAL = (138, ExitCode.TERMINATED)
 
 @dataclass(frozen=True, slots=True)
 class KubernetesOptions:
-    """What concerns the whole, not a pod."""
+    """Options of the whole job, not of a pod."""
 
     kind: str = "jobset"
     namespace: str | None = None
     restarts: int = 20
-    """How often all pods may fail before the Job is given up."""
+    """Number of times that all pods may fail before the Job fails."""
 
 
 def manifest(job: ManifestJob, place: PodOptions, cluster: KubernetesOptions) -> str:
-    """The whole file.
-
-    Raises: UsageError: a name, a number or a path that Kubernetes would not take.
-    """
     if cluster.kind not in KINDS:
         raise UsageError(f"--kind is {' or '.join(KINDS)}, not {cluster.kind!r}")
     if not 0 <= cluster.restarts <= 10_000:
@@ -58,7 +52,7 @@ def manifest(job: ManifestJob, place: PodOptions, cluster: KubernetesOptions) ->
 
 
 def _name(job: ManifestJob, cluster: KubernetesOptions) -> str:
-    """Of the JobSet; of the pods it makes names by adding to it."""
+    """Returns the name of the JobSet; Kubernetes derives the names of pods from it."""
     stem = re.sub(r"[^a-z0-9-]+", "-", job.stem.lower()).strip("-0123456789")
     room = _MAX_LABEL - len(f"-{CONTAINER}-0-{job.nodes - 1}") - _RANDOM_END
     name = job.name if job.name is not None else stem[:room].rstrip("-") or "ftrun"

@@ -1,11 +1,10 @@
-"""The pod in which a node of a run lives: its container, volumes, rights and memory.
+"""Builds the pod of a node: its container, volumes, rights and memory.
 
 Runs in:  cli. Pure.
-Takes in: a `ManifestJob`, and what only Kubernetes has: image, claim, secret, user.
-Gives:    a pod template as a tree for `manifest_yaml`; the same for a JobSet and a TrainJob.
+Takes in: a `ManifestJob`, and Kubernetes options: image, claim, secret, user.
+Gives:    a pod template as a tree for `yaml_text`, for a JobSet and a TrainJob.
 
-Rule 1: a `$` of the user's words is written twice, as Kubernetes reads `$(NAME)` in a command
-        as a variable.
+Rule 1: A `$` in the user's words is doubled, because Kubernetes expands `$(NAME)` in a command.
 """
 
 import re
@@ -24,7 +23,7 @@ from ftrun.tools.manifests.volumes import (
 from ftrun.tools.manifests.yaml_text import Commented, Tree
 
 CONTAINER = "node"
-"""Also the name of the replicated job; a TrainJob puts its variables into this one."""
+"""Also the name of the replicated job; a TrainJob sets its variables in this container."""
 
 _UNREACHABLE_S = 60
 _IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]*")
@@ -33,7 +32,7 @@ _RESOURCE = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([\w.-]*[A-Za
 
 @dataclass(frozen=True, slots=True)
 class PodTemplate:
-    """A node's pod."""
+    """The pod of one node."""
 
     volumes: PodVolumes
 
@@ -58,7 +57,6 @@ class PodTemplate:
 
     @property
     def name(self) -> str:
-        """Of the run."""
         return self.volumes.name
 
     def resources(self) -> dict[str, Tree]:
@@ -91,7 +89,7 @@ class PodTemplate:
         return " ".join(parts)
 
     def variables(self) -> list[Tree]:
-        """Besides those that say where nodes meet."""
+        """All variables except those of the rendezvous."""
         found: list[Tree] = []
         if self.job.nodes > 1:
             path = f"{OWN_SECRET_AT if self.place.user else SECRET_AT}/run"
@@ -126,7 +124,7 @@ class PodTemplate:
         return found
 
     def meeting(self) -> list[Tree]:
-        """Where nodes meet, under the names that a TrainJob gives them too."""
+        """Rendezvous variables, with the same names as in a TrainJob."""
         if self.job.nodes == 1:
             return []
         host = f"{self.name}-{CONTAINER}-0-0.{self.name}"
@@ -145,11 +143,10 @@ class PodTemplate:
         ]
 
     def command(self) -> list[Tree]:
-        """The launcher and its flags."""
         job = self.job
         words = list(job.flags)
-        # PET_ variables of a TrainJob count all pods, and as many ranks as there are GPUs or
-        # processors: what is meant is said here.
+        # PET_ variables of a TrainJob count all pods, and set one rank per GPU or processor. The
+        # flags state the intended numbers.
         if job.line.torchrun_value("nnodes") is None:
             words = ["--nnodes", "1", *words]
         if job.line.torchrun_value("nproc-per-node") is None:
@@ -162,7 +159,6 @@ class PodTemplate:
         return [_literally(word) for word in self.job.script]
 
     def template(self, *, containers: list[Tree]) -> dict[str, Tree]:
-        """The pod's own template, around its containers."""
         spec: dict[str, Tree] = {
             "restartPolicy": Commented(
                 "A pod that fails is made anew by the Job, which knows the exit codes below. "
@@ -202,11 +198,11 @@ class PodTemplate:
         return {"metadata": metadata, "spec": spec}
 
     def container(self, *, start: dict[str, Tree], env: list[Tree]) -> dict[str, Tree]:
-        """The one in which ftrun is process 1.
+        """Builds the container in which ftrun is process 1.
 
         Args:
-            start: image, command and resources, where they stand here.
-            env: more variables, before the pod's own.
+            start: image, command and resources, if they are set here.
+            env: variables that precede the pod's own.
         """
         ports: list[Tree] = []
         if self.job.nodes > 1:

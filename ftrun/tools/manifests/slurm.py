@@ -1,12 +1,10 @@
-"""`ftrun render slurm`: a batch script that outlives its nodes, and says why each line is there.
+"""Implements `ftrun render slurm`: a batch script that survives lost nodes, with explanations.
 
 Runs in:  cli. Pure.
-Takes in: a `ManifestJob`, and what only Slurm has: partition, account, how often it may be queued
-          again.
+Takes in: a `ManifestJob`, and Slurm options: partition, account, maximum number of requeues.
 Gives:    the text of a file for `sbatch`.
-
-Source: what a real Slurm 22.05 does when a node dies, with and without --no-kill,
---kill-on-bad-exit, --signal and --requeue; docs/many-nodes.md has the table.
+Source:   the behaviour of Slurm 22.05 when a node dies, with and without --no-kill, --kill-on-bad-
+          exit, --signal and --requeue; docs/many-nodes.md has the table.
 """
 
 import re
@@ -42,20 +40,16 @@ _OURS = {
 
 @dataclass(frozen=True, slots=True)
 class SlurmOptions:
-    """Where in the cluster, and how often."""
+    """Options that only Slurm has."""
 
     partition: str | None = None
     account: str | None = None
     max_requeues: int = 100
     directives: Sequence[str] = ()
-    """More for sbatch, such as --constraint=ib."""
+    """More options for sbatch, such as --constraint=ib."""
 
 
 def batch_script(job: ManifestJob, place: SlurmOptions) -> str:
-    """The whole file.
-
-    Raises: UsageError: a name, a number or a directive that Slurm would not take.
-    """
     name = job.name or re.sub(r"[^A-Za-z0-9._-]+", "-", job.stem).strip("-._") or "ftrun"
     if not _GOOD_NAME.fullmatch(name):
         raise UsageError(
@@ -82,7 +76,6 @@ _Directives = tuple[str, list[str]]
 
 
 def _size(job: ManifestJob, name: str) -> Iterator[_Directives]:
-    """What is asked for: nodes, time, processors, memory, GPUs."""
     yield (
         "In squeue, in the names of files, in the run id. Without it: this file's name.",
         [f"--job-name={name}"],
@@ -128,7 +121,7 @@ def _memory(job: ManifestJob) -> Iterator[_Directives]:
 
 
 def _survival(job: ManifestJob) -> Iterator[_Directives]:
-    """What makes the job outlive its nodes and its time."""
+    """Yields the directives that let the job survive lost nodes and its time limit."""
     if job.nodes > 1:
         yield (
             "Without it Slurm ends the whole job as soon as it finds one node down, although "
@@ -184,7 +177,7 @@ def _where(place: SlurmOptions) -> Iterator[_Directives]:
 
 
 def _step(job: ManifestJob, name: str) -> Iterator[str]:
-    """The one line that starts everything."""
+    """Yields the srun command with its comments."""
     said = []
     if job.nodes > 1:
         said += [
@@ -232,7 +225,6 @@ def _step(job: ManifestJob, name: str) -> Iterator[str]:
 
 
 def _by_flag(words: Sequence[str]) -> list[list[str]]:
-    """Each flag with its value."""
     found: list[list[str]] = []
     for word in words:
         if word.startswith("-") or not found:
@@ -242,7 +234,7 @@ def _by_flag(words: Sequence[str]) -> list[list[str]]:
 
 
 def _folded(first: list[str], rest: Sequence[Sequence[str]], *, indent: int) -> Iterator[str]:
-    """A long command on several lines, each but the last with a backslash; `first` is quoted."""
+    """Wraps a long command with backslashes; `first` must already be quoted."""
     line = " " * indent + " ".join(first)
     for words in rest:
         piece = shlex.join(words)
@@ -292,7 +284,6 @@ def _has_run_id(job: ManifestJob) -> bool:
 
 
 def _clock(seconds: int) -> str:
-    """As Slurm writes a time: D-HH:MM:SS."""
     minutes, left = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

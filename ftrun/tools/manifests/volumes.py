@@ -1,11 +1,10 @@
-"""What a node's pod has of disk and memory: /dev/shm, the secret, checkpoints and journals.
+"""Defines the storage of a pod: /dev/shm, the secret, checkpoints and journals.
 
 Runs in:  cli. Pure.
-Takes in: a `ManifestJob`, and a `PodOptions`.
-Gives:    volumes and mounts as trees for `manifest_yaml`; the size of /dev/shm and its reckoning.
-
-Source: 1 GiB for NCCL is what its user guide asks for in a container (Troubleshooting, Shared
-memory); that a loader's worker has two batches ready is torch's default (`prefetch_factor`).
+Takes in: a `ManifestJob` and a `PodOptions`.
+Gives:    volumes and mounts as trees for `yaml_text`; the computed size of /dev/shm.
+Source:   NCCL's user guide requires 1 GiB in a container (Troubleshooting, Shared memory). torch's
+          default `prefetch_factor` keeps two batches ready per loader worker.
 """
 
 import re
@@ -29,18 +28,18 @@ _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 
 @dataclass(frozen=True, slots=True)
 class PodOptions:
-    """What Kubernetes is told besides.
+    """Options that only Kubernetes has.
 
     Args:
-        image: has ftrun, torch and the script.
-        claim: of the volume on which checkpoints and logs are, `NAME` or `NAME:PATH`.
+        image: contains ftrun, torch and the script.
+        claim: claim of the volume for checkpoints and logs, `NAME` or `NAME:PATH`.
         secret: name of the Secret whose key `run` is the run's secret.
-        user: uid of everything in the pod; 0 for what the image says.
-        workdir: where ftrun is started; the script's path counts from there.
-        shm: size of /dev/shm; None has it computed from the next two.
-        loader_workers: of each rank's DataLoader.
+        user: uid of all processes in the pod; 0 for the image's own user.
+        workdir: working directory of ftrun; the script's path is relative to it.
+        shm: size of /dev/shm; None: computed from the next two.
+        loader_workers: DataLoader workers of each rank.
         batch: size of one batch.
-        gpu_resource: what the cluster calls a GPU.
+        gpu_resource: the cluster's resource name of a GPU.
     """
 
     image: str
@@ -56,7 +55,7 @@ class PodOptions:
 
 @dataclass(frozen=True, slots=True)
 class PodVolumes:
-    """Of a pod of the run of this name."""
+    """The volumes and mounts of a pod."""
 
     job: ManifestJob
     place: PodOptions
@@ -75,7 +74,6 @@ class PodVolumes:
 
     @property
     def secret(self) -> str:
-        """Name of the Secret."""
         return self.place.secret or f"{self.name}-secret"
 
     @property
@@ -89,7 +87,6 @@ class PodVolumes:
 
     @property
     def shm_in_words(self) -> str:
-        """How it is reckoned, for a comment."""
         place = self.place
         if place.shm is not None:
             return "As --shm says."
@@ -103,7 +100,6 @@ class PodVolumes:
 
     @property
     def mount(self) -> str | None:
-        """Where the claim is mounted."""
         if self.place.claim is None:
             return None
         return self.place.claim.partition(":")[2] or self.job.shared_directory or "/shared"
@@ -111,7 +107,6 @@ class PodVolumes:
     # --- what is written ----------------------------------------------------------------------
 
     def mounts(self) -> Iterator[Tree]:
-        """Of the container in which ftrun is."""
         yield {"name": "shm", "mountPath": "/dev/shm"}
         if self.job.nodes > 1:
             if self.place.user:
@@ -132,7 +127,6 @@ class PodVolumes:
             yield {"name": "logs", "mountPath": f"{self.place.workdir.rstrip('/')}/ftrun-logs"}
 
     def volumes(self) -> Iterator[Tree]:
-        """Of the pod."""
         yield Commented(
             f"{self.shm_in_words} What is in it counts as memory of the container. Without it "
             "/dev/shm has 64Mi, and a loader's workers die of a bus error. Snapshots are "
@@ -190,7 +184,7 @@ class PodVolumes:
 
 
 def check_path(text: str, what: str) -> None:
-    """Raises: UsageError: it is no absolute path, or one that Kubernetes does not take."""
+    """Raises a UsageError unless the path is absolute and accepted by Kubernetes."""
     if not text.startswith("/") or ".." in PurePosixPath(text).parts or ":" in text:
         raise UsageError(
             f"{what} is an absolute path in the pod, such as /shared/run1, not {text!r}"

@@ -1,11 +1,11 @@
-"""YAML in which a reader is told why each line is there.
+"""Writes YAML with a comment above each part that explains it.
 
 Runs in:  cli. Pure.
-Takes in: a tree of mappings, lists and plain values; any part of it may be a `Commented`.
-Gives:    its text: what is said of a part stands as a comment above it.
+Takes in: a tree of mappings, lists and plain values; any part may be a `Commented`.
+Gives:    the YAML text.
 
-Rule 1: text is written plain only where every reader of YAML, 1.1 or 1.2, takes it for text.
-        pyyaml does not: it writes `1e-4` plain, and the reader of Kubernetes makes a number of it.
+Rule 1: A text is unquoted only if every YAML reader, 1.1 or 1.2, reads it as text. pyyaml breaks
+this rule: it writes `1e-4` unquoted, and the reader of Kubernetes reads it as a number.
 """
 
 import re
@@ -19,7 +19,7 @@ WIDTH = 100
 
 @dataclass(frozen=True, slots=True)
 class Commented:
-    """A part of the tree, and what happens without it."""
+    """A part of the tree, and an explanation of what happens without it."""
 
     why: str
     value: "Tree"
@@ -34,14 +34,14 @@ _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t"}
 
 
 def to_yaml(documents: list[dict[str, Tree]], *, head: str = "") -> str:
-    """Documents, one after the other; `head` is said above the first."""
+    """Writes the documents; the comment `head` precedes the first."""
     above = "".join(f"{line}\n" for line in comment(head))
     parts = ["".join(f"{line}\n" for line in _block(document, 0)) for document in documents]
     return above + "---\n".join(parts)
 
 
 def plain(tree: Tree) -> object:
-    """The same without what is said: what a reader of the YAML gets."""
+    """Returns the tree without comments, as a YAML reader returns it."""
     match tree:
         case Commented(value=value):
             return plain(value)
@@ -54,7 +54,7 @@ def plain(tree: Tree) -> object:
 
 
 def comment(text: str, indent: int = 0) -> Iterator[str]:
-    """Lines that begin with #, no longer than `WIDTH`; each line of the text on one of its own."""
+    """Yields comment lines of at most `WIDTH` characters; line breaks of the text are kept."""
     space = " " * indent
     for line in text.splitlines():
         for part in textwrap.wrap(line, WIDTH - indent - 2) or [""]:
@@ -62,7 +62,6 @@ def comment(text: str, indent: int = 0) -> Iterator[str]:
 
 
 def _block(tree: Tree, indent: int) -> Iterator[str]:
-    """Lines of a mapping or a list that is not empty."""
     space = " " * indent
     if isinstance(tree, dict):
         for key, said in tree.items():
@@ -82,7 +81,6 @@ def _block(tree: Tree, indent: int) -> Iterator[str]:
 
 
 def _element(value: Tree, indent: int) -> Iterator[str]:
-    """One element of a list, behind its hyphen."""
     space, room = " " * indent, WIDTH - indent - 2
     line = _one_line(value, room)
     if line is None and isinstance(value, dict) and _are_plain(of := list(value.values())):
@@ -93,7 +91,7 @@ def _element(value: Tree, indent: int) -> Iterator[str]:
         yield f"{space}- {line}"
         return
     lines = list(_block(value, indent + 2))
-    # No comment can stand between the hyphen and what it is before.
+    # A comment cannot follow the hyphen, so it precedes the hyphen.
     while lines[0].lstrip().startswith("#"):
         yield space + lines.pop(0).lstrip()
     yield f"{space}- {lines[0].lstrip()}"
@@ -101,7 +99,7 @@ def _element(value: Tree, indent: int) -> Iterator[str]:
 
 
 def _one_line(value: Tree, room: int) -> str | None:
-    """A plain value, or a list of them where it fits; None for all else."""
+    """Returns a plain value, or a list of them if it fits; None for all else."""
     match value:
         case Commented():
             return None
@@ -125,7 +123,7 @@ def _taken_apart(tree: Tree) -> tuple[str, Tree]:
 
 
 def scalar(value: Plain) -> str:
-    """One value, so that no reader takes it for another."""
+    """Formats one value so that every reader gets the same value back."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):

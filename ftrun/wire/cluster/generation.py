@@ -1,8 +1,6 @@
-"""What a generation is: its nodes, their ranks, the version it goes on from, and who decides next.
+"""Structs that describe a generation: nodes, ranks, restored version, and its voters.
 
-Runs in:  every agent; its messages and its records hold these. Pure.
-Takes in: nothing.
-Gives:    structs without behaviour of their own, but for look-ups.
+Runs in:  every agent; messages and records contain these structs. Pure.
 """
 
 import msgspec
@@ -16,42 +14,44 @@ Identity = tuple[str, int]
 """Node id and incarnation."""
 
 WITNESS = "the witness"
-"""Stands for the outside witness among the voters; no node can be named so."""
+"""Represents the outside witness among the voters; no node can have this name."""
 
 Edition = tuple[int, int]
-"""Generation, and which roster of it: who votes may change while its ranks run."""
+"""Configuration id: (generation, voter revision). The voters may change while the generation
+runs."""
 
 
 class NodeCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """One agent: who it is, and where it is found."""
+    """Identity and addresses of one agent."""
 
     node_id: str
     incarnation: int
-    """Drawn anew by each agent process."""
+    """Random number that each agent process draws at its start."""
     host: str
     port: int
     num_ranks: int
     node_rank: int = -1
-    """As the user has given it; -1 where not."""
+    """As given by the user; -1 if not given."""
     domain: str = ""
     """Fault domain, such as a rack."""
     endpoint: bool = False
-    """It listens at the rendezvous endpoint, the first of several."""
+    """The agent listens at the rendezvous endpoint, the first one if there are several."""
     switch: str = ""
-    """The leaf switch it hangs on, as its scheduler tells."""
+    """Leaf switch that the node is attached to, as reported by its scheduler."""
     rails: list[Rail] = []
-    """By which it can be reached, the one of `host` first; empty: that address is all there is."""
+    """Rails over which the node is reachable, the one of `host` first; empty: only `host` is
+    known."""
     further_endpoint: int = 0
-    """Number of the further endpoint that it listens at, from 1; 0: of none."""
+    """Number, from 1, of the further endpoint at which the agent listens; 0: none."""
 
     @property
     def identity(self) -> Identity:
-        """Of this agent process: the next one on the node is another."""
+        """Identity of this agent process. The next agent process on the node has another one."""
         return (self.node_id, self.incarnation)
 
 
 class PlanMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A member of a generation with the ranks it runs."""
+    """A member of a generation, with the ranks that it runs."""
 
     card: NodeCard
     first_rank: int
@@ -66,23 +66,24 @@ class PlanMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
 
 
 class RestoreSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The group in which the restored version was protected, for shards that must be fetched.
+    """Group in which the restored version was protected, for shards that must be fetched.
 
-    Parity 0 and generation -1: no protection is relied on, the shards lie in these nodes' slots.
+    Parity 0 and generation -1: no protection is used, and the shards are in the slots of these
+    nodes.
     """
 
     node_ids: list[str]
     ranks: list[list[int]]
-    """Those that each of them ran then."""
+    """Ranks that each of the nodes ran then."""
     parity: int
     generation: int
 
 
 class VoterSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who decides about the successor of a generation."""
+    """Voters that decide about the successor of a generation."""
 
     generation: int
-    """-1: none has been yet."""
+    """-1: there has been no generation yet."""
     who: list[Identity]
     roster: int = 0
 
@@ -92,7 +93,7 @@ class VoterSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PastRestart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A generation that followed another."""
+    """A generation that followed another one."""
 
     generation: int
     cause: str
@@ -102,7 +103,7 @@ class PastRestart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
 
 
 class GoneNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A node that was lost or has left, and has not come back."""
+    """A node that was lost or drained, and has not returned."""
 
     card: NodeCard
     reason: str
@@ -111,7 +112,7 @@ class GoneNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
 
 
 class FailureHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the next lead must know to be as strict as this one; ages in seconds."""
+    """State that the next leader needs to apply the same limits as this one; ages in seconds."""
 
     restarts: int = 0
     spent_ages_s: list[float] = []
@@ -121,28 +122,28 @@ class FailureHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     best_step: int = -1
     steps_seen: bool = False
     node_failures: dict[str, list[float]] = {}
-    """How long ago each node was lost, by node id."""
+    """Ages of the losses of each node, by node id."""
     barred: dict[str, float] = {}
-    """How long ago a node was set aside though it was there, by node id."""
+    """Ages of the exclusions of nodes that were still present, by node id."""
     incidents: int = 0
-    """So many have been opened."""
+    """Number of incidents opened so far."""
     spoiled: VersionPair | None = None
-    """This version and later ones hold bad numbers, and are not gone on from."""
+    """This version and later ones contain bad numbers, and the run does not resume from them."""
     skip_to: int = -1
-    """The batches up to this step are left out on the way back; -1: all come again."""
+    """Batches up to this step are skipped when steps are repeated; -1: none is skipped."""
     hung_nodes: list[str] = []
-    """Named by the last hang in communication, while no step was made since."""
+    """Nodes named by the last hang in communication, if no step was completed since."""
     longest_start_s: float = 0.0
-    """That a generation has needed up to its first step; 0: not known."""
+    """Longest time that a generation needed up to its first step; 0: not known."""
     bad_checkpoints: dict[str, str] = {}
-    """Checkpoints that no node loads, because one of them cannot use it: names and reasons."""
+    """Checkpoints that no node loads, because one node cannot use them: names and reasons."""
     past_restarts: list[PastRestart] = []
-    """The last ones, for status."""
+    """The last restarts, for status."""
     gone: list[GoneNode] = []
 
 
 class GenerationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One generation: who takes part, in which ranks, from which version."""
+    """Plan of one generation: members, their ranks, and the restored version."""
 
     generation: int
     lead: str
@@ -157,35 +158,35 @@ class GenerationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Node ids, each list in the order of its protection group."""
     parity: int = 0
     skip_batches: int = 0
-    """So many of each rank are left out after the restored version."""
+    """Number of batches that each rank skips after the restored version."""
     restore_world_size: int = 0
-    """Ranks that took the restored version."""
+    """Number of ranks that took the restored version."""
     sources: list[RestoreSource] = []
     smp_ports: dict[str, int] = {}
-    """Where the SMPs listen for each other, of every node that is here."""
+    """Port on which each present node's SMP listens for other SMPs."""
     history: FailureHistory = FailureHistory()
     decided_by: list[VoterSet] = []
-    """Whose majorities it needs: those of the last generation, and of each later one that may
-    have taken effect."""
+    """Voter sets whose majorities this generation needs: those of the last generation, and of each
+    later one that may have been chosen."""
     committed: VersionPair | None = None
-    """The newest version that is known to be committed."""
+    """Newest version known to be committed."""
     ancestry: list[VersionPair] = []
-    """Which versions of earlier generations this one has come from: of each the last step."""
+    """Versions of earlier generations from which this one descends: the last step of each."""
     roster: int = 0
-    """Counts how often other spares were taken in while this generation ran."""
+    """Voter revision: counts changes of the spares while this generation ran."""
     life: str = ""
-    """Equal in all generations of a run, and another one where the run is started again."""
+    """Equal in all generations of a run; different if the run is started again."""
     witness: int = 0
-    """The life of the outside witness, where it votes beside the nodes; 0: it does not."""
+    """Life of the outside witness, if it votes in addition to the nodes; 0: no witness votes."""
     roads: NetworkPlan | None = None
-    """How the ways between the nodes are used, where `--network-plan on` has it so."""
+    """How the paths between the nodes are used, with `--network-plan on`."""
 
     @property
     def edition(self) -> Edition:
         return (self.generation, self.roster)
 
     def is_of(self, other: "GenerationPlan") -> bool:
-        """Whether both are the same generation, whoever its spares are."""
+        """Whether both plans are of the same generation; their spares may differ."""
         same = self.generation == other.generation and self.lead == other.lead
         return same and self.members == other.members
 
@@ -195,24 +196,20 @@ class GenerationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_alone(self) -> bool:
-        """There is one voter."""
         return len(self.members) + len(self.spares) == 1
 
     @property
     def voters(self) -> list[NodeCard]:
-        """Who decides about the next generation, in the order of succession."""
+        """Voters that decide about the next generation, in the order of succession."""
         return [node.card for node in self.members] + self.spares
 
     @property
     def is_resized(self) -> bool:
-        """The restored version is of another number of ranks than this generation has."""
+        """The restored version has another world size than this generation."""
         return self.restore is not None and self.restore_world_size not in (0, self.world_size)
 
     def protected_in(self, node_id: str) -> int:
-        """The generation whose protection of the restored version this node is to keep.
-
-        -1: it has no part in any.
-        """
+        """Generation whose protection of the restored version this node must retain; -1: none."""
         relied = (one.generation for one in self.sources if node_id in one.node_ids)
         return next(relied, -1)
 

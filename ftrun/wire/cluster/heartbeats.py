@@ -1,10 +1,10 @@
-"""Heartbeats between agents: how things are on a member, and what the lead wants of all.
+"""Heartbeats between agents: the state of a member, and the orders of the leader.
 
 Runs in:  every agent. Pure.
 Gives:    structs for `ftrun.wire.cluster.messages.ClusterEnvelope`.
 
-Rule 1: they say how things are, not what has changed. One that is lost, late or repeated does no
-        harm: the next one says it all again.
+Rule 1: A heartbeat contains the full state, not changes. A lost, late or repeated heartbeat does no
+        harm, because the next one repeats everything.
 """
 
 import msgspec
@@ -18,7 +18,7 @@ from ftrun.wire.messages.message import Message
 
 
 class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One rank, for status."""
+    """State of one rank, for status."""
 
     rank: int
     pid: int
@@ -27,19 +27,22 @@ class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     age_s: float
     phase: str = ""
     loss: float | None = None
-    """As the script reports it."""
+    """As reported by the script."""
     bad_step: int = 0
-    """The first step after which a parameter was not finite; 0: none."""
+    """First step after which a parameter was not finite; 0: none."""
     p50_s: float = 0.0
-    """Half of its steps took no longer; 0: it has made none."""
+    """Median duration of its steps; 0: it has completed none."""
     p99_s: float = 0.0
 
 
 class RestartTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The restart that began this generation, known once every rank here has completed a step."""
+    """Phases of the restart that began this generation.
+
+    Known once every local rank has completed a step.
+    """
 
     stepped_age_s: float
-    """Since the last of them completed its first step."""
+    """Seconds since the last local rank completed its first step."""
     total_s: float
     """From the stop of the ranks to that step."""
     restore_s: float
@@ -47,18 +50,18 @@ class RestartTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Heartbeat(Message, frozen=True, tag="Beat"):
-    """Member -> lead: how things are here. Every heartbeat, and at once when something changes."""
+    """Member -> leader: state of this node. Sent periodically, and at once after a change."""
 
     generation: int
-    """The one whose ranks run here; -1: none."""
+    """Generation whose ranks run here; -1: none."""
     number: int = 0
-    """Counted by each agent: one with a lower number is late."""
+    """Counted by each agent. A heartbeat with a lower number than the last one is late."""
     heard: int = 0
-    """Number of the newest heartbeat of this lead."""
+    """Number of the last heartbeat received from this leader."""
     promised: int = -1
-    """The highest number that this agent has promised anyone."""
+    """Highest generation number that this agent has promised to any proposer."""
     state: str = "idle"
-    """`idle`, `running`, `held` or `ended`."""
+    """`idle`, `running`, `held` (suspended) or `ended`."""
     step: int = 0
     steps_here: int = 0
     attached: bool = False
@@ -66,72 +69,71 @@ class Heartbeat(Message, frozen=True, tag="Beat"):
     ready: VersionPair | None = None
     abandoned_step: int = -1
     sealed: tuple[int, int] | None = None
-    """Steps of the newest seal of each rank here, in this generation: the smallest, the largest."""
+    """Smallest and largest step of the local ranks' newest seals in this generation."""
     committed: VersionPair | None = None
-    """The newest version that the ranks here know to be committed."""
+    """Newest version that is committed on the local ranks' command page."""
     at_boundary: bool = False
     wished_every: int = 0
     stops: int = 0
-    """Signals that asked for the end of the run, on this node."""
+    """Number of signals on this node that asked for the end of the run."""
     stop_signal: int = 0
     leaves: bool = False
-    """This node alone was asked to end, as far as it knows: SIGTERM, once."""
+    """Only this node was asked to end, as far as is known here: one SIGTERM."""
     smp_port: int = 0
-    """Where this node's SMP listens; another one than before where it was started again."""
+    """Port of this node's SMP; it changes when the SMP is restarted."""
     survives: int = 0
-    """So many nodes of this node's group may go without loss of `ready`."""
+    """Number of nodes of this node's group that may be lost without loss of `ready`."""
     problem: str = ""
-    """Why this generation cannot go on here, such as a fetch that failed."""
+    """Why this generation cannot continue here, such as a failed fetch."""
     problem_is_link: bool = False
-    """It failed because connections to other nodes were lost."""
+    """The problem is that connections to other nodes were lost."""
     unreachable: tuple[str, ...] = ()
     """Nodes that this node's SMP cannot reach now."""
     unprotected: str = ""
     ranks: tuple[RankReport, ...] = ()
     p99_s: float = 0.0
-    """Of the steps of this node's slowest rank; 0: not known yet."""
+    """99th percentile of step durations of this node's slowest rank; 0: not known yet."""
     views: tuple[RankView, ...] = ()
-    """Looks at the ranks here, while one of them is silent for too long."""
+    """Observations of the local ranks, while one of them makes no progress for too long."""
     troubles: tuple[str, ...] = ()
-    """What network cards and GPUs of this node have counted lately."""
+    """Recent error counts of this node's network cards and GPUs."""
     differs: str = ""
-    """Replicas are not equal any more, in words; of this generation."""
+    """Replicas of this generation have diverged; description in words."""
     differing_ranks: tuple[int, ...] = ()
-    """Nodes whose replicas are not those of the most."""
+    """Ranks whose replicas differ from the majority's."""
     sample: NodeSample | None = None
-    """The newest; the lead tells by its number whether it is news."""
+    """Newest sample. Its number tells the leader whether it is new."""
     heard_s: float = 0.0
-    """When the heartbeat `heard` was heard, on this node's monotonic clock."""
+    """When the heartbeat `heard` was received, on this node's monotonic clock."""
     sent_s: float = 0.0
-    """When this one was sent."""
+    """When this heartbeat was sent, on the same clock."""
     fitness: NodeFitness | None = None
-    """Of the newest check of this node; None: it makes none."""
+    """Result of this node's newest check; None: it makes no checks."""
     repeat_warning: str = ""
-    """Steps that this node's ranks repeated after a restart differ; in words."""
+    """Steps that the local ranks repeated after a restart differ; description in words."""
     restart: RestartTimes | None = None
 
 
 def beat(here: Heartbeat, **added: object) -> Heartbeat:
-    """What a node's hands say of it, with what its membership has to add."""
+    """Complete an executor's heartbeat with the fields of its membership."""
     return msgspec.structs.replace(here, **added)
 
 
 def with_state(beat: Heartbeat, state: str) -> Heartbeat:
-    """The same with another state."""
     return msgspec.structs.replace(beat, state=state)
 
 
 class LeaderHeartbeat(Message, frozen=True, tag="LeadBeat"):
-    """Lead -> everyone: how things are, and what is to be done in this generation."""
+    """Leader -> all nodes: state of the run, and orders for this generation."""
 
     generation: int
-    """The newest one that has taken effect."""
+    """Newest chosen generation."""
     roster: int = 0
-    """Of that generation; the newest one that has."""
+    """Newest chosen voter revision of that generation."""
     number: int = 0
-    """Counted by each lead: one with a lower number is late."""
+    """Counted by each leader. A heartbeat with a lower number than the last one is late."""
     is_held: bool = False
-    """This lead may have been replaced without knowing it: ranks are to wait."""
+    """The leader's lease has expired, so that it may have been replaced. Ranks are suspended."""
     committed: VersionPair | None = None
     abandoned_step: int = -1
     take_from: int = -1
@@ -144,17 +146,19 @@ class LeaderHeartbeat(Message, frozen=True, tag="LeadBeat"):
     checkpoint: VersionPair | None = None
     """Every node writes its part of this version to disk."""
     moved: dict[str, int] = {}
-    """SMPs that listen elsewhere than the plan says, by node id."""
+    """New ports of SMPs that no longer listen on the port in the plan, by node id."""
     examine: bool = False
-    """Ranks have failed, perhaps because of others: every node says what its own called last."""
+    """Ranks have failed, perhaps because of other ranks. Every node reports the last collectives of
+    its ranks."""
     killed: bool = False
-    """The ranks of this generation are to be dead."""
+    """All ranks of this generation must be killed."""
     checks: dict[str, int] = {}
-    """Nodes beside the generation that are to check themselves, by node id: up to this number."""
+    """Nodes outside the generation that must check themselves, by node id: number of the check to
+    reach."""
     leave: tuple[str, ...] = ()
-    """Nodes that were asked to leave, and may: nothing of the run is theirs any more."""
+    """Draining nodes that may leave, because the run no longer needs anything on them."""
     incidents: int = 0
-    """So many have been opened; whoever leads next counts on."""
+    """Number of incidents opened so far; the next leader continues this count."""
     ended: bool = False
     exit_code: int = 0
     why: str = ""

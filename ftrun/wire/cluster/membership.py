@@ -1,9 +1,9 @@
-"""Messages by which agents find each other, and agree on the next generation.
+"""Messages by which agents join a run and agree on the next generation.
 
 Runs in:  every agent. Pure.
 Gives:    structs for `ftrun.wire.cluster.messages.ClusterEnvelope`.
 
-Rule 1: they are repeated until they are answered, and answering one twice changes nothing.
+Rule 1: A message is repeated until it is answered. Answering it twice changes nothing.
 """
 
 from ftrun.errors import ExitCode
@@ -14,45 +14,48 @@ from ftrun.wire.messages.smp import Inventory
 
 
 class Join(Message, frozen=True, tag="Join"):
-    """Anyone -> whoever it has reached: take me in, or tell me who leads."""
+    """Newcomer -> any reachable agent: request to join, or to learn the leader."""
 
     card: NodeCard
     nnodes: str
-    """`MIN:MAX+SPARES`: all must say the same."""
+    """`MIN:MAX+SPARES`; must be equal on all nodes."""
     knows: int = -1
-    """The newest generation it knows of."""
+    """Newest generation in the newcomer's state."""
     number: int = 0
-    """Comes back in the answer."""
+    """Returned in the reply."""
 
 
 class JoinPending(Message, frozen=True, tag="Gathering"):
-    """Endpoint -> newcomer: wait, these are here."""
+    """Endpoint -> newcomer: wait; these nodes are present."""
 
     here: list[str]
     needed: int
 
 
 class LeaderInfo(Message, frozen=True, tag="LeadIs"):
-    """Anyone -> newcomer: go there. Also lead -> whoever hosts the endpoint now."""
+    """Any agent -> newcomer: contact this leader.
+
+    Also leader -> the current host of the endpoint.
+    """
 
     card: NodeCard
     generation: int
     is_settled: bool = True
-    """It leads a generation that has taken effect; else it tries to bring one about."""
+    """Its generation is chosen; otherwise it proposes one."""
 
 
 class JoinAccepted(Message, frozen=True, tag="Current"):
-    """Lead -> newcomer: you are with us; you take part from the next generation on."""
+    """Leader -> newcomer: accepted; the node takes part from the next generation on."""
 
     plan: GenerationPlan
     number: int = 0
     """Of the `Join` that this answers."""
     lead: NodeCard | None = None
-    """The leader, where it has no vote any more because it leaves; None: the plan has it."""
+    """The leader, if it drains and therefore has no vote; None: the plan names it."""
 
 
 class JoinRejected(Message, frozen=True, tag="TurnedAway"):
-    """Anyone -> newcomer: no, and why, in words for the user."""
+    """Any agent -> newcomer: rejected; the reason is in words for the user."""
 
     why: str
 
@@ -61,64 +64,68 @@ class JoinRejected(Message, frozen=True, tag="TurnedAway"):
 
 
 class Prepare(Message, frozen=True, tag="Prepare"):
-    """Proposer -> everyone: end your ranks, promise me this generation, say what you hold."""
+    """Proposer -> all nodes: stop your ranks, promise this ballot, and report what you hold."""
 
     generation: int
     card: NodeCard
     why: str
     knows: Edition
-    """The newest that the proposer knows to have taken effect."""
+    """Newest configuration id that is chosen in the proposer's state."""
 
 
 class Promise(Message, frozen=True, tag="Promise"):
-    """Voter -> proposer."""
+    """Voter -> proposer: promise of this ballot."""
 
     generation: int
     card: NodeCard
     effective: GenerationPlan | None
-    """The newest generation it knows to have taken effect, where that is newer than `knows`."""
+    """Newest chosen generation in the voter's state, if it is newer than `knows`."""
     accepted: GenerationPlan | None
-    """A newer one that it (or its predecessor) has accepted, of which it does not know that."""
+    """Newer generation that the voter or its predecessor has accepted; not known to be chosen."""
     knows: int
-    """The newest generation that it or its predecessors have accepted; -1: none, or its memory
+    """Newest generation that the voter or its predecessors have accepted; -1: none, or its memory
     was lost."""
     committed: VersionPair | None
-    """The newest commit it has heard of."""
+    """Newest committed version in the voter's state."""
     holdings: Inventory
     store_port: int
     smp_port: int
     fitness: NodeFitness | None = None
-    """Of its newest check; None: it makes none."""
+    """Result of its newest check; None: it makes no checks."""
 
 
 class PrepareRejected(Message, frozen=True, tag="NotPromised"):
-    """Voter -> proposer: no."""
+    """Voter -> proposer: no promise."""
 
     generation: int
     promised: int
-    """The highest number it has promised anyone."""
+    """Highest generation number that the voter has promised to any proposer."""
     lead: NodeCard | None
-    """Who leads, where it hears somebody who does."""
+    """The leader from which the voter receives heartbeats, if there is one."""
     lead_generation: int = -1
 
 
 class Accept(Message, frozen=True, tag="Announce"):
-    """Proposer -> everyone: this is the generation I was promised; or its lead: its new roster."""
+    """Proposer -> all nodes: accept this plan. Leader -> all nodes: a new voter revision."""
 
     plan: GenerationPlan
 
 
 class Accepted(Message, frozen=True, tag="Accepted"):
-    """Voter -> proposer: it is kept, everything later is void, the SMP knows."""
+    """Voter -> proposer: the plan is persisted, and later versions are void.
+
+    The SMP has been informed of the plan.
+    """
 
     generation: int
     restored: VersionPair | None
-    """What this node will start from; differs from the plan's only after a checkpoint was read."""
+    """Version that this node starts from. It differs from the plan's only after a checkpoint
+    load."""
     problem: str = ""
     roster: int = 0
     checkpoint: str = ""
-    """The name of the checkpoint that was loaded; empty: none was."""
+    """Name of the loaded checkpoint; empty: none was loaded."""
     rejected: dict[str, str] = {}
-    """Checkpoints that this node cannot use: the name of each, and the reason."""
+    """Checkpoints that this node cannot use: names and reasons."""
     code: int = int(ExitCode.STATE_LOST)
-    """The run's exit code, if the problem ends it."""
+    """Exit code of the run, if the problem ends it."""

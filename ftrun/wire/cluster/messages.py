@@ -1,8 +1,6 @@
-"""What a frame between two agents may hold, and the messages beside ballots and heartbeats.
+"""Envelope of frames between agents, and messages other than ballots and heartbeats.
 
 Runs in:  every agent. Pure.
-Takes in: what a node knows of itself.
-Gives:    structs; `ClusterEnvelope` is what a frame between agents holds.
 """
 
 import msgspec
@@ -26,26 +24,26 @@ from ftrun.wire.messages.message import Message
 
 
 class JournalLines(Message, frozen=True, tag="JournalLines"):
-    """Member -> lead: lines of its journal, for the merged one."""
+    """Member -> leader: lines of its journal, for the merged journal."""
 
     lines: list[str]
 
 
 class ClusterStatusRequest(Message, frozen=True, tag="AskClusterStatus"):
-    """Member -> lead, for an operator on its node. Answer: ClusterStatus."""
+    """Member -> leader, for an operator on its node. Reply: ClusterStatusReply."""
 
     number: int
 
 
 class ClusterStatusReply(Message, frozen=True, tag="ClusterStatus"):
-    """Lead -> member: a JSON document."""
+    """Leader -> member: a JSON document."""
 
     number: int
     document: bytes
 
 
 class ProbeLinkRequest(Message, frozen=True, tag="AskProbe"):
-    """Lead -> member: measure the way from you to that node. Answer: ProbeFound."""
+    """Leader -> member: measure the link to that node. Reply: ProbeLinkResult."""
 
     number: int
     receiver: str
@@ -54,50 +52,53 @@ class ProbeLinkRequest(Message, frozen=True, tag="AskProbe"):
 
 
 class ProbeLinkResult(Message, frozen=True, tag="ProbeFound"):
-    """Member -> lead: what a probe of a link has found. A figure that is 0 is not known."""
+    """Member -> leader: result of a link probe. A value of 0 is not known."""
 
     number: int
     receiver: str
     rtt_s: float = 0.0
-    """The shortest of some."""
+    """Shortest of several round trips."""
     to_bytes_per_s: float = 0.0
     from_bytes_per_s: float = 0.0
     problem: str = ""
 
 
 class ProbePathRequest(Message, frozen=True, tag="AskRoad"):
-    """Lead -> member: try the way from you to that node over one rail. Answer: RoadTried."""
+    """Leader -> member: measure the path to that node over one rail. Reply: ProbePathResult."""
 
     survey: int
-    """Number of the survey that asks."""
+    """Number of the survey that requests it."""
     destination: str
     rail: str
-    """As the run calls it."""
+    """Name of the rail in this run."""
     name: str
-    """Of your interface on it."""
+    """Name of the member's interface on that rail."""
     from_host: str
-    """Your address on it."""
+    """Address of the member on that rail."""
     host: str
     port: int
     is_short: bool = False
-    """Only whether it is there, and the round trip."""
+    """Measure only reachability and round trip."""
 
 
 class ProbePathResult(Message, frozen=True, tag="RoadTried"):
-    """Member -> lead: what the way is like, or why nothing could be found."""
+    """Member -> leader: measurement of a path, or the reason why there is none."""
 
     survey: int
     found: PathMeasurement
     is_untried: bool = False
-    """The fault is this node's own, as `problem` says: nothing is known of the road."""
+    """The fault is local to this node, see `problem`. The result says nothing about the path."""
 
 
 class RailSilent(Message, frozen=True, tag="RoadSilent"):
-    """Member -> lead: I hear this node no more over this rail; said again while it is so."""
+    """Member -> leader: nothing arrives from this node over this rail.
+
+    Repeated while this holds.
+    """
 
     source: str
     rail: str
-    """As the run calls it."""
+    """Name of the rail in this run."""
     silent_s: float
 
 

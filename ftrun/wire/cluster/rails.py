@@ -1,69 +1,67 @@
-"""What nodes say of their ways to each other: rails, and what probes found on them.
+"""Structs about the paths between nodes: rails, measurements, and the network plan.
 
-Runs in:  every agent; cards, plans and messages hold these. Pure.
-Takes in: nothing.
-Gives:    structs without behaviour.
+Runs in:  every agent; node cards, plans and messages contain these structs. Pure.
 """
 
 import msgspec
 
 
 class Rail(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One interface of a node that other nodes can be reached by."""
+    """One interface of a node over which other nodes can reach it."""
 
     name: str
-    """Of the interface, such as eth0 or ib0: what GLOO_SOCKET_IFNAME takes."""
+    """Name of the interface, such as eth0 or ib0: a value for GLOO_SOCKET_IFNAME."""
     host: str
-    """Its address."""
+    """Address of the interface."""
     prefix_bits: int = 0
-    """Of the network it lies in; 0: not known."""
+    """Prefix length of its network; 0: not known."""
     port: int = 0
-    """Where this node's agent listens on that address."""
+    """Port on which this node's agent listens at that address."""
     speed_mbit: int = 0
-    """As the driver tells; 0: it does not."""
+    """As reported by the driver; 0: not reported."""
     duplex: str = ""
-    """`full`, `half`, or empty where the driver does not tell."""
+    """`full`, `half`, or empty if the driver does not report it."""
     hca: str = ""
-    """The RDMA device behind it, such as mlx5_0: what NCCL_IB_HCA takes."""
+    """RDMA device of the interface, such as mlx5_0: a value for NCCL_IB_HCA."""
 
 
 class PathMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one short transfer from one node to another over one rail has found.
+    """Result of one short transfer from one node to another over one rail.
 
-    A figure that is 0 is not known.
+    A value of 0 is not known.
     """
 
     source: str
     """Node id."""
     destination: str
     rail: str
-    """As the run calls it: the name of the source's interface."""
+    """Name of the rail in this run: the name of the source's interface."""
     rtt_s: float = 0.0
-    """The shortest of some."""
+    """Shortest of several round trips."""
     bytes_per_s: float = 0.0
     """From source to destination."""
     problem: str = ""
-    """Why nothing, or no rate, could be found; a road with a problem and no round trip is dead."""
+    """Why no result, or no rate, was found. A path with a problem and no round trip is dead."""
     is_unreached: bool = False
-    """No connection was made, and no kernel refused one."""
+    """No connection was established, and no kernel refused one."""
 
 
 class NetworkPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was chosen for one generation, and why."""
+    """Rails, node order and snapshot rail chosen for one generation, with reasons."""
 
     order: list[str] = []
     """Node ids in the order of their ranks."""
     rails: list[str] = []
-    """Those that training uses; all others are left alone."""
+    """Rails that training uses; no other rail is used."""
     dropped: dict[str, str] = {}
     """Rails that training does not use, each with the reason."""
     snapshot_rail: str = ""
-    """That the SMPs use among each other; empty: the one that agents speak over."""
+    """Rail between the SMPs; empty: the rail between the agents."""
     snapshot_bytes_per_s: int = 0
-    """What each node's snapshot traffic is held to where it shares a training rail; 0: nothing."""
+    """Limit of each node's snapshot traffic if it shares a training rail; 0: no limit."""
     leaves: dict[str, str] = {}
-    """Leaf switch of each node, where it is known: by node id."""
+    """Leaf switch of each node, if known, by node id."""
     leaves_from: str = ""
-    """How that is known: `labels`, `file`, `slurm`, `probes`; empty: it is not."""
+    """Source of the leaf switches: `labels`, `file`, `slurm`, `probes`; empty: not known."""
     words: list[str] = []
-    """What was chosen and why, one sentence each, for people."""
+    """Decisions and their reasons, one sentence each, for people."""

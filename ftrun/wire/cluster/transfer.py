@@ -1,9 +1,9 @@
-"""What the SMPs of several nodes say to each other.
+"""Messages between the SMPs of several nodes.
 
-Runs in:  the SMP. Pure: values only; `transfer_socket.py` carries them.
+Runs in:  the SMP. Pure: values only; `ftrun.wire.transport.bulk_socket` carries them.
 
-A message may have raw bytes behind it; "with bytes" says which. A link carries them in one
-direction, so an answer comes on the link that goes the other way.
+A message may be followed by raw bytes; "with bytes" marks these messages. A link carries messages
+in one direction, so a reply arrives on the link of the other direction.
 """
 
 import msgspec
@@ -19,12 +19,12 @@ class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LinkHello(Transfer, frozen=True, tag="LinkHello"):
-    """First on each link: what it is for.
+    """First message on each link: its purpose.
 
     Args:
         purpose: "protect" or "fetch".
-        session: of a link to protect: digest of the group with its places; both ends have the
-            same, or one of them has not heard of the other's news yet.
+        session: of a "protect" link: digest of the group with its addresses. It is equal at both
+            ends, unless one end has not received the other's update yet.
     """
 
     generation: int
@@ -36,7 +36,7 @@ class LinkHello(Transfer, frozen=True, tag="LinkHello"):
 
 
 class RoundMessage(Transfer, frozen=True):
-    """About one version; `attempt` grows each time its protection begins again."""
+    """Base of messages about one version; `attempt` grows each time its protection restarts."""
 
     generation: int
     step: int
@@ -44,12 +44,13 @@ class RoundMessage(Transfer, frozen=True):
 
 
 class RoundSealed(RoundMessage, frozen=True, tag="Sealed"):
-    """My ranks have sealed it.
+    """The sender's ranks have sealed the version.
 
     Args:
-        plan_id: the plan that fits my layouts; 0: none, my manifest follows.
-        replicas: as `replica_digests` gives them.
-        part: I have my whole part of it from that generation, by this group; -1: I have not.
+        plan_id: id of the plan that fits the sender's layouts; 0: none, its manifest follows.
+        replicas: as returned by `replica_digests`.
+        part: generation in which this group protected the version, if the sender still stores its
+            complete part of that protection; -1: it does not.
     """
 
     plan_id: int
@@ -58,18 +59,18 @@ class RoundSealed(RoundMessage, frozen=True, tag="Sealed"):
 
 
 class ManifestData(RoundMessage, frozen=True, tag="ManifestOf"):
-    """With bytes: my manifest of it."""
+    """With bytes: the sender's manifest of the version."""
 
 
 class RoundOpened(RoundMessage, frozen=True, tag="Open"):
-    """My vault is ready for it; of the stripes I gather you may send those below `below`."""
+    """The sender's parity region is ready; it accepts blocks of its stripes below `below`."""
 
     plan_id: int
     below: int
 
 
 class MirrorData(RoundMessage, frozen=True, tag="MirrorOf"):
-    """With bytes: my small state and what is needed to rebuild the rest."""
+    """With bytes: the sender's small state, and what is needed to rebuild the rest."""
 
 
 class BlockData(RoundMessage, frozen=True, tag="BlockOf"):
@@ -79,11 +80,11 @@ class BlockData(RoundMessage, frozen=True, tag="BlockOf"):
 
 
 class RoundStored(RoundMessage, frozen=True, tag="Stored"):
-    """All mirrors and parity of it that belong to me are here."""
+    """The sender has stored all mirrors and parity of the version that belong to it."""
 
 
 class RoundFailed(RoundMessage, frozen=True, tag="Unable"):
-    """I cannot keep my part of it, and why."""
+    """The sender cannot store its part of the version, for this reason."""
 
     why: str
 
@@ -92,17 +93,17 @@ class RoundFailed(RoundMessage, frozen=True, tag="Unable"):
 
 
 class FetchPeers(Transfer, frozen=True, tag="Meet"):
-    """First on a link to fetch: who takes part, the sender among them."""
+    """First message on a "fetch" link: all participants, including the sender."""
 
     places: list[NodeAddress]
 
 
 class FetchRequest(Transfer, frozen=True):
-    """About a version as a group protected it; answers carry the same `request`.
+    """Base of requests about a version as a group protected it; replies have the same `request`.
 
     Args:
-        group: `Group.id` of its members.
-        protected_in: the generation in which it was protected.
+        group: `ProtectionGroup.id` of its members.
+        protected_in: generation in which it was protected.
     """
 
     request: int
@@ -113,19 +114,19 @@ class FetchRequest(Transfer, frozen=True):
 
 
 class GetMirror(FetchRequest, frozen=True, tag="AskMirror"):
-    """The small state of the node at this place of the group. Answer: Found with index 0."""
+    """Small state of the node at this position of the group. Reply: FetchData with index 0."""
 
     place: int
 
 
 class GetShardHeader(FetchRequest, frozen=True, tag="AskHead"):
-    """Header and digest table of a rank's slot. Answer: Found with index 0."""
+    """Header and digest table of a rank's slot. Reply: FetchData with index 0."""
 
     rank: int
 
 
 class GetPieces(FetchRequest, frozen=True, tag="AskPieces"):
-    """Pieces by their digests, u64 each, from any slot. Found or NotHeld for each index.
+    """Pieces by their digests, u64 each, from any slot. Reply per index: FetchData or FetchMissing.
 
     Args:
         settled: indexes that were answered before a connection was lost; not answered again.
@@ -136,18 +137,21 @@ class GetPieces(FetchRequest, frozen=True, tag="AskPieces"):
 
 
 class GetBlock(FetchRequest, frozen=True, tag="AskUnit"):
-    """Your block of a stripe, data or parity. Answer: Found with the fragment's header."""
+    """The receiver's block of a stripe, data or parity.
+
+    Reply: FetchData with the fragment's header.
+    """
 
     stripe: int
 
 
 class RebuildBlock(FetchRequest, frozen=True, tag="AskRebuilt"):
-    """Rebuild a block of the node at `place` out of your parity. Found or NotHeld.
+    """Rebuild a lost block with the receiver's parity. Reply: FetchData or FetchMissing.
 
     Args:
-        place: of the node that has lost it.
-        stripe: in which the block lies.
-        alive: places of the group that can be asked.
+        place: position of the node that has lost the block.
+        stripe: that contains the block.
+        alive: positions of the group that can be asked.
     """
 
     place: int
@@ -156,7 +160,7 @@ class RebuildBlock(FetchRequest, frozen=True, tag="AskRebuilt"):
 
 
 class FetchData(Transfer, frozen=True, tag="Found"):
-    """With bytes: an answer."""
+    """With bytes: a reply."""
 
     request: int
     index: int
@@ -164,7 +168,7 @@ class FetchData(Transfer, frozen=True, tag="Found"):
 
 
 class FetchMissing(Transfer, frozen=True, tag="NotHeld"):
-    """An answer: not here, or not as it was protected."""
+    """Reply: the data is not here, or differs from the protected state."""
 
     request: int
     index: int
@@ -192,12 +196,12 @@ AnyTransfer = (
 
 
 class TransferEnvelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A message, and what follows it.
+    """A message, and the raw bytes that follow it.
 
     Args:
         generation: the running one.
         raw_bytes: length of the bytes behind the message.
-        raw_digest: their xxh3; where a fragment's header has it, it is not said twice.
+        raw_digest: their xxh3 digest; None if a fragment's header contains it.
     """
 
     generation: int

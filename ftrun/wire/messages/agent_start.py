@@ -1,4 +1,4 @@
-"""What the stub says to an agent that it starts, as a program or as a fork of the reserve.
+"""Start data that the stub passes to an agent: a new program, or a fork of the reserve.
 
 Runs in:  stub (writes), reserve and agent (read). Standard library only.
 """
@@ -7,38 +7,37 @@ INCARNATION = "FTRUN_AGENT_INCARNATION"
 STUB_PID = "FTRUN_STUB_PID"
 
 AGENT_LOST_S = "FTRUN_AGENT_LOST_S"
-"""When the agent before this one ended, on the monotonic clock; 0: this is the first."""
+"""Monotonic time at which the previous agent ended; 0: this is the first agent."""
 
 STUB_SOCKET = "FTRUN_STUB_SOCKET"
-"""Descriptor of the socket on which the stub takes what it is to keep."""
+"""Descriptor of the socket on which the stub receives what it must retain."""
 
 KEPT_FDS = "FTRUN_KEPT_FDS"
-"""Descriptors that the last agent gave the stub, comma-separated; the first has its state."""
+"""Descriptors that the last agent passed to the stub, comma-separated; the first contains its
+state."""
 
 RESERVE_SOCKET = "FTRUN_RESERVE_SOCKET"
-"""Descriptor on which a reserve takes orders; only in an agent that is to leave one."""
+"""Descriptor on which a reserve receives orders; only in an agent that must leave a reserve."""
 
 STUCK_PIDS = "FTRUN_STUCK_PIDS"
-"""Processes of earlier ranks that have not ended after SIGKILL, comma-separated."""
+"""Pids of earlier ranks that have not ended after SIGKILL, comma-separated."""
 
 MAX_FDS = 253
-"""In one message: the kernel's SCM_MAX_FD."""
+"""Descriptors in one message: the kernel's SCM_MAX_FD."""
 
 MAX_ORDER_BYTES = 1 << 16
 
 
 def encode_order(folder: str, variables: dict[str, str]) -> bytes:
-    """An order for one agent. Its descriptors: where it answers, `STUB_SOCKET`, `KEPT_FDS`.
+    """Encode an order to start one agent.
 
-    Args:
-        folder: of the run.
-        variables: those that differ from the variables that the first agent was started with.
+    Its descriptors are, in order: the socket for the reply, `STUB_SOCKET`, `KEPT_FDS`. `variables`
+    are those that differ from the variables of the first agent.
     """
     return "\0".join([folder, *(f"{name}={value}" for name, value in variables.items())]).encode()
 
 
 def decode_order(order: bytes) -> tuple[str, dict[str, str]]:
-    """The run folder and the variables."""
     folder, *words = order.decode().split("\0")
     return folder, {name: value for name, _, value in (word.partition("=") for word in words)}
 

@@ -1,6 +1,6 @@
-"""What agent and SMP say to each other about checkpoints.
+"""Messages between an agent and its SMP about checkpoints.
 
-Runs in: agent and SMP. Pure; part of the messages in `messages.py`.
+Runs in:  agent and SMP. Pure; part of the messages in `envelope.py`.
 """
 
 from ftrun.wire.checkpoint_owner import CheckpointClaim
@@ -11,22 +11,24 @@ INDEX_NAME = "index.json"
 
 
 class WriteCheckpoint(Message, frozen=True, tag="WriteCheckpoint"):
-    """Agent -> SMP: write the newest committed version there.
+    """Agent -> SMP: write the newest committed version to this directory.
 
-    Answer, when it is durable: CheckpointWritten, or CheckpointRefused.
+    Reply, when it is durable: CheckpointWritten, or CheckpointFailed.
 
     Args:
         directory: absolute; with several nodes a shared one.
-        keep: so many checkpoints stay, the newest included.
-        version: generation and step of just the one to write. Needed where ranks are on several
-            nodes: each is asked for the same, in any order, again where need be.
-        token: with a version: equal on all nodes that write it together and different in another
-            life of the run or another generation; parts with different ones never mix.
-        keep_s: those written longer ago go as well; the newest never goes. 0: none goes by age.
-        bytes_per_s: written at the most, on this node; 0: as fast as it goes.
+        keep: number of checkpoints to retain, including the newest.
+        version: generation and step of the version to write. Required if ranks are on several
+            nodes: each node gets a request for the same version, in any order, and possibly more
+            than once.
+        token: with a version: equal on all nodes that write it together, and different in another
+            life of the run or another generation. Parts with different tokens are never merged.
+        keep_s: checkpoints older than this are removed too, but never the newest. 0: no age limit.
+        bytes_per_s: limit of this node's write rate; 0: no limit.
         life: of the run, for the index.
-        stream_wait_s: without a version: a snapshot that begins to be captured within this time is
-            written while it is, in place of the newest committed one; 0: that one.
+        stream_wait_s: without a version: if the capture of a snapshot begins within this time, that
+            snapshot is written during its capture (live capture), instead of the newest committed
+            version. 0: no live capture.
     """
 
     directory: str
@@ -40,19 +42,21 @@ class WriteCheckpoint(Message, frozen=True, tag="WriteCheckpoint"):
 
 
 class ExpediteCheckpoint(Message, frozen=True, tag="HurryCheckpoint"):
-    """Agent -> SMP: the run ends, write what is being written as fast as it goes. No answer."""
+    """Agent -> SMP: the run ends; write the current checkpoint without a rate limit. No reply."""
 
 
 class CheckpointWritten(Message, frozen=True, tag="CheckpointWritten"):
     """SMP -> agent: the checkpoint is durable, or this node's part of it is.
 
     Args:
-        path: of the finished checkpoint; empty where others are still missing.
-        total_bytes: of the checkpoint, or of the part; 0 where all was there already.
-        is_part: others are missing; whoever comes last finishes it.
-        missing_ranks: those of the others.
-        note: what is odd about that, for the journal; empty: nothing.
-        ahead_s: so long before its last byte was captured its first was written; 0: after that.
+        path: of the complete checkpoint; empty if other parts are missing.
+        total_bytes: size of the checkpoint, or of the part; 0 if all of it existed already.
+        is_part: other parts are missing; the node that writes the last part completes the
+            checkpoint.
+        missing_ranks: ranks in the missing parts.
+        note: what is unusual about this, for the journal; empty: nothing.
+        ahead_s: seconds between the first byte written and the last byte captured; 0 if writing
+            started after the capture.
     """
 
     generation: int
@@ -67,41 +71,44 @@ class CheckpointWritten(Message, frozen=True, tag="CheckpointWritten"):
 
 
 class CheckpointFailed(Message, frozen=True, tag="CheckpointRefused"):
-    """SMP -> agent: it is not written, and why. Not `Refused`: other answers may come first."""
+    """SMP -> agent: nothing is written, for this reason.
+
+    It is not `Refused`, because other replies may arrive before it.
+    """
 
     why: str
 
 
 class EndCheckpoints(Message, frozen=True, tag="EndCheckpoints"):
-    """Agent -> SMP: the run is over; leave a record of that beside its checkpoints. Answer: Done.
+    """Agent -> SMP: the run is over; record this next to its checkpoints. Reply: Done.
 
-    Only the SMP that owns the directory does so.
+    Only the SMP that owns the directory writes the record.
     """
 
     exit_code: int
     reason: str
     command: str
-    """A digest of script and arguments."""
+    """Digest of the script and its arguments."""
 
 
 class LoadCheckpoint(Message, frozen=True, tag="LoadCheckpoint"):
-    """Agent -> SMP: fill the arenas from a checkpoint. Answer: CheckpointLoaded or Refused.
+    """Agent -> SMP: fill the arenas from a checkpoint. Reply: CheckpointLoaded or Refused.
 
     Args:
         directory: absolute.
-        world_size: of this run. Of a checkpoint of another one all ranks are loaded, as arenas of
-            the old world: OpenImages and other nodes' SMPs serve them.
-        local_ranks: those of this node; their arenas are filled.
-        only: name of the one checkpoint that will do (the end of `CheckpointLoaded.path`); empty:
-            the newest usable.
-        life: only those will do that this life of the run has written; empty: any.
-        ranks: of each node that loads together with this one, each asked alike. What several need,
-            one reads; the others get it of that one once the generation has begun. Of another
-            world size each loads a part (`ftrun.snapshot.load_shares.ranks_at`). Empty: this one
-            alone.
-        node: which of them this is.
-        set_aside: checkpoints that no node of this run may load: their names, and the reason each.
-        claim: own the directory first; on the node of rank 0.
+        world_size: of this run. If the checkpoint has another world size, all its ranks are loaded,
+            as arenas of the previous world. OpenShards and the SMPs of other nodes read from them.
+        local_ranks: ranks of this node, whose arenas are filled.
+        only: name of the only acceptable checkpoint (the end of `CheckpointLoaded.path`); empty:
+            the newest usable one.
+        life: accept only checkpoints that this life of the run has written; empty: any.
+        ranks: of each node that loads together with this one; all nodes get the same list. If
+            several nodes need a shard, one node reads it, and the others fetch it from that node
+            after the generation has begun. With another world size each node loads a share
+            (`ftrun.snapshot.load_shares.ranks_at`). Empty: this node alone.
+        node: index of this node in `ranks`.
+        set_aside: checkpoints that no node of this run may load: names and reasons.
+        claim: claim of the directory, to be made first; on the node of rank 0.
     """
 
     directory: str
@@ -116,14 +123,14 @@ class LoadCheckpoint(Message, frozen=True, tag="LoadCheckpoint"):
 
 
 class CheckpointLoaded(Message, frozen=True, tag="CheckpointLoaded"):
-    """SMP -> agent: the arenas now hold this version; each came as an ArenaGranted before.
+    """SMP -> agent: the arenas now contain this version. Each was sent before as an ArenaGranted.
 
-    Its generation is -1: older than all that this run will take. An empty `path` (step -1) means
-    that the directory holds no checkpoint, or none that can be used: `problem` then says so.
-    `rejected` has the name of each checkpoint that this node cannot use, and the reason.
-    `world_size` is that of the checkpoint where it is another than was asked for; else 0.
-    `is_share`: other nodes have read a part of it; BeginGeneration says where they are, and
-    RestoreReady or RestoreFailed what became of it.
+    Its generation is -1: older than every snapshot that this run will take. An empty `path` (step
+    -1) means that the directory has no usable checkpoint; `problem` then has the reason, if it has
+    any checkpoint. `rejected` has the name of each checkpoint that this node cannot use, and the
+    reason. `world_size` is that of the checkpoint if it differs from the requested one; otherwise
+    0. `is_share`: other nodes have read a part of it. BeginGeneration then says where those parts
+    are, and RestoreReady or RestoreFailed reports the result.
     """
 
     generation: int
@@ -134,4 +141,4 @@ class CheckpointLoaded(Message, frozen=True, tag="CheckpointLoaded"):
     is_share: bool = False
     problem: str = ""
     is_taken: bool = False
-    """The problem: another run that is alive owns the directory."""
+    """The problem is that another live run owns the directory."""

@@ -1,10 +1,10 @@
-"""What a frame on a node may hold: the envelope, and messages that every process knows.
+"""Envelope of frames on a node, and messages that every process uses.
 
-Runs in: every process. Pure.
+Runs in:  every process. Pure.
 
-An `Envelope` says for which run, from which generation and from which life of the sender. A
-receiver drops what is older than what it knows. Descriptors travel beside a message
-(SCM_RIGHTS); `Envelope.num_fds` says how many.
+An `Envelope` states the run, the generation, and the incarnation of the sender. A receiver drops
+messages that are older than its own state. Descriptors accompany a message (SCM_RIGHTS);
+`Envelope.num_fds` is their number.
 """
 
 import msgspec
@@ -64,7 +64,7 @@ PROTOCOL_VERSION = 1
 
 
 class Hello(Message, frozen=True, tag="Hello"):
-    """Anyone -> SMP or agent, first on each connection."""
+    """First message on each connection to an SMP or an agent."""
 
     role: str  # "worker", "agent" or "cli"
     pid: int
@@ -73,11 +73,11 @@ class Hello(Message, frozen=True, tag="Hello"):
 
 
 class Done(Message, frozen=True, tag="Done"):
-    """Answer: it is done."""
+    """Reply: the request was carried out."""
 
 
 class Refused(Message, frozen=True, tag="Refused"):
-    """Answer: it is not done, and why, in words for the user."""
+    """Reply: the request was not carried out; the reason is in words for the user."""
 
     why: str
 
@@ -86,7 +86,7 @@ class Refused(Message, frozen=True, tag="Refused"):
 
 
 class StatusRequest(Message, frozen=True, tag="AskStatus"):
-    """Cli -> agent or SMP. Answer: Status."""
+    """Cli -> agent or SMP. Reply: StatusReply."""
 
 
 class StatusReply(Message, frozen=True, tag="Status"):
@@ -96,7 +96,7 @@ class StatusReply(Message, frozen=True, tag="Status"):
 
 
 class StopRequest(Message, frozen=True, tag="StopRun"):
-    """Cli -> agent: stop as on SIGTERM. Answer: Done, before the stop has ended."""
+    """Cli -> agent: stop as on SIGTERM. Reply: Done, sent before the stop is complete."""
 
 
 AnyMessage = (
@@ -162,4 +162,5 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     body: AnyMessage
     num_fds: int = 0
     question: int = 0
-    """Its number on this connection, in a question and in the answer to it; 0: it is neither."""
+    """Number of the question on this connection, in a question and in its reply; 0: neither of
+    them."""

@@ -1,8 +1,8 @@
-"""A checkpoint on its way out: where its files are, what is wanted of them, what became of it.
+"""Locations of a checkpoint's files, export jobs and their results.
 
-Runs in: the process of ftrun.tools.checkpoints.catalog, which finds the files; cli, which asks;
-         the process of
-ftrun.tools.export.__main__, which reads them and writes others. Pure.
+Runs in:  the process of ftrun.tools.checkpoints.catalog, which finds the files; cli, which requests
+          the export; the process of ftrun.tools.export, which reads the files and writes others.
+          Pure.
 """
 
 from typing import Literal
@@ -13,11 +13,11 @@ Format = Literal["safetensors", "dcp", "state_dict"]
 FORMATS: tuple[Format, ...] = ("safetensors", "dcp", "state_dict")
 
 DTYPE_WORDS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp64": "F64"}
-"""What a tensor's floating-point numbers may be turned into, and safetensors' name of it."""
+"""Target types of floating-point tensors, with the names that safetensors uses."""
 
 
 class ShardFileLocation(msgspec.Struct, frozen=True):
-    """One rank's files of a checkpoint, and the digests of what describes them."""
+    """One rank's files of a checkpoint, and the digests of its table and header."""
 
     rank: int
     path: str
@@ -28,7 +28,7 @@ class ShardFileLocation(msgspec.Struct, frozen=True):
 
 
 class CheckpointLocation(msgspec.Struct, frozen=True):
-    """One checkpoint, by its index."""
+    """One checkpoint, described by its index."""
 
     path: str
     run_id: str
@@ -38,13 +38,13 @@ class CheckpointLocation(msgspec.Struct, frozen=True):
 
 
 class ExportJob(msgspec.Struct, frozen=True):
-    """What is to be written where."""
+    """Source, target and format of one export."""
 
     source: CheckpointLocation
     format: Format
     out: str
     dtype: str = ""
-    """Safetensors' name; empty: as they are."""
+    """Name in safetensors; empty: unchanged."""
     only: tuple[str, ...] = ()
     file_bytes: int = 5_000_000_000
     num_writers: int = 1
@@ -52,7 +52,7 @@ class ExportJob(msgspec.Struct, frozen=True):
 
 
 class ExportReport(msgspec.Struct, frozen=True):
-    """What was written."""
+    """Result of one export."""
 
     checkpoint: str
     step: int
@@ -61,11 +61,11 @@ class ExportReport(msgspec.Struct, frozen=True):
     files: tuple[str, ...] = ()
     num_tensors: int = 0
     num_bytes: int = 0
-    """Of all files."""
+    """Total size of all files."""
     seconds: float = 0.0
     left_out: tuple[str, ...] = ()
-    """What the checkpoint holds and the format cannot, each in words."""
+    """Content of the checkpoint that the format cannot represent, each item in words."""
     notes: tuple[str, ...] = ()
-    """What else the operator should know."""
+    """Further notes for the operator."""
     problem: str = ""
     """Why nothing was written, in words."""

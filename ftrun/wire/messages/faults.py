@@ -1,6 +1,6 @@
-"""What is said about faults on order: cli -> agent, agent -> the agent of another node.
+"""Messages about injected faults: cli -> agent, and agent -> agent of another node.
 
-Runs in: cli, agent; the order itself also in the worker. Pure.
+Runs in:  cli, agent; the order itself also in the worker. Pure.
 """
 
 import msgspec
@@ -9,18 +9,18 @@ from ftrun.wire.messages.message import Message
 
 
 class FaultOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is to be done to whom, and when.
+    """One fault to inject: kind, target and time.
 
     Args:
         id: of this order, in the journal.
-        kind: a name of the catalogue in fault_kinds.py.
-        rank: whom it is done to; -1 where it is done to a node.
-        node: name of the node, or its place in the run; empty: the only one, or the rank's.
-        at_step: at the end of this step of the run, counted from 1; 0: now.
-        for_s: how long it lasts; 0: as long as its kind does by itself.
-        amount: how much; what it means depends on the kind.
-        again: also in the rank's next processes, each time the step comes.
-        cancels: take back the order of this id instead; there is no kind then.
+        kind: a name in the catalogue, see fault_catalog.py.
+        rank: target rank; -1 if the target is a node.
+        node: name of the node, or its position in the run; empty: the only node, or the rank's.
+        at_step: inject at the end of this step of the run, counted from 1; 0: now.
+        for_s: duration; 0: the default of the kind.
+        amount: its meaning depends on the kind.
+        again: inject also in the rank's next processes, each time that step is reached.
+        cancels: id of an order to cancel; `kind` is then empty.
     """
 
     id: str
@@ -39,17 +39,17 @@ class FaultOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class InjectFault(Message, frozen=True, tag="InjectFault"):
-    """Cli -> agent. Answer: FaultTaken, or Refused with what is missing."""
+    """Cli -> agent. Reply: FaultAccepted, or Refused with what is missing."""
 
     order: FaultOrder
 
 
 class FaultAccepted(Message, frozen=True, tag="FaultTaken"):
-    """Agent -> cli: it is ordered; the journal says when it fires.
+    """Agent -> cli: the fault is scheduled; the journal records when it fires.
 
     Args:
         id: of the order.
-        node: where it is done.
+        node: on which the fault is injected.
         how: in words.
     """
 
@@ -59,13 +59,13 @@ class FaultAccepted(Message, frozen=True, tag="FaultTaken"):
 
 
 class ForwardFault(Message, frozen=True, tag="FaultOrdered"):
-    """Agent -> the agent of the node where it is to be done. Answer: FaultAnswer."""
+    """Agent -> agent of the target node. Reply: ForwardFaultReply."""
 
     order: FaultOrder
 
 
 class ForwardFaultReply(Message, frozen=True, tag="FaultAnswer"):
-    """The answer: taken, and how, or refused, and why."""
+    """Reply to ForwardFault: how the order was accepted, or why it was refused."""
 
     id: str
     how: str = ""

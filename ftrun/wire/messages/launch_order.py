@@ -1,16 +1,16 @@
-"""What a standby must know to become a worker.
+"""Launch request: everything that a standby needs to become a worker.
 
-Runs in: agent (writes), standby (reads).
+Runs in:  agent (writes), standby (reads).
 """
 
 import msgspec
 
 
 class LaunchOrder(msgspec.Struct):
-    """One worker to be. Descriptors travel beside it, in the order of `fd_names`.
+    """Request to start one worker. Descriptors accompany it, in the order of `fd_names`.
 
-    A descriptor named stdout or stderr takes that stream's place; any other name is the variable
-    that tells the worker its number.
+    A descriptor named stdout or stderr replaces that stream. Any other name is the environment
+    variable that passes the descriptor's number to the worker.
     """
 
     argv: list[str]

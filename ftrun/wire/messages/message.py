@@ -1,10 +1,10 @@
-"""The base of all messages.
+"""Base class of the messages between processes.
 
-Runs in: every process. Pure.
+Runs in:  every process. Pure.
 """
 
 import msgspec
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of all messages. Each states its tag, so that a class can be renamed."""
+    """Base of all messages. Each states its tag, so that its class can be renamed."""

@@ -1,6 +1,6 @@
-"""What messages say about places, slots and protection.
+"""Values in messages that describe addresses, slots and protection.
 
-Runs in: agent and SMP. Pure: values only, part of the messages in `messages.py`.
+Runs in:  agent and SMP. Pure; part of the messages in `envelope.py`.
 """
 
 import msgspec
@@ -9,9 +9,9 @@ from ftrun.wire.cluster.rails import Rail
 
 
 class NodeAddress(msgspec.Struct, frozen=True):
-    """A node of a group: who it is, where its SMP listens, which ranks it runs.
+    """A node of a group: its identity, the address of its SMP, and the ranks that it runs.
 
-    A port of 0 means that it is gone.
+    A port of 0 means that the node is unreachable.
     """
 
     node_id: str
@@ -20,16 +20,16 @@ class NodeAddress(msgspec.Struct, frozen=True):
     smp_port: int
     ranks: list[int]
     rails: list[Rail] = []
-    """By which it is reached, the best first; empty: `host` is all there is."""
+    """Rails over which the node is reachable, the best first; empty: only `host` is known."""
 
 
 class PreviousGroup(msgspec.Struct, frozen=True):
-    """What protects a version that is to be fetched: its nodes in the order they had then.
+    """The group that protects a version to be fetched, with its nodes in their order at that time.
 
     Args:
-        nodes: with the ranks each held then, and where its SMP is now.
+        nodes: with the ranks that each held then, and the current address of its SMP.
         parity: m.
-        generation: the one in which the version was protected, see `ProtectionPart.protected_in`.
+        generation: in which the version was protected, see `ProtectionPart.protected_in`.
     """
 
     nodes: list[NodeAddress]
@@ -48,7 +48,7 @@ class ShardOffer(msgspec.Struct, frozen=True):
 
 
 class GroupMember(msgspec.Struct, frozen=True):
-    """A node of a protection group and the ranks whose state it brought in."""
+    """A node of a protection group, and the ranks whose state it contributed."""
 
     node_id: str
     ranks: list[int]
@@ -61,14 +61,15 @@ class ProtectionPart(msgspec.Struct, frozen=True):
         generation: of the version.
         step: of the version.
         world_size: of the version.
-        protected_in: the generation in which the group has protected it. With the version and
-            the members it names the protection: parts with equal names fit together.
-        members: the group in its order; the position in it is the place in each stripe.
+        protected_in: generation in which the group has protected it. Together with the version and
+            the members it identifies the protection: parts with equal identity belong together.
+        members: the group in order; the position in it is the position in each stripe.
         parity: m.
-        node_id: whose part this is.
-        mirrors: nodes whose small state is here; without one of it a node cannot be rebuilt.
-        is_complete: all mirrors and parity that belong here are here.
-        is_committed: it was committed with this protection.
+        node_id: of the node whose part this is.
+        mirrors: nodes whose small state is stored here. A node without any mirror cannot be
+            rebuilt.
+        is_complete: all mirrors and parity that belong here are stored.
+        is_committed: the version was committed with this protection.
     """
 
     generation: int

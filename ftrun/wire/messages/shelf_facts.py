@@ -1,8 +1,7 @@
-"""What is said of checkpoints on disk, by the process that reads them to the operator's terminal.
+"""Reports about checkpoints on disk, for the operator's terminal.
 
-Runs in: the processes of ftrun.tools.checkpoints.catalog and ftrun.tools.checkpoints.convert,
-         which say it, and cli, which shows
-         it. Pure.
+Runs in:  the processes of ftrun.tools.checkpoints.catalog and ftrun.tools.checkpoints.convert,
+          which make the reports; cli, which shows them. Pure.
 """
 
 import msgspec
@@ -12,7 +11,7 @@ from ftrun.wire.messages.export_facts import CheckpointLocation
 
 
 class CheckpointInfo(msgspec.Struct, frozen=True):
-    """One checkpoint, or what looks like one."""
+    """One checkpoint, or a folder that looks like one."""
 
     name: str
     path: str
@@ -22,33 +21,33 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     step: int = -1
     world_size: int = 0
     num_bytes: int = 0
-    """Of all its files."""
+    """Total size of its files."""
     written_s: float = 0.0
     """Wall time; 0: not known."""
     problems: tuple[str, ...] = ()
-    """Why it cannot be used, each in words; none: nothing was found."""
+    """Reasons why it cannot be used, in words; empty: no problem was found."""
 
 
 class CatalogReport(msgspec.Struct, frozen=True):
-    """A directory of checkpoints, the one written last first."""
+    """A directory of checkpoints, the most recently written first."""
 
     directory: str
     checkpoints: list[CheckpointInfo]
     unfinished: int = 0
-    """Folders in which a checkpoint was begun; a later one removes them."""
+    """Number of folders with an incomplete checkpoint; a later checkpoint removes them."""
     checked_bytes: int = 0
     seconds: float = 0.0
     removed: tuple[str, ...] = ()
     found: CheckpointLocation | None = None
-    """The one that was asked for by itself."""
+    """The single checkpoint that was requested."""
     owner: CheckpointOwner | None = None
-    """The record of the run that writes there, or has written there last; asked by `try`."""
+    """Owner record of the run that writes there, or wrote there last; set for the action `try`."""
     problem: str = ""
     """Why nothing could be done, in words."""
 
 
 class ConvertReport(msgspec.Struct, frozen=True):
-    """A checkpoint that was made of another one."""
+    """Result of converting one checkpoint into another."""
 
     source: str = ""
     path: str = ""
@@ -58,11 +57,11 @@ class ConvertReport(msgspec.Struct, frozen=True):
     world_size: int = 0
     num_tensors: int = 0
     num_bytes: int = 0
-    """Of all its files."""
+    """Total size of its files."""
     is_linked: bool = False
     """The layout is the same, so that nothing was converted."""
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     problem: str = ""
-    """Why there is none, in words."""
+    """Why there is no result, in words."""
     exit_code: int = 0

@@ -1,6 +1,6 @@
-"""Messages between an agent and its SMP: generations, commits, restore points, handing over.
+"""Messages between an agent and its SMP: generations, commits, restore points, handover.
 
-Runs in: agent and SMP. Pure.
+Runs in:  agent and SMP. Pure.
 """
 
 from ftrun.wire.checkpoint_owner import CheckpointClaim
@@ -9,15 +9,16 @@ from ftrun.wire.messages.protected import NodeAddress, PreviousGroup, Protection
 
 
 class ListenForPeers(Message, frozen=True, tag="ListenForPeers"):
-    """Agent -> SMP: open a TCP port for the SMPs of other nodes. Answer: ListeningForPeers.
+    """Agent -> SMP: open a TCP port for the SMPs of other nodes. Reply: ListeningForPeers.
 
-    The run's secret comes beside it as a memfd of 32 bytes, or nothing where the run has none.
-    Asked again with the same hosts and secret, the answer is the same port.
+    A memfd of 32 bytes with the run's secret accompanies the message, if the run has a secret. A
+    repeated request with the same hosts and secret gets the same port.
     """
 
     host: str
     others: list[str] = []
-    """Further addresses of this node: the same port is listened at on each that can be had."""
+    """Further addresses of this node. The SMP listens on the same port of each address where it
+    can."""
 
 
 class ListeningForPeers(Message, frozen=True, tag="ListeningForPeers"):
@@ -27,34 +28,35 @@ class ListeningForPeers(Message, frozen=True, tag="ListeningForPeers"):
 
 
 class BeginGeneration(Message, frozen=True, tag="BeginGeneration"):
-    """Agent -> SMP, with the command page: who takes part from now on. Answer: Done, at once.
+    """Agent -> SMP, with the command page: members of the generation. Reply: Done, at once.
 
-    Again with the same generation: the page or the places of the group have changed (an SMP was
-    started anew); what is under way among the SMPs begins again.
+    A repeated message for the same generation means that the page or the addresses of the group
+    have changed, because an SMP was restarted. Transfers between the SMPs then restart.
 
     Args:
-        group: the protection group of this node in its fixed order, this node included. Empty:
-            the SMP decides alone, which it may only where all ranks of the world are local.
-        node_id: this node's own.
-        parity: m, so many nodes of the group may go; below the number of nodes.
-        small_state_bytes: unique state of a rank up to so much is mirrored, not coded.
-        restored: generation and step of the version that all ranks start from. In the middle of
-            a generation: the newest that is committed.
-        restored_world_size: how many ranks took it. Where it is another number than starts now,
-            it is read where it lies and not protected again; `restore_from` names all the groups
-            that held it. 0: as many as start now.
-        protected_in: the generation whose protection of it the restore relies on; kept until the
-            version is committed again. -1: the newest one that was committed.
-        restore_from: where that version comes from for local ranks that have no slot of it.
-        read_from: where workers read what other ranks have saved of it, where as many ranks start
-            as took it; nodes of this generation are among them with the ranks they run.
-        patience_s: so long an SMP may take nothing, or stop within a frame, before others give
-            it up.
-        pace_bytes_s: so many bytes per second this node sends at most to protect a version, to
-            all others together; 0: as fast as it goes.
-        own: of a node without a group: its place. A node that runs no ranks now gives their state
-            to the nodes that run them; one that runs all ranks fetches it.
-        claim: the directory of checkpoints, on the node of rank 0; None elsewhere, or without one.
+        group: protection group of this node in its fixed order, this node included. Empty: the SMP
+            decides alone, which is permitted only if all ranks of the world are local.
+        node_id: of this node.
+        parity: m, the number of nodes of the group that may be lost; below the number of nodes.
+        small_state_bytes: unique state of a rank up to this size is mirrored, not coded.
+        restored: generation and step of the version that all ranks start from. If the generation is
+            running: the newest committed version.
+        restored_world_size: number of ranks that took it; 0: as many as start now. A version of
+            another world size is read from where it is stored, and not protected again.
+            `restore_from` then names all groups that held it.
+        protected_in: generation whose protection the restore relies on. It is retained until the
+            version is committed again. -1: the newest committed one.
+        restore_from: sources of that version for local ranks that have no slot of it.
+        read_from: sources from which workers read other ranks' shards of it, if the world size is
+            the same. Nodes of this generation are included, with the ranks that they run.
+        patience_s: time that an SMP may accept no data, or pause inside a frame, before its peers
+            drop the link.
+        pace_bytes_s: limit of this node's send rate to protect a version, in bytes per second to
+            all peers together; 0: no limit.
+        own: address of a node without a group. A node that runs no ranks now sends their state to
+            the nodes that run them. A node that runs all ranks fetches it.
+        claim: claim of the checkpoint directory, on the node of rank 0; None elsewhere, or without
+            a directory.
     """
 
     generation: int
@@ -76,16 +78,16 @@ class BeginGeneration(Message, frozen=True, tag="BeginGeneration"):
 
 
 class VersionReady(Message, frozen=True, tag="VersionReady"):
-    """SMP -> agent, unasked: all there is to do for this version on this node is done.
+    """SMP -> agent, unsolicited: this node has completed its work for this version.
 
-    Every local rank has sealed it (or holds it, where it is the restored one) and the group
+    All local ranks have sealed it (or hold it, if it is the restored version), and the group
     protects it. Never sent without a group.
 
     Args:
         generation: of the version.
         step: of the version.
-        survives: so many nodes of the group may go: m, or 0 where it cannot be protected.
-        why: where it is 0, in words.
+        survives: number of nodes of the group that may be lost: m, or 0 if it cannot be protected.
+        why: reason if it is 0, in words.
     """
 
     generation: int
@@ -95,7 +97,7 @@ class VersionReady(Message, frozen=True, tag="VersionReady"):
 
 
 class CommitVersion(Message, frozen=True, tag="CommitVersion"):
-    """Agent -> SMP: every node of the run has said VersionReady. No answer; VersionCommitted."""
+    """Agent -> SMP: all nodes have sent VersionReady. No reply, but VersionCommitted follows."""
 
     generation: int
     step: int
@@ -104,8 +106,8 @@ class CommitVersion(Message, frozen=True, tag="CommitVersion"):
 class AbandonVersion(Message, frozen=True, tag="AbandonVersion"):
     """Both ways: uncommitted versions of this generation up to this step are never committed.
 
-    SMP -> agent, unasked: a rank here has no seal of this step and never will. Agent -> SMP, no
-    answer: the same is true of a rank elsewhere. Must not overtake a CommitVersion.
+    SMP -> agent, unsolicited: a local rank has no seal of this step and never will. Agent -> SMP,
+    no reply: the same holds for a rank elsewhere. It must not overtake a CommitVersion.
     """
 
     generation: int
@@ -113,18 +115,18 @@ class AbandonVersion(Message, frozen=True, tag="AbandonVersion"):
 
 
 class RestoreReady(Message, frozen=True, tag="RestoreReady"):
-    """SMP -> agent, unasked: every local rank has the restored version in an arena."""
+    """SMP -> agent, unsolicited: all local ranks have the restored version in an arena."""
 
     generation: int
     step: int
 
 
 class RestoreFailed(Message, frozen=True, tag="RestoreFailed"):
-    """SMP -> agent, unasked: it cannot be fetched; `why` names what is missing.
+    """SMP -> agent, unsolicited: the version cannot be fetched; `why` names what is missing.
 
     Args:
         generation: the one that was begun, not the version's.
-        why: rank, version, nodes, and how many of k are there.
+        why: rank, version, nodes, and the number of the k blocks that are available.
         is_link: connections to nodes of the plan were lost; the same fetch may succeed later.
     """
 
@@ -134,30 +136,30 @@ class RestoreFailed(Message, frozen=True, tag="RestoreFailed"):
 
 
 class ParityRegionCreated(Message, frozen=True, tag="VaultMade"):
-    """SMP -> agent, unasked, with a memfd: keep a duplicate, in place of the last of this slot.
+    """SMP -> agent, unsolicited, with a memfd: retain a duplicate of a parity region.
 
-    It holds what this node keeps for others: mirrors and parity. Like the arenas it is handed to
-    the next SMP.
+    It replaces the last duplicate of this slot. The memory contains what this node stores for
+    others: mirrors and parity. Like the arenas, it is passed to the next SMP.
     """
 
     slot: int
 
 
 class VaultFreed(Message, frozen=True, tag="VaultFreed"):
-    """SMP -> agent, unasked: close the duplicate of this slot, its memory is not needed."""
+    """SMP -> agent, unsolicited: close the duplicate of this slot, because its memory is free."""
 
     slot: int
 
 
 class SmpNotice(Message, frozen=True, tag="SmpNotice"):
-    """SMP -> agent, unasked: something for the journal that asks for no act.
+    """SMP -> agent, unsolicited: an entry for the journal that requires no action.
 
     Args:
-        kind: "replicas_differ", "peer_lost", "stalled", "source_set_aside", "unprotected",
-            "memory" or "restore".
+        kind: "replicas_differ", "peer_lost", "stalled", "source_set_aside", "unprotected", "memory"
+            or "restore".
         why: in words.
-        nodes: whom it is about.
-        ranks: the same, where it is known.
+        nodes: nodes that the notice concerns.
+        ranks: ranks that the notice concerns, if known.
     """
 
     kind: str
@@ -167,25 +169,26 @@ class SmpNotice(Message, frozen=True, tag="SmpNotice"):
 
 
 class PeersUnreachable(Message, frozen=True, tag="PeersUnreachable"):
-    """SMP -> agent, unasked: the nodes of the group that it cannot reach now."""
+    """SMP -> agent, unsolicited: nodes of the group that are unreachable now."""
 
     nodes: list[str]
 
 
 class InventoryRequest(Message, frozen=True, tag="TakeInventory"):
-    """Agent -> SMP: what can be restored? Answer: Inventory."""
+    """Agent -> SMP: report what can be restored. Reply: Inventory."""
 
     stand_still: bool = False
-    """A generation is planned from the answer: keep all of it as it is until one begins."""
+    """A generation is planned from the reply. Freeze all stored versions until a generation
+    begins."""
 
 
 class Inventory(Message, frozen=True, tag="Inventory"):
-    """SMP -> agent: every sealed slot it holds, and what it keeps for others.
+    """SMP -> agent: all sealed slots, and everything stored for other nodes.
 
     Args:
         offers: sealed slots.
-        protected: whole parts of protections; what is incomplete is named too.
-        set_aside: in words, what was found corrupt and is offered no more.
+        protected: parts of protections; incomplete parts are included.
+        set_aside: descriptions of slots that are corrupt and no longer offered.
     """
 
     offers: list[ShardOffer]
@@ -194,9 +197,9 @@ class Inventory(Message, frozen=True, tag="Inventory"):
 
 
 class VoidAfter(Message, frozen=True, tag="VoidAfter"):
-    """Agent -> SMP: versions later than this one never come back. Answer: Done.
+    """Agent -> SMP: void all versions later than this one, permanently. Reply: Done.
 
-    (-1, -1) voids everything. Mirrors and parity of later versions are void as well.
+    (-1, -1) voids everything. Mirrors and parity of later versions are voided too.
     """
 
     generation: int
@@ -204,14 +207,14 @@ class VoidAfter(Message, frozen=True, tag="VoidAfter"):
 
 
 class HandOverMemory(Message, frozen=True, tag="HandOver"):
-    """Agent -> SMP: give me duplicates of all your memory. Answer: HandedOver."""
+    """Agent -> SMP: send duplicates of all memory. Reply: MemoryHandedOver."""
 
 
 class MemoryHandedOver(Message, frozen=True, tag="HandedOver"):
     """SMP -> agent, with one memfd per entry of `ranks`, in that order.
 
-    A rank stands twice while a new arena has not replaced the old one, the old one first. After
-    those comes a memfd for each of `vault_slots`: what is kept for other nodes.
+    A rank appears twice while a new arena has not replaced the old one; the old one comes first. A
+    memfd for each of `vault_slots` follows: the parity regions.
     """
 
     ranks: list[int]
@@ -220,11 +223,11 @@ class MemoryHandedOver(Message, frozen=True, tag="HandedOver"):
 
 
 class AdoptMemory(Message, frozen=True, tag="Adopt"):
-    """Agent -> a new SMP, with one memfd per entry: memory that outlived the last SMP.
+    """Agent -> new SMP, with one memfd per entry: memory that outlived the previous SMP.
 
-    Before BeginGeneration. A rank stands twice where it has an old and a new arena, the old one
-    first. Vaults come after the arenas, each for the slot that it had. Answer: Done, or Refused,
-    which names what is no arena; the others are kept.
+    Sent before BeginGeneration. A rank appears twice if it has an old and a new arena, the old one
+    first. Parity regions follow the arenas, each for the slot that it had. Reply: Done, or Refused.
+    Refused names the descriptors that are not arenas; the others are adopted.
     """
 
     ranks: list[int]
@@ -232,17 +235,17 @@ class AdoptMemory(Message, frozen=True, tag="Adopt"):
 
 
 class PersistRunState(Message, frozen=True, tag="KeepRunState"):
-    """Agent -> SMP: what the next agent must know if this one dies. Answer: Done."""
+    """Agent -> SMP: store what the next agent must know if this one dies. Reply: Done."""
 
     run_state: bytes
 
 
 class VersionCommitted(Message, frozen=True, tag="VersionCommitted"):
-    """SMP -> agent, unasked: this version is committed, and shown on the command page."""
+    """SMP -> agent, unsolicited: this version is committed, and visible on the command page."""
 
     generation: int
     step: int
 
 
 class Shutdown(Message, frozen=True, tag="Shutdown"):
-    """Agent or cli -> SMP: free everything and end. Answer: Done."""
+    """Agent or cli -> SMP: free all memory and end. Reply: Done."""

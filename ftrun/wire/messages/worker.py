@@ -1,15 +1,15 @@
-"""Messages between a worker and the SMP of its node: memory, sealed shards, what to restore.
+"""Messages between a worker and the SMP of its node: memory, sealed shards, restores.
 
-Runs in: worker and SMP. Pure.
+Runs in:  worker and SMP. Pure.
 """
 
 from ftrun.wire.messages.message import Message
 
 
 class ReserveMemory(Message, frozen=True, tag="ReserveMemory"):
-    """Worker -> SMP: will two slots of this size fit? Done or MemoryRefused.
+    """Worker -> SMP: check that two slots of this size fit. Reply: Done or MemoryRefused.
 
-    Asked at attach with an estimate, and again when the size is known to be larger.
+    Sent at attach with an estimate, and again if the size turns out to be larger.
     """
 
     rank: int
@@ -17,7 +17,7 @@ class ReserveMemory(Message, frozen=True, tag="ReserveMemory"):
 
 
 class MemoryRefused(Message, frozen=True, tag="MemoryRefused"):
-    """SMP -> worker: what the ranks of the node have asked for does not fit.
+    """SMP -> worker: the memory requested by the ranks of this node does not fit.
 
     The fields are those of `MemoryTooSmall`.
     """
@@ -31,9 +31,10 @@ class MemoryRefused(Message, frozen=True, tag="MemoryRefused"):
 
 
 class RequestArena(Message, frozen=True, tag="RequestArena"):
-    """Worker -> SMP: memory for a layout. ArenaGranted with one descriptor, or MemoryRefused.
+    """Worker -> SMP: provide memory for a layout.
 
-    Asked again while it is being made, it is made once.
+    Reply: ArenaGranted with one descriptor, or MemoryRefused. A repeated request for an arena that
+    is being created does not create a second one.
     """
 
     rank: int
@@ -51,7 +52,7 @@ class ArenaGranted(Message, frozen=True, tag="ArenaGranted"):
 
 
 class ShardSealed(Message, frozen=True, tag="ShardSealed"):
-    """Worker -> SMP: this rank's shard of a version is sealed. No answer."""
+    """Worker -> SMP: this rank's shard of a version is sealed. No reply."""
 
     rank: int
     generation: int
@@ -60,11 +61,11 @@ class ShardSealed(Message, frozen=True, tag="ShardSealed"):
 
 
 class WithdrawShard(Message, frozen=True, tag="WithdrawShard"):
-    """Worker -> SMP: forget my seal of this version, I am about to overwrite it.
+    """Worker -> SMP: withdraw this rank's seal of a version, because the slot will be overwritten.
 
-    A rank that skipped or discarded a version which the others have sealed would stop them for
-    good: theirs is never committed, and what is not committed is not overwritten. Answer: Done,
-    it will never be committed; Refused, it is committed, or about to be.
+    Without this message, a rank that discards a version which the others have sealed would stop all
+    snapshots. That version is never committed, and an uncommitted version is not overwritten.
+    Reply: Done if the version will never be committed. Refused if it is committed, or about to be.
     """
 
     rank: int
@@ -73,9 +74,9 @@ class WithdrawShard(Message, frozen=True, tag="WithdrawShard"):
 
 
 class ShardSkipped(Message, frozen=True, tag="ShardSkipped"):
-    """Worker -> SMP: a snapshot of this step fell due and I have taken none. No answer.
+    """Worker -> SMP: a snapshot of this step was due, and this rank has taken none. No reply.
 
-    Whoever has seen the last commit a moment earlier may have taken it, and waits for the rest.
+    A rank that saw the last commit a moment earlier may have taken it, and waits for the others.
     """
 
     rank: int
@@ -84,9 +85,9 @@ class ShardSkipped(Message, frozen=True, tag="ShardSkipped"):
 
 
 class AwaitRestored(Message, frozen=True, tag="AwaitRestored"):
-    """Worker -> SMP: the arena with this version, which is still on its way from other nodes.
+    """Worker -> SMP: provide the arena with this version, which other nodes are still sending.
 
-    Answer, when it has come: ArenaGranted with the descriptor; or Refused, where it cannot come.
+    Reply, after its arrival: ArenaGranted with the descriptor; Refused if it cannot arrive.
     """
 
     rank: int
@@ -95,9 +96,9 @@ class AwaitRestored(Message, frozen=True, tag="AwaitRestored"):
 
 
 class OpenShards(Message, frozen=True, tag="OpenImages"):
-    """Worker -> SMP: every shard of a version that another number of ranks has taken.
+    """Worker -> SMP: open all local shards of a version of another world size.
 
-    Answer: ImagesOpened with a read-only descriptor for each rank, or Refused.
+    Reply: ShardsOpened with a read-only descriptor for each rank, or Refused.
     """
 
     rank: int
@@ -110,19 +111,20 @@ class ShardsOpened(Message, frozen=True, tag="ImagesOpened"):
     """SMP -> worker, with one memfd per entry: arenas in which the version is sealed.
 
     Args:
-        ranks: of the old world, in the order of the descriptors; those that are here.
+        ranks: of the previous world, in the order of the descriptors; only ranks that are stored
+            here.
     """
 
     ranks: list[int]
 
 
 class FetchShardHeaders(Message, frozen=True, tag="FetchHeads"):
-    """Worker -> SMP: heads of shards of a version that are on other nodes, or were on lost ones.
+    """Worker -> SMP: fetch shard headers of a version from other nodes; some may be of lost nodes.
 
-    Answer: HeadsFetched with a memfd for each of them (see wire/shard_heads.py), or Refused.
+    Reply: ShardHeadersFetched with a memfd per header (see wire/shard_heads.py), or Refused.
 
     Args:
-        ranks: of the old world.
+        ranks: of the previous world.
     """
 
     rank: int
@@ -138,13 +140,13 @@ class ShardHeadersFetched(Message, frozen=True, tag="HeadsFetched"):
 
 
 class FetchPieces(Message, frozen=True, tag="FetchPieces"):
-    """Worker -> SMP: pieces of such shards, after their heads; no more than 64 MiB in all.
+    """Worker -> SMP: fetch pieces of such shards, after their headers; at most 64 MiB in total.
 
-    Answer: PiecesFetched with a memfd that holds them one after the other, or Refused. The
-    worker compares each with its digest.
+    Reply: PiecesFetched with a memfd that contains them in order, or Refused. The worker verifies
+    each piece against its digest.
 
     Args:
-        wanted: (old rank, first piece, how many).
+        wanted: (rank of the previous world, first piece, number of pieces).
     """
 
     rank: int

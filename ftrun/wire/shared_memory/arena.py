@@ -1,21 +1,21 @@
-"""The memory between worker and SMP: one memfd per rank with two slots.
+"""Memory shared by worker and SMP: one memfd per rank, with two slots.
 
-Runs in:  worker (writes), SMP (creates, reads), agent (keeps a descriptor).
+Runs in:  worker (writes), SMP (creates, reads), agent (holds a descriptor).
 Takes in: a descriptor.
 Gives:    an `Arena` with its `SlotHeader`s, and views of a slot's bytes.
-Survives: the death of any of the three; the kernel frees it with the last descriptor.
+Survives: the death of any of the three. The kernel frees the memory with the last descriptor.
 
     arena header | slot 0: header | digest table | image | slot 1: header | digest table | image
 
-Each part starts on a page. An image is one safetensors file (see snapshot/layout.py); the table
-holds one xxh3 per piece of it, and the header the xxh3 of the table. A memfd has no name to
-leak and is bounded by no /dev/shm size.
+Each part starts on a page boundary. An image is one safetensors file (see snapshot/layout.py). The
+table holds one xxh3 digest per piece of it, and the header the xxh3 digest of the table. A memfd
+has no name that could be left behind, and no /dev/shm size limits it.
 
-Rule 1: the worker's first write to a slot says COPYING, its last says SEALED. In between it clears
-        the table, and fills in the digest of each piece once that is copied.
-Rule 2: a header is whole or it is nothing: it ends in a digest of itself, so a process killed
-        in the middle of writing it leaves a slot that counts as empty.
-Rule 3: nobody but the worker writes images; only a dead worker's slots are voided by others.
+Rule 1: The worker's first write to a slot sets COPYING, its last sets SEALED. In between it clears
+        the table, and stores the digest of each piece after that piece is copied.
+Rule 2: A header is valid as a whole or not at all, because it ends in a digest of itself. If a
+        process is killed while it writes the header, the slot counts as empty.
+Rule 3: Only the worker writes images. Other processes void slots only after the worker is dead.
 """
 
 import ctypes
@@ -38,14 +38,15 @@ _ARENA_HEADER = struct.Struct("<QQQQQQQ")
 _SLOT_HEADER = struct.Struct("<QQqqQQQQ")
 _CHECK = struct.Struct("<Q")
 _ALLOCATED_BYTES = 1 << 24
-"""Allocated at once; the smaller, the better known is how much of an arena is still to come."""
+"""Bytes per allocation call. A smaller value reports more exactly how much of an arena is
+missing."""
 
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 
 
 class SlotState(IntEnum):
-    """What a slot holds."""
+    """State of a slot."""
 
     EMPTY = 0
     COPYING = 1
@@ -55,7 +56,7 @@ class SlotState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SlotHeader:
-    """The fixed-size head of a slot."""
+    """Fixed-size header of a slot."""
 
     state: SlotState
     generation: int
@@ -74,7 +75,7 @@ EMPTY_HEADER = SlotHeader(SlotState.EMPTY, -1, -1, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class ArenaShape:
-    """How an arena is divided; written once, at its creation."""
+    """Division of an arena; written once, when the arena is created."""
 
     rank: int
     world_size: int
@@ -96,28 +97,27 @@ class ArenaShape:
 
 
 def arena_bytes(image_bytes: int, num_pieces: int) -> int:
-    """Memory that two slots of an image take, in bytes."""
     return ArenaShape(0, 1, image_bytes, num_pieces, 0).total_bytes
 
 
 def create_memfd(shape: ArenaShape, allocated: Callable[[int], object] | None = None) -> int:
-    """A populated arena, sealed against resizing.
+    """Create a fully allocated arena, sealed against resizing.
 
-    Allocated with posix_fallocate: a full memory is an OSError here and not a SIGBUS in the
-    middle of a step. The interpreter lock is released meanwhile.
+    posix_fallocate reports a full memory as an OSError here. Without it, a later write in a step
+    would raise SIGBUS. The call releases the interpreter lock.
 
     Args:
         shape: of the arena.
-        allocated: called with the bytes allocated so far.
+        allocated: called with the number of bytes allocated so far.
 
     Raises:
-        OSError: ENOSPC or ENOMEM, with nothing left behind.
+        OSError: ENOSPC or ENOMEM; nothing stays allocated.
     """
     import fcntl
 
     fd = os.memfd_create(f"ftrun-rank-{shape.rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(fd, shape.total_bytes)  # a size beyond every limit fails before allocation
+        os.ftruncate(fd, shape.total_bytes)  # a size over a limit fails before allocation
         for at in range(0, shape.total_bytes, _ALLOCATED_BYTES):
             num_bytes = min(_ALLOCATED_BYTES, shape.total_bytes - at)
             os.posix_fallocate(fd, at, num_bytes)
@@ -141,10 +141,10 @@ def create_memfd(shape: ArenaShape, allocated: Callable[[int], object] | None = 
 
 
 def read_shape(fd: int) -> ArenaShape:
-    """How the arena behind a descriptor is divided.
+    """Read how an arena is divided.
 
     Raises:
-        LayoutUnknown: it is no arena of this format.
+        LayoutUnknown: the descriptor is not an arena of this format.
     """
     raw = os.pread(fd, _ARENA_HEADER.size + _CHECK.size, 0)
     if len(raw) < _ARENA_HEADER.size + _CHECK.size:
@@ -158,7 +158,6 @@ def read_shape(fd: int) -> ArenaShape:
 
 
 def read_slot_headers(fd: int) -> list[SlotHeader]:
-    """The headers of both slots, without mapping the arena."""
     shape = read_shape(fd)
     size = _SLOT_HEADER.size + _CHECK.size
     return [
@@ -168,7 +167,7 @@ def read_slot_headers(fd: int) -> list[SlotHeader]:
 
 
 def void_slots(fd: int, chosen: Callable[[Version], bool]) -> int:
-    """Mark sealed slots as void where `chosen` says so; how many there were.
+    """Mark sealed slots as void if `chosen` selects their version; return how many.
 
     Only for arenas whose worker is dead.
     """
@@ -183,12 +182,11 @@ def void_slots(fd: int, chosen: Callable[[Version], bool]) -> int:
 
 
 def void_slots_after(fd: int, newest: Version) -> int:
-    """Mark every sealed slot later than `newest` as void; how many there were."""
     return void_slots(fd, lambda found: found > newest)
 
 
 class Arena:
-    """A mapped arena. The descriptor stays the caller's."""
+    """A mapped arena. The caller keeps ownership of the descriptor."""
 
     def __init__(self, fd: int, *, writable: bool) -> None:
         self.shape = read_shape(fd)
@@ -197,14 +195,14 @@ class Arena:
         self.memory = memoryview(self._map)
 
     def populate(self) -> None:
-        """Map every page now: a first touch costs eight times a warm copy (2026-11).
+        """Map every page now, because a first touch costs eight times a warm copy (2026-11).
 
-        Through ctypes, which releases the interpreter lock; mmap.madvise holds it.
+        The call goes through ctypes, which releases the interpreter lock; mmap.madvise holds it.
         """
         self._advise(0, len(self.memory), _MADV_POPULATE_WRITE)
 
     def map_slot(self, slot: int) -> None:
-        """Map a slot's pages for reading, where the mapping is writable; ahead of a restore."""
+        """Map a slot's pages for reading, ahead of a restore; the mapping must be writable."""
         self._advise(self._slot_offset(slot), self.shape.slot_bytes, _MADV_POPULATE_READ)
 
     def _advise(self, at: int, num_bytes: int, advice: int) -> None:
@@ -221,7 +219,7 @@ class Arena:
         self.memory[at : at + len(data)] = data
 
     def begin_copy(self, slot: int, header: SlotHeader) -> None:
-        """Say that a slot is being overwritten, and that none of its pieces are there yet."""
+        """Mark a slot as being overwritten, and clear its digest table."""
         self.write_header(slot, header)
         at = self._slot_offset(slot) + PAGE_BYTES
         num_bytes = 8 * self.shape.num_pieces
@@ -238,7 +236,6 @@ class Arena:
         return self.memory[at : at + self.shape.image_bytes]
 
     def find(self, wanted: Version) -> int | None:
-        """The slot in which this version is sealed."""
         for slot in range(NUM_SLOTS):
             header = self.header(slot)
             if header.state is SlotState.SEALED and header.version == wanted:
@@ -246,7 +243,7 @@ class Arena:
         return None
 
     def close(self) -> None:
-        """Unmap. Views that are still held keep the mapping until they go."""
+        """Unmap the arena. Views that still exist keep the mapping alive."""
         try:
             self.memory.release()
             self._map.close()
@@ -258,15 +255,15 @@ class Arena:
 
 
 def table_digest(table: memoryview) -> int:
-    """The digest of a slot: xxh3 over the digests of its pieces."""
+    """Digest of a slot: xxh3 of the digest table."""
     return xxhash.xxh3_64_intdigest(table)
 
 
 def open_slot(arena: Arena, slot: int, *, what: str) -> tuple[Layout, memoryview, memoryview]:
-    """A slot's layout, its data, and the table of their digests, of which only itself is checked.
+    """Return a slot's layout, data and digest table. Only the table is verified, not the data.
 
     Raises:
-        SnapshotCorrupt: the table is not what its digest says.
+        SnapshotCorrupt: the table does not match its digest.
         LayoutUnknown: the image has no readable header.
     """
     header = arena.header(slot)
@@ -278,7 +275,7 @@ def open_slot(arena: Arena, slot: int, *, what: str) -> tuple[Layout, memoryview
 
 
 def verify(arena: Arena, slot: int, *, what: str) -> tuple[Layout, memoryview]:
-    """Check every digest of a slot; its layout and its data.
+    """Verify every digest of a slot; return its layout and data.
 
     Raises:
         SnapshotCorrupt: a digest does not match.

@@ -1,13 +1,13 @@
-"""Small shared pages: what a worker tells without speaking, and what it is told.
+"""Shared pages through which a worker reports and receives values without messages.
 
 Runs in:  worker (writes its heartbeat page, reads the command page), agent and SMP.
 Takes in: a descriptor of one page.
-Gives:    named 8-byte fields. Each is written in one go; no two depend on each other, except
-          where the order of writing is said below.
-Survives: the worker; the agent reads how far a dead worker had come.
+Gives:    named 8-byte fields. Each is written in one store. No two fields depend on each other,
+          except where a write order is stated below.
+Survives: the worker. The agent reads how far a dead worker had come.
 
-All times are nanoseconds of the monotonic clock, which every process of a machine shares; 0
-means "not yet".
+All times are nanoseconds of the monotonic clock, which all processes of a machine share. 0 means
+"not yet".
 """
 
 import mmap
@@ -22,9 +22,9 @@ from ftrun.monitor.page_values import FORGET_AT, NUM_BUCKETS, bucket_of
 from ftrun.monitor.repeat_check import BoundaryRecord
 
 PAGE_BYTES = 53248
-_TIMES_AT = 64  # in words: how often a step took how long, and how many of these are counted
+_TIMES_AT = 64  # in words: counts of step times by bucket, then their sum
 _NUM_TIMES_AT = _TIMES_AT + NUM_BUCKETS
-_CALLS_AT = 200  # in words: pairs of a step and the collectives called by then
+_CALLS_AT = 200  # in words: pairs of a step and the collectives called up to it
 _CALLS_EVERY = (1, 8, 64, 512)
 _NAME_AT, _NAME_BYTES = 2048, 64
 _NOTE_AT, _NOTE_BYTES = 2176, 1024
@@ -33,16 +33,16 @@ MAX_GROUPS_BYTES = _GROUPS_BYTES - 2
 NEVER_STEP = (1 << 63) - 1
 
 MAX_SAMPLES = 32
-"""Parameters of which a boundary record has a digest."""
+"""Maximum number of parameters of which a boundary record has a digest."""
 
 NUM_RECORDS = 256
-"""Boundary records that a page holds; a newer one takes the place of the oldest."""
+"""Boundary records on a page; a newer record replaces the oldest."""
 
 MAX_SAMPLE_NAME_BYTES = 120
 _SAMPLES_AT, _SAMPLES_BYTES = 8192, 4096
 _RECORDS_AT = 12288
 _RECORD = struct.Struct(f"<IIIIqq{4 * MAX_SAMPLES}s")
-"""Check, has a loss, digests that are set, 0, step, bits of the loss, digests."""
+"""Check, whether there is a loss, digests that are set, 0, step, bits of the loss, digests."""
 
 _RECORD_BYTES = _RECORD.size
 _CHECK_BYTES = 4
@@ -53,36 +53,36 @@ class HeartbeatField(IntEnum):
 
     PID = 0
     GENERATION = 1
-    STARTED_NS = 2  # the first line of the user's script
-    STEP = 3  # step boundaries passed, or optimizer steps where nothing is attached
-    BEAT_NS = 4  # time of the last of them
+    STARTED_NS = 2  # start of the first line of the user's script
+    STEP = 3  # step boundaries passed, or optimizer steps if nothing is attached
+    BEAT_NS = 4  # time of the last one
     FIRST_STEP_NS = 5  # end of the first step of this incarnation
     ATTACHED = 6
     ATTACH_NS = 7
     RESTORE_BEGIN_NS = 8
     RESTORE_END_NS = 9
-    RESTORED_GENERATION = 10  # of the version restored; meaningful when RESTORE_END_NS is set
+    RESTORED_GENERATION = 10  # of the restored version; valid once RESTORE_END_NS is set
     RESTORED_STEP = 11
     SEALED_GENERATION = 12
     SEALED_STEP = 13
     SEALED_NS = 14  # written last of the three
     SEALED_COUNT = 15
-    SKIPPED_COUNT = 16  # snapshots that fell due before the last one was committed
-    DISCARDED_COUNT = 17  # snapshots given up because a tensor changed under the copy
-    BLOCKED_NS = 18  # training thread stood still for snapshots, in all
+    SKIPPED_COUNT = 16  # snapshots that were due before the last one was committed
+    DISCARDED_COUNT = 17  # snapshots discarded because a tensor changed during the copy
+    BLOCKED_NS = 18  # total time that snapshots blocked the training thread
     IMAGE_BYTES = 19
-    UNPROTECTED = 20  # no snapshots, for the reason in the note
+    UNPROTECTED = 20  # no snapshots are taken; the note has the reason
     LOSS = 21  # a float
     OPTIMIZER_STEPS = 22
     INIT_GROUP_NS = 23  # end of the first init_process_group
-    FAILED_NS = 24  # an exception reached the top of the script
-    STOPPED_AT_BOUNDARY = 25  # waits at a boundary for the end, last snapshot sealed
-    WISHED_EVERY = 26  # steps between snapshots that this rank's own measurements ask for
+    FAILED_NS = 24  # an exception reached the top level of the script
+    STOPPED_AT_BOUNDARY = 25  # waits at a boundary for the end; its last snapshot is sealed
+    WISHED_EVERY = 26  # snapshot interval in steps that this rank's measurements suggest
     CORRUPT_SLOT = 27  # 1 + the slot whose digest did not match at the restore
-    CORRUPT_RANK = 28  # 1 + the rank of the old world whose slot that is; 0: this rank
-    BAD_NUMBERS_STEP = 29  # the first step after which a parameter was not a finite number
-    HAS_SERVER = 30  # the flight recorder can be read at the socket that the agent has named
-    HAS_DUMPER = 31  # signal number at which all stacks are written to the stack file
+    CORRUPT_RANK = 28  # 1 + rank of the previous world that owns the slot; 0: this rank
+    BAD_NUMBERS_STEP = 29  # first step after which a parameter was not a finite number
+    HAS_SERVER = 30  # the flight recorder can be read on the agent's named socket
+    HAS_DUMPER = 31  # signal number that writes all stacks to the stack file
 
 
 class CommandField(IntEnum):
@@ -90,21 +90,21 @@ class CommandField(IntEnum):
 
     COMMITTED_GENERATION = 0
     COMMITTED_STEP = 1
-    STOP_AFTER_STEP = 2  # take a last snapshot at this boundary or the first after it, and wait
+    STOP_AFTER_STEP = 2  # take a last snapshot at this boundary or the first after it, then wait
     COMMIT_COUNT = 3
-    SNAPSHOT_EVERY = 4  # steps between snapshots where the profile says auto; 0: every step
-    EVERY_FROM_STEP = 5  # SNAPSHOT_EVERY counts from this step on, so that all ranks agree
-    ABANDONED_STEP = 6  # some rank has no seal of this step and never will: it is not committed
-    COMMITTED_IN = 7  # generation of the last commit: after a restore nothing is taken before it
-    PROTECTING_STEP = 8  # sealed by all ranks of the node, on its way to other nodes
-    TAKE_FROM = 9  # none is taken before this step, so that all take the same; -1: no lead decides
-    LEASE_NS = 10  # no optimizer steps after this time; 0: no other node can take the ranks' place
-    KEPT_GENERATION = 11  # committed before this generation began; may be older than what the ranks
-    KEPT_STEP = 12  # start from, and is kept until a version of this generation is committed
+    SNAPSHOT_EVERY = 4  # snapshot interval in steps if the profile says auto; 0: every step
+    EVERY_FROM_STEP = 5  # SNAPSHOT_EVERY applies to steps after this one, so that all ranks agree
+    ABANDONED_STEP = 6  # a rank has no seal of this step and never will: no commit
+    COMMITTED_IN = 7  # generation of the last commit; after a restore no snapshot precedes it
+    PROTECTING_STEP = 8  # sealed by all ranks of the node; being sent to other nodes
+    TAKE_FROM = 9  # no snapshot before this step, equal on all ranks; -1: no leader decides
+    LEASE_NS = 10  # no optimizer step after this time; 0: no limit, no other node can take over
+    KEPT_GENERATION = 11  # version committed before this generation; retained until
+    KEPT_STEP = 12  # the generation commits one; may be older than the restored version
 
 
 class SharedPage:
-    """One page of shared memory, by field."""
+    """One page of shared memory, accessed by field."""
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, PAGE_BYTES)
@@ -130,7 +130,7 @@ class SharedPage:
         self._floats[HeartbeatField.LOSS] = value
 
     def count_step(self, duration_ns: int) -> None:
-        """Note how long a step took; only for the one writer of the page."""
+        """Count the duration of one step; only for the one writer of the page."""
         self._words[_TIMES_AT + bucket_of(duration_ns)] += 1
         self._words[_NUM_TIMES_AT] += 1
         if self._words[_NUM_TIMES_AT] >= FORGET_AT:
@@ -138,17 +138,20 @@ class SharedPage:
                 self._words[at] >>= 1
 
     def note_calls(self, step: int, calls: int) -> None:
-        """How many collectives were called by this step; of some steps it is kept for longer."""
+        """Record the number of collectives called up to this step.
+
+        Multiples of 8, 64 and 512 steps have entries of their own, which are retained longer.
+        """
         for place, every in enumerate(_CALLS_EVERY):
             if step % every:
                 break
-            self._words[_CALLS_AT + 2 * place] = 0  # torn, until both are written
+            self._words[_CALLS_AT + 2 * place] = 0  # invalid until both words are written
             self._words[_CALLS_AT + 2 * place + 1] = calls
             self._words[_CALLS_AT + 2 * place] = step
 
     @property
     def calls_at_steps(self) -> list[tuple[int, int]]:
-        """The newest step, and the newest multiples of 8, 64 and 512, with their counts."""
+        """The newest step, and the newest multiples of 8, 64 and 512, each with its count."""
         found = []
         for place in range(len(_CALLS_EVERY)):
             at = _CALLS_AT + 2 * place
@@ -159,12 +162,12 @@ class SharedPage:
 
     @property
     def step_times(self) -> list[int]:
-        """How often a step took how long: the counts of step_times.py."""
+        """Counts of step times by bucket, see `ftrun.monitor.page_values`."""
         return self._words[_TIMES_AT:_NUM_TIMES_AT].tolist()
 
     @property
     def groups(self) -> str:
-        """The process groups of this rank, see process_groups.py."""
+        """Process groups of this rank, encoded by `ftrun.monitor.process_groups`."""
         return self._text(_GROUPS_AT, _GROUPS_BYTES)
 
     @groups.setter
@@ -179,7 +182,10 @@ class SharedPage:
 
     @samples.setter
     def samples(self, names: Sequence[str]) -> None:
-        """At most `MAX_SAMPLES` names; of a long one the end is kept. Removes all records."""
+        """Set at most `MAX_SAMPLES` names, and remove all records.
+
+        Only the end of a long name is stored.
+        """
         self._map[_RECORDS_AT : _RECORDS_AT + NUM_RECORDS * _RECORD_BYTES] = bytes(
             NUM_RECORDS * _RECORD_BYTES
         )
@@ -187,9 +193,9 @@ class SharedPage:
         self._set_text(_SAMPLES_AT, _SAMPLES_BYTES, "\n".join(ends))
 
     def write_record(self, step: int, loss: int | None, has_digest: int, digests: bytes) -> None:
-        """Keep what was noted at a boundary; another call for the same step replaces it.
+        """Store the record of a boundary; a second call for the same step replaces it.
 
-        A record that a kill, or the reader, finds half written does not match its check.
+        If a kill or a concurrent reader meets a half-written record, its check does not match.
 
         Args:
             step: from 1.
@@ -204,7 +210,6 @@ class SharedPage:
         self._map[at : at + _RECORD_BYTES] = check + body[_CHECK_BYTES:]
 
     def records(self) -> dict[int, BoundaryRecord]:
-        """The boundary records by step; a torn one is left out."""
         found: dict[int, BoundaryRecord] = {}
         raw = self._map[_RECORDS_AT : _RECORDS_AT + NUM_RECORDS * _RECORD_BYTES]
         for at in range(0, len(raw), _RECORD_BYTES):
@@ -218,7 +223,6 @@ class SharedPage:
 
     @property
     def phase(self) -> str:
-        """What the worker says it is doing, such as "train" or "eval"."""
         return self._text(_NAME_AT, _NAME_BYTES)
 
     @phase.setter
@@ -227,7 +231,7 @@ class SharedPage:
 
     @property
     def note(self) -> str:
-        """Why snapshots are not taken, or what else the operator should know."""
+        """Reason why no snapshots are taken, or another note for the operator."""
         return self._text(_NOTE_AT, _NOTE_BYTES)
 
     @note.setter
@@ -246,14 +250,12 @@ class SharedPage:
 
 
 def create_page(name: str) -> int:
-    """A descriptor of a fresh page of zeros."""
     fd = os.memfd_create(f"ftrun-{name}", os.MFD_CLOEXEC)
     os.ftruncate(fd, PAGE_BYTES)
     return fd
 
 
 def create_command_page() -> int:
-    """A command page that commands nothing."""
     fd = create_page("commands")
     page = SharedPage(fd)
     page.set(CommandField.COMMITTED_GENERATION, -1)

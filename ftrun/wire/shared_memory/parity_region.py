@@ -1,18 +1,20 @@
-"""What a node keeps for the others of its group: one memfd for each of two versions.
+"""Memory in which a node stores mirrors and parity of its group.
 
-Runs in:  SMP (makes, fills, reads); the agent keeps a descriptor and looks at nothing.
-Takes in: a `ParityRecord`, which says what goes where.
-Gives:    a `ParityRegion`: views of the mirrors and parity rows, each with a digest of its own.
-Survives: the death of the SMP: the next one is handed the descriptor and can serve from it.
+There is one memfd for each of two versions.
+
+Runs in:  SMP (creates, fills, reads); the agent holds a descriptor and never reads the memory.
+Takes in: a `ParityRecord`, which fixes the layout.
+Gives:    a `ParityRegion`: views of the mirrors and parity rows, each with its own digest.
+Survives: the death of the SMP. The next SMP gets the descriptor and can serve from the memory.
 
     header | record | index: length and digest of each mirror, digest of each row | mirrors | rows
 
-Each part starts on a page. Memory is allocated and touched once and used again for as long as
-what is to be kept fits.
+Each part starts on a page boundary. Memory is allocated and touched once. It is reused while the
+data to store fits into it.
 
-Rule 1: a header is whole or it is nothing, as in an arena. Its first state is FILLING, and only
-        what is COMPLETE or COMMITTED is served.
-Rule 2: a row's digest is written after the row; an index entry of zeros means that nothing came.
+Rule 1: A header is valid as a whole or not at all, as in an arena. Its first state is FILLING, and
+        only COMPLETE or COMMITTED regions are served.
+Rule 2: A row's digest is written after the row. An index entry of zeros means that no data arrived.
 """
 
 import contextlib
@@ -41,7 +43,7 @@ _MADV_POPULATE_WRITE = 23
 
 
 class ParityRegionState(IntEnum):
-    """How far a vault is."""
+    """Progress of a parity region."""
 
     EMPTY = 0
     FILLING = 1
@@ -51,18 +53,18 @@ class ParityRegionState(IntEnum):
 
 
 class ParityRecord(msgspec.Struct, frozen=True):
-    """What a vault holds, and all that is needed to serve from it.
+    """Content of a parity region, and everything needed to serve from it.
 
     Args:
-        protected_in: the generation in which the group protects this version.
+        protected_in: generation in which the group protects this version.
         members: the group, in order.
         parity: m.
-        place: of the node whose vault it is.
-        coded_bytes: of each node, by place.
-        own: its own plan, to find its blocks in its ranks' slots.
-        holders: sets of nodes, by place, that hold the same sections.
-        mirrors: places whose small state goes here, and the room for each in bytes.
-        num_rows: parity rows.
+        place: position in the group of the node that owns this region.
+        coded_bytes: of each node, by position.
+        own: the node's own plan, to find its blocks in the slots of its ranks.
+        holders: sets of nodes, by position, that hold the same sections.
+        mirrors: positions whose small state is stored here, with the buffer size of each in bytes.
+        num_rows: number of parity rows.
     """
 
     generation: int
@@ -88,7 +90,7 @@ _RECORD = msgspec.msgpack.Decoder(ParityRecord)
 
 
 class _Areas:
-    """Where things lie in a vault, in bytes from its start."""
+    """Offsets of the areas of a parity region, in bytes from its start."""
 
     def __init__(self, record: ParityRecord, raw: bytes) -> None:
         self.digests = PAGE_BYTES + _round_up(len(raw))
@@ -104,15 +106,14 @@ class _Areas:
 
 
 def vault_bytes(record: ParityRecord) -> int:
-    """Memory that a vault with this record takes."""
     return _Areas(record, msgspec.msgpack.encode(record)).total
 
 
 def create_vault(total_bytes: int) -> int:
-    """A descriptor of an empty vault, its memory allocated and touched.
+    """Return a descriptor of an empty parity region, with its memory allocated and touched.
 
     Raises:
-        OSError: ENOSPC or ENOMEM, with nothing left behind.
+        OSError: ENOSPC or ENOMEM; nothing stays allocated.
     """
     fd = os.memfd_create("ftrun-vault", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -130,10 +131,10 @@ def create_vault(total_bytes: int) -> int:
 
 
 class ParityRegion:
-    """A mapped vault. The descriptor is this object's.
+    """A mapped parity region. This object owns the descriptor.
 
     Raises:
-        LayoutUnknown: the descriptor is none of a vault.
+        LayoutUnknown: the descriptor is not a parity region.
     """
 
     def __init__(self, fd: int) -> None:
@@ -146,13 +147,13 @@ class ParityRegion:
         self.state = ParityRegionState.EMPTY
         self.record: ParityRecord | None = None
         self.is_damaged = False
-        """A block that was asked for does not match its digest."""
+        """A requested block did not match its digest."""
         self._areas: _Areas | None = None
         self._raw = b""
         self._read()
 
     def begin(self, record: ParityRecord) -> None:
-        """Start to keep another version; what was here is lost."""
+        """Start to store another version; the previous content is lost."""
         raw = msgspec.msgpack.encode(record)
         areas = _Areas(record, raw)
         if areas.total > self.size:
@@ -165,7 +166,7 @@ class ParityRegion:
         self.mark(ParityRegionState.FILLING)
 
     def mark(self, state: ParityRegionState) -> None:
-        """Write the header, the last word on what is here."""
+        """Write the header, which decides whether the content is valid."""
         digest = xxhash.xxh3_64_intdigest(self._raw)
         data = _HEADER.pack(_MAGIC, state, len(self._raw), digest)
         data += _CHECK.pack(xxhash.xxh3_64_intdigest(data))
@@ -175,7 +176,6 @@ class ParityRegion:
     # --- mirrors ---------------------------------------------------------------------------
 
     def mirror_room(self, place: int) -> memoryview:
-        """The memory set aside for a node's small state."""
         _, at, room = self._mirror_area(place)
         return self._memory[at : at + room]
 
@@ -184,7 +184,7 @@ class ParityRegion:
         self._memory[at : at + _MIRROR.size] = _MIRROR.pack(num_bytes, digest)
 
     def mirror(self, place: int) -> memoryview | None:
-        """A node's small state, or None where it has not come or is damaged."""
+        """A node's small state; None if it has not arrived or is damaged."""
         at, start, room = self._mirror_area(place)
         num_bytes, digest = _MIRROR.unpack(self._memory[at : at + _MIRROR.size])
         if not 0 < num_bytes <= room:
@@ -193,14 +193,12 @@ class ParityRegion:
         return view if xxhash.xxh3_64_intdigest(view) == digest else None
 
     def mirrored_places(self) -> list[int]:
-        """Places whose small state has come."""
         areas = self._known().mirrors
         return [p for p, (at, _, _) in areas.items() if any(self._memory[at : at + _MIRROR.size])]
 
     # --- parity ----------------------------------------------------------------------------
 
     def row(self, index: int) -> memoryview:
-        """One block of parity."""
         assert self.record is not None
         size = self.record.block_bytes
         at = self._known().rows + index * size
@@ -211,13 +209,13 @@ class ParityRegion:
         self._memory[at : at + _ROW.size] = _ROW.pack(digest)
 
     def row_digest(self, index: int) -> int:
-        """What the row's bytes are; 0: nothing came."""
+        """Digest of the row; 0: no data arrived."""
         at = self._known().row_digests + index * _ROW.size
         (found,) = _ROW.unpack(self._memory[at : at + _ROW.size])
         return int(found)
 
     def close(self) -> None:
-        """Unmap and close. Views that are still held keep the memory until they go."""
+        """Unmap and close. Views that still exist keep the memory alive."""
         with contextlib.suppress(BufferError):
             self._memory.release()
             self._map.close()
@@ -235,7 +233,6 @@ class ParityRegion:
         return area
 
     def _read(self) -> None:
-        """Take what another SMP has left here, if its header is whole."""
         head = bytes(self._memory[: _HEADER.size + _CHECK.size])
         magic, state, length, digest = _HEADER.unpack(head[: _HEADER.size])
         (check,) = _CHECK.unpack(head[_HEADER.size :])

@@ -1,8 +1,8 @@
-"""A file of memory in which a rank leaves its stacks and its last collectives for the agent.
+"""Memory file in which a rank leaves its stacks and its last collectives for the agent.
 
-Runs in:  worker (writes, in part from a signal handler in C), agent (reads, also of a dead rank).
+Runs in:  worker (writes, partly from a signal handler in C), agent (reads, also after its death).
 Takes in: a descriptor.
-Gives:    text of faulthandler before `CALLS_AT`, torch's flight recorder as JSON from there on.
+Gives:    text of faulthandler before offset `CALLS_AT`, torch's flight recorder as JSON after it.
 Survives: the worker.
 """
 
@@ -14,7 +14,6 @@ MAX_CALLS_BYTES = 16 << 20
 
 
 def create_stack_file(name: str) -> int:
-    """A descriptor of an empty file."""
     return os.memfd_create(f"ftrun-stacks-{name}", os.MFD_CLOEXEC)
 
 
@@ -24,7 +23,7 @@ def leave_calls(fd: int, trace: bytes) -> None:
 
 
 def left_calls(fd: int) -> bytes:
-    """Empty where none were left."""
+    """Returns empty bytes if the rank left none."""
     try:
         return os.pread(fd, MAX_CALLS_BYTES, CALLS_AT)
     except OSError:
@@ -32,13 +31,12 @@ def left_calls(fd: int) -> bytes:
 
 
 def clear_stacks(fd: int) -> None:
-    """Have the next stacks written at the start: the position is the rank's as well."""
+    """Truncate the file and rewind it, because the rank shares the file position."""
     os.ftruncate(fd, 0)
     os.lseek(fd, 0, os.SEEK_SET)
 
 
 def stacks(fd: int) -> str:
-    """What faulthandler has written."""
     with suppress(OSError):
         return os.pread(fd, CALLS_AT, 0).split(b"\0", 1)[0].decode("utf-8", "replace")
     return ""

@@ -1,15 +1,16 @@
-"""Several addresses of one process: they are dialled side by side until one answers.
+"""Dials several addresses of one process in parallel until one passes.
 
 Runs in:  agent, SMP; `reach` in a thread that may wait.
-Takes in: addresses, the best first; what a connection has to pass before it counts.
-Gives:    the first that passes; or why there is none.
-Survives: an address that is cut off, or that is some other machine's.
+Takes in: addresses, the best first; a check that a connection must pass.
+Gives:    the first connection that passes; or the reason why there is none.
+Survives: an address that is unreachable, or that belongs to another machine.
 
-Rule 1: each further address is tried a little later than the one before, or at once where that one
-        has failed: a better one comes first, and one that is cut off costs next to nothing.
-Rule 2: a refusal says that nobody is there only where it is the word of the peer's own machine: at
-        the address that the peer is known by, and where it was met before. At any other it may
-        be a firewall's, or that of a machine that bears the same address.
+Rule 1: Each further address is dialled a short time after the previous one, or at once if that one
+        has failed. A better address therefore wins, and an unreachable one costs little time.
+Rule 2: A refused connection proves that the process is gone only if the peer's own machine refused
+        it. This holds only for the address by which the peer is known, and at which it was reached
+        before. At any other address the refusal may come from a firewall, or from a machine with
+        the same address.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ from ftrun.wire.cluster.rails import Rail
 from ftrun.wire.transport.tcp import check_not_itself, dial, how_lost, tune
 
 NEXT_S = 0.15
-"""So much later the next address is tried beside the one before."""
+"""Seconds after which the next address is dialled in parallel to the previous one."""
 
 _IP_BIND_ADDRESS_NO_PORT = 24
 
@@ -39,10 +40,10 @@ class PeerAddress:
     """One address of a process.
 
     Args:
-        host: a name or address; an address where there are several ways.
-        port: where it listens there.
-        source: the address of this node to dial from; empty: the kernel chooses.
-        is_sure: a refusal there is the word of the peer's own machine.
+        host: a name or an address; an address if the process has several.
+        port: on which the process listens there.
+        source: address of this node to dial from; empty: the kernel chooses.
+        is_sure: a refusal there comes from the peer's own machine.
     """
 
     host: str
@@ -52,14 +53,14 @@ class PeerAddress:
 
 
 Greet = Callable[[socket.socket, PeerAddress], T]
-"""Makes something of a connected, blocking socket. Raises PeerError where the peer is not the one
-that was meant; the socket is closed then."""
+"""Makes a result of a connected, blocking socket. Raises PeerError if the peer is not the intended
+one; the caller then closes the socket."""
 
 
 def source_to(host: str, own: Sequence[Rail]) -> str:
-    """The address of this node that lies in the same network; empty where none is known to.
+    """Address of this node in the same network as `host`; empty if none is known.
 
-    With it a packet leaves over the rail that was meant also where two rails share a network.
+    Binding to it makes a packet leave over the intended rail, even if two rails share a network.
     """
     try:
         there = ipaddress.ip_address(host)
@@ -77,18 +78,18 @@ def source_to(host: str, own: Sequence[Rail]) -> str:
 def reach(
     ways: Sequence[PeerAddress], greet: Greet[T], *, deadline_s: float, next_s: float = NEXT_S
 ) -> tuple[T, PeerAddress]:
-    """Dial all of these until one of them gives something.
+    """Dial all addresses until one gives a result.
 
     Args:
-        ways: at least one, the best first.
+        ways: at least one address, the best first.
         greet: see `Greet`.
-        deadline_s: for the connections; `greet` has its own.
+        deadline_s: for the connections; `greet` has its own deadline.
         next_s: see NEXT_S.
 
     Raises:
-        PeerLost: nobody has answered. `how` is "refused" only where that is sure, or where all
-            have refused.
-        PeerError: what has answered is not what was meant.
+        PeerLost: no address has answered. `how` is "refused" only if that is sure, or if all have
+            refused.
+        PeerError: the process that has answered is not the intended one.
     """
     if len(ways) == 1:
         sock = dial(ways[0].host, ways[0].port, deadline_s)
@@ -108,7 +109,7 @@ def reach(
 
 
 class _Race:
-    """Connections to several addresses, on their way."""
+    """Pending connections to several addresses."""
 
     def __init__(self, ways: Sequence[PeerAddress], deadline_s: float, next_s: float) -> None:
         self._order = list(ways)
@@ -121,7 +122,7 @@ class _Race:
         self._poll = select.poll()
 
     def connected(self) -> tuple[socket.socket, PeerAddress] | None:
-        """The next connection, blocking; None where there will be no more.
+        """Return the next connection, blocking; None if there will be no more.
 
         Raises:
             PeerLost: a refusal that is sure.
@@ -139,13 +140,12 @@ class _Race:
                     return found
 
     def failed(self, way: PeerAddress, error: PeerError) -> None:
-        """Remember why a way was none. Raises: PeerLost: nobody is there, and that is sure."""
+        """Record a failure. Raises: PeerLost: a sure refusal proves the peer gone."""
         self._failed[way] = error
         if way.is_sure and isinstance(error, PeerLost) and error.how == "refused":
             raise error
 
     def why(self) -> PeerError:
-        """Why there is none: of the first that may hide a live peer, if there is one."""
         for _, way in self._pending.values():
             self._failed[way] = PeerLost(peer=_name(way), how="silent")
         for way in self._left:
@@ -213,7 +213,7 @@ def _check_connected(sock: socket.socket) -> None:
 
 
 def _leave_from(sock: socket.socket, source: str) -> None:
-    """Have it leave over the rail of this address; an address that has gone is passed over."""
+    """Bind the socket to the rail of this address; an address that no longer exists is ignored."""
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
     with contextlib.suppress(OSError):
@@ -221,7 +221,7 @@ def _leave_from(sock: socket.socket, source: str) -> None:
 
 
 def _says(error: PeerError) -> int:
-    """How much it tells: less than silence does a stranger, and a refusal the least."""
+    """Sort key of an error: no answer first, then a refused handshake, then a refusal."""
     if isinstance(error, HandshakeRefused):
         return 1
     return 2 if isinstance(error, PeerLost) and error.how == "refused" else 0

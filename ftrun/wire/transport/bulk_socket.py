@@ -1,16 +1,16 @@
-"""One direction of a link between two SMPs: messages, and bytes from memory to memory.
+"""One direction of a link between two SMPs: messages, and bulk bytes from memory to memory.
 
-Runs in:  the SMP, in the sender's or the receiver's thread of a link.
+Runs in:  the SMP, in the sender thread or the receiver thread of a link.
 Takes in: a connected TCP socket and the session of its handshake.
-Gives:    frames: a message under the session's code and sequence number, and raw bytes behind it
-          that go from mapped memory to mapped memory.
+Gives:    frames: a message under the session's code and sequence number, then raw bytes, which go
+          from mapped memory to mapped memory.
 
-Raw bytes are covered by a digest inside the message, so they are hashed once; a mismatch costs
-those bytes, not the link.
+A digest inside the message covers the raw bytes, so that they are hashed once. A mismatch loses
+these bytes, not the link.
 
-Rule 1: nothing is allocated by what a frame announces: the receiver says where the bytes go, and
-        what it has no place for is read and forgotten.
-Rule 2: a peer may be silent between frames for as long as it likes, and never inside of one.
+Rule 1: The length that a frame announces allocates nothing. The receiver supplies the buffers. If
+        it has none, it reads the bytes and discards them.
+Rule 2: A peer may send nothing between frames for any time. It must not pause inside a frame.
 """
 
 import contextlib
@@ -31,19 +31,20 @@ from ftrun.wire.transport.tcp import how_lost, silent_s
 MAX_RAW_BYTES = 1 << 31
 _MAX_VECTORS = 512
 _SCRATCH_BYTES = 1 << 18
-# Made once, here: two threads that make one for the same types at once crash msgspec 0.22.
+# Created once, here: msgspec 0.22 crashes if two threads create a decoder for the same types at
+# once.
 _DECODER = msgspec.msgpack.Decoder(TransferEnvelope)
 
 Bytes = bytes | bytearray | memoryview
 
 
 class BulkSocket:
-    """One direction of a connected socket. For one thread at a time, but for `interrupt`.
+    """One direction of a connected socket. One thread may use it at a time, except for `interrupt`.
 
     Args:
-        sock: blocking; this object's from now on.
+        sock: blocking; this object owns it from now on.
         session: of its handshake.
-        patience_s: how long a peer may take nothing, or stop in the middle of a frame.
+        patience_s: how long a peer may accept no data, or pause inside a frame.
     """
 
     def __init__(self, sock: socket.socket, session: AuthSession, *, patience_s: float) -> None:
@@ -80,16 +81,16 @@ class BulkSocket:
         *,
         raw_digest: int | None = None,
     ) -> None:
-        """Send a message and the bytes behind it.
+        """Send a message, followed by raw bytes.
 
         Args:
             generation: the running one.
             body: the message.
-            raw: buffers, sent one after the other from where they lie.
-            raw_digest: of all of them; None where the body has it.
+            raw: buffers, sent in order without a copy.
+            raw_digest: of all buffers; None if the body contains it.
 
         Raises:
-            PeerLost, PeerTimeout: the link is of no more use.
+            PeerLost, PeerTimeout: the link is unusable.
         """
         size = sum(map(len, raw))
         told = encode_body(TransferEnvelope(generation, body, size, raw_digest))
@@ -106,10 +107,10 @@ class BulkSocket:
         self.num_bytes += len(head) + size
 
     def receive(self, *, within_s: float | None = None) -> TransferEnvelope:
-        """The next message; its bytes, if it has any, are to be read with `receive_raw`.
+        """Receive the next message. `receive_raw` must then read its raw bytes, if there are any.
 
         Args:
-            within_s: for all of the message; None: waits for as long as the peer says nothing.
+            within_s: limit for the whole message; None: waits without a limit for its first byte.
 
         Raises:
             PeerLost, PeerTimeout, ProtocolError.
@@ -129,14 +130,14 @@ class BulkSocket:
         return envelope
 
     def receive_raw(self, envelope: TransferEnvelope, into: Sequence[memoryview] | None) -> bool:
-        """Read the bytes behind a message.
+        """Read the raw bytes behind a message.
 
         Args:
             envelope: the message just received.
-            into: as many bytes as are announced; None: read and forget.
+            into: buffers of exactly the announced size; None: read and discard the bytes.
 
         Returns:
-            Whether they are there and match the digest, where the message has one.
+            Whether the bytes are in the buffers and match the message's digest, if it has one.
         """
         if into is None or sum(map(len, into)) != envelope.raw_bytes:
             self._skip(envelope.raw_bytes)
@@ -147,7 +148,7 @@ class BulkSocket:
         return digest_of(into) == envelope.raw_digest
 
     def interrupt(self) -> None:
-        """End it, from whichever thread: what waits for the socket raises PeerLost."""
+        """Shut the socket down, from any thread: a call that waits on it raises PeerLost."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -176,7 +177,6 @@ class BulkSocket:
             raise self._lost(error) from error
 
     def _left_s(self, patience_s: float | None) -> float | None:
-        """Until the message must be here, where it must; else as given."""
         if self._until_s is None:
             return patience_s
         left_s = self._until_s - clock.now_s()
@@ -196,7 +196,6 @@ class BulkSocket:
 
 
 def digest_of(parts: Sequence[Bytes]) -> int:
-    """The xxh3 of some buffers, one after the other."""
     if len(parts) == 1:
         return xxhash.xxh3_64_intdigest(parts[0])
     digest = xxhash.xxh3_64()
@@ -206,7 +205,6 @@ def digest_of(parts: Sequence[Bytes]) -> int:
 
 
 def _rest(left: list[memoryview], done: int) -> list[memoryview]:
-    """What remains of some buffers after so many bytes."""
     at = 0
     while at < len(left) and done >= len(left[at]):
         done -= len(left[at])

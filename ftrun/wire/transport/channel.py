@@ -1,13 +1,13 @@
 """One end of a unix socket that carries messages and descriptors.
 
-Runs in: every process that talks: worker, agent, SMP, cli.
+Runs in:  every process that communicates: worker, agent, SMP, cli.
 Takes in: a connected unix stream socket.
 Gives:    `send`, `ask` and `receive`, each with a deadline in seconds.
 
-Not thread-safe: a channel belongs to one thread, because two askers on one stream take each
-other's answers. Questions are numbered, and an answer has the number of its question: one that
-comes when its asker has given up is not taken for that to the next. A descriptor never arrives
-after the first byte of its frame, so the frames need only count them.
+Not thread-safe: a channel belongs to one thread, because two callers on one stream would take each
+other's replies. Questions are numbered, and a reply has the number of its question. If a reply
+arrives after its caller has timed out, the next question does not take it. A descriptor never
+arrives after the first byte of its frame, so that frames only need to count descriptors.
 """
 
 import array
@@ -29,7 +29,7 @@ _RECEIVE_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class ReceivedMessage:
-    """A message and the descriptors that came with it, now the receiver's to close."""
+    """A message and its descriptors, which the receiver must close."""
 
     envelope: Envelope
     fds: tuple[int, ...] = ()
@@ -39,7 +39,6 @@ class ReceivedMessage:
         return self.envelope.body
 
     def close(self) -> None:
-        """Nobody keeps its descriptors."""
         _close_all(self.fds)
 
 
@@ -68,13 +67,13 @@ class Channel:
         deadline_s: float = 5.0,
         question: int = 0,
     ) -> None:
-        """Send one message, with descriptors the receiver gets duplicates of.
+        """Send one message. The receiver gets duplicates of the descriptors.
 
         Args:
             body: the message.
-            fds: descriptors, which stay the caller's to close.
-            deadline_s: the other end has to take it within so long.
-            question: the number of what this answers, see `Envelope.question`.
+            fds: descriptors; the caller still has to close its own.
+            deadline_s: time within which the other end must take the message.
+            question: number of the question that this message answers, see `Envelope.question`.
 
         Raises:
             PeerLost: the other end is closed.
@@ -101,7 +100,7 @@ class Channel:
             raise PeerLost(peer=self.peer) from error
 
     def receive(self, *, deadline_s: float) -> ReceivedMessage:
-        """The next message.
+        """Wait for the next message.
 
         Raises:
             PeerLost, PeerTimeout, ProtocolError.
@@ -116,12 +115,12 @@ class Channel:
         return self._ready.popleft()
 
     def receive_ready(self) -> list[ReceivedMessage]:
-        """Every message that is here already; never waits.
+        """Return all messages that have arrived; never waits.
 
         Raises:
             PeerLost, ProtocolError.
         """
-        # Not MSG_DONTWAIT: with a timeout set, as by an earlier send, Python polls first.
+        # MSG_DONTWAIT would not do: if a timeout is set, as by an earlier send, Python polls first.
         self._sock.setblocking(False)
         try:
             while True:
@@ -138,7 +137,7 @@ class Channel:
     def ask(
         self, body: AnyMessage, *, fds: tuple[int, ...] = (), deadline_s: float = 10.0
     ) -> ReceivedMessage:
-        """Send, and wait for the answer; what comes unasked before it stays for `receive`.
+        """Send a question and wait for its reply; other messages before it stay for `receive`.
 
         Raises:
             PeerLost, PeerTimeout, ProtocolError.
@@ -162,7 +161,7 @@ class Channel:
             self._ready.extendleft(reversed(unasked))
 
     def pose(self, body: AnyMessage, *, fds: tuple[int, ...] = (), deadline_s: float = 10.0) -> int:
-        """Send a question; its number, which the answer has. Raises as `send`."""
+        """Send a question; return the number that its reply will have. Raises as `send`."""
         self._num_questions += 1
         self.send(body, fds=fds, deadline_s=deadline_s, question=self._num_questions)
         return self._num_questions
@@ -206,11 +205,11 @@ class Channel:
 
 
 def connect(path: Path, *, run_id: str, peer: str, hello: Hello, deadline_s: float) -> Channel:
-    """A channel to the process that listens at `path`.
+    """Connect to the process that listens at `path`.
 
     Raises:
-        PeerLost: nobody listens there.
-        PeerTimeout: somebody does, and does not accept.
+        PeerLost: no process listens there.
+        PeerTimeout: the process does not accept within `deadline_s`.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     sock.settimeout(deadline_s)
@@ -229,9 +228,10 @@ def connect(path: Path, *, run_id: str, peer: str, hello: Hello, deadline_s: flo
 
 
 def listen(path: Path) -> socket.socket:
-    """A listening socket that only this user may connect to; a stale one is replaced.
+    """Return a listening socket to which only this user may connect; a stale one is replaced.
 
-    It gets its name when it listens already: whoever finds the path can connect.
+    The socket gets its final name after it listens. A process that finds the path can therefore
+    connect.
     """
     unready = path.with_name(f".{path.name}.{os.getpid()}")
     unready.unlink(missing_ok=True)
@@ -248,7 +248,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def accept(server: socket.socket, *, run_id: str) -> Channel | None:
-    """The next connection, or None when the caller on the other side is another user."""
+    """Accept the next connection; None if the process at the other end has another user."""
     sock, _ = server.accept()
     if peer_uid(sock) != os.getuid():
         sock.close()
@@ -257,16 +257,15 @@ def accept(server: socket.socket, *, run_id: str) -> Channel | None:
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """User id of the process at the other end, as the kernel knows it."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _pid, uid, _gid = struct.unpack("3i", credentials)
     return int(uid)
 
 
 class short_socket_path:  # noqa: N801 - a context manager used like a function
-    """A name under 108 bytes for a socket, whatever the length of its folder's path.
+    """A path of under 108 bytes for a socket in a folder with a path of any length.
 
-    It is valid in this process while the block runs.
+    The path is valid in this process inside the `with` block.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,10 +1,10 @@
-"""How many connections may be in a handshake at once, and for how long each.
+"""Limits the number of connections in a handshake, and the time of each.
 
-Runs in:  agent, SMP; entered in the thread that accepts, left in that of the handshake.
-Takes in: addresses of processes that have connected and proven nothing yet.
-Gives:    the time that each has for its first message; or no room.
-Survives: hosts that connect and prove nothing: they fill at most half of the slots for longer than
-          `CROWDED_S`, and one address at most a quarter of all.
+Runs in:  agent, SMP; entered in the accepting thread, left in the thread of the handshake.
+Takes in: addresses of connected processes that are not authenticated yet.
+Gives:    the time limit for each one's first message; or None: no slot is free.
+Survives: hosts that connect and prove nothing. For longer than `CROWDED_S` they fill at most half
+          of the slots, and one address at most a quarter of all.
 """
 
 import socket
@@ -14,16 +14,16 @@ from collections import Counter
 from ftrun.wire.transport.handshake import HANDSHAKE_S
 
 HELLO_S = 0.5
-"""For the first message where half of the slots are taken. With fewer it is the time of the whole
-handshake: on a busy machine a live peer may need longer than this."""
+"""Limit for the first message if half of the slots are taken. With fewer, the limit is that of the
+whole handshake, because a live peer on a busy machine may need longer than this."""
 
 CROWDED_S = 1.0
-"""For the whole handshake where half of the slots are taken. A first message needs no secret, so it
-must not hold a slot for longer."""
+"""Limit for the whole handshake if half of the slots are taken. A first message needs no secret, so
+it must not hold a slot for longer."""
 
 
 class Doors:
-    """The slots of one listening process. Thread-safe."""
+    """Handshake slots of one listening process. Thread-safe."""
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
@@ -31,7 +31,7 @@ class Doors:
         self._lock = threading.Lock()
 
     def enter(self, sock: socket.socket) -> "Door | None":
-        """A slot for a connection that was accepted; None: there is none for its address."""
+        """Take a slot for an accepted connection; None if its address gets none."""
         try:
             address = str(sock.getpeername()[0])
         except OSError:
@@ -53,13 +53,13 @@ class Doors:
 
 
 class Door:
-    """One slot that is taken.
+    """One taken slot.
 
     Args:
-        doors: of which it is one.
+        doors: the object that owns this slot.
         address: of the process that has connected.
-        hello_s: within which its first message must come, and the first one after the handshake.
-        handshake_s: within which the handshake must end.
+        hello_s: limit for the first message, and for the first message after the handshake.
+        handshake_s: limit for the whole handshake.
     """
 
     def __init__(self, doors: Doors, address: str, *, hello_s: float, handshake_s: float) -> None:
@@ -69,5 +69,4 @@ class Door:
         self._address = address
 
     def leave(self) -> None:
-        """The handshake is over."""
         self._doors.leave(self._address)

@@ -1,12 +1,11 @@
-"""Bytes <-> frames: a length, a message, a bound.
+"""Frames of a byte stream: a length, then a message of bounded size.
 
-Runs in: every process. Pure.
-Takes in: the bytes of a stream, in whatever pieces they arrive.
-Gives:    whole messages inside an `Envelope`, or a `ProtocolError`.
+Runs in:  every process. Pure.
+Takes in: the bytes of a stream, split at any position.
+Gives:    complete messages in an `Envelope`, or a `ProtocolError`.
 
-A frame is a little-endian u32 length and that many bytes of msgpack. The bound is checked
-before anything is allocated for it. Unknown message types and unknown fields are refused at
-decoding, not later.
+A frame is a little-endian u32 length and that number of bytes of msgpack. The length is checked
+before anything is allocated for it. Decoding rejects unknown message types and unknown fields.
 """
 
 import struct
@@ -27,10 +26,10 @@ T = TypeVar("T")
 
 
 def encode_body(envelope: msgspec.Struct) -> bytes:
-    """A message in its envelope, without the frame's length.
+    """Encode an envelope without the frame's length.
 
     Raises:
-        ProtocolError: it is longer than a frame may be.
+        ProtocolError: the body is longer than `MAX_FRAME_BYTES`.
     """
     body = _ENCODER.encode(envelope)
     if len(body) > MAX_FRAME_BYTES:
@@ -42,10 +41,10 @@ def encode_body(envelope: msgspec.Struct) -> bytes:
 
 
 def decode_body(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
-    """The message again.
+    """Decode a body.
 
     Raises:
-        ProtocolError: these bytes are none.
+        ProtocolError: the bytes are not a message.
     """
     try:
         return decoder.decode(body)
@@ -54,26 +53,21 @@ def decode_body(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
 
 
 def encode(envelope: Envelope) -> bytes:
-    """One frame.
-
-    Raises:
-        ProtocolError: the message is longer than a frame may be.
-    """
     body = encode_body(envelope)
     return _LENGTH.pack(len(body)) + body
 
 
 class FrameReader:
-    """Collects the bytes of one stream and hands out whole messages, in order."""
+    """Collects the bytes of one stream and returns complete messages in order."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Envelope]:
-        """Messages completed by `data`.
+        """Return the messages that `data` completes.
 
         Raises:
-            ProtocolError: a length over the bound, or bytes that are no message.
+            ProtocolError: a length is over the limit, or bytes are not a message.
         """
         self._buffer += data
         found: list[Envelope] = []

@@ -1,8 +1,8 @@
-"""Two processes on two nodes prove that they belong to one run, before anything else is said.
+"""Handshake by which two processes on two nodes prove that they belong to one run.
 
-Runs in:  agent, SMP; in a thread that lives for one handshake, with its own deadline.
-Takes in: a fresh TCP socket, the run's secret or None, who we are.
-Gives:    a `AuthSession`: who the other one is, and a key for each direction.
+Runs in:  agent, SMP; in a thread that exists for one handshake, with its own deadline.
+Takes in: a new TCP socket, the run's secret or None, the own identity.
+Gives:    an `AuthSession`: the peer's identity, and a key for each direction.
 
     dialler                                              acceptor
     HELLO   protocol, has a secret?, nonce        ->
@@ -11,16 +11,17 @@ Gives:    a `AuthSession`: who the other one is, and a key for each direction.
                                                   <-     CLAIM   the same
     WELCOME code over all so far                  ->
 
-Instead of any of these: REFUSED with a reason in words, and the end.
+Each of these can be replaced by REFUSED with a reason in words, which ends the handshake.
 
-Rule 1: a side with a secret talks only to one that proves the same secret. The codes cover both
-nonces, both roles and every byte before them, so none can be replayed, mirrored or made of parts.
-Rule 2: until the dialler has proven itself it gets a nonce or a reason, nothing else.
-Rule 3: a reason reveals nothing of a secret. Nothing that the other side says is believed before
-its code is checked; its reason is shown as words only, without control characters.
-Rule 4: at most 4 KiB are read, within one deadline, and nothing is allocated by what is announced.
-Rule 5: with no secret on both sides the exchange is the same and proves nothing: the session has
-empty keys and says so.
+Rule 1: A side with a secret communicates only with a peer that proves the same secret. The codes
+        cover both nonces, both roles and all earlier bytes. They can therefore not be replayed,
+        reflected or spliced.
+Rule 2: Until the dialler is authenticated, it gets a nonce or a reason, nothing else.
+Rule 3: A reason reveals nothing about a secret. No content from the other side is used before its
+        code is verified. Its reason is shown only as text without control characters.
+Rule 4: At most 4 KiB are read, within one deadline. An announced length allocates nothing.
+Rule 5: If neither side has a secret, the exchange is the same and proves nothing. The session then
+        has empty keys, and `is_authenticated` is false.
 """
 
 import hmac
@@ -49,12 +50,13 @@ MAX_REASON_CHARACTERS = 500
 NONCE_BYTES = 32
 
 Admit = Callable[[PeerIdentity], str]
-"""Why a proven peer is not wanted here, in words for its user; "" where it is."""
+"""Returns why an authenticated peer is rejected here, in words for its user; "" if it is
+admitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class AuthSession:
-    """What a handshake has proven. Keys are empty where the run has no secret."""
+    """Result of a handshake. The keys are empty if the run has no secret."""
 
     own: PeerIdentity
     peer: PeerIdentity
@@ -71,12 +73,11 @@ def dial_handshake(
     admit: Admit = lambda _: "",
     deadline_s: float = HANDSHAKE_S,
 ) -> AuthSession:
-    """The dialler's side. The socket stays the caller's, to close it where this raises.
+    """Run the dialler's side. If it raises, the caller must close the socket.
 
     Raises:
         HandshakeRefused: by one of the two sides, with its reason.
-        ProtocolError: whoever listens there does not speak this protocol.
-        PeerLost, PeerTimeout.
+        ProtocolError: the listener does not speak this protocol. PeerLost, PeerTimeout.
     """
     talk = _Talk(sock, deadline_s=deadline_s)
     hello = talk.say(_Kind.HELLO, _hello(secret))
@@ -100,7 +101,10 @@ def accept_handshake(
     deadline_s: float = HANDSHAKE_S,
     hello_s: float = HANDSHAKE_S,
 ) -> AuthSession:
-    """The acceptor's side; as `dial_handshake`. The first message must come within `hello_s`."""
+    """Run the acceptor's side. The first message must arrive within `hello_s`.
+
+    Raises as `dial_handshake`.
+    """
     talk = _Talk(sock, deadline_s=min(hello_s, deadline_s))
     theirs = talk.hear(_Kind.HELLO)
     talk.extend(deadline_s)
@@ -138,7 +142,7 @@ def _hello(secret: Secret | None, nonce: bytes | None = None) -> bytes:
 
 
 class _Talk:
-    """Frames of a handshake: bounded in bytes and time, and remembered for the codes."""
+    """Frames of a handshake, bounded in bytes and time, and hashed for the codes."""
 
     def __init__(self, sock: socket.socket, *, deadline_s: float) -> None:
         self._sock = sock
@@ -150,7 +154,6 @@ class _Talk:
 
     @property
     def digest(self) -> bytes:
-        """Of every frame so far, in both directions."""
         return self._heard.digest()
 
     def say(self, kind: _Kind, body: bytes) -> bytes:
@@ -177,11 +180,11 @@ class _Talk:
         return body
 
     def refuse(self, why: str, *, told: str) -> HandshakeRefused:
-        """Tell the other side, as far as it still listens; the error to raise here.
+        """Send a reason to the other side if possible, and return the error to raise here.
 
         Args:
-            why: the reason as this side's user reads it.
-            told: the same from the other side's point of view.
+            why: the reason from this side's point of view.
+            told: the reason from the other side's point of view.
         """
         body = told[:MAX_REASON_CHARACTERS].encode()
         try:
@@ -193,12 +196,11 @@ class _Talk:
         return HandshakeRefused(peer=self.peer, why=why, is_ours=True)
 
     def extend(self, deadline_s: float) -> None:
-        """The other side has this time instead, from the beginning."""
+        """Replace the deadline by this one, which counts from the start of the handshake."""
         self._give_up_s += deadline_s - self._deadline_s
         self._deadline_s = deadline_s
 
     def release(self) -> None:
-        """The handshake is over; the deadline on the socket too."""
         self._sock.settimeout(None)
 
     def _take(self, num_bytes: int) -> bytes:
@@ -227,7 +229,7 @@ class _Talk:
 
 
 class _Proof:
-    """Codes and keys from one secret and two nonces; all of them empty where there is none."""
+    """Codes and keys derived from one secret and two nonces; all are empty without a secret."""
 
     def __init__(self, secret: Secret | None, dialler: bytes, acceptor: bytes) -> None:
         # HKDF-Extract (RFC 5869), with the secret as its key: both are 32 bytes of HMAC.
@@ -237,7 +239,6 @@ class _Proof:
         return self._expand(b"code " + role + b"\0" + digest)
 
     def keys(self, digest: bytes) -> tuple[bytes, bytes]:
-        """For what the dialler sends, and for what the acceptor sends."""
         return self._expand(b"key dialler\0" + digest), self._expand(b"key acceptor\0" + digest)
 
     def claim(self, role: bytes, digest: bytes, own: PeerIdentity) -> bytes:
@@ -245,7 +246,6 @@ class _Proof:
         return self.code(role, digest + told) + told
 
     def _expand(self, info: bytes) -> bytes:
-        """HKDF-Expand for one block of 32 bytes."""
         return hmac.digest(self._seed, info + b"\x01", "sha256") if self._seed else b""
 
 
@@ -273,7 +273,7 @@ def _check_hello(talk: _Talk, theirs: bytes, secret: Secret | None, *, own_nonce
 def _check_claim(
     talk: _Talk, role: bytes, proof: _Proof, own: PeerIdentity, admit: Admit
 ) -> PeerIdentity:
-    """Who the other side is; nothing in its claim is looked at before its code."""
+    """Verify the other side's claim. Its code is checked before any other part of it is used."""
     before = talk.digest
     body = talk.hear(_Kind.CLAIM)
     cut = len(proof.code(role, before))
@@ -288,7 +288,7 @@ def _check_claim(
 
 
 def _in_plain_words(body: bytes) -> str:
-    """What a stranger says, without what could act on a terminal or a log."""
+    """Text of an unauthenticated peer without characters that could act on a terminal or a log."""
     text = body[: 4 * MAX_REASON_CHARACTERS].decode(errors="replace")
     plain = "".join(char if char.isprintable() else " " for char in text)
     return " ".join(plain.split())[:MAX_REASON_CHARACTERS]

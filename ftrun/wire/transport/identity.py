@@ -1,8 +1,8 @@
-"""Who a process of another node is, and why two may not belong together.
+"""Identity of a process on another node, and reasons why two processes may not communicate.
 
 Runs in:  agent, SMP. Pure.
-Takes in: what each side says of itself in the handshake.
-Gives:    a reason in words for the user of the side that asks, or none.
+Takes in: the identity that each side states in the handshake.
+Gives:    a reason for the user of the asking side, or an empty string.
 """
 
 from typing import Annotated, Literal
@@ -12,8 +12,8 @@ import msgspec
 import ftrun
 
 Purpose = Literal["agent", "smp", "probe", "road"]
-"""A probe is an agent that measures the way to another one, on a connection for that alone; so is a
-road, over one rail and in one direction."""
+"""A "probe" and a "road" are connections of an agent to another agent for one measurement. A probe
+measures the link. A "road" measures one path: one rail in one direction."""
 
 _TALKS_WITH: dict[Purpose, Purpose] = {
     "agent": "agent", "smp": "smp", "probe": "agent", "road": "agent",
@@ -24,7 +24,7 @@ _Version = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9.+_-]{0,100}\Z")]
 
 
 class PeerIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who speaks: which life of which node's process, of which run, made of what."""
+    """Identity of a peer: run, purpose, node, incarnation, and software versions."""
 
     run_id: _Name
     purpose: Purpose
@@ -38,7 +38,7 @@ class PeerIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def unfit(own: PeerIdentity, peer: PeerIdentity) -> str:
-    """Why these two do not belong together, in the words of `own`; "" where they do."""
+    """Why `own` must not communicate with `peer`, worded for the user of `own`; empty if it may."""
     if peer.run_id != own.run_id:
         return (
             f"it belongs to run {peer.run_id}, and this is run {own.run_id}. Give the same "

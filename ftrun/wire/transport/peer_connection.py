@@ -1,11 +1,11 @@
 """One end of a TCP connection to a process on another node, after the handshake.
 
-Runs in:  agent (brain thread), SMP.
+Runs in:  agent (control loop thread), SMP.
 Takes in: a connected TCP socket and its `AuthSession`.
-Gives:    `send`, which never waits, and `receive_ready`; for a loop that waits on many sockets.
+Gives:    `send`, which never waits, and `receive_ready`; for a loop that polls many sockets.
 
-Not thread-safe. It knows no clock: when a peer was last heard is the caller's to remember. A
-connection that has raised stays broken, and raises the same again.
+Not thread-safe. It reads no clock: the caller records when it last received from a peer. A
+connection that has raised stays broken and raises the same error again.
 """
 
 import socket
@@ -24,11 +24,11 @@ from ftrun.wire.transport.tcp import how_lost
 MAX_QUEUED_BYTES = 8 << 20
 _RECEIVE_BYTES = 1 << 16
 _RECEIVES_AT_ONCE = 64
-"""One talkative peer does not keep the loop from the others."""
+"""Limit per call, so that a peer that sends much does not delay the others."""
 
 
 class AnyEnvelope(Protocol):
-    """What a frame may hold: a struct with these fields in this order, and no others."""
+    """Content of a frame: a struct with exactly these fields in this order."""
 
     @property
     def run_id(self) -> str: ...
@@ -44,13 +44,14 @@ E = TypeVar("E", bound=AnyEnvelope)
 
 
 class PeerConnection(Generic[E]):
-    """Sealed messages over one connected socket, each way in order or not at all.
+    """Sealed messages over one connected socket; each direction keeps order or fails.
 
     Args:
-        sock: connected, and a handshake behind it; now this object's.
-        session: what the handshake has proven.
-        envelope: the struct that frames hold, such as `ClusterEnvelope`.
-        max_queued_bytes: of frames that the peer has not taken; with more it counts as lost.
+        sock: connected, after the handshake; this object owns it from now on.
+        session: result of the handshake.
+        envelope: struct of the frames, such as `ClusterEnvelope`.
+        max_queued_bytes: limit of frames that the peer has not taken; beyond it the peer counts as
+            lost.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class PeerConnection(Generic[E]):
         self.session = session
         self.generation = 0
         self.is_spoilt = False
-        """A bit of the next frame flips on its way: `ftrun inject-fault bitflip-wire`."""
+        """Flip a bit of the next frame that is sent: `ftrun inject-fault bitflip-wire`."""
 
     @property
     def peer(self) -> PeerIdentity:
@@ -82,7 +83,6 @@ class PeerConnection(Generic[E]):
 
     @property
     def address(self) -> str:
-        """The address that the peer speaks from; empty once the connection is gone."""
         try:
             return str(self._sock.getpeername()[0])
         except OSError:
@@ -90,18 +90,18 @@ class PeerConnection(Generic[E]):
 
     @property
     def wants_write(self) -> bool:
-        """Something is queued: call `flush` when the socket takes more."""
+        """Data is queued. Call `flush` when the socket is writable."""
         return bool(self._out)
 
     def fileno(self) -> int:
         return self._sock.fileno()
 
     def send(self, body: object) -> None:
-        """Queue a message, and give the kernel what it takes now.
+        """Queue a message, and pass to the kernel what it accepts now.
 
         Raises:
-            PeerLost: the connection is gone, or the peer takes nothing for too long.
-            ProtocolError: the message does not fit a frame; the connection stays as it is.
+            PeerLost: the connection is lost, or more than `max_queued_bytes` are queued.
+            ProtocolError: the message does not fit into a frame; the connection stays usable.
         """
         self._check_whole()
         own = self.session.own
@@ -118,10 +118,10 @@ class PeerConnection(Generic[E]):
             raise self._break(PeerLost(peer=str(self.peer), how="silent"))
 
     def flush(self) -> None:
-        """Give the kernel what it takes of what is queued.
+        """Pass queued bytes to the kernel as far as it accepts them.
 
         Raises:
-            PeerLost: the connection is gone.
+            PeerLost: the connection is lost.
         """
         self._check_whole()
         try:
@@ -136,10 +136,10 @@ class PeerConnection(Generic[E]):
             raise self._break(lost) from error
 
     def receive_ready(self) -> list[E]:
-        """Messages that are here already; never waits, and leaves some for the next call.
+        """Return messages that have arrived; never waits, and may leave some for the next call.
 
-        Messages that came before a connection was lost are given first; the loss is raised by the
-        next call, for which the socket stays readable.
+        Messages that arrived before a loss are returned first. The next call raises the loss; until
+        then the socket stays readable.
 
         Raises:
             PeerLost, ProtocolError.
@@ -168,7 +168,6 @@ class PeerConnection(Generic[E]):
         self._sock.close()
 
     def _take(self) -> list[E]:
-        """Whole messages out of what has come; at most one frame is ever collected."""
         found: list[E] = []
         key, at = self.session.receive_key, 0
         with memoryview(self._in) as view:

@@ -1,17 +1,17 @@
-"""Bytes with a sequence number and a code that only the two ends of a session can make.
+"""Sealed frames: a sequence number and a code that only the two ends of a session can compute.
 
-Runs in: agent, SMP. Pure.
-Takes in: a session's key for one direction (empty where the run has no secret).
-Gives:    a prefix that goes before a body, and its check.
+Runs in:  agent, SMP. Pure.
+Takes in: a session's key for one direction (empty if the run has no secret).
+Gives:    a prefix that precedes a body, and its verification.
 
-A sealed body is `u32 length | u64 sequence | 16 bytes of keyed blake2b | body`, little-endian; the
-code covers all the rest. A control message is one sealed body. Bulk data is a sealed header and
-the raw bytes behind it: the header holds their digest, so they are read once, not twice.
+A sealed body is `u32 length | u64 sequence | 16 bytes of keyed blake2b | body`, little-endian. The
+code covers all other fields. A control message is one sealed body. Bulk data is a sealed header
+followed by the raw bytes. The header contains their digest, so that they are read once, not twice.
 
-Rule 1: a sequence number is used once in a session and direction, and the next one is the only
-one that is taken. So nothing can be replayed, dropped or put in another order.
-Rule 2: a length is checked before anything is collected for it.
-Rule 3: an empty key makes a plain digest. It finds damage, and not malice.
+Rule 1: A sequence number is used once per session and direction, and only the next number is
+        accepted. Nothing can therefore be replayed, dropped or reordered.
+Rule 2: A length is checked before any byte is collected for it.
+Rule 3: An empty key makes a plain digest. It detects damage, but not an attacker.
 """
 
 import hmac
@@ -21,7 +21,7 @@ from hashlib import blake2b
 from ftrun.errors import ProtocolError
 
 MAX_HEADER_BYTES = 64 * 1024
-"""Of a header of bulk data; a control message may be longer."""
+"""Limit for a header of bulk data; a control message may be longer."""
 
 Bytes = bytes | bytearray | memoryview
 
@@ -33,10 +33,10 @@ PREFIX_BYTES = _START.size + _CODE_BYTES
 def seal_header(
     key: bytes, sequence: int, body: bytes, *, limit_bytes: int = MAX_HEADER_BYTES
 ) -> bytes:
-    """Prefix and body, ready to be sent, raw bytes behind it if there are any.
+    """Return prefix and body. Raw bytes may follow them on the wire.
 
     Raises:
-        ProtocolError: the body is longer than the other end would take.
+        ProtocolError: the body is longer than the other end accepts.
     """
     if len(body) > limit_bytes:
         raise ProtocolError(f"{len(body)} bytes are over the limit of {limit_bytes}")
@@ -45,12 +45,12 @@ def seal_header(
 
 
 def body_length(prefix: Bytes, sequence: int, *, limit_bytes: int = MAX_HEADER_BYTES) -> int:
-    """How many bytes of body follow a prefix of `PREFIX_BYTES`.
+    """Return the number of body bytes that follow a prefix of `PREFIX_BYTES`.
 
-    Not proven yet by anything: read so many, never more, and then ask `check_body`.
+    The length is not authenticated yet. Read exactly that number of bytes, then call `check_body`.
 
     Raises:
-        ProtocolError: too many, or this is not the body that is due.
+        ProtocolError: the length is over the limit, or the sequence number is not the next one.
     """
     length, found = _START.unpack_from(prefix)
     if length > limit_bytes:
@@ -63,10 +63,10 @@ def body_length(prefix: Bytes, sequence: int, *, limit_bytes: int = MAX_HEADER_B
 
 
 def check_body(key: bytes, prefix: Bytes, body: Bytes) -> None:
-    """Whether prefix and body are as the other end of this session has sealed them.
+    """Verify that the other end of this session has sealed prefix and body.
 
     Raises:
-        ProtocolError: they are not.
+        ProtocolError: the code does not match.
     """
     view = memoryview(prefix)
     code = _code(key, view[: _START.size], body)
@@ -77,10 +77,10 @@ def check_body(key: bytes, prefix: Bytes, body: Bytes) -> None:
 def open_header(
     key: bytes, sequence: int, data: bytes, *, limit_bytes: int = MAX_HEADER_BYTES
 ) -> bytes:
-    """The body of a sealed header that is here as a whole.
+    """Verify a complete sealed header, and return its body.
 
     Raises:
-        ProtocolError: it is cut, damaged, repeated, or of another session.
+        ProtocolError: it is truncated, damaged, repeated, or of another session.
     """
     if len(data) < PREFIX_BYTES:
         raise ProtocolError(f"a header has {PREFIX_BYTES} bytes at least, and here are {len(data)}")

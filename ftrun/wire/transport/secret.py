@@ -1,11 +1,11 @@
-"""The secret that the processes of one run prove to one another.
+"""The secret with which the processes of one run authenticate each other.
 
-Runs in:  cli (makes or finds the file), agent, SMP (read it).
+Runs in:  cli (creates or finds the file), agent, SMP (read it).
 Takes in: a file that only its owner can read. Never an argument, never a variable's value.
 Gives:    a `Secret`: 32 bytes that no message, log or exception can show.
 
-Where nodes share a folder, as the home folder of a Slurm cluster, they agree on a secret through
-it: the first to come makes the file, whole at once, and all others read it.
+If nodes share a folder, such as the home folder of a Slurm cluster, they agree on a secret through
+it. The first node creates the file atomically, and all others read it.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ SECRET_BYTES = 32
 MIN_TEXT_CHARACTERS = 32
 MAX_FILE_BYTES = 4096
 HOW_TO_MAKE = "(umask 077 && head -c 32 /dev/urandom > FILE)"
-"""A command line that makes a secret file; the same file goes to every node."""
+"""Command line that creates a secret file; the same file must be on every node."""
 
 _HEX = re.compile(r"[0-9a-fA-F]{64}")
 _GOOD_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
@@ -34,7 +34,7 @@ _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
 
 class Secret:
-    """32 bytes that do not show."""
+    """32 bytes that are never displayed."""
 
     __slots__ = ("_key",)
 
@@ -44,11 +44,10 @@ class Secret:
         self._key = key
 
     def mac(self, message: bytes) -> bytes:
-        """32 bytes of HMAC-SHA256."""
         return hmac.digest(self._key, message, "sha256")
 
     def as_memfd(self) -> int:
-        """A descriptor of memory with the 32 bytes, for a process of this node to inherit."""
+        """Return a memfd with the 32 bytes, for a process of this node to inherit."""
         fd = os.memfd_create("ftrun-secret", os.MFD_CLOEXEC)
         os.pwrite(fd, self._key, 0)
         return fd
@@ -69,15 +68,14 @@ class Secret:
 
 
 def make_secret() -> Secret:
-    """A new one, from the kernel's random numbers."""
     return Secret(os.urandom(SECRET_BYTES))
 
 
 def load_secret(path: Path) -> Secret:
-    """The secret in a file: 64 hexadecimal digits, 32 bytes, or a line of 32 characters or more.
+    """Read a secret: 64 hexadecimal digits, 32 bytes, or a line of 32 characters or more.
 
     Raises:
-        UsageError: there is none, others could read it, or it is too short to be one.
+        UsageError: the file is missing, other users can read it, or its content is too short.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -98,17 +96,17 @@ def load_secret(path: Path) -> Secret:
 
 
 def shared_secret_file(folder: Path, key: str, *, deadline_s: float = 10.0) -> Path:
-    """The secret file of that key in a folder which several nodes share; made if there is none.
+    """Return the secret file for `key` in a shared folder; create it if it is missing.
 
-    Any number of nodes may call this at once with the same key, and all get the same secret.
+    Any number of nodes may call this at once with the same key. All get the same secret.
 
     Args:
-        folder: made with mode 0700 if need be.
+        folder: created with mode 0700 if it is missing.
         key: names the run, such as `CLUSTER-JOB-STEP`; letters, digits, `._-`.
         deadline_s: how long to wait for another node that is writing the file.
 
     Raises:
-        UsageError: the folder cannot be used, or the file is not complete within the deadline.
+        UsageError: the folder is unusable, or the file is not complete within the deadline.
     """
     if not _GOOD_KEY.fullmatch(key):
         raise UsageError(f"{key!r} cannot name a secret file: letters, digits, '.', '_' and '-'")
@@ -127,14 +125,12 @@ def shared_secret_file(folder: Path, key: str, *, deadline_s: float = 10.0) -> P
 
 
 def forget_shared_secrets(folder: Path, keys: Iterable[str]) -> None:
-    """Remove what runs that are over have left of `shared_secret_file`."""
     for key in keys:
         with contextlib.suppress(OSError):
             (folder / f"{key}.secret").unlink()
 
 
 def _make_file(path: Path) -> None:
-    """Put a whole file there, unless another node was first."""
     unready = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
     data = f"{os.urandom(SECRET_BYTES).hex()}\n".encode()
     unready.unlink(missing_ok=True)
@@ -146,7 +142,7 @@ def _make_file(path: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_HARD_LINKS:
             raise
-        # Not whole at once here, so readers wait until it is.
+        # This write is not atomic, so readers wait until the file is complete.
         with contextlib.suppress(FileExistsError):
             _write_new(path, data)
     finally:
@@ -164,7 +160,6 @@ def _write_new(path: Path, data: bytes) -> None:
 
 
 def _when_complete(path: Path, deadline_s: float) -> Path:
-    """The path, once its file is one that `load_secret` takes."""
     give_up_s = clock.now_s() + deadline_s
     while True:
         try:
@@ -174,11 +169,14 @@ def _when_complete(path: Path, deadline_s: float) -> Path:
                 raise
         else:
             return path
-        clock.sleep(0.05)  # a network file system tells nobody when a file changes
+        clock.sleep(0.05)  # a network file system gives no notification of a change
 
 
 def _check_private(path: Path, found: os.stat_result) -> None:
-    """Only its owner may read it, and that is us or, as for a mounted secret, root."""
+    """Require that only the owner can read it, and that the owner is this user or root.
+
+    A mounted secret belongs to root.
+    """
     if found.st_uid not in (os.getuid(), 0):
         raise UsageError(
             f"{path} belongs to user {found.st_uid}, and you are {os.getuid()}: a secret that "

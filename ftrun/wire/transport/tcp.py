@@ -1,11 +1,11 @@
-"""TCP sockets between nodes: made, found and tuned; no protocol.
+"""Creates, resolves and tunes TCP sockets between nodes; no protocol.
 
 Runs in:  agent, SMP, cli.
 Takes in: hosts by name or address, ports.
-Gives:    listening and connected sockets; what the kernel says of a peer, in ftrun's words.
+Gives:    listening and connected sockets; what the kernel reports about a peer, as a `HowLost`.
 
-Only one address is listened at, never all of a machine's: nobody else is to reach a run than
-those on the network it was given.
+A process listens at one address only, never at all addresses of a machine. Only hosts on the
+network that the user named can therefore reach a run.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ from ftrun import clock
 from ftrun.errors import AddressTaken, HowLost, PeerLost, UsageError
 
 USER_TIMEOUT_S = 3.0
-"""How long sent bytes may stay unacknowledged before the kernel gives a connection up."""
+"""Seconds that sent bytes may stay unacknowledged before the kernel drops a connection."""
 
 _BACKLOG = 128
 _SO_MAX_PACING_RATE = 47
 _PACED_UNSENT_BYTES = 1 << 18
-_LAST_ACK_AT = 56  # of tcpi_last_ack_recv in struct tcp_info, in ms
-_ANYWHERE_ELSE = "192.0.2.1"  # RFC 5737: an address that is nobody's, for the default route
+_LAST_ACK_AT = 56  # offset of tcpi_last_ack_recv in struct tcp_info, in ms
+_ANYWHERE_ELSE = "192.0.2.1"  # RFC 5737: an unassigned address, to find the default route
 _HOW: dict[int | None, HowLost] = {
     errno.ECONNREFUSED: "refused",
     errno.ECONNRESET: "reset",
@@ -46,11 +46,11 @@ _Info = tuple[int, int, int, str, Any]
 
 
 def listen_tcp(host: str, port: int, *, any_interface: bool = False) -> socket.socket:
-    """A socket that listens at one address of this node; port 0 takes any free one.
+    """Listen at one address of this node; port 0 takes any free port.
 
     Raises:
-        UsageError: the host is no address of this node, or it means all of them.
-        AddressTaken: somebody listens there.
+        UsageError: the host is not an address of this node, or it means all of them.
+        AddressTaken: another process listens there.
     """
     family, kind, number, _, address = _addresses(host, port)[0]
     if ipaddress.ip_address(_plain(address[0])).is_unspecified and not any_interface:
@@ -79,20 +79,20 @@ def listen_tcp(host: str, port: int, *, any_interface: bool = False) -> socket.s
 def dial(
     host: str, port: int, deadline_s: float, *, source: tuple[str, str] | None = None
 ) -> socket.socket:
-    """A tuned, blocking socket that is connected to a node.
+    """Return a tuned, blocking socket that is connected to a node.
 
-    Every address of the name is tried. The look-up of a name is the resolver's and keeps to its
-    own deadlines: give an address where that matters.
+    All addresses of the name are tried. The resolver has its own deadlines for the name look-up.
+    Pass an address if `deadline_s` must hold.
 
     Args:
         host: name or address.
         port: of the host.
-        deadline_s: for all of it.
-        source: an interface of this node and its address, by which it is to go.
+        deadline_s: for all addresses together.
+        source: interface of this node and its address, over which to connect.
 
     Raises:
-        PeerLost: `how` says whether it refuses, does not answer, cannot be reached, or has no
-            address. It is "refused" only where nothing has left room for a live peer.
+        PeerLost: `how` says whether the peer refuses, does not answer, is unreachable, or has no
+            address. It is "refused" only if no other address may hide a live peer.
     """
     peer = f"{host} port {port}"
     give_up_s = clock.now_s() + deadline_s
@@ -118,21 +118,22 @@ def dial(
         sock.settimeout(None)
         return sock
     hows = [how_lost(error) for error in failed]
-    # A peer that refuses at one address may live at another that is silent.
+    # A peer that refuses at one address may be alive at another address that does not answer.
     order: tuple[HowLost, ...] = ("silent", "reset", "closed", "refused", "unreachable")
     how: HowLost = next((one for one in order if one in hows), "unreachable")
     raise PeerLost(peer=peer, how=how) from failed[-1]
 
 
 def tune(sock: socket.socket, *, bulk: bool, user_timeout_s: float = USER_TIMEOUT_S) -> None:
-    """Messages leave at once, and a peer that vanishes is noticed within `user_timeout_s`.
+    """Send messages without delay, and detect a vanished peer within `user_timeout_s`.
 
     Args:
         sock: a TCP socket, connected or not.
-        bulk: much data in one go: cubic, where the kernel lets us. Its bbr halved the rate between
-            two nodes of one machine (erasure coding study, 2.36 against 1.61 GB/s).
-        user_timeout_s: for bytes that nobody acknowledges. It also ends a connection whose reader
-            takes nothing for so long.
+        bulk: for large transfers: use cubic if the kernel permits it. The kernel's bbr lowered the
+            rate between two nodes of one machine (erasure coding study: 2.36 GB/s with cubic, 1.61
+            GB/s with bbr).
+        user_timeout_s: limit for unacknowledged bytes. It also ends a connection whose reader takes
+            nothing for this time.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -146,17 +147,17 @@ def tune(sock: socket.socket, *, bulk: bool, user_timeout_s: float = USER_TIMEOU
 
 
 def pace(sock: socket.socket, bytes_per_s: float) -> bool:
-    """Have the kernel send no more than this; 0: as fast as it goes. Whether it does so.
+    """Limit the send rate in the kernel; 0: no limit. Returns whether the kernel accepts it.
 
-    TCP keeps to it by itself (since Linux 4.13), whatever queue the interface has. Measured
-    without fq: 10.4 and 100.8 MB/s where 10 and 100 were asked for (Linux 6.18, loopback).
+    TCP enforces the limit itself (since Linux 4.13), with any queue discipline. Measured without
+    fq: 10.4 and 100.8 MB/s for limits of 10 and 100 MB/s (Linux 6.18, loopback).
     """
     if bytes_per_s <= 0:
         return True
     told = max(1, round(bytes_per_s)).to_bytes(8, sys.byteorder)
     try:
         sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, told)
-        # Little waits in the kernel: what is not bulk data would wait behind it.
+        # A short kernel queue, because data that is not bulk would wait behind it.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _PACED_UNSENT_BYTES)
     except OSError:
         return False
@@ -164,10 +165,10 @@ def pace(sock: socket.socket, bytes_per_s: float) -> bool:
 
 
 def silent_s(sock: socket.socket) -> float:
-    """Seconds since the peer's kernel last acknowledged anything; 0 where that cannot be told.
+    """Seconds since the peer's kernel last acknowledged anything; 0 if unknown.
 
-    With the keep-alive probes of `tune` a peer that can be reached acknowledges about once a
-    second, also where its process is stopped or reads nothing.
+    With the keep-alive probes of `tune`, a reachable peer acknowledges about once a second. It does
+    so even if its process is stopped or reads nothing.
     """
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK_AT + 4)
@@ -179,10 +180,7 @@ def silent_s(sock: socket.socket) -> float:
 
 
 def unacknowledged_bytes(fd: int) -> int:
-    """So many bytes were given to a TCP socket, and the other kernel has not said that it has them.
-
-    0 where that cannot be told.
-    """
+    """Bytes given to a TCP socket that the other kernel has not acknowledged; 0 if unknown."""
     try:
         found = fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(4))
     except (OSError, ValueError):  # it was closed
@@ -191,7 +189,6 @@ def unacknowledged_bytes(fd: int) -> int:
 
 
 def name_of_peer(sock: socket.socket) -> str:
-    """Where a connection comes from, in words."""
     try:
         host, port = sock.getpeername()[:2]
     except (OSError, ValueError):
@@ -200,14 +197,13 @@ def name_of_peer(sock: socket.socket) -> str:
 
 
 def how_lost(error: OSError) -> HowLost:
-    """What an error of a socket says about the peer."""
     if isinstance(error, TimeoutError):
         return "silent"
     return _HOW.get(error.errno, "closed")
 
 
 def interface_for(host: str, port: int) -> str:
-    """The address of this node from which a host is reached. Nothing is sent.
+    """Address of this node from which a host is reached. Nothing is sent.
 
     Raises:
         PeerLost: the host has no address, or there is no route to any.
@@ -225,7 +221,6 @@ def interface_for(host: str, port: int) -> str:
 
 
 def is_local_address(host: str) -> bool:
-    """Whether a host, by name or address, is this node."""
     try:
         found = _addresses(host, 0)
     except UsageError:
@@ -234,10 +229,11 @@ def is_local_address(host: str) -> bool:
 
 
 def bind_address(endpoint_host: str, endpoint_port: int) -> str:
-    """The address this node is reached by in a run that meets at an endpoint.
+    """Address at which other nodes reach this node, in a run with this rendezvous endpoint.
 
-    The endpoint's own node may know itself under a loopback address (Debian has 127.0.1.1 for the
-    host's name), at which nobody else would find it; unless loopback is what was asked for.
+    On the endpoint's own node, the name may resolve to a loopback address (Debian maps the host
+    name to 127.0.1.1), at which no other node reaches it. Loopback is returned only if the endpoint
+    names it.
 
     Raises:
         PeerLost: there is no route.
@@ -254,18 +250,19 @@ def bind_address(endpoint_host: str, endpoint_port: int) -> str:
 
 
 def _go_by(sock: socket.socket, name: str, address: str, *, host: str) -> None:
-    """Have a connection leave by this interface: two of them may lie in one network."""
+    """Bind a connection to this interface, because two interfaces may be in one network."""
     sock.bind((address, 0))
     if not is_local_address(host):
-        # Not every kernel lets everybody; the address alone will do but for that case.
+        # Some kernels need a privilege for this. The address alone suffices, except in that case.
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, name.encode())
 
 
 def check_not_itself(sock: socket.socket) -> None:
-    """A dialled port of this machine that nobody listens at may be the one we dial from.
+    """Raise if a dialled local port is the socket's own source port.
 
-    TCP allows that: the socket is then connected to itself. To the caller it is refused.
+    TCP permits this if no process listens there: the socket is then connected to itself. For the
+    caller it counts as refused.
     """
     if sock.getsockname() == sock.getpeername():
         raise ConnectionRefusedError(errno.ECONNREFUSED, "connected to itself")
@@ -294,7 +291,6 @@ def _is_ours(info: _Info) -> bool:
 
 
 def _plain(text: str) -> str:
-    """An address without its zone; an IPv4 address in IPv6 form as itself."""
     found = ipaddress.ip_address(text.partition("%")[0])
     mapped = getattr(found, "ipv4_mapped", None)
     return str(mapped or found)

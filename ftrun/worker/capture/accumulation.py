@@ -1,21 +1,23 @@
-"""Whether a step boundary lies in the middle of a gradient accumulation.
+"""Detects step boundaries in the middle of a gradient accumulation.
 
 Runs in:  worker, training thread.
 Takes in: torch's global hook before each optimizer step; the gradients at a boundary; the answers
           of attached objects that hold gradients themselves.
-Gives:    yes or no. Gradients are not part of a snapshot, so none is taken in the middle.
+Gives:    yes or no. Snapshots do not contain gradients, so none is taken during an accumulation.
 
-An optimizer is in the middle if it has not stepped in this turn and a gradient was added since its
-last step. The gradients of all its parameters are compared, by identity and version counter,
-because a backward may reach only some of them: adapters of a frozen model, one expert of many.
-An id alone does not identify a gradient: after it is freed, the next one may have the same id.
-A step that GradScaler skips looks the same; it costs the snapshot of that boundary.
-While other optimizers step, gradients of an optimizer that are all zero are no accumulation: its
-`zero_grad(set_to_none=False)` writes to them too. Only then are values read, because that waits for
-the device.
+An optimizer accumulates if it has not stepped in this turn and a gradient was added since its last
+step. The gradients of all its parameters are compared, by identity and version counter, because a
+backward may reach only some of them: adapters of a frozen model, or one expert of many. An id alone
+does not identify a gradient, because after it is freed the next one may have the same id. A step
+that GradScaler skips looks like an accumulation; it costs the snapshot of that boundary.
 
-A loop that steps first and runs backward at the end of its turn has gradients at each boundary too.
-They look like those that the next turn sets to zero, as of a GAN, until the next step uses them.
+If other optimizers step in the turn, gradients that are all zero do not count as accumulation,
+because `zero_grad(set_to_none=False)` of the optimizer also writes to them. Values are read only
+in this case, because a read waits for the device.
+
+A loop that steps first and runs backward at the end of its turn also has gradients at each
+boundary. They look like gradients that the next turn sets to zero, as in a GAN, until the next step
+uses them.
 """
 
 import weakref
@@ -31,25 +33,25 @@ from ftrun.worker.state.unprotected import Hook
 _SAMPLED = 16
 
 Signature = dict[int, tuple["weakref.ref[torch.Tensor]", int]]
-"""Gradients with their versions, by id."""
+"""Gradients with their version counters, by id."""
 
 
 @runtime_checkable
 class AccumulationAware(Protocol):
-    """An attached object with gradients that no optimizer's parameters show."""
+    """An attached object with gradients that are not in `grad` of an optimizer's parameters."""
 
     def is_within_accumulation(self) -> bool:
-        """Whether this boundary lies in the middle of one; called once at each boundary."""
+        """Whether an accumulation is in progress; called once at each boundary."""
         ...
 
 
 class AccumulationTracker:
-    """Follows the attached optimizers from boundary to boundary.
+    """Tracks the gradients of the attached optimizers from boundary to boundary.
 
     Args:
-        optimizers: those that are attached.
-        objects: all other attached objects; those that are `AccumulationAware` are asked.
-        guarded: wraps the hook.
+        optimizers: the attached optimizers.
+        objects: all other attached objects; only `AccumulationAware` ones are used.
+        guarded: wraps the hook so that its exceptions do not reach the script.
     """
 
     def __init__(
@@ -61,11 +63,11 @@ class AccumulationTracker:
         self._telling = [one for one in objects if isinstance(one, AccumulationAware)]
         self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
         self.waiting_turns = 0
-        """Turns with a step of some optimizer, since a boundary was outside of accumulations."""
+        """Turns with a step of some optimizer, since the last boundary without an accumulation."""
         self.pending: list[Optimizer] = []
-        """Those that were in the middle of an accumulation at the last boundary."""
+        """Optimizers with an accumulation in progress at the last boundary."""
         self.crossing: list[Optimizer] = []
-        """Those that have used gradients which were computed before a boundary, after a step."""
+        """Optimizers that have used gradients computed after a step and before a boundary."""
         self._stepped: set[int] = set()
         self._hooked: set[int] = set()
         self._sampled: dict[int, list[torch.Tensor]] = {}
@@ -78,12 +80,12 @@ class AccumulationTracker:
         self._hook.remove()
 
     def restored(self) -> None:
-        """Take the gradients that are there for those of the last step, as a restore makes them."""
+        """Treat the present gradients, which a restore has created, as those of the last step."""
         for key, optimizer in self._optimizers.items():
             self._at_step[key] = _signature(p.grad for p in _parameters(optimizer))
 
     def boundary(self) -> bool:
-        """End a turn; whether some optimizer is in the middle of an accumulation."""
+        """End a turn; return whether an accumulation is in progress."""
         self.pending = [one for one in self._optimizers.values() if self._is_pending(one)]
         told = [one.is_within_accumulation() for one in self._telling]
         is_pending = bool(self.pending) or any(told)
@@ -131,7 +133,7 @@ class AccumulationTracker:
     def _has_compiled_step(
         self, key: int, parameters: list[torch.Tensor], grads: list[torch.Tensor | None]
     ) -> bool:
-        """Whether all parameters that have a gradient changed: a compiled step calls no hook."""
+        """Detect a compiled step, which calls no hook: all parameters with a gradient changed."""
         versions = [version_of(parameter) for parameter in parameters]
         before, self._versions[key] = self._versions.get(key, versions), versions
         used = [at for at, grad in enumerate(grads) if grad is not None]
@@ -141,13 +143,13 @@ class AccumulationTracker:
 
 
 def _is_new(grad: torch.Tensor, then: Signature) -> bool:
-    """Whether it appeared after the last step, or something was added to it."""
+    """Whether the gradient was created or written after the last step."""
     reference, version = then.get(id(grad), (None, -1))
     return reference is None or reference() is not grad or version != version_of(grad)
 
 
 def _is_zero(grad: torch.Tensor) -> bool:
-    # One rank's part of a gradient says nothing about the other parts.
+    # If this rank's part of a sharded gradient is zero, other parts may not be.
     is_readable = grad.layout is torch.strided and not is_sharded(grad)
     return is_readable and not bool(grad.any())
 

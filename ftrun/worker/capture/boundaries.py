@@ -1,16 +1,16 @@
-"""At which step boundaries a snapshot falls due.
+"""Decides at which step boundaries a snapshot is due.
 
 Runs in:  worker, training thread.
-Takes in: the profile's `snapshot.every`, the command page, what snapshots have cost so far.
-Gives:    due or not, and this rank's wish for the interval.
+Takes in: the profile's `snapshot.every`, the command page, the measured cost of snapshots.
+Gives:    whether a snapshot is due; the interval that this rank requests.
 
-All ranks must take a snapshot at the same steps, or none is ever committed, and they do not
-talk to each other about it. So `auto` uses only what every rank reads alike: an interval that
-the agent puts on the command page for all steps beyond one that no rank has reached. Each rank
-publishes what its own measurements ask for; the agent chooses.
+All ranks must take snapshots at the same steps, otherwise no version is committed. The ranks do not
+communicate about it. Therefore `auto` uses only values that are equal on all ranks: the agent
+writes an interval to the command page that applies to steps after one that no rank has reached.
+Each rank publishes the interval that its own measurements suggest, and the agent chooses.
 
-What a snapshot costs is what all turns of the loop took longer, from its copy until it was
-committed, than turns in which nothing went on: encoding and sending want processors too.
+The cost of a snapshot is the extra time of all turns from its copy to its commit, compared with
+turns without snapshot activity. This includes encoding and sending, because they need CPUs too.
 """
 
 import math
@@ -24,17 +24,17 @@ _WEIGHT = 0.1
 
 
 class StepActivity(Enum):
-    """What went on beside the script between two step boundaries."""
+    """Snapshot activity during one turn, between two step boundaries."""
 
     QUIET = auto()
     COPY = auto()
-    """A snapshot was copied behind it."""
+    """A snapshot was copied lazily."""
     PROTECT = auto()
-    """The last one was on its way to other nodes, or to its commit."""
+    """The last snapshot was being sent to other nodes, or awaited its commit."""
 
 
 class _Mean:
-    """A mean that follows: of the first few all alike, later the newer ones more."""
+    """Mean of the first 10 values; after that, an exponential average with weight 0.1."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -46,7 +46,7 @@ class _Mean:
 
 
 class SnapshotSchedule:
-    """Due or not, and what it costs."""
+    """Snapshot interval of one rank, and the measured cost of a snapshot."""
 
     def __init__(self, settings: SnapshotSettings, page: SharedPage, commands: SharedPage) -> None:
         self._settings = settings
@@ -55,14 +55,14 @@ class SnapshotSchedule:
         self._every = settings.every if isinstance(settings.every, int) else 1
         self._quiet_s = _Mean()
         self._added_s = _Mean()
-        """By one snapshot, to all its turns."""
+        """Time in seconds that one snapshot adds to all its turns together."""
         self._turns_s: list[float] = []
-        """Those of the last snapshot, its copy's first."""
+        """Durations of the turns of the last snapshot, beginning with the turn of its copy."""
 
     def is_due(self, step: int) -> bool:
-        """Whether the interval ends at this step; counts from step 0 on every rank.
+        """Whether this step is a multiple of the interval, and not before TAKE_FROM.
 
-        Not before the step that the lead has named, from which on all nodes take the same.
+        The leader sets TAKE_FROM; from this step on, all nodes take the same steps.
         """
         if not isinstance(self._settings.every, int):
             every = self._commands.get(CommandField.SNAPSHOT_EVERY)
@@ -73,13 +73,13 @@ class SnapshotSchedule:
         )
 
     def learn(self, turn: StepActivity, *, step_s: float, copy_s: float, blocked_s: float) -> None:
-        """Take in what one turn of the loop took, and publish the interval that would suit.
+        """Record the duration of one turn, and publish the interval that this rank requests.
 
         Args:
-            turn: what went on beside it.
-            step_s: from the last boundary to this one.
-            copy_s: how long the last copy took in its thread.
-            blocked_s: how long the training thread stood still for it.
+            turn: snapshot activity during the turn.
+            step_s: seconds from the last boundary to this one.
+            copy_s: duration of the last copy in the copy thread.
+            blocked_s: time for which snapshots blocked the training thread in this turn.
         """
         if turn is StepActivity.QUIET:
             self._quiet_s.add(step_s)
@@ -90,16 +90,16 @@ class SnapshotSchedule:
         if self._quiet_s.count:
             plain_s, added_s = self._quiet_s.value, self._added_s.value
         else:
-            # Nothing to compare with: as if nothing of a copy were hidden.
+            # Without a quiet turn to compare with, assume that no part of the copy is hidden.
             first_s = self._turns_s[0]
             plain_s, added_s = max(first_s - copy_s, 0.1 * first_s), copy_s
         wish = math.ceil(max(added_s, blocked_s) / (self._settings.overhead_budget * plain_s))
         if not self._quiet_s.count:
-            wish = max(wish, 2 * len(self._turns_s))  # so that there is a turn to compare with
+            wish = max(wish, 2 * len(self._turns_s))  # leaves quiet turns to compare with
         self._page.set(HeartbeatField.WISHED_EVERY, min(max(wish, 1), _LONGEST))
 
     def _close(self) -> None:
-        """All turns of the last snapshot are known."""
+        """Add the cost of the last snapshot, after its last turn."""
         turns_s, self._turns_s = self._turns_s, []
         if self._quiet_s.count:
             self._added_s.add(sum(turns_s) - len(turns_s) * self._quiet_s.value)

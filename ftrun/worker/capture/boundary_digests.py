@@ -1,13 +1,13 @@
-"""What a worker notes at each step boundary, so that a repeated step can be compared.
+"""Records digests at each step boundary, so that a repeated step can be compared.
 
 Runs in:  worker, training thread.
 Takes in: the reported loss, and a few bytes of some parameters.
-Gives:    boundary records in the heartbeat page; the agent compares them, see repeat_check.py.
-Survives: the worker: the agent reads the page of a dead one.
+Gives:    boundary records in the heartbeat page; the agent compares them (monitor/repeat_check.py).
+Survives: the worker; the agent reads the page of a dead worker.
 
-Rule 1: nothing waits for a device. Bytes of parameters on a CUDA device are queued behind the
-        step, and written to the record of their step once they have arrived.
-Rule 2: an error of this module costs the comparison, never the step.
+Rule 1: nothing waits for a device. Copies of parameter bytes from a CUDA device are queued after
+        the step, and written to the record of their step when they have arrived.
+Rule 2: an error in this module costs the comparison, never the step.
 """
 
 import logging
@@ -31,12 +31,12 @@ from ftrun.worker.state.tensors import is_sharded, local_tensor
 
 SLICE_BYTES = 64
 STAYS = 32
-"""Steps for which the slice of a parameter stays at its position."""
+"""Number of steps after which the slice of a parameter moves to another position."""
 
 _GOLDEN = 0x9E3779B1
 _ALIGN = 8
 _WEIGHTS = (np.arange(1, SLICE_BYTES // 4 + 1, dtype=np.uint32) * np.uint32(_GOLDEN)) | 1
-"""Odd, so that a change of one word always changes the sum."""
+"""Odd weights, so that a change of one word always changes the weighted sum."""
 
 _FLOAT = struct.Struct("<d")
 _WORD = struct.Struct("<q")
@@ -46,13 +46,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Taken:
-    """The slices of one boundary, perhaps on their way from a device."""
+    """The slices of one boundary; copies from a device may be pending."""
 
     count: int
     readable: int
     """Bit i is set if parameter i could be read."""
     copies: Sequence[tuple[Sequence[int], HostCopy]]
-    """For each device the parameters, and their slices one after the other."""
+    """For each device, the indices of its parameters and their concatenated slices."""
 
     @property
     def has_arrived(self) -> bool:
@@ -60,7 +60,7 @@ class _Taken:
 
     @cached_property
     def digests(self) -> bytes:
-        """4 bytes for each parameter, once the slices have arrived."""
+        """4 bytes for each parameter; valid only if `has_arrived`."""
         found = np.zeros(self.count, dtype=np.uint32)
         for indices, copy in self.copies:
             words = copy.tensor.numpy().view(np.uint32).reshape(-1, _WEIGHTS.size)
@@ -70,14 +70,14 @@ class _Taken:
 
 @dataclass
 class _Record:
-    """What was noted at one boundary."""
+    """Values recorded at one boundary."""
 
     step: int
     loss: int | None
-    """Its bits."""
+    """Bits of the loss as a 64-bit float."""
     taken: _Taken
     is_whole: bool = False
-    """The page has the digests."""
+    """Whether the digests are on the page."""
 
 
 class BoundaryDigests:
@@ -89,12 +89,12 @@ class BoundaryDigests:
         self._samples = _Samples(())
         self._num_groups = -1
         self._loss: tuple[int, int] | None = None
-        """Step and bits of the loss of the step that is being done."""
+        """Step and bits of the loss reported for the current step."""
         self._recent: deque[_Record] = deque(maxlen=LATE_STEPS)
         self._has_failed = False
 
     def take_loss(self, step: int, loss: float) -> None:
-        """A loss that was reported while this step was done; a device's comes steps later."""
+        """Record the loss reported in this step; a loss from a device arrives some steps later."""
         (bits,) = _WORD.unpack(_FLOAT.pack(loss))
         record = next((one for one in self._recent if one.step == step), None)
         if record is None:
@@ -104,7 +104,6 @@ class BoundaryDigests:
             self._write(record)
 
     def boundary(self, step: int) -> None:
-        """Note the state after this step."""
         if self._has_failed:
             return
         try:
@@ -134,7 +133,7 @@ class BoundaryDigests:
         self._page.write_record(record.step, record.loss, *known)
 
     def _choose(self) -> None:
-        """Sample evenly, the first and the last parameter included; equal in every generation."""
+        """Choose evenly spaced parameters, first and last included; equal in every generation."""
         known = [one for one in _named_parameters(self._attached) if _has_bytes(one[1])]
         last = len(known) - 1
         num = min(len(known), MAX_SAMPLES)
@@ -145,7 +144,7 @@ class BoundaryDigests:
 
 
 def _named_parameters(attached: AttachedState) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters that are trained: those of the optimizers, or without one those of the modules."""
+    """Trained parameters: those of the optimizers; without an optimizer, those of the modules."""
     names: dict[int, str] = {}
     for prefix, module in attached.modules.items():
         for name, tensor in every_name(module, prefix):
@@ -161,7 +160,7 @@ def _named_parameters(attached: AttachedState) -> Iterator[tuple[str, torch.Tens
 
 
 class _Samples:
-    """Slices of some parameters. Their views are kept for as long as no address changes."""
+    """Slices of some parameters; the views are reused until an address changes."""
 
     def __init__(self, chosen: Sequence[tuple[str, torch.Tensor]]) -> None:
         self._plain: list[Any] = [one for _, one in chosen if not is_sharded(one)]
@@ -173,13 +172,13 @@ class _Samples:
         self._memory: list[torch.Tensor] = []
         self._readable = 0
         self._of_device: list[tuple[list[int], list[torch.Tensor]]] = []
-        """The parameters of each device, and their slices; after a short one come zeros."""
+        """Indices and slices of the parameters of each device; zeros pad a short slice."""
         self._place_of: list[tuple[list[torch.Tensor], int]] = []
-        """Where the slice of each parameter is among those of its device."""
+        """List and index that hold the slice of each parameter."""
         self._step = -1
 
     def take(self, step: int) -> _Taken:
-        """Read the slices, or queue that on their device behind the step."""
+        """Read the slices; on a device, queue the read after the step."""
         addresses = [one.data_ptr() for one in self._plain]
         addresses += [one._local_tensor.data_ptr() for one in self._sharded]
         if addresses != self._addresses:
@@ -194,7 +193,6 @@ class _Samples:
         return _Taken(num, self._readable, copies)
 
     def _look(self) -> None:
-        """Find the memory of each parameter."""
         parts = [*self._plain, *(one._local_tensor for one in self._sharded)]
         found = [_bytes_of(one) for one in parts]
         self._readable = sum(1 << at for at, one in enumerate(found) if one is not None)
@@ -215,7 +213,7 @@ class _Samples:
         self._step = -1
 
     def _place(self, at: int, turn: int) -> None:
-        """Choose the slice of a parameter; it depends on name and step only."""
+        """Choose the slice of a parameter; the position depends only on name and step."""
         memory = self._memory[at]
         span = max(1, memory.numel() - SLICE_BYTES)
         begin = (self._seeds[at] + turn * _GOLDEN) % span & -_ALIGN
@@ -232,14 +230,14 @@ def _has_bytes(parameter: torch.Tensor) -> bool:
 
 
 def _bytes_of(local: torch.Tensor) -> torch.Tensor | None:
-    """The memory of a tensor, in its own order; None if there is none that is only its."""
+    """Memory of a dense tensor as bytes, in storage order; None if it cannot be read."""
     if not (local.is_cpu or local.is_cuda) or not local.data_ptr():
         return None
     plain = local.detach()
     if not torch.ops.aten.is_non_overlapping_and_dense(plain):
         return None
     start, size = plain.storage_offset() * plain.element_size(), plain.nbytes
-    # Not by numpy(): that forbids the script to resize the storage.
+    # Not through numpy(), because that prevents the script from resizing the storage.
     return _bytes(0, plain.device).set_(plain.untyped_storage(), start, (size,), (1,))
 
 

@@ -1,28 +1,30 @@
-"""The life of a snapshot in the worker: from a step boundary to the seal.
+"""Takes snapshots in the worker, from the step boundary to the seal.
 
 Runs in:  worker; the boundary and the optimizer's pre-hook in the training thread, lazy copies
           and the seal in the copy thread.
 Takes in: the state of each boundary, commits on the command page, memory from the SMP.
-Gives:    sealed slots, and word of them; counts and times on the heartbeat page.
-Survives: nothing by itself; the slot that holds the newest committed version is never touched,
-          so a kill at any moment leaves it whole.
+Gives:    sealed slots, and reports of them to the SMP; counts and times on the heartbeat page.
+Survives: nothing; the slot with the newest committed version is never written, so a kill at any
+          moment leaves it whole.
 
-Rule 1: between two boundaries at most one snapshot is under way, and the thread that copies is
-        idle whenever an optimizer changes a parameter.
-Rule 2: what belongs to an optimizer is copied lazily, and each lazy copy is checked against the
-        boundary before its slot is sealed (laziness.py); a difference discards the snapshot. The
-        first snapshots, and one in `proof_every`, are verified snapshots: copied at the boundary,
-        so exact whatever the script does, and compared by digest just before the optimizer
-        steps. A tensor that differs is copied at the boundary from then on.
-Rule 3: a slot is overwritten only once what it holds is committed and superseded, or abandoned:
-        withdrawn by this rank or by another that has none of that step.
-Rule 4: nothing is waited for while the SMPs protect the last snapshot across nodes, nor after a
-        restore before the restored version is committed again: what falls due then is skipped.
-Rule 5: a fault in here costs protection, never the run: no exception reaches the script. A state
-        that cannot be taken costs the snapshot of this step, and later boundaries are tried; a
-        fault of a copy or of its check ends protection.
+Rule 1: between two boundaries at most one snapshot is in progress. The copy thread is idle whenever
+        an optimizer changes a parameter.
+Rule 2: tensors that belong to an optimizer are copied lazily. Each lazy copy is checked against the
+        boundary before its slot is sealed (laziness.py), and a difference discards the snapshot.
+        The first `proof_first` snapshots, and one in `proof_every`, are verified snapshots. They
+        are copied at the boundary, so they are exact regardless of the script, and compared by
+        digest just before the optimizer steps. A tensor that differs is copied at the boundary
+        from then on.
+Rule 3: a slot is overwritten only after its version is committed and superseded, or abandoned:
+        withdrawn by this rank, or by another rank that has no snapshot of that step.
+Rule 4: the boundary does not wait while the SMPs protect the last snapshot across nodes. It also
+        does not wait after a restore until the restored version is committed again. Snapshots that
+        are due in these times are skipped.
+Rule 5: an error in this module costs protection, never the run: no exception reaches the script. If
+        a state cannot be captured, the snapshot of this step is skipped, and later boundaries try
+        again. An error of a copy or of its check ends protection.
 
-Source: the lazy copy behind forward and backward is DataStates-LLM's (arXiv 2406.10707).
+Source: the lazy copy during forward and backward is from DataStates-LLM (arXiv 2406.10707).
 """
 
 import logging
@@ -99,13 +101,16 @@ class Capture:
     def boundary(
         self, step: int, *, collect: Callable[[], BoundaryState], force: bool, allowed: bool
     ) -> None:
-        """Take a snapshot of this boundary where one is due.
+        """Take a snapshot at this boundary if one is due.
 
         Args:
-            step: boundaries passed, this one included.
-            collect: gives the state; called only where it is needed.
-            force: take one whatever the interval says, and wait for its seal.
-            allowed: the loop is where a snapshot may be taken.
+            step: number of boundaries passed, including this one.
+            collect: returns the state; called only if it is needed.
+            force: take a snapshot regardless of the interval, and wait for its seal.
+            allowed: the script and its optimizers permit a snapshot at this boundary.
+
+        Raises:
+            MemoryTooSmall: there is no memory for snapshots, and the profile requires them.
         """
         if self._is_off:
             return
@@ -117,9 +122,9 @@ class Capture:
             is_due = force or (allowed and self._cadence.is_due(step))
             self._try(step, collect, is_due=is_due, is_last=force)
         except PeerError as error:
-            # The agent starts another SMP; until then there is no memory to ask for.
+            # The agent starts another SMP; until then no memory can be requested.
             self._page.add(HeartbeatField.SKIPPED_COUNT, 1)
-            if str(error) != self._trouble:  # said once, not at each step
+            if str(error) != self._trouble:  # log it once, not at each step
                 self._trouble = str(error)
                 _log.warning("no snapshot of step %d, nor until that is over: %s", step, error)
         except StructureChanged as error:
@@ -135,18 +140,18 @@ class Capture:
 
     @property
     def newest_step(self) -> int:
-        """The step of the newest snapshot that this rank has sealed; -1: none."""
+        """Step of the newest snapshot that this rank has sealed; -1: none."""
         self._thread.wait()
         sealed = self._settling.newest_sealed
         return -1 if sealed is None else sealed.step
 
     def warm(self, arena: Arena) -> None:
-        """Map an inherited arena's pages while the first step computes."""
+        """Map the pages of an inherited arena in the copy thread, during the first step."""
         self._store.inherit(arena)
         self._thread.start(arena.populate)
 
     def finish(self) -> None:
-        """Wait for the copy under way; the end of the loop and of the process call this."""
+        """Wait for the copy in progress, at the end of the loop and of the process."""
         if os.getpid() == self._pid:
             self._thread.wait()
 
@@ -156,7 +161,7 @@ class Capture:
         self._is_off = True
 
     def settle(self) -> None:
-        """Wait for the copy under way: the script may now change what it likes until its next step.
+        """Wait for the copy in progress; the script may then change any tensor until its next step.
 
         Never raises.
         """
@@ -170,8 +175,8 @@ class Capture:
         self._count_blocked(began_ns)
 
     def _before_optimizer_step(self, *_: Any) -> None:
-        # A compiled step must not trace what follows, and is found out at the next boundary; a
-        # process forked by the script has this hook but no copy thread.
+        # A compiled step must not trace the code below; `_end_turn` detects such a step. A process
+        # that the script has forked has this hook but no copy thread, so `settle` returns there.
         if torch.compiler.is_compiling():
             return
         self._hook_fired = True
@@ -179,7 +184,7 @@ class Capture:
             self.settle()
 
     def _observe(self) -> None:
-        """End the copy, and look at its sources before they may change."""
+        """Wait for the copy, and sample its sources before they may change."""
         self._thread.wait()
         if self._check is not None:
             self._check.observe()
@@ -189,7 +194,6 @@ class Capture:
             self._demote(copy.differing(table), _BEFORE_STEP)
 
     def _end_turn(self) -> None:
-        """Find the lazy sources that did not stay as they were."""
         hook_fired, self._hook_fired = self._hook_fired, False
         check = self._check
         self._observe()
@@ -205,7 +209,7 @@ class Capture:
         self._page.add(HeartbeatField.BLOCKED_NS, blocked_ns)
 
     def _learn(self, now_ns: int) -> None:
-        # A turn with a verified snapshot says nothing about the cost of the others.
+        # A turn with a verified snapshot does not measure the cost of a lazy one.
         if self._last_boundary_ns and self._is_typical:
             self._cadence.learn(
                 self._turn,
@@ -220,10 +224,10 @@ class Capture:
     def _try(
         self, step: int, collect: Callable[[], BoundaryState], *, is_due: bool, is_last: bool
     ) -> None:
-        """Take a snapshot, or see whether there is memory for one.
+        """Take a snapshot if one is due; otherwise check that there is memory for one.
 
         Raises:
-            PeerError, StructureChanged, MemoryTooSmall: there is none of this step.
+            PeerError, StructureChanged, MemoryTooSmall: no snapshot of this step is possible.
         """
         try:
             if is_due:
@@ -239,7 +243,8 @@ class Capture:
 
     def _take(self, step: int, collect: Callable[[], BoundaryState], *, is_last: bool) -> None:
         if not self._may_overwrite(is_last=is_last):
-            # Not withdrawn: the SMP may still commit the last one, and no rank may overwrite it.
+            # Report a skip, not a withdrawal: the SMP may still commit the last seal, so no rank
+            # may overwrite it.
             self._page.add(HeartbeatField.SKIPPED_COUNT, 1)
             self._settling.skipped(step)
             self._link.tell_skipped(step)
@@ -274,14 +279,14 @@ class Capture:
         return taken < settings.proof_first or (taken + 1) % settings.proof_every == 0
 
     def _may_overwrite(self, *, is_last: bool) -> bool:
-        """Whether the last seal is committed, waiting a little for that, or else withdrawn.
+        """Wait until the last seal is committed, else withdraw it; return whether a slot is free.
 
         Args:
-            is_last: this rank is about to stop, and has time.
+            is_last: this rank is about to stop, so it waits 5 s in place of `commit_wait_s`.
         """
         wait_s = _LAST_COMMIT_WAIT_S if is_last else self._context.settings.commit_wait_s
-        # A rank that is slower than this one seals in a while, and this one would wait for it in
-        # the next collective anyway. Once nothing has come, nothing is waited for until it does.
+        # A slower rank seals later, and this rank would wait for it in the next collective anyway.
+        # After one wait without a commit, boundaries do not wait until a slot is free again.
         give_up_s = clock.now_s() + (wait_s if is_last or self._is_patient else 0.0)
         settling = self._settling
         while not settling.is_free:
@@ -351,14 +356,14 @@ class Capture:
         _log.warning("%s", text)
 
     def _go_without(self, step: int, key: str, reason: str) -> None:
-        """No snapshot of this step; the slots stay as they are, and later ones are tried."""
+        """Skip the snapshot of this step; the slots stay as they are, and later steps try again."""
         self._page.add(HeartbeatField.SKIPPED_COUNT, 1)
         self._context.unprotected.add(key, reason)
         self._settling.skipped(step)
         self._link.withdraw(step)
 
     def _fail(self, step: int, error: Exception) -> None:
-        """No snapshot of this step, for a reason that may pass: a value that is removed again."""
+        """Skip the snapshot of this step because of an error that may pass, such as a bad value."""
         self._check = self._verified = None
         kind = "" if isinstance(error, FtrunError) else f"{type(error).__name__}: "
         is_new = "value" not in self._context.unprotected
@@ -368,7 +373,7 @@ class Capture:
             _log.warning("rank %d: %s", self._context.rank, text, exc_info=error)
 
     def _give_up(self, error: Exception) -> None:
-        """No more snapshots from this process, because its checks cannot be relied on."""
+        """Stop taking snapshots in this process, because its checks are no longer reliable."""
         self._is_off = True
         kind = "" if isinstance(error, FtrunError) else f"a bug in ftrun: {type(error).__name__}: "
         text = f"no more snapshots: {kind}{error}"

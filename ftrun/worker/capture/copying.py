@@ -1,17 +1,18 @@
-"""Copies between live tensors and a slot, and their digests.
+"""Copies tensors into a slot and computes the digests.
 
-Runs in:  worker: boundary copies in the training thread, lazy ones in the copy thread.
+Runs in:  worker: boundary copies in the training thread, lazy copies in the copy thread.
 Takes in: a layout, the sources, a slot's image.
 Gives:    bytes in the slot and a digest per piece.
 
-Rule: digests are taken of the slot, never of a source. A source may change between copy and
-      digest; a sealed slot always matches its digests.
+Rule: digests are computed from the slot, never from a source. A source may change between copy and
+      digest, but a sealed slot always matches its digests.
 
-Large tensors are copied piece by piece, and each digest is taken while the piece is in the
-processor's cache: 256 KiB pieces with views cut beforehand reach 83 % of a plain warm copy, where
-cutting them on each call or hashing afterwards reaches half (2026-11). np.copyto copies in this
-thread alone; Tensor.copy_ would use the threads that compute the forward, at a third of the rate
-when all cores are busy. Both calls release the interpreter lock.
+Large tensors are copied piece by piece. Each digest is computed while the piece is in the CPU
+cache. With 256 KiB pieces and views that are cut in advance, this reaches 83 % of the rate of a
+plain warm copy. Cutting the views on each call, or hashing after the copy, reaches half (2026-11).
+np.copyto runs in the calling thread only. Tensor.copy_ would use the threads that compute the
+forward, and reaches a third of the rate when all cores are busy. np.copyto and the digest both
+release the GIL.
 """
 
 import logging
@@ -38,7 +39,7 @@ digest_of: Callable[[Any], int] = xxhash.xxh3_64_intdigest
 
 @dataclass(frozen=True, slots=True)
 class CopyPiece:
-    """One piece of a large lazy source, as bytes: where from, where to, and its digest's place."""
+    """One piece of a large lazy source: byte views of source and target, and its digest's index."""
 
     source: np.ndarray
     target: np.ndarray
@@ -48,7 +49,7 @@ class CopyPiece:
 
 @dataclass
 class SlotCopy:
-    """What to copy into one slot for one set of lasting sources, with every view cut.
+    """Copies into one slot for one set of persistent sources, with all views cut in advance.
 
     `whole_*` are lazy tensors that are not cut: small, on a device, or with other strides.
     """
@@ -61,7 +62,7 @@ class SlotCopy:
     boundary_targets: list[torch.Tensor] = field(default_factory=list)
     boundary_sources: list[torch.Tensor] = field(default_factory=list)
     packed: list[tuple[int, Any]] = field(default_factory=list)
-    """Pieces whose digest is taken of the slot: packs, boundary copies, plain values."""
+    """Index and slot bytes of all other pieces: packs, boundary copies, plain values."""
 
     @cached_property
     def samples(self) -> LazySamples:
@@ -74,7 +75,7 @@ class SlotCopy:
     def copy_lazy(self, table: memoryview) -> None:
         if self.whole_targets:
             torch._foreach_copy_(self.whole_targets, self.whole_sources)
-        # In the order of the file, nearly: whoever writes it meanwhile need not wait for the end.
+        # Nearly in file order, so that live capture can write the file before the copy ends.
         for index, view in self.packed:
             table[index] = digest_of(view)
         for one in self.cuts:
@@ -82,7 +83,7 @@ class SlotCopy:
             table[one.index] = digest_of(one.target)
 
     def differing(self, table: memoryview) -> list[str]:
-        """Names of the lazy sources that are not, byte for byte, what was copied of them."""
+        """Names of lazy sources that differ in any byte from their copies."""
         names = {one.name for one in self.cuts if table[one.index] != digest_of(one.source)}
         for name, source, target in zip(
             self.whole_names, self.whole_sources, self.whole_targets, strict=True
@@ -93,7 +94,7 @@ class SlotCopy:
 
 
 class SlotViews:
-    """Typed views of a slot's entries; cut once per slot."""
+    """Typed views of a slot's entries; created once per slot."""
 
     def __init__(self, layout: Layout, image: memoryview) -> None:
         self.layout = layout
@@ -113,7 +114,6 @@ class SlotViews:
         self.image[at + 8 : at + 8 + len(plain)] = plain
 
     def target(self, name: str) -> torch.Tensor:
-        """The entry's bytes in the slot as a tensor of its dtype and shape."""
         if name not in self._targets:
             self._targets[name] = entry_view(self.data, self._entries[name])
         return self._targets[name]
@@ -121,12 +121,12 @@ class SlotViews:
     def prepare(
         self, lasting: Sequence[TensorSource], fresh: Sequence[TensorSource], hasty: Collection[str]
     ) -> SlotCopy:
-        """The copies of these sources.
+        """Prepare the copies of these sources.
 
         Args:
             lasting: sources of the layout that stay the same objects.
-            fresh: sources that are new objects at each boundary, always small in number.
-            hasty: names of lazy sources that are copied at the boundary all the same.
+            fresh: sources that are new objects at each boundary; always few.
+            hasty: names of lazy sources that are copied at the boundary nevertheless.
         """
         made = SlotCopy()
         index_at = {p.offset: i for i, p in enumerate(self.layout.pieces) if p.num_bytes}
@@ -176,7 +176,7 @@ class SlotViews:
 
 
 def entry_view(data: torch.Tensor, entry: LayoutEntry) -> torch.Tensor:
-    """An entry of a shard's data as a tensor that shares its memory."""
+    """Return an entry of a shard's data as a tensor that shares its memory."""
     dtype = DTYPES[entry.dtype]
     raw = data[entry.offset : entry.offset + entry.num_bytes]
     if raw.numel() == 0:
@@ -185,9 +185,10 @@ def entry_view(data: torch.Tensor, entry: LayoutEntry) -> torch.Tensor:
 
 
 def _names_at_boundary(sources: Sequence[TensorSource], hasty: Collection[str]) -> set[str]:
-    """Names of the sources that are not copied lazily.
+    """Names of the sources that are copied at the boundary.
 
-    A buffer may be a view of a parameter; what changes the buffer then changes the parameter.
+    A buffer may be a view of a parameter. A change of the buffer then changes the parameter, so
+    sources that share memory with a boundary source are included.
     """
     found = {source.name for source in sources if not is_lazy(source, hasty)}
     changing = {_memory(source) for source in sources if source.when is CopyTiming.BOUNDARY}
@@ -199,14 +200,14 @@ def _memory(source: TensorSource) -> int:
 
 
 def content_digest(tensor: torch.Tensor) -> int:
-    """The digest of a tensor's bytes; only where it cannot be cut does this copy them."""
+    """Digest of a tensor's bytes; copies the tensor only if it cannot be cut."""
     if not can_be_cut(tensor):
         tensor = tensor.cpu().contiguous()
     return digest_of(byte_view(tensor).numpy()) if tensor.numel() else 0
 
 
 class CopyThread:
-    """The one daemon thread that copies behind the training thread."""
+    """Daemon thread that copies in parallel to the training thread; one job at a time."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -219,7 +220,7 @@ class CopyThread:
         return not self._idle.is_set()
 
     def start(self, job: Callable[[], None]) -> None:
-        """Begin a job; the last one has been waited for. What it raises is logged."""
+        """Start a job; logs its exceptions. The caller must have waited for the previous job."""
         if self._thread is None:
             thread = threading.Thread(target=self._work, name="ftrun-copy", daemon=True)
             thread.start()
@@ -228,7 +229,7 @@ class CopyThread:
         self._jobs.put(job)
 
     def wait(self) -> None:
-        """Until the job is done; as long as a copy of all bytes takes at most."""
+        """Wait until the job is done; at most the time to copy all bytes."""
         self._idle.wait()
 
     def _work(self) -> None:

@@ -1,19 +1,19 @@
-"""Snapshots that the script asks for one by one, without a session: copied at once, then awaited.
+"""Takes single snapshots on request of the script, without a session.
 
-Runs in:  worker, in whichever thread saves; one save at a time.
+Runs in:  worker, in the thread that saves; one save at a time.
 Takes in: named tensors and packed plain values of one step, commits on the command page.
-Gives:    a sealed slot; word of it; the end of the wait for its commit, or why there is none.
-Survives: nothing by itself; a kill at any moment leaves the slot that is committed whole.
+Gives:    a sealed slot; a report of it to the SMP; its commit, or the reason why there is none.
+Survives: nothing; a kill at any moment leaves the committed slot whole.
 
 Slots, layouts, digests, seals and commits are those of a session (`slots.py`, `copying.py`,
-`settling.py`); what is left out is all that serves a loop: cadence, lazy copies and their check.
-Nothing may change below the copy here, because the caller waits for it.
+`settling.py`). Parts that serve a loop are not used: the snapshot interval, lazy copies and their
+check. The sources cannot change during the copy, because the caller waits for it.
 
-Rule 1: copying and sealing are two calls: whoever coordinates seals last, with what it has learned
-        from all others, so that no version is complete before every rank has done its part.
-Rule 2: whoever saves anew knows that all ranks have done with the last save. One that is not
-        committed by then never will be, unless its commit is on its way: it is withdrawn.
-Rule 3: every wait ends at a time that the caller has set.
+Rule 1: copying and sealing are two calls. The coordinator seals last, with results of all other
+        ranks, so that no version is complete before every rank has sealed its shard.
+Rule 2: a save begins only after all ranks have finished the last save. If that version is not
+        committed by then, it never will be, unless its commit is in transit. It is withdrawn.
+Rule 3: every wait ends at a deadline that the caller sets.
 """
 
 import os
@@ -42,7 +42,7 @@ _saver: "ExplicitSaver | None" = None
 
 
 def saver_of(context: WorkerContext) -> "ExplicitSaver":
-    """The one saver of this process."""
+    """Return the only saver of this process; create it on first use and after a fork."""
     global _saver
     if _saver is None or _saver.pid != os.getpid():
         _saver = ExplicitSaver(context)
@@ -50,13 +50,12 @@ def saver_of(context: WorkerContext) -> "ExplicitSaver":
 
 
 def is_in_use() -> bool:
-    """Whether this process has begun to save or load without a session."""
     return _saver is not None and _saver.pid == os.getpid()
 
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """A slot that is copied and not sealed."""
+    """A slot that is copied but not sealed."""
 
     slots: ArenaSlots
     slot: int
@@ -64,7 +63,7 @@ class _Copied:
 
 
 class ExplicitSaver:
-    """Takes the snapshots of one rank when it is told to."""
+    """Takes snapshots of one rank on request."""
 
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
@@ -75,26 +74,26 @@ class ExplicitSaver:
         self._copied: _Copied | None = None
         self._step = -1 if context.restore is None else context.restore.step
         self.room_bytes = 0
-        """To set aside for plain values that come only when all is copied."""
+        """Bytes that the caller reserves for plain values that are known only after the copy."""
         if context.arena_fd is not None:
             inherited = Arena(context.arena_fd, writable=True)
             self._store.inherit(inherited)
             threading.Thread(target=inherited.populate, name="ftrun-populate", daemon=True).start()
 
     def begin(self, wanted: int, *, is_new: bool = True) -> int:
-        """The step of a save: the one that is wanted, or the next one where that is past.
+        """Return the step of a save: `wanted`, or the next step if `wanted` is not newer.
 
         Args:
-            wanted: below zero: the next one.
-            is_new: false where this save has begun already, and only its step may grow.
+            wanted: requested step; a negative value requests the next step.
+            is_new: if false, this save has begun already, and only its step may increase.
         """
         self._step = max(self._step + is_new, wanted)
         return self._step
 
     def newest(self, *, give_up_s: float) -> Version | None:
-        """The version that all ranks would load now.
+        """Return the version that all ranks would load now.
 
-        A commit of what this rank has sealed is waited for: another node may have seen it already.
+        Waits for the commit of this rank's last seal, because another node may already see it.
         """
         sealed = self._settling.newest_sealed
         while sealed is not None and not self._is_over(sealed) and clock.now_s() < give_up_s:
@@ -104,17 +103,17 @@ class ExplicitSaver:
     def copy(
         self, step: int, sources: Sequence[TensorSource], plain: bytes, *, give_up_s: float
     ) -> None:
-        """Copy all of it into the slot that is free.
+        """Copy the state into the free slot.
 
         Args:
-            step: as `begin` has said.
-            sources: their names are unique.
-            plain: packed values; `seal` may replace them by others that fit in their place.
-            give_up_s: on the monotonic clock.
+            step: the step that `begin` returned.
+            sources: sources with unique names.
+            plain: packed values; `seal` may replace them by others of at most the same capacity.
+            give_up_s: deadline on the monotonic clock.
 
         Raises:
-            SnapshotError: there is no room, or no slot is free in time.
-            PeerError: the SMP cannot be asked in time.
+            SnapshotError: the memory does not suffice, or no slot is free in time.
+            PeerError: the SMP does not answer in time.
         """
         self._copied = None
         self._await_free(give_up_s)
@@ -131,18 +130,18 @@ class ExplicitSaver:
             copy.copy_boundary()
             copy.copy_lazy(slots.arena.table(slot))
         finally:
-            slots.forget_copies()  # which hold the tensors, copies made by async_save among them
+            slots.forget_copies()  # they hold references to tensors, also to copies of async_save
         crash_point("worker.capture.copied")
         self._copied = _Copied(slots, slot, step)
 
     def seal(self, plain: bytes | None = None) -> Version:
-        """Seal what was copied, and tell the SMP.
+        """Seal the copied slot, and report it to the SMP.
 
         Args:
-            plain: in place of the packed values that were copied.
+            plain: replaces the packed values that were copied.
 
         Raises:
-            SnapshotError: they do not fit there.
+            SnapshotError: the new values do not fit.
         """
         assert self._copied is not None
         copied, self._copied = self._copied, None
@@ -167,7 +166,7 @@ class ExplicitSaver:
         """Wait until a version of this rank is committed.
 
         Raises:
-            SnapshotError: it will not be, or is not in time.
+            SnapshotError: the version is abandoned, or not committed in time.
         """
         while not self._is_over(sealed):
             if clock.now_s() >= give_up_s:
@@ -190,7 +189,6 @@ class ExplicitSaver:
         return committed is not None and committed >= sealed
 
     def _is_over(self, sealed: Version) -> bool:
-        """It is committed, or never will be."""
         is_given_up = (
             sealed.generation == self.context.generation
             and self.context.commands.get(CommandField.ABANDONED_STEP) >= sealed.step
@@ -198,7 +196,7 @@ class ExplicitSaver:
         return is_given_up or self._is_committed(sealed)
 
     def _await_free(self, give_up_s: float) -> None:
-        """Until a slot may be overwritten: rule 2."""
+        """Wait until a slot may be overwritten: rule 2."""
         settling = self._settling
         while not settling.is_free:
             last = settling.newest_sealed
@@ -206,7 +204,7 @@ class ExplicitSaver:
                 if self.link.withdraw(last.step):
                     settling.skipped(last.step)
                 else:
-                    clock.sleep(_RETRY_S)  # its commit is on its way, or another SMP is
+                    clock.sleep(_RETRY_S)  # its commit is in transit, or the SMP is restarting
             elif clock.now_s() < give_up_s:
                 clock.sleep(_POLL_S)
             if clock.now_s() >= give_up_s:
@@ -224,7 +222,7 @@ class ExplicitSaver:
             try:
                 slots = self._store.slots_for(state)
             except PeerError:
-                # The agent starts another SMP; until then there is no memory to ask for.
+                # The agent starts another SMP; until then no memory can be requested.
                 if clock.now_s() + _RETRY_S >= give_up_s:
                     raise
                 slots = None
@@ -255,7 +253,7 @@ def _replace_plain(slots: ArenaSlots, slot: int, plain: bytes, table: memoryview
 
 
 def _lasting(sources: Sequence[TensorSource]) -> PersistentSources:
-    """These sources, without anything that could be asked again at another step."""
+    """Wrap sources for one copy, without the fields that detect changes between steps."""
     return PersistentSources(
         sources=tuple(sources),
         originals=(),

@@ -1,18 +1,16 @@
-"""Copies of small tensors to the host that the training thread does not wait for.
+"""Asynchronous copies of small tensors to the host.
 
-Runs in:  worker, training thread; also under plain python.
-Takes in: a tensor on any device.
-Gives:    its values on the host, and whether they have arrived.
+Runs in: worker, training thread; also under plain python.
 """
 
 import torch
 
 
 class HostCopy:
-    """One tensor on its way; of a CPU tensor the tensor itself."""
+    """Copy of one tensor in host memory; shares the memory of a CPU tensor."""
 
     def __init__(self, source: torch.Tensor) -> None:
-        # torch pins the target of a copy from CUDA: only then is it asynchronous.
+        # torch allocates a pinned target for this copy from CUDA, so the copy is asynchronous.
         self.tensor = source.detach().to("cpu", non_blocking=True)
         self._event: torch.cuda.Event | None = None
         if source.is_cuda:
@@ -21,5 +19,5 @@ class HostCopy:
 
     @property
     def has_arrived(self) -> bool:
-        """Before this is true, `tensor` holds what was in that memory earlier."""
+        """Whether the copy is complete; until then the content of `tensor` is undefined."""
         return self._event is None or self._event.query()  # type: ignore[no-untyped-call]

@@ -1,17 +1,18 @@
-"""The lazy copy check: whether a lazy copy equals the state at the step boundary.
+"""The lazy copy check: proves that a lazy copy equals the state at the step boundary.
 
 Runs in:  worker: samples in the training thread, at the boundary and before the optimizer steps;
           the comparison with the copy in the copy thread.
-Takes in: the lazy sources of a slot, and their places in it.
+Takes in: the lazy sources of a slot, and their targets in the slot.
 Gives:    the names of tensors that changed.
 
-A version counter counts each change in place that autograd records. `p.data.copy_()` is not
-recorded, and a script that swaps average weights in and out leaves no trace at all. Therefore one
-cache line of every 64 KiB is read at the boundary, at an offset that is random for each snapshot.
-The copy must hold the same lines, and the tensor must hold them when the optimizer steps. Changes
+A version counter counts each in-place change that autograd records. `p.data.copy_()` is not
+recorded, and a script that swaps average weights in and out leaves no trace. Therefore one cache
+line of every 64 KiB is read at the boundary, at an offset that is random for each snapshot. The
+copy must hold the same lines, and the tensor must still hold them when the optimizer steps. Changes
 of fewer bytes can be missed; the verified snapshots of capture.py find those.
 
-Other memory behind a parameter (`p.data = q`) is no danger: the sources keep the old memory.
+If a parameter gets other memory (`p.data = q`), the copy stays correct, because the sources keep
+the old memory.
 """
 
 import random
@@ -28,20 +29,22 @@ from ftrun.worker.state.tensors import byte_view, can_be_cut
 
 LINE_BYTES = 64
 ROW_BYTES = 1 << 16
-"""One line is read of each row: 1.4 ms per GiB of state (2026-11)."""
+"""One line of each row is read, which takes 1.4 ms per GiB of state (2026-11)."""
 
 BOUNDARY_BYTES = 1 << 14
-"""CPU tensors up to this size are copied at the boundary: 3 us each, as much as two samples."""
+"""CPU tensors up to this size are copied at the boundary. That takes 3 us each, as long as two
+samples."""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by size: torch.take has no kernel for each float, and NaN is not equal to itself."""
+"""Integer types by item size. torch.take lacks kernels for some float types, and NaN does not equal
+itself."""
 
 _random = random.Random()
 
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A tensor that is copied lazily, and its place in the slot."""
+    """A tensor that is copied lazily, and its target in the slot."""
 
     name: str
     source: torch.Tensor
@@ -52,8 +55,8 @@ def is_lazy(source: TensorSource, hasty: Collection[str]) -> bool:
     """Whether a source is copied while the next forward and backward run.
 
     Args:
-        source: of an optimizer or not.
-        hasty: names of sources that were found to change between boundary and optimizer step.
+        source: any source of the state.
+        hasty: names of sources that have changed between a boundary and an optimizer step.
     """
     tensor = source.tensor
     if source.when is not CopyTiming.LAZY or source.name in hasty or not tensor.numel():
@@ -74,7 +77,7 @@ class _Sampler(Protocol):
 
 
 class LazySamples:
-    """Reads samples of the lazy tensors of one slot; made once per set of sources."""
+    """Reads samples of the lazy tensors of one slot; created once per set of sources."""
 
     def __init__(self, tensors: Sequence[LazyTensor]) -> None:
         self.tensors = tensors
@@ -92,7 +95,7 @@ class LazySamples:
 
 
 class LazyCopyCheck:
-    """The check of one snapshot. Made at the boundary, before its copy begins."""
+    """Lazy copy check of one snapshot; must be created at the boundary, before the copy begins."""
 
     def __init__(self, samples: LazySamples) -> None:
         self._samples = samples
@@ -102,28 +105,26 @@ class LazyCopyCheck:
         self._at_step: list[object] | None = None
 
     def wrong_copies(self) -> list[str]:
-        """Names of tensors whose copy may differ from the boundary. Asked after the copy."""
+        """Names of tensors whose copy may differ from the boundary; call it after the copy."""
         copied = [one.targets(self._where) for one in self._samples.samplers]
         return sorted(self._recorded() | self._differing(copied))
 
     def observe(self) -> None:
-        """Read the tensors again, before an optimizer changes them; only the first call counts."""
+        """Sample the tensors before an optimizer changes them; later calls do nothing."""
         if self._at_step is None:
             self._at_step = self._sources()
 
     def changed_before_step(self) -> list[str]:
-        """Names of tensors that had changed when they were observed."""
+        """Names of tensors that had changed at `observe`."""
         return sorted(self._differing(self._at_step)) if self._at_step is not None else []
 
     def changed_now(self) -> list[str]:
-        """Names of tensors that have changed since the boundary."""
         return sorted(self._recorded() | self._differing(self._sources()))
 
     def _sources(self) -> list[object]:
         return [one.sources(self._where) for one in self._samples.samplers]
 
     def _recorded(self) -> set[str]:
-        """Names of tensors with another version."""
         now = zip(self._samples.tensors, self._versions, self._samples.versions(), strict=True)
         return {tensor.name for tensor, before, after in now if before != after}
 
@@ -137,7 +138,7 @@ class LazyCopyCheck:
 
 
 class _LineSampler:
-    """Reads lines of contiguous tensors in CPU memory: one call for all of them."""
+    """Reads lines of contiguous tensors in CPU memory, and compares all of them in one call."""
 
     def __init__(self, tensors: Sequence[LazyTensor]) -> None:
         self.names = [one.name for one in tensors]
@@ -163,7 +164,7 @@ class _LineSampler:
 class _ItemSampler:
     """Reads single items of tensors with other strides or on another device.
 
-    On a device the reading is queued and not waited for; `differing` waits.
+    On a device, reads are queued without waiting; `differing` waits for them.
     """
 
     def __init__(self, tensors: Sequence[LazyTensor]) -> None:
@@ -191,7 +192,7 @@ def _has_lines(tensor: torch.Tensor) -> bool:
 
 
 def _rows(tensor: torch.Tensor) -> np.ndarray:
-    """[rows, bytes of a row] over the same memory, without a rest shorter than a row."""
+    """View as [rows, bytes per row] of the same memory, without the remainder."""
     array = byte_view(tensor).numpy()
     count = max(1, len(array) // ROW_BYTES)
     return array[: len(array) // count * count].reshape(count, -1)
@@ -210,7 +211,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _taken(bits: torch.Tensor, where: float) -> torch.Tensor:
-    """As many items as a line holds of each row, or of the tensor where that is smaller."""
+    """Read evenly spaced items: one line's worth per row, or per tensor smaller than a row."""
     per_row = LINE_BYTES // bits.itemsize
     step = max(1, min(ROW_BYTES // bits.itemsize, bits.numel()) // per_row)
     count = bits.numel() // step

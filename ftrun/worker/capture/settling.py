@@ -1,21 +1,21 @@
-"""Whether what this rank has sealed is settled, so that a slot is free for the next snapshot.
+"""Decides whether this rank's last seal is resolved, so that a slot is free for a new snapshot.
 
 Runs in:  worker; any of its threads.
-Takes in: the command page; this rank's seals and skips, as `capture` does them.
-Gives:    free or not, under way or not, the newest committed version.
-Survives: nothing by itself; a new rank begins with the version it was restored from.
+Takes in: the command page; the seals and skips of this rank, as `capture` reports them.
+Gives:    whether a slot is free; whether a commit is in progress; the newest committed version.
+Survives: nothing; a new process of the rank starts with the version that it was restored from.
 
-Rule 1: a seal is settled when its version, or a newer one, is committed, or when its step is
-        abandoned: some rank has none of it, so that it never will be committed.
-Rule 2: where a lead decides, all ranks take the same step next, the first that falls due from
-        TAKE_FROM on. One that has none of a step that others may have taken, because it was late
-        to hear that it is free or has withdrawn it, takes nothing before the lead has named a
-        later one (`ftrun/recovery/alignment.py`). Without it, nodes that once took different
-        steps could go on for good each taking what the other skips, and nothing would be
-        committed any more.
+Rule 1: a seal is resolved when its version, or a newer one, is committed, or when its step is
+        abandoned. An abandoned step is never committed, because some rank has no seal of it.
+Rule 2: if a leader decides, all ranks take the same step next: the first due step from TAKE_FROM
+        on. A rank may lack a step that others have taken, because it learned too late that its
+        slot is free, or because it has withdrawn that step. Such a rank takes no snapshot until
+        the leader has named a later step (`ftrun/recovery/alignment.py`). Without this rule, nodes
+        that once took different steps could forever take the steps that the others skip. No
+        version would be committed again.
 Rule 3: the slot with the newest committed version is never overwritten. Ranks of another world size
-        start from a version that is not in their arenas and may not be committed; the arenas may
-        hold the committed one.
+        start from a version that is not in their arenas and may not be committed. Their arenas may
+        still hold the committed version.
 """
 
 from collections.abc import Callable
@@ -26,12 +26,12 @@ from ftrun.wire.shared_memory.pages import CommandField, SharedPage
 
 
 class CommitWait:
-    """What this rank still waits for.
+    """Commit state of the seals of one rank.
 
     Args:
         commands: the command page.
-        generation: of this rank.
-        restored: the version it was restored from, or None.
+        generation: generation of this rank.
+        restored: the version from which this rank was restored, or None.
     """
 
     def __init__(self, commands: SharedPage, generation: int, restored: Version | None) -> None:
@@ -46,23 +46,22 @@ class CommitWait:
         return self._sealed
 
     def sealed(self, step: int) -> None:
-        """This rank has sealed a step of this generation."""
         self._sealed = version(self._generation, step)
 
     def skipped(self, step: int) -> None:
-        """A snapshot fell due at this step, and this rank has none, or takes its own back."""
+        """Record that this rank has no snapshot of a due step, or withdraws its own."""
         self._skipped = max(self._skipped, step)
 
     @property
     def is_free(self) -> bool:
-        """Nothing that this rank holds has still to be committed, and it may take the next."""
+        """Whether this rank awaits no commit and may take the next snapshot."""
         return not self._awaits_recommit and self._is_over() and not self._awaits_others
 
     @property
     def is_under_way(self) -> bool:
-        """All ranks of the node hold it, and other nodes are about to: it must not be waited for.
+        """Whether protection across nodes, or other nodes' commits, are in progress.
 
-        That takes as long as the network does; the training goes on meanwhile.
+        The training must not wait for this, because its duration depends on the network.
         """
         protecting = self._commands.get(CommandField.PROTECTING_STEP)
         last = self._sealed if self._is_ours else None
@@ -71,21 +70,21 @@ class CommitWait:
 
     @property
     def committed(self) -> Version | None:
-        """The newest version that counts."""
+        """Newest version that is committed or was restored."""
         commands = self._commands
         found = version(
             commands.get(CommandField.COMMITTED_GENERATION),
             commands.get(CommandField.COMMITTED_STEP),
         )
-        # A version that came from a checkpoint is of generation -1; no version is of step -1.
+        # A version from a checkpoint has generation -1. Step -1 means that there is no version.
         known = [v for v in (found, self._restored) if v is not None and v.step >= 0]
         return max(known, default=None)
 
     def slot_to_fill(self, find: Callable[[Version], int | None]) -> int:
-        """The slot of an arena that may be overwritten: rule 3.
+        """Slot of an arena that may be overwritten: rule 3.
 
         Args:
-            find: gives the slot in which a version is sealed.
+            find: returns the slot in which a version is sealed, or None.
         """
         commands = self._commands
         before = version(
@@ -103,18 +102,18 @@ class CommitWait:
 
     @property
     def _awaits_recommit(self) -> bool:
-        """The restored version is not committed in this generation yet: nothing new before it."""
+        """The restored version must be committed in this generation before any new version."""
         if self._restored is None:
             return False
         return self._commands.get(CommandField.COMMITTED_IN) < self._generation
 
     @property
     def _awaits_others(self) -> bool:
-        """It has skipped what others may have taken: rule 2."""
+        """This rank has skipped a step that others may have taken: rule 2."""
         return 0 <= self._commands.get(CommandField.TAKE_FROM) <= self._skipped
 
     def _is_over(self) -> bool:
-        """The newest seal of this rank is committed, or never will be: rule 1."""
+        """The newest seal of this rank is resolved: rule 1."""
         last = self._sealed
         if last is None or self._is_committed():
             return True

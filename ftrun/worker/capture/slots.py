@@ -1,17 +1,17 @@
-"""The arena as the capture uses it: which layout it has, and where a new one comes from.
+"""Provides the arena for snapshots: reuses the inherited one, or allocates a new one.
 
-Runs in:  worker: the training thread, and a thread of its own while large memory is made.
+Runs in:  worker: the training thread, and a thread of its own during an allocation.
 Takes in: the state of a boundary, an arena inherited from the last worker.
-Gives:    `ArenaSlots` that fit the state, or none yet.
+Gives:    `ArenaSlots` that fit the state, or None during an allocation.
 
-Making an arena costs 0.5 s per GiB (2026-11), most of it the first touch of its pages. The
-boundary that needs one waits for it, so that the first step is protected, but no longer than
-`commit_wait_s`: a very large one is made beside the training, and until then nothing is taken.
-The last boundary of a run waits longer: a short run would have no snapshot at all.
+An arena costs 0.5 s per GiB (2026-11), most of it the first touch of its pages. The boundary that
+needs an arena waits for it, so that the first step is protected, but at most `commit_wait_s`. A
+very large arena is allocated in parallel to the training, and no snapshot is taken until it is
+ready. The last boundary of a run waits longer, because a short run would have no snapshot at all.
 
-Rule: memory that was refused is asked for again after a pause that doubles, at once when the
-      state has another shape or the memory has become free, and at the last boundary. Until then
-      the old arena stays, with what is committed in it.
+Rule: memory that was refused is requested again after a pause that doubles. It is requested at once
+      if the state has another shape, if enough memory has become free, or at the last boundary.
+      Until a request succeeds, the old arena stays, with its committed version.
 """
 
 import logging
@@ -37,22 +37,22 @@ from ftrun.worker.state.state_tree import BoundaryState, PersistentSources, Stat
 Shape = tuple[tuple[LayoutEntry, ...], tuple[LayoutEntry, ...]]
 
 _LAST_WAIT_S = 60.0
-"""For an arena at the last boundary."""
+"""Longest wait for an arena at the last boundary."""
 
 _RETRY_S = 10.0
-"""From a refusal to the next request; doubles with each."""
+"""Seconds from a refusal to the next request; doubles with each refusal."""
 
 _LONGEST_RETRY_S = 600.0
 _MANY_ARENAS = 4
 _RECHECK_S = 1.0
-"""From a refusal to the first look whether the memory has become free."""
+"""Seconds from a refusal until free memory is checked at each boundary."""
 
 
 _log = logging.getLogger(__name__)
 
 
 class ArenaSlots:
-    """An arena as the capture uses it: its layout, and per slot the views and the copies."""
+    """An arena with its layout, and for each slot the views and the prepared copies."""
 
     def __init__(self, arena: Arena, layout: Layout, layout_id: int, shape: Shape) -> None:
         self.arena = arena
@@ -63,11 +63,10 @@ class ArenaSlots:
         self._copies: list[tuple[PersistentSources, SlotCopy] | None] = [None] * NUM_SLOTS
 
     def fit(self, shape: Shape, plain_bytes: int) -> bool:
-        """Whether a state goes in here."""
         return shape == self._shape and plain_bytes <= self.layout.plain_capacity
 
     def copy_of(self, slot: int, state: BoundaryState, hasty: set[str]) -> SlotCopy:
-        """The copies into a slot; made anew when the sources are no longer the same objects."""
+        """Return the copies into a slot; prepared again if the sources are other objects."""
         cached = self._copies[slot]
         if cached is None or cached[0] is not state.lasting:
             made = self.views[slot].prepare(state.lasting.sources, state.fresh, hasty)
@@ -82,7 +81,7 @@ class ArenaSlots:
 
 
 class _Refusal:
-    """Memory that was refused, and when it is asked for again."""
+    """Decides when memory that was refused is requested again."""
 
     def __init__(self, error: MemoryTooSmall | OSError, shape: Shape, plain_bytes: int) -> None:
         self.error = error
@@ -92,17 +91,15 @@ class _Refusal:
         self._refused_s = clock.now_s()
 
     def again(self, error: MemoryTooSmall | OSError) -> None:
-        """The same was asked for once more."""
         self.error = error
         self._pause_s = min(2 * self._pause_s, _LONGEST_RETRY_S)
         self._refused_s = clock.now_s()
 
     def is_of(self, shape: Shape, plain_bytes: int) -> bool:
-        """Whether this much was refused, or less of the same."""
+        """Whether a request of the same shape and at most as many plain bytes was refused."""
         return shape == self._shape and plain_bytes >= self._plain_bytes
 
     def is_over(self) -> bool:
-        """Whether to ask again."""
         since_s = clock.now_s() - self._refused_s
         if since_s >= self._pause_s:
             return True
@@ -114,7 +111,7 @@ class _Refusal:
 
 
 class SlotProvider:
-    """Has slots for the state there is."""
+    """Provides slots that fit the present state."""
 
     def __init__(self, context: WorkerContext) -> None:
         self.current: ArenaSlots | None = None
@@ -128,18 +125,18 @@ class SlotProvider:
         self._num_arenas = 0
 
     def inherit(self, arena: Arena) -> None:
-        """Use this arena as long as the layout stays what it was."""
+        """Set the arena to reuse if the layout of the state is still the same."""
         self._inherited = arena
 
     def slots_for(self, state: BoundaryState, *, is_last: bool = False) -> ArenaSlots | None:
-        """Where this state goes; None while memory for it is being made.
+        """Return slots that fit this state; None while their arena is being allocated.
 
         Args:
-            state: of a boundary.
-            is_last: this rank is about to stop, and has time.
+            state: state of a boundary.
+            is_last: this rank is about to stop, so a longer wait is acceptable.
 
         Raises:
-            MemoryTooSmall, PeerError, OSError: there is none to be had.
+            MemoryTooSmall, PeerError, OSError: the arena cannot be allocated.
         """
         if is_last and self._maker is not None:
             self._maker.join(_LAST_WAIT_S)
@@ -148,7 +145,7 @@ class SlotProvider:
         if self.current is not None and self.current.fit(shape, plain_bytes):
             return self.current
         if self._maker is not None:
-            return None  # made for another shape; looked at again when it is there
+            return None  # the allocation may be for another shape; checked when it is complete
         self._raise_if_refused(shape, plain_bytes, is_last=is_last)
         reused = self._reuse(shape, plain_bytes)
         if reused is not None:
@@ -160,12 +157,12 @@ class SlotProvider:
     def check_size(
         self, tree: StateTree, collect: Callable[[], BoundaryState], link: WorkerSmpClient
     ) -> None:
-        """Tell as soon as the state is larger than what was reserved at attach.
+        """Reserve more memory if the state is larger than estimated at attach; report a refusal.
 
-        That is after the first step of the optimizers, which may be long before a snapshot.
+        The size is known after the first optimizer step, possibly long before the first snapshot.
 
         Raises:
-            MemoryTooSmall: it does not fit, and the profile requires snapshots.
+            MemoryTooSmall: the state does not fit, and the profile requires snapshots.
         """
         if self._is_size_known or self.current is not None:
             return
@@ -184,14 +181,13 @@ class SlotProvider:
             if self._context.settings.required:
                 raise
         except PeerError:
-            pass  # the request for the arena will tell
+            pass  # the later request for the arena reports it
 
     def forget_copies(self) -> None:
         if self.current is not None:
             self.current.forget_copies()
 
     def _raise_if_refused(self, shape: Shape, plain_bytes: int, *, is_last: bool) -> None:
-        """Raises: MemoryTooSmall, OSError: the same was refused a short while ago."""
         refusal = self._refusal
         if refusal is None:
             return
@@ -212,12 +208,12 @@ class SlotProvider:
                 self._made = error
 
         maker = threading.Thread(target=work, name="ftrun-memory", daemon=True)
-        maker.start()  # where there is no thread to be had, the next boundary tries again
+        maker.start()  # if no thread can be started, the next boundary tries again
         self._maker = maker
         return maker
 
     def _take_made(self) -> bool:
-        """Use what has been made since the last look; whether there was something."""
+        """Take over a completed allocation; return whether there was one. Raises its error."""
         if self._maker is None or self._maker.is_alive():
             return False
         self._maker.join()
@@ -237,7 +233,6 @@ class SlotProvider:
         return True
 
     def _count_arenas(self, made: ArenaSlots) -> None:
-        """Log it once when the state changes its shape again and again."""
         self._num_arenas += 1
         if self._num_arenas != _MANY_ARENAS or self.current is None:
             return
@@ -274,7 +269,7 @@ class SlotProvider:
         return layout, xxhash.xxh3_64_intdigest(layout.header)
 
     def _reuse(self, shape: Shape, plain_bytes: int) -> ArenaSlots | None:
-        """The inherited arena, if the state goes in there; it is looked at once."""
+        """Return the inherited arena if the state fits its layout; it is tried only once."""
         arena, self._inherited = self._inherited, None
         capacity = 0 if arena is None else _plain_capacity(arena)
         if arena is None or plain_bytes > capacity:
@@ -287,7 +282,7 @@ class SlotProvider:
         return ArenaSlots(arena, layout, layout_id, shape)
 
     def _make_arena(self, layout: Layout, layout_id: int, frozen_bytes: int) -> Arena:
-        # A line of its own: a boundary must not wait for this answer to say something else.
+        # A connection of its own, so that a boundary can send other requests during this one.
         link = WorkerSmpClient(self._context)
         try:
             fd = link.request_arena(
@@ -308,7 +303,7 @@ class SlotProvider:
 
 
 def _plain_capacity(arena: Arena) -> int:
-    """Room for plain values in an arena that has a sealed slot; else 0."""
+    """Bytes for plain values in an arena with a sealed slot; 0 without a sealed slot."""
     for slot in range(NUM_SLOTS):
         if arena.header(slot).state is SlotState.SEALED:
             try:
@@ -319,13 +314,12 @@ def _plain_capacity(arena: Arena) -> int:
 
 
 def _size_of(state: BoundaryState) -> tuple[Shape, int]:
-    """What is stored of a state, and the bytes of its plain values."""
     fresh = tuple(source.entry for source in state.fresh)
     return (state.lasting.entries, fresh), len(state.plain) + 8
 
 
 def needed_bytes(tree: StateTree, state: BoundaryState) -> int:
-    """Bytes of one image; an estimate for optimizers that have made no state yet."""
+    """Bytes of one image; an estimate if an optimizer has no state yet."""
     shape, plain_bytes = _size_of(state)
     layout = make_layout([*shape[0], *shape[1]], plain_bytes=plain_bytes)
     sizes = {entry.name: entry.num_bytes for entry in state.lasting.entries}
@@ -333,14 +327,14 @@ def needed_bytes(tree: StateTree, state: BoundaryState) -> int:
     for optimizer in tree.attached.optimizers.values():
         if not optimizer.state:
             names = state.lasting.names
-            # A parameter of a lazy module has no size before its first forward.
+            # A parameter of a lazy module has no size before its first forward, so it counts as 0.
             learned = (names[id(p)] for group in optimizer.param_groups for p in group["params"])
             to_come += _state_copies(optimizer) * sum(sizes.get(name, 0) for name in learned)
     return layout.image_bytes + to_come
 
 
 def frozen_bytes(state: BoundaryState) -> int:
-    """Of a state, the bytes of parameters that no attached optimizer updates."""
+    """Bytes of parameters that no attached optimizer updates."""
     lasting = state.lasting
     sizes = {entry.name: entry.num_bytes for entry in lasting.entries}
     owned = set(map(id, lasting.parameters))
@@ -348,12 +342,12 @@ def frozen_bytes(state: BoundaryState) -> int:
 
 
 def _state_copies(optimizer: torch.optim.Optimizer) -> int:
-    """How many tensors of a parameter's size an optimizer probably keeps for it.
+    """Estimate how many tensors of a parameter's size an optimizer keeps for each parameter.
 
-    Told by the options that it has, so that it also holds for one of the same kind by others.
+    The estimate uses the names of its options, so it also covers third-party variants.
     """
     defaults = optimizer.defaults
-    if "betas" in defaults:  # Adam and its like
+    if "betas" in defaults:  # Adam and variants
         return 3 if defaults.get("amsgrad") else 2
     if defaults.keys() & {"etas", "rho"}:  # Rprop, Adadelta
         return 2

@@ -1,1 +1,1 @@
-"""`session.steps`, `epochs` and `batches`: loops that resume where they ended."""
+"""`session.steps`, `epochs` and `batches`: loops that resume at the restored step."""

@@ -1,20 +1,20 @@
-"""How a loop of a session is left: by `break` or `return`, or otherwise.
+"""Detects whether a loop of a session was left by `break` or `return`.
 
 Runs in:  worker; also under plain python.
 Takes in: the frames of the loop, when Python closes the generator that drives it.
-Gives:    yes only where it is certain, because a snapshot is then taken in the middle of a turn.
+Gives:    yes only if it is certain, because a snapshot is then taken in the middle of a turn.
 
-Python closes a generator in all cases alike, and at once where the loop alone holds it. What the
-frame of the loop executes at that moment tells the cases apart.
+Python closes a generator in the same way in all cases, and at once if only the loop holds it. The
+instruction that the frame of the loop executes at that moment distinguishes the cases.
 
-Rule 1: `break` and `return` drop the iterator of the loop by an instruction for that alone. An
+Rule 1: `break` and `return` drop the iterator of the loop by a dedicated instruction. An
         exception drops it while the frame is at the instruction that has raised.
-Rule 2: a loop that ends because something around the generator does, such as `islice`, drops it
-        at the instruction that asks for the next item. That instruction may raise too, so the
-        answer is no if a traceback refers to the frame.
+Rule 2: if a wrapper of the generator, such as `islice`, ends the loop, the iterator is dropped at
+        the instruction that requests the next item. That instruction may also raise, so the answer
+        is no if a traceback refers to the frame.
 Rule 3: a progress bar is a generator around this one. Python closes it at its `yield`, and the
-        frame that has asked it for its items decides.
-Rule 4: a generator that something else holds is closed by another frame, or by another
+        frame that requests items from the progress bar decides.
+Rule 4: a generator that another object holds is closed by another frame, or by another
         instruction such as an assignment. The answer is then no.
 """
 
@@ -29,9 +29,9 @@ _YIELDS = frozenset({"YIELD_VALUE", "RESUME"})
 
 
 def frames_of_loop() -> tuple[int, ...]:
-    """Identifies the frames that ask the calling generator for its next item, the nearest first.
+    """Return ids of the frames that request items from the calling generator, nearest first.
 
-    They are generators but for the last one.
+    All frames except the last one are generators.
     """
     found = []
     frame: FrameType | None = sys._getframe(2)
@@ -45,11 +45,11 @@ def is_left_by_break(frames: tuple[int, ...]) -> bool:
     """Whether the calling generator is closed because its loop was left by `break` or `return`.
 
     Args:
-        frames: of `frames_of_loop`, at the last item.
+        frames: result of `frames_of_loop` at the last item.
     """
     try:
         frame: FrameType | None = sys._getframe(2)
-    except ValueError:  # the interpreter ends
+    except ValueError:  # the interpreter is exiting
         return False
     while frame is not None and id(frame) in frames:
         instruction = opname[frame.f_code.co_code[frame.f_lasti]]

@@ -1,13 +1,13 @@
-"""The loops of a session: over steps, epochs and batches, from the restored step on.
+"""The loops of a session over steps, epochs and batches, from the restored step on.
 
 Runs in:  worker, training thread; also under plain python.
-Takes in: the step, epoch and position in the data to begin at.
-Gives:    turns, each of which ends in a step boundary; at the end of a loop, the last snapshot.
+Takes in: the step, epoch and data position to begin at.
+Gives:    turns that end in a step boundary each; at the end of a loop, the last snapshot.
 
-A step is a boundary passed. Each turn of `steps()` or `batches()` ends in one, also a turn that
-ends in `continue`. A turn that is left by an exception is no step. A turn that is left by `break`
-or `return` is one if an optimizer has stepped in it. A loop left in this way is over: it has no
-further turn after a restart, because only the script knows why it left.
+The step counter counts boundaries. Each turn of `steps()` or `batches()` ends in a boundary, also
+a turn that ends in `continue`. A turn that is left by an exception is not counted as a step. A turn
+that is left by `break` or `return` is counted if an optimizer has stepped in it. A loop left in
+this way has no further turn after a restart, because only the script has the reason for leaving.
 """
 
 import logging
@@ -28,14 +28,14 @@ _log = logging.getLogger(__name__)
 
 
 def left_pass(loader: str) -> str:
-    """How a snapshot names the loop over a loader's batches, where that was left early."""
+    """Name in a snapshot for a loop over this loader's batches that was left early."""
     return f"batches({loader})"
 
 
 class _Loop(Iterator[Any]):
-    """A loop that each `for` begins for itself and holds alone, so that a `break` closes it.
+    """An iterable whose generator is held only by its `for` statement, so that `break` closes it.
 
-    A progress bar keeps what it was given, and a variable does.
+    A progress bar or a variable keeps a reference to this object, not to the generator.
     """
 
     def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
@@ -52,7 +52,7 @@ class _Loop(Iterator[Any]):
 
 
 class Loops(ABC):
-    """Loops with step boundaries; what a boundary does is up to the subclass."""
+    """Loops with step boundaries; the subclass implements the boundary."""
 
     def __init__(self) -> None:
         self._step = 0
@@ -62,37 +62,37 @@ class Loops(ABC):
         self._ends_epochs = False
         self._driver: str | None = None
         self._left = ""
-        """The loop that was left by `break`, until another begins; part of a snapshot."""
+        """Loop that was left by `break`, until another loop begins; part of a snapshot."""
         self._left_before = ""
-        """The same, of the restored snapshot."""
+        """Value of `_left` in the restored snapshot."""
         self._steps_loops = 0
-        """Loops over `steps()` that have begun; inside `epochs()`, those of earlier epochs not."""
+        """Number of `steps()` loops begun; inside `epochs()`, without those of earlier epochs."""
         self._steps_left: set[int] = set()
-        """Which of them were left by `break`; part of a snapshot."""
+        """Indices of the `steps()` loops that were left by `break`; part of a snapshot."""
         self._force = False
         self._has_stepped = False
-        """Whether an optimizer has stepped since the last boundary."""
+        """An optimizer has stepped since the last boundary."""
         self._in_hand: DataPosition | None = None
         hook = register_optimizer_step_post_hook(_after_optimizer_step(weakref.ref(self)))
         self._end_hook = weakref.finalize(self, hook.remove)
 
     @property
     def step(self) -> int:
-        """Steps done, over all restarts."""
+        """Number of completed steps, over all restarts."""
         return self._step
 
     @property
     def batch_index(self) -> int:
-        """The index of the current batch in its pass, over all restarts; in place of enumerate."""
+        """Index of the current batch in its pass, over all restarts; use it, not enumerate."""
         if self._in_hand is None:
             raise UsageError("batch_index has a value inside a loop over session.batches()")
         return self._in_hand.index
 
     def steps(self, total: int) -> Iterator[int]:
-        """The steps from the restored one on; each turn of the loop ends in a boundary.
+        """Iterate over the steps from the restored step on; each turn ends in a boundary.
 
         Args:
-            total: steps of the whole run, those before a restart included.
+            total: number of steps of the whole run, including those before a restart.
         """
         return _Loop(lambda: self._steps(total))
 
@@ -109,7 +109,7 @@ class Loops(ABC):
             while self._step < total:
                 frames = frames_of_loop()
                 yield self._step
-                # The end of the run is what a last checkpoint should hold.
+                # Force a snapshot at the end of the run, so that the last checkpoint holds it.
                 self._force |= self._step + 1 == total
                 self._boundary(allowed=True)
         except GeneratorExit:
@@ -123,10 +123,10 @@ class Loops(ABC):
             self._leave()
 
     def epochs(self, total: int | None = None) -> Iterator[int]:
-        """The epochs from the restored one on; they end where `batches(until=...)` does.
+        """Iterate over the epochs from the restored epoch on; ends when `batches(until=...)` ends.
 
         Args:
-            total: epochs of the whole run; None: only `batches(until=...)` ends them.
+            total: number of epochs of the whole run; None: only `batches(until=...)` ends the loop.
         """
         return _Loop(lambda: self._epochs(total))
 
@@ -153,15 +153,15 @@ class Loops(ABC):
             self._steps_left = {place for place in self._steps_left if place < first}
 
     def batches(self, loader: Any, *, until: int | None = None) -> Iterator[Any]:
-        """The batches of one pass, from the restored one on.
+        """Iterate over the batches of one pass, from the restored batch on.
 
-        Each turn of the loop ends in a boundary, unless it runs inside `steps()`, which has its
-        own: then the position in the data is all that is kept here.
+        Each turn of the loop ends in a boundary. Inside `steps()`, the boundary is that of
+        `steps()`, and this loop only tracks the position in the data.
 
         Args:
-            loader: gives the batches.
-            until: steps of the whole run: once they are done the loop ends, and a loop over
-                `epochs()` around it. Another call continues the same pass.
+            loader: the loader of the batches.
+            until: number of steps of the whole run. When it is reached, this loop and an enclosing
+                `epochs()` loop end. Another call continues the same pass.
         """
         return _Loop(lambda: self._batches(loader, until))
 
@@ -201,43 +201,44 @@ class Loops(ABC):
         finally:
             self._leave()
 
-    # --- what the session adds -----------------------------------------------------------------
+    # --- implemented by the session ------------------------------------------------------------
 
     @abstractmethod
     def _begin(self) -> None:
-        """The first turn is about to begin; the iterator over the data exists."""
+        """Prepare the first turn; the iterator over the data exists."""
 
     @abstractmethod
     def _boundary(self, *, allowed: bool) -> None:
-        """A step is done."""
+        """End a step.
+
+        Args:
+            allowed: a snapshot may be taken at this boundary.
+        """
 
     @abstractmethod
     def _keep(self) -> None:
-        """See that a snapshot holds the steps done, in the middle of a turn."""
+        """Ensure, in the middle of a turn, that a snapshot holds the completed steps."""
 
     @abstractmethod
     def _newest_kept(self) -> int | None:
-        """The step of this rank's newest snapshot, -1: it has none; None: none are taken."""
+        """Step of this rank's newest snapshot; -1: no snapshot yet; None: snapshots are off."""
 
     @abstractmethod
     def _feed_of(self, loader: Any) -> DataPosition:
-        """The position in the data of this loader."""
+        """Return the data position of this loader."""
 
     def _enter(self, driver: str) -> None:
-        """A loop that counts steps begins."""
         if self._driver is not None:
             raise UsageError(f"a loop over {driver} inside one over {self._driver}")
         self._driver = driver
         self._left = ""
 
     def _leave(self) -> None:
-        """It is over, for whatever reason."""
         self._driver = None
 
     # --- inside --------------------------------------------------------------------------------
 
     def _from(self, feed: DataPosition) -> Iterator[Any]:
-        """The batches of a feed, of which the one in hand is known."""
         try:
             for batch in feed.batches(self._epoch if self._in_epoch else None, self._begin):
                 self._in_hand = feed
@@ -246,7 +247,6 @@ class Loops(ABC):
             self._in_hand = None
 
     def _leave_early(self, driver: str) -> None:
-        """Keep the finished steps of a loop that is left by `break` or `return`."""
         self._left = "" if driver == "steps()" else driver
         if self._has_stepped and driver != "epochs()":
             self._force = True
@@ -255,7 +255,6 @@ class Loops(ABC):
             self._keep()
 
     def _warn_of_closed(self, driver: str) -> None:
-        """Report the steps that no snapshot holds of a loop that is closed in a turn."""
         newest = None if sys.is_finalizing() else self._newest_kept()
         reached = self._step + self._has_stepped
         if newest is not None and newest < reached:
@@ -269,7 +268,7 @@ class Loops(ABC):
             )
 
     def _was_left(self, driver: str) -> bool:
-        """Whether this loop was left by `break` before the restart; true once."""
+        """Whether this loop was left by `break` before the restart; true only at the first call."""
         if self._left_before != driver:
             return False
         self._left_before = ""
@@ -287,7 +286,7 @@ class Loops(ABC):
 
 
 def _after_optimizer_step(owner: "weakref.ref[Loops]") -> Callable[..., None]:
-    # A reference from torch's hooks would keep a session alive that the script has dropped.
+    # A strong reference from torch's hooks would keep a session alive that the script has dropped.
     def after_step(*_: Any) -> None:
         if not torch.compiler.is_compiling() and (loops := owner()) is not None:
             loops._has_stepped = True

@@ -1,13 +1,13 @@
-"""The process that the next agents of this node are forked from.
+"""The reserve: a process from which the stub forks the next agents of this node.
 
-Runs in:  reserve: a fork of the first zygote, made when that has imported all it needs.
-Takes in: orders of the stub, on a SOCK_SEQPACKET socket.
-Gives:    agents, which find torch imported; each becomes a child of the stub.
-Survives: agents and zygotes: it is a child of the agent, and of the stub after the agent's end.
-          It ends when the stub closes the socket.
+Runs in:  reserve: a fork of the first zygote, made after its preload.
+Takes in: orders from the stub, on a SOCK_SEQPACKET socket.
+Gives:    agents with torch already imported; each becomes a child of the stub.
+Survives: agents and zygotes. The reserve is a child of the agent, and of the stub after the agent
+          ends. It ends when the stub closes the socket.
 
-Rule 1: one thread, and nothing of an agent or of the user's is imported here.
-Rule 2: an agent that the stub does not wait for any more ends before it has done anything.
+Rule 1: the reserve has one thread, and imports no module of the agent or of the user.
+Rule 2: if the stub no longer waits for a forked agent, that agent ends before it has any effect.
 """
 
 import contextlib
@@ -34,15 +34,15 @@ _AS_IN_A_NEW_PROCESS = (
 
 
 def begin(fd: int, zygotes: socket.socket, variables: dict[str, str]) -> bool:
-    """Fork the reserve; True in a fork of it that has run another program to its end.
+    """Fork the reserve; return True only in an agent or rank forked from it, after its program.
 
     Args:
-        fd: the socket on which the stub orders.
-        zygotes: the zygote's control socket, which is closed in the fork.
-        variables: the environment of the agents to come.
+        fd: the socket on which the stub sends orders.
+        zygotes: the zygote's control socket, which the fork closes.
+        variables: the environment of the agents that are forked later.
     """
     is_reserve = False
-    with contextlib.suppress(OSError):  # no more processes: the next agent starts as a program
+    with contextlib.suppress(OSError):  # if fork fails, the next agent starts as a new program
         is_reserve = fork_orphan()
     if not is_reserve:
         os.close(fd)
@@ -52,7 +52,7 @@ def begin(fd: int, zygotes: socket.socket, variables: dict[str, str]) -> bool:
 
 
 def _serve(control: socket.socket, variables: dict[str, str]) -> bool:
-    """Fork an agent on each order; returns in agents only."""
+    """Fork an agent on each order; return only in agents."""
     os.setsid()
     name_process("ftrun-reserve")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -78,7 +78,7 @@ def _serve(control: socket.socket, variables: dict[str, str]) -> bool:
 
 
 def _become_agent(order: bytes, fds: list[int], variables: dict[str, str]) -> None:
-    """What a start as a program would do, and an answer to the stub before it."""
+    """Answer the stub, then run the agent as if this process had started as that program."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as the stub does
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in _AS_IN_A_NEW_PROCESS:
@@ -101,4 +101,4 @@ def _say(to: socket.socket, text: str) -> None:
     try:
         to.send(text.encode())
     except OSError:
-        os._exit(0)  # the stub is gone
+        os._exit(0)  # the stub has ended

@@ -1,12 +1,12 @@
-"""Whether the parameters are still numbers, for next to nothing.
+"""Detects NaN and infinite parameters at negligible cost.
 
 Runs in:  worker, after each optimizer step.
 Takes in: the optimizer that has just stepped.
 Gives:    the first step after which a parameter was not finite, on the heartbeat page.
 
-One number of one parameter is looked at after each step, another parameter each time: what is
-not a number spreads to all of them within a step or two. Only on the processor: on a device a
-look would wait for it, and there the loss tells.
+After each step, one element of one parameter is read, of another parameter each time. A NaN
+spreads to all parameters within one or two steps, so one element is enough. Only parameters on the
+CPU are read, because a read from a device would wait for it. On a device, the loss shows the NaN.
 """
 
 import math
@@ -19,12 +19,12 @@ _turn = 0
 
 
 def check(optimizer: Any, page: SharedPage, step: int) -> None:
-    """Look at one number.
+    """Check one element, and write the first bad step to the page.
 
     Args:
         optimizer: a torch optimizer.
-        page: where the first bad step is noted.
-        step: the one that has just been made, from 1.
+        page: the heartbeat page.
+        step: the step that has just ended; counts from 1.
     """
     global _turn
     if page.get(HeartbeatField.BAD_NUMBERS_STEP):
@@ -38,6 +38,6 @@ def check(optimizer: Any, page: SharedPage, step: int) -> None:
     local = getattr(parameter, "_local_tensor", parameter).detach()
     if local.device.type != "cpu" or not local.numel() or not local.is_floating_point():
         return
-    with suppress(RuntimeError, NotImplementedError):  # sparse, quantised: nothing is looked at
+    with suppress(RuntimeError, NotImplementedError):  # sparse and quantised ones are not checked
         if not math.isfinite(local[(0,) * local.dim()].item()):
             page.set(HeartbeatField.BAD_NUMBERS_STEP, step)

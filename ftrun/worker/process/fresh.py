@@ -1,11 +1,11 @@
-"""A worker that is started as a process of its own, without the zygote.
+"""Fresh start of a worker: a new process, without the zygote.
 
 Runs in:  worker: `python -u -m ftrun.worker.process.fresh script|module|command ...`.
 Takes in: the user's program.
-Gives:    the same heartbeats and error files as a warm worker.
+Gives:    the same heartbeats and error files as a warm start.
 
-torch is not imported before the script does it, so whatever the script sets first still counts;
-the heartbeat hook goes in at the end of that import.
+The script itself imports torch, so variables that it sets before that import take effect. The
+heartbeat hook is installed at the end of that import.
 """
 
 import importlib.abc
@@ -32,7 +32,7 @@ from ftrun.worker.process import startup as standby
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Installs the heartbeat when `import torch` has ended."""
+    """Installs the heartbeat at the end of `import torch`."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

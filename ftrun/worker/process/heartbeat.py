@@ -1,13 +1,13 @@
-"""Progress of a worker, told through its heartbeat page, with nothing changed in the script.
+"""Reports the progress of a worker on its heartbeat page, without changes to the script.
 
-Runs in:  worker, in whichever thread steps an optimizer.
+Runs in:  worker, in the thread that steps an optimizer.
 Takes in: torch's global hook after each optimizer step.
 Gives:    the fields of `HeartbeatField` that do not need `attach`: steps, times, the first failure.
-Survives: the worker: the agent reads the page of a dead one.
+Survives: the worker; the agent reads the page of a dead worker.
 
 Source: torch.optim.optimizer.register_optimizer_step_post_hook fires once per step for plain,
-custom and compiled optimizers, not at all for a step that GradScaler skips, and once for the
-fake step by which get_state_dict fills a fresh optimizer; that one is not counted.
+custom and compiled optimizers. It does not fire for a step that GradScaler skips. It fires once for
+the fake step by which get_state_dict fills a fresh optimizer; that one is not counted.
 """
 
 import functools
@@ -33,7 +33,7 @@ READ_AT_IMPORT = (
     "TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES", "ATEN_CPU_CAPABILITY",
     "PYTHONHASHSEED", "TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DEBUG",
 )  # fmt: skip
-"""Variables that torch and its libraries read once, while they are imported."""
+"""Variables that torch and its libraries read only during their import."""
 
 _FAKE_STEP = "_init_optim_state"
 
@@ -41,10 +41,10 @@ _steps_by_optimizer: dict[int, int] = {}
 
 
 def install(*, started_with: dict[str, str]) -> None:
-    """Begin to tell.
+    """Install all hooks of this worker; do nothing if no agent started the process.
 
     Args:
-        started_with: the environment torch was imported with.
+        started_with: the environment with which torch was imported.
     """
     worker_context.cache_clear()
     context = worker_context()
@@ -68,7 +68,6 @@ def install(*, started_with: dict[str, str]) -> None:
 
 
 def step_done(page: SharedPage, step: int) -> None:
-    """Tell that a step boundary is passed."""
     now_ns = clock.now_ns()
     visibility.publish_groups(page)
     page.note_calls(step, visibility.calls_so_far())
@@ -101,7 +100,7 @@ def _after_step(context: WorkerContext, started_with: dict[str, str]) -> Callabl
             if _is_fake_step():
                 return
             _report_missed(context, started_with)
-            ready_memory.over()  # whether the script has attached or not
+            ready_memory.over()  # a script without `attach` needs this call too
         _steps_by_optimizer[id(optimizer)] = done + 1
         finite.check(optimizer, page, page.get(HeartbeatField.STEP) + 1)
         if done + 1 > page.get(HeartbeatField.OPTIMIZER_STEPS):
@@ -124,7 +123,6 @@ def _is_fake_step() -> bool:
 
 
 def missed_variables(started_with: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Variables whose value came too late: torch had read the old one already."""
     return [name for name in READ_AT_IMPORT if now.get(name) != started_with.get(name)]
 
 

@@ -1,15 +1,15 @@
-"""Faults that a rank does to itself, at the end of exactly the step that was ordered.
+"""Faults that a rank injects into itself, exactly at the end of the ordered step.
 
 Runs in:  worker, in the thread that steps the optimizer; only in a run with --allow-faults.
 Takes in: orders on the rank's fault page.
-Gives:    the fault, and before it a mark on the page that it has fired, and at which step.
-Survives: nothing that it has ordered to die; the page tells the next process of this rank.
+Gives:    the fault; before it, a mark on the page with the step at which the fault has fired.
+Survives: nothing; the next process of this rank reads from the page which orders have fired.
 
-Rule 1: without an order, one comparison per step.
+Rule 1: without an order, the cost is one comparison per step.
 Rule 2: the end of a step is the end of its optimizer step: before the boundary, before a
-        snapshot of it, and before the next step's collectives are entered.
-Rule 3: one that cannot be made harms nobody: it is marked as failed, with the reason, and neither
-        this process nor a later one tries again.
+        snapshot of it, and before the collectives of the next step.
+Rule 3: if a fault cannot be injected, it is marked as failed with the reason, and the training
+        continues. Neither this process nor a later one tries again.
 """
 
 import ctypes
@@ -37,20 +37,20 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _CHUNK_BYTES = 16 << 20
 _MIB = 1 << 20
 _TOP_OF_MANTISSA = {"float64": 51, "float32": 22, "float16": 9, "bfloat16": 6}
-"""The bit that changes a number the most and leaves it a plain one."""
+"""Highest mantissa bit by dtype: its flip is the largest change that keeps the exponent."""
 
 _TORN_AT = "worker.capture.marked"
-"""The slot says that it is being written, and holds nothing whole."""
+"""Here the slot header says COPYING, and the image is incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
 class FaultProgress:
-    """How an act says what has become of it, and sees when it is to end.
+    """Callbacks by which a fault reports its progress and reads when to end.
 
     Args:
-        fired: it is so.
-        ended: it is over.
-        now_s: the time; infinite once the order is taken back.
+        fired: reports that the fault has begun.
+        ended: reports that the fault is over.
+        now_s: monotonic time in seconds; infinite after the order is cancelled.
     """
 
     fired: Callable[[], None]
@@ -59,7 +59,6 @@ class FaultProgress:
 
 
 def install(context: WorkerContext) -> None:
-    """Begin to look for orders."""
     from torch.optim import optimizer
 
     watch = InProcessFaults(context, FaultPage(int(os.environ[env.FAULT_FD])))
@@ -67,7 +66,7 @@ def install(context: WorkerContext) -> None:
 
 
 class InProcessFaults:
-    """Looks at the page once per step, and does what is ordered."""
+    """Polls the fault page once per step, and executes orders."""
 
     def __init__(self, context: WorkerContext, page: FaultPage) -> None:
         self._beats = context.page
@@ -83,10 +82,9 @@ class InProcessFaults:
         self._later: list[Callable[[], None]] = []
 
     def after_step(self, optimizer: Any, *_: object) -> None:
-        """After every step of every optimizer."""
         done = self._beats.get(HeartbeatField.OPTIMIZER_STEPS)
         if done == self._steps_seen:
-            return  # the fake step that fills a fresh optimizer, or another optimizer's
+            return  # the fake step that fills a fresh optimizer, or the step of another optimizer
         self._steps_seen = done
         if self._later:
             for undo in self._later:
@@ -112,9 +110,9 @@ class InProcessFaults:
 
     @property
     def _step(self) -> int:
-        """The step of the run that has just been computed, from 1."""
+        """Step of the run that has just ended; counts from 1."""
         if self._beats.get(HeartbeatField.ATTACHED):
-            # The page of a new process says nothing before its first boundary.
+            # The page of a new process has step 0 before its first boundary.
             return (
                 self._beats.get(HeartbeatField.STEP)
                 or self._beats.get(HeartbeatField.RESTORED_STEP)
@@ -129,7 +127,7 @@ class InProcessFaults:
             self._page.mark_ended(number)
 
         def now_s() -> float:
-            # Whatever lasts is over when it is taken back.
+            # A cancelled fault with a duration ends at its next poll.
             return math.inf if self._page.is_cancelled(number) else clock.now_s()
 
         try:
@@ -148,14 +146,14 @@ class InProcessFaults:
         optimizer: Any,
         tell: FaultProgress,
     ) -> bool:
-        """Make what needs something of the training; whether it is left to `_act`."""
+        """Inject a fault that needs training objects; return whether `_act` must inject it."""
         match order.kind:
             case "collective-skip":
                 self._later += skip_collective(tell.fired)
             case "slow-input":
                 slow_input(order.amount, order.for_s, tell)
             case "oom":
-                # Else its cgroup was made for an earlier process of this rank.
+                # If not, the cgroup was created for an earlier process of this rank.
                 return _is_in_group_of(order)
             case "torn-snapshot":
                 crash_points.arm(_TORN_AT, before=tell.fired)
@@ -169,7 +167,6 @@ class InProcessFaults:
 
 
 def _act(order: FaultOrder, rank: int, step: int, now_s: Callable[[], float]) -> None:
-    """What needs nothing of the training."""
     match order.kind:
         case "rank-kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -200,13 +197,14 @@ def run_in_circles(now_s, until_s):
 
 
 def _stand_still(how: str, for_s: float, now_s: Callable[[], float]) -> None:
-    """`hang`: asleep; `spin`: busy; `gil`: asleep with the interpreter's lock held."""
+    """Block this thread: `hang` sleeps, `spin` is busy, `gil` sleeps with the GIL held."""
     if how == "gil":
         _keep_the_lock(for_s)
         return
     until_s = clock.now_s() + for_s
     if how == "spin":
-        # In a file of its own: a loop in torch's or our files would be a library at work.
+        # Compiled under its own file name, because the diagnosis treats a loop in files of torch
+        # or ftrun as library work.
         names: dict[str, Any] = {}
         exec(compile(_CIRCLES, "injected_fault.py", "exec"), names)
         names["run_in_circles"](now_s, until_s)
@@ -216,9 +214,9 @@ def _stand_still(how: str, for_s: float, now_s: Callable[[], float]) -> None:
 
 
 def _keep_the_lock(for_s: float) -> None:
-    """Wait in C for a mutex that this thread holds: a sleep would end at the first signal."""
-    c = ctypes.PyDLL(None)  # unlike CDLL it keeps the interpreter's lock while it is in C
-    mutex = ctypes.create_string_buffer(64)  # all zeros is one that nobody holds
+    """Wait in C for a mutex that this thread holds, because a signal would end a sleep."""
+    c = ctypes.PyDLL(None)  # unlike CDLL, it holds the GIL during the C call
+    mutex = ctypes.create_string_buffer(64)  # all zeros is an unlocked mutex
     end = (ctypes.c_long * 2)(int(clock.wall_s() + min(for_s, _A_DAY_S)), 0)
     c.pthread_mutex_lock(mutex)
     c.pthread_mutex_timedlock(mutex, end)
@@ -226,7 +224,7 @@ def _keep_the_lock(for_s: float) -> None:
 
 
 def _die_plainly(number: int) -> None:
-    """By the signal itself, without a core file and without anybody's handler."""
+    """Prepare to die by the signal itself, without a core file and without a handler."""
     import resource
 
     faulthandler.disable()
@@ -235,10 +233,10 @@ def _die_plainly(number: int) -> None:
 
 
 def _is_in_group_of(order: FaultOrder) -> bool:
-    """Whether it has a cgroup of its own; ordered for a later step, it moves in only now."""
+    """Return whether this process is in the order's cgroup; with `at_step`, first move into it."""
     name = f"{FAULT_PREFIX}{order.id}"
     if order.at_step:
-        # Not glob, which stumbles over groups that are removed meanwhile.
+        # Not glob, because it fails if a group is removed during the search.
         found = [Path(folder) for folder, _, _ in os.walk(_CGROUPS) if Path(folder).name == name]
         for group in found:
             (group / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
@@ -247,7 +245,7 @@ def _is_in_group_of(order: FaultOrder) -> bool:
 
 
 def _allocate(limit_bytes: int) -> None:
-    """Touch memory until the kernel ends this process; the bound keeps the machine safe."""
+    """Touch memory until the kernel kills this process; stop at twice the limit."""
     held = []
     for _ in range(2 * limit_bytes // _CHUNK_BYTES + 1):
         chunk = bytearray(_CHUNK_BYTES)
@@ -260,7 +258,7 @@ def _allocate(limit_bytes: int) -> None:
 
 
 def _to_spoil(order: FaultOrder, optimizer: Any) -> list[Any]:
-    """Parameters of this rank whose numbers can be changed.
+    """Return the local data of all parameters that can be changed.
 
     Raises:
         RuntimeError: there are none.
@@ -281,7 +279,7 @@ def _type_of(tensor: Any) -> str:
 
 
 def _spoil(order: FaultOrder, found: list[Any]) -> None:
-    """Change parameters after the step, as a bad batch or a bad memory would have."""
+    """Change parameters after the step, as a bad batch or defective memory would."""
     import torch
 
     with torch.no_grad():
@@ -301,19 +299,18 @@ def _spoil(order: FaultOrder, found: list[Any]) -> None:
 
 
 def _local(tensor: Any) -> Any:
-    """The part of a DTensor that this rank has."""
     data = tensor.detach()
     return data.to_local() if hasattr(data, "to_local") else data
 
 
 def skip_collective(fired: Callable[[], None]) -> list[Callable[[], None]]:
-    """Take no part in the next all-reduce of gradients; what is to be undone after that step.
+    """Skip the next all-reduce of gradients; return the calls that undo this after that step.
 
-    With DDP: no synchronisation in the whole next step. Else the next explicit all_reduce
+    With DDP, the whole next step has no synchronisation. Without DDP, the next explicit all_reduce
     returns at once.
 
     Args:
-        fired: called when it is so.
+        fired: called when the skip takes effect.
     """
     wrapped = _live_ddp()
     if wrapped is not None:
@@ -338,7 +335,7 @@ def _live_ddp() -> Any:
 
 
 def _skip_one_all_reduce(fired: Callable[[], None]) -> None:
-    """Also where the script has the function under a name of its own."""
+    """Replace all_reduce for one call, also under other names in the script's `__main__`."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
@@ -357,7 +354,7 @@ def _skip_one_all_reduce(fired: Callable[[], None]) -> None:
 
 
 class _Skipped:
-    """The handle of a collective that was not entered."""
+    """Work handle of a skipped collective."""
 
     def wait(self, *_: object) -> bool:
         return True
@@ -367,7 +364,7 @@ class _Skipped:
 
 
 def slow_input(more_s: float, for_s: float, tell: FaultProgress) -> None:
-    """Every batch of torch's DataLoader comes late from now on, for so long."""
+    """Delay each batch of torch's DataLoader by `more_s`, for `for_s` after the first batch."""
     from torch.utils.data import dataloader
 
     kinds: list[Any] = [
@@ -378,7 +375,7 @@ def slow_input(more_s: float, for_s: float, tell: FaultProgress) -> None:
     until_s: list[float] = []
 
     def late(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Within the loader's own `__next__`, so that a stack shows where the rank waits."""
+        """Delay inside the loader's own `__next__`, so that a stack shows the loader."""
 
         def late_next_data(self: Any) -> Any:
             if not until_s:

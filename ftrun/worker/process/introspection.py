@@ -1,12 +1,13 @@
-"""How a rank can be looked at from outside, also while it hangs.
+"""Lets the agent inspect a rank from outside, even if the rank hangs.
 
-Runs in:  worker: set up once in the main thread; after that nothing here needs the interpreter.
-Takes in: the socket and the stack file that the agent has named; torch's process groups.
+Runs in:  worker: set up once in the main thread; stacks and flight recorder then work without the
+          interpreter.
+Takes in: the socket path and the stack file from the agent; torch's process groups.
 Gives:    torch's flight recorder over a unix socket (answered by a C++ thread, also while the GIL
           is held), all stacks in a file on a signal, the ranks of each process group on the page.
 Source:   torch._C._distributed_c10d._WorkerServer, torch 2.6 to 2.15; faulthandler.
 
-Rule 1: a script must not notice: no output, no signal that it could use, nothing after a fork.
+Rule 1: the script is not affected: no output, no signal that it could use, no effect after a fork.
 """
 
 import ctypes
@@ -31,22 +32,23 @@ _num_groups = 0
 
 
 def register_dumper(page: SharedPage) -> None:
-    """Have all stacks written to the agent's file on a signal, by the C code of faulthandler."""
+    """Register faulthandler, whose C code writes all stacks to the agent's file on a signal."""
     fd = os.environ.get(env.STACK_FD)
     if not fd:
         return
     number = signal.SIGRTMAX - 1
     with suppress(OSError, RuntimeError, ValueError):
-        # What faulthandler puts back when the interpreter ends; the default would kill the rank.
+        # faulthandler restores this handler when the interpreter ends. The default handler would
+        # kill the rank.
         signal.signal(number, signal.SIG_IGN)
         faulthandler.register(number, file=int(fd), all_threads=True, chain=False)
         page.set(HeartbeatField.HAS_DUMPER, number)
-        if not faulthandler.is_enabled():  # SIGSEGV, SIGABRT and their like say where it was
+        if not faulthandler.is_enabled():  # SIGSEGV, SIGABRT and others write the failing stack
             faulthandler.enable(file=int(fd), all_threads=False)
 
 
 def dump_calls() -> None:
-    """Leave the collectives called so far where the agent finds them when this process is gone."""
+    """Write the collectives called so far to the stack file, for the agent to read after exit."""
     c10d = sys.modules.get(_C10D)
     fd = os.environ.get(env.STACK_FD)
     if c10d is None or not fd or not c10d.is_initialized():
@@ -59,7 +61,7 @@ def dump_calls() -> None:
 
 
 def start_server(page: SharedPage) -> None:
-    """Let the agent read the flight recorder; once, after the first process group is made."""
+    """Start the flight recorder server; later calls do nothing. Needs a process group."""
     global _server
     path = os.environ.get(env.RANK_SOCKET)
     if _server is not None or not path:
@@ -67,18 +69,19 @@ def start_server(page: SharedPage) -> None:
     try:
         from torch._C._distributed_c10d import _WorkerServer
     except ImportError:
-        return  # a torch built without it
+        return  # this torch is built without it
     with suppress(OSError):
         os.unlink(path)
     with suppress(RuntimeError, OSError), _quiet_stderr(), short_socket_path(Path(path)) as short:
         _server = _WorkerServer(short)
-        # A forked child that ends as an interpreter does would wait for a thread it has not got.
+        # Never destroyed: at exit, a forked child would wait for the server thread, which a fork
+        # does not have.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(_server))
         page.set(HeartbeatField.HAS_SERVER, 1)
 
 
 def publish_groups(page: SharedPage) -> None:
-    """Write down the ranks of all process groups; cheap when there are no new ones."""
+    """Write the ranks of all process groups to the page, if their number has changed."""
     global _num_groups
     c10d = sys.modules.get(_C10D)
     if c10d is None:
@@ -93,7 +96,7 @@ def publish_groups(page: SharedPage) -> None:
 
 
 def calls_so_far() -> int:
-    """Collectives that this rank has called on the default group; 0 where that is not counted."""
+    """Number of collectives called on the default group; 0 if its backend does not count them."""
     c10d = sys.modules.get(_C10D)
     group = c10d.GroupMember.WORLD if c10d is not None else None
     if group is None:
@@ -105,7 +108,7 @@ def calls_so_far() -> int:
 
 
 class _quiet_stderr:  # noqa: N801 - used as a function
-    """The server's constructor says where it listens, in a line of its own C++ log."""
+    """Discards stderr, because the C++ constructor of the server logs its address there."""
 
     def __enter__(self) -> None:
         self._kept = os.dup(2)

@@ -1,13 +1,13 @@
-"""The right of a rank to step: no rank steps beside the one that has taken its place.
+"""Step lease: prevents a rank and its replacement from stepping at the same time.
 
-Runs in:  worker, in whichever thread steps an optimizer or passes a boundary; one thread of its
-          own where the agent is not the parent.
-Takes in: the lease on the command page, which the agent renews; the agent's life.
-Gives:    a rank that stands still while it has no lease.
+Runs in:  worker, in the thread that steps an optimizer or passes a boundary; also a thread of its
+          own if the agent is not the parent.
+Takes in: the lease on the command page, which the agent renews; the end of the agent.
+Gives:    a rank that waits while its lease is expired.
 
-An agent that is stopped, or cut off from the leader, does not renew the lease, and its ranks wait.
-If it goes on, it renews the lease or ends its ranks. If it ends, they end too: of its children the
-kernel takes care, and behind a wrapper the rank ends itself.
+If the agent is stopped, or cut off from the leader, it does not renew the lease, and its ranks
+wait. If the agent resumes, it renews the lease or ends its ranks. If the agent ends, its ranks end
+too: the kernel kills its children, and a rank behind a wrapper kills itself.
 """
 
 import logging
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 def install(context: WorkerContext) -> None:
-    """Check the lease before each optimizer step of this process, from now on."""
+    """Check the lease before each optimizer step of this process."""
     commands = context.commands
     if commands in _installed:
         return
@@ -48,7 +48,6 @@ def install(context: WorkerContext) -> None:
 
 
 def wait(commands: SharedPage) -> None:
-    """Return at once with a lease, else when there is one again."""
     until_ns = commands.get(CommandField.LEASE_NS)
     if until_ns == 0 or clock.now_ns() <= until_ns:
         return
@@ -60,7 +59,7 @@ def wait(commands: SharedPage) -> None:
 
 
 def _end_with_agent() -> None:
-    """Behind a wrapper: be killed when the agent ends, as its children are."""
+    """If the agent is an ancestor but not the parent, kill this process when the agent ends."""
     agent, above = int(os.environ.get(env.AGENT_PID, 0)), os.getppid()
     if agent in (0, above):
         return
@@ -71,7 +70,7 @@ def _end_with_agent() -> None:
     try:
         pidfd = os.pidfd_open(agent)
     except OSError:
-        return  # it has just ended, and the stub ends this process
+        return  # the agent has just ended, and the stub ends this process
     threading.Thread(target=_watch, args=(pidfd,), name="ftrun-lease", daemon=True).start()
 
 

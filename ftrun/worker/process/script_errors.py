@@ -1,12 +1,12 @@
-"""An exception that reaches the top of the user's script: shown, and kept for the agent.
+"""Reports an uncaught exception of the user's script.
 
 Runs in:  worker.
 Takes in: the exception.
-Gives:    the traceback on stderr without ftrun's own frames, and torch's error file, in the form
-          that `@record` writes, for scripts that do not use it.
+Gives:    the traceback on stderr without ftrun's own frames, and torch's error file in the format
+          of `@record`, for scripts that do not use it.
 
-The file carries the time of the failure, which tells the first cause from its consequences: a
-rank that fails takes its connections along, and the others then fail too.
+The file holds the time of the failure, which identifies the first cause. When a rank fails, its
+connections close, and other ranks then fail too.
 """
 
 import json
@@ -26,7 +26,7 @@ _PACKAGE = os.path.abspath(__file__).rpartition(_OWN_FOLDER)[0] + os.sep
 
 
 def report(error: BaseException) -> None:
-    """Write the error file, then print as the interpreter would."""
+    """Write the error file, then print the traceback as the interpreter would."""
     trace = _users_part(error.__traceback__)
     context = worker_context()
     if context is not None:
@@ -35,13 +35,13 @@ def report(error: BaseException) -> None:
     visibility.dump_calls()
     write_error_file(error, trace)
     if isinstance(error, KeyboardInterrupt) and _ends_in_ftrun(trace):
-        return  # the rank waited for the end of the run: no line of the script was interrupted
+        return  # the rank waited for the end of the run, so no line of the script was interrupted
     sys.excepthook(type(error), error.with_traceback(trace), trace)
     sys.stderr.flush()
 
 
 def explain_missing_name(error: BaseException, page: SharedPage) -> None:
-    """Add to a NameError that the loop had no turn, if this process was restored at its end."""
+    """Add a note to a NameError if a restored process has made no step."""
     is_restored = page.get(HeartbeatField.RESTORE_END_NS) > 0
     step = page.get(HeartbeatField.RESTORED_STEP)
     if isinstance(error, NameError) and is_restored and not page.get(HeartbeatField.FIRST_STEP_NS):
@@ -55,7 +55,7 @@ def explain_missing_name(error: BaseException, page: SharedPage) -> None:
 def write_error_file(error: BaseException, trace: TracebackType | None) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.path.exists(path):
-        return  # @record was there first
+        return  # @record has written it
     text = "".join(traceback.format_exception(type(error), error, trace))
     document = {
         "message": {
@@ -86,4 +86,4 @@ def _users_part(trace: TracebackType | None) -> TracebackType | None:
         if not is_own and "runpy" not in file:
             return part
         part = part.tb_next
-    return None  # a syntax error: no frame of the user's ran
+    return None  # a syntax error: no user frame ran

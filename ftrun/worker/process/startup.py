@@ -1,13 +1,13 @@
-"""A forked process that waits to become a worker, and the way it becomes one.
+"""Standby: a forked process that waits for a launch request and then becomes a worker.
 
 Runs in:  standby, then worker (the same process).
 Takes in: one `LaunchOrder` from the agent, with descriptors.
 Gives:    the user's script, run as `python -u script.py` would run it.
 
-What a fresh interpreter would have and a fork has not is made here: a `__main__` module that
-stays in sys.modules (pickling, spawned DataLoader workers and atexit need it), sys.argv and
-sys.path[0], unbuffered streams on the right descriptors, default signals, a session of its own,
-fresh seeds for numpy, and the variables that torch reads once, at import.
+A fork lacks parts of the state of a new interpreter, which this module creates: a `__main__` module
+that stays in sys.modules (pickling, spawned DataLoader workers and atexit need it), sys.argv and
+sys.path[0], unbuffered streams on the right descriptors, default signals, a process session of its
+own, new seeds for numpy, and the distributed debug level that torch reads at import.
 """
 
 import builtins
@@ -37,7 +37,6 @@ _SIGNALS = (
 
 
 def run(orders: socket.socket) -> None:
-    """Wait for the order, become the worker, run the script."""
     order, fds = _wait(orders)
     become_worker(order, fds)
     run_script(order, start="warm")
@@ -54,16 +53,16 @@ def _wait(orders: socket.socket) -> tuple[LaunchOrder, list[int]]:
         orders.send(json.dumps({"pid": os.getpid()}).encode())
         data, fds, _, _ = socket.recv_fds(orders, MAX_ORDER_BYTES, 16)
     if not data:
-        os._exit(0)  # the agent is done with us; nothing of the user's has run
+        os._exit(0)  # the agent has closed the socket; no user code has run
     orders.close()
     return decode_order(data), fds
 
 
 def _touch() -> None:
-    """Do once, before the order, what a first training step would do cold.
+    """Warm up the operations of a first training step before the launch request arrives.
 
-    Each first call pays for page faults of a forked heap and for lazily built tables. The
-    generator of random numbers is not touched; no thread is started with one OpenMP thread.
+    A first call costs page faults of the forked heap and builds lazy tables. This function does not
+    change the state of the random generator. With one OpenMP thread it starts no thread.
     """
     import torch
 
@@ -78,7 +77,6 @@ def _touch() -> None:
 
 
 def become_worker(order: LaunchOrder, fds: list[int]) -> None:
-    """Take on streams, variables and signals of the worker that is ordered."""
     for name, fd in zip(order.fd_names, fds, strict=True):
         if name in ("stdout", "stderr"):
             os.dup2(fd, 1 if name == "stdout" else 2)
@@ -100,7 +98,6 @@ def become_worker(order: LaunchOrder, fds: list[int]) -> None:
 
 
 def _open_streams() -> None:
-    """Streams on the new descriptors, unbuffered as with `python -u`."""
     encoding = sys.__stdout__.encoding if sys.__stdout__ is not None else "utf-8"
     found: dict[str, TextIO | None] = {"stdin": None}
     with contextlib.suppress(OSError):  # closed, as under some schedulers
@@ -115,8 +112,8 @@ def _open_streams() -> None:
 
 
 def _reseed() -> None:
-    # `random` reseeds itself after a fork and torch's default seed is a fresh process's own;
-    # numpy would repeat the zygote's numbers in every worker.
+    # `random` reseeds itself after a fork, and torch has the default seed of a new process. Without
+    # a new seed, numpy would repeat the zygote's numbers in every worker.
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
@@ -127,10 +124,10 @@ def _reseed() -> None:
 
 
 def run_script(order: LaunchOrder, *, start: str) -> None:
-    """Run the user's program to its end, with the exit code it would have had.
+    """Run the user's program to its end, with the exit code that it would have by itself.
 
     Args:
-        order: what to run.
+        order: the program and its arguments.
         start: `warm` or `fresh`, for the script and for status.
     """
     os.environ[env.START] = start
@@ -154,11 +151,10 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _search_first(folder: str) -> None:
-    """Put the script's folder where the interpreter would have put it."""
     if sys.flags.safe_path:
         sys.path.insert(0, folder)
     else:
-        sys.path[0] = folder  # was the folder ftrun itself was started in
+        sys.path[0] = folder  # replaces the folder in which ftrun was started
 
 
 def _run_file(argv: list[str]) -> None:
@@ -180,6 +176,6 @@ def _run_module(argv: list[str]) -> None:
 
     sys.argv = list(argv)
     _search_first(os.getcwd())
-    # The private entry keeps the module in sys.modules after it returns, as `python -m` does;
-    # runpy.run_module drops it, and atexit handlers and pickles then miss it.
+    # The private function keeps the module in sys.modules after it returns, as `python -m` does.
+    # runpy.run_module removes it, and atexit handlers and pickles then fail to find it.
     runpy._run_module_as_main(argv[0], alter_argv=True)  # type: ignore[attr-defined]

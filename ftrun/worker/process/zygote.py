@@ -1,17 +1,16 @@
-"""The warm process that workers are forked from.
+"""The zygote: a process with torch imported, from which workers are forked.
 
 Runs in:  a process of its own: `python -u -m ftrun.worker.process.zygote FD AGENT_PID [MODULE
-          ...]`, or a
-          fork of the agent that runs this program in place of its own.
+          ...]`, or a fork of the agent that runs this program.
 Takes in: fork orders from the agent on descriptor FD, a SOCK_SEQPACKET socket.
-Gives:    standbys: processes with torch imported that wait for a `LaunchOrder`, each with a
-          socket of its own, so that a launch does not pass through here.
-Survives: nothing; standbys and workers do not need it once they are forked.
+Gives:    standbys: processes with torch imported that wait for a `LaunchOrder`. Each has its own
+          socket, so a launch does not pass through the zygote.
+Survives: nothing; standbys and workers do not need the zygote after their fork.
 
-Rule 1: one thread, no tensor operation, no CUDA call before a fork. A parent that ran one
-        parallel operation leaves a child that hangs in libgomp. Checked before each fork.
-Rule 2: a standby is forked twice, so that it becomes a child of the agent (a subreaper), which
-        reads its exit status and whose death it dies of.
+Rule 1: one thread, no tensor operation and no CUDA call before a fork. If the parent ran one
+        parallel operation, the child hangs in libgomp. Checked before each fork.
+Rule 2: a standby is forked twice, so that it becomes a child of the agent (a subreaper). The agent
+        reads its exit status, and the kernel kills the standby when the agent dies.
 """
 
 import contextlib
@@ -51,12 +50,12 @@ PRELOAD = (
     "ftrun.worker.snapshot_session",
     "ftrun.worker.reshard.engine",
 )
-"""What a first DDP step imports, and what a restore does: without torch._dynamo the DDP constructor
+"""Modules that a first DDP step and a restore import. Without torch._dynamo, the DDP constructor
 takes 0.8 s."""
 
 
 def preload(modules: tuple[str, ...]) -> list[str]:
-    """Import what is there; the names of what is not."""
+    """Import the modules; return the names of those that are missing."""
     missing = []
     for name in modules:
         try:
@@ -67,7 +66,7 @@ def preload(modules: tuple[str, ...]) -> list[str]:
 
 
 def unfit_to_fork() -> str:
-    """Why a child of this process could hang or fail; empty if it could not."""
+    """Reason why a fork of this process could hang or fail; empty if a fork is safe."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "CUDA was initialised in the warm process (by a preloaded module?)"
@@ -75,7 +74,7 @@ def unfit_to_fork() -> str:
 
 
 def fork_standby(control: socket.socket, agent_pid: int) -> socket.socket | None:
-    """Fork one standby; in it the order socket comes back, in the zygote None."""
+    """Fork one standby; return the order socket in the standby, None in the zygote."""
     for_agent, for_standby = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if fork_orphan():
         for_agent.close()
@@ -89,7 +88,7 @@ def fork_standby(control: socket.socket, agent_pid: int) -> socket.socket | None
 
 
 def serve(control: socket.socket, agent_pid: int) -> socket.socket | None:
-    """Fork on order until the agent hangs up; a standby leaves with its socket."""
+    """Fork on order until the agent closes the socket; a standby returns its order socket."""
     while True:
         order = control.recv(1 << 16)
         if not order:
@@ -114,12 +113,12 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     ignore_user_signals()
-    # is_available() must not call cuInit here, which would poison every fork.
+    # is_available() must not call cuInit in this process, because CUDA then fails in every fork.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     missing = preload(PRELOAD)
     reserve_fd = int(variables.pop(RESERVE_SOCKET, "-1"))
     if reserve_fd >= 0 and reserve.begin(reserve_fd, control, variables):
-        return  # an agent that was forked later, or one of its ranks, has ended
+        return  # this process is an agent that was forked later, or its rank, and has ended
     missing += preload(tuple(sys.argv[3:]))
     gc.collect()
     gc.freeze()
@@ -127,8 +126,8 @@ def main() -> None:
     orders = serve(control, agent_pid)
     if orders is None:
         os._exit(0)
-    # Returns after the user's script, into a normal interpreter exit: atexit handlers and
-    # non-daemon threads of the script get their turn.
+    # Returns after the user's script, into a normal interpreter exit, so that atexit handlers and
+    # non-daemon threads of the script run.
     standby.run(orders)
 
 

@@ -1,1 +1,1 @@
-"""Restore into another world size."""
+"""Restore into another world size or layout."""

@@ -1,13 +1,13 @@
-"""DCP's items to and from shards.
+"""Converts DCP's items to shards, and loads them from shards.
 
-Runs in:  worker, in whichever thread saves or loads; no collective of its own.
+Runs in:  worker, in the thread that saves or loads; no collective.
 Takes in: a save plan and its planner; a version, a load plan and its planner.
-Gives:    sources and bytes of one rank's shard; tensors and objects, filled in by the planner.
+Gives:    sources and bytes of one rank's shard; tensors and objects that the planner fills in.
 
-Each item lies in the shard of the one rank that DCP's plan has given it to: tensors as entries,
-serialized objects among the plain values, because their length changes as a run goes on and must
-not make another layout each time. So a load reads shards of other ranks too, but only those, and
-of those only the pieces, in which its own plan has items.
+Each item is stored in the shard of the one rank to which DCP's plan assigns it. Tensors are
+entries. Serialized objects are plain values, because their length changes during a run and must not
+change the layout each time. A load therefore reads shards of other ranks too, but only the pieces
+that contain items of its own plan.
 """
 
 import io
@@ -56,12 +56,12 @@ class ItemsToSave:
     """One rank's items of a save plan.
 
     Args:
-        plan: as it comes out of the global planning.
+        plan: the result of the global planning.
         planner: resolves its items.
         rank: this one.
 
     Raises:
-        ValueNotStorable: an item has no bytes that could be copied.
+        ValueNotStorable: an item has no bytes that can be copied.
     """
 
     def __init__(self, plan: SavePlan, planner: SavePlanner, rank: Rank) -> None:
@@ -90,16 +90,16 @@ class ItemsToSave:
         """The plain values of the shard.
 
         Args:
-            described: as `packed_metadata` gives it, where this rank keeps it; else empty.
+            described: from `packed_metadata` if this rank stores it; else empty.
         """
         return plain.encode({OBJECTS: plain.encode(self.objects), METADATA: described})
 
 
 def packed_metadata(metadata: Metadata, places: Places) -> bytes:
-    """DCP's description of the snapshot, and where its items lie.
+    """DCP's description of the snapshot, with the location of each item.
 
     Raises:
-        ValueNotStorable: what a planner has added is not plain.
+        ValueNotStorable: a value that a planner has added is not plain.
     """
     return plain.encode(pack(metadata, places), root="metadata")
 
@@ -108,11 +108,11 @@ class SavedItems:
     """One version, to load items from. Closed by `close`.
 
     Args:
-        saver: this rank's.
+        saver: of this rank.
         wanted: the version.
 
     Raises:
-        SnapshotError, PeerError: it is not to be had.
+        SnapshotError, PeerError: it is not available.
     """
 
     def __init__(self, saver: ExplicitSaver, wanted: Version) -> None:
@@ -124,7 +124,7 @@ class SavedItems:
         self._world_size = old_size or context.world_size
         self._fds = self._link.open_images(wanted, self._world_size)
         if not context.is_resized and context.rank not in self._fds:
-            # It is on its way from other nodes, and comes with those of all ranks of this one.
+            # The shard is being fetched from other nodes, with those of all ranks of this node.
             os.close(self._link.await_restored(wanted))
             self.close()
             self._fds = self._link.open_images(wanted, self._world_size)
@@ -138,8 +138,8 @@ class SavedItems:
         """Fill in every item.
 
         Raises:
-            SnapshotCorrupt: bytes are not what was saved; its `rank` says whose.
-            SnapshotError, PeerError: they are not to be had.
+            SnapshotCorrupt: bytes differ from the saved ones; `rank` is the owner of the shard.
+            SnapshotError, PeerError: a shard is not available.
         """
         find = self.metadata.storage_data
         places = [place_of(find, item.storage_index) for item in load_plan.items]
@@ -161,7 +161,6 @@ class SavedItems:
             images.close()
 
     def close(self) -> None:
-        """Let go of the shards."""
         for fd in self._fds.values():
             os.close(fd)
         self._fds = {}
@@ -182,7 +181,6 @@ class SavedItems:
         return unpack(plain.decode(parts[METADATA]))
 
     def _images(self, ranks: Iterable[Rank]) -> CheckedShards:
-        """Shards of just these ranks, from here or from other nodes."""
         wanted = sorted(ranks)
         here = {rank: os.dup(self._fds[rank]) for rank in wanted if rank in self._fds}
         source: ShardSource = LocalShards(here, self.version)
@@ -196,7 +194,6 @@ class SavedItems:
             raise
 
     def _whole(self, name: str, images: CheckedShards) -> WholeTensor:
-        """A tensor, with holders for those of its chunks that were opened."""
         about = self.metadata.state_dict_metadata[name]
         if not isinstance(about, TensorStorageMetadata):
             raise ShapeChanged(key=name, saved="an object", present="a tensor")
@@ -214,7 +211,6 @@ class SavedItems:
 
 
 def _plain_of(images: CheckedShards, rank: Rank) -> dict[str, bytes]:
-    """The plain values of a shard, still packed part by part."""
     at = images.heads[rank].entries[PLAIN_NAME].offset
     end = at + 8 + int.from_bytes(images.read(rank, at, 8), "little")
     raw = bytearray()
@@ -225,7 +221,6 @@ def _plain_of(images: CheckedShards, rank: Rank) -> dict[str, bytes]:
 
 
 def _part(item: WriteItem) -> TensorPart | None:
-    """Which part of the whole tensor it is; None where it is all of it."""
     about = item.tensor_data
     assert about is not None
     size, offsets = tuple(about.size), tuple(about.chunk.offsets)
@@ -234,7 +229,6 @@ def _part(item: WriteItem) -> TensorPart | None:
 
 
 def _check(source: TensorSource, item: WriteItem) -> None:
-    """What the planner gives is what it has planned."""
     about = item.tensor_data
     assert about is not None
     planned = (about.properties.dtype, tuple(about.chunk.sizes))

@@ -1,11 +1,13 @@
-"""DCP's description of a checkpoint as plain values, and back.
+"""Converts DCP's description of a checkpoint to plain values, and back.
 
-Runs in:  worker, in whichever thread saves or loads.
-Takes in: the `Metadata` that DCP's planner has made, where each item has gone; such plain values.
-Gives:    what `snapshot/plain.py` packs; the `Metadata`, with the places as its storage_data.
+Runs in:  worker, in the thread that saves or loads.
+Takes in: the `Metadata` from DCP's planner, with the location of each item; such plain values.
+Gives:    values that `snapshot/plain_values.py` encodes; the `Metadata`, with the locations as its
+          storage_data.
 
-A snapshot holds no pickles of its own, so the objects are taken apart here. What a planner adds
-(`planner_data`) has to be plain: that of torch's own planners is, a path of keys for each name.
+A snapshot contains no pickles of its own, so this module converts the objects field by field. The
+data that a planner adds (`planner_data`) must be plain. That of torch's own planners is: a path of
+keys for each name.
 
 Source: torch.distributed.checkpoint.metadata (read in 2.13).
 """
@@ -30,7 +32,7 @@ from ftrun.snapshot.boxes import Box
 from ftrun.worker.state.tensors import DTYPE_NAMES, DTYPES
 
 Place = tuple[int, str]
-"""The rank whose shard holds an item, and the name of its entry; of bytes, the item's own name."""
+"""Rank whose shard holds an item, and the name of its entry; for bytes the item's own name."""
 
 Places = Mapping[MetadataIndex, Place]
 
@@ -39,15 +41,15 @@ _NAME_TIMES = 4
 
 
 def pack(metadata: Metadata, places: Places) -> dict[str, Any]:
-    """Plain values of all of it.
+    """Convert the description to plain values.
 
     Args:
-        metadata: as the planner has made it; its own storage_data is left out.
+        metadata: from the planner; its own storage_data is left out.
         places: of every item.
 
     Raises:
-        ValueNotStorable: a dtype or a kind of metadata that cannot be kept.
-        KeyError: an item has no place.
+        ValueNotStorable: a dtype or a kind of metadata cannot be stored.
+        KeyError: an item has no location.
     """
     meta = metadata.storage_meta
     return {
@@ -64,10 +66,10 @@ def pack(metadata: Metadata, places: Places) -> dict[str, Any]:
 
 
 def unpack(packed: dict[str, Any]) -> Metadata:
-    """The description, as DCP's planners want it.
+    """Convert plain values to the description for DCP's planners.
 
     Raises:
-        LayoutUnknown: these are not such values.
+        LayoutUnknown: the values have another form.
     """
     items: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, Place] = {}
@@ -100,19 +102,19 @@ def unpack(packed: dict[str, Any]) -> Metadata:
 
 
 def room_for(names: Mapping[str, int]) -> int:
-    """About how many bytes the description will have, before DCP has made it.
+    """Estimated size of the description in bytes, before DCP has made it.
 
     Args:
-        names: of all items, and into how many chunks each is cut.
+        names: of all items, with the number of chunks of each.
     """
     return sum(_NAME_TIMES * len(name) + _ITEM_BYTES * count for name, count in names.items())
 
 
 def place_of(places: Places, index: MetadataIndex) -> tuple[Rank, str]:
-    """Where an item lies.
+    """The rank and the entry that hold an item.
 
     Raises:
-        LayoutUnknown: nowhere.
+        LayoutUnknown: no shard holds it.
     """
     found = places.get(index)
     if found is None:

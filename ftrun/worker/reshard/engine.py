@@ -1,13 +1,14 @@
-"""Puts a version that ranks of another layout have taken into what is attached, in place.
+"""Loads a version that ranks of another layout took into the attached objects, in place.
 
 Runs in:  worker, training thread, inside `attach`; no collective.
-Takes in: a `SourceState`, what is attached.
-Gives:    parameters, buffers and optimizer state as they were in the whole old world, of each the
-          part that this rank holds; all else as `reload` does.
+Takes in: a `SourceState`, the attached objects.
+Gives:    this rank's part of the parameters, buffers and optimizer state of the previous world; all
+          other state as in `reload`.
 
-Optimizer state is made before it is filled, because most optimizers have none before their first
-step: like its parameter where it is of its shape, plain otherwise. What several old ranks hold
-alike is read from one of them; the others are compared with it by digest.
+Optimizer state is created before it is filled, because most optimizers have none before their first
+step. State of its parameter's shape is created like the parameter, other state as a plain tensor.
+If several old ranks hold equal bytes, they are read from one of them; the others are compared with
+it by digest.
 """
 
 import contextlib
@@ -57,7 +58,7 @@ _log = logging.getLogger(__name__)
 
 
 class ReshardedState:
-    """A version of another number of ranks, as `Protection` restores it."""
+    """A version of another number of ranks, as `SnapshotSession` restores it."""
 
     def __init__(self, saved: SourceState) -> None:
         self._saved = saved
@@ -78,15 +79,15 @@ class ReshardedState:
 def open_resized(
     context: WorkerContext, link: WorkerSmpClient, layout: DeclaredSharding | None = None
 ) -> ReshardedState:
-    """The version to restore, as ranks of another layout have left it with the SMP.
+    """Open the version to restore from the shards of ranks of another layout.
 
     Args:
-        context: of the rank that wants it.
+        context: of the rank that restores it.
         link: to the SMP.
-        layout: the mesh of all ranks; None: the script does not say it.
+        layout: the mesh of all ranks; None: the script does not declare it.
 
     Raises:
-        SnapshotError, PeerError: it is not all there, or is not what was sealed.
+        SnapshotError, PeerError: a shard is missing, or differs from the sealed one.
     """
     assert context.restore is not None
     old_size = context.restore_world_size or context.world_size
@@ -101,7 +102,7 @@ def open_resized(
 
 
 def images_of(wanted: Version, link: WorkerSmpClient, old_size: int) -> ShardSource:
-    """Shards of this node where they lie, and those of others as they are read."""
+    """All shards: those of this node in place, those of other nodes fetched when they are read."""
     fds = link.open_images(wanted, old_size)
     here = LocalShards(fds, wanted)
     elsewhere = [Rank(rank) for rank in range(old_size) if rank not in fds]
@@ -109,11 +110,11 @@ def images_of(wanted: Version, link: WorkerSmpClient, old_size: int) -> ShardSou
 
 
 def reload_resized(saved: SourceState, tree: StateTree, context: WorkerContext) -> None:
-    """Load everything but the random states.
+    """Load everything except the random states.
 
     Raises:
-        ShapeChanged: what is attached is not what was saved.
-        SnapshotCorrupt, TensorIncomplete, RanksDiffer: it is not all there.
+        ShapeChanged: the attached objects do not match the saved ones.
+        SnapshotCorrupt, TensorIncomplete, RanksDiffer: the saved state is damaged or incomplete.
     """
     page = context.page
     page.set(HeartbeatField.RESTORE_BEGIN_NS, clock.now_ns())
@@ -161,7 +162,7 @@ def reload_resized(saved: SourceState, tree: StateTree, context: WorkerContext) 
 
 @contextlib.contextmanager
 def telling_of_corruption(context: WorkerContext) -> Iterator[None]:
-    """Say on the page whose shard is not what was sealed, so that it is set aside."""
+    """Report a corrupt shard on the heartbeat page, so that the agent rejects it."""
     try:
         yield
     except SnapshotCorrupt as error:
@@ -173,23 +174,22 @@ def telling_of_corruption(context: WorkerContext) -> Iterator[None]:
 
 
 class _Wanted:
-    """The tensors to fill and what they are filled from, both by name."""
+    """The tensors to fill and their saved tensors, both by name."""
 
     def __init__(self, saved: SourceState, *, casts: bool) -> None:
         self.world = saved
         self.casts = casts
         self.tensors: dict[str, torch.Tensor] = {}
         self.expanded: dict[str, torch.Tensor] = {}
-        """Tensors that get their values from those of the same name in `tensors`."""
+        """Tensors that receive their values from the tensors of the same name in `tensors`."""
         self.saved: dict[str, WholeTensor] = {}
 
     def add_attached(self, lasting: PersistentSources, tree: StateTree) -> None:
-        """Parameters, buffers, and tensors attached by name."""
         names = {*lasting.names.values(), *tree.attached.tensors}
         pairs = zip(lasting.sources, lasting.originals, strict=True)
         wanted = [(source.name, original) for source, original in pairs if source.name in names]
         changed = [found for one in wanted if (found := self._changed(*one)) is not None]
-        # Where ranks are stages, others have what this one leaves.
+        # If ranks are pipeline stages, other ranks have the tensors that are not on this one.
         common = [] if self.world.has_stages else self.world.index.common_names
         left = [name for name in common if name in self.world.parameters - names]
         check_fits([*changed, *((n, str(self.world.whole(n)), _NOTHING) for n in left)])
@@ -198,14 +198,13 @@ class _Wanted:
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Of what was saved."""
         return {name: DTYPES[saved.dtype] for name, saved in self.saved.items()}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Want this tensor filled.
+        """Add a tensor to fill.
 
         Raises:
-            ShapeChanged: what was saved under this name is another.
+            ShapeChanged: the tensor saved under this name does not fit it.
         """
         if (changed := self._changed(name, tensor)) is not None:
             check_fits([changed])
@@ -217,7 +216,6 @@ class _Wanted:
         self.saved[name] = found
 
     def _changed(self, name: str, tensor: torch.Tensor) -> tuple[str, str, str] | None:
-        """What was saved under this name and what is there now, where they do not go together."""
         found = self.world.whole(name)
         now = (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
         if found is None or found.shape != now[1] or not fits(found.dtype, now[0], self.casts):
@@ -234,7 +232,6 @@ def _states(
     wanted: _Wanted,
     lasting: PersistentSources,
 ) -> dict[Any, Any]:
-    """The state of each parameter of an optimizer, its tensors made and wanted."""
     parameters = {lasting.names[id(p)]: p for g in optimizer.param_groups for p in g["params"]}
     elsewhere = wanted.world.parameters - parameters.keys()
     found: dict[Any, Any] = {}
@@ -243,14 +240,13 @@ def _states(
         for key, values in saved.items():
             if key not in found and key not in elsewhere:
                 found[key] = _made(values, parameters.get(key), wanted, rank)
-        # What a rank has none of, it has never stepped, or another one did.
+        # An old rank without state of a parameter never stepped it, or another rank stepped it.
         if all(name in found for name in parameters):
             break
     return found
 
 
 def _made(values: Any, parameter: torch.Tensor | None, wanted: _Wanted, rank: Rank) -> Any:
-    """A tree of state values with tensors in place of references."""
     if isinstance(values, TensorRef):
         return _made_tensor(values, parameter, wanted, rank)
     if isinstance(values, dict):
@@ -277,7 +273,7 @@ def _made_tensor(
             key=ref.name, saved=f"a sharded {saved}", present=f"state of {list(parameter.shape)}"
         )
     else:
-        # Numbers, such as the step, stay where torch's optimizers keep them.
+        # Numbers, such as the step, are created on the CPU, as in torch's optimizers.
         device = parameter.device if parameter is not None and saved.shape else "cpu"
         made = ready_memory.empty(saved.shape, dtype, device, ref.stride)
     wanted.add(ref.name, made)
@@ -285,7 +281,6 @@ def _made_tensor(
 
 
 def _like(parameter: Any, dtype: torch.dtype) -> torch.Tensor:
-    """An empty DTensor on the mesh of a parameter, cut as that is."""
     from torch.distributed.tensor import DTensor
 
     local = local_tensor(parameter, "a parameter")

@@ -1,11 +1,11 @@
-"""Shards that are not on this node, read through the SMP, a bounded part at a time.
+"""Reads shards that are not on this node through the SMP, in windows of bounded size.
 
-Runs in:  worker, inside `attach`, where a version is restored into another number of ranks.
-Takes in: the line to the SMP, the ranks whose shards are elsewhere; what will be read.
-Gives:    an `ShardSource` of them; and one of those that are here and those that are not.
+Runs in:  worker, inside `attach`, when a version is restored into another number of ranks.
+Takes in: the connection to the SMP, the ranks whose shards are on other nodes; announced reads.
+Gives:    a `ShardSource` of them; and one that joins local and remote shards.
 
-Pieces are fetched in the order in which they were said to be read, as many at a time as fit
-`WINDOW_BYTES`, and kept until the next ones are fetched. So at most one such window is held.
+Pieces are fetched in the announced order. One fetch gets as many as fit `WINDOW_BYTES`, and the
+next fetch replaces them. At most one window is therefore in memory.
 """
 
 import mmap
@@ -29,9 +29,9 @@ class RemoteShards:
     """Shards on other nodes, or of lost ones.
 
     Args:
-        link: to the SMP, which asks the other SMPs.
+        link: to the SMP, which requests them from the other SMPs.
         wanted: the version.
-        ranks: of the old world.
+        ranks: of the previous world.
     """
 
     def __init__(self, link: WorkerSmpClient, wanted: Version, ranks: Sequence[Rank]) -> None:
@@ -80,10 +80,9 @@ class RemoteShards:
         )
 
     def _fetch(self, first: ByteRange) -> None:
-        """Get this range and those that are read after it, as far as they fit."""
         if first in self._expected:
             while self._expected.popleft() != first:
-                pass  # what is passed over was had already, or is not needed any more
+                pass  # ranges before it were read already, or are not needed any more
         ranges = [first]
         size = first.num_bytes
         while self._expected and len(ranges) < _MOST_RANGES:
@@ -108,7 +107,7 @@ class JoinedShards:
     """Shards of two sources, as one.
 
     Args:
-        here: asked first.
+        here: preferred for ranks that both have.
         elsewhere: has the other ranks.
     """
 
@@ -135,7 +134,7 @@ class JoinedShards:
 
 
 def _mapped(fd: int) -> memoryview:
-    """The bytes behind a descriptor, which is closed; they stay as long as they are held."""
+    """Map the bytes behind a descriptor and close it; the mapping lives as long as its views."""
     try:
         mapping = mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ)
     finally:

@@ -1,12 +1,12 @@
-"""A version of another layout, read through layout rules, as if this rank had taken it.
+"""Reads a version of another layout through sharding rules, as if this rank had taken it.
 
 Runs in:  worker, training thread, inside `attach`; no collective.
-Takes in: the shards of all ranks that took the version, the rules that it carries, and those
-          that the script declares now.
-Gives:    the state of this rank in the new layout; of each tensor only what it needs is read.
+Takes in: the shards of all ranks that took the version, the rules stored in it, and the rules that
+          the script declares now.
+Gives:    the state of this rank in the new layout; of each tensor only the needed bytes are read.
 
-A version says its own layout: `attach(layout=...)` puts the rules and the mesh among the plain
-values of every snapshot. So only the new layout has to be declared.
+A version contains its own layout, because `attach(layout=...)` stores the rules and the mesh in the
+plain values of every snapshot. Only the new layout has to be declared.
 """
 
 import logging
@@ -47,11 +47,11 @@ _log = logging.getLogger(__name__)
 def open_ruled(
     context: WorkerContext, link: WorkerSmpClient, layout: DeclaredSharding
 ) -> "RuledState":
-    """The version to restore, as ranks of another layout have left it with the SMP.
+    """Open the version to restore from the shards of ranks of another layout.
 
     Raises:
-        SnapshotError, PeerError: it is not all there, or is not what was sealed.
-        RulesUnfit: it cannot be had in this layout.
+        SnapshotError, PeerError: a shard is missing, or differs from the sealed one.
+        RulesMismatch: the version cannot be converted to this layout.
     """
     assert context.restore is not None
     old_size = context.restore_world_size or context.world_size
@@ -70,16 +70,16 @@ def open_ruled(
 
 
 class RuledState:
-    """One version, put together for one rank of another layout.
+    """One version, assembled for one rank of another layout.
 
     Args:
         images: of all ranks that took it.
-        context: of the rank that wants it.
-        rules: of its layout.
+        context: of the rank that restores it.
+        rules: of the layout of that rank.
 
     Raises:
-        LayoutUnknown: the version does not say what its layout is.
-        RulesUnfit: it cannot be had so.
+        LayoutUnknown: the version contains no layout.
+        RulesMismatch: the version cannot be converted to this layout.
     """
 
     def __init__(self, images: CheckedShards, context: WorkerContext, rules: ShardingRules) -> None:
@@ -117,10 +117,9 @@ class RuledState:
         offset = self._images.heads[Rank(rank)].entries[name].offset
         return self._images.read(Rank(rank), offset + first_byte, num_bytes)
 
-    # --- as `reload` wants it ----------------------------------------------------------------
+    # --- as `reload` reads it ----------------------------------------------------------------
 
     def part(self, name: str) -> Any:
-        """A part of the plain values, with its tensors."""
         return plain.decode(self._parts[name], deref=self._deref)
 
     def optional_part(self, name: str) -> Any:
@@ -134,7 +133,6 @@ class RuledState:
         put_back_random_states(self, attached)
 
     def close(self) -> None:
-        """Let go of the shards."""
         self._images.close()
 
     def entry(self, name: str) -> LayoutEntry | None:
@@ -146,7 +144,7 @@ class RuledState:
         )
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor of this rank, put together anew."""
+        """Assemble a tensor of this rank; if divergent copies are stored, return their mean."""
         self._used.add(name)
         placed = self._placed[name]
         copies = self._stock.copies(placed.patches)
@@ -165,7 +163,7 @@ class RuledState:
         check_used({name: str(self.entry(name)) for name in self._placed}, self._used)
 
     def _filled(self, copies: Sequence[BoxCopy], num_items: int, dtype: str) -> torch.Tensor:
-        """[items] with what copies bring; padding is 0."""
+        """[items] filled from the copies; padding is 0."""
         item_bytes = ITEM_BYTES[dtype]
         made = torch.zeros(num_items, dtype=DTYPES[dtype])
         short = [part for copy in copies for part in copy.cut_to(MOST_BYTES // item_bytes)]

@@ -1,13 +1,13 @@
-"""The shards of all ranks of a version, to read from.
+"""Reads the shards of all ranks of a version.
 
-Runs in:  worker, inside `attach`, where a version is restored into another number of ranks.
-Takes in: descriptors of arenas that the SMP hands over; or whatever else is an `ShardSource`.
-Gives:    bytes of any rank's shard, each piece compared with its digest before it is used.
+Runs in:  worker, inside `attach`, when a version is restored into another number of ranks.
+Takes in: descriptors of arenas from the SMP; or any other `ShardSource`.
+Gives:    bytes of any rank's shard; each piece is compared with its digest before it is used.
 
-Rule 1: nothing is read that is not asked for. A digest covers a piece, so the pieces under what is
-        asked for are what is read.
-Rule 2: whoever knows what will be read says so first (`expect`), in the order in which it will be
-        read, so that a source on other nodes can fetch it in few and bounded turns.
+Rule 1: only requested bytes are read. A digest covers a piece, so the pieces that contain the
+        requested bytes are read whole.
+Rule 2: a reader that knows its reads announces them first (`expect`), in their order. A source on
+        other nodes can then fetch them in a few transfers of bounded size.
 """
 
 import os
@@ -34,31 +34,31 @@ class ByteRange:
 
 
 class ShardSource(Protocol):
-    """Where the shards of one version are."""
+    """The shards of one version."""
 
     def headers(self) -> Mapping[Rank, ShardHeader]:
-        """Layout and digest table of every rank's shard, compared with what was sealed.
+        """Layout and digest table of every rank's shard, compared with the sealed digests.
 
         Raises:
-            SnapshotCorrupt: one of them is something else; its `rank` says which.
-            SnapshotError, PeerError: one of them is not to be had.
+            SnapshotCorrupt: one of them differs; its `rank` is the owner.
+            SnapshotError, PeerError: one of them is not available.
         """
         ...
 
     def expect(self, ranges: Sequence[ByteRange]) -> None:
-        """What will be read next, in this order; whole pieces. Replaces what was said before."""
+        """Announce the next reads, in order, as whole pieces; replaces earlier announcements."""
         ...
 
     def read(self, rank: Rank, offset: int, num_bytes: int) -> memoryview:
-        """Bytes of a shard's data as they lie there, not compared with anything.
+        """Bytes of a shard's data, not compared with a digest.
 
         Raises:
-            SnapshotError, PeerError: they are not to be had.
+            SnapshotError, PeerError: they are not available.
         """
         ...
 
     def close(self) -> None:
-        """Let go of all memory; views that are still held keep theirs."""
+        """Release all memory; existing views keep theirs."""
         ...
 
 
@@ -93,7 +93,7 @@ class LocalShards:
         return self._heads
 
     def expect(self, ranges: Sequence[ByteRange]) -> None:
-        """Nothing to do: it is here."""
+        """Nothing to do: the shards are on this node."""
 
     def read(self, rank: Rank, offset: int, num_bytes: int) -> memoryview:
         start = self._heads[rank].start + offset
@@ -126,19 +126,19 @@ def make_head(
     what: str,
     rank: Rank,
 ) -> ShardHeader:
-    """A head, compared with what was sealed.
+    """Parse a shard's header, and compare it with the sealed digests.
 
     Args:
-        image: the shard, or no more than its header.
+        image: the shard, or only its header.
         table: u64 per piece.
         layout_id: of the arena; the digest of the header.
         sealed: the slot's header.
-        what: in words.
-        rank: whose shard it is.
+        what: name of the shard, for errors.
+        rank: owner of the shard.
 
     Raises:
-        SnapshotCorrupt: header or digest table is something else.
-        LayoutUnknown: the header is what it was, and of another version of ftrun.
+        SnapshotCorrupt: header or digest table differs from the sealed one.
+        LayoutUnknown: the header is intact, but of another version of ftrun.
     """
     count = len(table)
     end = 8 + int.from_bytes(image[:8], "little")
@@ -151,11 +151,11 @@ def make_head(
 
 
 class CheckedShards:
-    """Reads from a source and lets nothing through that does not match its digest.
+    """Reads from a source, and returns only bytes that match their digests.
 
     Args:
-        source: where the shards are.
-        what: of what, in words.
+        source: of the shards.
+        what: name of the version, for errors.
     """
 
     def __init__(self, source: ShardSource, what: str) -> None:
@@ -165,7 +165,7 @@ class CheckedShards:
         self._last: tuple[Rank, range, memoryview] | None = None
 
     def expect(self, ranges: Sequence[ByteRange]) -> None:
-        """Say what will be read, in this order; the pieces under it are made of it, once each."""
+        """Announce the next reads in their order; each piece is announced once."""
         found: list[ByteRange] = []
         for one in ranges:
             head = self.heads[one.rank]
@@ -180,14 +180,15 @@ class CheckedShards:
         """Bytes of a shard's data.
 
         Raises:
-            SnapshotCorrupt: a piece under them is not what was captured; its `rank` is set.
+            SnapshotCorrupt: a piece that contains them differs from the captured one; `rank` is
+                set.
         """
         head = self.heads[rank]
         pieces = head.pieces_under(offset, num_bytes)
         if not pieces:
             return memoryview(b"")
         start, length = head.bytes_of(pieces)
-        # Small entries share a piece, and are read one after the other.
+        # Small entries share a piece and are read consecutively.
         if self._last is None or self._last[:2] != (rank, pieces):
             data = self._source.read(rank, start, length)
             self._check(rank, pieces, start, data)

@@ -1,14 +1,14 @@
-"""A version as all ranks of another world have saved it: its plain values, and its tensors.
+"""The state of a version in the shards of a previous world: its plain values, and its tensors.
 
 Runs in:  worker, training thread, inside `attach`; no collective.
-Takes in: where the shards are, the rank and the size of the new world.
-Gives:    one state: what all ranks have alike once, what each has for itself by rank.
+Takes in: the source of the shards, the rank and the mesh of the new world.
+Gives:    one state: values that are equal on all ranks once, values of single ranks by rank.
 
-Rule 1: step, epoch and parameter groups must be alike on all old ranks, but for the parameters in
-        the groups: stages of a pipeline have others. Where they are not there is no one state to
-        go on from, and nothing is restored.
-Rule 2: other objects (scheduler, scaler, dicts) are alike by nature. Those that are not are taken
-        from one old rank, and the log says so.
+Rule 1: step, epoch and parameter groups must be equal on all old ranks. Only the
+        parameters in the groups may differ, because pipeline stages have different ones. If other
+        values differ, there is no single state to resume from, and nothing is restored.
+Rule 2: other objects (scheduler, scaler, dicts) are normally equal. If they differ, they are taken
+        from one old rank, and the log reports it.
 """
 
 from collections.abc import Collection, Mapping
@@ -61,13 +61,14 @@ class SourceState:
     """One version, in the shards of all ranks that took it.
 
     Args:
-        source: of the shards; closed by `close`, or here where this fails.
+        source: of the shards; closed by `close`, or here if this fails.
         wanted: the version.
-        old_size: so many ranks took it.
-        seat: whose part is wanted.
+        old_size: number of ranks that took it.
+        seat: the new rank whose part is restored.
 
     Raises:
-        SnapshotError, PeerError: it is not all there, or not what was sealed, or not one state.
+        SnapshotError, PeerError: a shard is missing or differs from the sealed one, or the ranks
+            have no single state.
     """
 
     def __init__(self, source: ShardSource, wanted: Version, old_size: int, seat: NewRank) -> None:
@@ -88,18 +89,18 @@ class SourceState:
 
     @property
     def ranks(self) -> list[Rank]:
-        """Old ranks; first the one whose own state this rank takes over."""
+        """Old ranks; the first is the one whose own state this rank takes over."""
         return [self._own, *(rank for rank in self._parts if rank != self._own)]
 
     @property
     def has_stages(self) -> bool:
-        """Whether this rank is one of several stages now, and leaves others their parameters."""
+        """Whether the new mesh has pipeline stages, so that other ranks hold other parameters."""
         return self._seat.mesh.has_stages
 
     # --- plain values ------------------------------------------------------------------------
 
     def part(self, name: str) -> Any:
-        """A part of the plain values, as this rank is to have it; its tensors are copies."""
+        """A part of the plain values for this rank; its tensors are copies."""
         if name == "loaders":
             return {key: self._loader(found) for key, found in self._loaders.items()}
         if name == "frozen":
@@ -107,7 +108,8 @@ class SourceState:
         if name == "modules":
             return self._modules()
         if name == "training":
-            # The mode of a whole model is the script's; another layout may need another one.
+            # The script sets the mode of a whole model, because another layout may need another
+            # mode.
             roots = self._modules()["names"]
             flags = self._decode(self._own, name)
             return {path: flag for path, flag in flags.items() if path not in roots}
@@ -115,11 +117,11 @@ class SourceState:
         return self._decode(self._own if is_own else Rank(0), name)
 
     def optional_part(self, name: str) -> Any:
-        """The same; None where an older version of ftrun has not saved it."""
+        """Like `part`; None if an older version of ftrun did not save it."""
         return self.part(name) if name in self._parts[self._own] else None
 
     def groups_among(self, present: Collection[str]) -> dict[str, list[dict[str, Any]]]:
-        """Parameter groups; where ranks are stages or were, what is here now of those of all.
+        """Parameter groups; with pipeline stages, the groups of all ranks reduced to `present`.
 
         Args:
             present: names of tensors that this rank has.
@@ -137,15 +139,13 @@ class SourceState:
 
     @cached_property
     def parameters(self) -> frozenset[str]:
-        """Names of all that old ranks had in parameter groups."""
         return frozenset(name for groups in self._different("groups") for name in _named(groups))
 
     def optimizer_state(self, rank: Rank) -> Any:
-        """What an old rank has of optimizers, with references in place of tensors."""
         return plain.decode(self._parts[rank]["optimizer_state"])
 
     def put_back_random_states(self, attached: AttachedState) -> None:
-        """As at the restore point; for a rank that was not there, what follows from it."""
+        """Restore the states of the restore point; an added rank gets derived states."""
         saved = [self._decode(rank, "generators") for rank in self._streams]
         for name, state in regroup.generators(saved, self._resize).items():
             generator = attached.generators.get(name)
@@ -155,7 +155,7 @@ class SourceState:
         rng.put_back(regroup.streams(taken, self._resize))
 
     def notes(self) -> list[str]:
-        """What is not as in a world of the same size: a line for the log each."""
+        """Differences from a restore into the same world: one log line each."""
         before, now = self._before, self._seat.mesh
         found = [
             f"not bitwise: {self.version} was taken by {ranks(before.size)} ({before}) and goes on "
@@ -183,10 +183,10 @@ class SourceState:
     # --- tensors -----------------------------------------------------------------------------
 
     def whole(self, name: str) -> WholeTensor | None:
-        """The tensor of this name, which counts as used from now on; None where there is none.
+        """The tensor of this name, which counts as used; None if there is none.
 
         Raises:
-            RanksDiffer, TensorIncomplete: it cannot be put together.
+            RanksDiffer, TensorIncomplete: it cannot be assembled.
         """
         found = self.index.tensor(name)
         self._used.add(name)
@@ -195,7 +195,6 @@ class SourceState:
         return found
 
     def copy(self, rank: Rank, ref: TensorRef) -> object:
-        """What an old rank had in a place of its plain values: a tensor or an array."""
         entry = self.images.heads[rank].entries[ref.name]
         self._used.add(ref.name)
         dtype = DTYPES[entry.dtype]
@@ -207,25 +206,24 @@ class SourceState:
         return copied.numpy() if ref.kind == "array" else at_home(copied, ref.kind)
 
     def check_all_used(self) -> None:
-        """Nothing that every old rank has saved has been left behind.
+        """Check that every tensor that all old ranks saved was used.
 
         Raises:
-            ShapeChanged: names the tensors that nobody wanted.
+            ShapeChanged: names the tensors that were not used.
         """
         for name in self._parts[self._own].keys() - {"optimizer_state"}:
-            self._decode(self._own, name)  # what plain values refer to counts as used
+            self._decode(self._own, name)  # tensors that plain values refer to count as used
         if self.has_stages:
-            return  # another stage may have it
+            return  # another pipeline stage may have them
         check_used(
             {name: str(self.index.tensor(name)) for name in self.index.common_names}, self._used
         )
 
     def close(self) -> None:
-        """Let go of the shards."""
         self._parts.clear()
         self.images.close()
 
-    # --- inside ------------------------------------------------------------------------------
+    # --- details -----------------------------------------------------------------------------
 
     def _plain_of(self, rank: Rank) -> dict[str, bytes]:
         at = self.images.heads[rank].entries[PLAIN_NAME].offset
@@ -234,7 +232,6 @@ class SourceState:
         return found
 
     def _mesh_before(self) -> Mesh:
-        """How the old ranks were arranged, as they have said; else each has data of its own."""
         parts = self._parts[Rank(0)]
         if "layout" in parts:
             return read_carried(plain.decode(parts["layout"])).mesh
@@ -242,14 +239,13 @@ class SourceState:
 
     @cached_property
     def _resize(self) -> WorldResize:
-        """This rank among those that see data of their own."""
+        """This rank's index among the ranks with data of their own."""
         now = self._seat.mesh
         index = now.batch_index(self._seat.rank)
         return WorldResize(index, self._before.num_batches, now.num_batches)
 
     @property
     def _moves(self) -> bool:
-        """Whether another number of ranks see data of their own."""
         return self._resize.size != self._resize.old_size
 
     def _loader(self, states: list[Any]) -> Any:
@@ -258,18 +254,17 @@ class SourceState:
 
     @cached_property
     def _streams(self) -> list[Rank]:
-        """The old ranks that had data of their own, beside the one that this rank takes over."""
+        """The old ranks that differ from `_own` only along batch axes, by batch index."""
         return [Rank(rank) for rank in self._before.beside(self._own)]
 
     @cached_property
     def _loaders(self) -> dict[str, list[Any]]:
-        """The states of each loader, by old rank."""
         saved = [self._decode(rank, "loaders") for rank in self._streams]
         own = saved[self._resize.old_rank]
         return {name: [states.get(name, own[name]) for states in saved] for name in own}
 
     def _modules(self) -> dict[str, Any]:
-        """Names of buffers are those of all ranks: other stages have others."""
+        """The part `modules`, with the buffers and strides of all ranks (stages have others)."""
         own, *_ = every = [self._decode(self._own, "modules"), *self._different("modules")]
         for key in ("buffers", "no_buffers"):
             own[key] = list(dict.fromkeys(name for one in every for name in one.get(key, ())))
@@ -281,7 +276,7 @@ class SourceState:
         return plain.decode(self._parts[rank][name], deref=lambda ref: self.copy(rank, ref))
 
     def _different(self, name: str) -> list[Any]:
-        """A part of all old ranks, what several have alike once; that of rank 0 first."""
+        """The different values of a part on all old ranks, each once; that of rank 0 first."""
         found: dict[bytes, Rank] = {}
         for rank, parts in self._parts.items():
             found.setdefault(parts[name], rank)
@@ -301,7 +296,6 @@ class SourceState:
         self._check_frozen()
 
     def _check_frozen(self) -> None:
-        """What is learned on one old rank is learned on all that have it."""
         first = set(self._decode(Rank(0), "frozen"))
         for rank, parts in self._parts.items():
             if parts["frozen"] == self._parts[Rank(0)]["frozen"]:
@@ -312,7 +306,6 @@ class SourceState:
                     raise RanksDiffer(key=name, ranks=(0, rank), values=values)
 
     def _first_difference(self, name: str, words: str) -> tuple[Rank, StateDifference] | None:
-        """The first old rank whose part is not that of rank 0, and how it differs."""
         if not any(name in parts for parts in self._parts.values()):
             return None
         tree, has_tensors = self._compared(Rank(0), name)
@@ -324,7 +317,7 @@ class SourceState:
         return None
 
     def _compared(self, rank: Rank, name: str) -> tuple[Any, bool]:
-        """A part with what can be compared in place of tensors, and whether there are any."""
+        """A part with comparable values in place of tensors, and whether it has tensors."""
         refs: list[TensorRef] = []
 
         def deref(ref: TensorRef) -> TensorContent:
@@ -343,7 +336,6 @@ class SourceState:
 
 
 def _named(groups: Mapping[str, list[dict[str, Any]]]) -> set[str]:
-    """The names in all parameter groups of all optimizers."""
     return {name for some in groups.values() for group in some for name in group["params"]}
 
 

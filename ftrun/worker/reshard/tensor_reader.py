@@ -1,13 +1,13 @@
-"""Tensors of this rank, filled from the shards of another number of ranks.
+"""Fills tensors of this rank from the shards of another number of ranks.
 
 Runs in:  worker, training thread, inside `attach`; no collective.
-Takes in: the index of the old world, its shards, the tensors to fill.
+Takes in: the source index, the shards, the tensors to fill.
 Gives:    the tensors, filled in place: plain ones whole, DTensors their local part.
 
-torch's own load planner of distributed checkpoints says which part of which saved chunk goes
-where; here is only the storage it plans for, which is memory. What is read are the runs of items
-that this rank needs, from one holder of each chunk, or from the next one where a digest does not
-match.
+torch's load planner of distributed checkpoints determines which part of which saved chunk is copied
+to which part of a tensor. This module is the storage of that planner, in memory. It reads the runs
+of items that this rank needs, from one holder of each chunk. If a digest does not match, it reads
+from the next holder.
 
 Source: torch.distributed.checkpoint, `StorageReader` and `DefaultLoadPlanner` (read in 2.13).
 """
@@ -39,7 +39,7 @@ from ftrun.worker.reshard.source import ByteRange, CheckedShards
 from ftrun.worker.state.tensors import DTYPES
 
 MOST_BYTES = 16 << 20
-"""Of one read: whatever is read from another node has to be held meanwhile."""
+"""Limit of one read, because bytes from another node are held in memory until they are copied."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,19 +47,19 @@ _log = logging.getLogger(__name__)
 def fill(
     wanted: Mapping[str, torch.Tensor], saved: Mapping[str, WholeTensor], images: CheckedShards
 ) -> int:
-    """Copy saved tensors into those wanted; how many bytes of shards were asked for.
+    """Copy saved tensors into the wanted ones; return the number of shard bytes read.
 
     Args:
         wanted: by name, plain tensors or DTensors of the shape and dtype of the saved ones.
-        saved: by the same names; their chunks cover them.
-        images: where the chunks lie.
+        saved: by the same names; their chunks cover the tensors.
+        images: the shards that hold the chunks.
 
     Raises:
-        SnapshotCorrupt: a piece is not what was captured, and nobody else holds what it held;
-            some tensors may be filled.
+        SnapshotCorrupt: a piece differs from the captured one, and no other rank holds a copy; some
+            tensors may be filled already.
     """
     reader = ReshardStorageReader(saved, images)
-    # The names are ours and flat already; they may hold dots.
+    # The names are ftrun's own and already flat; they may contain dots.
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     metadata = reader.read_metadata()
     planner.set_up_planner(dict(wanted), metadata, is_coordinator=True)
@@ -71,11 +71,11 @@ def fill(
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """One planned item: who has it, which run of its items, and what of that.
+    """One read of a planned item: its holders, the run of items, and the position in the target.
 
     Args:
-        holders: the one to read from, and those who hold the same.
-        at: where it goes in what is planned for the item.
+        holders: the one to read from, and others that hold the same bytes.
+        at: the box in the planned target of the item.
     """
 
     item: ReadItem
@@ -89,14 +89,13 @@ class _Read:
 
     @property
     def ranges(self) -> list[ByteRange]:
-        """The same bytes, by holder."""
         item_bytes = ITEM_BYTES[self.dtype]
         first, num_bytes = self.span.first * item_bytes, self.span.count * item_bytes
         return [ByteRange(h.rank, h.entry.offset + first, num_bytes) for h in self.holders]
 
 
 class ReshardStorageReader(StorageReader):
-    """Shards in memory, as torch's planner sees a checkpoint."""
+    """Shards in memory, in the form of a checkpoint for torch's planner."""
 
     def __init__(self, saved: Mapping[str, WholeTensor], images: CheckedShards) -> None:
         self._saved = saved
@@ -104,7 +103,7 @@ class ReshardStorageReader(StorageReader):
         self.num_bytes = 0
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """There is only one version to read."""
+        """Nothing to do: there is only one version."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return Metadata({name: _described(tensor) for name, tensor in self._saved.items()})
@@ -112,7 +111,7 @@ class ReshardStorageReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
     ) -> None:
-        """Nothing: it is set up already."""
+        """Nothing to do: the constructor sets it up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -146,7 +145,6 @@ class ReshardStorageReader(StorageReader):
         return True
 
     def _bytes(self, read: _Read) -> memoryview:
-        """What is read, from the first holder whose bytes are what was captured."""
         first: SnapshotCorrupt | None = None
         for one in read.ranges:
             try:
@@ -158,10 +156,10 @@ class ReshardStorageReader(StorageReader):
         raise first
 
     def _reads_of(self, item: ReadItem) -> list[_Read]:
-        """An item, cut so that no read is long."""
         saved = self._saved[item.storage_index.fqn]
         chunk = self._chunk(item.storage_index)
-        # What each rank has for itself is nobody else's, however equal it looks.
+        # Bytes that each rank has for itself have no replica on another rank, even if they are
+        # equal.
         same = chunk.holders if saved.is_shared else chunk.holders[:1]
         starts = tuple(item.storage_offsets)
         part = Box(starts, tuple(item.lengths))
@@ -181,7 +179,7 @@ class ReshardStorageReader(StorageReader):
 
 
 def readable(raw: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """[items] over bytes that are only to be read."""
+    """[items] over read-only bytes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(raw, dtype=dtype)

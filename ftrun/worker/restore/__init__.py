@@ -1,1 +1,1 @@
-"""Restore: shards are read from memory or disk into tensors."""
+"""Restore: reads shards from memory into tensors."""

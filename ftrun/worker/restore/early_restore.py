@@ -1,16 +1,16 @@
-"""What a restore can do before the script asks for it.
+"""Does the part of a restore that does not need the script.
 
-Runs in:  worker: a thread of its own, from the process's start until `attach` takes over.
-Takes in: the context; this rank's arena, as it outlived the last worker.
-Gives:    the arena with its pages mapped, which of its pieces match their digests, and optimizer
-          state, copied into memory that is ready for it (ready_memory.py).
-Survives: everything: whatever goes wrong here is left to `attach`, which does it again and says so.
+Runs in:  worker: a separate thread, from the process's start until `attach` takes over.
+Takes in: the context; this rank's arena, which outlived the last worker.
+Gives:    the arena with its pages mapped, the pieces that match their digests, and optimizer state
+          copied into prefaulted memory (ready_memory.py).
+Survives: every error: `attach` repeats the failed work and reports the error.
 
-A script builds its model and meets the other ranks before it attaches. With this done meanwhile,
-what is left for `attach` is a warm copy of the parameters (scripts/bench_reshard.py).
+A script builds its model and joins the process group before it attaches. If this work is done in
+that time, `attach` only has to make a warm copy of the parameters (scripts/bench_reshard.py).
 
-Nobody writes to this arena before `attach` is over: the SMP only reads it, and other ranks have
-arenas of their own. So a piece that matches stays what it is.
+No process writes to this arena before `attach` ends: the SMP only reads it, and other ranks have
+their own arenas. A piece that matched its digest therefore stays unchanged.
 """
 
 import logging
@@ -41,9 +41,9 @@ class EarlyRestore:
         self.arena = arena
         self.wanted = wanted
         self.right: set[int] = set()
-        """Pieces that match their digests, by index."""
+        """Indices of pieces that match their digests."""
         self.copied: dict[str, torch.Tensor] = {}
-        """Optimizer state that is whole and right, by name."""
+        """Optimizer state that was copied completely and matched its digests, by name."""
         self._slot = slot
         self._is_taken = threading.Event()
 
@@ -51,10 +51,10 @@ class EarlyRestore:
         self.arena.map_slot(self._slot)
 
     def read(self, *, with_state: bool) -> None:
-        """Compare piece by piece, until all are or `attach` takes over.
+        """Compare each piece with its digest, until all are done or `attach` takes over.
 
         Args:
-            with_state: copy optimizer state on the way, where there is memory ready for it.
+            with_state: also copy optimizer state, as far as prefaulted memory is available.
         """
         layout, data, table = open_slot(self.arena, self._slot, what=str(self.wanted))
         content = np.frombuffer(data, dtype=np.uint8)
@@ -83,8 +83,8 @@ class EarlyRestore:
                 self.copied[name] = tensor
 
     def _copy(self, shard: "_Pieces", entry: LayoutEntry, tensor: torch.Tensor) -> bool:
-        """Each piece right after it was compared, while it is in the processor's cache."""
-        # By numpy: torch would start threads of its own for this thread.
+        """Copy each piece directly after its comparison, while it is in the CPU cache."""
+        # Uses numpy, because torch would start additional threads for this thread.
         into = byte_view(tensor).numpy()
         for index in shard.layout.pieces_of(entry):
             if self._is_taken.is_set() or not shard.is_right(index):
@@ -96,13 +96,12 @@ class EarlyRestore:
         return True
 
     def take_over(self) -> None:
-        """The training thread goes on from here."""
         self._is_taken.set()
 
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """The data of a slot, cut as its digests are."""
+    """The data of a slot, with one digest for each piece."""
 
     layout: Layout
     data: "np.ndarray[Any, np.dtype[np.uint8]]"
@@ -110,7 +109,6 @@ class _Pieces:
     right: set[int]
 
     def is_right(self, index: int) -> bool:
-        """Compare it, if that has not been done."""
         if index in self.right:
             return True
         piece = self.layout.pieces[index]
@@ -125,7 +123,6 @@ _begun: EarlyRestore | None = None
 
 
 def begin(context: WorkerContext) -> None:
-    """Where there is a version to restore, read ahead of the script."""
     global _begun
     _begun = None
     if context.restore is None:
@@ -140,7 +137,7 @@ def begin(context: WorkerContext) -> None:
 
 
 def take(wanted: Version) -> EarlyRestore | None:
-    """What is read of this version; once."""
+    """Stop and return the early restore of this version; only the first call returns it."""
     global _begun
     found, _begun = _begun, None
     if found is None:
@@ -150,7 +147,6 @@ def take(wanted: Version) -> EarlyRestore | None:
 
 
 def _opened(context: WorkerContext) -> EarlyRestore | None:
-    """This rank's own shard, where it is here."""
     if context.restore is None or context.arena_fd is None or context.is_resized:
         return None
     arena = Arena(context.arena_fd, writable=True)
@@ -171,5 +167,5 @@ def _work(context: WorkerContext, ahead: EarlyRestore | None) -> None:
     except (FtrunError, OSError) as error:
         _log.info("the restore is not prepared: %s", error)
     except Exception:  # noqa: BLE001
-        # A thread of ours in the user's process: a bug here costs time, and says so once.
+        # ftrun's thread in the user's process: a bug here costs time only, and is logged once.
         _log.warning("a bug in ftrun: the restore is not prepared", exc_info=True)

@@ -1,12 +1,12 @@
-"""Puts a restored version into what is attached, in place.
+"""Loads a restored version into the attached objects, in place.
 
 Runs in:  worker, training thread, inside `attach`.
-Takes in: this rank's arena, as it outlived the last worker, and the version to restore.
-Gives:    modules, optimizers and all else as they were at that boundary, and ftrun's own values.
+Takes in: this rank's arena, which outlived the last worker, and the version to restore.
+Gives:    modules, optimizers and all other objects as at that boundary, and ftrun's own values.
 
-Modules are written into; optimizer state is handed over as copies, because an optimizer that
-kept views of the arena would train in the snapshot. Random states come last and by themselves:
-whatever runs between restore and first step may draw.
+Modules are written in place. Optimizer state is passed as copies, because an optimizer that kept
+views of the arena would change the snapshot. Random states are restored last and separately,
+because code that runs between restore and first step may draw random numbers.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -39,69 +39,61 @@ _NOTHING = "nothing"
 class Parts(Protocol):
     """The plain values of a version."""
 
-    def part(self, name: str) -> Any:
-        """A part of them, with its tensors."""
-        ...
+    def part(self, name: str) -> Any: ...
 
     def optional_part(self, name: str) -> Any:
-        """The same; None where an older version of ftrun has not saved it."""
+        """Like `part`; None if an older version of ftrun did not save it."""
         ...
 
 
 class RestorableVersion(Protocol):
-    """A version that can be put into what is attached, more than once."""
+    """A version that can be loaded into the attached objects, more than once."""
 
-    def part(self, name: str) -> Any:
-        """A part of the plain values."""
-        ...
+    def part(self, name: str) -> Any: ...
 
     def load(self, tree: StateTree, context: WorkerContext) -> None:
-        """Load everything but the random states.
+        """Load everything except the random states.
 
         Raises:
-            SnapshotError: what is attached is not what was saved.
+            SnapshotError: the attached objects do not match the saved ones.
         """
         ...
 
     def put_back_random_states(self, attached: AttachedState) -> None: ...
 
-    def close(self) -> None:
-        """Let go of the memory it lies in."""
-        ...
+    def close(self) -> None: ...
 
 
 class RankState(Parts, Protocol):
-    """The state of one rank, as `reload` takes it."""
+    """The state of one rank, as `reload` reads it."""
 
     version: Version
 
-    def entry(self, name: str) -> LayoutEntry | None:
-        """What was saved under a name; None: nothing."""
-        ...
+    def entry(self, name: str) -> LayoutEntry | None: ...
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor, which counts as used from now on: to copy from at once."""
+        """A tensor to copy from at once; it counts as used."""
         ...
 
     def copy_into(self, name: str, target: torch.Tensor) -> None:
-        """Put a tensor into one of the same shape; it counts as used."""
+        """Copy a tensor into one of the same shape; it counts as used."""
         ...
 
     def check_all_used(self) -> None:
-        """Nothing that was saved has been left behind.
+        """Check that every saved tensor was used.
 
         Raises:
-            ShapeChanged: names the tensors that nobody wanted.
+            ShapeChanged: names the tensors that were not used.
         """
         ...
 
 
 class LocalState(LocalShardReader):
-    """One version of this rank's shard, to be put into what is attached."""
+    """One version of this rank's shard, for loading into the attached objects."""
 
     @property
     def layout(self) -> Any:
-        """The layout that the script declared, as `ruled.Declared.saved`; None: it did not."""
+        """The declared layout, as `DeclaredSharding.saved`; None if the script declared none."""
         return self.optional_part("layout")
 
     def load(self, tree: StateTree, context: WorkerContext) -> None:
@@ -111,11 +103,10 @@ class LocalState(LocalShardReader):
         put_back_random_states(self, attached)
 
     def close(self) -> None:
-        """Nothing: the arena is this rank's own, and goes on being used."""
+        """Nothing to release: the arena is this rank's own and stays in use."""
 
 
 def put_back_random_states(saved: RankState, attached: AttachedState) -> None:
-    """As they were at the boundary, or as they follow from that."""
     for name, state in saved.part("generators").items():
         if name in attached.generators:
             rng.set_generator(attached.generators[name], state)
@@ -123,10 +114,10 @@ def put_back_random_states(saved: RankState, attached: AttachedState) -> None:
 
 
 def reload(saved: RankState, tree: StateTree, context: WorkerContext) -> None:
-    """Load everything but the random states.
+    """Load everything except the random states.
 
     Raises:
-        ShapeChanged: what is attached is not what was saved.
+        ShapeChanged: the attached objects do not match the saved ones.
     """
     page = context.page
     page.set(HeartbeatField.RESTORE_BEGIN_NS, clock.now_ns())
@@ -176,9 +167,9 @@ def _load_tensors(saved: RankState, lasting: PersistentSources, attached: Attach
 
 
 def fill_expanded(target: torch.Tensor, saved: torch.Tensor) -> None:
-    """Fill a tensor several of whose items lie in the same memory, such as an expanded buffer.
+    """Fill a tensor in which several items share memory, such as an expanded buffer.
 
-    Where those items were saved with different values, it gets memory for each.
+    If those items were saved with different values, the tensor gets memory for each item.
     """
     one_each, its = target.detach(), saved
     for dim, stride in enumerate(target.stride()):
@@ -190,7 +181,11 @@ def fill_expanded(target: torch.Tensor, saved: torch.Tensor) -> None:
 
 
 def _check_entries(saved: RankState, wanted: Sequence[TensorSource], *, casts: bool) -> None:
-    """Raises: ShapeChanged: names those that were saved otherwise, or are on one side only."""
+    """Check that the saved entries match the wanted ones.
+
+    Raises:
+        ShapeChanged: names the entries that differ, or exist on one side only.
+    """
     changed = []
     for source in wanted:
         entry, now = saved.entry(source.name), source.entry
@@ -208,12 +203,12 @@ def _check_entries(saved: RankState, wanted: Sequence[TensorSource], *, casts: b
 
 
 def put_back_flags(part: Callable[[str], Any], lasting: PersistentSources) -> None:
-    """Which tensors are learned, which have gradients, and which modules train.
+    """Restore `requires_grad`, the presence of gradients, and the training flags of modules.
 
     Args:
-        part: gives a part of the plain values by its name; None where there is none, because an
-            older version of ftrun has saved it.
-        lasting: of what gets them.
+        part: returns a part of the plain values by its name; None if an older version of ftrun did
+            not save it.
+        lasting: the sources of the attached objects.
     """
     frozen = set(part("frozen"))
     for name, parameter in lasting.learned:
@@ -249,12 +244,12 @@ def _load_optimizers(saved: RankState, tree: StateTree, lasting: PersistentSourc
 
 
 def load_objects(saved: Parts, attached: AttachedState, lasting: PersistentSources) -> None:
-    """Give back their state to all that is neither tensor nor optimizer, and their flags to all.
+    """Load the state of all objects that are neither tensor nor optimizer, and all flags.
 
     Args:
-        saved: gives the parts of the plain values.
-        attached: what gets them.
-        lasting: of it.
+        saved: the parts of the plain values.
+        attached: receives them.
+        lasting: the sources of `attached`.
     """
     stateful = saved.part("stateful")
     dicts = saved.part("dicts")
@@ -285,7 +280,6 @@ def load_objects(saved: Parts, attached: AttachedState, lasting: PersistentSourc
 
 
 def _completed(saved: Any, present: Callable[[], Any], name: str, attached: AttachedState) -> Any:
-    """What was saved of an object, and what it holds now of the keys that are skipped."""
     return attached.skip.completed(saved, present(), name) if attached.skip else saved
 
 

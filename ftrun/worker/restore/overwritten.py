@@ -1,13 +1,13 @@
-"""What the script overwrites between a restore and its first step.
+"""Detects what the script overwrites between a restore and its first step.
 
-Runs in:  worker, training thread; made right after a restore.
+Runs in:  worker, training thread; created right after a restore.
 Takes in: the restored tensors: identity, version counter, address, a few elements; the restored
           flags of modules and tensors, and the values of parameter groups.
-Gives:    the names of tensors that are other objects or hold other values now; flags and values
-          of groups as they were.
+Gives:    the names of tensors that were replaced or have other values now; restored flags and group
+          values.
 
-Moving a module to a device is no change: it leaves the version counter, and the new memory lies on
-another device. Tensors are not kept alive by this.
+Moving a module to a device is no change: the version counter stays, and the new memory is on
+another device. This module keeps no reference to the tensors.
 """
 
 import weakref
@@ -43,11 +43,11 @@ class Overwritten(NamedTuple):
     touched: list[str]
     """Replaced or written to; the values may be the same."""
     changed: list[str]
-    """Those among them whose values differ."""
+    """The names in `touched` whose values differ."""
 
 
 class RestoredMarks:
-    """What a restore has put in place."""
+    """Identity and samples of the tensors after a restore."""
 
     def __init__(self, tree: StateTree) -> None:
         self._tree = tree
@@ -64,10 +64,10 @@ class RestoredMarks:
         }
 
     def compare(self, *, owned_only: bool = False) -> Overwritten:
-        """What is not as it was.
+        """Find the tensors that were touched or changed since the restore.
 
         Args:
-            owned_only: look only at what optimizers own, because a forward changes buffers.
+            owned_only: check only tensors that optimizers own, because a forward changes buffers.
         """
         now = {source.name: (source.tensor, original) for source, original in self._now()}
         found = Overwritten([], [])
@@ -86,9 +86,9 @@ class RestoredMarks:
         return found
 
     def mostly_overwritten(self) -> list[str]:
-        """Names of parameters, or of optimizer state, if most of either has other values now.
+        """Names of changed parameters, and of changed optimizer state, if at least half changed.
 
-        The two are counted apart, because a script may load only one of them.
+        The two are counted separately, because a script may load only one of them.
         """
         changed = self.compare(owned_only=True).changed
         parameters = set(self._tree.lasting().names.values())
@@ -107,7 +107,7 @@ class RestoredMarks:
 
 
 class RestoredSettings:
-    """Flags of modules and tensors, and values of parameter groups, as a restore has set them."""
+    """Flags of modules and tensors, and values of parameter groups, after a restore."""
 
     def __init__(self, tree: StateTree) -> None:
         self._tree = tree
@@ -123,7 +123,6 @@ class RestoredSettings:
         }
 
     def put_back(self) -> list[str]:
-        """Set what differs as it was; the names of what differed."""
         found = []
         for name, tensor in self._leaves():
             was = self._learned.get(name, tensor.requires_grad)
@@ -149,7 +148,8 @@ class RestoredSettings:
         yield from lasting.others
 
     def _present_training(self) -> dict[str, bool]:
-        # Of a wrapper and what it wraps, which have one path, the latter counts.
+        # A wrapper and its wrapped module have the same path; the flag of the wrapped module
+        # counts.
         return {path: part.training for path, part in self._tree.lasting().submodules}
 
     def _present_groups(self) -> Iterator[tuple[str, int, dict[str, Any]]]:
@@ -184,6 +184,6 @@ def _place(tensor: torch.Tensor) -> tuple[torch.device, torch.dtype]:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """A few elements, as a copy on the same device: this waits for no device."""
+    """A copy of a few elements on the same device, which does not synchronize with the device."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // _SAMPLED)].clone()

@@ -1,18 +1,21 @@
-"""Memory for restored optimizer state, touched before it is needed.
+"""Prefaulted memory for restored optimizer state.
 
 Runs in:  worker: the thread of early_restore.py, then the training thread in `attach`.
-Takes in: the shards of the version to restore, of which it reads how much state there is.
-Gives:    tensors whose pages are there already, while a script builds its model and meets others.
-Survives: wrong guesses: what is missing is allocated as ever, what is left over goes back to the
-          system when `attach` is done.
+Takes in: the shards of the version to restore, which give the size of the state.
+Gives:    tensors whose pages exist already; they are prefaulted while the script builds its model
+          and joins the process group.
+Survives: wrong estimates: missing memory is allocated as usual, and the rest is returned to the
+          system when `attach` ends.
 
-Optimizer state does not exist before it is restored, and the first touch of a page costs ten times
-a warm copy: it was nine tenths of a restore (scripts/bench_reshard.py).
+Optimizer state does not exist before it is restored. The first access to a page costs ten times a
+warm copy: it was nine tenths of a restore (scripts/bench_reshard.py).
 
-Rule 1: only where the state will be in main memory: with an accelerator here, nothing is done.
-Rule 2: only while what is left to touch is no more than half of what limits leave to this process,
-        looked at again and again: a script may need more before `attach` than after it.
-Rule 3: each tensor's pages are its own, and go back to the system with it.
+Rule 1: memory is prefaulted only if the state will be in main memory: on a node with an
+        accelerator, nothing is done.
+Rule 2: prefaulting continues only while the remaining bytes are at most half of the memory that the
+        limits leave to this process. This is checked repeatedly, because a script may need more
+        memory before `attach` than after it.
+Rule 3: each tensor owns its pages, and they return to the system with it.
 """
 
 import ctypes
@@ -37,9 +40,9 @@ from ftrun.worker.smp_client import WorkerSmpClient
 from ftrun.worker.state.tensors import stride_for
 
 LEAST_BYTES = 1 << 20
-"""Of a tensor that gets pages of its own."""
+"""Smallest tensor that gets pages of its own."""
 _STRIDE_BYTES = 8 << 20
-"""Touched in one call to the kernel, which cannot be ended."""
+"""Bytes prefaulted by one system call, which cannot be interrupted."""
 _LOOK_AGAIN_BYTES = 64 << 20
 _LARGEST_PART = 0.5
 _POPULATE_WRITE = 23
@@ -55,13 +58,13 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class PrefaultedMemory:
-    """A stretch of anonymous memory: touched from its beginning, given out from its beginning.
+    """A range of anonymous memory, prefaulted and handed out from its beginning.
 
     Args:
-        num_bytes: of it.
+        num_bytes: size of the range.
 
     Raises:
-        OSError: there is no such stretch of addresses.
+        OSError: the address space has no such range.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -69,7 +72,7 @@ class PrefaultedMemory:
         self._at = 0
         self._lock = threading.Lock()
         self._touching = threading.Lock()
-        """Held while the kernel works on pages, which must not be given back meanwhile."""
+        """Held while the kernel populates pages, which must not be unmapped at that time."""
         self._is_over = threading.Event()
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         address = _libc.mmap(None, self._end, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
@@ -78,9 +81,10 @@ class PrefaultedMemory:
         self._address: int = address
 
     def touch(self) -> bool:
-        """Have the kernel put pages there, until all are there, or it is over, or memory is short.
+        """Populate all pages; return whether all exist.
 
-        Without the interpreter lock; `take` need not wait for it. Whether all are there.
+        It stops early if `close` was called or memory is short. It runs without the interpreter
+        lock, and `take` need not wait for it.
         """
         for at in range(0, self._end, _STRIDE_BYTES):
             if at % _LOOK_AGAIN_BYTES == 0:
@@ -90,15 +94,15 @@ class PrefaultedMemory:
             with self._touching:
                 if self._is_over.is_set():
                     return False
-                # What has been given out is its tensor's business.
+                # Memory that was handed out belongs to its tensor.
                 begin, end = max(at, self._at), min(at + _STRIDE_BYTES, self._end)
                 num_bytes = max(0, end - begin)
                 if num_bytes and _libc.madvise(self._address + begin, num_bytes, _POPULATE_WRITE):
-                    return False  # an older kernel, or no memory: touched when it is used
+                    return False  # an older kernel, or no memory: pages fault when they are used
         return True
 
     def take(self, num_bytes: int) -> torch.Tensor | None:
-        """[num_bytes] uint8 with pages of its own; None where there are not so many left."""
+        """[num_bytes] uint8 with pages of its own; None if the rest of the range is too small."""
         size = _pages(num_bytes)
         with self._lock:
             if self._is_over.is_set() or self._at + size > self._end:
@@ -106,12 +110,12 @@ class PrefaultedMemory:
             address = self._address + self._at
             self._at += size
         memory = (ctypes.c_ubyte * num_bytes).from_address(address)
-        # At exit the system takes it all; tensors may be used until then.
+        # At exit the kernel frees everything; tensors may be used until then.
         weakref.finalize(memory, _libc.munmap, address, size).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Give back what nobody has taken; the thread ends soon."""
+        """Unmap the memory that was not handed out; the thread ends soon after."""
         self._is_over.set()
         with self._touching, self._lock:
             if self._at < self._end:
@@ -125,18 +129,19 @@ _guard = threading.Lock()
 
 
 def expect() -> None:
-    """A restore is to come."""
+    """Announce a restore; `make_ready` does nothing without it."""
     global _is_wanted
     _is_wanted = True
 
 
 def make_ready(context: WorkerContext) -> bool:
-    """Find out how much memory the version to restore takes, and touch that much.
+    """Determine the size of the optimizer state of the version to restore, and prefault it.
 
-    Whether all of it is there now.
+    Returns:
+        Whether all pages exist now.
 
     Raises:
-        FtrunError, OSError: it cannot be found out, or there is none.
+        FtrunError, OSError: the size cannot be determined, or there is no memory.
     """
     global _ready
     if any(os.path.exists(path) for path in _ACCELERATORS):
@@ -146,13 +151,13 @@ def make_ready(context: WorkerContext) -> bool:
         return False
     with _guard:
         if not _is_wanted:
-            return False  # `attach` was faster
+            return False  # `attach` has ended already
         _ready = ready = PrefaultedMemory(num_bytes)
     return ready.touch()
 
 
 def ready_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-    """In memory that is ready, not filled; None where there is not so much, or it is small."""
+    """An uninitialized tensor in prefaulted memory; None if it is small or too little is left."""
     num_bytes = reduce(mul, shape, 1) * dtype.itemsize
     ready = _ready
     taken = ready.take(num_bytes) if ready is not None and num_bytes >= LEAST_BYTES else None
@@ -165,25 +170,24 @@ def empty(
     device: torch.device | str,
     stride: tuple[int, ...] = (),
 ) -> torch.Tensor:
-    """As torch.empty, in memory that is ready where there is some.
+    """Like torch.empty, in prefaulted memory if there is enough.
 
     Args:
         shape: of the tensor.
         dtype: of its items.
-        device: where it is.
-        stride: of a tensor of this many dimensions, whose order in memory this one gets.
+        device: of the tensor.
+        stride: of a tensor with this number of dimensions; the result gets its dimension order.
     """
     found = ready_tensor(shape, dtype) if torch.device(device).type == "cpu" else None
     made = torch.empty(shape, dtype=dtype, device=device) if found is None else found
     if not stride:
         return made
-    # Not `as_strided`, whose result is a view and shares its version counter.
+    # Not `as_strided`, because its result is a view that shares the version counter.
     storage, offset = made.untyped_storage(), made.storage_offset()
     return made.new_empty(0).set_(storage, offset, shape, stride_for(shape, stride))
 
 
 def over() -> None:
-    """All is restored, or nothing will be."""
     global _ready, _is_wanted
     with _guard:
         _is_wanted, ready, _ready = False, _ready, None
@@ -192,7 +196,7 @@ def over() -> None:
 
 
 def _needed_bytes(context: WorkerContext) -> int:
-    """Of this rank's optimizer state, as far as the shards on this node tell."""
+    """Bytes of this rank's optimizer state, estimated from the shards on this node."""
     wanted = context.restore
     assert wanted is not None
     old_size = context.restore_world_size or context.world_size
@@ -217,7 +221,6 @@ def _needed_bytes(context: WorkerContext) -> int:
 
 
 def _state_bytes(images: LocalShards, rank: Rank) -> tuple[int, int]:
-    """How much optimizer state a shard has: whole tensors, and parts of what others have too."""
     entries = images.headers()[rank].entries
     at = entries[PLAIN_NAME].offset
     length = int.from_bytes(images.read(rank, at, 8), "little")
@@ -228,14 +231,14 @@ def _state_bytes(images: LocalShards, rank: Rank) -> tuple[int, int]:
 
 
 def state_names(parts: Mapping[str, bytes]) -> list[str]:
-    """Of the tensors of optimizer state, in the order in which a restore asks for them.
+    """Names of the optimizer state tensors, in the order in which a restore reads them.
 
     Args:
         parts: the plain values of a shard.
     """
     names: list[str] = []
     if "optimizer_state" not in parts:
-        return names  # saved by ftrun.dcp, which fills what is there already
+        return names  # saved by ftrun.dcp, which fills existing tensors
 
     def note(ref: TensorRef) -> None:
         names.append(ref.name)

@@ -1,13 +1,13 @@
-"""The bytes of one version of this rank's shard, checked while they are read.
+"""Reads one version of this rank's shard, and checks the bytes while it reads them.
 
 Runs in:  worker, training thread, inside `attach`.
-Takes in: this rank's arena, as it outlived the last worker, and the version to restore.
-Gives:    tensors and plain values; an error that names the slot where a digest does not match.
+Takes in: this rank's arena, which outlived the last worker, and the version to restore.
+Gives:    tensors and plain values; an error that names the slot if a digest does not match.
 
-A piece is compared with its digest when it is first read, or before, by `early_restore`. Of a large
-tensor that is right before it is copied, while the piece is in the processor's cache. What was put
-into the model before a digest failed does not matter: the process ends, and the next one restores
-another version.
+A piece is compared with its digest when it is first read, or before that by `early_restore`. In a
+large tensor the comparison of a piece directly precedes its copy, while the piece is in the CPU
+cache. Data loaded into the model before a digest fails does no harm: the process ends, and the next
+one restores another version.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ from ftrun.worker.state.tensors import DTYPES, LocalPart, at_home, byte_view, ca
 
 
 class LocalShardReader:
-    """One version, read only."""
+    """Reads one version of a shard."""
 
     def __init__(
         self,
@@ -42,19 +42,19 @@ class LocalShardReader:
         right: Collection[int] = (),
         copied: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
-        """Check the table of digests and the plain values.
+        """Check the digest table and the plain values.
 
         Args:
-            arena: this rank's.
+            arena: of this rank.
             wanted: the version.
-            context: this rank.
-            right: pieces that have been compared with their digests already, by index.
-            copied: tensors that have been copied already, by name; each is given out once.
+            context: of this rank.
+            right: indices of pieces that were already compared with their digests.
+            copied: tensors that were already copied, by name; each is returned once.
 
         Raises:
-            SnapshotCorrupt: a digest does not match, here or later; the page names the slot, so
-                that the agent sets it aside and restores another version.
-            LayoutUnknown: the version is not there, or not readable.
+            SnapshotCorrupt: a digest does not match, here or later. The heartbeat page names the
+                slot, so that the agent rejects it and restores another version.
+            LayoutUnknown: the version is missing or not readable.
         """
         self.version = wanted
         self._what = f"{wanted} of rank {context.rank}"
@@ -81,10 +81,10 @@ class LocalShardReader:
         self._parts: dict[str, bytes] = plain.decode(data[at + 8 : at + 8 + length])
 
     def part(self, name: str) -> Any:
-        """A part of the plain values, with its tensors; each tensor is a copy of its own.
+        """A part of the plain values, with its tensors; each tensor is a separate copy.
 
         Raises:
-            LayoutUnknown: there is no such part: it was not a session that took this version.
+            LayoutUnknown: the version has no such part, because it was not saved by `ftrun.attach`.
         """
         if name not in self._parts:
             raise LayoutUnknown(
@@ -100,10 +100,10 @@ class LocalShardReader:
         return self._entries.get(name)
 
     def is_cut_like(self, entries: Sequence[LayoutEntry]) -> bool:
-        """Whether this rank had saved the same parts of the same tensors, as far as one can tell.
+        """Whether this rank saved the same parts of the same tensors; True if that is not known.
 
         Args:
-            entries: what the rank has now, without state of optimizers.
+            entries: the present ones, without optimizer state.
         """
         if not self._layout.knows_parts:
             return True
@@ -117,13 +117,12 @@ class LocalShardReader:
         )
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A checked tensor that shares the arena's memory: to copy from at once."""
+        """A checked tensor that shares the arena's memory; copy from it at once."""
         self._used.add(name)
         self._check_entry(self._entries[name])
         return entry_view(self._data, self._entries[name])
 
     def copy_into(self, name: str, target: torch.Tensor) -> None:
-        """Put a tensor into one of the same shape."""
         entry = self._entries[name]
         pieces = self._layout.pieces_of(entry)
         is_checked = self._unchecked.isdisjoint(pieces)
@@ -141,10 +140,10 @@ class LocalShardReader:
                 into[begin - entry.offset : end - entry.offset].copy_(self._data[begin:end])
 
     def check_all_used(self) -> None:
-        """Nothing that was saved has been left behind, and nothing unchecked.
+        """Check that every saved tensor was used, and compare the remaining pieces.
 
         Raises:
-            ShapeChanged: names the tensors that nobody wanted.
+            ShapeChanged: names the tensors that were not used.
         """
         names = (name for name in self._entries if not name.startswith("ftrun."))
         check_used({name: str(self._entries[name]) for name in names}, self._used)
@@ -194,24 +193,32 @@ class LocalShardReader:
 
 
 def check_used(saved: Mapping[str, str], used: Iterable[str]) -> None:
-    """Raises: ShapeChanged: names the tensors that were saved and nobody wanted."""
+    """Check that every saved tensor was used.
+
+    Raises:
+        ShapeChanged: names the tensors that were not used.
+    """
     used = set(used)
     check_fits([(name, was, "nothing") for name, was in saved.items() if name not in used])
 
 
 def fits(saved: str, now: str, casts: bool) -> bool:
-    """Whether what was saved in one dtype may go into another, both by safetensors' names.
+    """Whether a saved dtype may be loaded into another, both by safetensors' names.
 
     Args:
-        saved: the one.
-        now: the other.
-        casts: floating numbers may be rounded.
+        saved: the saved dtype.
+        now: the present dtype.
+        casts: floating-point numbers may be rounded.
     """
     return saved == now or (casts and all(DTYPES[one].is_floating_point for one in (saved, now)))
 
 
 def check_fits(changed: Sequence[tuple[str, str, str]]) -> None:
-    """Raises: ShapeChanged: there are such: a name, what was saved under it, what is there now."""
+    """Refuse changed tensors: (name, saved entry, present entry) for each.
+
+    Raises:
+        ShapeChanged: `changed` is not empty.
+    """
     if changed:
         (key, saved, present), *others = changed
         raise ShapeChanged(key=key, saved=saved, present=present, others=others)

@@ -1,9 +1,9 @@
-"""What the script has attached, sorted by how it is captured and put back.
+"""The attached objects, sorted by how they are captured and restored.
 
 Runs in:  worker; also under plain python, on any system.
 Takes in: the arguments of `ftrun.attach`.
 Gives:    an `AttachedState`: modules, optimizers, objects with a state_dict, tensors, dicts and
-          generators, each under the name that its part of a snapshot carries.
+          generators, each under its name in a snapshot.
 """
 
 import copy
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that gives its state and takes it back."""
+    """An object with `state_dict` and `load_state_dict`."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -35,14 +35,14 @@ class Stateful(Protocol):
 
 
 SESSION_STATE = "session.state"
-"""The name under which snapshots hold `Session.state`; no argument of attach can have it."""
+"""The name of `Session.state` in snapshots; no argument of attach can have it."""
 
 
 class Skip:
     """Names that the script leaves out of its snapshots: `attach(skip=[...])`.
 
     Args:
-        patterns: exact names, or patterns in which `*` stands for any text, dots included.
+        patterns: exact names, or patterns in which `*` matches any text, dots included.
     """
 
     def __init__(self, patterns: Iterable[str] = ()) -> None:
@@ -54,18 +54,16 @@ class Skip:
         return bool(self._patterns)
 
     def __call__(self, name: str) -> bool:
-        """Whether a pattern matches this name."""
         found = [pattern for pattern, matches in self._patterns.items() if matches(name)]
         self._matched.update(found)
         return bool(found)
 
     @property
     def unmatched(self) -> list[str]:
-        """Patterns that have matched nothing yet."""
         return [pattern for pattern in self._patterns if pattern not in self._matched]
 
     def completed(self, saved: Any, present: Any, path: str) -> Any:
-        """A saved tree with the skipped values of the tree that is there now."""
+        """The saved tree, with the skipped values taken from the present tree."""
         if isinstance(saved, Mapping) and isinstance(present, Mapping):
             found = copy.copy(saved)
             for key, value in present.items():
@@ -87,11 +85,11 @@ class Skip:
 
 
 class SkipWithin:
-    """The same without the names that a part of a snapshot cannot do without.
+    """A `Skip` that never skips the names that a part of a snapshot needs.
 
     Args:
         skip: of the script.
-        needed: matches these names as a whole.
+        needed: regular expression that matches these names completely.
     """
 
     def __init__(self, skip: Skip, needed: str) -> None:
@@ -104,7 +102,7 @@ class SkipWithin:
 
 
 def _matcher_of(pattern: str) -> Callable[[str], object]:
-    # A key such as notes[3] has brackets of its own, which in a pattern are a set of characters.
+    # A key such as notes[3] contains brackets, which in a pattern are a set of characters.
     literal = pattern.replace("[", "[[]")
     expressions = {re.escape(pattern), *map(translate, (pattern, literal))}
     return re.compile("|".join(f"(?:{one})" for one in sorted(expressions))).fullmatch
@@ -112,7 +110,7 @@ def _matcher_of(pattern: str) -> Callable[[str], object]:
 
 @dataclass
 class AttachedState:
-    """Everything that is part of a snapshot, by name."""
+    """All objects that are part of a snapshot, by name."""
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
@@ -124,15 +122,15 @@ class AttachedState:
     """`Session.state`."""
     skip: Skip = field(default_factory=Skip)
     layout: "DeclaredSharding | None" = None
-    """How ranks share plain tensors and data, where the script says so."""
+    """How ranks share plain tensors and data, if the script declares it."""
     casts: bool = False
-    """What was saved in another floating dtype is rounded to the one that is here."""
+    """Values saved in another floating dtype are rounded to the present one."""
 
     def add(self, name: str, thing: object) -> None:
-        """Sort one object in.
+        """Add one object to the dict of its kind.
 
         Raises:
-            UsageError: it has no state that ftrun could take.
+            UsageError: it has no state that ftrun can capture.
         """
         if isinstance(thing, nn.Module):
             self.modules[name] = thing
@@ -173,7 +171,7 @@ def by_name(argument: str, given: object) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class HeldTensor:
-    """A tensor under its key in the dict that holds it, so that a change of it is seen."""
+    """A tensor under its key in the dict that holds it, so that its replacement is detected."""
 
     holder: dict[str, Any]
     key: str
@@ -187,7 +185,7 @@ class HeldTensor:
 
 
 def held_by(module: nn.Module, prefix: str) -> Iterator[HeldTensor]:
-    """Parameters and persistent buffers under their plain names, tied ones once."""
+    """Parameters and persistent buffers under their plain names; tied tensors once."""
     seen: set[int] = set()
     for path, part in named_parts(module, prefix):
         for holder, skipped, is_buffer in (
@@ -201,7 +199,7 @@ def held_by(module: nn.Module, prefix: str) -> Iterator[HeldTensor]:
 
 
 def every_name(module: nn.Module, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """What `held_by` gives, with each of the names that a tied tensor has in `state_dict()`."""
+    """Like `held_by`, with each name that a tied tensor has in `state_dict()`."""
     for key, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None and key not in module._non_persistent_buffers_set:
             yield f"{path}.{key}", tensor
@@ -212,7 +210,7 @@ def every_name(module: nn.Module, path: str) -> Iterator[tuple[str, torch.Tensor
 
 
 def named_parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Every submodule once, with wrappers (DDP, torch.compile) left out of the names."""
+    """Every submodule once, without wrappers (DDP, torch.compile) in the names."""
     seen: set[int] = set()
     waiting = [(path, module)]
     while waiting:
@@ -230,14 +228,12 @@ def named_parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]
 
 
 def wrapped_key(module: nn.Module) -> str | None:
-    """Under which key a wrapper keeps the module it wraps."""
     if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         return "module"
     return "_orig_mod" if "_orig_mod" in module._modules else None
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The user's own module behind DDP and torch.compile."""
     while (key := wrapped_key(module)) is not None:
         inner = module._modules[key]
         assert inner is not None

@@ -1,16 +1,16 @@
-"""DDP's gradient buckets, put into the order that the undisturbed run has.
+"""Restores the order of DDP's gradient buckets to that of an undisturbed run.
 
 Runs in:  worker, training thread, inside `attach` and at the first turn of the loop.
 Takes in: the order in which gradients became ready, recorded at earlier boundaries.
 Gives:    a DDP whose next forward builds the same buckets.
 
-DDP builds its buckets anew after its first backward, in the order in which gradients became
-ready, so the first step of a restored run would add up gradients in other buckets than the
-step it repeats, and floating-point sums of more than two terms depend on that. Therefore one
-backward without the user's model is driven through DDP: a chain of functions, each of which
-makes one parameter's gradient ready, in the recorded order.
+DDP rebuilds its buckets after its first backward, in the order in which gradients became ready. The
+first step of a restored run would therefore sum gradients in other buckets than the step it
+repeats, and floating-point sums of more than two terms depend on the order. To prevent that, one
+backward without the user's model runs through DDP. It is a chain of functions, each of which makes
+one parameter's gradient ready, in the recorded order.
 
-Source: measured with torch 2.13 and 4 gloo ranks; two ranks have no order to lose.
+Source: measured with torch 2.13 and 4 gloo ranks; with two ranks the order of a sum has no effect.
 """
 
 import gc
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class DdpWrapperTracker:
-    """Knows the DDP instances that wrap a module, those made later included."""
+    """Tracks the DDP instances that wrap a module, including later ones."""
 
     def __init__(self) -> None:
         self._seen: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -48,11 +48,10 @@ class DdpWrapperTracker:
         DistributedDataParallel.__init__ = self._original  # type: ignore[method-assign]
 
     def find_older(self) -> None:
-        """Look for instances made before; 15 ms, so only where a bare module was attached."""
+        """Find instances created before; takes 15 ms, so only for an attached bare module."""
         self._seen.update(o for o in gc.get_objects() if type(o) is DistributedDataParallel)
 
     def wrappers_of(self, modules: dict[str, nn.Module]) -> dict[str, DistributedDataParallel]:
-        """The DDP around each attached module, by the module's name."""
         found = {}
         for name, module in modules.items():
             candidates = [module, *getattr(module, "_modules", {}).values(), *self._seen]
@@ -63,9 +62,9 @@ class DdpWrapperTracker:
 
 
 def ready_order(ddp: DistributedDataParallel) -> tuple[list[int] | None, bool]:
-    """Indices of DDP's parameters in the order its buckets follow, and whether that is final.
+    """Indices of DDP's parameters in the order of its buckets, and whether that order is final.
 
-    None while it is unknown, for good where DDP never orders its buckets anew.
+    The order is None while it is unknown, and always if DDP never rebuilds its buckets.
     """
     if ddp.static_graph:
         return None, True
@@ -74,19 +73,18 @@ def ready_order(ddp: DistributedDataParallel) -> tuple[list[int] | None, bool]:
     )
     if told:
         return [int(index) for index in str(told).replace(",", " ").split()], True
-    # Before the buckets are rebuilt only the times of the first backward tell.
+    # Before the buckets are rebuilt, only the times of the first backward give the order.
     times = list(ddp.reducer.get_backward_stats())
     return (sorted(range(len(times)), key=times.__getitem__) if any(times) else None), False
 
 
 def is_needed(ddp: DistributedDataParallel) -> bool:
-    """Whether the order of buckets can change the bits of a step."""
     world_size = torch.distributed.get_world_size(ddp.process_group)
     return world_size >= _MATTERS_FROM and not ddp.find_unused_parameters
 
 
 def warm_buckets(ddp: DistributedDataParallel, order: list[int]) -> None:
-    """One backward through DDP in which gradients become ready in this order.
+    """Run one backward through DDP in which gradients become ready in this order.
 
     A collective call: every rank of DDP's process group makes it. Gradients are None afterwards.
     """
@@ -102,7 +100,7 @@ def warm_buckets(ddp: DistributedDataParallel, order: list[int]) -> None:
 
 
 class _forward_replaced:  # noqa: N801 - a context manager used like a function
-    """DDP does all its work around a forward, but the module and its hooks stay asleep."""
+    """Replaces the forward inside DDP, so that the module and its hooks do not run."""
 
     def __init__(self, ddp: DistributedDataParallel, forward: Callable[[], torch.Tensor]) -> None:
         self._ddp = ddp
@@ -116,7 +114,7 @@ class _forward_replaced:  # noqa: N801 - a context manager used like a function
 
 
 class _MakeReady(torch.autograd.Function):
-    """Passes a scalar on; its backward gives the parameter a gradient of zeros."""
+    """Returns its scalar unchanged; its backward gives the parameter a gradient of zeros."""
 
     @staticmethod
     def forward(ctx: Any, scalar: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -129,7 +127,7 @@ class _MakeReady(torch.autograd.Function):
 
 
 def _chain(in_order: list[torch.Tensor]) -> torch.Tensor:
-    # The last link's backward runs first.
+    # The last function's backward runs first.
     scalar = torch.zeros((), device=in_order[0].device, requires_grad=True)
     for parameter in reversed(in_order):
         scalar = _MakeReady.apply(scalar, parameter)  # type: ignore[no-untyped-call]

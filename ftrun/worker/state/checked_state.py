@@ -1,8 +1,8 @@
-"""What is attached, and the checks of it that are the same with an agent and without one.
+"""The attached state, with checks that are the same with and without an agent.
 
 Runs in:  worker, training thread; also under plain python, on any system.
 Takes in: an `AttachedState`; step boundaries.
-Gives:    the state of each boundary; reasons for which it could not be restored.
+Gives:    the state at each boundary; reasons why it could not be restored.
 """
 
 import logging
@@ -19,19 +19,19 @@ from ftrun.worker.state.unprotected import UnprotectedReasons
 _log = logging.getLogger(__name__)
 
 _CHECKED_BOUNDARIES = 2
-"""Checked without an agent: the first with the state of optimizers, and one more."""
+"""Number checked without an agent: the first with the state of optimizers, and one more."""
 
 
 class CheckedState:
-    """The state of all that is attached. Closed by `close`.
+    """The state of all attached objects. Closed by `close`.
 
     Args:
-        attached: gets the optimizers inside the attached ones.
-        reasons: get what a snapshot would lose.
+        attached: receives the optimizers inside the attached ones.
+        reasons: receives what a snapshot would lose.
         before_first_step: called once, before the first step of a known optimizer.
 
     Raises:
-        UsageError: an optimizer steps where ftrun cannot see it.
+        UsageError: an optimizer steps where ftrun cannot observe it.
     """
 
     def __init__(
@@ -59,14 +59,13 @@ class CheckedState:
         return state
 
     def boundary(self) -> None:
-        """End a turn: report optimizers that are not attached."""
         self._watch.boundary()
 
     def collect(self, extra: dict[str, Any]) -> BoundaryState:
         """The state at a boundary.
 
         Raises:
-            SnapshotError: it cannot be stored, or not be restored.
+            SnapshotError: it cannot be stored, or cannot be restored.
         """
         state = self.tree.collect(extra)
         if not self._has_collected and (unmatched := self.tree.attached.skip.unmatched):
@@ -85,11 +84,11 @@ class CheckedState:
 
 
 class PlainCheck:
-    """Finds without an agent what a snapshot would lose: at `attach` and at the first boundaries.
+    """Without an agent, finds what a snapshot would lose: at `attach` and at the first boundaries.
 
     Args:
-        attached: what to check.
-        extra: plain values of ftrun's own.
+        attached: the objects to check.
+        extra: ftrun's own plain values.
 
     Raises:
         SnapshotError, UsageError: as under an agent.
@@ -109,7 +108,7 @@ class PlainCheck:
             self._reasons.add_bug("attach", error)
 
     def boundary(self, extra: Callable[[], dict[str, Any]]) -> None:
-        """End a turn. Never raises."""
+        """End a turn of the loop. Never raises."""
         if not self._left:
             return
         try:
@@ -124,6 +123,5 @@ class PlainCheck:
             self.close()
 
     def close(self) -> None:
-        """Check no more, and let go of the optimizers."""
         self._left = 0
         self._state.close()

@@ -1,14 +1,14 @@
-"""The position in the data, and how to come back to it.
+"""The position of a loader in its data, and how to resume from it.
 
 Runs in:  worker, training thread.
 Takes in: a DataLoader, torchdata's StatefulDataLoader or any iterable of batches.
-Gives:    its batches, from the restored one on; plain values that say which one that is.
+Gives:    its batches, starting at the restored one; plain values of the position.
 
-A StatefulDataLoader knows its position. For a plain DataLoader the random states at the start
-of the pass are kept: they are put back, the loader's iterator is made again, and its sampler
-is asked for the batches that have been used and that nobody loads. That gives the same indices
-in the same order without reading one sample. Where the data set is an iterable one there is
-nothing to skip by, so batches are loaded and dropped.
+A StatefulDataLoader stores its position itself. For a plain DataLoader the random states at the
+start of the pass are kept. A restore sets these states, recreates the loader's iterator, and draws
+the indices of the used batches from its sampler without loading them. That gives the same indices
+in the same order without reading a sample. An iterable data set has no indices to skip, so its
+batches are loaded and dropped.
 """
 
 import copy
@@ -44,17 +44,17 @@ class DataPosition:
         self._resume: dict[str, Any] | None = None
         self._to_leave_out = 0
         self._in_use: dict[weakref.ref[_BaseDataLoaderIter], int] = {}
-        """Iterators that the script has made itself, with the batches they had given."""
+        """Iterators that the script created itself, with the number of batches each had given."""
         self._turns_in_use = 0
 
     def state(self) -> dict[str, Any]:
-        """Where the loader is, as plain values and what its own state_dict holds.
+        """The position as plain values, with the loader's own state_dict.
 
         Raises:
             StateDictFailed: the loader's own state_dict() raised.
         """
         if self._resume is not None and not self._has_own_position:
-            return self._resume  # nothing has been taken since it was restored
+            return self._resume  # no batch was taken since the restore
         own = given_by(self.loader.state_dict, self.name) if self._has_own_position else None
         return {
             "pass": self._pass,
@@ -65,7 +65,6 @@ class DataPosition:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Begin the next iteration where `state` was taken."""
         self._pass = state["pass"]
         self._handed_out = state["handed_out"]
         self._started_with = state["started_with"]
@@ -74,21 +73,20 @@ class DataPosition:
             self.loader.load_state_dict(state["own"])
 
     def pause(self) -> None:
-        """The next iteration continues this pass, as it would after a restore."""
+        """Make the next iteration continue this pass, as after a restore."""
         self.load_state(self.state())
 
     def end_pass(self) -> None:
-        """Whatever is left of a restored pass is not wanted."""
         self._resume = None
         self._handed_out = 0
         self._started_with = None
 
     def leave_out(self, count: int) -> None:
-        """Load so many of the next batches, and hand none of them out; into the next pass too."""
+        """Load the next `count` batches without yielding them, across passes."""
         self._to_leave_out = count
 
     def warning(self) -> str | None:
-        """What cannot be exact with this loader, and the remedy."""
+        """The reason why this loader cannot resume exactly, with the remedy; None if it can."""
         if self._is_stateful or not isinstance(self.loader, DataLoader):
             return None
         remedy = "use torchdata's StatefulDataLoader for an exact resume"
@@ -102,11 +100,11 @@ class DataPosition:
         return None
 
     def batches(self, epoch: int | None, after_start: Callable[[], None]) -> Iterator[Any]:
-        """One pass, or what is left of it.
+        """Yield the batches of one pass, or of the rest of a restored one.
 
         Args:
-            epoch: for the sampler; without one, passes are counted.
-            after_start: called once the iterator exists and before it loads anything.
+            epoch: for the sampler; None: the number of passes.
+            after_start: called after the iterator exists and before it loads a batch.
         """
         resume, self._resume = self._resume, None
         self._set_epoch(self._pass if epoch is None else epoch)
@@ -115,7 +113,7 @@ class DataPosition:
             self._started_with = None if self._is_stateful else self._random_states()
             iterator = iter(self._clone if self._clone is not None else self.loader)
         else:
-            # Inside `steps()` the loop has begun already, and its random numbers must go on.
+            # Inside `steps()` the loop has begun already, so its random states must not change.
             now = rng.take_all()
             iterator = self._again(resume)
             rng.put_back(now)
@@ -133,12 +131,11 @@ class DataPosition:
 
     @property
     def index(self) -> int:
-        """The index in its pass of the batch handed out last."""
         return self._handed_out - 1
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the batch handed out last is the pass's last, as far as the loader knows."""
+        """Whether the last yielded batch ends its pass; False if the length is unknown."""
         try:
             return self._handed_out >= len(self.loader)
         except TypeError:  # an iterable data set
@@ -146,17 +143,17 @@ class DataPosition:
 
     @property
     def is_followed(self) -> bool:
-        """Whether its position is known: it gives batches here, or has a state_dict that says."""
+        """Whether the position is known: batches are taken here, or the loader has a state_dict."""
         return self._has_begun or self._has_own_position
 
     def is_by_hand(self, boundaries: int) -> bool:
-        """Whether the script takes a batch from a DataLoader by itself in each of two turns.
+        """Whether the script takes a batch directly from a DataLoader in each of two turns.
 
-        All objects of the process are searched for its iterators, and that takes long, so it is
-        done at boundaries 2, 4, 8, 16 and so on.
+        The search for its iterators visits all objects of the process, which is slow. It therefore
+        runs only at boundaries 2, 4, 8, 16 and so on.
 
         Args:
-            boundaries: passed in this process; called at each.
+            boundaries: number passed in this process; this is called at each of them.
         """
         if self._turns_in_use < _TURNS_BY_HAND and isinstance(self.loader, DataLoader):
             given = {iterator: _given_by(iterator) for iterator in self._in_use}
@@ -168,7 +165,7 @@ class DataPosition:
 
     @property
     def _has_own_position(self) -> bool:
-        # A state_dict() before the first iteration may begin one: torchdata's loaders do so.
+        # A state_dict() before the first iteration may begin one, as in torchdata's loaders.
         if not self._is_stateful:
             return False
         if hasattr(self.loader, "_iterator"):
@@ -186,7 +183,7 @@ class DataPosition:
     def _again(self, resume: dict[str, Any]) -> Iterator[Any]:
         if self._is_stateful or resume["started_with"] is None:
             iterator = self._iterator_over(self.loader)
-            # Its own position was that of one rank among another number of them.
+            # Its own position was that of one rank in a world of another size.
             for _ in range(resume["handed_out"] if resume.get("resized") else 0):
                 next(iterator, None)
             return iterator
@@ -203,7 +200,6 @@ class DataPosition:
         return iterator
 
     def _skipping(self, to_skip: int, restart: dict[str, Any] | None) -> Iterator[Any]:
-        """An iterator over a copy of the loader whose sampler has lost its first batches."""
         loader = self.loader
         clone = copy.copy(loader)
         inner = "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -212,7 +208,7 @@ class DataPosition:
         clone.__dict__[inner] = skipping  # DataLoader refuses a plain assignment
         clone.__dict__["_iterator"] = None
         if self._keeps_workers and loader.num_workers > 0:
-            self._clone = clone  # its workers are the ones that stay
+            self._clone = clone  # its workers are the persistent ones
         iterator = self._iterator_over(clone)
         skipping.skip()
         return iterator
@@ -250,9 +246,8 @@ class DataPosition:
 
 
 def _iterators_of(loader: Any) -> "dict[weakref.ref[_BaseDataLoaderIter], int]":
-    """The iterators over a loader that exist now, with the number of batches each has given."""
     sampler = loader._index_sampler
-    # By type(): isinstance() would run code of proxies among the objects.
+    # Uses type(), because isinstance() would run code of proxies among the objects.
     every = [one for one in gc.get_objects() if issubclass(type(one), _BaseDataLoaderIter)]
     return {weakref.ref(one): one._num_yielded for one in every if one._index_sampler is sampler}
 
@@ -263,7 +258,7 @@ def _given_by(iterator: "weakref.ref[_BaseDataLoaderIter]") -> int:
 
 
 class _SkippingSampler:
-    """A sampler without its first items, in the first pass that is really drawn from."""
+    """A sampler that skips its first items, once, in the first pass that items are drawn from."""
 
     def __init__(
         self, inner: Iterable[Any], to_skip: int, before: Callable[[], None] | None
@@ -286,7 +281,7 @@ class _SkippingSampler:
         yield from self._start() if begun is None else begun
 
     def skip(self) -> None:
-        """Draw what is to be skipped, unless the loader has begun to draw already."""
+        """Draw the items to skip, unless the loader has begun to draw."""
         if self._to_skip or self._before:
             self._begun = self._start()
 

@@ -1,11 +1,11 @@
-"""The layout that a script declares: a mesh of its ranks, and rules for plain tensors.
+"""The layout that a script declares: a mesh of its ranks, and sharding rules for plain tensors.
 
 Runs in:  worker, inside `attach`; also under plain python, where the file is only read.
-Takes in: a file of layout rules, if there is one; sizes of axes; how many ranks there are.
-Gives:    the rules on the mesh of this run, and what a snapshot carries of them.
+Takes in: a file of sharding rules, if there is one; sizes of mesh axes; the world size.
+Gives:    the rules on the mesh of this run, and their form in a snapshot.
 
-DTensors need no rules. A mesh without a file says of their ranks what no DTensor does: which of
-them see the same data.
+DTensors need no rules. A mesh without a file declares which ranks see the same data, because
+DTensors do not contain that.
 """
 
 import json
@@ -21,7 +21,7 @@ from ftrun.sharding.rules import ShardingRules
 
 @dataclass(frozen=True)
 class DeclaredSharding:
-    """The layout of this run, as the script says it.
+    """The declared layout of this run.
 
     Args:
         rules: on the mesh of this run.
@@ -31,16 +31,14 @@ class DeclaredSharding:
 
     @property
     def has_rules(self) -> bool:
-        """Whether it says of plain tensors how ranks share them."""
         return bool(self.rules.rules or self.rules.homes)
 
     @property
     def saved(self) -> dict[str, object]:
-        """What a snapshot carries of it."""
         return carried(self.rules)
 
     def is_that_of(self, saved: Mapping[str, Any] | None) -> bool:
-        """Whether a snapshot is of this layout; one that carries none is taken to be."""
+        """Whether a snapshot is of this layout; a snapshot without a layout counts as such."""
         return saved is None or read_carried(saved).layout == self.rules.layout
 
 
@@ -50,9 +48,9 @@ def declared(
     """Read the rules of this run.
 
     Args:
-        path: of the file; None: there are no rules, and `mesh` has all the axes.
-        mesh: sizes of axes that are other than in the file.
-        world_size: of this run; the axis of batches is made to fit. None: not known.
+        path: of the file; None: there are no rules, and `mesh` has all axes.
+        mesh: sizes of axes that differ from those in the file.
+        world_size: of this run; the batch axis is resized to fit it. None: not known.
 
     Raises:
         UsageError: the file has mistakes, or its mesh does not fit.
@@ -73,7 +71,6 @@ def declared(
 
 
 def _text_of(path: str | Path | None, mesh: Mapping[str, int]) -> str:
-    """The text of a file of rules; without a file, one that has a mesh and no rules."""
     if path is not None:
         try:
             return Path(path).read_text()

@@ -1,11 +1,7 @@
-"""The random states of a process: Python's, numpy's, torch's, and each CUDA device's.
+"""Captures and restores random states: Python's, numpy's, torch's, and each CUDA device's.
 
-Runs in:  worker.
-Takes in: nothing.
-Gives:    plain values, and puts them back.
-
-numpy and CUDA are asked only where the script has loaded them: a first touch of either would
-cost time, or poison a fork.
+Runs in: worker. numpy and CUDA are accessed only if the script has loaded them, because a first
+         access takes time, or makes a later fork unsafe.
 """
 
 import random
@@ -18,7 +14,6 @@ from ftrun.snapshot.regroup import DERIVED, derived_seed
 
 
 def take_all() -> dict[str, Any]:
-    """Every random state there is now, as plain values."""
     taken: dict[str, Any] = {
         "python": random.getstate(),
         "torch": generator_bytes(torch.default_generator),
@@ -31,7 +26,7 @@ def take_all() -> dict[str, Any]:
 
 
 def put_back(taken: dict[str, Any]) -> None:
-    """Every random state as it was when `taken` was taken, or as it follows from that."""
+    """Restore every random state of `taken`; derived states are computed first."""
     taken = settled(taken)
     version, words, gauss = taken["python"]
     random.setstate((version, tuple(words), gauss))
@@ -50,14 +45,12 @@ def generator_bytes(generator: torch.Generator) -> bytes:
 
 
 def is_generator(thing: object) -> bool:
-    """Whether it is a random generator of torch, Python or numpy that has a state."""
     if isinstance(thing, torch.Generator | random.Random):
         return not isinstance(thing, random.SystemRandom)
     return isinstance(thing, _numpy_kinds())
 
 
 def generator_state(generator: Any) -> Any:
-    """The state of what `is_generator` accepts, as a plain value."""
     if isinstance(generator, torch.Generator):
         return generator_bytes(generator)
     if isinstance(generator, random.Random):
@@ -66,7 +59,7 @@ def generator_state(generator: Any) -> Any:
 
 
 def set_generator(generator: Any, state: Any) -> None:
-    """Put a generator into a state that `generator_state` gave, or into the one after a seed."""
+    """Set a generator to a state from `generator_state`, or seed it if the state is an int."""
     if isinstance(generator, torch.Generator):
         if isinstance(state, int):
             generator.manual_seed(state)
@@ -89,7 +82,6 @@ def _numpy_kinds() -> tuple[type, ...]:
 
 
 def _numpy_dict(generator: Any) -> Any:
-    """The state of a generator of numpy, as numpy gives it."""
     if hasattr(generator, "get_state"):  # a RandomState
         return generator.get_state(legacy=False)
     return getattr(generator, "bit_generator", generator).state
@@ -134,7 +126,7 @@ def _from_bytes(state: bytes) -> torch.Tensor:
 
 
 def settled(taken: dict[str, Any]) -> dict[str, Any]:
-    """Random states in place of what stands for them, see `regroup.streams`."""
+    """Compute derived random states; see `regroup.streams`."""
     if DERIVED not in taken:
         return taken
     base = settled(taken[DERIVED])
@@ -142,11 +134,11 @@ def settled(taken: dict[str, Any]) -> dict[str, Any]:
 
 
 def derive(taken: dict[str, Any], number: int) -> dict[str, Any]:
-    """Random states that `taken` and a number determine, and that look like neither.
+    """Random states that are determined by `taken` and a number, and differ from both.
 
     Args:
-        taken: as `take_all` gives them; the result has the same streams.
-        number: another one gives another result.
+        taken: from `take_all`; the result has the same streams.
+        number: each number gives another result.
     """
     made: dict[str, Any] = {}
     for stream, state in taken.items():
@@ -168,5 +160,4 @@ def derive(taken: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def seeded(seed: int) -> bytes:
-    """The state of a generator of the processor after this seed."""
     return generator_bytes(torch.Generator().manual_seed(seed))

@@ -1,12 +1,12 @@
-"""Which parameters have a gradient at a step boundary.
+"""Captures and restores which parameters have a gradient at a step boundary.
 
 Runs in:  worker, training thread: at each boundary, and inside `attach`.
 Takes in: the parameters of the optimizers, with their names.
-Gives:    the names, as few as possible; after a restore, gradients of zeros.
+Gives:    the default and the names of the exceptions; after a restore, gradients of zeros.
 
-The values are no part of a snapshot: none is taken inside an accumulation, so the script sets
-them to zero or to None before it adds to them. That there is one matters: an optimizer skips a
-parameter without a gradient, and moves one with a gradient of zeros by momentum and decay.
+The values are no part of a snapshot. No snapshot is taken inside an accumulation, so the script
+sets gradients to zero or None before it adds to them. Their existence matters: an optimizer skips a
+parameter without a gradient, and changes one with a zero gradient by momentum and decay.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ import torch
 def present_gradients(
     parameters: Iterable[torch.Tensor], names: Mapping[int, str]
 ) -> dict[str, Any]:
-    """Whether what is learned has gradients, and the names of the exceptions.
+    """Whether trainable parameters usually have gradients, and the names of the exceptions.
 
     Args:
         parameters: of all optimizers.
@@ -34,9 +34,9 @@ def present_gradients(
 def put_back_gradients(
     saved: Mapping[str, Any], parameters: Iterable[torch.Tensor], names: Mapping[int, str]
 ) -> None:
-    """Give zeros, of the parameter's own layout, to those that had a gradient and have none.
+    """Set a zero gradient, in the parameter's layout, where one was saved and none is present.
 
-    A gradient that is there may be a view of a bucket of DDP, and stays.
+    A present gradient may be a view of a DDP bucket and stays unchanged.
     """
     except_ = set(saved["except"])
     for parameter in parameters:
@@ -46,6 +46,6 @@ def put_back_gradients(
 
 
 def _has_gradient(parameter: torch.Tensor) -> bool:
-    # Zeros cannot stand for a sparse gradient: the next backward would make it a dense one.
+    # Zeros cannot replace a sparse gradient, because the next backward would make it dense.
     gradient = parameter.grad
     return gradient is not None and gradient.layout is torch.strided

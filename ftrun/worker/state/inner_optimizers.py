@@ -1,12 +1,12 @@
-"""Optimizers inside attached ones: SAM, Lookahead, ZeroRedundancyOptimizer and their like.
+"""Optimizers inside attached ones, such as in SAM, Lookahead and ZeroRedundancyOptimizer.
 
 Runs in:  worker, training thread, inside `attach`.
 Takes in: an `AttachedState`.
 Gives:    inner optimizers as attached ones, named by the attribute that holds them, such as
-          `optimizer.base_optimizer`; after a load, groups and state shared again as before.
+          `optimizer.base_optimizer`; after a load, groups and state shared as before.
 
-Loading a state gives an optimizer new groups. Wrappers share theirs with the inner optimizer, so
-that a scheduler of one sets the learning rate of both; that is restored after each load.
+Loading a state gives an optimizer new groups. A wrapper shares its groups with the inner optimizer,
+so that a scheduler of one sets the learning rate of both. This sharing is restored after each load.
 """
 
 import logging
@@ -23,7 +23,7 @@ from ftrun.errors import UsageError
 from ftrun.worker.state.attached import AttachedState
 
 _REFERRING = ("scheduler", "scaler")
-"""What these arguments hold refers to an optimizer and does not contain it."""
+"""Objects in these arguments refer to an optimizer and do not contain it."""
 _MAX_DEPTH = 4
 
 _log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A wrapper that shares its groups or its state with the optimizer in it."""
+    """A wrapper that shares its groups or its state with its inner optimizer."""
 
     outer: Any
     inner: Optimizer
@@ -41,17 +41,17 @@ class _Pair:
 
 
 class InnerOptimizers:
-    """The optimizers inside what is attached; adds them to it.
+    """Finds the optimizers inside attached objects, and attaches them.
 
     Raises:
-        UsageError: an optimizer steps where ftrun cannot see it.
+        UsageError: an optimizer steps where ftrun cannot observe it.
     """
 
     def __init__(self, attached: AttachedState) -> None:
         self.covered: list[Optimizer] = []
         """Inner optimizers whose state is in the state_dict() of an attached object."""
         self.replaced: list[Optimizer] = []
-        """Wrappers without a state of their own; the inner optimizer has their place."""
+        """Wrappers without a state of their own; the inner optimizer is attached in their place."""
         self._attached = attached
         self._added: dict[str, Optimizer] = {}
         self._pairs: list[_Pair] = []
@@ -65,7 +65,6 @@ class InnerOptimizers:
 
     @property
     def has_wrappers(self) -> bool:
-        """Whether some optimizer is inside another, which may change weights by itself."""
         return bool(self._pairs)
 
     def every(self) -> Iterator[Optimizer]:
@@ -76,9 +75,9 @@ class InnerOptimizers:
 
     @contextmanager
     def leaving_out(self, saved: Container[str]) -> Iterator[None]:
-        """Detach inner optimizers that a version does not have, while it is loaded.
+        """Detach inner optimizers that a version does not contain, while it is loaded.
 
-        A script may have wrapped its optimizer since then, or an older ftrun has taken it.
+        Either the script did not wrap its optimizer then, or an older ftrun took the version.
         """
         missing = {name: one for name, one in self._added.items() if name not in saved}
         for name in missing:
@@ -90,7 +89,6 @@ class InnerOptimizers:
             self._attached.optimizers.update(missing)
 
     def share_again(self) -> None:
-        """Give wrapper and inner optimizer the same groups and state, as before a load."""
         for pair in self._pairs:
             for at, to in pair.shared_groups:
                 pair.inner.param_groups[to] = pair.outer.param_groups[at]
@@ -99,7 +97,7 @@ class InnerOptimizers:
             if pair.shares_state and pair.outer.state is not pair.inner.state:
                 pair.outer.state = pair.inner.state
 
-    # --- inside ------------------------------------------------------------------------------
+    # --- details -----------------------------------------------------------------------------
 
     def _unwrap(self, name: str, outer: Optimizer) -> None:
         if getattr(outer, "_overlap_with_ddp", False):
@@ -120,7 +118,6 @@ class InnerOptimizers:
             self._pair(outer, inner)
 
     def _look_into(self, name: str, thing: Any) -> None:
-        """Inner optimizers of a wrapper that is no Optimizer."""
         found = [(a, o) for a, o in _optimizers_in(thing) if not self._is_known(o)]
         saved = thing.state_dict() if found else None
         for attribute, inner in found:
@@ -152,7 +149,6 @@ class InnerOptimizers:
 
 
 def _optimizers_in(thing: object) -> Iterator[tuple[str, Optimizer]]:
-    """Optimizers that are attributes of an object, or items of such a list or dict."""
     for name, value in list(getattr(thing, "__dict__", {}).items()):
         if isinstance(value, Optimizer):
             yield name, value
@@ -167,7 +163,7 @@ def _is_optimizer(thing: object) -> bool:
 
 
 def _holds_groups_of(optimizer: Optimizer, saved: object, depth: int = 0) -> bool:
-    """Whether a state_dict() contains that of this optimizer, at any place."""
+    """Whether a state_dict() contains that of this optimizer, at any depth up to `_MAX_DEPTH`."""
     if isinstance(saved, Mapping):
         if "state" in saved and "param_groups" in saved:
             sizes = [len(group["params"]) for group in saved["param_groups"]]
@@ -179,9 +175,9 @@ def _holds_groups_of(optimizer: Optimizer, saved: object, depth: int = 0) -> boo
 
 
 def tensors_outside_state(optimizer: Optimizer) -> list[str]:
-    """Attributes that hold tensors of a parameter's shape: state that no snapshot has.
+    """Attributes that hold tensors of a parameter's shape: state that no snapshot contains.
 
-    ZeroRedundancyOptimizer keeps none: its buckets are the memory of parameters.
+    ZeroRedundancyOptimizer has none, because its buckets are the memory of parameters.
     """
     groups = getattr(optimizer, "param_groups", None) or []
     parameters = [p for group in groups for p in group["params"]]
@@ -197,7 +193,7 @@ def tensors_outside_state(optimizer: Optimizer) -> list[str]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Of its memory; a sparse tensor has no single one."""
+    """Address of its memory; a sparse tensor has no single one and gets its id."""
     return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 

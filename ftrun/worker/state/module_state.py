@@ -1,9 +1,9 @@
-"""What modules keep beside parameters and buffers.
+"""State of modules in addition to parameters and buffers.
 
 Runs in:  worker, training thread: at each step boundary, and inside `attach`.
-Takes in: the submodules of what is attached, each with its path.
-Gives:    training flags, extra state, and keys that a module adds to its own `state_dict()`; and
-          puts them back.
+Takes in: the submodules of the attached modules, each with its path.
+Gives:    training flags, extra state, and keys that a module adds to its own `state_dict()`;
+          restores them.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,13 +20,14 @@ from ftrun.snapshot.plain_values import Skips, TensorRef, encode, join
 from ftrun.worker.state.tensors import byte_view, described, local_tensor
 
 EXTRA_STATE = "._extra_state"
-"""Behind a module's path: what `get_extra_state` gives, as in `state_dict()`."""
+"""Suffix of a module's path for the result of `get_extra_state`, as in `state_dict()`."""
 
 OWN_KEYS = ".state_dict()"
-"""Behind a module's path: what its `state_dict()` has beside parameters and buffers."""
+"""Suffix of a module's path for the keys of its `state_dict()` that are neither parameters nor
+buffers."""
 
 Submodules = Sequence[tuple[str, nn.Module]]
-"""As `named_parts` gives them; a wrapper comes before what it wraps, under the same path."""
+"""As `named_parts` yields them; a wrapper precedes the module it wraps, under the same path."""
 
 
 # --- training flags ----------------------------------------------------------------------------
@@ -39,7 +40,7 @@ def training_flags(submodules: Submodules) -> dict[str, bool]:
 
 
 def put_back_training_flags(saved: Mapping[str, bool], submodules: Submodules) -> None:
-    """Set the attribute itself: a script's own `train()` may leave modules out."""
+    """Set the attribute itself, because a script's own `train()` may leave modules out."""
     flags: dict[str, bool] = {}
     for path, part in submodules:
         flag = saved.get(path, flags.get(_parent(path), part.training))
@@ -50,7 +51,7 @@ def _parent(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-# --- extra state, and keys of a module's own ----------------------------------------------------
+# --- extra state, and keys that a module adds ---------------------------------------------------
 
 
 def extra_states(submodules: Submodules) -> dict[str, object]:
@@ -62,7 +63,7 @@ def extra_states(submodules: Submodules) -> dict[str, object]:
 
 
 def with_own_code(submodules: Submodules) -> Submodules:
-    """The submodules whose `state_dict()` may have keys of their own, now or later.
+    """The submodules whose `state_dict()` may have additional keys, now or later.
 
     Children come before parents.
     """
@@ -71,11 +72,11 @@ def with_own_code(submodules: Submodules) -> Submodules:
 
 
 def own_keys(part: nn.Module, path: str, known: Collection[int]) -> dict[str, object]:
-    """Of a module's `state_dict()`: what is neither parameter, buffer nor extra state.
+    """Entries of a module's `state_dict()` that are no parameter, buffer or extra state.
 
     Args:
         part: the module.
-        path: of it.
+        path: of the module.
         known: ids of all parameters and buffers. A hook may give them other names.
     """
     standard = set(_standard_keys(part))
@@ -87,7 +88,6 @@ def own_keys(part: nn.Module, path: str, known: Collection[int]) -> dict[str, ob
 
 
 def takes_own_keys(part: nn.Module) -> bool:
-    """Whether the module has code of its own that may take its keys back."""
     kind = type(part)
     return (
         kind._load_from_state_dict is not nn.Module._load_from_state_dict
@@ -102,21 +102,21 @@ def put_back_own_keys(
     submodules: Submodules,
     completed: Callable[[Any, Any, str], Any],
 ) -> None:
-    """Through `load_state_dict()` of each module whose own keys are not as they were.
+    """Call `load_state_dict()` of each module whose additional keys differ from the saved ones.
 
     Args:
         saved: by the module's path.
-        submodules: get them.
-        completed: adds to a saved tree what the script leaves out of its snapshots.
+        submodules: receive them.
+        completed: adds the values that the script skips to a saved tree.
 
     Raises:
-        ShapeChanged: a module does not take its own keys back.
+        ShapeChanged: a module does not load its additional keys.
     """
     parts = dict(submodules)
     for path, values in saved.items():
         part = parts.get(path)
         if part is None:
-            continue  # another stage has it
+            continue  # another pipeline stage has it
         present = _state_dict(part)
         values = {
             key: completed(value, present.get(key), join(path + OWN_KEYS, key))
@@ -133,14 +133,14 @@ def put_back_own_keys(
 
 
 def given_by(method: Callable[[], Any], name: str) -> Any:
-    """What a method of an attached object gives.
+    """Call a method of an attached object.
 
     Args:
-        method: its `state_dict` or the like.
+        method: its `state_dict` or a similar one.
         name: under which the object is attached.
 
     Raises:
-        StateDictFailed: it raised; its own exception is the cause.
+        StateDictFailed: the method raised; its exception is the cause.
     """
     try:
         return method()
@@ -184,7 +184,7 @@ def _load(part: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _differing(part: nn.Module, saved: Mapping[str, Any], *, unknown: bool) -> list[str]:
-    """Keys whose values are not those saved; `unknown` says whether one with a skipped value is."""
+    """Keys whose values differ from the saved ones; `unknown` is the result for skipped values."""
     present = _state_dict(part)
 
     def differs(key: str) -> bool:
@@ -197,7 +197,7 @@ def _differing(part: nn.Module, saved: Mapping[str, Any], *, unknown: bool) -> l
 
 
 def content(value: object, path: str = "", skip: Skips | None = None) -> bytes:
-    """Equal for values that are equal in every bit, tensors included.
+    """Bytes that are equal for bitwise equal values, tensors included.
 
     Raises:
         ValueNotStorable: a value is neither a tensor nor plain; its key begins with the path.

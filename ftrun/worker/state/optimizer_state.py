@@ -1,8 +1,8 @@
-"""Parameter groups and state of optimizers, as a snapshot has them, and back.
+"""Captures and restores parameter groups and state of optimizers.
 
 Runs in:  worker, training thread: at each step boundary, and inside `attach`.
 Takes in: optimizers, and the names of parameters.
-Gives:    groups and state with names in place of parameters; optimizers that hold them again.
+Gives:    groups and state with names in place of parameters; restored optimizers.
 """
 
 import functools
@@ -34,10 +34,10 @@ _DISTRIBUTED = frozenset({"ProcessGroup", "DeviceMesh"})
 
 
 class GroupReader:
-    """Reads parameter groups, and checks that a rebuilt script has what cannot be stored.
+    """Reads parameter groups, and checks that a rebuilt script has the unstorable values.
 
-    A process group, a mesh, a function or a dtype in a group is no value but part of the script:
-    it is left out, and a restore keeps the one that the new optimizer has under the same key.
+    A process group, a mesh, a function or a dtype in a group is part of the script and not a value.
+    It is left out, and a restore keeps the one that the new optimizer has under the same key.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class GroupReader:
         """The groups of all optimizers, with names instead of parameters.
 
         Raises:
-            ValueNotStorable: a value that is left out was not there at `attach`.
+            ValueNotStorable: a value that is left out differs from the one at `attach`.
         """
         left_out: dict[tuple[str, int, str], object] = {}
         found: dict[str, Groups] = {}
@@ -82,7 +82,7 @@ class GroupReader:
     ) -> None:
         assert self._at_attach is not None
         for (name, at, key), value in left_out.items():
-            default = optimizers[name].defaults.get(key)  # for groups that were added later
+            default = optimizers[name].defaults.get(key)  # for groups that were added after attach
             if value != self._at_attach.get((name, at, key), default):
                 raise ValueNotStorable(
                     key=f"{name}[{at}].{key}",
@@ -91,7 +91,7 @@ class GroupReader:
 
 
 def is_identity(value: object) -> bool:
-    """Whether it is part of the script and no value: a function, a process group, a dtype."""
+    """Whether it is part of the script and not a value: a function, a process group, a dtype."""
     if isinstance(value, (list, tuple)):
         return bool(value) and all(map(is_identity, value))
     return isinstance(value, _IDENTITIES) or any(
@@ -108,7 +108,7 @@ def state_of(
     """The state, by name of the parameter. Other keys belong to the optimizer as a whole.
 
     Raises:
-        ValueNotStorable: it is state of a tensor that has no name.
+        ValueNotStorable: it contains state of a tensor that has no name.
     """
     found: dict[Any, Any] = {}
     key: Any
@@ -126,10 +126,10 @@ def state_of(
 
 
 def state_values(optimizer: torch.optim.Optimizer) -> list[object]:
-    """All values in the state; the same objects as before if nothing but tensors has changed.
+    """All values in the state; the same objects as before if only tensors changed in place.
 
-    Numbers are other objects after each step, so an optimizer that keeps some in its state is
-    walked at each boundary; torch's own keep tensors only.
+    Numbers are new objects after each step. An optimizer with numbers in its state is therefore
+    walked at each boundary; torch's own optimizers keep only tensors.
     """
     found: list[object] = []
     for state in optimizer.state.values():
@@ -158,17 +158,17 @@ def _leaves(value: object) -> Iterator[object]:
     elif isinstance(value, torch.Tensor) or type(value) in _SCALARS:
         yield value
     else:
-        yield object()  # it may change in place unseen: an array, a set
+        yield object()  # an array or a set may change in place undetected
 
 
-# --- back --------------------------------------------------------------------------------------
+# --- at a restore ------------------------------------------------------------------------------
 
 
 def groups_for(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Groups]) -> Groups:
     """The saved parameter groups of an optimizer.
 
     Raises:
-        ShapeChanged: it was not there.
+        ShapeChanged: the version has none of this optimizer.
     """
     if name not in saved:
         raise ShapeChanged(key=name, saved=_NOTHING, present=type(optimizer).__name__)
@@ -185,16 +185,16 @@ def load_optimizer(
     dtypes: Mapping[str, torch.dtype],
     skip: Skip,
 ) -> None:
-    """Hand over groups and state.
+    """Load groups and state.
 
     Args:
         name: under which it is attached.
-        optimizer: gets them.
+        optimizer: receives them.
         groups: with names in place of parameters.
-        state: by name of the parameter, or by whatever other key.
+        state: by name of the parameter, or by any other key.
         names: of parameters, by id.
-        dtypes: that parameters had when they were saved, by name.
-        skip: names of values that stay as they are.
+        dtypes: saved dtypes of parameters, by name.
+        skip: names of values that stay unchanged.
 
     Raises:
         ShapeChanged: its groups hold other parameters.
@@ -204,7 +204,8 @@ def load_optimizer(
     ordered = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     _check_groups(name, groups, ordered)
     state = {key: _sharded_like(parameters.get(key), values) for key, values in state.items()}
-    # A key that is no parameter belongs to the optimizer as a whole; torch takes an int for one.
+    # A key that is no parameter belongs to the optimizer as a whole, but torch treats an int key as
+    # a parameter.
     later = {k: values for k, values in state.items() if k not in index and isinstance(k, int)}
     before = [dict(group) for group in optimizer.param_groups]
     state_before = dict(optimizer.state) if skip else {}
@@ -252,7 +253,6 @@ def _keep_skipped(
     names: Mapping[int, str],
     skip: Skip,
 ) -> None:
-    """Give an optimizer back what the script leaves out of its snapshots, as it was before."""
     for where, values in before.items():
         path = f"{name}.state.{names.get(id(where), where)}"
         if skip(path):
@@ -263,7 +263,8 @@ def _keep_skipped(
 
 def _check_groups(name: str, saved: Groups, ordered: list[list[str]]) -> None:
     for at, (group, present) in enumerate(zip(saved, ordered, strict=False)):
-        # Their order says nothing: state goes by name, and other stages had them in another one.
+        # Their order does not matter: state is matched by name, and other stages may order them
+        # otherwise.
         if sorted(group["params"]) != sorted(present):
             raise ShapeChanged(
                 key=f"{name}.param_groups[{at}]",
@@ -289,11 +290,11 @@ def _sharded_like(parameter: torch.Tensor | None, values: Any) -> Any:
 
 
 _TAKEN_APART = (str, bytes, set, frozenset, np.ndarray)
-"""What torch's `load_state_dict` takes for a list to cast item by item."""
+"""Types that torch's `load_state_dict` treats as a list to cast item by item."""
 
 
 def _castable(values: Any) -> Any:
-    """With None in place of what a cast would take apart; `_exact` puts that back."""
+    """Replace the values that a cast would split by None; `_exact` restores them."""
     if isinstance(values, dict):
         return {key: _castable(value) for key, value in values.items()}
     if isinstance(values, list | tuple):
@@ -302,15 +303,15 @@ def _castable(values: Any) -> Any:
 
 
 def _exact(saved: Any, loaded: Any, follows: torch.dtype | None) -> Any:
-    """What an optimizer has loaded, in the dtypes that were saved.
+    """The loaded value in the dtypes that were saved.
 
-    `load_state_dict` casts state to the parameter's dtype: parameters in bf16 would lose the
-    lower half of an fp32 `exp_avg`.
+    `load_state_dict` casts state to the parameter's dtype: with parameters in bf16, an fp32
+    `exp_avg` would lose its lower half.
 
     Args:
         saved: a value, or a tree of them.
-        loaded: what the optimizer has made of it.
-        follows: the dtype that the parameter had; state that had it follows the parameter.
+        loaded: the same after the optimizer loaded it.
+        follows: the saved dtype of the parameter; state of that dtype keeps the cast.
     """
     if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
         is_cast = loaded.dtype != saved.dtype and saved.dtype != follows
@@ -328,9 +329,9 @@ def _exact(saved: Any, loaded: Any, follows: torch.dtype | None) -> Any:
 
 
 def into(present: Any, saved: Any) -> Any:
-    """A value of a group; tensors are written into those that are there.
+    """A value of a group; tensors are copied into the present ones.
 
-    Others may share their memory, such as views of one buffer, or hold on to them.
+    Other objects may share their memory, such as views of one buffer, or hold references to them.
     """
     if isinstance(saved, torch.Tensor) and isinstance(present, torch.Tensor):
         if (present.shape, present.dtype) == (saved.shape, saved.dtype):

@@ -4,8 +4,9 @@ Runs in:  worker, training thread.
 Takes in: torch's global hook before each optimizer step; the optimizers that are attached.
 Gives:    reasons for lost protection.
 
-An optimizer that is made and used within one turn, and keeps no state, loses nothing. So one is
-reported at a boundary, if it has a state or if it has stepped in an earlier turn as well.
+An optimizer that is created and used within one turn of the loop, and keeps no state, loses
+nothing. An optimizer is therefore reported at a boundary only if it has state, or if it also
+stepped in an earlier turn.
 """
 
 import logging
@@ -26,9 +27,9 @@ class OptimizerWatch:
     """Compares the optimizers that step with those that are attached.
 
     Args:
-        known: all whose state is captured.
-        names: of attached tensors, by id; called only when there is something to report.
-        reasons: get what is found.
+        known: all optimizers whose state is captured.
+        names: returns the names of attached tensors by id; called only for a report.
+        reasons: receives the reports.
         before_first_step: called once, before the first step of a known optimizer.
     """
 
@@ -54,7 +55,6 @@ class OptimizerWatch:
         self._hook.remove()
 
     def boundary(self) -> None:
-        """End a turn."""
         if not self._is_checked:
             self._is_checked = True
             self._check_attributes()
@@ -108,6 +108,5 @@ class OptimizerWatch:
 
 
 def shown(names: list[str], limit: int = 3) -> str:
-    """The first names, and the number of the others."""
     more = len(names) - limit
     return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")

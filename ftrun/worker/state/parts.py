@@ -1,12 +1,12 @@
-"""Which part of the whole tensor this rank holds.
+"""Determines which part of a global tensor this rank holds.
 
 Runs in:  worker, training thread; at a walk of the state, so once for each layout.
 Takes in: tensors, plain ones and DTensors of any mesh.
-Gives:    a `TensorPart` for what is a part; None for what is whole.
+Gives:    a `TensorPart` for a part; None for a whole tensor.
 
-Placements say it for DTensors. Where the items of a dimension that a rank holds are not
-neighbours (a strided shard that does not come out even), or where the values are partial sums, no
-box can be told; the snapshot is as good as ever for as many ranks, and of no use to others.
+The placements of a DTensor determine its part. Two cases have no single box: the items of a
+dimension are not adjacent (an uneven strided shard), or the values are partial sums. Such a
+snapshot can be restored by the same number of ranks only.
 """
 
 from functools import lru_cache
@@ -18,15 +18,15 @@ from ftrun.snapshot.boxes import Box, Shape, TensorPart, whole
 from ftrun.worker.state.tensors import is_sharded, local_tensor
 
 Cut = tuple[Any, int, int]
-"""A placement, into how many it cuts, and which of these is ours."""
+"""A placement, the number of its chunks, and the index of this rank's chunk."""
 
 
 def part_of(tensor: torch.Tensor, local_shape: Shape) -> TensorPart | None:
-    """What the local tensor is a part of.
+    """The part of the global tensor that this rank holds; None if it holds all of it.
 
     Args:
         tensor: as the script has it.
-        local_shape: of what this rank holds of it.
+        local_shape: of the local tensor.
     """
     if not is_sharded(tensor):
         return None
@@ -43,7 +43,6 @@ def part_of(tensor: torch.Tensor, local_shape: Shape) -> TensorPart | None:
 
 @lru_cache(maxsize=1024)
 def _offsets(shape: Shape, cuts: tuple[Cut, ...], local: Shape) -> Shape | None:
-    """Where the local tensor begins; None where it is no single box."""
     if any(placement.is_partial() for placement, _, _ in cuts):
         return None
     ranges = [_Range(0, size) for size in shape]
@@ -59,21 +58,21 @@ def _offsets(shape: Shape, cuts: tuple[Cut, ...], local: Shape) -> Shape | None:
 
 
 class _Range:
-    """Neighbouring items of one dimension."""
+    """Adjacent items of one dimension."""
 
     def __init__(self, start: int, size: int) -> None:
         self.start = start
         self.size = size
 
     def chunk(self, count: int, index: int) -> "_Range":
-        """One of `count` chunks, as torch.chunk cuts: of equal size but for the last ones."""
+        """One of `count` chunks as torch.chunk cuts them: equal sizes, except the last ones."""
         step = -(-self.size // count)
         low, high = (min(self.size, at * step) for at in (index, index + 1))
         return _Range(self.start + low, high - low)
 
 
 def _by_index(shape: Shape, cuts: tuple[Cut, ...], local: Shape) -> Shape | None:
-    """The same for placements that cut in other ways: cut the numbers of the items."""
+    """Like `_offsets`, for other placements: apply their split to the item indices."""
     offsets = []
     for dim, size in enumerate(shape):
         items = torch.arange(size, device="cpu")
@@ -90,7 +89,6 @@ def _by_index(shape: Shape, cuts: tuple[Cut, ...], local: Shape) -> Shape | None
 
 
 def box_of(tensor: torch.Tensor) -> Box | None:
-    """Which items of the whole tensor this rank holds; None where that is no single box."""
     local = tuple(local_tensor(tensor, "a tensor").shape)
     part = part_of(tensor, local)
     if part is None:

@@ -1,13 +1,13 @@
-"""The state of all that is attached, as named tensors and one tree of plain values.
+"""The state of all attached objects, as named tensors and one tree of plain values.
 
 Runs in:  worker, training thread, at each step boundary.
 Takes in: an `AttachedState`.
-Gives:    a `BoundaryState`: the sources that are owned by an optimizer (lazy), those that are not
-          (boundary), and the packed plain values.
+Gives:    a `BoundaryState`: the sources that an optimizer owns (lazy copy), the other sources
+          (boundary copy), and the packed plain values.
 
-Names carry no trace of DDP or torch.compile. Walking the modules costs milliseconds, so the
-walk's result is kept and only checked at a boundary: same objects in the same dicts, at the
-same addresses. Objects with a state_dict are asked each time; what they give is small.
+Names do not contain wrappers such as DDP or torch.compile. Walking the modules takes milliseconds.
+The result is therefore cached, and a boundary only checks it: same objects in the same dicts, at
+the same addresses. The state_dict of other objects is read each time, because it is small.
 """
 
 import re
@@ -45,15 +45,15 @@ from ftrun.worker.state.structure import Structure, structure_of
 from ftrun.worker.state.tensors import described, is_sharded, kind_of, local_tensor, stride_of
 
 _GROUP_KEYS = r"[^\[\]]*(\[\d+\](\.params(\[\d+\])?)?)?"
-"""An optimizer, a group of it, and the parameters of that; `skip` does not leave these out."""
+"""An optimizer, its groups and their parameters; `skip` does not leave these out."""
 
 _LOADER_KEYS = r"((?!\.own[.\[]).)*"
-"""All of a loader's position but what is in its own state_dict()."""
+"""All keys of a loader's position except those of its own state_dict()."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """A tensor to copy: detached, and local to this rank; `part` says of which one it is a part."""
+    """A detached tensor to copy, local to this rank; `part` is its part of a global tensor."""
 
     name: str
     tensor: torch.Tensor
@@ -70,7 +70,7 @@ def source_of(name: str, tensor: torch.Tensor, when: CopyTiming) -> TensorSource
     """The source of a tensor, plain or sharded.
 
     Raises:
-        ValueNotStorable: it has no bytes that could be copied.
+        ValueNotStorable: it has no bytes that can be copied.
     """
     local = local_tensor(tensor, name)
     return TensorSource(name, local, when, part_of(tensor, tuple(local.shape)))
@@ -78,7 +78,7 @@ def source_of(name: str, tensor: torch.Tensor, when: CopyTiming) -> TensorSource
 
 @dataclass(frozen=True)
 class PersistentSources:
-    """Sources that stay the same objects from step to step; one that changes makes a new one."""
+    """Sources that remain the same objects from step to step; a change requires a new walk."""
 
     sources: tuple[TensorSource, ...]
     originals: tuple[torch.Tensor, ...]
@@ -96,12 +96,11 @@ class PersistentSources:
 
     @cached_property
     def learned(self) -> tuple[tuple[str, torch.Tensor], ...]:
-        """Parameters, without buffers."""
         return tuple((h.name, h.tensor) for h in self.held if isinstance(h.tensor, nn.Parameter))
 
     @cached_property
     def others(self) -> tuple[tuple[str, torch.Tensor], ...]:
-        """Leaf tensors that are no parameters of modules; some only an optimizer has."""
+        """Leaf tensors that are no parameters of modules; some belong to an optimizer only."""
         named = set(self.names.values()) - {name for name, _ in self.learned}
         pairs = zip(self.sources, self.originals, strict=True)
         return tuple((s.name, t) for s, t in pairs if s.name in named and t.is_leaf)
@@ -113,7 +112,7 @@ class PersistentSources:
 
 @dataclass(frozen=True, slots=True)
 class BoundaryState:
-    """All there is to copy at one boundary."""
+    """Everything to copy at one boundary."""
 
     lasting: PersistentSources
     fresh: tuple[TensorSource, ...]
@@ -126,7 +125,7 @@ class StateTree:
     def __init__(self, attached: AttachedState) -> None:
         self.attached = attached
         self.lost: list[str] = []
-        """What a restore could not put into the script as it was at `attach`."""
+        """Changes since `attach` that a restore cannot apply to the script."""
         self._lasting: PersistentSources | None = None
         self._built: Structure | None = None
         self._groups = GroupReader()
@@ -141,13 +140,13 @@ class StateTree:
                 "loaders": SkipWithin(skip, _LOADER_KEYS),
             }
         self._roots = {SESSION_STATE}
-        """Names of what is attached, under which keys may appear later."""
+        """Names of attached objects whose keys may appear later."""
 
     def collect(self, extra: dict[str, Any]) -> BoundaryState:
-        """The state as it is now.
+        """The state at this moment.
 
         Args:
-            extra: plain values of ftrun's own: counters, loader positions.
+            extra: ftrun's own plain values: counters, loader positions.
 
         Raises:
             ValueNotStorable: names the key of a value that is neither tensor nor plain.
@@ -169,7 +168,7 @@ class StateTree:
         }
         if attached.layout is not None:
             parts["layout"] = attached.layout.saved
-        # Part by part, so that the path in an error starts at the name given to attach.
+        # Encoded part by part, so that the path in an error starts at the name given to attach.
         skips = self._skips
         packed = {
             key: encode(part, refer=fresh, skip=skips.get(key), is_exact=key == "dicts")
@@ -190,7 +189,7 @@ class StateTree:
         return BoundaryState(lasting, tuple(fresh.sources), encode(packed))
 
     def lasting(self) -> PersistentSources:
-        """The walk's result: the last one while it still holds."""
+        """The result of the last walk while it is valid, else of a new walk."""
         if self._lasting is None or not self._holds(self._lasting):
             self._lasting = self._walk()
             now = structure_of(self._lasting, self.attached)
@@ -215,7 +214,7 @@ class StateTree:
         held = tuple(self._held())
         found = self._named(held)
         names = {id(tensor): name for name, tensor in found.items()}
-        # Without bytes until the first forward gives them a shape.
+        # They have no bytes until the first forward gives them a shape.
         uninitialized = tuple((name, tensor) for name, tensor in found.items() if is_lazy(tensor))
         for name, _ in uninitialized:
             del found[name]
@@ -242,7 +241,7 @@ class StateTree:
         )
 
     def names(self) -> dict[int, str]:
-        """Of attached tensors, by id; without a look at state, which may hold what is refused."""
+        """Names of attached tensors by id; reads no state, which may hold refused values."""
         return {id(tensor): name for name, tensor in self._named(self._held()).items()}
 
     def _named(self, held: Iterable[HeldTensor]) -> dict[str, torch.Tensor]:
@@ -274,11 +273,12 @@ class StateTree:
     def check_skip(self) -> None:
         """Check the patterns of `attach(skip=...)`, after `collect`.
 
-        A key may appear later: in the state of an optimizer, in `session.state`.
+        A pattern may match nothing yet, because keys may appear later in the state of an optimizer
+        or in `session.state`.
 
         Raises:
-            UsageError: one begins with no attached name, or matches a tensor that an optimizer
-                owns.
+            UsageError: a pattern begins with no attached name, or matches a tensor that an
+                optimizer owns.
         """
         skip = self.attached.skip
         owned = {id(parameter) for parameter in self._parameters()}
@@ -323,10 +323,10 @@ class StateTree:
         }
 
     def _own_keys(self, lasting: PersistentSources) -> dict[str, object]:
-        """What modules add to their own `state_dict()`, by the module's path.
+        """Entries that modules add to their own `state_dict()`, by the module's path.
 
         Raises:
-            ValueNotStorable: a module has changed it and does not take it back.
+            ValueNotStorable: such an entry changed, and the module does not load it.
         """
         found: dict[str, object] = {}
         for path, part in module_state.with_own_code(lasting.submodules):
@@ -374,7 +374,7 @@ class StateTree:
             yield HeldTensor(holder, name, name, tensor)
 
     def _tied(self, names: dict[int, str]) -> dict[str, str]:
-        """Other names of tensors, with the one under which each is saved; for exports."""
+        """Other names of tied tensors, with the name under which each is saved; for exports."""
         every = (
             (name, names[id(tensor)])
             for path, module in self.attached.modules.items()
@@ -403,7 +403,7 @@ class StateTree:
 
 
 class _References:
-    """Puts tensors aside while a tree is packed, and leaves references in their place."""
+    """Collects tensors while a tree is encoded, and replaces them by references."""
 
     def __init__(self, when: CopyTiming) -> None:
         self.sources: list[TensorSource] = []
@@ -446,15 +446,15 @@ def _states(attached: AttachedState) -> Iterator[tuple[str, object]]:
 
 
 def _dicts(attached: AttachedState) -> dict[str, Any]:
-    # An empty session.state is left out, so that a snapshot without one is as in 0.2.
+    # An empty session.state is left out, so that such a snapshot equals one of version 0.2.
     holders = {**attached.dicts, **({SESSION_STATE: attached.state} if attached.state else {})}
-    # A restore fills the holder that is there, so its own type does not matter.
+    # A restore fills the existing holder, so the type of the saved one does not matter.
     return {name: dict(holder) for name, holder in holders.items()}
 
 
 def _reshard(submodules: module_state.Submodules) -> None:
-    # FSDP2 puts whole parameters into the module between forward and backward, and leaves the
-    # root's there after a forward without gradients.
+    # FSDP2 puts whole parameters into the module between forward and backward. Those of the root
+    # module stay there after a forward without gradients.
     for _, part in submodules:
         if callable(reshard := getattr(part, "reshard", None)):
             reshard()
@@ -462,7 +462,7 @@ def _reshard(submodules: module_state.Submodules) -> None:
 
 def _as_tensor(array: np.ndarray, path: str) -> torch.Tensor:
     try:
-        # torch has no negative strides, and warns of memory that is only to be read.
+        # torch has no negative strides, and warns about read-only memory.
         is_fit = array.flags.writeable and min(array.strides, default=0) >= 0
         return torch.from_numpy(array if is_fit else array.copy())
     except TypeError as error:

@@ -1,13 +1,13 @@
-"""What the attached objects consist of, and how a rebuilt script gets what was saved.
+"""Compares the structure of the attached objects with the saved one, and adapts it at a restore.
 
 Runs in:  worker, training thread: at a walk of the state, and inside `attach`.
-Takes in: the first walk, which shows what the script builds; later walks; what was saved.
-Gives:    what a restore could not put into a freshly built script; buffers, attached tensors and
-          uninitialized parameters made as they were when they were saved.
+Takes in: the first walk, which shows what the script builds; later walks; the saved values.
+Gives:    changes that a restore cannot apply to a freshly built script; buffers, attached tensors
+          and uninitialized parameters with their saved shapes.
 
-A restore registers and resizes buffers in modules that exist, resizes attached tensors, adds
-parameter groups and gives uninitialized parameters their shape. Everything else that the script
-changes after `attach` it has to change again, and nothing makes it do that before the restore.
+A restore registers and resizes buffers in existing modules, resizes attached tensors, adds
+parameter groups, and gives uninitialized parameters their shape. Any other change that a script
+makes after `attach` cannot be restored, because a restarted script has not made it yet.
 """
 
 import logging
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ftrun.worker.state.state_tree import PersistentSources, StateTree
 
 Described = Callable[[str], tuple[str, Shape] | None]
-"""Given a name: dtype and whole shape of what was saved under it; None: nothing."""
+"""Returns the dtype and whole shape saved under a name; None if there is none."""
 
 _SHOWN = 3
 
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Structure:
-    """What a walk has found, as far as a restore needs it."""
+    """The result of a walk, reduced to the facts that a restore needs."""
 
     parameters: Mapping[str, str]
     """Names with dtype and shape; the latter is empty for an uninitialized parameter."""
@@ -48,10 +48,10 @@ class Structure:
     groups: Mapping[str, list[frozenset[str]]]
 
     def lost_since(self, built: "Structure") -> list[str]:
-        """What a restore could not put into what the script builds; one sentence each.
+        """Describe the changes that a restore cannot apply; one sentence each.
 
         Args:
-            built: what was there at `attach`.
+            built: the structure at `attach`.
         """
         return [*self._parameters_since(built), *self._others_since(built)]
 
@@ -97,28 +97,28 @@ def structure_of(lasting: "PersistentSources", attached: "AttachedState") -> Str
     )
 
 
-# --- put into what the script has built --------------------------------------------------------
+# --- adapt the objects that the script has built -----------------------------------------------
 
 
 class _Saved(NamedTuple):
-    """A tensor as it was saved."""
+    """Dtype, shape and stride of a saved tensor."""
 
     dtype: str
     shape: Shape
     stride: tuple[int, ...]
-    """Empty: row by row, or not known because an older version of ftrun has saved it."""
+    """Empty: row-major, or not known because an older version of ftrun saved it."""
 
 
 def make_fit(saved: Mapping[str, Any], described: Described, tree: "StateTree") -> None:
-    """Make buffers, attached tensors and uninitialized parameters like what was saved.
+    """Adapt buffers, attached tensors and uninitialized parameters to the saved ones.
 
-    Their values are loaded later. Parameters of another shape stay as they are: `reload` refuses
-    them.
+    Dtypes, shapes and strides are adapted; the values are loaded later. Parameters of another shape
+    stay unchanged: `reload` refuses them.
 
     Args:
         saved: the part `modules` of the plain values.
-        described: of what was saved.
-        tree: of what is attached.
+        described: of the saved tensors.
+        tree: of the attached objects.
     """
     lasting = tree.lasting()
     for name, tensor in lasting.uninitialized:
@@ -170,7 +170,6 @@ def _fit_buffers(
 
 
 def _fit_buffer(part: nn.Module, key: str, found: _Saved, *, casts: bool) -> bool:
-    """Whether it had to be changed."""
     present = part._buffers.get(key)
     was_left_out = present is not None and key in part._non_persistent_buffers_set
     if was_left_out:
@@ -208,10 +207,10 @@ def _device_of(part: nn.Module) -> torch.device:
 
 
 def add_groups(saved: Mapping[str, list[dict[str, Any]]], tree: "StateTree") -> None:
-    """Groups that the script had added later on, where the model still has their parameters.
+    """Add the parameter groups that the script had added after `attach`.
 
     Raises:
-        ShapeChanged: it has not.
+        ShapeChanged: the model has no such parameters.
     """
     present = {h.name: h.tensor for h in tree.lasting().held}
     for name, groups in saved.items():

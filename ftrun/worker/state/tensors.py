@@ -1,9 +1,4 @@
-"""What ftrun knows about one tensor: its dtype's name, its local part, its bytes.
-
-Runs in:  worker.
-Takes in: torch tensors of any kind.
-Gives:    plain tensors that can be copied byte by byte, and views of them.
-"""
+"""Properties of one tensor: its dtype's name, its local part, its strides, its bytes."""
 
 from typing import Any
 
@@ -25,10 +20,10 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def local_tensor(tensor: torch.Tensor, key: str) -> torch.Tensor:
-    """The part of a tensor that this rank holds, detached; a DTensor's local tensor.
+    """The detached part of a tensor that this rank holds; for a DTensor its local tensor.
 
     Raises:
-        ValueNotStorable: it has no bytes of its own that could be copied.
+        ValueNotStorable: the tensor has no bytes that can be copied.
     """
     detached = tensor.detach()
     if is_sharded(detached):
@@ -45,32 +40,31 @@ def local_tensor(tensor: torch.Tensor, key: str) -> torch.Tensor:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor; by its looks, since that module need not be loaded."""
+    """Whether it is a DTensor; tested by attributes, because that module may not be loaded."""
     return hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
 
 
 def kind_of(tensor: torch.Tensor) -> str:
-    """How a reference names a tensor among plain values: `tensor`, or `tensor@cuda`."""
+    """Kind of a tensor in a reference among plain values: `tensor`, or `tensor@cuda`."""
     kind = tensor.device.type
     return "tensor" if kind == "cpu" else f"tensor@{kind}"
 
 
 def at_home(tensor: torch.Tensor, kind: str) -> torch.Tensor:
-    """A restored tensor on the kind of device that `kind_of` named; of several, the current."""
+    """Move a restored tensor to the device type that `kind_of` named, on its current device."""
     _, _, device = kind.partition("@")
     return tensor.to(device) if device else tensor
 
 
 def described(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-    """Name of the dtype, and the shape, as a layout wants them."""
     return DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
 
 
 def stride_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The stride to restore a tensor with; empty where its items lie row by row.
+    """The stride to restore a tensor with; empty if it is row-major.
 
-    Only a dense stride is kept. A view with gaps or repeated items comes back row by row: what it
-    shares its memory with is not known.
+    Only a dense stride is kept. A view with gaps or repeated items is restored row-major, because
+    the tensors that share its memory are not known.
     """
     shape, stride = tuple(tensor.shape), tensor.stride()
     if stride == _row_major(shape) or not _is_dense(shape, stride):
@@ -91,7 +85,7 @@ def stride_for(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ..
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether several of its items lie in the same memory, as after `expand`."""
+    """Whether several of its items share memory, as after `expand`."""
     return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 
@@ -119,12 +113,11 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def can_be_cut(tensor: torch.Tensor) -> bool:
-    """Whether its bytes can be copied and hashed piece by piece where they lie."""
     return tensor.is_contiguous() and tensor.device.type == "cpu"
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often it was changed in place, as autograd counts; -1 where nobody counts."""
+    """Autograd's counter of in-place changes; -1 if the tensor has none."""
     try:
         return tensor._version
     except RuntimeError:  # an inference tensor
@@ -132,7 +125,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 class LocalPart:
-    """The local part of a DTensor whose mesh only its parameter knows."""
+    """The local part of a DTensor; its mesh is taken from the parameter."""
 
     def __init__(self, local: torch.Tensor) -> None:
         self.local = local

@@ -1,4 +1,4 @@
-"""Reasons for which a failure now would lose state, as status shows them.
+"""Reasons why a failure now would lose state; status shows them.
 
 Runs in:  worker, any of its threads.
 Takes in: a reason under a key, and its removal when it no longer holds.
@@ -15,7 +15,8 @@ from ftrun.errors import FtrunError
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 
 Hook = Callable[..., None]
-"""A function that torch calls in each optimizer step; what it returns would replace arguments."""
+"""A function that torch calls in each optimizer step. It must return None, because torch would use
+a result as new arguments."""
 
 _SHOWN, _NOT_SHOWN = "UNPROTECTED", "under ftrun, this script would be UNPROTECTED"
 
@@ -23,10 +24,10 @@ _log = logging.getLogger(__name__)
 
 
 class UnprotectedReasons:
-    """The reasons of one process; it is protected when there are none.
+    """The reasons of one process; the process is protected if there are none.
 
     Args:
-        page: shows them; None: no agent reads them, and the log says what it would show.
+        page: shows them; None: no agent reads them, and the log reports what status would show.
     """
 
     def __init__(self, page: SharedPage | None) -> None:
@@ -38,7 +39,7 @@ class UnprotectedReasons:
         return key in self._reasons
 
     def add(self, key: str, reason: str) -> None:
-        """Show a reason in status and log it once. All that hold are shown, oldest first.
+        """Show a reason in status and log it once. All current reasons are shown, the oldest first.
 
         Args:
             key: names the cause; `remove` takes the same key.
@@ -52,11 +53,11 @@ class UnprotectedReasons:
             _log.warning("%s: %s", _SHOWN if self._page is not None else _NOT_SHOWN, reason)
 
     def add_bug(self, where: str, error: Exception) -> None:
-        """Show a fault of ftrun itself, or an error that explains itself.
+        """Report an unexpected error in ftrun, or an `FtrunError` with its own text.
 
         Args:
             where: the part that failed, such as "the optimizer hook".
-            error: the traceback of a fault is logged, once for each part.
+            error: for an unexpected one the traceback is logged, once for each part.
         """
         is_new = (key := f"bug in {where}") not in self
         is_bug = not isinstance(error, FtrunError)
@@ -66,7 +67,7 @@ class UnprotectedReasons:
             _log.warning("this is the traceback; please report it", exc_info=error)
 
     def guarded(self, hook: Hook) -> Hook:
-        """The same hook, for calls that the script makes: its exceptions become reasons here."""
+        """Wrap a hook that the script triggers; its exceptions become reasons."""
 
         @functools.wraps(hook)
         def call(*args: Any) -> None:
@@ -78,7 +79,6 @@ class UnprotectedReasons:
         return call
 
     def remove(self, key: str) -> None:
-        """The cause is gone; nothing happens if it was not there."""
         with self._lock:
             if self._reasons.pop(key, None) is not None:
                 self._publish()

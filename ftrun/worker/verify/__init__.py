@@ -1,1 +1,1 @@
-"""What `ftrun verify` records inside a rank."""
+"""Recordings of `ftrun verify` inside a rank."""

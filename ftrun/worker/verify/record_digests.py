@@ -1,8 +1,8 @@
-"""Digests of what a rank holds, for `ftrun verify`: state, inputs, and variables of the script.
+"""Digests of a rank's state, inputs and script variables, for `ftrun verify`.
 
 Runs in:  worker, training thread, only in a run of `ftrun verify`.
-Takes in: live objects. Nothing here changes them or draws a random number.
-Gives:    `{key: xxh3}`. The first word of a key says what it is: tensor, strides, value, random,
+Takes in: live objects. This module does not change them or draw a random number.
+Gives:    `{key: xxh3}`. The first word of a key is its kind: tensor, strides, value, random,
           position, input, gradient, group, buffer, mode, attribute, local.
 """
 
@@ -44,7 +44,6 @@ Digests = dict[str, str]
 
 
 def state_digests(state: BoundaryState) -> Digests:
-    """Everything that a snapshot of this state holds."""
     found: Digests = {}
     for source in (*state.lasting.sources, *state.fresh):
         found[f"tensor {source.name}"] = tensor_digest(source.tensor)
@@ -59,7 +58,7 @@ def state_digests(state: BoundaryState) -> Digests:
 
 
 def changed_parameters(lasting: PersistentSources, before: Digests) -> list[str]:
-    """Names of the parameters whose values differ now.
+    """Names of the parameters whose values differ from `before`.
 
     The tensors are those of the last boundary, because snapshots copy these. The modules may hold
     others: FSDP2 puts whole parameters into them for a forward.
@@ -72,7 +71,7 @@ def changed_parameters(lasting: PersistentSources, before: Digests) -> list[str]
 
 
 def module_digests(attached: AttachedState) -> Iterator[tuple[str, str]]:
-    """What modules hold beside their state: flags, non-persistent buffers, plain attributes."""
+    """Data of modules outside their state: flags, non-persistent buffers, plain attributes."""
     for name, module in attached.modules.items():
         for path, part in named_parts(module, name):
             yield f"mode {path}", "train" if part.training else "eval"
@@ -85,7 +84,6 @@ def module_digests(attached: AttachedState) -> Iterator[tuple[str, str]]:
 
 
 def gradient_digests(names: Mapping[int, str], optimizer: Any) -> Digests:
-    """Gradients and hyperparameters as an optimizer's step finds them."""
     found: Digests = {}
     for at, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -99,7 +97,6 @@ def gradient_digests(names: Mapping[int, str], optimizer: Any) -> Digests:
 
 
 def optimizer_digests(optimizer: Any) -> Digests:
-    """Parameters and state of an optimizer that is not attached."""
     found: Digests = {}
     kind = type(optimizer).__name__
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -111,7 +108,6 @@ def optimizer_digests(optimizer: Any) -> Digests:
 
 
 def input_digests(word: str, given: object) -> Digests:
-    """The leaves of a batch or of a call's arguments."""
     return {
         f"{word}{path}": found
         for path, leaf in _leaves(given, "")
@@ -138,7 +134,7 @@ def _is_nested(value: list[Any] | tuple[Any, ...]) -> bool:
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """Of dtype, shape and elements; strides are no part of it."""
+    """Digest of dtype, shape and elements; strides are not included."""
     with torch.no_grad():
         local = tensor.detach()
         if is_sharded(local):
@@ -153,7 +149,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def digest(value: object) -> str | None:
-    """Of any value; None where it cannot be compared."""
+    """Digest of any value; None if it cannot be compared."""
     hasher = xxhash.xxh3_64()
     try:
         is_known = _Folder(hasher.update).fold(value, 0)
@@ -163,7 +159,7 @@ def digest(value: object) -> str | None:
 
 
 class _Folder:
-    """Feeds a value to a hash; items of a container that cannot be compared are left out."""
+    """Feeds a value to a hash; container items that cannot be compared are left out."""
 
     def __init__(self, update: Callable[[Any], object]) -> None:
         self._update = update
@@ -209,7 +205,7 @@ class _Folder:
 
 
 def _state_of(value: object) -> object:
-    """What an object of a known kind continues from; None: unknown."""
+    """The state from which an object of a known kind continues; None: unknown."""
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, random.Random):
@@ -232,7 +228,10 @@ def _state_of(value: object) -> object:
 
 
 def _position_of(generator: "types.GeneratorType[Any, Any, Any]") -> object:
-    """None if it is over, or gives what a loop of the session gives, which is restored."""
+    """The position of a generator.
+
+    None if it has ended, or if it delegates to a loop of the session, whose position is restored.
+    """
     innermost: object = generator
     while isinstance(innermost, types.GeneratorType):
         if innermost.gi_code.co_filename.startswith(_FTRUN):
@@ -265,11 +264,11 @@ def where(frame: types.FrameType | None) -> str:
 def local_variables(
     frame: types.FrameType | None, captured: set[int]
 ) -> Iterator[tuple[str, object]]:
-    """Variables of this frame and of the script's frames that called it, with their keys.
+    """Variables of this frame and of its callers in the script, with their keys.
 
     Args:
         frame: the innermost one.
-        captured: ids of objects that snapshots hold; they are left out.
+        captured: ids of objects that snapshots contain; they are left out.
     """
     for _ in range(_MAX_FRAMES):
         if frame is None:
@@ -289,7 +288,7 @@ def local_variables(
 
 
 def shown(value: object) -> str | None:
-    """A short text of a number or a string."""
+    """A short text of a number, a string or a tensor's shape; None for other values."""
     if isinstance(value, (bool, int, float, str, np.generic)):
         return repr(value.item() if isinstance(value, np.generic) else value)[:_SHOWN_CHARS]
     if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Records what a rank does at each step, kills it at chosen moments, and ends it early.
+"""Records the events of a rank at each step, kills it at planned moments, and ends it early.
 
 Runs in:  worker, training thread, only in a run of `ftrun verify`.
 Takes in: a `VerifyPlan`; calls of the session at its boundaries; hooks on the optimizers, on
@@ -6,7 +6,8 @@ Takes in: a `VerifyPlan`; calls of the session at its boundaries; hooks on the o
 Gives:    `VerifyRecord` lines in the plan's folder.
 Survives: SIGKILL: each line is one write to a file opened for appending.
 
-Rule: it observes. An error in here is recorded in place of the event, and never reaches the script.
+Rule: the recorder only observes. An error in it is recorded in place of the event, and never
+      reaches the script.
 
 Without a session the steps are those of the optimizers, and the state is theirs.
 """
@@ -36,13 +37,13 @@ from ftrun.worker.state.state_tree import PersistentSources, StateTree
 from ftrun.worker.verify import record_digests as digests
 
 _MAX_FORWARDS = 64
-"""Of one step; later ones are not recorded."""
+"""Number of forwards recorded in one step."""
 
 _CHECKED_FORWARDS = 4
-"""Of one step, before which parameters are compared with those of the last boundary."""
+"""Number of forwards in one step before which parameters are compared with the last boundary."""
 
 _COPIED_PHASES = ("", "train")
-"""Phases in which a lazy copy may be under way; `Session.phase` waits for it."""
+"""Phases in which a lazy copy may run; `Session.phase` waits for it."""
 
 _END_WAIT_S = 60.0
 _POLL_S = 0.005
@@ -53,7 +54,7 @@ _P = ParamSpec("_P")
 def _observing(
     hook: "Callable[Concatenate[Recording, _P], None]",
 ) -> "Callable[Concatenate[Recording, _P], None]":
-    """A hook whose error is recorded in place of its event. See the rule."""
+    """Wrap a hook so that its error is recorded in place of its event (the rule)."""
 
     def call(self: "Recording", /, *args: _P.args, **kwargs: _P.kwargs) -> None:
         if not self.can_record:
@@ -87,14 +88,14 @@ class Recording:
         self._extra: Callable[[], dict[str, Any]] = dict
         self._captured: set[int] = set()
         self._lasting: PersistentSources | None = None
-        """Of the last boundary. Within a step the modules are not read: FSDP2 may be using them."""
+        """Sources of the last boundary. Modules are not read within a step, because FSDP2 may be
+        using them."""
         self._at_boundary: dict[str, str] = {}
         self._hooked: set[int] = set()
         self._first_steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._indices: weakref.WeakKeyDictionary[Any, deque[str]] = weakref.WeakKeyDictionary()
 
     def install(self) -> None:
-        """Put the hooks in place; before the script begins."""
         register_optimizer_step_pre_hook(self._before_optimizer)
         register_optimizer_step_post_hook(self._after_optimizer)
         _record_backward(self)
@@ -109,13 +110,13 @@ class Recording:
         known: Iterable[object],
         step: int,
     ) -> None:
-        """`attach` is about to return; what there was to restore is restored.
+        """Record the state when `attach` is about to return, after a restore.
 
         Args:
-            attached: what is attached.
-            extra: the session's own values.
-            known: objects whose state snapshots hold beside it.
-            step: steps done.
+            attached: the attached objects.
+            extra: returns the session's own values.
+            known: other objects whose state snapshots contain.
+            step: number of completed steps.
         """
         self._attached, self._extra = attached, extra
         self._tree = StateTree(attached)
@@ -136,12 +137,11 @@ class Recording:
         self._write_state(records.ATTACHED, step, what=str(restored) if restored else "")
 
     def begun(self, step: int) -> None:
-        """The first turn of a loop begins, after this number of steps."""
         self._steps = step
         self._write_state(records.BEGUN, step)
 
     def boundary(self, step: int) -> bool:
-        """A step is done, and no snapshot of it is taken yet; says whether one may be taken."""
+        """Record a completed step before its snapshot; return whether a snapshot may be taken."""
         kill = self._kill
         if kill is not None and self._is_killed_here and step > kill.step:
             self._die()  # no optimizer has stepped in this turn
@@ -151,7 +151,7 @@ class Recording:
         return kill is None or not kill.step - kill.without_snapshot < step <= kill.step
 
     def passed(self, step: int) -> None:
-        """The session's boundary is over."""
+        """Kill or end the process, if that is planned after this boundary."""
         kill = self._kill
         if kill is not None and self._is_killed_here and not kill.is_in_step and step == kill.step:
             self._die()
@@ -164,7 +164,7 @@ class Recording:
     def can_record(self) -> bool:
         """False in a process that the script has forked, and while torch compiles.
 
-        Also inside of a torch.func transform, where no tensor has bytes that can be read.
+        Also False inside a torch.func transform, where no tensor has readable bytes.
         """
         return (
             not torch.compiler.is_compiling()
@@ -173,7 +173,6 @@ class Recording:
         )
 
     def failed(self, what: str, error: Exception) -> None:
-        """An event could not be recorded."""
         place = digests.where(digests.script_frame(sys._getframe(1)))
         text = f"{what}: {type(error).__name__}: {error}"
         self._write(VerifyRecord(records.FAILED, self._steps + 1, where=place, what=text))
@@ -220,7 +219,6 @@ class Recording:
 
     @_observing
     def drawn(self, iterator: Any, indices: object) -> None:
-        """A loader has asked its sampler for the indices of one more batch."""
         queue = self._indices.setdefault(iterator, deque())
         queue.append(digests.digest(indices) or "")
 
@@ -238,7 +236,8 @@ class Recording:
         )  # fmt: skip
         record.notes["changed"] = self._changed()
         if self._tree is not None:
-            # One that is made and used within a step, such as in an inner loop, loses nothing.
+            # An optimizer that is created and used within a step, as in an inner loop, loses
+            # nothing.
             is_new = self._first_steps.setdefault(optimizer, self._steps) == self._steps
             record.notes["is_attached"] = str(int(is_new or id(optimizer) in self._captured))
         self._at_boundary = {}  # from here on parameters change
@@ -256,7 +255,7 @@ class Recording:
         if self._steps >= self._plan.steps:
             self._end()
 
-    # --- inside --------------------------------------------------------------------------------
+    # --- details -------------------------------------------------------------------------------
 
     @property
     def _is_killed_here(self) -> bool:
@@ -264,7 +263,6 @@ class Recording:
         return self._rank == (generation + 1) % self._world_size
 
     def _changed(self) -> str:
-        """Parameters that differ from the last boundary though no optimizer has stepped."""
         if self._lasting is None or not self._at_boundary:
             return ""
         return " ".join(digests.changed_parameters(self._lasting, self._at_boundary))
@@ -290,10 +288,10 @@ class Recording:
         self._write(record)
 
     def _state_digests(self) -> dict[str, str]:
-        """All that a snapshot of this boundary would hold.
+        """Digests of everything that a snapshot of this boundary would contain.
 
         Raises:
-            ValueNotStorable: and whatever a `state_dict` of the script's own raises.
+            ValueNotStorable: and any error that a `state_dict` of the script raises.
         """
         assert self._tree is not None
         state = self._tree.collect(self._extra())
@@ -306,7 +304,6 @@ class Recording:
         return found
 
     def _add_variables(self, record: VerifyRecord, frame: Any) -> None:
-        """Variables of the script; within a step at the first call of a module or an optimizer."""
         if self._has_variables:
             return
         self._has_variables = True
@@ -326,11 +323,11 @@ class Recording:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _end(self) -> None:
-        """End this process without what the script does after its loop, once all ranks are here."""
+        """End this process when all ranks are here, without the code after the script's loop."""
         folder = Path(self._plan.folder)
         (folder / f"ended.{self._rank}").touch()
         give_up_s = clock.now_s() + _END_WAIT_S
-        # A rank that is still in a collective of the last step needs its peers alive.
+        # A rank that is still in a collective of the last step needs its peers.
         while len(list(folder.glob("ended.*"))) < self._world_size and clock.now_s() < give_up_s:
             clock.sleep(_POLL_S)
         sys.stdout.flush()
@@ -341,7 +338,7 @@ class Recording:
 def _before_forward(
     module: torch.nn.Module, given: tuple[object, ...], named: dict[str, object]
 ) -> None:
-    """A module-level function: modules with this hook can be copied and pickled."""
+    """A module-level function, so that modules with this hook can be copied and pickled."""
     from ftrun.worker.context import worker_context
 
     context = worker_context()
@@ -350,7 +347,7 @@ def _before_forward(
 
 
 def _record_backward(recording: Recording) -> None:
-    """What `Tensor.backward` and `torch.autograd.backward` are called for; the one calls the other.
+    """Record the tensors of `torch.autograd.backward`, which `Tensor.backward` calls.
 
     A backward within a backward, such as that of a reentrant checkpoint, has no loss.
     """
@@ -369,7 +366,6 @@ def _record_backward(recording: Recording) -> None:
 
 
 def _record_loaders(recording: Recording) -> None:
-    """Batches, and the indices they were loaded from, of every torch DataLoader."""
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     next_batch, next_index = _BaseDataLoaderIter.__next__, _BaseDataLoaderIter._next_index

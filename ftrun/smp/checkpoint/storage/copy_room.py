@@ -1,16 +1,17 @@
-"""Memory for copies of slots, kept from one checkpoint to the next where they come often.
+"""Memory for copies of slots, retained between checkpoints if these are frequent.
 
-Runs in:  the SMP, in its disk lane's thread: one checkpoint is written at a time.
-Takes in: how many bytes each copy needs; how much memory is free.
-Gives:    memory for all of them, or none.
+Runs in:  the SMP, in its disk lane's thread. One checkpoint is written at a time.
+Takes in: the number of bytes of each copy; the amount of free memory.
+Gives:    memory for all copies, or none.
 
-Making memory costs more than copying into it: each page is cleared first, and a virtual machine may
-have to ask its host for it. Of what a checkpoint cost the training beside it, four fifths were
-that (scripts/bench_persist.py).
+Allocating memory costs more than copying into it: each page is cleared first, and a virtual machine
+may have to request it from its host. Allocation was four fifths of the cost of a checkpoint to the
+training that ran at the same time (scripts/bench_persist.py).
 
-Rule 1: what is lent is lent to nobody else before `begin`: a file is written from it, and a capture
-        that is followed asks more than once.
-Rule 2: what was not used for `KEEP_S`, or would be missed, goes back to the system.
+Rule 1: a lent buffer is not lent again before `begin`, because a file is written from it, and a
+        followed capture requests buffers more than once.
+Rule 2: buffers are returned to the system if they were not used for `KEEP_S`, or if free memory is
+        scarce.
 """
 
 import mmap
@@ -20,17 +21,17 @@ from contextlib import suppress
 from ftrun import clock
 
 KEEP_S = 60.0
-"""Who writes more seldom makes its memory anew: that costs less than a hundredth of a processor."""
+"""If checkpoints are rarer than this, each one allocates memory: under 1 % of a processor."""
 
 _PLENTY = 4
-"""So many times what is kept must be free: larger arenas may be needed at any time."""
+"""Free memory must be this multiple of the retained memory, because larger arenas may be needed."""
 
 
 class CopyBuffers:
     """The copies of one node's ranks.
 
     Args:
-        free_bytes: how much memory may be used, asked when it is needed.
+        free_bytes: returns the number of bytes that may be used; called when they are needed.
     """
 
     def __init__(self, free_bytes: Callable[[], int]) -> None:
@@ -41,17 +42,16 @@ class CopyBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """That it has of the system."""
         return sum(len(block) for block in (*self._kept, *self._lent))
 
     def begin(self) -> None:
-        """Another try to write a checkpoint: what was lent for the one before is read no more."""
+        """Begin an attempt to write a checkpoint, and take back the buffers of the previous one."""
         self._kept += self._lent
         self._lent = []
         self.tidy()
 
     def lend(self, sizes: Sequence[int]) -> list[memoryview] | None:
-        """Memory of these sizes, with anything in it; None where it does not fit.
+        """Return buffers of these sizes with arbitrary content; None if they do not fit.
 
         Args:
             sizes: in bytes, one for each copy.
@@ -65,7 +65,7 @@ class CopyBuffers:
             found.append(block)
         needed = sum(size for size, block in zip(sizes, found, strict=True) if block is None)
         if needed:
-            left = []  # of the sizes of another world
+            left = []  # these have the sizes of another world
             if needed > self._free_bytes():
                 self._kept = []
                 return None
@@ -75,7 +75,7 @@ class CopyBuffers:
                 block if block is not None else fresh_memory(size)
                 for size, block in zip(sizes, found, strict=True)
             ]
-        except OSError:  # the kernel counts otherwise
+        except OSError:  # the kernel allows less than the reported free memory
             self._kept = []
             return None
         self._kept = left
@@ -83,19 +83,18 @@ class CopyBuffers:
         return [memoryview(block) for block in lent]
 
     def tidy(self) -> None:
-        """Give back what need not be kept."""
+        """Return memory to the system that need not be retained (rule 2)."""
         is_old = clock.now_s() - self._used_s >= KEEP_S
         if self._kept and (is_old or self._free_bytes() < _PLENTY * self.num_bytes):
             self._kept = []
 
     def drop(self) -> None:
-        """Give all back: nothing is being written, and others need memory."""
         self._kept, self._lent = [], []
 
 
 def fresh_memory(size: int) -> mmap.mmap:
-    """Memory that begins at a page, in large ones where the kernel has them."""
-    # A private mapping: a shared one has no large pages, whose first touch costs half as much.
+    """Allocate page-aligned memory, in huge pages if the kernel has them."""
+    # A private mapping: a shared one gets no huge pages, whose first touch costs half as much.
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
         block.madvise(mmap.MADV_HUGEPAGE)

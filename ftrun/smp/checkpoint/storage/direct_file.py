@@ -1,16 +1,16 @@
-"""A file that is written past the page cache, while the next part of it is being made ready.
+"""Writes a file past the page cache, while its next part is being prepared.
 
-Runs in:  the SMP, in its disk lane's thread; one thread more drains.
-Takes in: bytes in the order of the file, of any sizes; a pace.
-Gives:    the file, whole and on disk when `finish` returns.
-Survives: file systems without direct I/O: they get the same bytes by way of the page cache.
-Source:   FastPersist (arXiv 2406.13768): aligned direct writes from two buffers, one being filled
-          while the other drains, and a tail that is not aligned. Measured by bench_persist.
+Runs in:  the SMP, in its disk lane's thread; a second thread drains the buffers.
+Takes in: bytes in the order of the file, in chunks of any size; a pace.
+Gives:    the file, complete and on disk when `finish` returns.
+Survives: file systems without direct I/O. The same bytes are then written through the page cache.
+Source:   FastPersist (arXiv 2406.13768): aligned direct writes from two buffers, one of which is
+          filled while the other drains, and an unaligned tail. Measured by bench_persist.
 
-Rule 1: a buffer is filled again only when what was in it is written. What lies in memory as it will
-        lie in the file, and stays so, is written from there: whole buffers' worth of it.
-Rule 2: the tail is written as a whole block, and the file is cut to its size afterwards: so there
-        is one way to the disk, and no second descriptor.
+Rule 1: a buffer is refilled only after its contents are written. Bytes that are in memory in the
+        order of the file, and do not change, are written from there, in units of whole buffers.
+Rule 2: the tail is written as a whole block, and the file is then truncated to its size. There is
+        therefore one path to the disk, and no second descriptor.
 """
 
 import errno
@@ -24,28 +24,30 @@ from ftrun.smp.checkpoint.storage.copy_room import fresh_memory
 
 BUFFER_BYTES = 8 << 20
 BLOCK_BYTES = 4096
-"""Direct I/O wants addresses, offsets and sizes in multiples of the device's blocks; of all
-that are in use this is the largest."""
+"""Direct I/O requires addresses, offsets and sizes in multiples of the device's block size.
+
+This is the largest block size in use.
+"""
 
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 Pace = Callable[[int], None]
-"""Called before so many bytes are written; it may wait, or raise to give the file up."""
+"""Called before this number of bytes is written. It may wait, or raise to cancel the file."""
 
 
 def no_pace(num_bytes: int) -> None:
-    """As fast as it goes."""
+    """Do not limit the rate."""
 
 
 class DirectFile:
-    """One file, from its first byte to its last.
+    """One file, written from its first byte to its last.
 
     Args:
-        path: made anew, or emptied.
+        path: created, or truncated.
         pace: see `Pace`; called in the draining thread.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the file cannot be created.
     """
 
     def __init__(self, path: Path, *, pace: Pace = no_pace) -> None:
@@ -56,7 +58,7 @@ class DirectFile:
         self.is_in_place = False
         """The newest `room` has the file's bytes already."""
         self._part = self._views[0]
-        """What is being filled: a buffer, or a part of somebody's memory."""
+        """What is being filled: a buffer, or a part of the caller's memory."""
         self._turn = 0
         self._filled = 0
         self._size = 0
@@ -65,11 +67,12 @@ class DirectFile:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="drain")
 
     def room(self, source: memoryview | None = None) -> memoryview:
-        """Memory for the bytes that come next, at least one; `take` says how many were put there.
+        """Return memory for the next bytes, at least one; `take` adds those written into it.
 
         Args:
-            source: the bytes of the whole file, which change no more before it is closed, begin
-                at a page, and are taken as they are from the next buffer on: see `is_in_place`.
+            source: the bytes of the whole file. They begin at a page boundary and must not change
+                before the file is closed. From the next buffer on they are written in place, see
+                `is_in_place`.
 
         Raises:
             OSError: an earlier part could not be written.
@@ -85,12 +88,10 @@ class DirectFile:
         return self._part[self._filled :]
 
     def take(self, num_bytes: int) -> None:
-        """So many bytes of `room` belong to the file now."""
         self._filled += num_bytes
         self._size += num_bytes
 
     def write(self, data: memoryview | bytes) -> None:
-        """Add these bytes."""
         left = memoryview(data).cast("B")
         while left:
             room = self.room()
@@ -100,10 +101,10 @@ class DirectFile:
             left = left[len(part) :]
 
     def finish(self) -> None:
-        """All is written: have it on disk.
+        """Write the rest, and wait until the file is on disk.
 
         Raises:
-            OSError: a part could not be written; the file is not whole.
+            OSError: a part could not be written; the file is incomplete.
         """
         if self._filled:
             self._send_off(-(-self._filled // BLOCK_BYTES) * BLOCK_BYTES)
@@ -113,17 +114,15 @@ class DirectFile:
         os.fsync(self._fd)
 
     def close(self) -> None:
-        """Let go of it, finished or not."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._part = self._views[0]
         os.close(self._fd)
         for view, buffer in zip(self._views, self._buffers, strict=True):
             view.release()
-            with suppress(BufferError):  # a `room` that is still held keeps it
+            with suppress(BufferError):  # a `room` still in use keeps it alive
                 buffer.close()
 
     def _send_off(self, num_bytes: int) -> None:
-        """Drain the buffer that is filled, and turn to the other one."""
         at = self._size - self._filled
         view = self._part[:num_bytes]
         self._draining[self._turn] = self._thread.submit(self._drain, view, at)
@@ -151,7 +150,6 @@ class DirectFile:
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """The descriptor, and whether it goes past the page cache."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     try:
         return os.open(path, flags | os.O_DIRECT, 0o666), True

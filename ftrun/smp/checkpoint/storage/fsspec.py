@@ -1,11 +1,11 @@
-"""What is at a URL, by way of fsspec: names, whole objects, and large ones as streams.
+"""Access to a URL through fsspec: names, whole objects, and large objects as streams.
 
 Runs in:  the SMP, in its disk lane's thread; the process of ftrun.tools.checkpoints.catalog.
-Takes in: a URL; credentials come from where the protocol's library looks for them.
-Gives:    bytes, names with sizes; or a `CheckpointError` in words, whatever goes wrong.
-Survives: nothing: a store that has failed once is opened anew for the next checkpoint.
+Takes in: a URL; the protocol's library finds the credentials itself.
+Gives:    bytes, names with sizes; a `CheckpointError` for every kind of failure.
+Survives: nothing. A store that has failed once is opened again for the next checkpoint.
 
-Nothing is remembered of a store: each listing is asked for, as other nodes write there too.
+No listing is cached, because other nodes write to the store too.
 """
 
 import threading
@@ -23,24 +23,24 @@ from ftrun.urls import below, password_of, without_password
 
 READ_BYTES = 16 << 20
 _FETCH_BYTES = 1 << 20
-"""What FTP reads beyond what was asked for; others fetch just that."""
+"""What FTP reads beyond the requested bytes; other protocols read only those."""
 _FLAT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "obs", "tos"}
-"""They have no folders. To make one there can make a bucket of a name that was mistyped."""
+"""Stores without folders. Creating one there may create a bucket with a mistyped name."""
 
 Sizes = Mapping[str, int | None]
-"""Of the objects in a folder, by name; None where the store does not tell."""
+"""Of the objects in a folder, by name; None if the store does not report a size."""
 
 
 class FsspecStorage:
     """The folder that a URL names.
 
     Args:
-        url: need not be there.
-        stop: when set, nobody waits for it any more.
-        answer_s: how long a single call may take.
+        url: need not exist.
+        stop: when set, all waiting ends.
+        answer_s: limit of a single call, in seconds.
 
     Raises:
-        CheckpointError: it cannot be reached, or what it needs is not installed.
+        CheckpointError: the store cannot be reached, or a required package is not installed.
     """
 
     def __init__(self, url: str, stop: threading.Event, *, answer_s: float = ANSWER_S) -> None:
@@ -63,39 +63,34 @@ class FsspecStorage:
         self._calls.close()
 
     def anew(self) -> "FsspecStorage":
-        """The same folder over a connection of its own."""
         return self._again()
 
     def folders(self) -> list[str]:
-        """The names of all folders, in no order."""
         return [one["name"] for one in self._list("") if one["type"] == "directory"]
 
     def sizes(self, folder: str) -> Sizes:
-        """What lies in a folder; nothing where it is not there."""
+        """Return the sizes of the objects in a folder; empty if the folder does not exist."""
         return {one["name"]: one["size"] for one in self._list(folder) if one["type"] == "file"}
 
     def modified_s(self, folder: str) -> float | None:
-        """When anything was last written there, in wall time; None: it is not told."""
+        """Return the wall time of a folder's last write; None if the store does not report it."""
         times = [_time_of(one) for one in self._list(folder) if one["type"] == "file"]
         known = [time_s for time_s in times if time_s is not None]
         return max(known) if known and len(known) == len(times) else None
 
     def read(self, name: str) -> bytes | None:
-        """A small object; None: there is none."""
         return self._calls(partial(_read, self._fs, self._path(name)))
 
     def put(self, name: str, data: bytes) -> None:
-        """A small object, in place of what was there."""
         self._calls(partial(self._fs.pipe_file, self._path(name), data))
 
     def make(self, folder: str = "") -> None:
-        """A folder, with those above it; also where it is there already."""
         if not self._is_flat:
             self._calls(partial(_make, self._fs, self._path(folder)))
 
     @contextmanager
     def uploaded(self, name: str, num_bytes: int, pace: Pace) -> Iterator[ObjectWriter]:
-        """A large object of so many bytes; at the end it is there, or given up."""
+        """Write a large object of this size; on exit, it is complete or discarded."""
         size, path = block_bytes(num_bytes), self._path(name)
         opened = partial(self._fs.open, path, "wb", block_size=size)
         file = ObjectWriter(self._calls, opened, min(size, max(1, num_bytes)), pace)
@@ -108,10 +103,10 @@ class FsspecStorage:
 
     @contextmanager
     def opened(self, name: str) -> Iterator["ObjectReader"]:
-        """A large object, to be read.
+        """Open a large object for reading.
 
         Raises:
-            CheckpointError: it is not there.
+            CheckpointError: it does not exist.
         """
         self._calls(self._fs.invalidate_cache)
         path = self._path(name)
@@ -124,7 +119,7 @@ class FsspecStorage:
                 self._calls(file.close)
 
     def remove(self, folder: str, *, first: str) -> None:
-        """Everything in a folder, one object of it before the others, and the folder."""
+        """Remove a folder and its contents; the object `first` is removed before the others."""
         names = self.sizes(folder)
         if first in names:
             self.remove_file(f"{folder}/{first}")
@@ -155,7 +150,7 @@ class ObjectReader:
         self.size: int = calls(partial(_size, file))
 
     def read(self, at: int, num_bytes: int) -> bytes:
-        """So many bytes from there on, fewer where it ends."""
+        """Read `num_bytes` from offset `at`, or fewer at the end of the object."""
         found = b""
         while len(found) < num_bytes:
             more = self._calls(partial(_read_at, self._file, at + len(found), num_bytes))
@@ -165,7 +160,6 @@ class ObjectReader:
         return found
 
     def read_into(self, target: memoryview, at: int = 0) -> int:
-        """Fill this with what is there from `at` on; how many bytes there were."""
         done = 0
         while done < len(target):
             part = self.read(at + done, min(READ_BYTES, len(target) - done))
@@ -181,7 +175,7 @@ def _time_of(details: dict[str, Any]) -> float | None:
         found = details.get(key)
         try:
             if isinstance(found, str):
-                if found[:14].isdigit():  # FTP's
+                if found[:14].isdigit():  # FTP's format
                     found = f"{found[:8]}T{found[8:]}"
                 when = datetime.fromisoformat(found)
                 return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
@@ -194,7 +188,7 @@ def _time_of(details: dict[str, Any]) -> float | None:
     return None
 
 
-# --- in the calls' thread ---------------------------------------------------------------------
+# --- in the thread of the calls --- ----------------------------------------------------------
 
 
 def _open(url: str) -> tuple[Any, str]:
@@ -215,7 +209,7 @@ def _list(fs: Any, path: str) -> list[dict[str, Any]]:
         found = fs.ls(path or "/", detail=True)
     except FileNotFoundError:
         return []
-    # Some stores list an object of the folder's own name with it.
+    # Some stores also list an object with the folder's own name.
     return [
         {**one, "name": one["name"].rstrip("/").rpartition("/")[2]}
         for one in found
@@ -236,12 +230,12 @@ def _make(fs: Any, path: str) -> None:
         fs.makedirs(path, exist_ok=True)
     except Exception:
         fs.invalidate_cache()
-        if not fs.isdir(path):  # another node may have been faster
+        if not fs.isdir(path):  # another node may have created it first
             raise
 
 
 def _remove(fs: Any, path: str) -> None:
-    """What is gone is gone; another node may be at it too."""
+    """Remove an object; it may be missing, because another node may remove it too."""
     try:
         fs.rm_file(path)
     except Exception:
@@ -251,7 +245,7 @@ def _remove(fs: Any, path: str) -> None:
 
 
 def _remove_all(fs: Any, paths: list[str]) -> None:
-    """In few requests: such stores take a thousand names in one."""
+    """Remove in few requests, because such stores accept a thousand names in one."""
     fs.invalidate_cache()
     if paths:
         with suppress(FileNotFoundError):

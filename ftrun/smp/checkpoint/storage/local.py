@@ -1,17 +1,17 @@
-"""The directory of checkpoints: durable files, locks, `latest`, and what is swept away.
+"""The directory of checkpoints: durable files, locks, `latest`, and the removal of leftovers.
 
 Runs in:  the SMP, in its disk lane's thread.
-Takes in: the directory, which is one node's or shared by several.
+Takes in: the directory, of one node or shared by several.
 Gives:    files and folders that are on disk when a function returns.
-Survives: a writer killed anywhere; what it has left is swept by a later one.
+Survives: a writer killed at any point; a later writer removes its leftovers.
 
-Rule 1: one node that writes alone holds the lock of the folder from begin to end, so whatever is
-        temporary there is nobody's.
-Rule 2: several nodes hold `.lock` only while they look and put together: a lock on a folder is
-        not seen by other nodes where the file system is NFS, one on a file is. Nothing depends on
-        it but order: what is renamed is renamed once, whoever is faster.
-Rule 3: names that are made new carry a number drawn by this process: several nodes may well have
-        processes of the same number.
+Rule 1: a node that writes alone holds the lock of the folder from begin to end. Any temporary entry
+        in the folder is therefore abandoned.
+Rule 2: several nodes hold `.lock` only while they inspect and merge. With NFS, other nodes see a
+        lock on a file but not one on a folder. Only the order depends on the lock: a rename
+        succeeds once, whichever node is first.
+Rule 3: temporary names contain a random number of this process, because processes on several nodes
+        may have the same pid.
 """
 
 import contextlib
@@ -35,11 +35,11 @@ from ftrun.wire.messages.checkpoint import INDEX_NAME
 LATEST_NAME = "latest"
 LOCK_NAME = ".lock"
 GONE = ".tmp-gone-"
-"""What begins so is being removed; whoever finds it may go on."""
+"""Prefix of entries that are being removed; any process that finds one may complete the removal."""
 
 LOCK_PATIENCE_S = 30.0
 STALE_S = 86_400.0
-"""A temporary folder of several nodes that nobody has touched for so long is nobody's."""
+"""A shared temporary folder is abandoned if it was not changed for this number of seconds."""
 
 _LOCK_RETRY_S = 0.02
 _OWN = os.urandom(4).hex()
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[int]:
-    """The directory, made if need be, opened and locked against another run."""
+    """Create and open the directory, and lock it against another run."""
     fd = _open(directory)
     try:
         _lock_now(fd, directory, fcntl.LOCK_EX)
@@ -59,11 +59,11 @@ def locked(directory: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def locked_shortly(directory: Path, stop: threading.Event) -> Iterator[int]:
-    """The directory, made if need be, opened; its `.lock` held, waited for where need be."""
+    """Create and open the directory, and hold its `.lock`; wait for the lock if necessary."""
     fd = _open(directory)
     lock = -1
     try:
-        _lock_now(fd, directory, fcntl.LOCK_SH)  # against one that writes alone
+        _lock_now(fd, directory, fcntl.LOCK_SH)  # against a node that writes alone
         lock = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         _wait_for(lock, directory, stop)
         yield fd
@@ -75,7 +75,7 @@ def locked_shortly(directory: Path, stop: threading.Event) -> Iterator[int]:
 
 @contextlib.contextmanager
 def order_lock(directory: Path, stop: threading.Event) -> Iterator[None]:
-    """`.lock` of a directory that is there, waited for where need be."""
+    """Hold `.lock` of an existing directory; wait for it if necessary."""
     lock = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         _wait_for(lock, directory, stop)
@@ -122,7 +122,7 @@ def _open(directory: Path) -> int:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Callable[[memoryview | bytes], None]]:
-    """A file, written by the function that is given; at the end on disk and in its place."""
+    """Write a file through the yielded function; on exit it is on disk under its final name."""
     temporary = path.with_name(f".{path.name}.{_OWN}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
 
@@ -145,7 +145,7 @@ def replaced(path: Path) -> Iterator[Callable[[memoryview | bytes], None]]:
 
 @contextlib.contextmanager
 def replaced_large(path: Path, pace: Pace) -> Iterator[DirectFile]:
-    """The same for a file of many megabytes: past the page cache, at this pace."""
+    """Do the same for a file of many megabytes: past the page cache, at this pace."""
     temporary = path.with_name(f".{path.name}.{_OWN}")
     file = DirectFile(temporary, pace=pace)
     try:
@@ -161,7 +161,6 @@ def replaced_large(path: Path, pace: Pace) -> Iterator[DirectFile]:
 
 
 def sync_folder(folder: Path) -> None:
-    """The names in it are on disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         sync(fd)
@@ -173,17 +172,16 @@ def sync(folder_fd: int) -> None:
     try:
         os.fsync(folder_fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems have no such thing
+        if error.errno != errno.EINVAL:  # some network file systems do not support it
             raise
 
 
 def temporary_name(name: str) -> str:
-    """For something in the directory that no other process will make."""
     return f".tmp-{_OWN}-{name}"
 
 
 def free_name(directory: Path, version: Version) -> Path:
-    """Where this version goes: an earlier life of the run may have left one of that name."""
+    """Return an unused path for this version; an earlier life may have left one of that name."""
     name = f"step-{version.step:08d}-g{max(0, version.generation)}"
     path = directory / name
     again = 1
@@ -203,7 +201,7 @@ def point_latest(directory: Path, path: Path, folder_fd: int) -> None:
 
 
 def is_stale(path: Path) -> bool:
-    """Nobody has touched it for long; what is gone is nobody's either."""
+    """True if the path was not changed for `STALE_S`, or does not exist."""
     try:
         return clock.wall_s() - path.lstat().st_mtime > STALE_S
     except OSError:
@@ -211,7 +209,7 @@ def is_stale(path: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Delete one of our folders, as far as possible; importing shutil costs 3 ms."""
+    """Delete one of ftrun's folders as far as possible; importing shutil costs 3 ms."""
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
             path.unlink(missing_ok=True)
@@ -220,12 +218,12 @@ def remove(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which checkpoints stay, beside the one that was written last.
+    """Which checkpoints are retained, in addition to the last written one.
 
     Args:
-        keep: so many, that one included.
-        keep_s: none that was written longer ago; 0: age does not matter.
-        runs: only checkpoints of these may be removed; none named: those of all runs.
+        keep: number of retained checkpoints, including the last written one.
+        keep_s: checkpoints written longer ago than this are removed; 0: age does not matter.
+        runs: only checkpoints of these runs may be removed; empty: of all runs.
     """
 
     keep: int
@@ -237,7 +235,6 @@ class Retention:
 
 
 def to_prune(directory: Path, retention: Retention, *, newest: Path) -> list[Path]:
-    """Those that are not to stay."""
     others = [
         folder
         for folder, index in read_indexes(directory)
@@ -249,7 +246,6 @@ def to_prune(directory: Path, retention: Retention, *, newest: Path) -> list[Pat
 
 
 def prune(directory: Path, retention: Retention, *, newest: Path) -> list[Path]:
-    """Remove the others; of several nodes that prune at once, each skips what is gone."""
     doomed = to_prune(directory, retention, newest=newest)
     for folder in doomed:
         remove_whole(folder)
@@ -257,7 +253,7 @@ def prune(directory: Path, retention: Retention, *, newest: Path) -> list[Path]:
 
 
 def remove_whole(folder: Path) -> None:
-    """Remove a checkpoint: from one moment to the next it is none any more."""
+    """Remove a checkpoint; the rename makes it invisible at once."""
     doomed = folder.with_name(f"{GONE}{_OWN}-{folder.name}")
     with contextlib.suppress(FileNotFoundError):
         folder.rename(doomed)

@@ -1,16 +1,17 @@
-"""Which run writes to a directory of checkpoints: one at a time, for its whole life.
+"""The ownership of a checkpoint directory: one run at a time, for its whole life.
 
-Runs in:  the SMP: claimed and asked in its disk lane's thread, renewed in a thread of its own.
+Runs in:  the SMP: claimed and checked in its disk lane's thread, renewed in a thread of its own.
 Takes in: a `CheckpointClaim` on the node of rank 0; the id of the run.
-Gives:    a `CheckpointsTaken` for the run that comes second; the runs whose checkpoints are ours.
-Survives: an owner that was killed: its record is not renewed any more.
+Gives:    a `CheckpointsTaken` for the second run; the runs whose checkpoints belong to this one.
+Survives: a killed owner: its record is no longer renewed.
 
-Rule 1: clocks of two machines are never compared. An owner is alive if its record changes while
-        it is watched. It is dead if the record does not change for `STALE_RENEWALS` intervals.
-Rule 2: a claim takes over at once: a record of the same life (another SMP or node of this run) or
-        of this process, one that has ended, and one whose process is gone, see `_is_gone`.
-        The same run id is not enough: two jobs of one script on one port have the same.
-Rule 3: an owner whose record another life has taken over writes no checkpoint any more.
+Rule 1: clocks of two machines are never compared. An owner is alive if its record changes while it
+        is watched. It is dead if the record does not change for `STALE_RENEWALS` intervals.
+Rule 2: a claim takes over at once a record of the same life (another SMP or node of this run) or of
+        this process. It also takes over a record that has ended, and one whose process no longer
+        exists, see `_is_gone`. The same run id is not enough: two jobs of one script on one port
+        have the same.
+Rule 3: an owner whose record another life has taken over writes no more checkpoints.
 Rule 4: a record that cannot be written stops no run. It is tried again with each renewal.
 """
 
@@ -41,33 +42,33 @@ from ftrun.wire.checkpoint_owner import (
 RENEW_S = 5.0
 URL_RENEW_S = 20.0
 STALE_RENEWALS = 4
-"""A record that is not renewed for so many intervals is of a dead owner."""
+"""A record that is not renewed for this number of intervals belongs to a dead owner."""
 
 _SETTLE_S = 1.0
-"""Where nothing can be locked: between the writing of a claim and the look whether it stands."""
+"""Seconds between writing a claim and checking it, for stores without locks."""
 _READ_TRIES = 5
 _MOST_RUNS = 50
 _log = logging.getLogger(__name__)
 
 
 class _Place(Protocol):
-    """Where a record lies."""
+    """The location of a record."""
 
     shown: str
     renew_s: float
 
     def read(self) -> bytes | None:
-        """None: there is none."""
+        """Return None if there is no record."""
 
     def write(self, data: bytes) -> None:
-        """In place of the one before."""
+        """Replace the previous record."""
 
     def claiming(self) -> AbstractContextManager[None]:
-        """A claim is read and written; when this is left, it is known which one stands."""
+        """Read and write a claim inside; when the context exits, the valid claim is decided."""
 
 
 class _Folder:
-    """A directory."""
+    """A record in a directory."""
 
     renew_s = RENEW_S
 
@@ -99,7 +100,7 @@ class _Folder:
 
 
 class _Url:
-    """A store, reached anew each time."""
+    """A record in a store, with a new connection for each access."""
 
     renew_s = URL_RENEW_S
 
@@ -124,25 +125,24 @@ class _Url:
 
 
 class CheckpointOwnership:
-    """This run's right to write checkpoints. Its methods may block for as long as storage does."""
+    """This run's right to write checkpoints. Its methods may block for as long as storage does.
+
+    Args:
+        run_id: of this run.
+        stop: when set, all waiting ends.
+        is_attended: returns whether an agent exists. An SMP without one renews nothing.
+    """
 
     def __init__(
         self, run_id: RunId, stop: threading.Event, is_attended: Callable[[], bool]
     ) -> None:
-        """Nothing is owned yet.
-
-        Args:
-            run_id: of this run.
-            stop: when set, nothing is waited for any more.
-            is_attended: an agent is there; memory that waits for another start renews nothing.
-        """
         self._is_attended = is_attended
         self._run_id = run_id
         self._stop = stop
         self._lock = threading.Lock()
         self._claim: CheckpointClaim | None = None
         self._record: CheckpointOwner | None = None
-        """As it was written last; None: this process owns nothing."""
+        """The last written record; None if this process owns nothing."""
         self._taken = ""
         self._thread: threading.Thread | None = None
 
@@ -151,7 +151,7 @@ class CheckpointOwnership:
 
         Raises:
             CheckpointsTaken: another run that is alive owns it.
-            CheckpointError, OSError: it is not known. `renew` tries again.
+            CheckpointError, OSError: the owner is unknown. `renew` tries again.
         """
         with self._lock:
             try:
@@ -162,7 +162,7 @@ class CheckpointOwnership:
         self._start()
 
     def renew(self, claim: CheckpointClaim | None) -> None:
-        """Own it as well as can be, without delay; None: another node of the run does."""
+        """Renew this claim in the background; None if another node of the run does."""
         self._claim, self._taken = claim, ""
         if claim is None:
             self._record = None
@@ -170,14 +170,14 @@ class CheckpointOwnership:
             self._start()
 
     def check(self, where: str, life: str) -> frozenset[str]:
-        """The runs whose checkpoints may be removed there.
+        """Return the runs whose checkpoints may be removed there.
 
         Args:
             where: the directory.
-            life: of this run, see `Plan.life`. Nodes without rank 0 have made no claim.
+            life: of this run, see `GenerationPlan.life`. Nodes without rank 0 have made no claim.
 
         Raises:
-            CheckpointError: another run owns it now.
+            CheckpointError: another run owns the directory now.
         """
         if self._taken:
             raise CheckpointError(self._taken)
@@ -191,7 +191,6 @@ class CheckpointOwnership:
         return frozenset((str(self._run_id), *own))
 
     def end(self, exit_code: int, reason: str, command: str) -> None:
-        """Leave a record of how the run has ended, if this process owns the directory."""
         with self._lock:
             record, claim = self._record, self._claim
             self._claim = self._record = None
@@ -209,7 +208,7 @@ class CheckpointOwnership:
                 )
                 place.write(ended)
 
-    # --- the thread ---------------------------------------------------------------------------
+    # --- the renewal thread --- --------------------------------------------------------------
 
     def _start(self) -> None:
         if self._thread is None:
@@ -270,18 +269,17 @@ class CheckpointOwnership:
                 return
 
     def _is_free(self, record: CheckpointOwner | None, claim: CheckpointClaim) -> bool:
-        """Rule 2."""
-        # An agent that was killed while it loaded has kept no plan, so the next one has a new life.
+        # An agent killed during a load has persisted no plan, so its successor has a new life.
         own = self._record.life if self._record is not None else claim.life
         if record is None or record.ended_s or record.life in (claim.life, own):
             return True
         return _is_gone(record, self._run_id)
 
     def _await_death(self, place: _Place, before: CheckpointOwner) -> None:
-        """Wait until its record counts as that of a dead owner.
+        """Wait until the record counts as that of a dead owner.
 
         Raises:
-            CheckpointsTaken: it is renewed.
+            CheckpointsTaken: the record is renewed.
         """
         limit_s = STALE_RENEWALS * place.renew_s
         _log.warning(
@@ -324,7 +322,7 @@ class CheckpointOwnership:
         )
 
     def _found(self, place: _Place) -> CheckpointOwner | None:
-        """None: there is no record; or it stays damaged, and is not one that is just written."""
+        """Read the record; None if there is none, or if it stays damaged after retries."""
         for _ in range(_READ_TRIES):
             data = place.read()
             found = decode_owner(data)
@@ -350,11 +348,11 @@ def _machine() -> str:
 
 
 def _is_gone(record: CheckpointOwner, run_id: RunId) -> bool:
-    """Its process was on this machine and is no more, and its run has no other node.
+    """True if its process was on this machine and no longer exists, and its run has no other node.
 
-    The run of a single node has none. Nor has one of our own id: its node was this one, and only
-    one stub at a time has the run folder of that id here. Its other nodes, if they still ran,
-    would have taken this node in, and it would claim with their life.
+    A run of a single node has no other node. Neither has a record with this run's own id. Its node
+    was this one, because only one stub at a time holds the run folder of that id here. If its other
+    nodes still ran, they would have admitted this node, and it would claim with their life.
     """
     if not record.machine or record.machine != _machine():
         return False

@@ -1,7 +1,7 @@
-"""How fast checkpoints may be written, so that training does not wait for the disk it shares.
+"""Limits the write rate of checkpoints, so that training does not wait for the shared disk.
 
 Runs in:  the SMP, in the threads that write.
-Takes in: bytes per second; an event that says that all is given up.
+Takes in: bytes per second; an event that cancels all writes.
 Gives:    a `Pace` for `ftrun.smp.checkpoint.storage.direct_file.DirectFile`.
 """
 
@@ -11,30 +11,30 @@ from ftrun import clock
 from ftrun.errors import CheckpointError
 
 _NAP_S = 0.1
-"""So soon a waiting writer hears that there is no hurry any more, or that there is."""
+"""Seconds within which a waiting writer sees a changed rate."""
 
 
 class Throttle:
-    """No more than so many bytes a second, counted over all files of a node.
+    """Limits the bytes per second, counted over all files of a node.
 
-    What was not used is not saved up: after a pause it goes on at the same rate.
+    Unused bytes are not accumulated: after a pause, writing continues at the same rate.
 
     Args:
-        stop: when set, whoever writes is told so.
+        stop: when set, writers are cancelled.
     """
 
     def __init__(self, stop: threading.Event) -> None:
         self.bytes_per_s = 0.0
-        """0: as fast as it goes. May be changed while somebody writes."""
+        """0: no limit. It may change during a write."""
         self.stop = stop
         self._paid_s = 0.0
-        """When what was let through so far is paid for."""
+        """The time from which the bytes admitted so far are within the rate."""
 
     def __call__(self, num_bytes: int) -> None:
-        """Wait until so many bytes may be written.
+        """Wait until this number of bytes may be written.
 
         Raises:
-            CheckpointError: the writing is given up.
+            CheckpointError: the write is cancelled.
         """
         while True:
             wait_s = self._paid_s - clock.now_s() if self.bytes_per_s else 0.0

@@ -1,21 +1,21 @@
-"""The folders in which several nodes put a checkpoint together, and when one is in the way.
+"""The folders in which several nodes assemble a checkpoint, and their removal.
 
 Runs in:  the SMP, in its disk lane's thread.
-Takes in: the directory of checkpoints; of which run, version and nodes a part is.
-Gives:    the folder's path, equal on all nodes; the removal of those that nobody will finish.
+Takes in: the directory of checkpoints; the run, version and nodes of a part.
+Gives:    the folder's path, equal on all nodes; the removal of folders that will not be finished.
 
     DIR/.tmp-step-00000042-g3-1f2e3d4c-5b6a7988/
                               run      run, token and world size
 
-Parts of another run, of another world size or of other nodes go to another folder, so they are
-never in the way and never put together with ours.
+Parts of another run, of another world size or of other nodes go to another folder. They are
+therefore never in the way of this run's parts, and never merged with them.
 
-Rule 1: a folder of another run may be that of nodes at work: only what has been left alone for
-        `STALE_S` is removed.
-Rule 2: of our own run, a finished version removes the folders of those before it, and a version
-        begun removes all before it but the newest, which still shows who did not come.
-Rule 3: whoever loads a checkpoint begins anew, and so do all nodes: every folder of the run is of
-        a life that is over, and its versions may come again with other bytes.
+Rule 1: a folder of another run may be in use. It is removed only if it was not changed for
+        `STALE_S`.
+Rule 2: of this run, a finished version removes the folders of earlier versions. A begun version
+        removes all earlier ones but the newest, which still shows the ranks that never arrived.
+Rule 3: when a checkpoint is loaded, all nodes start again. Every folder of the run then belongs to
+        a life that is over, and its versions may occur again with other bytes.
 """
 
 import re
@@ -34,7 +34,7 @@ _NAME = re.compile(r"\.tmp-step-(\d{8,})-g(-?\d+)-([0-9a-f]{8})-([0-9a-f]{8})")
 
 @dataclass(frozen=True, slots=True)
 class PendingCheckpoint:
-    """One of them, as its name tells."""
+    """A folder of parts, as its name describes it."""
 
     path: Path
     version: Version
@@ -42,20 +42,19 @@ class PendingCheckpoint:
 
 
 def folder_of(directory: Path, key: CheckpointPart) -> Path:
-    """Where parts that can be put together with this one are."""
+    """Return the folder of all parts that can be merged with this one."""
     tag = _tag(f"{key.run_id}/{key.token}/{key.world_size}")
     step = f"step-{key.step:08d}-g{key.generation}"
     return directory / f".tmp-{step}-{_tag(key.run_id)}-{tag}"
 
 
 def part_folders(directory: Path, run_id: str) -> list[PendingCheckpoint]:
-    """Those of this run, the newest version first."""
     found = [one for one in _all(directory) if one.run_tag == _tag(run_id)]
     return sorted(found, key=lambda one: one.version, reverse=True)
 
 
 def sweep_alone(directory: Path, run_id: str) -> None:
-    """Remove what a killed writer has left; the folder's lock says that none is at work."""
+    """Remove what killed writers have left; the folder's lock proves that none is active."""
     others = {one.path for one in _all(directory) if one.run_tag != _tag(run_id)}
     for path in directory.glob(".tmp-*"):
         if path not in others or is_stale(path):
@@ -63,10 +62,11 @@ def sweep_alone(directory: Path, run_id: str) -> None:
 
 
 def sweep_before(directory: Path, run_id: str, begun: Version) -> None:
-    """Several nodes begin this version: remove what can be nobody's, see the rules.
+    """Remove abandoned folders when several nodes begin this version, see the rules.
 
-    `.lock` is held, so what would become `latest` is a killed node's. Where locks do nothing it
-    may be another's: that one fails, and finds the checkpoint finished when it is asked again.
+    `.lock` is held, so a temporary `latest` link belongs to a killed node. If locks have no effect,
+    it may belong to an active node. That node fails, and finds the checkpoint finished at the next
+    request.
     """
     older = [one.path for one in part_folders(directory, run_id) if one.version < begun]
     for path in older[1:]:
@@ -78,14 +78,12 @@ def sweep_before(directory: Path, run_id: str, begun: Version) -> None:
 
 
 def sweep_finished(directory: Path, run_id: str, finished: Version) -> None:
-    """This version is a checkpoint: nobody needs the parts of those before."""
     for one in part_folders(directory, run_id):
         if one.version <= finished:
             remove(one.path)
 
 
 def sweep_run(directory: Path, run_id: str) -> None:
-    """The run begins anew on all nodes: no part of it will be finished."""
     for one in part_folders(directory, run_id):
         remove(one.path)
 

@@ -1,12 +1,13 @@
-"""Calls into a library that may never come back.
+"""Calls into a library that may never return.
 
-Runs in:  the SMP, asked in its disk lane's thread; a thread of its own makes the calls.
-Takes in: functions; a time in which each of them has to be done; an event that ends all waiting.
-Gives:    their results in order, or a `CheckpointError` in words.
-Survives: a store that hangs: whoever asked is told, and the thread is left to its call. It is a
+Runs in:  the SMP, called in its disk lane's thread; a thread of its own makes the calls.
+Takes in: functions; a time limit for each of them; an event that ends all waiting.
+Gives:    their results in order, or a `CheckpointError`.
+Survives: a store that hangs. The caller gets an error, and the thread stays in its call. It is a
           daemon, so that the SMP ends without it.
 
-The libraries behind fsspec raise what they like, so here, and nowhere else, all of it is caught.
+The libraries behind fsspec raise exceptions of any type. All of them are caught here and nowhere
+else.
 """
 
 import queue
@@ -19,8 +20,7 @@ from ftrun import clock
 from ftrun.errors import CheckpointError
 
 ANSWER_S = 120.0
-"""No single call, such as one block, takes so long where anything works: 16 MiB in that time are
-0.14 MB/s."""
+"""Limit of a single call, such as one block, in seconds: 16 MiB in this time are 0.14 MB/s."""
 
 _NAP_S = 0.1
 _T = TypeVar("_T")
@@ -28,10 +28,10 @@ _Job = Callable[[], None]
 
 
 class CallResult(Generic[_T]):
-    """What a call will give, once.
+    """The result of a call, taken once.
 
-    An error is let go of when it is taken: its frames hold the store and its connection, and what
-    holds this would hold them.
+    `take` drops the error, because its frames refer to the store and its connection. Otherwise an
+    owner of this object would keep them alive.
     """
 
     def __init__(self) -> None:
@@ -47,11 +47,10 @@ class CallResult(Generic[_T]):
         self._is_there.set()
 
     def wait(self, limit_s: float) -> bool:
-        """Whether it is there."""
         return self._is_there.wait(limit_s)
 
     def take(self) -> _T:
-        """Raises: Exception: that of the call."""
+        """Return the result, or raise the exception of the call."""
         if self._error is not None:
             try:
                 raise self._error
@@ -61,13 +60,13 @@ class CallResult(Generic[_T]):
 
 
 class CallThread:
-    """One thread's calls, one after the other.
+    """The calls of one thread, made one after another.
 
     Args:
-        where: the store, in words.
-        stop: when set, nobody waits any more.
-        answer_s: for each call.
-        secret: left out of what is told.
+        where: the store, for messages.
+        stop: when set, all waiting ends.
+        answer_s: limit of each call, in seconds.
+        secret: removed from messages.
     """
 
     def __init__(
@@ -78,20 +77,19 @@ class CallThread:
         self._answer_s = answer_s
         self._secret = secret
         self._lost = ""
-        """Why it is of no use any more."""
+        """The reason why the thread is unusable; empty if it is usable."""
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         threading.Thread(target=_serve, args=(self._jobs,), name="ftrun-url", daemon=True).start()
 
     def __call__(self, call: Callable[[], _T]) -> _T:
-        """Its result.
+        """Make a call and return its result.
 
         Raises:
-            CheckpointError: it failed, it takes too long, or all is given up.
+            CheckpointError: it failed, exceeded the limit, or was cancelled.
         """
         return self.wait(self.start(call))
 
     def start(self, call: Callable[[], _T]) -> CallResult[_T]:
-        """Have it made after those before; `wait` gives the result."""
         if self._lost:
             raise CheckpointError(self._lost)
         answer: CallResult[_T] = CallResult()
@@ -99,10 +97,10 @@ class CallThread:
         return answer
 
     def wait(self, answer: CallResult[_T]) -> _T:
-        """What a call has given.
+        """Return the result of a call.
 
         Raises:
-            CheckpointError: it failed, it takes too long, or all is given up.
+            CheckpointError: it failed, exceeded the limit, or was cancelled.
         """
         give_up_s = clock.now_s() + self._answer_s
         while not answer.wait(_NAP_S):
@@ -118,7 +116,6 @@ class CallThread:
             raise CheckpointError(f"{self._where}: {self._words(error)}") from error
 
     def close(self) -> None:
-        """The thread ends after the call that it is in."""
         self._lost = self._lost or f"{self._where} is closed"
         self._jobs.put(None)
 

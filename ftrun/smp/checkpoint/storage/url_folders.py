@@ -1,22 +1,23 @@
-"""The checkpoints at a URL: their names, which of them count, and what is swept away.
+"""The checkpoints at a URL: their names, their validity, and the removal of leftovers.
 
 Runs in:  the SMP, in its disk lane's thread; the process of ftrun.tools.checkpoints.catalog.
 Takes in: a store.
-Gives:    the checkpoints there, and those that were begun; the removal of what nobody needs.
+Gives:    the checkpoints there, finished and incomplete; the removal of those that are not needed.
 
     URL/step-00000042-g3-1f2e3d4c-5b6a7988/  rank-00000.safetensors ... part-00000.json  index.json
                          run      run, token and world size
 
-A store has no rename, no lock and no link, so a folder has its name from the first byte on, and
-is a checkpoint from the moment that its index is there. It is removed in the other order.
+A store has no rename, no lock and no link. A folder therefore has its final name from the first
+byte on, and is a checkpoint once its index exists. The removal has the reverse order.
 
-Rule 1: the name of a folder is that of one version in one life of a run, so whoever writes there
-        writes the same bytes; two that finish it write the same index.
-Rule 2: without a readable index it is a half. Of our own run a finished version makes those before
-        it superfluous; one node alone removes all, several leave the newest, which may be finished.
-Rule 3: halves of other runs are removed when nothing was added to them for `STALE_S`, as far as the
-        store tells times.
-Rule 4: removing is never what a checkpoint fails by.
+Rule 1: the name of a folder identifies one version in one life of a run. All nodes that write there
+        therefore write the same bytes, and two that finish it write the same index.
+Rule 2: a folder without a readable index is incomplete. Of this run, a finished version makes
+        earlier incomplete ones obsolete. A single node removes all incomplete ones at the start of
+        a version; several nodes leave the newest, which may still be finished.
+Rule 3: incomplete folders of other runs are removed if nothing was added to them for `STALE_S` and
+        the store reports times.
+Rule 4: a failed removal never makes a checkpoint fail.
 """
 
 import contextlib
@@ -42,15 +43,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """One of them."""
+    """A checkpoint folder in a store."""
 
     name: str
     version: Version
     run_tag: str
     index: CheckpointIndex | None
-    """None: it is a half, or damaged."""
+    """None if it is incomplete or damaged."""
     problem: str = ""
-    """Why its index cannot be used; empty: it has none."""
+    """The reason why its index cannot be used; empty if it has no index."""
 
     @property
     def is_half(self) -> bool:
@@ -58,7 +59,6 @@ class StoredCheckpoint:
 
 
 def name_of(key: CheckpointPart) -> str:
-    """Of the folder where parts that can be put together with this one are."""
     tag = tag_of(f"{key.run_id}/{key.token}/{key.world_size}")
     return f"step-{key.step:08d}-g{max(0, key.generation)}-{tag_of(key.run_id)}-{tag}"
 
@@ -68,7 +68,6 @@ def tag_of(text: str) -> str:
 
 
 def read_folders(store: FsspecStorage) -> list[StoredCheckpoint]:
-    """All there are: whole ones first, the one written last before the others."""
     found = []
     for name in sorted(store.folders(), reverse=True):
         match = _NAME.fullmatch(name)
@@ -81,7 +80,6 @@ def read_folders(store: FsspecStorage) -> list[StoredCheckpoint]:
 
 
 def read_latest(store: FsspecStorage) -> str:
-    """The name that `latest` has; empty: there is none."""
     data = store.read(LATEST_NAME)
     return data.decode(errors="replace").strip() if data is not None else ""
 
@@ -91,13 +89,13 @@ def put_latest(store: FsspecStorage, name: str) -> None:
 
 
 def is_whole(shard: ShardFile, sizes: Sizes) -> bool:
-    """Both files are there with their sizes, as far as the store tells."""
+    """True if both files exist, with their sizes if the store reports these."""
     wanted = zip(shard.names, (shard.num_bytes, 8 * shard.num_pieces), strict=True)
     return all(name in sizes and sizes[name] in (size, None) for name, size in wanted)
 
 
 def next_serial(folders: Iterable[StoredCheckpoint], *, besides: str) -> int:
-    """Of the next index; equal for all who make the one of this folder."""
+    """Return the serial of the next index; equal on all nodes that write that index."""
     serials = [one.index.serial for one in folders if one.index and one.name != besides]
     return 1 + max(serials, default=0)
 
@@ -105,7 +103,6 @@ def next_serial(folders: Iterable[StoredCheckpoint], *, besides: str) -> int:
 def to_prune(
     folders: Sequence[StoredCheckpoint], retention: Retention, *, newest: str
 ) -> list[str]:
-    """Those that are not to stay."""
     others = [
         one
         for one in folders
@@ -117,13 +114,13 @@ def to_prune(
 
 
 def age_s(folder: StoredCheckpoint) -> float:
-    """Since it was written, by its own index; 0 where that does not say."""
+    """Seconds since the index was written, by its own time; 0 if it has none."""
     written_s = folder.index.written_s if folder.index is not None else 0.0
     return clock.wall_s() - written_s if written_s else 0.0
 
 
 def remove(store: FsspecStorage, names: Iterable[str]) -> list[str]:
-    """Remove these as far as possible; a checkpoint is none any more from the first moment on."""
+    """Remove these folders as far as possible; each index first, so that it is never offered."""
     removed = []
     for name in names:
         try:
@@ -143,7 +140,7 @@ def sweep_before(
     *,
     is_alone: bool,
 ) -> None:
-    """This one is begun: remove what can be nobody's."""
+    """Remove abandoned folders at the start of a version (rules 2 and 3)."""
     halves = [one for one in folders if one.is_half and one.name != begun]
     own = sorted((one for one in halves if one.run_tag == tag_of(run_id)), key=_order)
     doomed = own if is_alone else own[:-1]
@@ -158,7 +155,6 @@ def sweep_finished(
     finished: Version,
     name: str,
 ) -> None:
-    """This version is a checkpoint: nobody needs what is left of those before."""
     remove(
         store,
         [
@@ -171,7 +167,6 @@ def sweep_finished(
 
 
 def sweep_url(url: str, stop: threading.Event, run_id: str) -> None:
-    """The run begins anew on all nodes: no half of it will be finished."""
     with contextlib.suppress(CheckpointError), FsspecStorage(url, stop) as store:
         halves = [one for one in read_folders(store) if one.is_half]
         remove(store, [one.name for one in halves if one.run_tag == tag_of(run_id)])

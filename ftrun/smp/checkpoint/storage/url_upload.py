@@ -1,13 +1,15 @@
-"""One file on its way to a store, from its first byte to its last.
+"""Uploads one file to a store, from its first byte to its last.
 
-Runs in:  the SMP, in its disk lane's thread; the calls' thread sends.
+Runs in:  the SMP, in its disk lane's thread; the thread of the calls sends.
 Takes in: bytes in the order of the file; a pace.
-Gives:    the object, whole, when `finish` returns; before that the store has a half at most.
+Gives:    the object, complete when `finish` returns; before that the store has at most an
+          incomplete one.
 
-While one block is on its way the next is filled, so nothing lies on this node's disk and in
-memory there are a few blocks, whatever the size of the file.
+While one block is sent the next is filled. Nothing is stored on this node's disk, and memory holds
+a few blocks, whatever the size of the file.
 
-Rule 1: a file that is given up is never closed: closing is what publishes an object, also half.
+Rule 1: a cancelled file is never closed, because closing publishes an object even if it is
+        incomplete.
 """
 
 from collections.abc import Callable
@@ -21,22 +23,22 @@ from ftrun.smp.checkpoint.storage.url_calls import CallResult, CallThread
 
 BLOCK_BYTES = 16 << 20
 _MOST_BLOCKS = 8_000
-"""S3 takes 10,000 parts of an object, others take more."""
+"""S3 accepts 10,000 parts of an object, other stores accept more."""
 
 
 def block_bytes(num_bytes: int) -> int:
-    """How much of a file of this size goes in one request: a multiple of 1 MiB."""
+    """Return the bytes per request for a file of this size: a multiple of 1 MiB."""
     return max(BLOCK_BYTES, -(-num_bytes // _MOST_BLOCKS >> 20) << 20)
 
 
 class ObjectWriter:
-    """A file with `room` and `take`, as `direct_file.DiskFile` has them; it copies always.
+    """A file with `room` and `take` as in `direct_file.DirectFile`. It always copies.
 
     Args:
-        calls: where it is sent from.
-        opened: opens it for writing; called there.
+        calls: makes the calls that send.
+        opened: opens the object for writing; called in the thread of `calls`.
         size: of a block.
-        pace: asked before each block.
+        pace: called before each block.
     """
 
     is_in_place = False
@@ -50,7 +52,7 @@ class ObjectWriter:
         self._file = calls(opened)
 
     def room(self, source: memoryview | None = None) -> memoryview:
-        """Memory for the bytes that come next, at least one; `take` says how many were put there.
+        """Return memory for the next bytes, at least one; `take` adds those written into it.
 
         Raises:
             CheckpointError: an earlier part could not be sent.
@@ -60,14 +62,13 @@ class ObjectWriter:
         return self._block[self._filled :]
 
     def take(self, num_bytes: int) -> None:
-        """So many bytes of `room` belong to the file now."""
         self._filled += num_bytes
 
     def finish(self) -> None:
-        """All is there: have the store keep it.
+        """Send the rest and publish the object.
 
         Raises:
-            CheckpointError: it does not.
+            CheckpointError: the store has not accepted it.
         """
         if self._filled:
             self._send()
@@ -75,8 +76,7 @@ class ObjectWriter:
         self._calls(self._file.close)
 
     def give_up(self) -> None:
-        """Nobody will ever ask for it."""
-        with suppress(AttributeError):  # not all are fsspec's own kind of file
+        with suppress(AttributeError):  # not all are fsspec's own file type
             self._file.closed = True
         with suppress(CheckpointError):
             self._calls(partial(_discard, self._file))
