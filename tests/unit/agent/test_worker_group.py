@@ -84,7 +84,7 @@ until(lambda: process_tree.state_of(left) in ("", "Z"))
 """
 
 HANGS_IN_THE_KERNEL = """
-from ftrun.agent import worker_group
+from ftrun.agent.launch import worker_group
 worker_group.KILL_WAIT_S = 0.5
 group = group_of("sleep 600", "sleep 600")
 held = Path(sys.argv[1])

@@ -30,7 +30,7 @@ BEHIND_A_WRAPPER = """
 import os, sys, time
 from types import SimpleNamespace
 from ftrun.wire.shared_memory.pages import SharedPage, create_command_page
-from ftrun.worker import lease
+from ftrun.worker.process import lease
 lease.install(SimpleNamespace(commands=SharedPage(create_command_page())))
 print(os.getpid(), flush=True)
 time.sleep(600)
@@ -40,7 +40,7 @@ time.sleep(600)
 IN_A_LATER_TIME = """
 import sys, threading
 from ftrun.wire.shared_memory.pages import SharedPage
-from ftrun.worker import lease
+from ftrun.worker.process import lease
 stepping = threading.Thread(target=lease.wait, args=(SharedPage(int(sys.argv[1])),), daemon=True)
 stepping.start()
 stepping.join(0.5)

@@ -40,9 +40,10 @@ def test_a_script_whose_loop_had_no_turn_ends_with_the_explanation() -> None:
     program = """
 import os
 from ftrun.wire import environment as env
-from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage, create_command_page,
-create_page
-from ftrun.worker import script_errors
+from ftrun.wire.shared_memory.pages import (
+    HeartbeatField, SharedPage, create_command_page, create_page,
+)
+from ftrun.worker.process import script_errors
 
 fd = create_page("beat")
 page = SharedPage(fd)
