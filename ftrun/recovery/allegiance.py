@@ -314,13 +314,13 @@ class Allegiance:
 
     def _dial_endpoint(self, *, has_others: bool) -> list[Command]:
         """The next endpoint in turn, while no agent has answered that nodes gather there."""
-        found = self._settings.endpoints
+        endpoints, me = self._settings.endpoints, self._me
+        own = {me.further_endpoint} if me.endpoint or me.further_endpoint else set()
+        found = [one for at, one in enumerate(endpoints) if at not in own]
         is_answered, self._is_answered = self._is_answered, False
-        if is_answered or not found or (has_others and len(found) == 1):
+        if is_answered or not found or (has_others and len(endpoints) == 1):
             return []
         self._turn = (self._turn + 1) % len(found)
-        if self._turn and self._turn == self._me.further_endpoint:
-            self._turn = (self._turn + 1) % len(found)
         return [Dial(*found[self._turn])]
 
     # --- small things -------------------------------------------------------------------------

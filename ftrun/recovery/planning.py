@@ -156,12 +156,10 @@ def _cannot_begin(
 
 
 def _why(choice: Choice, problem: str, previous: Plan | None) -> str:
-    if choice.version is not None:
-        return choice.why
-    if not problem and previous is not None and previous.restore is None:
+    if not problem and previous is not None and previous.restore == _pair(choice.version):
         # It begins where the last one began, and for the same reason.
         return previous.restore_why
-    return problem or choice.why
+    return choice.why if choice.version is not None else problem or choice.why
 
 
 def _what_is_lost(choice: Choice, ballot: Ballot, previous: Plan | None) -> str:
