@@ -304,13 +304,14 @@ class LeaderDiscovery:
         return found + self._dial_endpoint(has_others=bool(others))
 
     def _dial_endpoint(self, *, has_others: bool) -> list[Command]:
-        found = self._settings.endpoints
+        # An agent that dials itself would refuse itself as another node of its name.
+        endpoints, me = self._settings.endpoints, self._me
+        own = {me.further_endpoint} if me.endpoint or me.further_endpoint else set()
+        found = [one for at, one in enumerate(endpoints) if at not in own]
         is_answered, self._is_answered = self._is_answered, False
-        if is_answered or not found or (has_others and len(found) == 1):
+        if is_answered or not found or (has_others and len(endpoints) == 1):
             return []
         self._turn = (self._turn + 1) % len(found)
-        if self._turn and self._turn == self._me.further_endpoint:
-            self._turn = (self._turn + 1) % len(found)
         return [Connect(*found[self._turn])]
 
     # --- requests -----------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -131,7 +132,11 @@ REFUSALS = {
     "other torch": (dialler(who("node-a", torch="2.14.1")), acceptor(), "torch 2.14.1"),
     "other ftrun": (dialler(who("node-a", ftrun="9.9")), acceptor(), "ftrun 9.9"),
     "same node": (dialler(who("node-b")), acceptor(), "--node-id"),
-    "same node, no secret": (dialler(B, None), acceptor(B, None), "--node-id"),
+    "same node, no secret": (
+        dialler(who("node-b"), None),
+        acceptor(B, None),
+        "--node-id",
+    ),
     "not wanted there": (dialler(), acceptor(admit=lambda peer: "full up"), "full up"),
     "not wanted here": (dialler(admit=lambda peer: "not you"), acceptor(), "not you"),
 }
@@ -280,6 +285,16 @@ def test_no_more_than_4_kib_are_read_in_all() -> None:
         left.sendall(frame(0xF1, hello(os.urandom(32))) + frame(0xF2, bytes(4090)))
         with pytest.raises(ProtocolError):
             accept_handshake(right, B, SECRET, deadline_s=PATIENCE_S)
+
+
+def test_a_process_that_has_dialled_itself_refuses_nobody() -> None:
+    with tcp_pair() as (left, right), ThreadPoolExecutor() as threads:
+        accepting = threads.submit(accept_handshake, right, A, SECRET, deadline_s=PATIENCE_S)
+        accepting.add_done_callback(lambda _: right.close())
+        with pytest.raises(PeerLost):
+            dial_handshake(left, A, SECRET, deadline_s=PATIENCE_S)
+        with pytest.raises(ProtocolError, match="is this process itself"):
+            accepting.result()
 
 
 def test_one_that_says_nothing_is_given_up() -> None:

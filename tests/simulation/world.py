@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 LAST_EVENTS = 400
-MAX_EVENTS = 30_000
+MAX_EVENTS = 100_000
 
 
 class Violation(Exception):

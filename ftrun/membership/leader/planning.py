@@ -168,12 +168,10 @@ def _cannot_begin(
 
 
 def _why(choice: RestoreChoice, problem: str, previous: GenerationPlan | None) -> str:
-    if choice.version is not None:
-        return choice.why
-    if not problem and previous is not None and previous.restore is None:
+    if not problem and previous is not None and previous.restore == _pair(choice.version):
         # It starts where the last generation started, for the same reason.
         return previous.restore_why
-    return problem or choice.why
+    return choice.why if choice.version is not None else problem or choice.why
 
 
 def _what_is_lost(choice: RestoreChoice, ballot: Ballot, previous: GenerationPlan | None) -> str:

@@ -282,6 +282,9 @@ def _check_claim(
         why = "the secret differs. Give the same --secret-file to every node of the run"
         raise talk.refuse(why, told=why)
     peer = decode_body(_DECODER, told)
+    if peer == own:
+        # No refusal: an address of several nodes may lead to another one the next time.
+        raise ProtocolError(f"{talk.peer} is this process itself")
     if why := unfit(own, peer) or admit(peer):
         raise talk.refuse(f"{peer}: {why}", told=unfit(peer, own) or why)
     return peer

@@ -251,6 +251,26 @@ def test_who_has_no_vote_looks_for_the_run_where_no_voter_is_left() -> None:
     assert made.running() == {}, "no second run is begun"
 
 
+def test_an_agent_at_the_endpoint_that_is_cut_off_does_not_dial_itself() -> None:
+    """It would refuse itself as another node of its name, and end the run."""
+    made = begun(wishes=ClusterSize(2, 2, 1))
+    made.kill("a")
+    made.passes(5.0)
+    made.start("a", 2)
+    made.passes(5.0)
+    assert (made.role("a"), made.lead()) == (MemberRole.FOLLOWING, "b")
+    assert "a" not in {card.node_id for card in made["b"].member.follower.newest_plan.voters}
+    made.cut("a")
+    made.breaks("a", "b")
+    made.breaks("a", "c")
+    made.passes(20.0)
+    assert made.role("a") in (MemberRole.SEEKING, MemberRole.JOINING)
+    assert not [one for one in made["a"].sent if isinstance(one, Connect) and one.host == "a.local"]
+    made.heal()
+    made.passes(10.0)
+    assert (made.role("a"), made.lead()) == (MemberRole.FOLLOWING, "b")
+
+
 def test_a_lead_that_was_started_again_is_not_the_lead_any_more() -> None:
     made = begun()
     made.start_again("a")
