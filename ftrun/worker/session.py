@@ -65,8 +65,7 @@ def attach(  # noqa: PLR0913 - what a script has
         optimizer: one torch optimizer, or several in a dict or a list.
         scheduler: one object with a state_dict, or several in a dict or a list.
         scaler: the same, for a GradScaler.
-        loader: the loader given to `Session.batches`, or several in a dict or a list; also a
-            `DataPosition` in place of a loader.
+        loader: the loader given to `Session.batches` or a `DataPosition`, or several of them.
         warmup: called once before a restore with DDP on more than two ranks, in place of the
             synthetic backward that puts DDP's buckets in order.
         layout: file of layout rules, if ranks hold parts of plain tensors. A version with another
