@@ -100,7 +100,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Restart:
+class ObservedRestart:
     """One kill and what followed it."""
 
     rank: int
@@ -134,7 +134,7 @@ def reference_turns(lives: Sequence[Life]) -> dict[int, list[VerifyRecord]]:
     return found
 
 
-def restarts(trace: Trace) -> list[Restart]:
+def restarts(trace: Trace) -> list[ObservedRestart]:
     """The kills that were followed by another generation, in order."""
     found = []
     for rank, lives in trace.items():
@@ -142,7 +142,9 @@ def restarts(trace: Trace) -> list[Restart]:
             if life.killed is not None:
                 is_restored = bool(after.restored)
                 start = after.start if is_restored else 0
-                found.append((life.generation, Restart(rank, life.killed.step, start, is_restored)))
+                found.append(
+                    (life.generation, ObservedRestart(rank, life.killed.step, start, is_restored))
+                )
     return [restart for _, restart in sorted(found, key=itemgetter(0))]
 
 

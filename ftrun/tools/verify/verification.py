@@ -9,7 +9,7 @@ from ftrun import clock
 from ftrun.errors import ExitCode
 from ftrun.tools.verify import compare
 from ftrun.tools.verify.command import DIFFERENT, NOT_COMPARED, Options
-from ftrun.tools.verify.compare import Difference, Restart, Trace
+from ftrun.tools.verify.compare import Difference, ObservedRestart, Trace
 from ftrun.tools.verify.findings import Finding, find, random_sources
 from ftrun.tools.verify.runs import (
     Finished,
@@ -33,7 +33,7 @@ _FIRST_SHARE = 0.6
 
 
 @dataclass(frozen=True)
-class Outcome:
+class VerifyOutcome:
     """What is shown and what the process ends with."""
 
     verdict: str
@@ -55,7 +55,7 @@ class Verification:
         self._limits = Limits(clock.now_s() + options.timeout_s, options.disk_bytes)
         self._runs: list[Finished] = []
 
-    def carry_out(self) -> Outcome:
+    def carry_out(self) -> VerifyOutcome:
         """All of it; the result is shown."""
         self._announce()
         try:
@@ -117,7 +117,7 @@ class Verification:
 
     # --- verdict -------------------------------------------------------------------------------
 
-    def _judge(self, first: Finished, second: Finished) -> Outcome:
+    def _judge(self, first: Finished, second: Finished) -> VerifyOutcome:
         reference, trace = first.trace, second.trace
         restarts = compare.restarts(trace)
         early = compare.first_difference(reference, trace, generations=_FIRST)
@@ -150,7 +150,9 @@ class Verification:
             return self._ends_elsewhere(steps, made, restarts, findings)
         return self._differs(trace, late, restarts, findings)
 
-    def _equal(self, trace: Trace, restarts: list[Restart], findings: list[Finding]) -> Outcome:
+    def _equal(
+        self, trace: Trace, restarts: list[ObservedRestart], findings: list[Finding]
+    ) -> VerifyOutcome:
         counts = compare.counts(trace)
         repeated = sum(restart.repeated for restart in restarts)
         lines = [
@@ -167,15 +169,19 @@ class Verification:
         return self._outcome(EQUAL, ExitCode.DONE, lines, restarts, findings)
 
     def _differs(
-        self, trace: Trace, found: Difference, restarts: list[Restart], findings: list[Finding]
-    ) -> Outcome:
+        self,
+        trace: Trace,
+        found: Difference,
+        restarts: list[ObservedRestart],
+        findings: list[Finding],
+    ) -> VerifyOutcome:
         lines = [f"DIFFERS: {_difference_words(found)}", *_exactness(trace, found, findings)]
         lines += ["Reasons found:", *_numbered(findings)]
         return self._outcome(DIFFERS, DIFFERENT, lines, restarts, findings, found)
 
     def _ends_elsewhere(
-        self, steps: int, made: int, restarts: list[Restart], findings: list[Finding]
-    ) -> Outcome:
+        self, steps: int, made: int, restarts: list[ObservedRestart], findings: list[Finding]
+    ) -> VerifyOutcome:
         again = compare.steps_of(self._runs[-1].trace)
         lines = [
             f"DIFFERS: the run with kills ends after step {made:,}, and two runs without a failure "
@@ -190,9 +196,9 @@ class Verification:
         self,
         run: Finished,
         found: Difference | None,
-        restarts: list[Restart],
+        restarts: list[ObservedRestart],
         findings: list[Finding],
-    ) -> Outcome:
+    ) -> VerifyOutcome:
         lines = [
             f"DIFFERS: after a kill the run ends with {run.exit_code}; undisturbed it does not. "
             f"Its last lines:\n{_indented(run.last_lines)}"
@@ -203,7 +209,7 @@ class Verification:
 
     def _not_deterministic(
         self, reference: Trace, trace: Trace, found: Difference, which: str
-    ) -> Outcome:
+    ) -> VerifyOutcome:
         finding = random_sources(reference, trace, found)
         lines = [
             f"NOT DETERMINISTIC: two runs without a failure differ (the first, and {which}), so "
@@ -213,13 +219,13 @@ class Verification:
         restarts = compare.restarts(self._runs[1].trace)
         return self._outcome(NOT_DETERMINISTIC, DIFFERENT, lines, restarts, [finding], found)
 
-    def _script_failed(self, run: Finished) -> Outcome:
+    def _script_failed(self, run: Finished) -> VerifyOutcome:
         return self._nothing(
             f"the script failed without a kill: the run ended with {run.exit_code}. Its last "
             f"lines:\n{_indented(run.last_lines)}"
         )
 
-    def _nothing(self, reason: str) -> Outcome:
+    def _nothing(self, reason: str) -> VerifyOutcome:
         return self._outcome(NOTHING_COMPARED, NOT_COMPARED, [f"NOT COMPARED: {reason}"], [], [])
 
     def _outcome(
@@ -227,10 +233,10 @@ class Verification:
         verdict: str,
         exit_code: int,
         lines: list[str],
-        restarts: list[Restart],
+        restarts: list[ObservedRestart],
         findings: list[Finding],
         found: Difference | None = None,
-    ) -> Outcome:
+    ) -> VerifyOutcome:
         self._tell("\n" + "\n".join(lines))
         counts = compare.counts(self._runs[-1].trace) if self._runs else {}
         document = {
@@ -252,14 +258,14 @@ class Verification:
             "findings": [asdict(finding) for finding in findings],
             "compared": counts,
         }
-        return Outcome(verdict, exit_code, document)
+        return VerifyOutcome(verdict, exit_code, document)
 
 
 def _count(number: int, word: str) -> str:
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
-def _restart_words(restart: Restart) -> str:
+def _restart_words(restart: ObservedRestart) -> str:
     resumed = f"resumed from step {restart.resumed_from}"
     if not restart.is_restored:
         resumed = "began again"
