@@ -61,13 +61,13 @@ class Finder:
         return spec
 
 def plant(module):
-    takes = module.ClusterThread._take_inbox
+    takes = module.ClusterConnections._take_inbox
     def take_inbox(self):
         if os.path.exists("break"):
             os.unlink("break")
             raise AttributeError("a bug")
         takes(self)
-    module.ClusterThread._take_inbox = take_inbox
+    module.ClusterConnections._take_inbox = take_inbox
 
 sys.meta_path.insert(0, Finder())
 """

@@ -392,7 +392,7 @@ for step in session.steps(100):
     document = result(tmp_path, name)
     assert document["verdict"] == "equal", document["text"]
     text = str(finding(document, "reported by ftrun")["text"])
-    assert "ftrun reports: no more snapshots: session.state.file holds a" in text
+    assert "ftrun reports: no snapshots until this is over: session.state.file holds a" in text
 
 
 @pytest.mark.full
