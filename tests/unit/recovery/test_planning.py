@@ -198,7 +198,7 @@ def test_an_older_version_is_taken_only_where_the_nodes_that_hold_the_newer_do_n
 
 
 def test_the_first_version_is_missed_where_the_leader_may_have_committed_it() -> None:
-    """The leader commits, and is cut off before a node hears it; more than m nodes are lost."""
+    """The leader commits and is cut off before a node receives it; over m nodes are lost."""
     promises = [holding(2, one, (1, 8), "abcd") for one in "bc"]
     promises.append(promise(2, "d", knows=1))
     found = planned(promises, "bcd", plan(1, "abcd"))
