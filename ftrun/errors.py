@@ -329,7 +329,7 @@ class SnapshotCorrupt(SnapshotError):
         self.what = what
         self.piece = piece
         self.rank = rank
-        """Rank that owns the shard, if the bytes are those of another rank."""
+        """Rank that owns the shard, if the bytes are those of another rank or process."""
         super().__init__(
             f"{what}: the digest of piece {piece} of {pieces} does not match; it is set aside"
         )

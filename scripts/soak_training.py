@@ -150,6 +150,9 @@ class _Soak:
             self._say(number + 1)
         self._recover()
         self._sum_up(self._run.notes.done() - began)
+        # Without shared storage, a node that starts after the end of the run cannot know of the
+        # end: it waits for `nodes.pause_limit_s`.
+        self._run.await_protection()
         self._run.end()
 
     def _let_recover(self, kind: str) -> None:

@@ -875,6 +875,23 @@ def test_a_flipped_bit_in_a_survivors_slot_counts_as_one_more_loss(cluster: Clus
     cluster.check_bytes(0, cluster.nodes[0].arenas[0], at)
 
 
+def test_a_damaged_slot_is_missing_until_it_is_restored_and_its_protection_counts(
+    cluster: Cluster,
+) -> None:
+    cluster.start(3)
+    cluster.begin()
+    cluster.employ()
+    at = cluster.protect(1)
+    node = cluster.nodes[1]
+    flip_in_slot(node, 1, at, "own")
+    cluster.lose(0)
+    cluster.restore(at, fails=(0,))
+    wait_until(lambda: not inventory(node).offers, "the damaged slot is not offered")
+    (part,) = [one for one in inventory(node).protected if one.protected_in == 0]
+    assert part.is_complete
+    assert notices(node, "source_set_aside")
+
+
 def test_a_slot_that_was_set_aside_is_fetched_like_a_lost_one(cluster: Cluster) -> None:
     cluster.start(3, ranks_per_node=2)
     cluster.begin()

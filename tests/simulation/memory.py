@@ -157,7 +157,8 @@ class HeldShards:
             if slot is None:
                 raise LayoutUnknown(f"rank {rank} has no slot with {self.version} here")
             if not is_good(slot.state, slot.digest):
-                raise SnapshotCorrupt(what=f"rank {rank}, {self.version}", piece=0, pieces=1)
+                what = f"rank {rank}, {self.version}"
+                raise SnapshotCorrupt(what=what, piece=0, pieces=1, rank=rank)
             found = slot.state
         return found
 

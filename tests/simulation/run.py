@@ -354,7 +354,14 @@ class Simulation:
         names = [node.node_id for node in here]
         if self.bad_loads and self.invariants.may_go_back() and not self.loads_on(names):
             return False  # a plan from disk was accepted, and no checkpoint loads on all nodes
-        later = [at for at in self.invariants.accepted if at >= newest.edition]
+        # A generation that took effect on nodes that are lost needs the voters of the one before.
+        known = [
+            plan.edition
+            for node in here
+            if node.agent is not None and (plan := node.agent.member.follower.plan) is not None
+        ]
+        first = min(newest.edition, max(known, default=newest.edition))
+        later = [at for at in self.invariants.accepted if at >= first]
         return all(self._can_decide(self.invariants.accepted[at], here) for at in later)
 
     def _gives_up_soon(self, node: Node) -> bool:

@@ -33,6 +33,7 @@ WITH_MISHAPS = [
     pytest.param(20298, "liveness", id="a node that answers a ballot too late is never taken in"),
     pytest.param(201420, "liveness", id="an agent forgets that a version is ready"),
     pytest.param(71003075, "liveness", id="half of a plan's voters are dead when it is announced"),
+    pytest.param(35607, "liveness", id="a damaged shard is rebuilt, and its protection is whole"),
     pytest.param(200130, "liveness", id="a node without a checkpoint takes it from the others"),
     pytest.param(701745, "liveness", id="ranks read a version of another world once"),
     pytest.param(702007, "liveness", id="nodes that can load no checkpoint run no ranks"),

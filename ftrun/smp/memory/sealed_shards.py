@@ -176,7 +176,9 @@ class SealedShard:
         piece = self.layout.pieces[index]
         found = xxhash.xxh3_64_intdigest(self.data(piece.offset, piece.num_bytes))
         if found != self.table[index]:
-            raise SnapshotCorrupt(what=self.what, piece=index, pieces=len(self.table))
+            raise SnapshotCorrupt(
+                what=self.what, piece=index, pieces=len(self.table), rank=self.shape.rank
+            )
         self._good.add(index)
 
 

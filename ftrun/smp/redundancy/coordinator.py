@@ -19,7 +19,7 @@ from functools import partial
 import msgspec
 
 from ftrun.erasure.fragments import run_digest
-from ftrun.errors import ProtocolError, UsageError
+from ftrun.errors import ProtocolError, SnapshotCorrupt, UsageError
 from ftrun.ids import Generation, Rank, RunId, Version, version
 from ftrun.smp.jobs import JobLanes
 from ftrun.smp.memory.arenas import ArenaStore
@@ -119,7 +119,7 @@ class RedundancyCoordinator:
         )
         self._desk = FetchRpc(
             self._peers,
-            set_aside=lambda why, ask: jobs.post(partial(self._note, why, ask)),
+            set_aside=lambda error, ask: jobs.post(partial(self._note, error, ask)),
             runner=self._engines.runner,
         )
         self.restores = RestoreCoordinator(
@@ -348,12 +348,17 @@ class RedundancyCoordinator:
         memory = self._memory
         return {rank: [arena.fd for arena in memory.of(rank)] for rank in memory.ranks}
 
-    def _note(self, why: str, ask: transfer.FetchRequest) -> None:
+    def _note(self, error: SnapshotCorrupt, ask: transfer.FetchRequest) -> None:
         """Reject data of this node that was found damaged, and report it."""
         wanted = version(ask.generation, ask.step)
-        if isinstance(ask, transfer.GetMirror):
+        if error.rank is not None:
+            # The slot counts as missing until it is restored. If the protection counted as
+            # damaged, it would stay so although the restored slot makes it complete.
+            self._memory.void(Rank(error.rank), wanted)
+            self.count_again()
+        elif isinstance(ask, transfer.GetMirror):
             self.vaults.drop_damaged_mirror(wanted, ask.protected_in, ask.place)
         elif isinstance(ask, transfer.GetBlock | transfer.RebuildBlock):
             self.vaults.note_damage(wanted, ask.protected_in)
-        self.set_aside.append(why)
-        self._tell_agent(smp_messages.SmpNotice("source_set_aside", why))
+        self.set_aside.append(str(error))
+        self._tell_agent(smp_messages.SmpNotice("source_set_aside", str(error)))

@@ -28,7 +28,7 @@ from ftrun.wire.transport.bulk_socket import digest_of
 _log = logging.getLogger(__name__)
 
 Rebuild = Callable[[str, t.RebuildBlock], None]
-SetAside = Callable[[str, t.FetchRequest], None]
+SetAside = Callable[[SnapshotCorrupt, t.FetchRequest], None]
 
 
 class FetchRpc:
@@ -235,5 +235,5 @@ class FetchRpc:
         """Refuse a request; damaged data is reported to the agent too."""
         if isinstance(error, SnapshotCorrupt):
             _log.warning("%s", error)
-            self._set_aside(str(error), ask)
+            self._set_aside(error, ask)
         self.tell(asker, OutgoingFrame(t.FetchMissing(ask.request, index, str(error))))
