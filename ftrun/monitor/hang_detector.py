@@ -13,10 +13,24 @@ Rule 2: A verdict states what cannot be determined: several culprits, and `possi
 
 from collections.abc import Mapping, Sequence
 
-from ftrun.monitor.deadlines import HangSettings
-from ftrun.monitor.evidence import COMPUTES, ProcessGroupView, RankView, function_of, short
-from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_in_words
-from ftrun.monitor.wait_graph import CollectiveMismatch, WaitGraph, mismatches, waits_of
+from ftrun.monitor.verdicts import (
+    COMPUTES,
+    Confidence,
+    ProcessGroupView,
+    RankView,
+    Verdict,
+    VerdictKind,
+    function_of,
+    ranks_in_words,
+    short,
+)
+from ftrun.monitor.wait_graph import (
+    CollectiveMismatch,
+    HangSettings,
+    WaitGraph,
+    mismatches,
+    waits_of,
+)
 
 _MANY = 3
 """Maximum number of culprits that are described individually."""

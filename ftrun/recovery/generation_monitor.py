@@ -32,6 +32,7 @@ from ftrun.events import (
 )
 from ftrun.ids import Generation, Rank, version
 from ftrun.monitor.verdicts import Verdict
+from ftrun.monitor.worker_exits import may_be_a_consequence
 from ftrun.recovery.alignment import SnapshotAlignment
 from ftrun.recovery.commands import (
     EndRun,
@@ -42,7 +43,6 @@ from ftrun.recovery.commands import (
     StartGeneration,
     SupervisorCommand,
 )
-from ftrun.recovery.first_cause import may_be_a_consequence
 from ftrun.recovery.health import HealthMonitor
 from ftrun.recovery.incidents import IncidentLog
 from ftrun.recovery.lost_links import PairFinder

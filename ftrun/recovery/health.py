@@ -16,11 +16,10 @@ import msgspec
 from ftrun.errors import ExitCode
 from ftrun.events import ExitKind, Progress, WorkerExit
 from ftrun.ids import Rank
-from ftrun.monitor.evidence import RankView
 from ftrun.monitor.numerics import NumericsDetector, RankNumerics
-from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_in_words
+from ftrun.monitor.verdicts import Confidence, RankView, Verdict, VerdictKind, ranks_in_words
+from ftrun.monitor.worker_exits import first_cause, hidden_cause
 from ftrun.recovery.commands import Send
-from ftrun.recovery.first_cause import first_cause, hidden_cause
 from ftrun.recovery.incidents import IncidentLog
 from ftrun.recovery.lost_links import HungLinks, PairFinder
 from ftrun.recovery.settings import MembershipSettings

@@ -19,8 +19,7 @@ import msgspec
 
 from ftrun.events import ExitKind, Progress, WorkerExit
 from ftrun.ids import Step
-from ftrun.monitor.evidence import RankView
-from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
+from ftrun.monitor.verdicts import Confidence, RankView, Verdict, VerdictKind
 from ftrun.recovery.commands import JournalEntry
 from ftrun.recovery.downtime import Downtime, downtime
 from ftrun.recovery.lifecycle import Lifecycle, LifecycleState

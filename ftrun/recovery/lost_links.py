@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ftrun.events import Progress
-from ftrun.monitor.deadlines import HangSettings
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_in_words
+from ftrun.monitor.wait_graph import HangSettings
 from ftrun.recovery.commands import Send
 from ftrun.recovery.snapshot_coordination import MemberReports
 from ftrun.wire.cluster.generation import GenerationPlan

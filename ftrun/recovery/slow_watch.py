@@ -13,12 +13,11 @@ from typing import Any
 
 import msgspec
 
-from ftrun.monitor.process_groups import decode_groups
-from ftrun.monitor.slow.clock_offsets import ClockOffset
+from ftrun.monitor.page_values import decode_groups
 from ftrun.monitor.slow.delay_matrix import NodeTraffic
 from ftrun.monitor.slow.links import LinkProbeReading, SlowLinkDetector
 from ftrun.monitor.slow.memory_trend import MemoryTrend
-from ftrun.monitor.slow.samples import NodeSample
+from ftrun.monitor.slow.samples import ClockOffset, NodeSample
 from ftrun.monitor.slow.skipped_collectives import CollectiveCounts
 from ftrun.monitor.slow.stragglers import RankObservation, StragglerDetector
 from ftrun.monitor.verdicts import Verdict, VerdictKind

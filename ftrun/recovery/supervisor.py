@@ -31,6 +31,7 @@ from ftrun.events import (
     WorkersExited,
 )
 from ftrun.ids import Rank
+from ftrun.monitor.worker_exits import first_cause, is_link_failure
 from ftrun.recovery.budget import RestartBudget
 from ftrun.recovery.commands import (
     EndRun,
@@ -40,7 +41,6 @@ from ftrun.recovery.commands import (
     StartGeneration,
     SupervisorCommand,
 )
-from ftrun.recovery.first_cause import first_cause, is_link_failure
 from ftrun.wire.cluster.generation import FailureHistory
 
 _ENDS_ITSELF = (ExitKind.EXCEPTION, ExitKind.EXIT_CODE, ExitKind.LEFT_EARLY)

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ftrun.monitor.deadlines import HangDeadlines, HangSettings
-from ftrun.monitor.evidence import RankView
 from ftrun.monitor.hang_detector import find_hang
-from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_in_words
+from ftrun.monitor.verdicts import Confidence, RankView, Verdict, VerdictKind, ranks_in_words
+from ftrun.monitor.wait_graph import HangDeadlines, HangSettings
 from ftrun.recovery.lost_links import Pair, lost_links, with_lost_links
 from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.cluster.heartbeats import Heartbeat

@@ -34,7 +34,7 @@ from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.agent.snapshots.stub_link import last_agent_ended_s
 from ftrun.config import NodesSpec, RunSpec
 from ftrun.errors import AddressTaken, PeerError, PeerLost, UsageError
-from ftrun.monitor.deadlines import HangSettings
+from ftrun.monitor.wait_graph import HangSettings
 from ftrun.network.detect.rail_variables import VARIABLES
 from ftrun.recovery.settings import ClusterSize, MembershipSettings, NetworkSettings, SlowSettings
 from ftrun.recovery.supervisor import Policy

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from ftrun.membership.ballots import electorate_of
 from ftrun.membership.witness_votes import WitnessView
 from ftrun.monitor.node_fitness import NodeFitness
-from ftrun.monitor.slow.clock_offsets import ClockOffset
+from ftrun.monitor.slow.samples import ClockOffset
 from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import GenerationPlan, Identity, NodeCard
 from ftrun.wire.cluster.heartbeats import Heartbeat

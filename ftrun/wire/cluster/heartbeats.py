@@ -10,9 +10,9 @@ Rule 1: A heartbeat contains the full state, not changes. A lost, late or repeat
 import msgspec
 
 from ftrun.events import WorkerExit
-from ftrun.monitor.evidence import RankView
 from ftrun.monitor.node_fitness import NodeFitness
 from ftrun.monitor.slow.samples import NodeSample
+from ftrun.monitor.verdicts import RankView
 from ftrun.wire.cluster.generation import VersionPair
 from ftrun.wire.messages.message import Message
 

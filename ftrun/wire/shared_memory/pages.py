@@ -167,7 +167,7 @@ class SharedPage:
 
     @property
     def groups(self) -> str:
-        """Process groups of this rank, encoded by `ftrun.monitor.process_groups`."""
+        """Process groups of this rank, encoded by `ftrun.monitor.page_values`."""
         return self._text(_GROUPS_AT, _GROUPS_BYTES)
 
     @groups.setter

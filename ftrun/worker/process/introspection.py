@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ftrun.monitor.process_groups import encode_groups
+from ftrun.monitor.page_values import encode_groups
 from ftrun.wire import environment as env
 from ftrun.wire.shared_memory.pages import MAX_GROUPS_BYTES, HeartbeatField, SharedPage
 from ftrun.wire.shared_memory.stack_file import leave_calls

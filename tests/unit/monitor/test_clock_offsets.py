@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrun.monitor.slow.clock_offsets import CONTRADICTIONS, ClockOffset
+from ftrun.monitor.slow.samples import CONTRADICTIONS, ClockOffset
 
 MS = 1_000_000
 

@@ -6,10 +6,17 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from unit.monitor.ranks import World, play, view, views_of
 
-from ftrun.monitor.deadlines import HangSettings
-from ftrun.monitor.evidence import CollectiveCall, ProcessGroupView, RankView, own_functions
 from ftrun.monitor.hang_detector import find_hang
-from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
+from ftrun.monitor.verdicts import (
+    CollectiveCall,
+    Confidence,
+    ProcessGroupView,
+    RankView,
+    Verdict,
+    VerdictKind,
+    own_functions,
+)
+from ftrun.monitor.wait_graph import HangSettings
 
 SETTINGS = HangSettings()
 LIMIT_S = 8.5

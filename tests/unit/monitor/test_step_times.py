@@ -6,16 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftrun.monitor.deadlines import HangDeadlines, HangSettings
-from ftrun.monitor.evidence import RankView
-from ftrun.monitor.page_values import FORGET_AT, NUM_BUCKETS, bucket_of, quantile_s, upper_edge_s
-from ftrun.monitor.process_groups import (
+from ftrun.monitor.page_values import (
+    FORGET_AT,
+    NUM_BUCKETS,
+    bucket_of,
     decode_groups,
     decode_ranks,
     encode_groups,
     encode_ranks,
+    quantile_s,
+    upper_edge_s,
 )
-from ftrun.monitor.verdicts import ranks_in_words
+from ftrun.monitor.verdicts import RankView, ranks_in_words
+from ftrun.monitor.wait_graph import HangDeadlines, HangSettings
 from ftrun.wire.shared_memory.pages import SharedPage, create_page
 
 

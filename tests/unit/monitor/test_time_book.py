@@ -2,7 +2,7 @@
 
 import pytest
 
-from ftrun.monitor.time_book import (
+from ftrun.recovery.lifecycle import (
     AGAIN,
     DETECTION,
     PAUSED,

@@ -8,8 +8,8 @@ from unit.recovery.test_watching import beat, sample, slow_link, told
 
 from ftrun.membership.leader.changes import BoundaryReconfiguration
 from ftrun.membership.leader.failure_detector import FailureDetector
-from ftrun.monitor.deadlines import HangSettings
-from ftrun.monitor.slow.clock_offsets import ClockOffset
+from ftrun.monitor.slow.samples import ClockOffset
+from ftrun.monitor.wait_graph import HangSettings
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import Send
 from ftrun.recovery.generation_monitor import GenerationMonitor

@@ -9,7 +9,7 @@ from unit.monitor.test_hangs import group, waiting
 from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Rank
 from ftrun.monitor.verdicts import VerdictKind
-from ftrun.recovery.first_cause import first_cause, hidden_cause, may_be_a_consequence
+from ftrun.monitor.worker_exits import first_cause, hidden_cause, may_be_a_consequence
 
 BROKEN = "raised RuntimeError: [gloo/transport/tcp/pair.cc:5] Read error: Connection reset by peer"
 NODES = {0: "a", 1: "a", 2: "b", 3: "b"}

@@ -6,9 +6,8 @@ import msgspec
 from unit.monitor.ranks import view
 from unit.monitor.test_hangs import behind, waiting
 
-from ftrun.monitor.deadlines import HangSettings
-from ftrun.monitor.evidence import RankView
-from ftrun.monitor.verdicts import Confidence, VerdictKind
+from ftrun.monitor.verdicts import Confidence, RankView, VerdictKind
+from ftrun.monitor.wait_graph import HangSettings
 from ftrun.recovery.suspicions import HangFinding, HangSuspicions
 from ftrun.wire.cluster.heartbeats import Heartbeat
 from tests.unit.recovery.made import card, plan

@@ -7,9 +7,8 @@ import pytest
 from unit.monitor.test_hangs import behind, waiting
 from unit.recovery.test_watching import beat
 
-from ftrun.monitor.deadlines import HangSettings
-from ftrun.monitor.evidence import RankView
-from ftrun.monitor.verdicts import VerdictKind
+from ftrun.monitor.verdicts import RankView, VerdictKind
+from ftrun.monitor.wait_graph import HangSettings
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import StartGeneration
 from ftrun.recovery.generation_monitor import GenerationMonitor

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from ftrun.monitor.deadlines import HangSettings
+from ftrun.monitor.wait_graph import HangSettings
 from ftrun.network.failover.pair_check import AGAIN_S, ALL_AGAIN_S, Pair, PairCheck
 from ftrun.recovery.commands import Send
 from ftrun.recovery.generation_monitor import GenerationMonitor

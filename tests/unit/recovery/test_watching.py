@@ -11,9 +11,8 @@ from unit.recovery.test_hang_watch import hang
 
 from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Rank
-from ftrun.monitor.slow.clock_offsets import ClockOffset
 from ftrun.monitor.slow.delay_matrix import LinkSample
-from ftrun.monitor.slow.samples import NodeSample, RankSample
+from ftrun.monitor.slow.samples import ClockOffset, NodeSample, RankSample
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import EndRun, Send, StartGeneration, SupervisorCommand
 from ftrun.recovery.generation_monitor import GenerationMonitor
