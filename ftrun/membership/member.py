@@ -26,10 +26,10 @@ from ftrun.membership.events import (
     RunFinished,
     WitnessAnswered,
 )
-from ftrun.membership.holding import RankSuspension
+from ftrun.membership.fencing import RankSuspension
 from ftrun.membership.leader.leader import Leader
 from ftrun.membership.voter import OwnNews, Voter
-from ftrun.membership.witness_votes import WitnessView
+from ftrun.membership.witness import WitnessView
 from ftrun.recovery.commands import (
     Command,
     Connect,
@@ -45,7 +45,7 @@ from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster import membership as say
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
-from ftrun.wire.cluster.heartbeats import Heartbeat, LeaderHeartbeat, with_state
+from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat, with_state
 from ftrun.wire.cluster.messages import (
     AnyClusterMessage,
     ProbeLinkResult,
@@ -115,7 +115,9 @@ class Member:
         done: list[Command] = []
         self._sort(found, done, now_s)
         if not self._allegiance.is_over:
-            held = self.holding.look(self.lead, self._allegiance.waiting, now_s=now_s)
+            is_doubtful = self.lead.is_doubtful if self.lead is not None else None
+            waiting = self._allegiance.waiting
+            held = self.holding.look(waiting, is_doubtful=is_doubtful, now_s=now_s)
             self._sort(held, done, now_s)
         return done
 

@@ -49,8 +49,16 @@ from ftrun.recovery.commands import (
     WriteCheckpointPart,
 )
 from ftrun.wire.cluster.generation import Edition, GenerationPlan, Identity, NodeCard, VersionPair
-from ftrun.wire.cluster.heartbeats import Heartbeat, LeaderHeartbeat, beat
-from ftrun.wire.cluster.membership import Accept, Accepted, Prepare, PrepareRejected, Promise
+from ftrun.wire.cluster.membership import (
+    Accept,
+    Accepted,
+    Heartbeat,
+    LeaderHeartbeat,
+    Prepare,
+    PrepareRejected,
+    Promise,
+    beat,
+)
 
 _LEFT_CODE = 128 + 15
 

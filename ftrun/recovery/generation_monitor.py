@@ -33,7 +33,6 @@ from ftrun.events import (
 from ftrun.ids import Generation, Rank, version
 from ftrun.monitor.verdicts import Verdict
 from ftrun.monitor.worker_exits import may_be_a_consequence
-from ftrun.recovery.alignment import SnapshotAlignment
 from ftrun.recovery.commands import (
     EndRun,
     KillWorkers,
@@ -46,13 +45,12 @@ from ftrun.recovery.commands import (
 from ftrun.recovery.health import HealthMonitor
 from ftrun.recovery.incidents import IncidentLog
 from ftrun.recovery.lost_links import PairFinder
-from ftrun.recovery.node_failures import NodeFailures
-from ftrun.recovery.past import Past
+from ftrun.recovery.past import NodeFailures, Past
 from ftrun.recovery.settings import MembershipSettings
-from ftrun.recovery.snapshot_coordination import MemberReports
+from ftrun.recovery.snapshot_coordination import MemberReports, SnapshotAlignment
 from ftrun.recovery.supervisor import STOPPING, Policy, Supervisor, SupervisorState
 from ftrun.wire.cluster.generation import Edition, FailureHistory, GenerationPlan
-from ftrun.wire.cluster.heartbeats import Heartbeat, LeaderHeartbeat
+from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 
 CAUSE_WAIT_S = 0.15
 """Seconds within which a peer's death and the exceptions it causes are reported."""

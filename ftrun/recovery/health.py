@@ -23,9 +23,8 @@ from ftrun.recovery.commands import Send
 from ftrun.recovery.incidents import IncidentLog
 from ftrun.recovery.lost_links import HungLinks, PairFinder
 from ftrun.recovery.settings import MembershipSettings
-from ftrun.recovery.slow_watch import SlowSuspicions
 from ftrun.recovery.snapshot_coordination import MemberReports
-from ftrun.recovery.suspicions import HangSuspicions
+from ftrun.recovery.suspicions import HangSuspicions, SlowSuspicions
 from ftrun.wire.cluster.generation import GenerationPlan, VersionPair
 
 _BACK = (

@@ -19,14 +19,13 @@ import msgspec
 
 from ftrun.events import ExitKind, Progress, WorkerExit
 from ftrun.ids import Step
+from ftrun.monitor.numerics import LossContinuity
 from ftrun.monitor.verdicts import Confidence, RankView, Verdict, VerdictKind
 from ftrun.recovery.commands import JournalEntry
-from ftrun.recovery.downtime import Downtime, downtime
-from ftrun.recovery.lifecycle import Lifecycle, LifecycleState
-from ftrun.recovery.losses import LossContinuity
+from ftrun.recovery.lifecycle import Downtime, Lifecycle, LifecycleState, downtime
 from ftrun.recovery.suspicions import HangFinding
 from ftrun.wire.cluster.generation import GenerationPlan
-from ftrun.wire.cluster.heartbeats import Heartbeat, RestartTimes
+from ftrun.wire.cluster.membership import Heartbeat, RestartTimes
 
 KEPT = 20
 """Closed incidents that status still shows."""

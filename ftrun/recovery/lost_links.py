@@ -20,7 +20,7 @@ from ftrun.monitor.wait_graph import HangSettings
 from ftrun.recovery.commands import Send
 from ftrun.recovery.snapshot_coordination import MemberReports
 from ftrun.wire.cluster.generation import GenerationPlan
-from ftrun.wire.cluster.heartbeats import Heartbeat
+from ftrun.wire.cluster.membership import Heartbeat
 from ftrun.wire.cluster.messages import ProbePathResult
 
 _FIRST_STEP_FACTOR = 3.0

@@ -28,8 +28,7 @@ from dataclasses import dataclass, field
 
 from ftrun.ids import Version, version
 from ftrun.wire.cluster.generation import GenerationPlan, RestoreSource, VersionPair
-from ftrun.wire.messages.protected import ProtectionPart
-from ftrun.wire.messages.smp import Inventory
+from ftrun.wire.messages.smp import Inventory, ProtectionPart
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftrun.errors import ProtocolError
-from ftrun.wire.transport.sealing import (
+from ftrun.wire.transport.framing import (
     MAX_HEADER_BYTES,
     PREFIX_BYTES,
     body_length,

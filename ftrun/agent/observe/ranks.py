@@ -30,8 +30,7 @@ from ftrun.monitor.page_values import decode_groups, quantile_s
 from ftrun.monitor.slow.samples import NodeSample
 from ftrun.monitor.verdicts import CollectiveCall, Frame, ProcessGroupView, RankView, own_functions
 from ftrun.monitor.wait_graph import HangDeadlines, HangSettings
-from ftrun.wire.shared_memory.pages import HeartbeatField
-from ftrun.wire.shared_memory.stack_file import left_calls
+from ftrun.wire.shared_memory.pages import HeartbeatField, left_calls
 
 _log = logging.getLogger(__name__)
 

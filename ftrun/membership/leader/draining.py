@@ -35,7 +35,7 @@ from ftrun.recovery.commands import JournalEntry, SupervisorCommand
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import GenerationPlan, Identity, NodeCard
-from ftrun.wire.cluster.heartbeats import Heartbeat, LeaderHeartbeat
+from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 
 NOTICE_S = 2.0
 """Seconds without another notice. Schedulers signal all nodes of a job within less: `scancel` does

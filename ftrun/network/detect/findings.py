@@ -20,19 +20,21 @@ from dataclasses import dataclass, field
 from enum import Enum
 from statistics import median
 
-from ftrun.network.detect.culprits import (
+from ftrun.network.detect.localization import (
     SLOW_RAIL,
     FaultLocation,
+    PathRates,
     Side,
     blame_dead,
     blame_slow,
     by_side,
+    is_inside,
     is_slow,
+    rate_roads,
 )
-from ftrun.network.detect.localization import PathRates, is_inside, rate_roads
 from ftrun.network.detect.probe_schedule import NetworkPath
 from ftrun.network.detect.rails import RunRails, match_rails
-from ftrun.wire.cluster.rails import PathMeasurement, Rail
+from ftrun.wire.cluster.generation import PathMeasurement, Rail
 
 MANY = 0.1
 """If more than this fraction of a rail's paths is slow without a location, they are one finding."""

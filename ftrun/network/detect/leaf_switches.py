@@ -24,7 +24,7 @@ from itertools import combinations
 from statistics import median
 
 from ftrun.network.detect.leaves import LeafSwitches
-from ftrun.wire.cluster.rails import PathMeasurement
+from ftrun.wire.cluster.generation import PathMeasurement
 
 SEPARATE = 1.5
 """Minimum ratio of the median rate inside leaves to that between them."""

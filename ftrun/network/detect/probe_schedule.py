@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from ftrun.wire.cluster.rails import PathMeasurement
+from ftrun.wire.cluster.generation import PathMeasurement
 
 MOST_ROUNDS = 120
 """Default limit: at 0.1 s per round they take 12 s."""

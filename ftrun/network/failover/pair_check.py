@@ -16,9 +16,8 @@ from ftrun.network.detect.probe_schedule import NetworkPath, pack, schedule
 from ftrun.network.failover.survey import ProbeSurvey, Round, most_rounds
 from ftrun.recovery.commands import Send
 from ftrun.recovery.lost_links import Pair
-from ftrun.wire.cluster.generation import GenerationPlan
+from ftrun.wire.cluster.generation import GenerationPlan, PathMeasurement, Rail
 from ftrun.wire.cluster.messages import ProbePathResult
-from ftrun.wire.cluster.rails import PathMeasurement, Rail
 
 LIMIT_S = 20.0
 """Time limit of one survey."""

@@ -29,8 +29,7 @@ from ftrun.network.failover.survey import End, ProbeSurvey, most_kept, newer, wo
 from ftrun.network.plan.planner import PlanningInputs, survey_of
 from ftrun.recovery.commands import JournalEntry
 from ftrun.recovery.settings import NetworkSettings
-from ftrun.wire.cluster.generation import NodeCard
-from ftrun.wire.cluster.rails import NetworkPlan, PathMeasurement, Rail
+from ftrun.wire.cluster.generation import NetworkPlan, NodeCard, PathMeasurement, Rail
 
 MOST_TOLD = 1000
 """Paths in the status document: the worst ones."""

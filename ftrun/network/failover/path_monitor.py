@@ -33,18 +33,16 @@ from ftrun.network.detect.probe_schedule import (
     schedule,
     schedule_for,
 )
-from ftrun.network.detect.rail_variables import env_for
-from ftrun.network.detect.rails import RunRails, rails_of_node
+from ftrun.network.detect.rails import RunRails, env_for, rails_of_node
 from ftrun.network.failover.path_map import PathMap
 from ftrun.network.failover.survey import ProbeSurvey, most_rounds, roads_to
 from ftrun.network.plan.planner import plan_roads
-from ftrun.network.plan.rails_kept import choices_of, keep_rails
+from ftrun.network.plan.rail_choice import choices_of, keep_rails
 from ftrun.recovery.commands import Command, JournalEntry
 from ftrun.recovery.settings import NetworkSettings
-from ftrun.recovery.slow_watch import SlowSuspicions
-from ftrun.wire.cluster.generation import GenerationPlan, Identity, NodeCard
+from ftrun.recovery.suspicions import SlowSuspicions
+from ftrun.wire.cluster.generation import GenerationPlan, Identity, NetworkPlan, NodeCard
 from ftrun.wire.cluster.messages import ProbePathResult, RailSilent
-from ftrun.wire.cluster.rails import NetworkPlan
 
 LIMIT_S = 3.0
 """Time limit of the survey before the first generation."""

@@ -13,10 +13,9 @@ from ftrun.network.failover.path_monitor import NodesHere, PathMonitor
 from ftrun.recovery.commands import Command, JournalEntry
 from ftrun.recovery.health import HealthMonitor
 from ftrun.recovery.settings import NetworkSettings
-from ftrun.recovery.slow_watch import SlowSuspicions
-from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
+from ftrun.recovery.suspicions import SlowSuspicions
+from ftrun.wire.cluster.generation import GenerationPlan, NetworkPlan, NodeCard
 from ftrun.wire.cluster.messages import ProbeLinkResult, ProbePathResult, RoadWord
-from ftrun.wire.cluster.rails import NetworkPlan
 
 T = TypeVar("T")
 

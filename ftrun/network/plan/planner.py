@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from ftrun.network.detect.findings import NetworkFindings, judge
 from ftrun.network.detect.leaf_switches import leaves_from_probes
 from ftrun.network.detect.leaves import LeafSwitches
-from ftrun.network.detect.rail_variables import VARIABLES, rails_named
-from ftrun.network.plan.loads import NetworkModel
-from ftrun.network.plan.node_order import NodeOrder, order_nodes
+from ftrun.network.detect.rails import VARIABLES, rails_named
+from ftrun.network.plan.node_order import NetworkModel, NodeOrder, order_nodes
 from ftrun.network.plan.rail_choice import choose_rails, choose_snapshot_way
-from ftrun.wire.cluster.rails import NetworkPlan, PathMeasurement, Rail
+from ftrun.wire.cluster.generation import NetworkPlan, PathMeasurement, Rail
 
 NAMED_NODES = 16
 """Up to this number, nodes are named in a sentence; above it, they are counted."""

@@ -32,7 +32,7 @@ from ftrun.errors import LayoutUnknown
 from ftrun.ids import Version, version
 from ftrun.snapshot.layout import PAGE_BYTES
 from ftrun.snapshot.redundancy import NodeRedundancy
-from ftrun.wire.messages.protected import GroupMember
+from ftrun.wire.messages.smp import GroupMember
 
 _MAGIC = 0x56415554_46303031
 _HEADER = struct.Struct("<QQQQ")

@@ -21,8 +21,7 @@ from typing import Any
 
 from ftrun.monitor.page_values import encode_groups
 from ftrun.wire import environment as env
-from ftrun.wire.shared_memory.pages import MAX_GROUPS_BYTES, HeartbeatField, SharedPage
-from ftrun.wire.shared_memory.stack_file import leave_calls
+from ftrun.wire.shared_memory.pages import MAX_GROUPS_BYTES, HeartbeatField, SharedPage, leave_calls
 from ftrun.wire.transport.channel import short_socket_path
 
 _C10D = "torch.distributed.distributed_c10d"

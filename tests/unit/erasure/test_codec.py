@@ -1,6 +1,5 @@
 """Both codecs do the same, and refuse the same, whatever memory the blocks lie in.
 
-@@ tests/unit/erasure/test_codec.py
 A codec that is wrong in one place is found before it is used.
 """
 

@@ -19,7 +19,7 @@ from ftrun.network.detect.findings import (
 from ftrun.network.detect.leaf_switches import leaves_from_probes
 from ftrun.network.detect.localization import slowest_medians
 from ftrun.network.detect.probe_schedule import NetworkPath
-from ftrun.wire.cluster.rails import PathMeasurement
+from ftrun.wire.cluster.generation import PathMeasurement
 from tests.unit.network.made_roads import MadeRoads, leaf_map
 
 NOISE = 0.3

@@ -6,7 +6,7 @@ import pytest
 
 from ftrun.network.detect.leaf_switches import leaves_from_probes
 from ftrun.network.detect.probe_schedule import NetworkPath, schedule
-from ftrun.wire.cluster.rails import PathMeasurement
+from ftrun.wire.cluster.generation import PathMeasurement
 from tests.unit.network.made_roads import MadeRoads, leaf_map, same_leaves
 
 NOISE = 0.3

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftrun.network.plan.loads import (
+from ftrun.network.plan.node_order import (
     DirectedLink,
     NetworkModel,
     OrderCost,

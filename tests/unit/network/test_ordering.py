@@ -9,8 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ftrun.network.plan import node_order as ordering
-from ftrun.network.plan.loads import NetworkModel, cost_of, ring_load
-from ftrun.network.plan.node_order import order_nodes
+from ftrun.network.plan.node_order import NetworkModel, cost_of, order_nodes, ring_load
 from tests.unit.network.made_roads import leaf_map
 
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftrun.network.detect.rails import match_rails, rails_of_node
-from ftrun.wire.cluster.rails import Rail
+from ftrun.wire.cluster.generation import Rail
 
 
 def rail(name: str, host: str = "10.0.0.1", bits: int = 0) -> Rail:

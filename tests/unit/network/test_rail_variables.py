@@ -2,9 +2,8 @@
 
 import pytest
 
-from ftrun.network.detect.rail_variables import VARIABLES, env_for, rails_named
-from ftrun.network.detect.rails import match_rails, rails_of_node
-from ftrun.wire.cluster.rails import NetworkPlan, Rail
+from ftrun.network.detect.rails import VARIABLES, env_for, match_rails, rails_named, rails_of_node
+from ftrun.wire.cluster.generation import NetworkPlan, Rail
 
 RAILS = match_rails(
     {

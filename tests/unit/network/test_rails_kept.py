@@ -1,8 +1,8 @@
 """Without a rate a plan keeps its rails, but for the dead ones."""
 
 from ftrun.network.detect.rails import match_rails
-from ftrun.network.plan.rails_kept import keep_rails
-from ftrun.wire.cluster.rails import NetworkPlan, Rail
+from ftrun.network.plan.rail_choice import keep_rails
+from ftrun.wire.cluster.generation import NetworkPlan, Rail
 
 ALL = match_rails(
     {node: [Rail(f"eth{i}", f"10.{i}.0.{node}", 24) for i in range(3)] for node in "12"}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ftrun.network.detect.leaves import LeafSwitches, leaves_from_labels
 from ftrun.network.detect.probe_schedule import NetworkPath
 from ftrun.network.plan.planner import PlanningInputs, plan_roads
-from ftrun.wire.cluster.rails import NetworkPlan
+from ftrun.wire.cluster.generation import NetworkPlan
 from tests.unit.network.made_roads import RATE, MadeRoads, leaf_map
 
 TURNS = {f"n{number}": f"sw{number % 2}" for number in range(8)}

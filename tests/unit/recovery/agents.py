@@ -19,9 +19,10 @@ from ftrun.membership.events import (
     PlanPersisted,
     Quiesced,
     WitnessAnswered,
+    WitnessRegister,
 )
 from ftrun.membership.member import Member
-from ftrun.membership.witness import WitnessRegister, rule
+from ftrun.membership.witness import rule
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import (
     Command,
@@ -37,7 +38,7 @@ from ftrun.recovery.commands import (
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
-from ftrun.wire.cluster.heartbeats import Heartbeat
+from ftrun.wire.cluster.membership import Heartbeat
 from ftrun.wire.messages.smp import Inventory
 from tests.unit.recovery.made import POLICY, card, settings
 

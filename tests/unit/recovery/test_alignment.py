@@ -1,6 +1,6 @@
 """The lead names the step of the next snapshot far enough ahead, and not much further."""
 
-from ftrun.recovery.alignment import SnapshotAlignment
+from ftrun.recovery.snapshot_coordination import SnapshotAlignment
 
 
 def test_the_next_step_is_named_first() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
-from ftrun.wire.cluster.heartbeats import Heartbeat
+from ftrun.wire.cluster.membership import Heartbeat
 from tests.unit.recovery.made import card, meet, plan, settings
 
 SETTINGS = settings(deadline_s=3.0, cut_off_s=2.0, redial_s=0.5)

@@ -1,6 +1,6 @@
 """RestartBudget: a burst uses it up, time gives it back."""
 
-from ftrun.recovery.budget import RestartBudget
+from ftrun.recovery.supervisor import RestartBudget
 
 
 def test_budget_is_spent_after_its_limit() -> None:

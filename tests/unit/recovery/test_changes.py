@@ -1,12 +1,12 @@
 """Growth and eviction: at a step boundary, so that no step is lost."""
 
-from ftrun.membership.leader.changes import BoundaryReconfiguration
 from ftrun.membership.leader.failure_detector import FailureDetector
+from ftrun.membership.leader.reconfiguration import BoundaryReconfiguration
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.recovery.settings import ClusterSize, MembershipSettings
 from ftrun.wire.cluster.generation import GenerationPlan
-from ftrun.wire.cluster.heartbeats import Heartbeat
+from ftrun.wire.cluster.membership import Heartbeat
 from tests.unit.recovery.made import POLICY, card, meet, plan, settings
 
 SETTINGS = settings(wishes=ClusterSize(2, 4, 0), heartbeat_s=0.5, settle_s=5.0, answer_s=30.0)

@@ -1,7 +1,6 @@
 """Doubt: a lead has ranks wait before it may have been replaced."""
 
-from ftrun.membership.leader.doubt import LeadershipLease
-from ftrun.membership.leader.failure_detector import FailureDetector
+from ftrun.membership.leader.failure_detector import FailureDetector, LeadershipLease
 from tests.unit.recovery.made import card, meet, plan, settings
 
 SETTINGS = settings(deadline_s=3.0, cut_off_s=2.0)

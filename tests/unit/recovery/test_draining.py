@@ -18,7 +18,7 @@ from ftrun.recovery.commands import (
 )
 from ftrun.recovery.settings import ClusterSize
 from ftrun.wire.cluster.generation import VersionPair
-from ftrun.wire.cluster.heartbeats import Heartbeat, LeaderHeartbeat
+from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 from ftrun.wire.messages.smp import Inventory
 from tests.unit.recovery.agents import STEP_S, Agent, Agents
 from tests.unit.recovery.made import settings

@@ -2,11 +2,10 @@
 
 from itertools import pairwise
 
-from ftrun.membership.events import WitnessAnswered
+from ftrun.membership.events import WitnessAnswered, WitnessRegister
 from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
 from ftrun.membership.leader.proposer import WITNESS_WAIT_S, BallotStage, Proposer
-from ftrun.membership.witness import WitnessRegister
-from ftrun.membership.witness_votes import WitnessView
+from ftrun.membership.witness import WitnessView
 from ftrun.recovery.commands import (
     Command,
     Connect,

@@ -6,15 +6,15 @@ import msgspec
 from unit.recovery.test_hang_watch import hang
 from unit.recovery.test_watching import beat, sample, slow_link, told
 
-from ftrun.membership.leader.changes import BoundaryReconfiguration
 from ftrun.membership.leader.failure_detector import FailureDetector
+from ftrun.membership.leader.reconfiguration import BoundaryReconfiguration
 from ftrun.monitor.slow.samples import ClockOffset
 from ftrun.monitor.wait_graph import HangSettings
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import Send
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.recovery.settings import ClusterSize, MembershipSettings, SlowSettings
-from ftrun.wire.cluster.heartbeats import Heartbeat, RestartTimes
+from ftrun.wire.cluster.membership import Heartbeat, RestartTimes
 from ftrun.wire.cluster.messages import ProbeLinkRequest, ProbeLinkResult
 from tests.unit.recovery.made import POLICY, card, meet, plan, settings
 

@@ -29,8 +29,14 @@ from ftrun.recovery.commands import (
     WriteCheckpointPart,
 )
 from ftrun.wire.cluster.generation import Edition, GenerationPlan
-from ftrun.wire.cluster.heartbeats import LeaderHeartbeat
-from ftrun.wire.cluster.membership import Accept, Accepted, Prepare, PrepareRejected, Promise
+from ftrun.wire.cluster.membership import (
+    Accept,
+    Accepted,
+    LeaderHeartbeat,
+    Prepare,
+    PrepareRejected,
+    Promise,
+)
 from ftrun.wire.messages.smp import Inventory
 from tests.unit.recovery.made import card, offer, plan
 

@@ -9,7 +9,7 @@ from unit.monitor.test_hangs import behind, waiting
 from ftrun.monitor.verdicts import Confidence, RankView, VerdictKind
 from ftrun.monitor.wait_graph import HangSettings
 from ftrun.recovery.suspicions import HangFinding, HangSuspicions
-from ftrun.wire.cluster.heartbeats import Heartbeat
+from ftrun.wire.cluster.membership import Heartbeat
 from tests.unit.recovery.made import card, plan
 
 PLAN = plan(1, [card("a", num_ranks=2), card("b", num_ranks=2)])

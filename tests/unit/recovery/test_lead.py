@@ -27,8 +27,7 @@ from ftrun.recovery.commands import (
     StartRanks,
 )
 from ftrun.recovery.settings import ClusterSize
-from ftrun.wire.cluster.heartbeats import Heartbeat
-from ftrun.wire.cluster.membership import Accepted, Join, LeaderInfo
+from ftrun.wire.cluster.membership import Accepted, Heartbeat, Join, LeaderInfo
 from ftrun.wire.cluster.messages import AnyClusterMessage, JournalLines
 from ftrun.wire.messages.smp import Inventory
 from tests.unit.recovery.agents import Agents

@@ -14,7 +14,7 @@ from ftrun.recovery.commands import StartGeneration
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.recovery.lost_links import lost_links, with_lost_links
 from ftrun.recovery.settings import ClusterSize
-from ftrun.wire.cluster.heartbeats import Heartbeat
+from ftrun.wire.cluster.membership import Heartbeat
 from tests.unit.recovery.made import POLICY, card, plan, settings
 
 MEMBERS = [card("a"), card("b"), card("c"), card("d")]

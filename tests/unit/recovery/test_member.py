@@ -25,12 +25,13 @@ from ftrun.recovery.commands import (
     SuspendRanks,
 )
 from ftrun.recovery.settings import ClusterSize
-from ftrun.wire.cluster.heartbeats import Heartbeat, LeaderHeartbeat
 from ftrun.wire.cluster.membership import (
     Accept,
     Accepted,
+    Heartbeat,
     Join,
     JoinAccepted,
+    LeaderHeartbeat,
     LeaderInfo,
     Prepare,
     PrepareRejected,

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from ftrun.recovery.node_failures import NodeFailures
+from ftrun.recovery.past import NodeFailures
 
 
 def test_losses_of_an_hour_are_counted_beside_those_of_the_last_leader() -> None:

@@ -18,7 +18,7 @@ from ftrun.recovery.commands import (
 from ftrun.recovery.generation_monitor import CAUSE_WAIT_S, EVERY_AHEAD_STEPS, GenerationMonitor
 from ftrun.recovery.supervisor import SupervisorState
 from ftrun.wire.cluster.generation import FailureHistory, GenerationPlan
-from ftrun.wire.cluster.heartbeats import Heartbeat, LeaderHeartbeat
+from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 from tests.unit.recovery.made import POLICY, card, plan, settings
 
 SETTINGS = settings(heartbeat_s=0.5, same_boundary_s=1.0, failures_per_hour=3)

@@ -4,7 +4,7 @@ import pytest
 
 from ftrun.events import PartEvent, SmpExited, ZygoteExited
 from ftrun.recovery.commands import DisableComponent, RespawnSmp, RespawnZygote
-from ftrun.recovery.own_parts import ComponentRestarts
+from ftrun.recovery.supervisor import ComponentRestarts
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from ftrun.network.failover.pair_check import AGAIN_S, ALL_AGAIN_S, Pair, PairCh
 from ftrun.recovery.commands import Send
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.recovery.settings import ClusterSize
+from ftrun.wire.cluster.generation import PathMeasurement
 from ftrun.wire.cluster.messages import ProbePathRequest, ProbePathResult
-from ftrun.wire.cluster.rails import PathMeasurement
 from tests.unit.recovery.made import POLICY, card, plan, settings
 from tests.unit.recovery.test_lost_links import Run
 

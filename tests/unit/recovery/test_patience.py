@@ -3,7 +3,7 @@
 import pytest
 
 from ftrun.errors import ExitCode
-from ftrun.membership.patience import SAY_EVERY_S, JoinTimeout
+from ftrun.membership.gathering import SAY_EVERY_S, JoinTimeout
 from ftrun.recovery.commands import EndRun, JournalEntry
 from tests.unit.recovery.made import settings
 

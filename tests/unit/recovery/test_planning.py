@@ -12,12 +12,13 @@ from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import (
     FailureHistory,
     GenerationPlan,
+    NetworkPlan,
+    Rail,
     RestoreSource,
     VersionPair,
     VoterSet,
 )
 from ftrun.wire.cluster.membership import Promise
-from ftrun.wire.cluster.rails import NetworkPlan, Rail
 from ftrun.wire.messages.smp import Inventory
 from tests.unit.recovery.made import SETTINGS, card, cards, offer, part, plan, promise, settings
 

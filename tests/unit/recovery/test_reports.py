@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from ftrun.events import Progress
 from ftrun.ids import Step
 from ftrun.recovery.snapshot_coordination import MemberReports
-from ftrun.wire.cluster.heartbeats import Heartbeat
+from ftrun.wire.cluster.membership import Heartbeat
 from tests.unit.recovery.made import plan
 
 beats = st.builds(

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from ftrun.ids import version
 from ftrun.recovery.restore_point import ancestry, choose, is_valid
 from ftrun.wire.cluster.generation import GenerationPlan, RestoreSource, VersionPair
-from ftrun.wire.messages.protected import ProtectionPart
-from ftrun.wire.messages.smp import Inventory
+from ftrun.wire.messages.smp import Inventory, ProtectionPart
 from tests.unit.recovery.made import offer, part, plan
 
 Holdings = dict[str, Inventory]

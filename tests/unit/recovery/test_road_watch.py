@@ -19,15 +19,20 @@ from ftrun.network.plan.planner import PlanningInputs, survey_of
 from ftrun.recovery.commands import Command, JournalEntry, Send
 from ftrun.recovery.health import HealthMonitor
 from ftrun.recovery.settings import NetworkSettings
-from ftrun.recovery.slow_watch import SlowSuspicions
-from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
+from ftrun.recovery.suspicions import SlowSuspicions
+from ftrun.wire.cluster.generation import (
+    GenerationPlan,
+    NetworkPlan,
+    NodeCard,
+    PathMeasurement,
+    Rail,
+)
 from ftrun.wire.cluster.messages import (
     ProbeLinkResult,
     ProbePathRequest,
     ProbePathResult,
     RailSilent,
 )
-from ftrun.wire.cluster.rails import NetworkPlan, PathMeasurement, Rail
 from tests.unit.recovery.made import card, meet, plan, settings
 
 Rate = Callable[[NetworkPath], float]

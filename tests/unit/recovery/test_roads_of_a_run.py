@@ -9,10 +9,9 @@ from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import Command, JournalEntry, ProbePath, StartRanks
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.recovery.settings import ClusterSize, NetworkSettings
-from ftrun.wire.cluster.generation import GenerationPlan
-from ftrun.wire.cluster.heartbeats import Heartbeat
+from ftrun.wire.cluster.generation import GenerationPlan, PathMeasurement, Rail
+from ftrun.wire.cluster.membership import Heartbeat
 from ftrun.wire.cluster.messages import ProbePathResult, RailSilent
-from ftrun.wire.cluster.rails import PathMeasurement, Rail
 from tests.unit.recovery.agents import Agent, Agents
 from tests.unit.recovery.made import POLICY, card, settings
 

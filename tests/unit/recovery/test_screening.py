@@ -6,12 +6,11 @@ import pytest
 from ftrun.events import ExitKind
 from ftrun.membership.events import NodeChecked, RanksStuck
 from ftrun.membership.leader.failure_detector import FailureDetector
-from ftrun.membership.leader.rank_assignment import RankAssignment, TooFewNodes
-from ftrun.membership.leader.screening import Admission
+from ftrun.membership.leader.rank_assignment import Admission, RankAssignment, TooFewNodes
 from ftrun.monitor.node_fitness import CheckOutcome, NodeFitness, NodeMeasurements
 from ftrun.recovery.commands import JournalEntry, RepeatNodeCheck
 from ftrun.recovery.settings import ClusterSize
-from ftrun.wire.cluster.heartbeats import LeaderHeartbeat
+from ftrun.wire.cluster.membership import LeaderHeartbeat
 from tests.unit.recovery.agents import Agents
 from tests.unit.recovery.made import card, plan, settings
 from tests.unit.recovery.test_lead import exited, notes, works

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from ftrun.membership.succession import ASKED_AT_ONCE, LeaderSuccession, place_of
+from ftrun.membership.ballots import place_of
+from ftrun.membership.discovery import ASKED_AT_ONCE, LeaderSuccession
 from tests.unit.recovery.made import card, plan
 
 PLAN = plan(1, "abc", spares="de")

@@ -20,8 +20,8 @@ from ftrun.network.failover.survey import (
     roads_to,
 )
 from ftrun.recovery.commands import Send
+from ftrun.wire.cluster.generation import PathMeasurement, Rail
 from ftrun.wire.cluster.messages import ProbePathRequest, ProbePathResult
-from ftrun.wire.cluster.rails import PathMeasurement, Rail
 
 LIMIT_S = 3.0
 

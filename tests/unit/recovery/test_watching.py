@@ -16,8 +16,8 @@ from ftrun.monitor.slow.samples import ClockOffset, NodeSample, RankSample
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import EndRun, Send, StartGeneration, SupervisorCommand
 from ftrun.recovery.generation_monitor import GenerationMonitor
-from ftrun.recovery.slow_watch import SlowSuspicions
-from ftrun.wire.cluster.heartbeats import Heartbeat, RankReport
+from ftrun.recovery.suspicions import SlowSuspicions
+from ftrun.wire.cluster.membership import Heartbeat, RankReport
 from ftrun.wire.cluster.messages import ProbeLinkRequest, ProbeLinkResult
 from tests.unit.recovery.made import POLICY, card, plan, settings
 

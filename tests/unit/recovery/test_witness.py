@@ -1,8 +1,7 @@
 """The witness as an agent sees it: what it has confirmed counts from when it was asked."""
 
-from ftrun.membership.events import WitnessAnswered
-from ftrun.membership.witness import WitnessRegister
-from ftrun.membership.witness_votes import WitnessView
+from ftrun.membership.events import WitnessAnswered, WitnessRegister
+from ftrun.membership.witness import WitnessView
 from ftrun.recovery.commands import Command, JournalEntry, QueryWitness, WitnessOperation
 from tests.unit.recovery.made import card, plan
 

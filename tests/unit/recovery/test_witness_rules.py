@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from ftrun.membership.witness import WitnessDecision, WitnessRegister, rule
+from ftrun.membership.events import WitnessRegister
+from ftrun.membership.witness import WitnessDecision, rule
 from ftrun.recovery.commands import QueryWitness, WitnessOperation
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
 from tests.unit.recovery.made import card, plan

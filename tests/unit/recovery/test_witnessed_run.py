@@ -13,7 +13,7 @@ from ftrun.recovery.commands import (
     WitnessOperation,
 )
 from ftrun.recovery.settings import ClusterSize
-from ftrun.wire.cluster.heartbeats import Heartbeat
+from ftrun.wire.cluster.membership import Heartbeat
 from tests.unit.recovery.agents import Agents
 from tests.unit.recovery.made import card, plan, settings
 

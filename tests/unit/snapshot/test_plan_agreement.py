@@ -1,6 +1,5 @@
 """All nodes of a group conclude the same, whoever hears what first.
 
-@@ tests/unit/snapshot/test_plan_agreement.py
 Ranks of one node that held the same, and do no more.
 """
 

@@ -5,12 +5,13 @@ import msgspec
 from ftrun.agent.cluster.own_rails import MAX_RAILS
 from ftrun.wire.cluster.generation import (
     GenerationPlan,
+    NetworkPlan,
     NodeCard,
     PlanMember,
+    Rail,
     RestoreSource,
     VoterSet,
 )
-from ftrun.wire.cluster.rails import NetworkPlan, Rail
 from ftrun.wire.transport.framing import MAX_FRAME_BYTES
 
 NODES = 1_024
