@@ -29,7 +29,7 @@ from ftrun.membership.leader.reconfiguration import (
     note_of,
 )
 from ftrun.membership.witness import WitnessView
-from ftrun.network.failover.road_guard import GuardedPathMonitor
+from ftrun.network.failover.path_monitor import PathMonitor
 from ftrun.recovery.commands import (
     Command,
     Connect,
@@ -87,7 +87,7 @@ class Leader:
         self._changes = BoundaryReconfiguration(settings)
         self._enrolment = VoterReconfiguration(settings)
         self.screening = Admission(settings, self.known)
-        self.roads = GuardedPathMonitor(me.node_id, settings.network, self.known)
+        self.roads = PathMonitor(me.node_id, settings.network, self.known)
         self._history_of = -1
         """The newest generation whose failure history this leader has taken over."""
         self._draining = NodeDraining(settings, self.known, oversight, self._enrolment)
