@@ -38,12 +38,7 @@ class Codec(Protocol):
     name: str
 
     def encode(self, data: Sequence[Buffer], parity: Sequence[Buffer]) -> None:
-        """Writes all parity blocks of a stripe.
-
-        Args:
-            data: k blocks of one length, which are read in place.
-            parity: m writable blocks of the same length; their content is overwritten.
-        """
+        """Writes all m parity blocks of a stripe from its k blocks of one length, in place."""
         ...
 
     def update(
@@ -64,11 +59,9 @@ class Codec(Protocol):
         ...
 
     def rebuild(self, have: Mapping[int, Buffer], want: Mapping[int, Buffer]) -> None:
-        """Writes the wanted blocks of a stripe, both data and parity.
+        """Writes the wanted blocks of a stripe, both data and parity, from any k of `have`.
 
-        Args:
-            have: at least k blocks of one length, by index; k of them are used.
-            want: writable blocks of the same length, by index; none of those in `have`.
+        Blocks are by index and of one length; none of the wanted ones is in `have`.
         """
         ...
 

@@ -1,10 +1,5 @@
 """Divides the nodes of a generation into groups that protect each other.
 
-Runs in:  the agent that is the leader. Pure; the result is equal on every agent.
-Takes in: the nodes of a generation in order of their ranks, and their fault domains: a rack, a
-          power supply, a switch.
-Gives:    `ProtectionGroup`s: every node is in one, at a fixed position.
-
 Everything that protects a node's state is within its group. A lost node is therefore rebuilt from
 its group alone, and a group survives the loss of any m of its nodes. In small groups a rebuild is
 cheap (k blocks are read for each lost one), and few nodes depend on each other. Beyond four data

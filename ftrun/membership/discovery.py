@@ -106,14 +106,7 @@ class LeaderDiscovery:
     ) -> None:
         """Starts in the role that the persisted plan and the endpoint imply.
 
-        Args:
-            me: this agent.
-            settings: of the run.
-            follower: the plans and promises of this agent.
-            links: incarnations of the connected agents, by node id.
-            take_the_lead: proposes this agent, if no other agent is to lead.
-            witness: this agent's view of the witness.
-            now_s: the time.
+        `links` has the incarnations of the connected agents, by node id.
         """
         self.role = MemberRole.JOINING
         self.lead_card: NodeCard | None = None

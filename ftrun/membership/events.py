@@ -1,7 +1,4 @@
-"""Events that one agent's membership handles: from the network, its own node, and the clock.
-
-Runs in:  every agent. Pure.
-"""
+"""Events that one agent's membership handles: from the network, its own node, and the clock."""
 
 from dataclasses import dataclass, field
 

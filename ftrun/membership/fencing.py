@@ -1,9 +1,5 @@
 """Suspends the ranks of a node, because the run may continue without them.
 
-Runs in:  every agent. Pure.
-Takes in: when the leader was last received, its orders, pauses of this process.
-Gives:    `SuspendRanks` and `ResumeRanks`, each once; the lease of the ranks.
-
 Rule 1: an agent that does not receive from its leader suspends its ranks before other ranks may
         have replaced them.
 Rule 2: an agent whose process was paused suspects itself, not the other agents. The time without

@@ -98,11 +98,7 @@ class JoinTimeout:
     def wait(self, waited_s: float, reach: str, *, gathers: bool, now_s: float) -> list[Command]:
         """Reports what is waited for, or ends the run after `join_wait_s`.
 
-        Args:
-            waited_s: so far.
-            reach: the nodes present, or why there are none.
-            gathers: this agent is the endpoint that the other nodes join.
-            now_s: the time.
+        `gathers`: this agent is the endpoint that the other nodes join.
         """
         if waited_s >= self._settings.join_wait_s:
             code = ExitCode.NOT_ENOUGH_NODES if gathers else ExitCode.TRY_AGAIN

@@ -191,11 +191,7 @@ class Voter:
     ) -> list[Command]:
         """Promises the ballot, or rejects it with a reason.
 
-        Args:
-            sender: the proposer's node id.
-            body: the prepare request.
-            lead: the leader that this agent follows.
-            hears_lead: this agent receives from that leader, which is not the proposer.
+        If `hears_lead`, this agent receives from `lead`, which is not the proposer.
         """
         proposer = body.card.identity
         may = body.generation > self.generation and self.vote.may_promise(body.generation, proposer)

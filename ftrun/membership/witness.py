@@ -46,14 +46,9 @@ def rule(
     *,
     new_life: int,
 ) -> WitnessDecision:
-    """The answer to one request.
+    """The answer to one request of the agent `me`; `lead` holds the valid lease.
 
-    Args:
-        asked: the request.
-        me: the requesting agent.
-        register: its current content.
-        lead: the agent whose lease is valid.
-        new_life: incarnation of a register that is created now.
+    A register that is created now gets the incarnation `new_life`.
     """
     who = me.identity
     if lead is not None and lead.identity != who:

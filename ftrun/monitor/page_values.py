@@ -33,12 +33,7 @@ def upper_edge_s(bucket: int) -> float:
 
 
 def quantile_s(counts: Sequence[int], part: float) -> float:
-    """Upper bound of this quantile of the step times; 0 if no step is counted.
-
-    Args:
-        counts: of each bucket.
-        part: 0.99 for the p99.
-    """
+    """Upper bound of this quantile of the step times; 0 if no step is counted."""
     total = sum(counts)
     if total == 0:
         return 0.0

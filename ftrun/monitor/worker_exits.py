@@ -182,10 +182,7 @@ def hidden_cause(
 ) -> tuple[WorkerExit, Verdict | None] | None:
     """The failure behind a number of broken connections, if there is one.
 
-    Args:
-        ended: all ranks that have ended in this generation, including those that ended well.
-        views: observations of the ranks at that moment, including those that have ended.
-        node_of: the node of each rank.
+    `ended` and `views` include ranks that have ended well.
     """
     failed = [one for one in ended if one.kind is not ExitKind.FINISHED]
     if not failed or not all(may_be_a_consequence(one) for one in failed):

@@ -213,12 +213,7 @@ class GenerationMonitor:
         return self._ask(StopRequested(number, by, self.reports.attached), now_s)
 
     def lost(self, nodes: Mapping[str, str], *, now_s: float) -> list[SupervisorCommand]:
-        """Reports lost members of the running generation, and their ranks with them.
-
-        Args:
-            nodes: reasons, by node id.
-            now_s: the time.
-        """
+        """Reports lost members, each with the reason, and their ranks with them."""
         if not nodes:
             return []
         for node_id, why in sorted(nodes.items()):
@@ -268,13 +263,7 @@ class GenerationMonitor:
     # --- orders -------------------------------------------------------------------------------
 
     def heartbeat(self, edition: Edition, number: int, *, is_held: bool) -> LeaderHeartbeat:
-        """The leader's current heartbeat.
-
-        Args:
-            edition: configuration id of the newest plan known to be chosen.
-            number: of the heartbeat.
-            is_held: the ranks of all nodes must be suspended.
-        """
+        """The leader's heartbeat; `edition` is of the newest plan known to be chosen."""
         self._told = body = self.orders
         generation, roster = edition
         if body.generation != generation and not body.ended:

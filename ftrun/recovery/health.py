@@ -1,9 +1,5 @@
 """Monitors a running generation: hangs, bad numbers, slowness; and decides what follows.
 
-Runs in:  the agent that leads, inside `GenerationMonitor`. Pure.
-Takes in: the newest heartbeats, ranks that have ended.
-Gives:    incidents; failures of ranks that have not ended by themselves.
-
 Rule 1: a problem that only costs time is reported. A problem that makes a run worthless, or stops
         it, is acted on through a failure like any other: one budget, one count of causes, one way
         to restart.
@@ -225,14 +221,9 @@ class HealthMonitor:
         *,
         now_s: float,
     ) -> tuple[WorkerExit, ...]:
-        """The exits to decide on, with their hidden cause if none of them is the cause.
+        """The exits in `waiting`, with their hidden cause if none of them is the cause.
 
-        Args:
-            waiting: exits without a decision.
-            ended: all exits of this generation.
-            plan: the generation.
-            reports: its heartbeats.
-            now_s: the time.
+        `ended` are all exits of this generation.
         """
         views = {view.rank: view for beat in reports.current for view in beat.views}
         hidden = hidden_cause(ended, views, node_of(plan))

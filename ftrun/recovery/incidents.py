@@ -1,9 +1,5 @@
 """The incidents of a run, one after the other, each from its first sign to its end.
 
-Runs in:  the agent that leads. Pure.
-Takes in: findings, failures, the progress of the ranks.
-Gives:    `JournalEntry`s for the journal, from which status, report and metrics are made; the life
-          cycle.
 Survives: the leader: the next one continues the count, and opens its own incident.
 
 Rule 1: one incident at a time. A failure before its verification belongs to it.

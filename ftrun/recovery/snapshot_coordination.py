@@ -160,12 +160,7 @@ class SnapshotAlignment:
         self._num_good = 0
 
     def after_commit(self, take_from: int, step: int) -> int:
-        """The step from which the next snapshot is taken, after a commit.
-
-        Args:
-            take_from: the one that was named last, or -1.
-            step: the largest step that any rank has passed.
-        """
+        """The step from which the next snapshot is taken, after a commit; `take_from` may be -1."""
         self._num_good += 1
         if self._num_good % _NEARER_AFTER == 0:
             self._ahead -= self._ahead // 3

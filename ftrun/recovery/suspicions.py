@@ -1,9 +1,5 @@
 """Decides when a missing step is a hang, and detects what is slow while steps are made.
 
-Runs in:  the agent that leads. Pure.
-Takes in: the newest heartbeats; those of nodes with unresponsive ranks contain views of the ranks.
-Gives:    `HangFinding`s: what to report, and finally whether to act. `Verdict`s on slow ranks and
-          links, skipped collectives and memory, each reported once until it is over.
 Source:   the design's monitor section: suspect and name early, act at once on positive evidence,
           and late on everything else. A false restart is worse than a slow one.
 

@@ -73,12 +73,7 @@ class GroupPlan:
     def settle(
         self, told: Mapping[int, Told], manifests: Mapping[int, NodeManifest]
     ) -> PlanDecision:
-        """Decides, once every node has made a statement.
-
-        Args:
-            told: statements by position.
-            manifests: the received manifests by position.
-        """
+        """Decides, once every node has made a statement; both arguments are by position."""
         if len(told) < self._num_nodes:
             return PlanDecision(None)
         ids = {plan_id for plan_id, _ in told.values()}

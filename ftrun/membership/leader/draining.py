@@ -86,11 +86,7 @@ class NodeDraining:
     ) -> tuple[list[JournalEntry], list[SupervisorCommand]]:
         """Decides between draining and stopping, when it is clear.
 
-        Args:
-            plan: the newest generation.
-            unfit: nodes that may not run ranks.
-            is_settled: its ranks run. If not, a stop waits until the generation is settled.
-            now_s: the time.
+        If the generation is not settled, a stop waits until it is.
         """
         here = {peer.card.identity for peer in self._peers if not peer.lost}
         self._asked_s = {who: at_s for who, at_s in self._asked_s.items() if who in here}

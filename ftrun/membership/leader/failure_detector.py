@@ -116,13 +116,9 @@ class FailureDetector:
     def put(self, card: NodeCard, *, now_s: float, linked: bool, has_answered: bool) -> PeerState:
         """Adds this agent, in place of any earlier agent of its node.
 
-        Args:
-            card: of the agent.
-            now_s: the time.
-            linked: it is connected.
-            has_answered: it may count as acknowledging this leader from now on. A node that was
-                lost and has returned may have promised another proposer in between. It does not
-                count until it acknowledges a heartbeat.
+        If `has_answered`, it counts as acknowledging this leader from now on. A node that was lost
+        and has returned may have promised another proposer in between. It does not count until it
+        acknowledges a heartbeat.
         """
         old = self.by_id.get(card.node_id)
         if old is not None and old.card.incarnation != card.incarnation:
@@ -144,12 +140,8 @@ class FailureDetector:
         """The nodes that must still acknowledge the end: connected ones, and recently lost ones.
 
         Lost nodes are awaited only if the run is done. Their agents may be restarting or were cut
-        off, and would look for a run that is over.
-
-        Args:
-            ended_s: when the end was first sent. A node that refuses since then has received it.
-            is_done: the run ended well, so the wait harms nothing.
-            now_s: the time.
+        off, and would look for a run that is over. A node that refuses since `ended_s` has received
+        the end.
         """
         limit_s = 2 * self.settings.deadline_s
         latest_s = ended_s + AWAIT_SILENT_S
@@ -284,10 +276,7 @@ class LeadershipLease:
     def look(self, plan: GenerationPlan | None, peers: FailureDetector, *, now_s: float) -> bool:
         """Updates the lease; returns whether its state has changed.
 
-        Args:
-            plan: the active plan; None if there is no leadership that could be replaced.
-            peers: the known agents.
-            now_s: the time.
+        Without an active plan there is no leadership that could be replaced.
         """
         is_on = plan is not None and peers.may_decide_without_me(plan, now_s=now_s)
         if is_on == self.is_on:

@@ -1,10 +1,4 @@
-"""The pause of a run that waits for nodes, and its end, which nodes must acknowledge first.
-
-Runs in:  the agent that leads, or that proposes itself. Pure.
-Takes in: what is missing, and how the run ends if it stays missing; acknowledgements of the end.
-Gives:    a line for the operator when the reason changes; the end of the run after the limit; the
-          leader's own end, when it is due. The witness forgets the run at that time.
-"""
+"""The pause of a run that waits for nodes, and its end, which nodes must acknowledge first."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -48,13 +42,7 @@ class NodeWait:
         return self._since_s is not None
 
     def begin(self, why: str, *, now_s: float, end: EndRun | None = None) -> list[Command]:
-        """Pauses the run, or updates the reason of the pause.
-
-        Args:
-            why: in words.
-            now_s: the time.
-            end: how the run ends if the wait fails; None: too few nodes.
-        """
+        """Pauses the run, or updates the reason; without `end`, the run ends for too few nodes."""
         self._end = end or EndRun(ExitCode.NOT_ENOUGH_NODES, "")
         if self._since_s is None:
             self._since_s = now_s
@@ -76,12 +64,7 @@ class NodeWait:
         self._since_s, self.why = None, ""
 
     def given_up(self, *, now_s: float, are_gone: bool = False) -> EndRun | None:
-        """The end of the run, if it has paused for too long.
-
-        Args:
-            now_s: the time.
-            are_gone: no other node of the run is left, as far as this agent can tell.
-        """
+        """The end of the run, if it has paused for too long, or if all other nodes are gone."""
         if self._since_s is None:
             return None
         if are_gone and now_s - self._since_s >= min(GONE_S, self._limit_s):

@@ -1,9 +1,5 @@
 """Decides which nodes are admitted, and which node runs which ranks.
 
-Runs in:  the agent that leads. Pure.
-Takes in: the nodes that are present, and the last generation.
-Gives:    a `RankAssignment`, or how many nodes are missing.
-
 Rule 1: ranks are stable. A node that stays keeps its position, a node that returns gets its old
         position if that is free, and a spare takes the position of a lost node.
 Rule 2: positions close up only if the number of nodes changes; their order stays.
@@ -86,15 +82,7 @@ def assign(
     aside: Collection[str] = (),
     unfit: Mapping[str, str] = MappingProxyType({}),
 ) -> RankAssignment | TooFewNodes:
-    """Gives each of these nodes ranks, or makes it a spare.
-
-    Args:
-        here: the nodes.
-        previous: the last generation.
-        wishes: the requested size of the run.
-        aside: nodes that are excluded after too many failures.
-        unfit: reasons why a node cannot run ranks, by node id.
-    """
+    """Gives each of these nodes ranks, or makes it a spare, as excluded and unfit nodes are."""
     usable = [card for card in here if card.node_id not in aside and card.node_id not in unfit]
     num_members = min(wishes.max_nodes, len(usable))
     if num_members < wishes.min_nodes:
@@ -174,11 +162,7 @@ class Admission:
         return self._told
 
     def unfit(self, aside: Collection[str]) -> dict[str, str]:
-        """Reasons why nodes that are not excluded must not run ranks, by node id.
-
-        Args:
-            aside: nodes that are excluded now.
-        """
+        """Reasons why nodes that are not excluded must not run ranks, by node id."""
         found: dict[str, str] = {}
         for peer in self._peers:
             node_id, fitness = peer.card.node_id, peer.fitness

@@ -86,15 +86,7 @@ class VoterReconfiguration:
         *,
         now_s: float,
     ) -> list[Command]:
-        """Gives votes to spares that have joined, unless they are about to run ranks.
-
-        Args:
-            plan: the active plan.
-            peers: the known agents.
-            oversight: of its ranks.
-            is_leaving: a node is draining.
-            now_s: the time.
-        """
+        """Gives votes to spares that have joined, unless they are about to run ranks."""
         is_full = len(plan.members) >= self._settings.wishes.max_nodes
         if not oversight.is_steady or not (is_full or is_leaving):
             return []
@@ -126,14 +118,7 @@ class VoterReconfiguration:
     def accepted(
         self, card: NodeCard, body: Accepted, plan: GenerationPlan, peers: FailureDetector
     ) -> GenerationPlan | None:
-        """The plan that is chosen by this acceptance, if any.
-
-        Args:
-            card: of the agent that accepts.
-            body: the acceptance.
-            plan: the active plan.
-            peers: the known agents. A successor proves that an incarnation can vote no more.
-        """
+        """The plan that is chosen by this acceptance, if any."""
         wanted = self.wanted
         if wanted is None or (body.generation, body.roster) != wanted.edition:
             return None

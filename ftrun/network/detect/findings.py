@@ -1,13 +1,8 @@
 """Finds faults of the paths between nodes, and localizes them.
 
-Runs in:  the agent that leads. Pure.
-Takes in: the rails of each node; measurements of probes; the leaf switches, if they are known.
-Gives:    `NetworkFindings`: rates and round trips, and what is dead, slow or mismatched, each with
-          its location: one path, one node's interface, or a whole rail.
-
 Rule 1: a path is slow relative to the usual rate of its own kind (see localization.py): a narrow
         uplink is no node's fault.
-Rule 2: a location is named once, for all the paths that it explains (see culprits.py).
+Rule 2: a location is named once, for all the paths that it explains (see localization.py).
 Rule 3: an interface's speed by its driver is a finding of its own. If the rates agree, they are
         reported with it.
 Rule 4: a long round trip is reported as such, in milliseconds, and changes no rate and no choice.

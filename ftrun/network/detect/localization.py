@@ -145,15 +145,11 @@ class _Usual:
 def slowest_medians(
     rates: Mapping[NetworkPath, float], members: Collection[str]
 ) -> dict[str, float]:
-    """The rate of each rail at its slowest side, in bytes per second.
+    """The rate of each rail at its slowest side, in bytes per second, on paths between members.
 
     A side is what a node sends or what it receives, and counts by the median of its paths. If each
     side has one path, as between two nodes, the median of all paths counts: one short probe proves
     nothing.
-
-    Args:
-        rates: of paths, in bytes per second.
-        members: nodes; paths of others do not count.
     """
     sides: dict[str, dict[tuple[str, str], list[float]]] = {}
     for road, rate in rates.items():
@@ -214,12 +210,7 @@ def by_side(roads: Iterable[NetworkPath]) -> dict[Side, list[NetworkPath]]:
 def blame_dead(
     roads: Collection[NetworkPath], dead: Collection[NetworkPath]
 ) -> list[FaultLocation]:
-    """The locations that explain the dead paths of one rail.
-
-    Args:
-        roads: all that were probed on it, in order.
-        dead: the dead ones of them.
-    """
+    """The locations that explain the dead paths among all probed paths of one rail."""
     dead = set(dead)
     if len(dead) == len(roads) > 1:
         return [FaultLocation()]

@@ -1,9 +1,5 @@
 """The schedule of probes: rounds in which no node takes part in two probes.
 
-Runs in:  the agent that leads. Pure; the same rounds for the same nodes.
-Takes in: the nodes, the rails of each, and how many rounds there may be.
-Gives:    a `ProbeSchedule`: rounds of paths, and the fraction of all paths that they cover.
-
 Few nodes are probed completely, as in a tournament: n - 1 pairings of n nodes (n if n is odd), each
 once per rail and direction, so 8 nodes with 2 rails take 7 x 2 x 2 = 28 rounds. In a round, a node
 either sends or receives, and over one rail. Two probes would share its memory, its processor, and

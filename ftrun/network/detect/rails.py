@@ -1,7 +1,5 @@
 """Matches interfaces of nodes to the rails of the run; names them to collective libraries.
 
-Runs in:  every agent. Pure; every agent computes the same result for the same cards.
-
 Rule 1: interfaces in one network (address and prefix) are one rail, whatever their names. The rail
         gets the name that most nodes use for it. A node with two interfaces in one network keeps
         them apart by their names.
@@ -26,11 +24,9 @@ RunRails = dict[str, dict[str, Rail]]
 
 
 def match_rails(rails: Mapping[str, Sequence[Rail]]) -> RunRails:
-    """The rails of the run, in the order in which nodes have them.
+    """The rails of the run, in the order in which nodes have them; a node uses no name twice.
 
-    Args:
-        rails: of each node, starting with the rail of the card's address. A node uses no name
-            twice.
+    The first rail of each node is that of its card's address.
     """
     names = _Names(rails)
     matched: RunRails = {name: {} for name in names.ordered}
@@ -115,13 +111,7 @@ VARIABLES = (GLOO, NCCL, HCA)
 def env_for(
     plan: NetworkPlan, rails_of_node: Mapping[str, Rail], user_env: Mapping[str, str]
 ) -> dict[str, str]:
-    """Variables for the ranks of one node.
-
-    Args:
-        plan: of the generation.
-        rails_of_node: this node's interfaces, by the run's name of each rail.
-        user_env: the environment of the ranks without a plan.
-    """
+    """Variables for the ranks of one node; `user_env` is their environment without a plan."""
     mine = [rails_of_node[name] for name in plan.rails if name in rails_of_node]
     if not mine or len(mine) < len(plan.rails):
         return {}
@@ -135,10 +125,7 @@ def env_for(
 def rails_named(name: str, value: str, rails: RunRails) -> set[str]:
     """The rails of the run that such a variable names, on any node.
 
-    Args:
-        name: of the variable; other variables name no rail.
-        value: as the user has set it: `eth0,eth1`, `=eth0`, `^eth1`, `mlx5_0:1`.
-        rails: of the run.
+    Its value is `eth0,eth1`, `=eth0`, `^eth1` or `mlx5_0:1`; other variables name no rail.
     """
     if name not in VARIABLES:
         return set()

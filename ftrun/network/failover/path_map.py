@@ -1,9 +1,5 @@
 """The leader's map of the paths between nodes: rails, measurements, findings.
 
-Runs in:  the agent that leads. Pure.
-Takes in: the nodes' cards, surveys that have ended.
-Gives:    findings and leaf switches, inputs for a network plan, `JournalEntry`s of new findings, a
-          part of the status document.
 Survives: nothing. The next leader probes when it has a reason to (path_monitor.py).
 
 Rule 1: the newest probe of a path counts, but a probe without a rate keeps the measured rate.
@@ -83,13 +79,7 @@ class PathMap:
     def keep(
         self, survey: ProbeSurvey, previous: NetworkPlan | None, *, now_s: float
     ) -> list[JournalEntry]:
-        """Records a survey that has ended; returns journal entries for what is new.
-
-        Args:
-            survey: the ended one.
-            previous: the network plan of the generation before.
-            now_s: the time.
-        """
+        """Records a survey that has ended; returns journal entries for what is new."""
         assert survey.ended_s is not None
         given_up = survey.given_up
         dead = (self.dead - survey.reached) | given_up

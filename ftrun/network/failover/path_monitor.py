@@ -156,13 +156,7 @@ class PathMonitor:
     def hold_up(
         self, cards: Sequence[NodeCard], previous: GenerationPlan | None, *, now_s: float
     ) -> list[Command] | None:
-        """Probe requests that must be answered before a plan is made; None: nothing is awaited.
-
-        Args:
-            cards: of all nodes that have promised.
-            previous: the newest generation.
-            now_s: the time.
-        """
+        """Probe requests that must be answered before a plan is made; None: nothing is awaited."""
         if previous is not None:
             self._survey = None  # it belongs to a generation that is over
         if previous is not None or not self.is_on or self._is_off(cards):
@@ -218,9 +212,7 @@ class PathMonitor:
         return self._told(sender, body, now_s)
 
     @_guarded(list)
-    def _told(
-        self, sender: str, body: ProbePathResult | RailSilent, now_s: float
-    ) -> list[Command]:
+    def _told(self, sender: str, body: ProbePathResult | RailSilent, now_s: float) -> list[Command]:
         if isinstance(body, RailSilent):
             self._silent[(body.source, body.rail)] = (now_s, sender)
             return []

@@ -197,12 +197,7 @@ class NodeOrder:
 
 
 def order_nodes(nodes: Sequence[str], network: NetworkModel) -> NodeOrder:
-    """The order with the least cost that was found; the given one if none is better.
-
-    Args:
-        nodes: in the order they would have: by their names, or as in the generation before.
-        network: the switches and rates.
-    """
+    """The order with the least cost that was found; the given one if none is better."""
     naive = cost_of(nodes, network)
     kinds = _kinds(nodes, network)
     if _num_rows(kinds) <= min(MOST_TRIED, MOST_WORK // max(1, len(nodes))):

@@ -1,9 +1,5 @@
 """The network plan: which rails and node order a generation uses, and why.
 
-Runs in:  the agent that leads. Pure; the same plan for the same situation.
-Takes in: a `PlanningInputs`: nodes, their rails, measurements, leaf switches, the user's settings.
-Gives:    a `NetworkPlan`, with a sentence for each choice.
-
 A plan changes nothing by itself: with `--network-plan report` it is only shown.
 """
 
@@ -51,12 +47,7 @@ class PlanningInputs:
 def plan_roads(
     situation: PlanningInputs, surveyed: tuple[NetworkFindings, LeafSwitches] | None = None
 ) -> NetworkPlan:
-    """The network plan for one generation.
-
-    Args:
-        situation: its inputs.
-        surveyed: the result of `survey_of` for the same inputs; None: it is computed.
-    """
+    """The network plan for one generation; `surveyed` is the result of `survey_of`, if known."""
     nodes = situation.nodes
     findings, leaves = surveyed or survey_of(situation)
     if len(nodes) < 2:

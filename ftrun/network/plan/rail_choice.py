@@ -64,13 +64,7 @@ class SnapshotRail:
 def choose_rails(
     nodes: Sequence[str], findings: NetworkFindings, suspects: Mapping[str, str]
 ) -> RailChoice:
-    """The rails for training.
-
-    Args:
-        nodes: members, at least two.
-        findings: of the last survey.
-        suspects: rails that were found slow in the run, each with the reason.
-    """
+    """The rails for training; `suspects` were found slow in the run, each with the reason."""
     wrong = {rail: _wrong(rail, nodes, findings, suspects) for rail in findings.rails}
     whole = [rail for rail, why in wrong.items() if not why]
     if not findings.rates and not findings.dead:
@@ -105,12 +99,8 @@ def choose_snapshot_way(
 ) -> SnapshotRail:
     """The rail for snapshots.
 
-    Args:
-        choice: of rails for training.
-        findings: of the last survey.
-        nodes: members.
-        wish: the rail that the user requests; empty: none.
-        busy: rails that the user's own variables give to training.
+    `wish` is the rail that the user requests, `busy` those that the user's own variables give to
+    training.
     """
     used = {*choice.rails, *busy}
     note = ""
@@ -236,14 +226,7 @@ _NO_RAIL = "No rail connects all nodes: the libraries choose interfaces by thems
 def keep_rails(
     before: NetworkPlan, nodes: Sequence[str], rails: RunRails, dead: Mapping[str, str]
 ) -> NetworkPlan:
-    """The network plan for the next generation of these nodes.
-
-    Args:
-        before: the current plan.
-        nodes: members, in the order of their ranks.
-        rails: of the run.
-        dead: its rails with a dead path, each with the reason.
-    """
+    """The network plan for the next generation of these nodes, without its dead rails."""
     whole = [name for name, on in rails.items() if name not in dead and on.keys() >= {*nodes}]
     kept = [name for name in before.rails if name in whole] or whole[:1] or before.rails
     if kept == before.rails:

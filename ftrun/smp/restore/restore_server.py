@@ -137,7 +137,7 @@ class RestoreServer:
         return [found]
 
     def head(self, ask: t.GetShardHeader) -> Sequence[Bytes]:
-        """Return header and digest table of a slot, see wire/shard_heads.py.
+        """Return header and digest table of a slot, see snapshot/shard_header.py.
 
         Raises:
             LayoutUnknown: this node has no slot of this rank.

@@ -1,7 +1,4 @@
-"""Envelope of frames between agents, and messages other than ballots and heartbeats.
-
-Runs in:  every agent. Pure.
-"""
+"""Envelope of frames between agents, and messages other than ballots and heartbeats."""
 
 import msgspec
 

@@ -1,7 +1,4 @@
-"""Messages between an agent and its SMP: generations, commits, restore points, handover.
-
-Runs in:  agent and SMP. Pure.
-"""
+"""Messages between an agent and its SMP: generations, commits, restore points, handover."""
 
 import msgspec
 

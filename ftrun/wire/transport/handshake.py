@@ -235,9 +235,7 @@ class _Talk:
     def refuse(self, why: str, *, told: str) -> HandshakeRefused:
         """Send a reason to the other side if possible, and return the error to raise here.
 
-        Args:
-            why: the reason from this side's point of view.
-            told: the reason from the other side's point of view.
+        `why` is worded for this side, `told` for the other one.
         """
         body = told[:MAX_REASON_CHARACTERS].encode()
         try:
