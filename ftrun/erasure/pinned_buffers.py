@@ -79,7 +79,7 @@ class PinnedBuffers:
     ) -> None:
         """Pins and checks the blocks; if a check fails, nothing stays pinned.
 
-        Sources that `may_be_shorter` may be shorter than the targets.
+        With `may_be_shorter`, sources may be shorter than the targets.
         """
         self._held: list[_PyBuffer] = []
         self._may_be_shorter = may_be_shorter
