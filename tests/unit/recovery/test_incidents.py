@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from unit.recovery.test_hang_watch import hang
+from unit.recovery.test_suspicions import hang
 
 from ftrun.events import ExitKind, Progress, WorkerExit
 from ftrun.ids import Rank, Step

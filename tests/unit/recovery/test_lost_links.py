@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import msgspec
 import pytest
-from unit.monitor.test_hangs import behind, waiting
-from unit.recovery.test_watching import beat
+from unit.monitor.test_hang_detector import behind, waiting
+from unit.recovery.test_health import beat
 
 from ftrun.monitor.verdicts import RankView, VerdictKind
 from ftrun.monitor.wait_graph import HangSettings

@@ -30,7 +30,7 @@ from ftrun.recovery.settings import ClusterSize
 from ftrun.wire.cluster.membership import Accepted, Heartbeat, Join, LeaderInfo
 from ftrun.wire.cluster.messages import AnyClusterMessage, JournalLines
 from ftrun.wire.messages.smp import Inventory
-from tests.unit.recovery.agents import Agents
+from tests.unit.membership.agents import Agents
 from tests.unit.recovery.made import card, offer, part, promise, settings
 
 

@@ -20,9 +20,9 @@ from ftrun.recovery.settings import ClusterSize
 from ftrun.wire.cluster.generation import VersionPair
 from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 from ftrun.wire.messages.smp import Inventory
-from tests.unit.recovery.agents import STEP_S, Agent, Agents
+from tests.unit.membership.agents import STEP_S, Agent, Agents
+from tests.unit.membership.leader.test_leader import begun, exited, hold, notes, with_spares, works
 from tests.unit.recovery.made import settings
-from tests.unit.recovery.test_lead import begun, exited, hold, notes, with_spares, works
 
 TERMINATED = 143
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 from unit.monitor.ranks import view
-from unit.monitor.test_hangs import behind, group, waiting
-from unit.recovery.test_hang_watch import hang
+from unit.monitor.test_hang_detector import behind, group, waiting
+from unit.recovery.test_suspicions import hang
 
 from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Rank

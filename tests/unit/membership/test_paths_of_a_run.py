@@ -12,7 +12,7 @@ from ftrun.recovery.settings import ClusterSize, NetworkSettings
 from ftrun.wire.cluster.generation import GenerationPlan, PathMeasurement, Rail
 from ftrun.wire.cluster.membership import Heartbeat
 from ftrun.wire.cluster.messages import ProbePathResult, RailSilent
-from tests.unit.recovery.agents import Agent, Agents
+from tests.unit.membership.agents import Agent, Agents
 from tests.unit.recovery.made import POLICY, card, settings
 
 

@@ -14,7 +14,7 @@ from ftrun.recovery.commands import (
 )
 from ftrun.recovery.settings import ClusterSize
 from ftrun.wire.cluster.membership import Heartbeat
-from tests.unit.recovery.agents import Agents
+from tests.unit.membership.agents import Agents
 from tests.unit.recovery.made import card, plan, settings
 
 WISHES = {

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrun.monitor.slow.samples import CONTRADICTIONS, ClockOffset
+from ftrun.monitor.slow.samples import CONTRADICTIONS, KEPT_CALLS, RUN, ClockOffset, thinned
 
 MS = 1_000_000
 
@@ -100,3 +100,15 @@ def test_what_cannot_be_is_left_out(times: tuple[int, int, int, int]) -> None:
     clock = ClockOffset()
     clock.add(*times)
     assert not clock.is_known
+
+
+def test_thinned_samples_agree_on_what_is_left() -> None:
+    one = thinned([("0", seq, 0.0) for seq in range(1, 200)] + [("1", 5, 0.0)])
+    other = thinned([("0", seq, 0.0) for seq in range(7, 190)])
+    assert len([entry for entry in one if entry[0] == "0"]) <= KEPT_CALLS + RUN
+    common = {entry[1] for entry in one} & {entry[1] for entry in other}
+    assert len(common) >= KEPT_CALLS // 3
+    assert ("1", 5, 0.0) in one
+    steps = {entry[1] // 2 for entry in one if entry[0] == "0"}
+    whole = [step for step in steps if {2 * step, 2 * step + 1} <= {entry[1] for entry in one}]
+    assert len(whole) >= len(steps) - 8, "both collectives of a step are kept"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 from unit.monitor.ranks import view
-from unit.monitor.test_hangs import behind, waiting
+from unit.monitor.test_hang_detector import behind, waiting
 
 from ftrun.monitor.verdicts import Confidence, RankView, VerdictKind
 from ftrun.monitor.wait_graph import HangSettings

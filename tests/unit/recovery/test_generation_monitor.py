@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from unit.recovery.test_hang_watch import hang
+from unit.recovery.test_suspicions import hang
 
 from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Rank

@@ -1,9 +1,5 @@
-"""Ranks that leave out a collective in silence; ranks that grow; samples small enough to send."""
+"""Ranks that leave out a collective in silence."""
 
-import pytest
-
-from ftrun.monitor.slow.memory_trend import MemoryTrend
-from ftrun.monitor.slow.samples import KEPT_CALLS, RUN, NodeSample, RankSample, thinned
 from ftrun.monitor.slow.skipped_collectives import KEPT, CollectiveCounts
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 
@@ -71,49 +67,3 @@ def test_a_rank_that_has_not_told_yet_is_waited_for() -> None:
 
 def test_one_rank_has_nobody_to_differ_from() -> None:
     assert counted(CollectiveCounts(), 8, [8]) is None
-
-
-def sample(at_s: float, held: list[int], left: int) -> NodeSample:
-    ranks = tuple(RankSample(r, 1, (), resident_bytes=b) for r, b in enumerate(held))
-    return NodeSample(int(at_s), at_s, 1.0, ranks, (), left)
-
-
-def test_memory_that_runs_out_is_told_in_time() -> None:
-    made = MemoryTrend()
-    found = []
-    for second in range(0, 200, 5):
-        held = [1 << 30, (1 << 30) + second * (10 << 20)]
-        left = (6 << 30) - second * (10 << 20)
-        one = made.look([("a", sample(second, held, left))])
-        found += [one] if one is not None else []
-    assert len(found) == 1
-    assert (found[0].culprits, found[0].nodes) == ((1,), ("a",))
-    assert "rank 1 on a grows by 629 MB a minute" in found[0].text
-
-
-@pytest.mark.parametrize(
-    ("rate", "left"), [(0, 1 << 30), (10 << 20, 0), (10 << 20, 1 << 40), (1 << 18, 1 << 30)]
-)
-def test_memory_that_suffices(rate: int, left: int) -> None:
-    made = MemoryTrend()
-    for second in range(0, 200, 5):
-        assert made.look([("a", sample(second, [(1 << 30) + second * rate], left))]) is None
-
-
-def test_one_large_allocation_is_no_trend() -> None:
-    made = MemoryTrend()
-    for second in range(0, 200, 5):
-        held = (1 << 30) if second < 100 else (5 << 30)
-        assert made.look([("a", sample(second, [held], 1 << 30))]) is None
-
-
-def test_thinned_samples_agree_on_what_is_left() -> None:
-    one = thinned([("0", seq, 0.0) for seq in range(1, 200)] + [("1", 5, 0.0)])
-    other = thinned([("0", seq, 0.0) for seq in range(7, 190)])
-    assert len([entry for entry in one if entry[0] == "0"]) <= KEPT_CALLS + RUN
-    common = {entry[1] for entry in one} & {entry[1] for entry in other}
-    assert len(common) >= KEPT_CALLS // 3
-    assert ("1", 5, 0.0) in one
-    steps = {entry[1] // 2 for entry in one if entry[0] == "0"}
-    whole = [step for step in steps if {2 * step, 2 * step + 1} <= {entry[1] for entry in one}]
-    assert len(whole) >= len(steps) - 8, "both collectives of a step are kept"

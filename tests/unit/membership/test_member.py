@@ -37,7 +37,7 @@ from ftrun.wire.cluster.membership import (
     PrepareRejected,
 )
 from ftrun.wire.cluster.messages import ProbeLinkResult
-from tests.unit.recovery.agents import STEP_S, Agents
+from tests.unit.membership.agents import STEP_S, Agents
 from tests.unit.recovery.made import card, settings
 
 SETTINGS = settings(
