@@ -151,24 +151,6 @@ def check_body(key: bytes, prefix: Bytes, body: Bytes) -> None:
         raise ProtocolError("a frame does not carry the code of this session: it is not genuine")
 
 
-def open_header(
-    key: bytes, sequence: int, data: bytes, *, limit_bytes: int = MAX_HEADER_BYTES
-) -> bytes:
-    """Verify a complete sealed header, and return its body.
-
-    Raises:
-        ProtocolError: it is truncated, damaged, repeated, or of another session.
-    """
-    if len(data) < PREFIX_BYTES:
-        raise ProtocolError(f"a header has {PREFIX_BYTES} bytes at least, and here are {len(data)}")
-    length = body_length(data, sequence, limit_bytes=limit_bytes)
-    body = data[PREFIX_BYTES:]
-    if len(body) != length:
-        raise ProtocolError(f"a header announces {length} bytes, and {len(body)} are there")
-    check_body(key, data, body)
-    return body
-
-
 def _code(key: bytes, start: Bytes, body: Bytes) -> bytes:
     code = blake2b(start, digest_size=_CODE_BYTES, key=key)
     code.update(body)
