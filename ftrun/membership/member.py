@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import assert_never
 
+import msgspec
+
 from ftrun.errors import ExitCode
 from ftrun.membership.discovery import LeaderDiscovery, MemberRole
 from ftrun.membership.events import (
@@ -45,7 +47,7 @@ from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster import membership as say
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
-from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat, with_state
+from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 from ftrun.wire.cluster.messages import (
     AnyClusterMessage,
     ProbeLinkResult,
@@ -307,7 +309,7 @@ class Member:
         orders = self.follower.obey(sender, body, now_s=now_s)
         if self.follower.is_ended:
             # The leader waits for this acknowledgement before it ends itself.
-            found.append(Send(sender, with_state(self._beat(), "ended")))
+            found.append(Send(sender, msgspec.structs.replace(self._beat(), state="ended")))
         return found + orders
 
     def _asked_to_join(self, sender: str, body: say.Join, now_s: float) -> list[Command]:

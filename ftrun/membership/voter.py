@@ -57,7 +57,6 @@ from ftrun.wire.cluster.membership import (
     Prepare,
     PrepareRejected,
     Promise,
-    beat,
 )
 
 _LEFT_CODE = 128 + 15
@@ -174,7 +173,8 @@ class Voter:
                 assert_never(event)
 
     def beat(self, here: Heartbeat, number: int, *, now_s: float) -> Heartbeat:
-        return beat(
+        """The executor's heartbeat with the fields of this agent's membership."""
+        return msgspec.structs.replace(
             here,
             heard_s=self.heard_s,
             sent_s=now_s,

@@ -158,7 +158,7 @@ class HealthMonitor:
             for beat in reports.current
             for one in beat.ranks
         ]
-        verdict = self._numbers.look(ranks, node_of(plan), now_s=now_s)
+        verdict = self._numbers.look(ranks, plan.node_of, now_s=now_s)
         if verdict is None:
             return []
         if self._bad_numbers == "report" or not verdict.acts_at_once:
@@ -183,7 +183,7 @@ class HealthMonitor:
         if told is None or self._has_told_of_replicas:
             return
         self._has_told_of_replicas = True
-        ranks, places = told.differing_ranks, node_of(plan)
+        ranks, places = told.differing_ranks, plan.node_of
         nodes = tuple(sorted({places[rank] for rank in ranks if rank in places}))
         is_vote = 0 < len(ranks) < plan.world_size / 2
         who = f"{ranks_in_words(ranks)} on {', '.join(nodes)}"
@@ -226,7 +226,7 @@ class HealthMonitor:
         `ended` are all exits of this generation.
         """
         views = {view.rank: view for beat in reports.current for view in beat.views}
-        hidden = hidden_cause(ended, views, node_of(plan))
+        hidden = hidden_cause(ended, views, plan.node_of)
         if hidden is None:
             return tuple(waiting)
         cause, verdict = hidden
@@ -247,10 +247,6 @@ class HealthMonitor:
             cause = first_cause(failed)
             nodes = [node.node_id for node in plan.members if cause.rank in node.ranks]
             self.incidents.failed(cause, nodes, reports.progress, now_s=now_s)
-
-
-def node_of(plan: GenerationPlan) -> dict[int, str]:
-    return {rank: node.node_id for node in plan.members for rank in node.ranks}
 
 
 def _with_troubles(verdict: Verdict, reports: MemberReports) -> Verdict:

@@ -96,7 +96,6 @@ class HangSuspicions:
         own = [(node, beats[node.node_id]) for node in plan.members if node.node_id in beats]
         current = [(node, beat) for node, beat in own if beat.generation == plan.generation]
         views = {view.rank: view for _, beat in current for view in beat.views}
-        node_of = {rank: node.node_id for node in plan.members for rank in node.ranks}
         deadlines = HangDeadlines.of(
             max((beat.p99_s for _, beat in current), default=0.0), self._settings
         )
@@ -105,7 +104,7 @@ class HangSuspicions:
         if silent_s < deadlines.suspect_s:
             self._forget()
             return None
-        verdict = find_hang(views, node_of, self._settings, limit_s=deadlines.look_s)
+        verdict = find_hang(views, plan.node_of, self._settings, limit_s=deadlines.look_s)
         lost = lost_links(beats, plan, cut)
         has_leave = verdict is not None and verdict.has_leave
         if lost is not None and not has_leave:
@@ -248,17 +247,12 @@ class SlowSuspicions:
         if not new:
             return []
         self._seen |= {node_id: sample.number for node_id, sample in new.items()}
-        node_of = {rank: node.node_id for node in plan.members for rank in node.ranks}
-        return self._judge(new, plan, node_of, me, now_s)
+        return self._judge(new, plan, me, now_s)
 
     def _judge(
-        self,
-        new: Mapping[str, NodeSample],
-        plan: GenerationPlan,
-        node_of: Mapping[int, str],
-        me: str,
-        now_s: float,
+        self, new: Mapping[str, NodeSample], plan: GenerationPlan, me: str, now_s: float
     ) -> list[Verdict]:
+        node_of = plan.node_of
         for sample in new.values():
             for rank in sample.ranks:
                 self._groups |= decode_groups(rank.groups)

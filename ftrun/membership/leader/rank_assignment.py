@@ -101,9 +101,10 @@ def assign(
 
 
 def first_order(cards: Sequence[NodeCard]) -> list[NodeCard]:
-    """Sorts the nodes of a first generation by the node rank that the user gave, if any; then the
-    node of the endpoint, then by name, with numbers in names compared as numbers.
-    """  # noqa: D205 - one sentence
+    """The order of a first generation: the user's node ranks, the endpoint's node, then by name.
+
+    Numbers in names are compared as numbers.
+    """
     return sorted(
         cards,
         key=lambda card: (

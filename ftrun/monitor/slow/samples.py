@@ -135,10 +135,6 @@ class ClockOffset:
             raise ValueError("no heartbeat has been answered yet: the offset is not known")
         return best.offset_s, best.error_s
 
-    def to_ours_s(self, theirs_s: float, now_s: float) -> float:
-        """Convert a time of the other node to this node's clock. Raises as `at`."""
-        return theirs_s - self.at(now_s)[0]
-
     def _best(self, now_s: float) -> _Exchange | None:
         """The exchange with the smallest error now; errors grow with age, as clocks drift."""
         best: _Exchange | None = None

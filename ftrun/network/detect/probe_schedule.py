@@ -54,10 +54,6 @@ class ProbeSchedule:
     words: str
     """The numbers, in a sentence."""
 
-    def round_s(self, within_s: float) -> float:
-        """Time limit of one round for all rounds to end in `within_s`."""
-        return within_s / max(1, len(self.rounds))
-
 
 def schedule(
     nodes: Sequence[str],

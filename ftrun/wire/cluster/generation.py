@@ -255,6 +255,11 @@ class GenerationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(node.card.num_ranks for node in self.members)
 
     @property
+    def node_of(self) -> dict[int, str]:
+        """Node id of each rank."""
+        return {rank: node.node_id for node in self.members for rank in node.ranks}
+
+    @property
     def is_alone(self) -> bool:
         return len(self.members) + len(self.spares) == 1
 

@@ -232,15 +232,6 @@ class Heartbeat(Message, frozen=True, tag="Beat"):
     restart: RestartTimes | None = None
 
 
-def beat(here: Heartbeat, **added: object) -> Heartbeat:
-    """Complete an executor's heartbeat with the fields of its membership."""
-    return msgspec.structs.replace(here, **added)
-
-
-def with_state(beat: Heartbeat, state: str) -> Heartbeat:
-    return msgspec.structs.replace(beat, state=state)
-
-
 class LeaderHeartbeat(Message, frozen=True, tag="LeadBeat"):
     """Leader -> all nodes: state of the run, and orders for this generation."""
 
