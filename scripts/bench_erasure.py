@@ -47,7 +47,6 @@ from ftrun.erasure.stripes import BLOCK_BYTES
 from ftrun.ids import Version, version
 from ftrun.snapshot.layout import CopyTiming, Layout, LayoutEntry, make_layout
 from ftrun.wire.messages import envelope as messages
-from ftrun.wire.messages import protected
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
 from ftrun.wire.shared_memory.arena import Arena, SlotHeader, SlotState, table_digest
@@ -100,9 +99,9 @@ class SmpNode:
     told: list[messages.AnyMessage] = field(default_factory=list)
 
     @property
-    def place(self) -> protected.NodeAddress:
+    def place(self) -> smp_messages.NodeAddress:
         host = self.cluster.address(self.rank)
-        return protected.NodeAddress(f"node{self.rank}", 1, host, self.port, [self.rank])
+        return smp_messages.NodeAddress(f"node{self.rank}", 1, host, self.port, [self.rank])
 
     def start(self) -> None:
         self.starts += 1
@@ -270,7 +269,7 @@ class Group:
                 parity=self.parity,
                 restored=(restored.generation, restored.step) if restored else None,
                 protected_in=self.generation - 1 if restored else -1,
-                restore_from=[protected.PreviousGroup(old, self.parity, self.generation - 1)]
+                restore_from=[smp_messages.PreviousGroup(old, self.parity, self.generation - 1)]
                 if node is lost
                 else [],
             )
@@ -308,8 +307,8 @@ class Group:
         return time.monotonic() - began_s
 
 
-def gone(place: protected.NodeAddress) -> protected.NodeAddress:
-    return protected.NodeAddress(place.node_id, place.incarnation, place.host, 0, place.ranks)
+def gone(place: smp_messages.NodeAddress) -> smp_messages.NodeAddress:
+    return smp_messages.NodeAddress(place.node_id, place.incarnation, place.host, 0, place.ranks)
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ import msgspec
 from ftrun.network.detect.findings import judge
 from ftrun.network.detect.leaves import LeafSwitches
 from ftrun.network.plan.planner import PlanningInputs, plan_roads
-from ftrun.wire.cluster.rails import PathMeasurement, Rail
+from ftrun.wire.cluster.generation import PathMeasurement, Rail
 
 GBIT = 1e9 / 8
 

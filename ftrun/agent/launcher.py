@@ -41,7 +41,7 @@ from ftrun.agent.snapshots.stub_link import StubClient
 from ftrun.config import RunSpec
 from ftrun.errors import PeerError, UsageError
 from ftrun.journal import Journal
-from ftrun.monitor.deadlines import HangSettings
+from ftrun.monitor.wait_graph import HangSettings
 from ftrun.recovery.commands import EndRun
 from ftrun.recovery.supervisor import Policy
 from ftrun.urls import without_password

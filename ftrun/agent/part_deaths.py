@@ -15,7 +15,7 @@ from ftrun.agent.launch.process import ChildProcess
 from ftrun.errors import PeerError
 from ftrun.monitor.worker_exits import end_in_words
 from ftrun.recovery import commands
-from ftrun.recovery.own_parts import ComponentRestarts
+from ftrun.recovery.supervisor import ComponentRestarts
 
 if TYPE_CHECKING:
     from ftrun.agent.loop import RunLoop

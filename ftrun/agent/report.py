@@ -13,7 +13,7 @@ from ftrun.agent.launch.process import oom_kills
 from ftrun.agent.observe.devices import RecentDeviceErrors
 from ftrun.membership.events import NodeReported
 from ftrun.wire.cluster.generation import VersionPair
-from ftrun.wire.cluster.heartbeats import Heartbeat
+from ftrun.wire.cluster.membership import Heartbeat
 
 if TYPE_CHECKING:
     from ftrun.agent.loop import RunLoop

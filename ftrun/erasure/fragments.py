@@ -1,9 +1,5 @@
 """The header of a block that is sent or stored, and the check that a block is the requested one.
 
-Runs in:  the SMP, on any of its threads. Pure.
-Takes in: blocks, and their headers as bytes.
-Gives:    a header of 80 bytes for each block; a `FragmentRefused` with the reason for any block
-          that is not exactly the requested one.
 Source:   the erasure code library detects neither flipped bits nor duplicates nor a mix of blocks
           of two versions, with or without its own checksums (tried, 2026-11). Each fragment
           therefore states what it belongs to and what its bytes are.

@@ -1,10 +1,5 @@
 """Divides the nodes of a generation into groups that protect each other.
 
-Runs in:  the agent that is the leader. Pure; the result is equal on every agent.
-Takes in: the nodes of a generation in order of their ranks, and their fault domains: a rack, a
-          power supply, a switch.
-Gives:    `ProtectionGroup`s: every node is in one, at a fixed position.
-
 Everything that protects a node's state is within its group. A lost node is therefore rebuilt from
 its group alone, and a group survives the loss of any m of its nodes. In small groups a rebuild is
 cheap (k blocks are read for each lost one), and few nodes depend on each other. Beyond four data
@@ -56,10 +51,6 @@ class ProtectionGroup:
         words = [str(self.parity), *self.nodes]
         return xxhash.xxh3_64_intdigest("".join(f"{len(word)}:{word}" for word in words).encode())
 
-    def survives_domains(self, domains: Mapping[str, str]) -> bool:
-        """Whether the group survives the loss of any one fault domain."""
-        return self.is_protected and self._worst_domain(domains)[1] <= self.parity
-
     def note(self, domains: Mapping[str, str]) -> str:
         """The loss that this group does not survive, in words; empty if it survives as intended."""
         if not self.is_protected:
@@ -67,16 +58,13 @@ class ProtectionGroup:
                 f"{_named(self.nodes)}: no protection by parity, because {len(self.nodes)} "
                 f"node(s) cannot hold data and {self.parity} parity blocks"
             )
-        domain, count = self._worst_domain(domains)
+        (domain, count), *_ = Counter(domains.get(one, one) for one in self.nodes).most_common(1)
         if count <= self.parity:
             return ""
         return (
             f"{_named(self.nodes)}: the loss of {domain} takes {count} of {len(self.nodes)} nodes, "
             f"and any {self.parity} may go"
         )
-
-    def _worst_domain(self, domains: Mapping[str, str]) -> tuple[str, int]:
-        return Counter(domains.get(node, node) for node in self.nodes).most_common(1)[0]
 
 
 def default_parity(num_nodes: int) -> int:

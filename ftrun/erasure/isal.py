@@ -1,16 +1,11 @@
 """The codec that computes in place: Intel's ISA-L, called through ctypes.
 
-Runs in:  the SMP, on any of its threads; every call releases the GIL.
-Takes in: blocks in place: mapped memory, receive buffers, arrays.
-Gives:    a `Codec` with two to ten times the throughput per CPU second of pyeclib's own encode.
-          pyeclib copies every block twice and faults in new memory each time (measured 2026-11).
-
 The library is that of pyeclib's wheel, or the system's. Finding it reads the list of the wheel's
 files and loads a library. This is the only impure operation of this folder, and it happens once,
 before any decision.
 
 Rule 1: tables that ISA-L has expanded never leave the process, because their format depends on the
-        processor. The nodes share only the matrix, which self_test.py checks.
+        processor. The nodes share only the matrix, which `self_test` checks.
 Rule 2: no address is used after the `PinnedBuffers` that it came from is released.
 """
 

@@ -1,10 +1,5 @@
 """Pins blocks and checks them before a C library may write to their addresses.
 
-Runs in:  the SMP, on any of its threads. Pure: it only inspects memory that it is given.
-Takes in: blocks that are read (sources) and blocks that are written (targets): any objects with the
-          buffer protocol, in place.
-Gives:    a `PinnedBuffers`, whose addresses are valid while its `with` block runs.
-
 A C library does not check its arguments: a length that is wrong by one corrupts the heap, and a
 read-only mapping ends the process with SIGSEGV. Everything is therefore checked here, for both
 codecs, and a wrong argument raises an InternalError.
@@ -84,10 +79,7 @@ class PinnedBuffers:
     ) -> None:
         """Pins and checks the blocks; if a check fails, nothing stays pinned.
 
-        Args:
-            sources: blocks that are read.
-            targets: blocks that are written; at least one.
-            may_be_shorter: sources may be shorter than the targets.
+        With `may_be_shorter`, sources may be shorter than the targets.
         """
         self._held: list[_PyBuffer] = []
         self._may_be_shorter = may_be_shorter

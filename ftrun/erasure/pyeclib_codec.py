@@ -1,9 +1,5 @@
 """The codec through pyeclib's public functions: the fallback for ISA-L, and its oracle in tests.
 
-Runs in:  the SMP, and tests. Holds the GIL and copies every block twice.
-Takes in: blocks with the buffer protocol, which are converted to `bytes` first.
-Gives:    a `Codec` whose parity equals that of isal.py byte for byte.
-
 pyeclib puts a header before each block, and requires it to rebuild. Here the headers are those of a
 stripe of zeros of the same length, because they hold only index and lengths.
 

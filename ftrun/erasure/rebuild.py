@@ -1,9 +1,5 @@
 """Rebuilds the lost blocks of one stripe exactly, or refuses with the reasons.
 
-Runs in:  the SMP, on any of its threads. Pure.
-Takes in: unchecked fragments of the surviving nodes, in order of arrival.
-Gives:    the wanted blocks, in place, or a `StripeLost`.
-
 Rule 1: every fragment is checked before it is decoded (fragments.py). A fragment that fails the
         check is rejected, and the next one replaces it.
 Rule 2: a rebuilt block is checked too if its digest is known. If it does not match, one of the
@@ -128,8 +124,7 @@ class StripeWork:
     def finish(self, newest: int | None) -> bool:
         """Tries to complete all wanted blocks; True if that has succeeded.
 
-        Args:
-            newest: the place that has just arrived; sets without it have been tried.
+        `newest` is the place that has just arrived; sets without it have been tried.
         """
         came = self._wanted.keys() & self._blocks.keys()
         lost = self._wanted.keys() - came

@@ -1,9 +1,5 @@
 """Maps the blocks of the nodes of a group to stripes, and stripes to the nodes with parity.
 
-Runs in:  the SMP. Pure arithmetic; every node of a group computes the same.
-Takes in: n, the number of nodes in the group, and m, the number that may be lost.
-Gives:    a `Stripes`: the mapping in both directions, for data and for parity.
-
     n = 4, m = 1    node 0   node 1   node 2   node 3
     stripe 0        parity   data 0   data 1   data 2
     stripe 1        data 2   parity   data 0   data 1

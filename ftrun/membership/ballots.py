@@ -256,3 +256,9 @@ class Ballot:
             if here is not None and here.card.incarnation != who[1]:
                 (dead if here.knows >= max(generation, 0) else gone).add(who)
         return dead, gone
+
+
+def place_of(node_id: str, plan: GenerationPlan | None) -> int:
+    """Position of a node in the succession; after all others if it has none."""
+    order = [card.node_id for card in plan.voters] if plan is not None else []
+    return order.index(node_id) if node_id in order else len(order)

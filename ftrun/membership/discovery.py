@@ -17,6 +17,8 @@ Rule 1: the first generation needs all nodes, and each must report that it has n
         It starts none if a node with a plan of a run has joined it.
 Rule 2: with a witness there is no endpoint. Nodes join the agent that holds the claim at the
         witness, for as long as that agent renews it.
+Rule 3: every agent has the same order of succession: the voters of the newest plan that it knows,
+        without those that do not answer.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,17 +26,53 @@ from enum import Enum
 
 from ftrun.membership.events import WitnessAnswered
 from ftrun.membership.fencing import SelfFencing
-from ftrun.membership.gathering import InitialQuorum
-from ftrun.membership.patience import JoinTimeout
-from ftrun.membership.succession import LeaderSuccession
+from ftrun.membership.gathering import InitialQuorum, JoinTimeout
 from ftrun.membership.voter import Voter
-from ftrun.membership.witness_votes import WitnessView
+from ftrun.membership.witness import WitnessView
 from ftrun.recovery.commands import Command, Connect, JournalEntry, Send, WitnessOperation
 from ftrun.recovery.incidents import IncidentLog
 from ftrun.recovery.settings import MembershipSettings
-from ftrun.wire.cluster.generation import NodeCard
-from ftrun.wire.cluster.heartbeats import Heartbeat
-from ftrun.wire.cluster.membership import Join, JoinPending
+from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
+from ftrun.wire.cluster.membership import Heartbeat, Join, JoinPending
+
+ASKED_AT_ONCE = 8
+"""Number of agents that a restarted agent asks for the leader."""
+
+
+class LeaderSuccession:
+    """The search for the next leader."""
+
+    def __init__(self, me: NodeCard) -> None:
+        self._me = me
+        self.lost: set[str] = set()
+        """Nodes that do not answer, or whose kernels report that no agent is running."""
+        self.refused: set[str] = set()
+        """Nodes of `lost` whose kernels refused the connection."""
+
+    def found(self) -> None:
+        self.lost.clear()
+        self.refused.clear()
+
+    def lose(self, card: NodeCard | None, *, refused: bool = False) -> None:
+        if card is not None and card.node_id != self._me.node_id:
+            self.lost.add(card.node_id)
+            if refused:
+                self.refused.add(card.node_id)
+
+    def next(self, plan: GenerationPlan | None) -> NodeCard | None:
+        order = plan.voters if plan is not None else []
+        left = (card for card in order if card.node_id not in self.lost)
+        card = next(left, None)
+        if card is not None and card.node_id == self._me.node_id:
+            return self._me
+        return card
+
+    def acquaintances(self, plan: GenerationPlan | None) -> list[NodeCard]:
+        """The agents to ask for the leader: the last known leader, then the succession."""
+        if plan is None:
+            return []
+        others = [card for card in plan.voters if card.node_id != self._me.node_id]
+        return sorted(others, key=lambda card: card.node_id != plan.lead)[:ASKED_AT_ONCE]
 
 
 class MemberRole(Enum):
@@ -68,14 +106,7 @@ class LeaderDiscovery:
     ) -> None:
         """Starts in the role that the persisted plan and the endpoint imply.
 
-        Args:
-            me: this agent.
-            settings: of the run.
-            follower: the plans and promises of this agent.
-            links: incarnations of the connected agents, by node id.
-            take_the_lead: proposes this agent, if no other agent is to lead.
-            witness: this agent's view of the witness.
-            now_s: the time.
+        `links` has the incarnations of the connected agents, by node id.
         """
         self.role = MemberRole.JOINING
         self.lead_card: NodeCard | None = None

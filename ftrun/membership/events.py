@@ -1,16 +1,14 @@
-"""Events that one agent's membership handles: from the network, its own node, and the clock.
-
-Runs in:  every agent. Pure.
-"""
+"""Events that one agent's membership handles: from the network, its own node, and the clock."""
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from ftrun.errors import ExitCode
-from ftrun.membership.witness import WitnessRegister
 from ftrun.monitor.node_fitness import NodeFitness
 from ftrun.recovery.commands import QueryWitness
-from ftrun.wire.cluster.generation import Edition, NodeCard, VersionPair
-from ftrun.wire.cluster.heartbeats import Heartbeat
+from ftrun.wire.cluster.generation import Edition, GenerationPlan, Identity, NodeCard, VersionPair
+from ftrun.wire.cluster.membership import Heartbeat
 from ftrun.wire.cluster.messages import AnyClusterMessage
 from ftrun.wire.messages.smp import Inventory
 
@@ -106,6 +104,19 @@ class RanksStuck:
 
     reason: str
     """Empty: they have ended."""
+
+
+class WitnessRegister(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the witness remembers of a run."""
+
+    life: int
+    """Incarnation: a random number drawn when the register is created."""
+    promised: int
+    """The counter of generations."""
+    proposer: Identity
+    """The proposer that has the promise of that number."""
+    plan: GenerationPlan | None = None
+    """The newest plan that was accepted, or reported as chosen."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,20 @@
-"""Whether this node's ranks must wait, because the run may continue without them.
-
-Runs in:  every agent. Pure.
-Takes in: when the leader was last received, its orders, pauses of this process.
-Gives:    the reason to suspend the ranks, in words; empty if they may run.
+"""Suspends the ranks of a node, because the run may continue without them.
 
 Rule 1: an agent that does not receive from its leader suspends its ranks before other ranks may
         have replaced them.
 Rule 2: an agent whose process was paused suspects itself, not the other agents. The time without
         a message counts from the end of the pause. Messages received then may be old, so the ranks
         wait for the answer to a question sent after the pause.
+Rule 3: only ranks of a generation that is chosen here are suspended; a ballot ends them anyway.
+Rule 4: the lease of the ranks ends before other ranks can replace them, even if this agent pauses
+        from now on. The leader counts a node as lost `deadline_s` after the newest heartbeat that
+        it has received and sent; that one is at most two heartbeat periods older than the moment
+        at which the agent pauses. With the default times a lease ends 1 s after that moment, and
+        no successor starts within 2 s.
 """
 
+from ftrun.membership.voter import Voter
+from ftrun.recovery.commands import Command, JournalEntry, ResumeRanks, SuspendRanks
 from ftrun.recovery.settings import MembershipSettings
 
 
@@ -67,3 +71,60 @@ class SelfFencing:
         if self.lead_says_hold:
             return "the lead does not hear enough nodes"
         return "the lead is not heard" if self.is_cut_off(now_s=now_s) else ""
+
+
+class RankSuspension:
+    """Whether the ranks of one node are suspended."""
+
+    def __init__(self, follower: Voter, settings: MembershipSettings) -> None:
+        self.is_on = False
+        self.lease_s: float | None = None
+        """Time until which the ranks may step; None: no ranks can replace them."""
+        self._follower = follower
+        self._settings = settings
+
+    def look(
+        self, waiting: SelfFencing, *, is_doubtful: bool | None, now_s: float
+    ) -> list[Command]:
+        """Suspends or resumes the ranks of this node, and renews their lease.
+
+        Args:
+            waiting: the reasons to wait of an agent that follows.
+            is_doubtful: whether this agent's own lease has expired; None if it does not lead.
+            now_s: the time.
+        """
+        found = self._look(waiting, is_doubtful, now_s)
+        self.lease_s = self._lease_s(waiting, is_doubtful, now_s)
+        return found
+
+    def _lease_s(
+        self, waiting: SelfFencing, is_doubtful: bool | None, now_s: float
+    ) -> float | None:
+        follower, limit_s = self._follower, self._settings.cut_off_s
+        if follower.is_in_ballot or self.is_on:
+            return 0.0
+        if follower.plan is None or follower.plan.is_alone:
+            return None
+        until_s = now_s + limit_s / 2
+        return until_s if is_doubtful is not None else min(until_s, waiting.heard_s + limit_s)
+
+    def _look(self, waiting: SelfFencing, is_doubtful: bool | None, now_s: float) -> list[Command]:
+        follower, plan = self._follower, self._follower.plan
+        if not follower.is_member or plan is None or follower.is_in_ballot:
+            return []
+        if plan.is_alone:
+            why = ""
+        elif is_doubtful is None:
+            why = waiting.why(now_s=now_s)
+        else:
+            why = "too few of the other nodes are heard" if is_doubtful else ""
+        if why and not self.is_on:
+            self.is_on = True
+            return [
+                SuspendRanks(why),
+                JournalEntry("Held", f"the ranks of this node wait: {why}", say=True),
+            ]
+        if self.is_on and not why:
+            self.is_on = False
+            return [ResumeRanks("the lead is heard again")]
+        return []

@@ -1,9 +1,4 @@
-"""Gathers the nodes of the first generation at the endpoint.
-
-Runs in:  the agent that listens at the rendezvous endpoint, or that holds the claim at the
-          witness, while it has no plan of a run. Pure.
-Takes in: nodes that join.
-Gives:    whether all nodes are present; which nodes are rejected, and why.
+"""Gathers the nodes of the first generation, and limits the wait for a run to begin.
 
 Rule 1: it waits for a leader that may look for it (see `MembershipSettings.blank_wait_s`). An
         agent that was restarted at the endpoint must find its run and not start another.
@@ -12,14 +7,19 @@ Rule 3: if the witness remembers a run, all nodes that had a vote in it must be 
         have no plan of a run: then it is over.
 """
 
-from ftrun.recovery.commands import Command, Send
+from ftrun.errors import ExitCode
+from ftrun.recovery.commands import Command, EndRun, JournalEntry, Send
 from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import NodeCard
 from ftrun.wire.cluster.membership import Join, JoinPending, JoinRejected
 
 
 class InitialQuorum:
-    """The nodes present so far, this node included."""
+    """The nodes present so far, this node included.
+
+    It is held by the agent that listens at the rendezvous endpoint, or that holds the claim at the
+    witness, while it has no plan of a run.
+    """
 
     def __init__(self, me: NodeCard, settings: MembershipSettings, *, now_s: float) -> None:
         self.cards: dict[str, NodeCard] = {me.node_id: me}
@@ -81,4 +81,59 @@ def _taken(card: NodeCard, here: NodeCard) -> str:
     return (
         f"{here.host} and {card.host} are both named {card.node_id}. Name each node differently "
         "with --node-id"
+    )
+
+
+SAY_EVERY_S = 15.0
+"""Seconds between two lines about what a start is waiting for."""
+
+
+class JoinTimeout:
+    """The wait of one agent for its run."""
+
+    def __init__(self, settings: MembershipSettings, *, now_s: float) -> None:
+        self._settings = settings
+        self._say_due_s = now_s + SAY_EVERY_S
+
+    def wait(self, waited_s: float, reach: str, *, gathers: bool, now_s: float) -> list[Command]:
+        """Reports what is waited for, or ends the run after `join_wait_s`.
+
+        `gathers`: this agent is the endpoint that the other nodes join.
+        """
+        if waited_s >= self._settings.join_wait_s:
+            code = ExitCode.NOT_ENOUGH_NODES if gathers else ExitCode.TRY_AGAIN
+            why = self._nobody_comes if gathers else self._nobody_takes_us
+            return [EndRun(code, why(waited_s, reach))]
+        if now_s < self._say_due_s or waited_s < SAY_EVERY_S:
+            return []
+        self._say_due_s = now_s + SAY_EVERY_S
+        return [JournalEntry("Waiting", f"waiting for {waited_s:.0f} s: {reach}", say=True)]
+
+    def _nobody_comes(self, waited_s: float, reach: str) -> str:
+        _, port = self._settings.endpoint
+        if self._settings.witness:
+            return _not_met(f"the run has not begun within {waited_s:.0f} s", reach)
+        return (
+            f"the run has not begun within {waited_s:.0f} s: {reach}. Check that ftrun runs on the "
+            f"others, with the same --rdzv-endpoint and --rdzv-id, and that port {port} of this "
+            "node is open to them"
+        )
+
+    def _nobody_takes_us(self, waited_s: float, reach: str) -> str:
+        endpoints = self._settings.endpoints
+        host = " or ".join(host for host, _ in endpoints)
+        port = " or ".join(dict.fromkeys(str(port) for _, port in endpoints))
+        if self._settings.witness:
+            return _not_met(f"no run has taken this node in within {waited_s:.0f} s", reach)
+        return (
+            f"no run has taken this node in within {waited_s:.0f} s: {reach}. Check that ftrun "
+            f"runs on {host}, that it was given the same --rdzv-endpoint, and that port {port} is "
+            "open between the nodes"
+        )
+
+
+def _not_met(what: str, reach: str) -> str:
+    return (
+        f"{what}: {reach}. Check that ftrun runs on the others, with the same etcd in "
+        "--rdzv-endpoint and the same --rdzv-id, and that the nodes reach one another"
     )

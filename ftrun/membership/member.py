@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import assert_never
 
+import msgspec
+
 from ftrun.errors import ExitCode
 from ftrun.membership.discovery import LeaderDiscovery, MemberRole
 from ftrun.membership.events import (
@@ -26,10 +28,10 @@ from ftrun.membership.events import (
     RunFinished,
     WitnessAnswered,
 )
-from ftrun.membership.holding import RankSuspension
+from ftrun.membership.fencing import RankSuspension
 from ftrun.membership.leader.leader import Leader
 from ftrun.membership.voter import OwnNews, Voter
-from ftrun.membership.witness_votes import WitnessView
+from ftrun.membership.witness import WitnessView
 from ftrun.recovery.commands import (
     Command,
     Connect,
@@ -45,7 +47,7 @@ from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster import membership as say
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
-from ftrun.wire.cluster.heartbeats import Heartbeat, LeaderHeartbeat, with_state
+from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 from ftrun.wire.cluster.messages import (
     AnyClusterMessage,
     ProbeLinkResult,
@@ -115,7 +117,9 @@ class Member:
         done: list[Command] = []
         self._sort(found, done, now_s)
         if not self._allegiance.is_over:
-            held = self.holding.look(self.lead, self._allegiance.waiting, now_s=now_s)
+            is_doubtful = self.lead.is_doubtful if self.lead is not None else None
+            waiting = self._allegiance.waiting
+            held = self.holding.look(waiting, is_doubtful=is_doubtful, now_s=now_s)
             self._sort(held, done, now_s)
         return done
 
@@ -305,7 +309,7 @@ class Member:
         orders = self.follower.obey(sender, body, now_s=now_s)
         if self.follower.is_ended:
             # The leader waits for this acknowledgement before it ends itself.
-            found.append(Send(sender, with_state(self._beat(), "ended")))
+            found.append(Send(sender, msgspec.structs.replace(self._beat(), state="ended")))
         return found + orders
 
     def _asked_to_join(self, sender: str, body: say.Join, now_s: float) -> list[Command]:

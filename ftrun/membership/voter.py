@@ -49,8 +49,15 @@ from ftrun.recovery.commands import (
     WriteCheckpointPart,
 )
 from ftrun.wire.cluster.generation import Edition, GenerationPlan, Identity, NodeCard, VersionPair
-from ftrun.wire.cluster.heartbeats import Heartbeat, LeaderHeartbeat, beat
-from ftrun.wire.cluster.membership import Accept, Accepted, Prepare, PrepareRejected, Promise
+from ftrun.wire.cluster.membership import (
+    Accept,
+    Accepted,
+    Heartbeat,
+    LeaderHeartbeat,
+    Prepare,
+    PrepareRejected,
+    Promise,
+)
 
 _LEFT_CODE = 128 + 15
 
@@ -166,7 +173,8 @@ class Voter:
                 assert_never(event)
 
     def beat(self, here: Heartbeat, number: int, *, now_s: float) -> Heartbeat:
-        return beat(
+        """The executor's heartbeat with the fields of this agent's membership."""
+        return msgspec.structs.replace(
             here,
             heard_s=self.heard_s,
             sent_s=now_s,
@@ -183,11 +191,7 @@ class Voter:
     ) -> list[Command]:
         """Promises the ballot, or rejects it with a reason.
 
-        Args:
-            sender: the proposer's node id.
-            body: the prepare request.
-            lead: the leader that this agent follows.
-            hears_lead: this agent receives from that leader, which is not the proposer.
+        If `hears_lead`, this agent receives from `lead`, which is not the proposer.
         """
         proposer = body.card.identity
         may = body.generation > self.generation and self.vote.may_promise(body.generation, proposer)

@@ -1,9 +1,6 @@
-"""The answers of the witness: a voter whose whole memory is one register.
+"""The witness, a voter whose whole memory is one register: its answers, and a view of it.
 
-Runs in:  every agent, in the thread that talks to the witness; the simulation too. Pure.
-Takes in: the request, the content of the register, the holder of the lease.
-Gives:    the answer, and the new content of register and lease.
-Survives: every node: the register is stored outside the run.
+Survives: every node: the register is stored outside the run. Training does not need the witness.
 
 The witness itself implements none of these rules: it only compares and swaps. An agent reads the
 register, computes its own answer here, and writes it if nothing has changed since; otherwise it
@@ -17,27 +14,17 @@ Rule 2: no promise is given while the lease of another agent is valid, as a node
         alone decides which proposer has the promise.
 Rule 3: a recreated register has another incarnation (`life`). It is then another voter, as a
         restarted agent is.
+Rule 4: a confirmation of the witness counts from the time of the request, not of the answer.
+Rule 5: it counts as unreachable from the first request that it does not answer.
 """
 
 from dataclasses import dataclass
 
 import msgspec
 
-from ftrun.recovery.commands import QueryWitness, WitnessOperation
+from ftrun.membership.events import WitnessAnswered, WitnessRegister
+from ftrun.recovery.commands import Command, JournalEntry, QueryWitness, WitnessOperation
 from ftrun.wire.cluster.generation import GenerationPlan, Identity, NodeCard
-
-
-class WitnessRegister(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the witness remembers of a run."""
-
-    life: int
-    """Incarnation: a random number drawn when the register is created."""
-    promised: int
-    """The counter of generations."""
-    proposer: Identity
-    """The proposer that has the promise of that number."""
-    plan: GenerationPlan | None = None
-    """The newest plan that was accepted, or reported as chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +46,9 @@ def rule(
     *,
     new_life: int,
 ) -> WitnessDecision:
-    """The answer to one request.
+    """The answer to one request of the agent `me`; `lead` holds the valid lease.
 
-    Args:
-        asked: the request.
-        me: the requesting agent.
-        register: its current content.
-        lead: the agent whose lease is valid.
-        new_life: incarnation of a register that is created now.
+    A register that is created now gets the incarnation `new_life`.
     """
     who = me.identity
     if lead is not None and lead.identity != who:
@@ -152,3 +134,91 @@ def _told(
     if plan is None or plan.edition <= known:
         return WitnessDecision(True, register, me)
     return WitnessDecision(True, WitnessRegister(register.life, asked.generation, who, plan), me)
+
+
+_LONG_AGO_S = -1e9
+
+
+class WitnessView:
+    """One agent's view of the witness; never reachable in a run without a witness."""
+
+    def __init__(self, *, is_used: bool = False) -> None:
+        self.is_used = is_used
+        self.lead: NodeCard | None = None
+        """The agent whose lease is valid, by the newest answer."""
+        self.register: WitnessRegister | None = None
+        """The register, by the newest answer."""
+        self.why = ""
+        """Why it is unreachable; empty if it is reachable or no answer is known yet."""
+        self.since_s = 0.0
+        """Time since which it has been reachable, or unreachable."""
+        self._is_reached = False
+        self._asked_s = self._held_s = _LONG_AGO_S
+
+    @property
+    def is_reached(self) -> bool:
+        return self._is_reached
+
+    @property
+    def life(self) -> int:
+        """Incarnation of its register; 0: unknown."""
+        return self.register.life if self.register is not None else 0
+
+    def ask(
+        self,
+        wish: WitnessOperation,
+        *,
+        generation: int = -1,
+        plan: GenerationPlan | None = None,
+        begins: bool = False,
+        now_s: float,
+    ) -> list[Command]:
+        return [QueryWitness(wish, now_s, generation, plan, begins)] if self.is_used else []
+
+    def say_who_leads(self, plan: GenerationPlan, *, now_s: float) -> list[Command]:
+        """Reports the chosen plan of this leader, or renews its lease."""
+        known = self.register
+        is_told = known is not None and known.plan is not None
+        edition = known.plan.edition if known is not None and known.plan is not None else (-1, 0)
+        if is_told and edition >= plan.edition:
+            return self.ask(WitnessOperation.KEEP, generation=plan.generation, now_s=now_s)
+        return self.ask(WitnessOperation.TELL, generation=plan.generation, plan=plan, now_s=now_s)
+
+    def said(self, event: WitnessAnswered, *, now_s: float) -> list[Command]:
+        """Records an answer; returns a line when reachability changes."""
+        if event.asked.asked_s < self._asked_s:
+            return []  # a later request was answered before
+        self._asked_s = event.asked.asked_s
+        if not event.is_reached:
+            is_news = self._is_reached or not self.why
+            self._is_reached, self.why = False, event.why
+            if not is_news:
+                return []
+            self.since_s = now_s
+            text = f"{event.why}; training goes on, and no tie is broken meanwhile"
+            return [JournalEntry("WitnessLost", text, say=True)]
+        self.register, self.lead = event.register, event.lead
+        if event.granted and event.asked.wish in (
+            WitnessOperation.KEEP,
+            WitnessOperation.PROMISE,
+            WitnessOperation.TELL,
+        ):
+            self._held_s = max(self._held_s, event.asked.asked_s)
+        if self._is_reached:
+            return []
+        was_away, away_s = self.why, now_s - self.since_s
+        self._is_reached, self.why, self.since_s = True, "", now_s
+        if not was_away:
+            return []
+        text = f"the witness is reached again, after {away_s:.1f} s"
+        return [JournalEntry("WitnessBack", text, say=True)]
+
+    def holds(self, life: int, limit_s: float, *, now_s: float) -> bool:
+        """Whether it promises no other proposer anything for at least `limit_s` after a request."""
+        return life == self.life and now_s - self._held_s < limit_s
+
+    def has_been_there(self, for_s: float, *, now_s: float) -> bool:
+        return self._is_reached and now_s - self.since_s >= for_s
+
+    def has_been_away(self, for_s: float, *, now_s: float) -> bool:
+        return bool(self.why) and now_s - self.since_s >= for_s

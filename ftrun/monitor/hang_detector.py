@@ -1,8 +1,5 @@
 """Finds the culprit when a run makes no progress.
 
-Runs in:  the agent that leads. Pure.
-Takes in: `RankView`s of all ranks, taken at about one moment.
-Gives:    a `Verdict`, or None if no rank has been without progress for long enough.
 Source:   C4's syndromes (arXiv 2406.04594, see docs/papers.md) and the design's list.
 
 Rule 1: Positive evidence is a process that cannot run its code (stopped, ended, its GIL held), or
@@ -13,10 +10,24 @@ Rule 2: A verdict states what cannot be determined: several culprits, and `possi
 
 from collections.abc import Mapping, Sequence
 
-from ftrun.monitor.deadlines import HangSettings
-from ftrun.monitor.evidence import COMPUTES, ProcessGroupView, RankView, function_of, short
-from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_in_words
-from ftrun.monitor.wait_graph import CollectiveMismatch, WaitGraph, mismatches, waits_of
+from ftrun.monitor.verdicts import (
+    COMPUTES,
+    Confidence,
+    ProcessGroupView,
+    RankView,
+    Verdict,
+    VerdictKind,
+    function_of,
+    ranks_in_words,
+    short,
+)
+from ftrun.monitor.wait_graph import (
+    CollectiveMismatch,
+    HangSettings,
+    WaitGraph,
+    mismatches,
+    waits_of,
+)
 
 _MANY = 3
 """Maximum number of culprits that are described individually."""
@@ -35,13 +46,9 @@ def find_hang(
     *,
     limit_s: float,
 ) -> Verdict | None:
-    """Judge one observation of all ranks.
+    """Judge one observation of all ranks, also of ranks that have finished.
 
-    Args:
-        views: by rank; also of ranks that have finished.
-        node_of: node of each rank.
-        settings: of the run.
-        limit_s: a rank that has made a step within this time is not late.
+    A rank that has made a step within `limit_s` is not late.
     """
     late = [view for view in views.values() if is_late(view, limit_s)]
     if not late:

@@ -1,8 +1,5 @@
 """Judges whether a node is fit to run ranks, by its own measurements and against other nodes.
 
-Runs in:  each agent (its own measurements), the agent that leads (those of all nodes), cli. Pure.
-Takes in: `NodeMeasurements` of one check, `Floors` of the profile.
-Gives:    a `NodeFitness` with texts for people; nodes that are far below the others.
 Source:   the warm-up stage of TRANSOM's task life cycle (arXiv 2310.10046): a node tests itself
           before it may join, and a spare replaces a node that fails.
 
@@ -101,14 +98,7 @@ class NodeFitness(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def judge(
     figures: NodeMeasurements, floors: Floors, *, number: int = 1, is_whole: bool = True
 ) -> NodeFitness:
-    """Judge one node by its own values.
-
-    Args:
-        figures: of this check.
-        floors: of the profile.
-        number: of this check, counted by its agent from 1.
-        is_whole: the check included the measurements.
-    """
+    """Judge one node by its own values; `is_whole`: the check included the measurements."""
     problems = [
         *_slow("memory is copied at", figures.memory_bytes_per_s, floors.min_memory_gb_s * 1e9),
         *_slow(
@@ -137,12 +127,7 @@ def judge(
 
 
 def far_below(found: Mapping[str, NodeMeasurements], part: float) -> dict[str, str]:
-    """Find nodes with less than a fraction of the others' rates; texts by node id.
-
-    Args:
-        found: measurements of all nodes, by node id.
-        part: fraction of the median of the other nodes.
-    """
+    """Find nodes with less than a fraction of the others' median rates; texts by node id."""
     words: dict[str, list[str]] = {}
     rates = {
         "memory is copied at": {one: has.memory_bytes_per_s for one, has in found.items()},

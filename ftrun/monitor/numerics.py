@@ -1,9 +1,5 @@
-"""Detects values that are not finite, and jumps of the loss.
+"""Detects values that are not finite, and jumps of the loss; compares it after a recovery.
 
-Runs in:  the agent that leads. Pure.
-Takes in: for each rank the loss it reports, and the first step after which a parameter was not
-          finite.
-Gives:    one `Verdict` for each problem.
 Source:   the design's monitor section. A spike is detected by its distance from earlier losses in
           units of their MAD, because losses are heavy-tailed.
 
@@ -181,3 +177,38 @@ def _not_finite(
         acts_at_once=True,
         fingerprint="not finite",
     )
+
+
+_KEPT_LOSSES = 64
+_ENOUGH_LOSSES = 4
+_JUMP_SPREADS = 8.0
+"""A loss is a jump at more than this number of typical distances from the median."""
+
+_JUMP_SLACK = 0.1
+"""Relative to the loss itself: the limit for losses that hardly change."""
+
+
+class LossContinuity:
+    """The last losses of one run: whether the loss continues after a recovery as before."""
+
+    def __init__(self) -> None:
+        self._found: deque[tuple[int, float]] = deque(maxlen=_KEPT_LOSSES)
+
+    def add(self, step: int, loss: float) -> None:
+        """Records one report; a repeated step counts once."""
+        if not self._found or self._found[-1][0] != step:
+            self._found.append((step, loss))
+
+    def judge(self, loss: float | None) -> str:
+        """`continuous`, `jumped`, or `not reported`."""
+        if loss is None:
+            return "not reported"
+        if not math.isfinite(loss):
+            return "jumped"
+        before = [one for _, one in self._found if math.isfinite(one)]
+        if len(before) < _ENOUGH_LOSSES:
+            return "not reported"
+        middle = median(before)
+        spread = median(abs(one - middle) for one in before)
+        limit = max(_JUMP_SPREADS * spread, _JUMP_SLACK * abs(middle))
+        return "continuous" if abs(loss - middle) <= limit else "jumped"

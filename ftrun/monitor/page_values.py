@@ -1,16 +1,16 @@
-"""Histogram of step times, small enough for a shared page.
+"""Values that a worker encodes for a shared page: a histogram of step times, and process groups.
 
-Runs in:  worker (counts), agent (reads). Pure.
-Takes in: durations in nanoseconds.
-Gives:    quantiles in seconds, at most 25 % too high.
+The width of a bucket is between an eighth and a quarter of the durations in it, so a quantile is at
+most 25 % too high. Buckets cover 64 us to more than a day. Shorter and longer durations fall into
+the first and the last bucket. All counts are halved from time to time, so that a quantile covers
+about the last thousand steps.
 
-The width of a bucket is between an eighth and a quarter of the durations in it. Buckets cover 64 us
-to more than a day. Shorter and longer durations fall into the first and the last bucket. All counts
-are halved from time to time to forget old steps. A quantile therefore covers about the last
-thousand steps.
+Groups are one line of text: `0=0-7 12=0-6:2 15=0,3`: name, then ranges, with a step if it is not 1.
+A group that does not fit is omitted. Its collectives are still observed, but no rank is named for
+missing one of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 NUM_BUCKETS = 128
 FORGET_AT = 1024
@@ -33,12 +33,7 @@ def upper_edge_s(bucket: int) -> float:
 
 
 def quantile_s(counts: Sequence[int], part: float) -> float:
-    """Upper bound of this quantile of the step times; 0 if no step is counted.
-
-    Args:
-        counts: of each bucket.
-        part: 0.99 for the p99.
-    """
+    """Upper bound of this quantile of the step times; 0 if no step is counted."""
     total = sum(counts)
     if total == 0:
         return 0.0
@@ -48,3 +43,66 @@ def quantile_s(counts: Sequence[int], part: float) -> float:
         if seen >= wanted:
             return upper_edge_s(bucket)
     return upper_edge_s(NUM_BUCKETS - 1)
+
+
+def encode_groups(groups: Mapping[str, Sequence[int]], limit_bytes: int) -> str:
+    found, size = [], 0
+    for name, ranks in groups.items():
+        text = f"{_plain(name)}={encode_ranks(ranks)}"
+        size += len(text.encode()) + 1
+        if size > limit_bytes:
+            break
+        found.append(text)
+    return " ".join(found)
+
+
+def decode_groups(text: str) -> dict[str, tuple[int, ...]]:
+    """Decode the groups of a line; torn or malformed entries are skipped."""
+    found = {}
+    for word in text.split():
+        name, equals, ranks = word.rpartition("=")
+        if equals:
+            try:
+                found[name] = decode_ranks(ranks)
+            except ValueError:
+                continue
+    return found
+
+
+def encode_ranks(ranks: Iterable[int]) -> str:
+    """`0-7`, `0-6:2`, `0,3`: ranges of equal distance."""
+    parts: list[str] = []
+    run: list[int] = []
+    for rank in sorted(ranks):
+        if len(run) >= 2 and rank - run[-1] != run[1] - run[0]:
+            run = _close(run, parts)
+        run.append(rank)
+    while run:
+        run = _close(run, parts)
+    return ",".join(parts)
+
+
+def decode_ranks(text: str) -> tuple[int, ...]:
+    """Raises: ValueError: the text is malformed."""
+    found: list[int] = []
+    for part in text.split(","):
+        span, _, step = part.partition(":")
+        first, dash, last = span.partition("-")
+        found += range(int(first), int(last if dash else first) + 1, int(step or 1))
+    return tuple(found)
+
+
+def _close(run: list[int], parts: list[str]) -> list[int]:
+    if len(run) == 1:
+        parts.append(str(run[0]))
+        return []
+    step = run[1] - run[0]
+    if len(run) == 2 and step > 1:
+        parts.append(str(run[0]))
+        return run[1:]
+    parts.append(f"{run[0]}-{run[-1]}" + (f":{step}" if step > 1 else ""))
+    return []
+
+
+def _plain(name: str) -> str:
+    return "".join(one for one in name if not one.isspace())

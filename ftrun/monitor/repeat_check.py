@@ -1,9 +1,5 @@
 """Checks that steps repeated after a restart are bitwise equal to their first execution.
 
-Runs in:  agent, for the ranks of its node. Pure.
-Takes in: boundary records of each execution: the steps of one generation from one version on.
-Gives:    a `Repeat`: the number of compared steps, and the first difference.
-
 Rule 1: Executions are compared only if they start from the same state: the same world size, no
         skipped batches in between, and no resize or difference between them.
 Rule 2: If two repeats from the same version differ, the script is not deterministic. If state was
@@ -170,11 +166,7 @@ class RepeatCheck:
         return all(self._is_past(now, rank, records) for rank, records in now.ranks.items())
 
     def result(self, *, attached: bool) -> Repeat:
-        """Judge the records collected so far.
-
-        Args:
-            attached: the script of the current generation has called `ftrun.attach`.
-        """
+        """Judge the records collected so far; `attached`: the script has called `ftrun.attach`."""
         now = self.current
         assert now is not None
         if not attached:

@@ -1,6 +1,7 @@
-"""A verdict: what is wrong, culprits, victims, and the evidence.
+"""Observations of a rank from outside, and the verdict that follows: culprits, victims, evidence.
 
-Runs in:  the agent that leads; everything that shows a verdict reads the same fields. Pure.
+A `RankView` combines a heartbeat page, a flight recorder, /proc and a stack, all read at about one
+moment. Its times are durations in seconds, because clocks of two nodes are not compared here.
 """
 
 from collections.abc import Iterable
@@ -77,3 +78,170 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     if len(found) <= 8:
         return f"ranks {', '.join(str(one) for one in found[:-1])} and {found[-1]}"
     return f"{len(found)} ranks"
+
+
+Frame = str
+"""`/home/me/train.py:42 in train_one`."""
+
+RUNTIME = ("/torch/", "/site-packages/", "/dist-packages/", "/lib/python3", "/ftrun/", "<frozen")
+"""Path parts of frames that are not the user's own code."""
+
+COMPUTES = 0.1
+"""Cores. From here on a rank counts as computing; background threads of a script use less."""
+
+_LIBRARIES = ("/torch/", "/site-packages/", "/dist-packages/")
+"""Libraries that compute for the user. A busy loop in the user's own code has no such frame."""
+
+_COMMUNICATION = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_coll")
+_SAVING = (
+    "/torch/serialization.py", "/torch/distributed/checkpoint/", "/safetensors/",
+    "/ftrun/worker/capture/capture.py",
+)  # fmt: skip
+_COMPILING = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/", "/triton/")
+_OUTSIDE = (
+    "/subprocess.py", "/socket.py", "/ssl.py", "/http/client.py", "/urllib3/", "/requests/",
+    "/multiprocessing/", "/selectors.py", "/asyncio/", "/boto", "/fsspec/", "/concurrent/futures/",
+)  # fmt: skip
+_HELD_UP = (*_COMMUNICATION, "/torch/autograd/", "/torch/cuda/streams.py", " in synchronize")
+_LOADING = (
+    "/torch/utils/data/",
+    "/ftrun/worker/state/data_position.py",
+    "/torchdata/",
+    "/datasets/",
+)
+
+
+class CollectiveCall(msgspec.Struct, frozen=True):
+    """One collective as a rank has called it."""
+
+    seq: int
+    """Counted by each process group, from 1."""
+    op: str
+    """`all_reduce`, without the name of the backend."""
+    sizes: str = ""
+
+
+class ProcessGroupView(msgspec.Struct, frozen=True):
+    """One process group as one of its ranks sees it."""
+
+    name: str
+    desc: str
+    ranks: tuple[int, ...]
+    """Empty if not known."""
+    calls: tuple[CollectiveCall, ...]
+    """The last few collectives that this rank has entered, the newest last; empty: none yet."""
+    waits_seq: int = 0
+    """Oldest collective that this rank has entered and not left; 0: none."""
+    waits_s: float = 0.0
+
+    @property
+    def entered(self) -> int:
+        """Newest collective that this rank has entered; 0: none yet."""
+        return self.calls[-1].seq if self.calls else 0
+
+    def call(self, seq: int) -> CollectiveCall | None:
+        return next((one for one in self.calls if one.seq == seq), None)
+
+
+class RankView(msgspec.Struct, frozen=True):
+    """One observation of one rank."""
+
+    rank: int
+    pid: int
+    process: str
+    """Process state letter of the kernel: R, S, D, T; empty if the process has ended."""
+    step: int
+    silent_s: float
+    """Seconds since the last step boundary."""
+    phase: str = ""
+    """Phase that the script reports; empty: training."""
+    has_stepped: bool = True
+    """The rank has made a step in this generation."""
+    is_finished: bool = False
+    """The rank has ended with success."""
+    cpu: float = 0.0
+    """Cores used since the previous observation."""
+    still_s: float = 0.0
+    """Seconds for which it has used no CPU, read and written nothing, and kept the same stack."""
+    spins_s: float = 0.0
+    """Seconds for which it has used a CPU without leaving one function of the user's code."""
+    holds_gil: bool = False
+    is_gil_known: bool = True
+    """Its stack was read from outside, which also shows the holder of the GIL."""
+    groups: tuple[ProcessGroupView, ...] = ()
+    stack: tuple[Frame, ...] = ()
+    """Stack of the main thread, the innermost frame first; empty if it could not be read."""
+    blocked_in: str = ""
+    """Kernel function in which it sleeps, if that can be read."""
+    child: str = ""
+    """A child process that is stopped or hangs in the kernel, such as a DataLoader worker; in
+    words."""
+
+    @property
+    def waiting(self) -> tuple[ProcessGroupView, ...]:
+        return tuple(one for one in self.groups if one.waits_seq)
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether the rank waits for a collective.
+
+        A rank that computes while a collective is pending does not wait, unless its stack shows it.
+        """
+        if not self.waiting or self.cpu < COMPUTES:
+            return bool(self.waiting)
+        return any(is_in(frame, _HELD_UP) for frame in self.stack)
+
+    @property
+    def has_said(self) -> bool:
+        return self.phase not in ("", "train")
+
+    @property
+    def activity(self) -> str:
+        """`eval`, `checkpoint`, `compile`, `data`, `outside` (another process, the network),
+        `collective` or `train`: as the script reports it, or by its stack.
+        """  # noqa: D205 - one sentence
+        if self.has_said:
+            return self.phase
+        for frame in self.stack:
+            if is_in(frame, _SAVING):
+                return "checkpoint"
+            if is_in(frame, _COMPILING):
+                return "compile"
+            if is_in(frame, _LOADING):
+                return "data"
+            if is_in(frame, _OUTSIDE):
+                return "outside"
+        if self.waiting or any(is_in(frame, _COMMUNICATION) for frame in self.stack):
+            return "collective"
+        return "train"
+
+    @property
+    def place(self) -> Frame:
+        """Innermost frame of the user's own code; if there is none, the innermost frame."""
+        own = (frame for frame in self.stack if not is_in(frame, RUNTIME))
+        return next(own, self.stack[0] if self.stack else "")
+
+
+def is_in(frame: Frame, parts: tuple[str, ...]) -> bool:
+    return any(part in frame for part in parts)
+
+
+def own_functions(stack: tuple[Frame, ...]) -> tuple[str, ...]:
+    """Active function of the user's code and its callers; empty while a library computes for it."""
+    for index, frame in enumerate(stack):
+        if is_in(frame, _LIBRARIES):
+            return ()
+        if not is_in(frame, RUNTIME):
+            return tuple(function_of(one) for one in stack[index:])
+    return ()
+
+
+def short(frame: Frame) -> str:
+    """A frame without its folders: `train.py:42 in train_one`."""
+    path, middle, function = frame.partition(" in ")
+    return path.rpartition("/")[2] + middle + function
+
+
+def function_of(frame: Frame) -> str:
+    path, _, function = frame.rpartition(" in ")
+    return f"{path.rpartition(':')[0]} {function}"

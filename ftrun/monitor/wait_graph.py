@@ -1,10 +1,11 @@
-"""Wait graph of the ranks, from the collectives that each has entered and not left.
+"""Wait graph of the ranks, and the deadlines of a step.
 
-Runs in:  the agent that leads. Pure.
-Takes in: `RankView`s of one moment.
-Gives:    a `WaitGraph`: edges from a waiting rank to the ranks that have not entered.
-Source:   C4's rule (arXiv 2406.04594): a rank that has not entered while others wait is the
-          culprit. With several process groups, the culprit is at the end of all wait chains.
+Edges lead from a rank in a collective to the ranks that have not entered it. Deadlines are learned
+from the run's own step times.
+
+Source: C4's rule (arXiv 2406.04594): a rank that has not entered while others wait is the culprit.
+        With several process groups, the culprit is at the end of all wait chains. NVIDIA's
+        resiliency extension multiplies the step time by 5, Unicron by 3.
 
 Rule 1: Only sequence numbers are compared, never clocks.
 Rule 2: A rank that waits itself, in any group, is a victim.
@@ -13,7 +14,47 @@ Rule 2: A rank that waits itself, in any group, is a victim.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ftrun.monitor.evidence import CollectiveCall, ProcessGroupView, RankView
+from ftrun.monitor.verdicts import CollectiveCall, ProcessGroupView, RankView
+
+_LOOK_AT = 0.5
+_NAME_AT = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class HangSettings:
+    """The profile's `hang` section; config.py documents each value."""
+
+    suspect_s: float = 10.0
+    suspect_factor: float = 3.0
+    kill_after_s: float = 120.0
+    kill_factor: float = 10.0
+    phase_limit_s: float = 1800.0
+    still_s: float = 3.0
+    action: str = "restart"
+
+
+@dataclass(frozen=True, slots=True)
+class HangDeadlines:
+    """Deadlines for a rank without progress, in seconds since its last step boundary."""
+
+    look_s: float
+    """Stacks are sampled from here on, so that a diagnosis is ready in time."""
+    suspect_s: float
+    """A hang is suspected, and its culprit named."""
+    act_s: float
+    """A hang with positive evidence is acted on."""
+    kill_s: float
+    """Any hang is acted on, except as in `leave_s`."""
+    leave_s: float
+    """A hang is acted on even if its culprit runs a phase that may take long."""
+
+    @staticmethod
+    def of(p99_s: float, settings: HangSettings) -> "HangDeadlines":
+        limit_s = max(settings.suspect_s, settings.suspect_factor * p99_s)
+        kill_s = max(settings.kill_after_s, settings.kill_factor * p99_s, limit_s)
+        leave_s = max(settings.phase_limit_s, kill_s)
+        return HangDeadlines(_LOOK_AT * limit_s, _NAME_AT * limit_s, limit_s, kill_s, leave_s)
+
 
 _VARIES = ("gather", "scatter", "broadcast", "all_to_all", "reduce")
 """Operations whose sizes differ between ranks; `all_reduce` is not one of them."""

@@ -1,7 +1,5 @@
 """The commands of recovery. Each gives its reason in words that an operator can act on.
 
-Runs in: agent. Pure.
-
 Commands of the supervisor concern a whole run. The leader turns them into ballots and into orders
 in its heartbeat. Commands of a member concern one node; its executor carries them out.
 """

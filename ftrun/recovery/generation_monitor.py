@@ -32,7 +32,7 @@ from ftrun.events import (
 )
 from ftrun.ids import Generation, Rank, version
 from ftrun.monitor.verdicts import Verdict
-from ftrun.recovery.alignment import SnapshotAlignment
+from ftrun.monitor.worker_exits import may_be_a_consequence
 from ftrun.recovery.commands import (
     EndRun,
     KillWorkers,
@@ -42,17 +42,15 @@ from ftrun.recovery.commands import (
     StartGeneration,
     SupervisorCommand,
 )
-from ftrun.recovery.first_cause import may_be_a_consequence
 from ftrun.recovery.health import HealthMonitor
 from ftrun.recovery.incidents import IncidentLog
 from ftrun.recovery.lost_links import PairFinder
-from ftrun.recovery.node_failures import NodeFailures
-from ftrun.recovery.past import Past
+from ftrun.recovery.past import NodeFailures, Past
 from ftrun.recovery.settings import MembershipSettings
-from ftrun.recovery.snapshot_coordination import MemberReports
+from ftrun.recovery.snapshot_coordination import MemberReports, SnapshotAlignment
 from ftrun.recovery.supervisor import STOPPING, Policy, Supervisor, SupervisorState
 from ftrun.wire.cluster.generation import Edition, FailureHistory, GenerationPlan
-from ftrun.wire.cluster.heartbeats import Heartbeat, LeaderHeartbeat
+from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 
 CAUSE_WAIT_S = 0.15
 """Seconds within which a peer's death and the exceptions it causes are reported."""
@@ -215,12 +213,7 @@ class GenerationMonitor:
         return self._ask(StopRequested(number, by, self.reports.attached), now_s)
 
     def lost(self, nodes: Mapping[str, str], *, now_s: float) -> list[SupervisorCommand]:
-        """Reports lost members of the running generation, and their ranks with them.
-
-        Args:
-            nodes: reasons, by node id.
-            now_s: the time.
-        """
+        """Reports lost members, each with the reason, and their ranks with them."""
         if not nodes:
             return []
         for node_id, why in sorted(nodes.items()):
@@ -270,13 +263,7 @@ class GenerationMonitor:
     # --- orders -------------------------------------------------------------------------------
 
     def heartbeat(self, edition: Edition, number: int, *, is_held: bool) -> LeaderHeartbeat:
-        """The leader's current heartbeat.
-
-        Args:
-            edition: configuration id of the newest plan known to be chosen.
-            number: of the heartbeat.
-            is_held: the ranks of all nodes must be suspended.
-        """
+        """The leader's heartbeat; `edition` is of the newest plan known to be chosen."""
         self._told = body = self.orders
         generation, roster = edition
         if body.generation != generation and not body.ended:

@@ -1,9 +1,5 @@
 """Monitors a running generation: hangs, bad numbers, slowness; and decides what follows.
 
-Runs in:  the agent that leads, inside `GenerationMonitor`. Pure.
-Takes in: the newest heartbeats, ranks that have ended.
-Gives:    incidents; failures of ranks that have not ended by themselves.
-
 Rule 1: a problem that only costs time is reported. A problem that makes a run worthless, or stops
         it, is acted on through a failure like any other: one budget, one count of causes, one way
         to restart.
@@ -16,17 +12,15 @@ import msgspec
 from ftrun.errors import ExitCode
 from ftrun.events import ExitKind, Progress, WorkerExit
 from ftrun.ids import Rank
-from ftrun.monitor.evidence import RankView
 from ftrun.monitor.numerics import NumericsDetector, RankNumerics
-from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_in_words
+from ftrun.monitor.verdicts import Confidence, RankView, Verdict, VerdictKind, ranks_in_words
+from ftrun.monitor.worker_exits import first_cause, hidden_cause
 from ftrun.recovery.commands import Send
-from ftrun.recovery.first_cause import first_cause, hidden_cause
 from ftrun.recovery.incidents import IncidentLog
 from ftrun.recovery.lost_links import HungLinks, PairFinder
 from ftrun.recovery.settings import MembershipSettings
-from ftrun.recovery.slow_watch import SlowSuspicions
 from ftrun.recovery.snapshot_coordination import MemberReports
-from ftrun.recovery.suspicions import HangSuspicions
+from ftrun.recovery.suspicions import HangSuspicions, SlowSuspicions
 from ftrun.wire.cluster.generation import GenerationPlan, VersionPair
 
 _BACK = (
@@ -164,7 +158,7 @@ class HealthMonitor:
             for beat in reports.current
             for one in beat.ranks
         ]
-        verdict = self._numbers.look(ranks, node_of(plan), now_s=now_s)
+        verdict = self._numbers.look(ranks, plan.node_of, now_s=now_s)
         if verdict is None:
             return []
         if self._bad_numbers == "report" or not verdict.acts_at_once:
@@ -189,7 +183,7 @@ class HealthMonitor:
         if told is None or self._has_told_of_replicas:
             return
         self._has_told_of_replicas = True
-        ranks, places = told.differing_ranks, node_of(plan)
+        ranks, places = told.differing_ranks, plan.node_of
         nodes = tuple(sorted({places[rank] for rank in ranks if rank in places}))
         is_vote = 0 < len(ranks) < plan.world_size / 2
         who = f"{ranks_in_words(ranks)} on {', '.join(nodes)}"
@@ -227,17 +221,12 @@ class HealthMonitor:
         *,
         now_s: float,
     ) -> tuple[WorkerExit, ...]:
-        """The exits to decide on, with their hidden cause if none of them is the cause.
+        """The exits in `waiting`, with their hidden cause if none of them is the cause.
 
-        Args:
-            waiting: exits without a decision.
-            ended: all exits of this generation.
-            plan: the generation.
-            reports: its heartbeats.
-            now_s: the time.
+        `ended` are all exits of this generation.
         """
         views = {view.rank: view for beat in reports.current for view in beat.views}
-        hidden = hidden_cause(ended, views, node_of(plan))
+        hidden = hidden_cause(ended, views, plan.node_of)
         if hidden is None:
             return tuple(waiting)
         cause, verdict = hidden
@@ -258,10 +247,6 @@ class HealthMonitor:
             cause = first_cause(failed)
             nodes = [node.node_id for node in plan.members if cause.rank in node.ranks]
             self.incidents.failed(cause, nodes, reports.progress, now_s=now_s)
-
-
-def node_of(plan: GenerationPlan) -> dict[int, str]:
-    return {rank: node.node_id for node in plan.members for rank in node.ranks}
 
 
 def _with_troubles(verdict: Verdict, reports: MemberReports) -> Verdict:

@@ -1,9 +1,5 @@
 """The incidents of a run, one after the other, each from its first sign to its end.
 
-Runs in:  the agent that leads. Pure.
-Takes in: findings, failures, the progress of the ranks.
-Gives:    `JournalEntry`s for the journal, from which status, report and metrics are made; the life
-          cycle.
 Survives: the leader: the next one continues the count, and opens its own incident.
 
 Rule 1: one incident at a time. A failure before its verification belongs to it.
@@ -19,15 +15,13 @@ import msgspec
 
 from ftrun.events import ExitKind, Progress, WorkerExit
 from ftrun.ids import Step
-from ftrun.monitor.evidence import RankView
-from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
+from ftrun.monitor.numerics import LossContinuity
+from ftrun.monitor.verdicts import Confidence, RankView, Verdict, VerdictKind
 from ftrun.recovery.commands import JournalEntry
-from ftrun.recovery.downtime import Downtime, downtime
-from ftrun.recovery.lifecycle import Lifecycle, LifecycleState
-from ftrun.recovery.losses import LossContinuity
+from ftrun.recovery.lifecycle import Downtime, Lifecycle, LifecycleState, downtime
 from ftrun.recovery.suspicions import HangFinding
 from ftrun.wire.cluster.generation import GenerationPlan
-from ftrun.wire.cluster.heartbeats import Heartbeat, RestartTimes
+from ftrun.wire.cluster.membership import Heartbeat, RestartTimes
 
 KEPT = 20
 """Closed incidents that status still shows."""

@@ -1,10 +1,5 @@
 """Finds pairs of nodes that cannot reach each other, from the reports of both ends.
 
-Runs in:  the agent that leads. Pure.
-Takes in: the newest heartbeats: each names the nodes that its SMP cannot reach; pairs of members
-          that a check has found cut (pair_check.py).
-Gives:    lost links; a hang's verdict with the link named; the node to replace for it.
-
 Rule 1: a link counts as lost only if both of its ends report it. A frozen or dead SMP reports
         nothing, so its links do not count.
 """
@@ -15,12 +10,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ftrun.events import Progress
-from ftrun.monitor.deadlines import HangSettings
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_in_words
+from ftrun.monitor.wait_graph import HangSettings
 from ftrun.recovery.commands import Send
 from ftrun.recovery.snapshot_coordination import MemberReports
 from ftrun.wire.cluster.generation import GenerationPlan
-from ftrun.wire.cluster.heartbeats import Heartbeat
+from ftrun.wire.cluster.membership import Heartbeat
 from ftrun.wire.cluster.messages import ProbePathResult
 
 _FIRST_STEP_FACTOR = 3.0
@@ -70,13 +65,7 @@ class LostLinks:
 def lost_links(
     beats: Mapping[str, Heartbeat], plan: GenerationPlan, cut: Collection[Pair] = ()
 ) -> LostLinks | None:
-    """The links between members that both ends report as lost; None if there is none.
-
-    Args:
-        beats: the newest heartbeats.
-        plan: the running generation.
-        cut: pairs of which neither end can connect to the other.
-    """
+    """The links between members that both ends report as lost, and the pairs in `cut`."""
     members = [node.node_id for node in plan.members]
     unreachable = {
         one: beats[one].unreachable
@@ -96,10 +85,7 @@ def lost_links(
 def with_lost_links(verdict: Verdict | None, lost: LostLinks, ranks: Sequence[int]) -> Verdict:
     """A hang's verdict with the lost link as its cause, unless it names another cause.
 
-    Args:
-        verdict: from the evidence of the ranks; None: no evidence.
-        lost: the links.
-        ranks: that make no steps.
+    `ranks` make no steps.
     """
     if verdict is not None and not _is_explained(verdict, lost):
         return verdict

@@ -28,8 +28,7 @@ from dataclasses import dataclass, field
 
 from ftrun.ids import Version, version
 from ftrun.wire.cluster.generation import GenerationPlan, RestoreSource, VersionPair
-from ftrun.wire.messages.protected import ProtectionPart
-from ftrun.wire.messages.smp import Inventory
+from ftrun.wire.messages.smp import Inventory, ProtectionPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +137,7 @@ class _Held:
         return {member.node_id for group in self.groups.values() for member in group.name.members}
 
     def sources(self, committed: "_Held | None") -> list[RestoreSource] | str:
-        """The sources of the shards; or why not all ranks can be restored, in words.
-
-        Args:
-            committed: the newest committed version, which may be this one.
-        """
+        """The sources of the shards; or why not all ranks can be restored, in words."""
         groups = self._covering()
         lost = [rank for rank in range(self.world_size) if not self.slots.get(rank)]
         is_protected = self.margin >= 0 and (
@@ -283,12 +278,7 @@ def is_valid(held: Version, newest_plan: GenerationPlan | None) -> bool:
 
 
 def ancestry(restored: Version | None, previous: GenerationPlan | None) -> list[VersionPair]:
-    """The ancestors of a new generation: the last step that counts, of each generation before it.
-
-    Args:
-        restored: the version it starts from.
-        previous: the newest generation before it.
-    """
+    """The ancestors of a generation, and of each the last step that counts."""
     if restored is None:
         return []
     before = [] if previous is None else previous.ancestry

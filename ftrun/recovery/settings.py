@@ -6,7 +6,7 @@ Runs in:  every agent. Pure.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ftrun.monitor.deadlines import HangSettings
+from ftrun.monitor.wait_graph import HangSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,22 @@
-"""Aggregates what the members of a generation report.
+"""What the members report about steps and snapshots, and the step of the next snapshot.
 
 Runs in:  the agent that leads. Pure.
 Takes in: heartbeats.
-Gives:    the furthest step, the version all are ready with, whether all wait at a boundary.
+Gives:    the furthest step, the version all are ready with, whether all wait at a boundary; a step
+          that no rank has reached yet, so that all ranks take the same snapshot.
 
 The cost of one heartbeat does not depend on the number of nodes, because sums are updated in place.
 Only rare queries, such as the longest requested interval, go through all nodes.
+
+A commit or an abandoned step allows the ranks to take the next snapshot. The nodes receive it one
+after the other, and ranks may make a step in between. The leader therefore names the step together
+with it. How far ahead that must be depends on the network and on the steps: the distance is
+learned.
+
+Rule 1: the step only increases. Ranks that receive it too late skip it and report that. The others
+        then discard their snapshot, and all start again further ahead.
+Rule 2: the distance grows by half with each step that was named and skipped. A report may take
+        longer than hundreds of short steps, and does not cover later steps.
 """
 
 from collections import Counter
@@ -13,7 +24,7 @@ from collections import Counter
 from ftrun.events import Progress
 from ftrun.ids import Step
 from ftrun.wire.cluster.generation import GenerationPlan, PlanMember, VersionPair
-from ftrun.wire.cluster.heartbeats import Heartbeat
+from ftrun.wire.cluster.membership import Heartbeat
 
 
 class MemberReports:
@@ -135,3 +146,30 @@ class MemberReports:
 def _ready(beat: Heartbeat) -> VersionPair | None:
     """The version a node is ready with; None if its state was found incomplete since."""
     return None if beat.problem else beat.ready
+
+
+_NEARER_AFTER = 4
+"""Commits without a skipped step after which the distance shrinks."""
+
+
+class SnapshotAlignment:
+    """How many steps ahead the next snapshot must be named."""
+
+    def __init__(self) -> None:
+        self._ahead = 1
+        self._num_good = 0
+
+    def after_commit(self, take_from: int, step: int) -> int:
+        """The step from which the next snapshot is taken, after a commit; `take_from` may be -1."""
+        self._num_good += 1
+        if self._num_good % _NEARER_AFTER == 0:
+            self._ahead -= self._ahead // 3
+        return max(take_from, step + self._ahead)
+
+    def after_skip(self, take_from: int, skipped: int, step: int) -> int:
+        """The step from which the next one is taken, after a rank took none at `skipped`."""
+        if skipped < take_from:
+            return take_from  # an older step: no rank takes a snapshot before take_from
+        self._num_good = 0
+        self._ahead = max(self._ahead + 1, self._ahead * 3 // 2, 2 * (step - skipped))
+        return max(take_from, max(step, skipped) + self._ahead)

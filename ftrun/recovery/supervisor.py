@@ -11,6 +11,9 @@ Rule 2: a failure is retried unless a retry cannot cure it. A program that ends 
         would repeat again.
 Rule 3: a lost connection does not count as a repeated cause: only the budget bounds its retries.
 Rule 4: a command is given once; its result comes back as an event.
+
+Source: the restart intensity of Erlang/OTP supervisors (a number of restarts in a time window),
+        which a burst of failures exhausts and a quiet week does not.
 """
 
 from dataclasses import dataclass
@@ -24,24 +27,69 @@ from ftrun.events import (
     Event,
     ExitKind,
     GenerationStarted,
+    PartEvent,
     Progress,
+    SmpExited,
     StopRequested,
     Tick,
     WorkerExit,
     WorkersExited,
 )
 from ftrun.ids import Rank
-from ftrun.recovery.budget import RestartBudget
+from ftrun.monitor.worker_exits import first_cause, is_link_failure
 from ftrun.recovery.commands import (
+    DisableComponent,
     EndRun,
     KillWorkers,
+    PartCommand,
     RequestFinalSnapshot,
+    RespawnSmp,
+    RespawnZygote,
     SignalWorkers,
     StartGeneration,
     SupervisorCommand,
 )
-from ftrun.recovery.first_cause import first_cause, is_link_failure
 from ftrun.wire.cluster.generation import FailureHistory
+
+
+@dataclass(slots=True)
+class RestartBudget:
+    """At most `limit` restarts in any `window_s`; without a window, `limit` in total.
+
+    Any thread may read it. Only `spend` and `forget` modify it, and they replace the tuple as a
+    whole.
+    """
+
+    limit: int
+    window_s: float | None
+    _spent_s: tuple[float, ...] = ()
+
+    def used(self, *, now_s: float) -> int:
+        return len(self._counted_s(now_s))
+
+    def is_spent(self, *, now_s: float) -> bool:
+        return self.used(now_s=now_s) >= self.limit
+
+    def spend(self, *, now_s: float) -> None:
+        self._spent_s = (*self._counted_s(now_s), now_s)
+
+    def forget(self) -> None:
+        self._spent_s = ()
+
+    def ages_s(self, *, now_s: float) -> list[float]:
+        """Seconds since each counted restart; `spend` at those times makes an equal budget."""
+        return [now_s - spent_s for spent_s in self._counted_s(now_s)]
+
+    def _counted_s(self, now_s: float) -> tuple[float, ...]:
+        if self.window_s is None:
+            return self._spent_s
+        return tuple(spent_s for spent_s in self._spent_s if now_s - spent_s <= self.window_s)
+
+    def __str__(self) -> str:
+        if self.window_s is None:
+            return f"{self.limit} restarts"
+        return f"{self.limit} restarts in {self.window_s:.0f} s"
+
 
 _ENDS_ITSELF = (ExitKind.EXCEPTION, ExitKind.EXIT_CODE, ExitKind.LEFT_EARLY)
 
@@ -282,3 +330,23 @@ class Supervisor:
     def _end(self, command: EndRun) -> list[SupervisorCommand]:
         self.state = SupervisorState.ENDED
         return [command]
+
+
+OWN_DEATHS, OWN_DEATHS_WINDOW_S = 5, 600.0
+
+
+class ComponentRestarts:
+    """Restarts the SMP and the zygote of one node when they die, each within its budget."""
+
+    def __init__(self) -> None:
+        self._smp = RestartBudget(OWN_DEATHS, OWN_DEATHS_WINDOW_S)
+        self._zygote = RestartBudget(OWN_DEATHS, OWN_DEATHS_WINDOW_S)
+
+    def handle(self, event: PartEvent, *, now_s: float) -> PartCommand:
+        is_smp = isinstance(event, SmpExited)
+        budget = self._smp if is_smp else self._zygote
+        if budget.is_spent(now_s=now_s):
+            part = "smp" if is_smp else "zygote"
+            return DisableComponent(part, f"{event.text}; it has died too often ({budget})")
+        budget.spend(now_s=now_s)
+        return RespawnSmp(event.text) if is_smp else RespawnZygote(event.text)

@@ -26,13 +26,12 @@ from ftrun import clock
 from ftrun.errors import HandshakeRefused, PeerError, PeerLost, UsageError
 from ftrun.smp.calm import calm_thread
 from ftrun.smp.link_rules import FETCH, PROTECT, LinkRules
-from ftrun.wire.cluster.rails import Rail
+from ftrun.wire.cluster.generation import Rail
 from ftrun.wire.cluster.transfer import AnyTransfer, LinkHello
-from ftrun.wire.messages.protected import NodeAddress
+from ftrun.wire.messages.smp import NodeAddress
 from ftrun.wire.transport.address_race import PeerAddress, reach, source_to
 from ftrun.wire.transport.bulk_socket import BulkSocket, Bytes
-from ftrun.wire.transport.handshake import dial_handshake
-from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.handshake import PeerIdentity, dial_handshake
 from ftrun.wire.transport.secret import Secret
 from ftrun.wire.transport.tcp import USER_TIMEOUT_S, pace, tune
 

@@ -23,13 +23,12 @@ from ftrun.errors import AddressTaken, PeerError, PeerLost, ProtocolError, Usage
 from ftrun.smp.calm import calm_thread
 from ftrun.smp.link_rules import FETCH, PROTECT, admits
 from ftrun.smp.peer_link import LinkEndpoints, PeerLink
-from ftrun.wire.cluster.rails import Rail
+from ftrun.wire.cluster.generation import Rail
 from ftrun.wire.cluster.transfer import LinkHello, TransferEnvelope
-from ftrun.wire.messages.protected import NodeAddress
+from ftrun.wire.messages.smp import NodeAddress
 from ftrun.wire.transport.bulk_socket import BulkSocket
 from ftrun.wire.transport.doors import Door, Doors
-from ftrun.wire.transport.handshake import accept_handshake
-from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.handshake import PeerIdentity, accept_handshake
 from ftrun.wire.transport.secret import Secret
 from ftrun.wire.transport.tcp import listen_tcp, tune
 

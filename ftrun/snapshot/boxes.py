@@ -118,13 +118,7 @@ class StridedSpan:
 
 
 def span_of(chunk: Shape, starts: Shape, shape: Shape) -> StridedSpan:
-    """The span of items of a chunk that contains a part of it.
-
-    Args:
-        chunk: shape of the chunk, whose items are stored row by row.
-        starts: offsets of the part in the chunk.
-        shape: of the part; not empty.
-    """
+    """The span of items of a chunk, stored row by row, that contains a part; not an empty one."""
     strides = strides_of(chunk)
     first = sum(at * step for at, step in zip(starts, strides, strict=True))
     last = first + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
@@ -157,10 +151,7 @@ def runs(shape: Shape, source: Shape, target: Shape) -> Iterator[tuple[int, int,
 def cut_to(chunk: Shape, part: Box, most_items: int) -> list[Box]:
     """Cuts a part of a chunk, in order, into boxes whose spans have at most `most_items` items.
 
-    Args:
-        chunk: shape of the chunk.
-        part: in the chunk's own offsets; not empty.
-        most_items: at least 1.
+    `part` is in the chunk's own offsets, and not empty.
     """
     if span_of(chunk, part.offsets, part.shape).count <= most_items:
         return [part]

@@ -1,9 +1,5 @@
 """Assigns the pieces of a checkpoint to nodes, if several nodes need the same pieces.
 
-Runs in:  the SMP of each node; all reach the same result without communication. Pure.
-Takes in: the digest tables of all ranks that are loaded, and the ranks that each node loads.
-Gives:    for one node, the pieces that it reads from storage, and the nodes that send the others.
-
 Rule 1: a digest identifies a piece. If two ranks have the same digest, they have the same bytes,
         and one of the pieces is read.
 Rule 2: a node reads what only it needs. What several nodes need is cut into as many runs of equal

@@ -94,12 +94,7 @@ def sections_of(layout: Layout) -> list[SectionPlace]:
 
 
 def content_digests(places: Sequence[SectionPlace], table: memoryview) -> bytes:
-    """Digest of each section: xxh3 of the digests of its pieces.
-
-    Args:
-        places: the sections of the layout.
-        table: u64 per piece.
-    """
+    """Digest of each section: xxh3 of the digests of its pieces in the u64 `table`."""
     return b"".join(
         xxhash.xxh3_64_intdigest(table[p.section.first : p.section.first + p.section.count])
         .to_bytes(8, "little")

@@ -8,9 +8,10 @@ Gives:    a `PlanDecision`: a plan, or that manifests are needed for one.
 
 A plan is made once, from the manifests of one version. It is used for later versions while the
 layouts stay the same and the replicas stay equal. A version then costs each node one digest for
-each set of replicas.
+each set of replicas. Without a group, `NodeReplicas` compares the ranks of one node.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -72,12 +73,7 @@ class GroupPlan:
     def settle(
         self, told: Mapping[int, Told], manifests: Mapping[int, NodeManifest]
     ) -> PlanDecision:
-        """Decides, once every node has made a statement.
-
-        Args:
-            told: statements by position.
-            manifests: the received manifests by position.
-        """
+        """Decides, once every node has made a statement; both arguments are by position."""
         if len(told) < self._num_nodes:
             return PlanDecision(None)
         ids = {plan_id for plan_id, _ in told.values()}
@@ -109,3 +105,58 @@ def _shape(manifest: NodeManifest) -> tuple[object, ...]:
 def _rank_shape(rank: RankManifest) -> tuple[object, ...]:
     # The header names every entry, so its digest covers the sections too.
     return rank.rank, rank.world_size, rank.image_bytes, rank.num_pieces, rank.header_digest
+
+
+class NodeReplicas:
+    """Checks that equal parts of the ranks of one node stay equal, from version to version.
+
+    Only sections that were equal once are compared, because ranks that each train a different model
+    begin unequal, or become unequal in their first step. A section that has differed is not
+    compared again, so each difference is reported once.
+    """
+
+    def __init__(self) -> None:
+        self._holders: dict[int, frozenset[int]] = {}
+        """The ranks that held equal content, by section; sections that differed are removed."""
+        self._shape: tuple[object, ...] = ()
+
+    def look(self, manifest: NodeManifest) -> set[int]:
+        """Ranks whose content differs from the majority; all holders if there is no majority.
+
+        `manifest` is of a version that every rank here has sealed.
+        """
+        shape = tuple((one.rank, one.header_digest) for one in manifest.ranks)
+        content = _content(manifest)
+        if shape != self._shape:
+            self._shape, self._holders = shape, _equal(content)
+            return set()
+        found: set[int] = set()
+        for key, holders in list(self._holders.items()):
+            digests = {rank: content[key][rank] for rank in holders}
+            if len(set(digests.values())) > 1:
+                found |= _minority(digests)
+                del self._holders[key]
+        return found
+
+
+def _content(manifest: NodeManifest) -> dict[int, dict[int, int]]:
+    found: dict[int, dict[int, int]] = defaultdict(dict)
+    for one in manifest.ranks:
+        for index, section in enumerate(one.sections):
+            if section.may_repeat:
+                found[section.key][one.rank] = one.digest_of(index)
+    return found
+
+
+def _equal(content: dict[int, dict[int, int]]) -> dict[int, frozenset[int]]:
+    return {
+        key: frozenset(digests)
+        for key, digests in content.items()
+        if len(digests) > 1 and len(set(digests.values())) == 1
+    }
+
+
+def _minority(digests: dict[int, int]) -> set[int]:
+    right, times = Counter(digests.values()).most_common(1)[0]
+    has_most = 2 * times > len(digests)
+    return {rank for rank, digest in digests.items() if digest != right or not has_most}

@@ -151,13 +151,7 @@ def block_bytes(longest_bytes: int, k: int) -> int:
 def replica_digests(
     groups: Groups, place: int, manifests: NodeManifest
 ) -> list[list[tuple[int, int]]]:
-    """A node's (rank, digest) of its replicas in a later version, for each replica set.
-
-    Args:
-        groups: of the plan.
-        place: position of the node in the group.
-        manifests: the node's manifest of that version, with the layouts of the plan.
-    """
+    """A node's (rank, digest) of its replicas in a later version, for each replica set."""
     by_rank = {rank.rank: rank for rank in manifests.ranks}
     content = {
         rank: {section.key: at for at, section in enumerate(manifest.sections)}
@@ -179,12 +173,7 @@ def replica_digests(
 def differing(
     groups: Groups, told: Sequence[Sequence[Sequence[tuple[int, int]]]]
 ) -> set[tuple[int, int]]:
-    """(position, rank) of replicas that differ from the majority; all if there is no majority.
-
-    Args:
-        groups: of the plan.
-        told: the digests that each node has sent, by position.
-    """
+    """(position, rank) of replicas that differ from the majority; all if there is no majority."""
     found: set[tuple[int, int]] = set()
     for at, group in enumerate(groups):
         said = [((place, r), digest) for place, node in enumerate(told) for r, digest in node[at]]

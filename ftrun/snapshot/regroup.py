@@ -1,10 +1,5 @@
 """Assigns random states and data positions of a previous world to the ranks of a new world.
 
-Runs in:  worker, inside `attach`, when a version is restored into another number of ranks; the
-          process that converts checkpoints. Pure.
-Takes in: the saved state of each rank of the previous world.
-Gives:    one rank's state in the new world, and a line for the log.
-
 Derived random states are not computed here, because that needs torch. A placeholder names the
 states and the number that they are derived from, and `ftrun.worker.state.determinism` computes
 them.
@@ -51,11 +46,9 @@ class WorldResize:
 
 
 def streams(taken: Sequence[Plain], resize: WorldResize) -> Plain:
-    """The random states of one rank, as `determinism.put_back` takes them.
+    """The random states of one new rank, as `determinism.put_back` takes them.
 
-    Args:
-        taken: states of each old rank, from `determinism.take_all`.
-        resize: the rank of the result.
+    `taken` has the states of each old rank, from `determinism.take_all`.
     """
     own = taken[resize.old_rank]
     if not resize.is_new:
@@ -81,11 +74,9 @@ def _is_common(name: str, saved: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def loader(states: Sequence[Plain], resize: WorldResize) -> Plain:
-    """The state of one loader in one rank, as `DataPosition.load_state` takes it.
+    """The state of one loader in one new rank, as `DataPosition.load_state` takes it.
 
-    Args:
-        states: of each old rank, from `DataPosition.state`.
-        resize: the rank of the result.
+    `states` are those of each old rank, from `DataPosition.state`.
     """
     own = states[resize.old_rank]
     began = [state["started_with"] for state in states]

@@ -29,12 +29,7 @@ _last_words: list[Callable[[], None]] = []
 
 
 def arm(name: str, *, before: Callable[[], None]) -> None:
-    """Kill this process at its next pass of a crash point; for `ftrun inject-fault`.
-
-    Args:
-        name: of the crash point.
-        before: called directly before the process dies.
-    """
+    """Kill this process, after `before`, at its next pass of a crash point."""
     global _ARMED, _NAME, _HIT
     _ARMED, _NAME, _HIT = True, name, str(_passed[name] + 1)
     _last_words.append(before)

@@ -16,7 +16,7 @@ from pathlib import Path
 from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank
 from ftrun.snapshot.shard_header import ShardHeader
-from ftrun.wire.messages.export_facts import ShardFileLocation
+from ftrun.wire.messages.checkpoint import ShardFileLocation
 from ftrun.wire.shared_memory.arena import SlotHeader, SlotState
 from ftrun.worker.reshard.source import ByteRange, make_head
 

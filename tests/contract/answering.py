@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from ftrun.errors import PeerError
-from ftrun.wire.transport.handshake import accept_handshake
-from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.handshake import PeerIdentity, accept_handshake
 from ftrun.wire.transport.secret import Secret
 from ftrun.wire.transport.tcp import listen_tcp
 

@@ -25,7 +25,7 @@ from ftrun.wire.shared_memory.arena import (
     read_slot_headers,
     table_digest,
     verify,
-    void_slots_after,
+    void_slots,
 )
 
 LAYOUT = make_layout(
@@ -124,10 +124,10 @@ def test_a_flipped_bit_in_data_or_table_is_found(fd: int, where: int) -> None:
 def test_void_marks_only_what_is_later(fd: int) -> None:
     seal(fd, 0, 7)
     seal(fd, 1, 8)
-    assert void_slots_after(fd, version(0, 7)) == 1
+    assert void_slots(fd, lambda found: found > version(0, 7)) == 1
     assert [header.state for header in read_slot_headers(fd)] == [SlotState.SEALED, SlotState.VOID]
-    assert void_slots_after(fd, version(0, 7)) == 0
-    assert void_slots_after(fd, version(-1, -1)) == 1
+    assert void_slots(fd, lambda found: found > version(0, 7)) == 0
+    assert void_slots(fd, lambda found: found > version(-1, -1)) == 1
 
 
 def test_an_arena_cannot_be_resized(fd: int) -> None:

@@ -19,8 +19,12 @@ from ftrun.smp.peer_listener import PeerListener, PeerSession
 from ftrun.wire.messages.envelope import PROTOCOL_VERSION
 from ftrun.wire.transport import doors, handshake
 from ftrun.wire.transport.doors import CROWDED_S, HELLO_S, Door, Doors
-from ftrun.wire.transport.handshake import HANDSHAKE_S, accept_handshake, dial_handshake
-from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.handshake import (
+    HANDSHAKE_S,
+    PeerIdentity,
+    accept_handshake,
+    dial_handshake,
+)
 from ftrun.wire.transport.secret import Secret, make_secret
 from ftrun.wire.transport.tcp import dial, listen_tcp
 

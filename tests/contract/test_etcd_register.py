@@ -1,6 +1,6 @@
 """The outside witness in a real etcd: what it promises holds, whoever asks, whatever fails.
 
-The rules themselves are tested in tests/unit/recovery/test_witness_rules.py; here is what etcd and
+The rules themselves are tested in tests/unit/membership/test_witness.py; here is what etcd and
 the client library make of them.
 """
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from ftrun.errors import ProtocolError
 from ftrun.wire.messages.envelope import Done, Envelope, Refused
-from ftrun.wire.messages.protected import ShardOffer
-from ftrun.wire.messages.smp import Inventory, PersistRunState
+from ftrun.wire.messages.smp import Inventory, PersistRunState, ShardOffer
 from ftrun.wire.transport.framing import MAX_FRAME_BYTES, FrameReader, encode
 
 MESSAGES = [

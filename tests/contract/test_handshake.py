@@ -25,8 +25,12 @@ from ftrun.errors import (
     ProtocolError,
 )
 from ftrun.wire.transport import handshake
-from ftrun.wire.transport.handshake import AuthSession, accept_handshake, dial_handshake
-from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.handshake import (
+    AuthSession,
+    PeerIdentity,
+    accept_handshake,
+    dial_handshake,
+)
 from ftrun.wire.transport.secret import Secret, make_secret
 from ftrun.wire.transport.tcp import listen_tcp
 

@@ -11,7 +11,7 @@ import pytest
 from ftrun.agent.cluster import link_probe
 from ftrun.agent.cluster.link_probe import LinkProber, probe, serve_probe
 from ftrun.wire.cluster.messages import ProbeLinkRequest, ProbeLinkResult
-from ftrun.wire.transport.identity import PeerIdentity, Purpose, unfit
+from ftrun.wire.transport.handshake import PeerIdentity, Purpose, unfit
 from ftrun.wire.transport.secret import Secret, make_secret
 from tests.contract.answering import WAIT_S, answering, nobody_at
 

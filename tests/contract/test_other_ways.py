@@ -23,14 +23,11 @@ from ftrun.errors import PeerError
 from ftrun.recovery.commands import Connect, JournalEntry
 from ftrun.recovery.settings import ClusterSize, MembershipSettings
 from ftrun.recovery.supervisor import Policy
-from ftrun.wire.cluster.generation import NodeCard
-from ftrun.wire.cluster.heartbeats import Heartbeat
-from ftrun.wire.cluster.membership import JoinRejected, Prepare
+from ftrun.wire.cluster.generation import NodeCard, Rail
+from ftrun.wire.cluster.membership import Heartbeat, JoinRejected, Prepare
 from ftrun.wire.cluster.messages import ClusterEnvelope, JournalLines
-from ftrun.wire.cluster.rails import Rail
 from ftrun.wire.transport.address_race import PeerAddress
-from ftrun.wire.transport.handshake import accept_handshake, dial_handshake
-from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.handshake import PeerIdentity, accept_handshake, dial_handshake
 from ftrun.wire.transport.peer_connection import PeerConnection
 from ftrun.wire.transport.secret import make_secret
 from ftrun.wire.transport.tcp import listen_tcp

@@ -18,11 +18,14 @@ from hypothesis import strategies as st
 from ftrun.errors import PeerLost, ProtocolError
 from ftrun.wire.messages.envelope import Done, Envelope, Refused
 from ftrun.wire.messages.smp import PersistRunState
-from ftrun.wire.transport.framing import MAX_FRAME_BYTES, encode_body
-from ftrun.wire.transport.handshake import AuthSession, accept_handshake, dial_handshake
-from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.framing import MAX_FRAME_BYTES, PREFIX_BYTES, encode_body, seal_header
+from ftrun.wire.transport.handshake import (
+    AuthSession,
+    PeerIdentity,
+    accept_handshake,
+    dial_handshake,
+)
 from ftrun.wire.transport.peer_connection import PeerConnection
-from ftrun.wire.transport.sealing import PREFIX_BYTES, seal_header
 from ftrun.wire.transport.secret import Secret, make_secret
 from ftrun.wire.transport.tcp import listen_tcp
 

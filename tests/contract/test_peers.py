@@ -13,10 +13,9 @@ import pytest
 from ftrun.smp.link_rules import FETCH
 from ftrun.smp.peer_listener import PeerListener, PeerSession
 from ftrun.wire.cluster.transfer import LinkHello, RoundStored
-from ftrun.wire.messages.protected import NodeAddress
+from ftrun.wire.messages.smp import NodeAddress
 from ftrun.wire.transport.bulk_socket import BulkSocket
-from ftrun.wire.transport.handshake import accept_handshake, dial_handshake
-from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.handshake import PeerIdentity, accept_handshake, dial_handshake
 from ftrun.wire.transport.secret import make_secret
 from ftrun.wire.transport.tcp import dial, listen_tcp
 

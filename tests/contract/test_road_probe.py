@@ -14,7 +14,7 @@ from ftrun.agent.cluster.path_probe import PathProber, serve_road, try_road
 from ftrun.membership.events import Happening, MessageReceived
 from ftrun.recovery.commands import ProbePath
 from ftrun.wire.cluster.messages import AnyClusterMessage, ProbePathRequest, ProbePathResult
-from ftrun.wire.transport.identity import PeerIdentity, Purpose
+from ftrun.wire.transport.handshake import PeerIdentity, Purpose
 from ftrun.wire.transport.secret import Secret, make_secret
 from tests.contract.answering import WAIT_S, answering, nobody_at
 

@@ -11,8 +11,7 @@ import pytest
 from ftrun.errors import PeerError, PeerLost, PeerTimeout, ProtocolError
 from ftrun.wire.cluster.transfer import BlockData, LinkHello, RoundStored, TransferEnvelope
 from ftrun.wire.transport.bulk_socket import BulkSocket, digest_of
-from ftrun.wire.transport.handshake import AuthSession
-from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.handshake import AuthSession, PeerIdentity
 
 PATIENCE_S = 60.0
 SHORT_S = 0.5

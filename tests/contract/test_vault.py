@@ -8,7 +8,7 @@ import xxhash
 
 from ftrun.errors import LayoutUnknown
 from ftrun.snapshot.redundancy import NodeRedundancy
-from ftrun.wire.messages.protected import GroupMember
+from ftrun.wire.messages.smp import GroupMember
 from ftrun.wire.shared_memory.parity_region import (
     ParityRecord,
     ParityRegion,

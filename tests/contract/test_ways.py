@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 
 from ftrun.errors import HandshakeRefused, PeerError, PeerLost
-from ftrun.wire.cluster.rails import Rail
+from ftrun.wire.cluster.generation import Rail
 from ftrun.wire.transport.address_race import PeerAddress, reach, source_to
 from ftrun.wire.transport.tcp import listen_tcp, pace, unacknowledged_bytes
 from tests.contract.answering import nobody_at, wait_until_full

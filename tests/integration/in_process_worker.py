@@ -11,7 +11,6 @@ from torch import nn
 from ftrun import clock
 from ftrun.ids import Generation, Incarnation, Rank, RunId, Version, version
 from ftrun.wire.messages import envelope as messages
-from ftrun.wire.messages import protected
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
 from ftrun.wire.shared_memory.arena import Arena, verify
@@ -94,7 +93,7 @@ class Run:
         self.ask(smp_messages.BeginGeneration(0, 1, [0]), self.command_fd)
         # A boundary waits for the SMP, however busy the machine is: none is skipped by chance.
         self.settings = SnapshotSettings(every=1, commit_wait_s=PATIENCE_S)
-        self.group: list[protected.NodeAddress] = []
+        self.group: list[smp_messages.NodeAddress] = []
 
     def attach(self, **given: object) -> Session:
         """The next generation's session; it restores what is committed, if anything is."""
@@ -157,7 +156,7 @@ class Run:
 
     def be_led(self) -> None:
         """From now on the SMP waits for a lead's word, as on several nodes."""
-        self.group = [protected.NodeAddress("n0", 1, "127.0.0.1", 0, [0])]
+        self.group = [smp_messages.NodeAddress("n0", 1, "127.0.0.1", 0, [0])]
         self.begin(0)
 
     def commit(self, step: int, *, take_from: int, generation: int = 0) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from ftrun.wire.messages import protected
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.transport.tcp import listen_tcp
 from tests.integration.test_protection import Cluster, Model, Node, cluster
@@ -92,11 +91,13 @@ class RelayedNode(Node):
     relay: ResettingRelay | None = None
 
     @property
-    def place(self) -> protected.NodeAddress:
+    def place(self) -> smp_messages.NodeAddress:
         plain = super().place
         if self.relay is None:
             return plain
-        return protected.NodeAddress(plain.node_id, 1, self.relay_host, plain.smp_port, plain.ranks)
+        return smp_messages.NodeAddress(
+            plain.node_id, 1, self.relay_host, plain.smp_port, plain.ranks
+        )
 
     @property
     def relay_host(self) -> str:

@@ -27,7 +27,6 @@ from ftrun.errors import PeerError
 from ftrun.ids import Version, version
 from ftrun.snapshot.layout import CopyTiming, Layout, LayoutEntry, make_layout
 from ftrun.wire.messages import envelope as messages
-from ftrun.wire.messages import protected
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
 from ftrun.wire.shared_memory.arena import (
@@ -171,8 +170,8 @@ class Node:
         return self.process is not None and self.process.poll() is None
 
     @property
-    def place(self) -> protected.NodeAddress:
-        return protected.NodeAddress(
+    def place(self) -> smp_messages.NodeAddress:
+        return smp_messages.NodeAddress(
             self.node_id, 1, self.host, self.port if self.is_up else 0, self.ranks
         )
 
@@ -329,7 +328,7 @@ class Cluster:
     nodes: list[Node] = field(default_factory=list)
     generation: int = -1
     committed: Version | None = None
-    old_group: protected.PreviousGroup | None = None
+    old_group: smp_messages.PreviousGroup | None = None
 
     def start(self, count: int, *, ranks_per_node: int = 1, crash_at: str = "") -> None:
         for at in range(count):
@@ -342,7 +341,7 @@ class Cluster:
         return sum(len(node.ranks) for node in self.nodes)
 
     @property
-    def places(self) -> list[protected.NodeAddress]:
+    def places(self) -> list[smp_messages.NodeAddress]:
         return [node.place for node in self.nodes]
 
     def begin(self, *, restored: Version | None = None, protected_in: int = -1) -> None:
@@ -481,7 +480,7 @@ class Cluster:
     ) -> None:
         """Put a fresh SMP in the place of each lost node, and begin from a version."""
         made_in = self.protected_in(wanted) if protected_in is None else protected_in
-        self.old_group = protected.PreviousGroup(self.places, self.parity, made_in)
+        self.old_group = smp_messages.PreviousGroup(self.places, self.parity, made_in)
         for node in self.nodes:
             for worker in node.workers:
                 worker.channel.close()
@@ -732,7 +731,7 @@ def inventory(node: Node) -> smp_messages.Inventory:
     return node.ask(smp_messages.InventoryRequest(), smp_messages.Inventory)
 
 
-def committed_parts(node: Node) -> list[protected.ProtectionPart]:
+def committed_parts(node: Node) -> list[smp_messages.ProtectionPart]:
     return [part for part in inventory(node).protected if part.is_committed]
 
 
@@ -1000,7 +999,7 @@ def test_a_replacement_killed_while_it_fetches_is_replaced(cluster: Cluster, poi
     at = cluster.protect(1)
     cluster.lose(0)
     node = cluster.nodes[0]
-    cluster.old_group = protected.PreviousGroup(cluster.places, cluster.parity, 0)
+    cluster.old_group = smp_messages.PreviousGroup(cluster.places, cluster.parity, 0)
     node.start(secret=cluster.secret, crash_at=point)
     node.generation = -1
     cluster.begin(restored=at, protected_in=0)
@@ -1019,7 +1018,7 @@ def test_a_survivor_killed_while_it_gives_is_done_without(cluster: Cluster, poin
     at = cluster.protect(1)
     cluster.lose(3)
     victim = cluster.nodes[3]
-    cluster.old_group = protected.PreviousGroup(cluster.places, cluster.parity, 0)
+    cluster.old_group = smp_messages.PreviousGroup(cluster.places, cluster.parity, 0)
     victim.start(secret=cluster.secret)
     victim.generation = -1
     for node in cluster.nodes:
@@ -1042,7 +1041,7 @@ def test_a_frozen_survivor_is_done_without(cluster: Cluster) -> None:
     at = cluster.protect(1)
     cluster.lose(0)
     fresh = cluster.nodes[0]
-    cluster.old_group = protected.PreviousGroup(cluster.places, cluster.parity, 0)
+    cluster.old_group = smp_messages.PreviousGroup(cluster.places, cluster.parity, 0)
     fresh.start(secret=cluster.secret)
     fresh.generation = -1
     cluster.generation += 1
@@ -1130,7 +1129,7 @@ def test_a_worker_waits_for_the_arena_that_is_on_its_way(cluster: Cluster) -> No
     at = cluster.protect(1)
     cluster.lose(0)
     fresh = cluster.nodes[0]
-    cluster.old_group = protected.PreviousGroup(cluster.places, cluster.parity, 0)
+    cluster.old_group = smp_messages.PreviousGroup(cluster.places, cluster.parity, 0)
     fresh.start(secret=cluster.secret)
     fresh.generation = -1
     with contextlib.closing(fresh.connect("worker", 0)) as channel:
@@ -1213,7 +1212,7 @@ def test_a_rank_that_has_moved_is_fetched_from_where_it_was(cluster: Cluster) ->
     spare = Node("n9", "127.0.0.19", [2], cluster.folder)
     cluster.nodes.append(spare)
     spare.start(secret=cluster.secret)
-    cluster.old_group = protected.PreviousGroup(cluster.places[:3], cluster.parity, 0)
+    cluster.old_group = smp_messages.PreviousGroup(cluster.places[:3], cluster.parity, 0)
     moved = cluster.nodes.pop(2)
     try:
         cluster.begin(restored=at, protected_in=0)
@@ -1264,9 +1263,9 @@ def test_a_node_that_runs_no_ranks_any_more_gives_what_it_holds(
             own=replaced.place,
         )
         replaced.ask(body, messages.Done, page_fd)
-        cluster.old_group = protected.PreviousGroup(old_places, cluster.parity, made_in)
+        cluster.old_group = smp_messages.PreviousGroup(old_places, cluster.parity, made_in)
         if not is_relied_on:
-            cluster.old_group = protected.PreviousGroup([replaced.place], 0, -1)
+            cluster.old_group = smp_messages.PreviousGroup([replaced.place], 0, -1)
         group = [cluster.nodes[0].place, newcomer.place]
         newcomer.page_fd = create_command_page()
         assert newcomer.agent is not None

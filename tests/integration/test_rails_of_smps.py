@@ -12,8 +12,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from ftrun.wire.cluster.rails import Rail
-from ftrun.wire.messages import protected
+from ftrun.wire.cluster.generation import Rail
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.transport.tcp import listen_tcp
 from tests.integration.test_protection import Cluster, Model, Node, cluster
@@ -95,12 +94,12 @@ class RailedNode(Node):
     has_rails = False
 
     @property
-    def place(self) -> protected.NodeAddress:
+    def place(self) -> smp_messages.NodeAddress:
         plain = super().place
         if not self.has_rails:
             return plain
         rails = [Rail("eth0", f"127.0.1.{self.ranks[0] + 1}"), Rail("eth1", self.host)]
-        return protected.NodeAddress(
+        return smp_messages.NodeAddress(
             plain.node_id, 1, rails[0].host, plain.smp_port, plain.ranks, rails
         )
 

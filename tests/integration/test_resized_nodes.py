@@ -22,7 +22,6 @@ from ftrun.errors import PeerError
 from ftrun.ids import RunId, Version, version
 from ftrun.wire import environment as env
 from ftrun.wire.messages import envelope as messages
-from ftrun.wire.messages import protected
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
 from ftrun.wire.shared_memory.pages import (
@@ -74,8 +73,8 @@ class Node:
     def is_up(self) -> bool:
         return self.process.poll() is None
 
-    def place(self, ranks: list[int]) -> protected.NodeAddress:
-        return protected.NodeAddress(
+    def place(self, ranks: list[int]) -> smp_messages.NodeAddress:
+        return smp_messages.NodeAddress(
             self.node_id, 1, self.host, self.port if self.is_up else 0, ranks
         )
 
@@ -172,7 +171,7 @@ class Cluster:
         self.generation += 1
         old = [node.place([rank]) for rank, node in enumerate(self.members)]
         old_generation = self.generation - 1
-        protection = protected.PreviousGroup(old, min(1, len(old) - 1), old_generation)
+        protection = smp_messages.PreviousGroup(old, min(1, len(old) - 1), old_generation)
         group = [node.place([rank]) for rank, node in enumerate(members)]
         restored = self.newest
         self.shown, variables = [], []

@@ -21,7 +21,6 @@ from ftrun.snapshot.layout import CopyTiming, Layout, LayoutEntry, make_layout
 from ftrun.snapshot.load_shares import ranks_at
 from ftrun.wire.messages import checkpoint as checkpoint_messages
 from ftrun.wire.messages import envelope as messages
-from ftrun.wire.messages import protected
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
 from ftrun.wire.shared_memory.arena import Arena, SlotState, verify
@@ -94,9 +93,9 @@ class Node(nodes_of.Node):
             (self.arenas[rank],) = got.fds
         self.seal(FIRST)
 
-    def place(self, ranks: list[int]) -> protected.NodeAddress:
+    def place(self, ranks: list[int]) -> smp_messages.NodeAddress:
         alive = self.process is not None and self.process.poll() is None
-        return protected.NodeAddress(self.name, 1, "127.0.0.1", self.port if alive else 0, ranks)
+        return smp_messages.NodeAddress(self.name, 1, "127.0.0.1", self.port if alive else 0, ranks)
 
     def num_read(self) -> int:
         """Bytes that its process has read of files; what comes over sockets is not among them."""
@@ -195,8 +194,8 @@ def begin(node: Node, company: list[Node], *, old_world_size: int = 0) -> None:
         node_id=node.name,
         restored=(LOADED.generation, LOADED.step),
         restored_world_size=old_world_size,
-        restore_from=[protected.PreviousGroup(loaded, 0, -1)] if old_world_size else [],
-        read_from=[protected.PreviousGroup(own, 0, -1)],
+        restore_from=[smp_messages.PreviousGroup(loaded, 0, -1)] if old_world_size else [],
+        read_from=[smp_messages.PreviousGroup(own, 0, -1)],
         patience_s=20.0,
     )
     assert node.agent is not None

@@ -22,8 +22,7 @@ from ftrun.ids import Version
 from ftrun.membership.events import Happening, MessageReceived
 from ftrun.recovery import commands as do
 from ftrun.wire.cluster.generation import Edition, GenerationPlan
-from ftrun.wire.cluster.heartbeats import LeaderHeartbeat
-from ftrun.wire.cluster.membership import Accept, Prepare, Promise
+from ftrun.wire.cluster.membership import Accept, LeaderHeartbeat, Prepare, Promise
 from simulation.memory import Memory, can_have
 from simulation.snapshots import as_version
 from simulation.training import Group, Ranks, beginning

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ftrun.smp.link_rules import FETCH, PROTECT, LinkRules, admits
 from ftrun.smp.peer_link import SILENT_S, OutgoingFrame
 from ftrun.wire.cluster.transfer import LinkHello
-from ftrun.wire.messages.protected import NodeAddress
+from ftrun.wire.messages.smp import NodeAddress
 
 if TYPE_CHECKING:
     from ftrun.smp.peer_listener import PeerEvents, PeerSession

@@ -30,7 +30,7 @@ from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery import commands as do
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
-from ftrun.wire.cluster.heartbeats import Heartbeat, RankReport
+from ftrun.wire.cluster.membership import Heartbeat, RankReport
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.shared_memory.pages import CommandField
 from simulation.memory import Memory

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from ftrun.membership.events import MessageReceived
 from ftrun.recovery.commands import ProbePath
+from ftrun.wire.cluster.generation import PathMeasurement, Rail
 from ftrun.wire.cluster.messages import ProbePathResult
-from ftrun.wire.cluster.rails import PathMeasurement, Rail
 
 if TYPE_CHECKING:
     from random import Random

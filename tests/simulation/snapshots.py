@@ -33,8 +33,7 @@ from ftrun.smp.restore.restore_server import group_of
 from ftrun.smp.waits import Steps, Wait
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.messages import smp as smp_messages
-from ftrun.wire.messages.protected import PreviousGroup
-from ftrun.wire.messages.smp import BeginGeneration
+from ftrun.wire.messages.smp import BeginGeneration, PreviousGroup
 from ftrun.wire.shared_memory.pages import CommandField
 from ftrun.wire.shared_memory.parity_region import ParityRecord
 from simulation import memory

@@ -13,7 +13,7 @@ from ftrun.errors import ExitCode
 from ftrun.ids import Version
 from ftrun.membership import ballots
 from ftrun.membership.ballots import Electorate
-from ftrun.membership.holding import RankSuspension
+from ftrun.membership.fencing import RankSuspension
 from ftrun.membership.leader import leader as lead
 from ftrun.membership.leader import reconfiguration as enrolment
 from ftrun.membership.leader.checkpoint_agreement import disagreement

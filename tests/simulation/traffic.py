@@ -15,8 +15,15 @@ import msgspec
 from ftrun.recovery.settings import ClusterSize, MembershipSettings
 from ftrun.recovery.supervisor import Policy
 from ftrun.wire.cluster.messages import AnyClusterMessage, ClusterEnvelope
-from ftrun.wire.transport.framing import MAX_FRAME_BYTES, decode_body, encode_body
-from ftrun.wire.transport.sealing import PREFIX_BYTES, body_length, check_body, seal_header
+from ftrun.wire.transport.framing import (
+    MAX_FRAME_BYTES,
+    PREFIX_BYTES,
+    body_length,
+    check_body,
+    decode_body,
+    encode_body,
+    seal_header,
+)
 from simulation.network import Network
 from simulation.run import Simulation
 from simulation.scenario import Scenario

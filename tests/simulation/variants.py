@@ -30,10 +30,9 @@ from ftrun.smp.redundancy.protector import Protector
 from ftrun.smp.redundancy.rounds import ProtectionRound
 from ftrun.snapshot.commit_tracker import CommitTracker
 from ftrun.wire.cluster.generation import GenerationPlan, VersionPair
-from ftrun.wire.cluster.heartbeats import Heartbeat, LeaderHeartbeat
+from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 from ftrun.wire.cluster.transfer import RoundMessage
-from ftrun.wire.messages.protected import ProtectionPart
-from ftrun.wire.messages.smp import Inventory
+from ftrun.wire.messages.smp import Inventory, ProtectionPart
 from ftrun.wire.shared_memory.pages import CommandField as Word
 from ftrun.worker.capture.settling import CommitWait
 from simulation import memory, training

@@ -7,8 +7,8 @@ them: it reads, finds its answer, and writes it where nothing has changed since 
 from random import Random
 from typing import TYPE_CHECKING
 
-from ftrun.membership.events import WitnessAnswered
-from ftrun.membership.witness import WitnessDecision, WitnessRegister, rule
+from ftrun.membership.events import WitnessAnswered, WitnessRegister
+from ftrun.membership.witness import WitnessDecision, rule
 from ftrun.recovery.commands import QueryWitness
 from ftrun.wire.cluster.generation import NodeCard
 

@@ -46,7 +46,7 @@ from ftrun.wire.cluster.messages import (
     ProbeLinkRequest,
 )
 from ftrun.wire.messages.faults import ForwardFault, ForwardFaultReply
-from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.handshake import PeerIdentity
 from ftrun.wire.transport.peer_connection import PeerConnection
 from ftrun.wire.transport.secret import Secret
 

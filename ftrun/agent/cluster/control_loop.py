@@ -27,7 +27,7 @@ from ftrun.recovery.commands import (
 )
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.recovery.settings import MembershipSettings
-from ftrun.recovery.supervisor import Policy, SupervisorState
+from ftrun.recovery.supervisor import Policy
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
 
 NetworkCommand = Connect | Send | Disconnect
@@ -101,10 +101,6 @@ class ControlLoop:
             return card
         plan = member.follower.newest_plan
         return plan.card(node_id) if plan is not None else None
-
-    @property
-    def is_hurried(self) -> bool:
-        return self.oversight.supervisor.state is SupervisorState.LAST_SNAPSHOT
 
     def close(self) -> None:
         """Release the threads of the control loop; here it has none."""

@@ -24,8 +24,12 @@ from ftrun.membership.events import ConnectFailed
 from ftrun.recovery.commands import Connect
 from ftrun.wire.transport.address_race import PeerAddress, reach
 from ftrun.wire.transport.doors import Door, Doors
-from ftrun.wire.transport.handshake import AuthSession, accept_handshake, dial_handshake
-from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.handshake import (
+    AuthSession,
+    PeerIdentity,
+    accept_handshake,
+    dial_handshake,
+)
 from ftrun.wire.transport.secret import Secret
 from ftrun.wire.transport.tcp import tune
 

@@ -27,8 +27,8 @@ import msgspec
 from ftrun import clock
 from ftrun.config import EtcdTls
 from ftrun.errors import PeerError, UsageError
-from ftrun.membership.events import WitnessAnswered
-from ftrun.membership.witness import WitnessDecision, WitnessRegister, rule
+from ftrun.membership.events import WitnessAnswered, WitnessRegister
+from ftrun.membership.witness import WitnessDecision, rule
 from ftrun.recovery.commands import QueryWitness, WitnessOperation
 from ftrun.wire.cluster.generation import NodeCard
 

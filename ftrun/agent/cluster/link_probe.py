@@ -26,8 +26,7 @@ import msgspec
 from ftrun import clock
 from ftrun.errors import PeerError
 from ftrun.wire.cluster.messages import ProbeLinkRequest, ProbeLinkResult
-from ftrun.wire.transport.handshake import dial_handshake
-from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.handshake import PeerIdentity, dial_handshake
 from ftrun.wire.transport.secret import Secret
 from ftrun.wire.transport.tcp import dial, tune
 

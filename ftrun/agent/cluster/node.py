@@ -34,12 +34,12 @@ from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.agent.snapshots.stub_link import last_agent_ended_s
 from ftrun.config import NodesSpec, RunSpec
 from ftrun.errors import AddressTaken, PeerError, PeerLost, UsageError
-from ftrun.monitor.deadlines import HangSettings
-from ftrun.network.detect.rail_variables import VARIABLES
+from ftrun.monitor.wait_graph import HangSettings
+from ftrun.network.detect.rails import VARIABLES
 from ftrun.recovery.settings import ClusterSize, MembershipSettings, NetworkSettings, SlowSettings
 from ftrun.recovery.supervisor import Policy
 from ftrun.wire.cluster.generation import NodeCard
-from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.handshake import PeerIdentity
 from ftrun.wire.transport.secret import HOW_TO_MAKE, Secret, load_secret
 from ftrun.wire.transport.tcp import bind_address, is_local_address, listen_tcp
 

@@ -25,8 +25,7 @@ import msgspec
 
 from ftrun.agent.cluster.interfaces import NetworkInterface, interfaces
 from ftrun.errors import AddressTaken, UsageError
-from ftrun.wire.cluster.generation import NodeCard
-from ftrun.wire.cluster.rails import Rail
+from ftrun.wire.cluster.generation import NodeCard, Rail
 from ftrun.wire.transport.tcp import listen_tcp
 
 _log = logging.getLogger(__name__)

@@ -33,10 +33,9 @@ from ftrun import clock
 from ftrun.errors import PeerError, PeerLost
 from ftrun.membership.events import Happening, MessageReceived
 from ftrun.recovery.commands import ProbePath
+from ftrun.wire.cluster.generation import PathMeasurement
 from ftrun.wire.cluster.messages import AnyClusterMessage, ProbePathRequest, ProbePathResult
-from ftrun.wire.cluster.rails import PathMeasurement
-from ftrun.wire.transport.handshake import dial_handshake
-from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.handshake import PeerIdentity, dial_handshake
 from ftrun.wire.transport.secret import Secret
 from ftrun.wire.transport.tcp import dial, tune
 

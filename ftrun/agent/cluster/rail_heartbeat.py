@@ -29,9 +29,8 @@ from ftrun import clock
 from ftrun.agent.cluster.cluster_brain import ClusterControlLoop
 from ftrun.membership.events import MessageReceived
 from ftrun.network.detect.rails import match_rails
-from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
+from ftrun.wire.cluster.generation import GenerationPlan, NodeCard, Rail
 from ftrun.wire.cluster.messages import RailSilent
-from ftrun.wire.cluster.rails import Rail
 from ftrun.wire.transport.secret import Secret
 from ftrun.wire.transport.tcp import is_local_address
 

@@ -30,11 +30,10 @@ from ftrun.config import RunSpec
 from ftrun.errors import DirectoryTaken, PeerError, SnapshotError
 from ftrun.ids import Version, version
 from ftrun.journal import Journal
-from ftrun.network.detect.rail_variables import env_for
-from ftrun.network.detect.rails import match_rails, rails_of_node
+from ftrun.network.detect.rails import env_for, match_rails, rails_of_node
 from ftrun.urls import without_password
 from ftrun.wire.cluster.generation import GenerationPlan
-from ftrun.wire.cluster.heartbeats import RestartTimes
+from ftrun.wire.cluster.membership import RestartTimes
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.pages import HeartbeatField
 

@@ -28,7 +28,7 @@ from ftrun.monitor.page_values import quantile_s
 from ftrun.monitor.worker_exits import ExitFacts, explain
 from ftrun.wire import environment as env
 from ftrun.wire.cluster.generation import GenerationPlan
-from ftrun.wire.cluster.heartbeats import RankReport
+from ftrun.wire.cluster.membership import RankReport
 from ftrun.wire.fault_orders import FaultPages
 from ftrun.wire.shared_memory.pages import (
     CommandField,
@@ -36,8 +36,9 @@ from ftrun.wire.shared_memory.pages import (
     SharedPage,
     create_command_page,
     create_page,
+    create_stack_file,
+    stacks,
 )
-from ftrun.wire.shared_memory.stack_file import create_stack_file, stacks
 
 KILL_WAIT_S = 20.0
 """Shorter than the leader's wait for the answer of a node: `MembershipSettings.answer_s`."""

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftrun import clock
-from ftrun.monitor.evidence import Frame
-from ftrun.wire.shared_memory.stack_file import clear_stacks, stacks
+from ftrun.monitor.verdicts import Frame
+from ftrun.wire.shared_memory.pages import clear_stacks, stacks
 
 SPY_S = 5.0
 DUMP_WAIT_S = 0.5

@@ -34,7 +34,7 @@ from ftrun.journal import Journal
 from ftrun.membership.events import NodeChecked
 from ftrun.monitor.node_fitness import Floors, NodeFitness, NodeMeasurements, judge
 from ftrun.wire.cluster.messages import ProbeLinkRequest, ProbeLinkResult
-from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.handshake import PeerIdentity
 from ftrun.wire.transport.secret import Secret
 
 LINK_S = 1.0

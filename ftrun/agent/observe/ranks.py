@@ -26,13 +26,11 @@ from ftrun.agent.observe.flight_recorder import RecordedCollective, parse_entrie
 from ftrun.agent.observe.introspection import RankStack, take_stack
 from ftrun.agent.observe.process_facts import ProcessState, process_facts
 from ftrun.agent.observe.sampler import Sampler
-from ftrun.monitor.deadlines import HangDeadlines, HangSettings
-from ftrun.monitor.evidence import CollectiveCall, Frame, ProcessGroupView, RankView, own_functions
-from ftrun.monitor.page_values import quantile_s
-from ftrun.monitor.process_groups import decode_groups
+from ftrun.monitor.page_values import decode_groups, quantile_s
 from ftrun.monitor.slow.samples import NodeSample
-from ftrun.wire.shared_memory.pages import HeartbeatField
-from ftrun.wire.shared_memory.stack_file import left_calls
+from ftrun.monitor.verdicts import CollectiveCall, Frame, ProcessGroupView, RankView, own_functions
+from ftrun.monitor.wait_graph import HangDeadlines, HangSettings
+from ftrun.wire.shared_memory.pages import HeartbeatField, left_calls
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from ftrun.membership.leader.leader import Leader
 from ftrun.monitor.numerics import finite
 from ftrun.recovery.past import Gone
 from ftrun.wire.cluster.generation import GenerationPlan
-from ftrun.wire.cluster.heartbeats import Heartbeat
+from ftrun.wire.cluster.membership import Heartbeat
 
 WARNINGS_SHOWN = 3
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ftrun.agent.cluster.control_loop import ControlLoop
-from ftrun.monitor.evidence import RankView
+from ftrun.monitor.verdicts import RankView
 from ftrun.recovery.incidents import Incident
 
 SHOWN = 5

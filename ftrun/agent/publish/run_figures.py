@@ -16,9 +16,8 @@ from typing import Any
 from ftrun import clock
 from ftrun.agent.loop import RunLoop
 from ftrun.agent.publish.pulse import blocked_s
-from ftrun.monitor.time_book import DETECTION, PRODUCTIVE, TimeAccounting
 from ftrun.recovery.incidents import Incident
-from ftrun.recovery.lifecycle import LifecycleState
+from ftrun.recovery.lifecycle import DETECTION, PRODUCTIVE, LifecycleState, TimeAccounting
 
 DOWNTIME_PARTS = ("total", "detection", "restart", "restore", "first_step")
 BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from ftrun.errors import LayoutUnknown
 from ftrun.ids import Rank, Version
-from ftrun.wire.messages.protected import ShardOffer
+from ftrun.wire.messages.smp import ShardOffer
 from ftrun.wire.shared_memory.arena import SlotState, read_shape, read_slot_headers, void_slots
 
 

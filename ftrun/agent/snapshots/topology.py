@@ -18,11 +18,9 @@ from ftrun.ids import Rank, Version
 from ftrun.network.detect.rails import match_rails
 from ftrun.snapshot.load_shares import ranks_at
 from ftrun.wire.checkpoint_owner import CheckpointClaim
-from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
-from ftrun.wire.cluster.rails import Rail
+from ftrun.wire.cluster.generation import GenerationPlan, NodeCard, Rail
 from ftrun.wire.messages.checkpoint import LoadCheckpoint
-from ftrun.wire.messages.protected import NodeAddress, PreviousGroup
-from ftrun.wire.messages.smp import BeginGeneration
+from ftrun.wire.messages.smp import BeginGeneration, NodeAddress, PreviousGroup
 
 
 def begin_generation(

@@ -10,7 +10,7 @@ import msgspec
 
 from ftrun.errors import FtrunError
 from ftrun.urls import without_password
-from ftrun.wire.messages.shelf_facts import CatalogReport
+from ftrun.wire.messages.checkpoint import CatalogReport
 
 
 def ask(*words: str, limit_s: float | None = None) -> CatalogReport:

@@ -1,9 +1,5 @@
 """Whether all members of an accepted plan start from the same state, and what follows if not.
 
-Runs in:  the agent that leads. Pure.
-Takes in: the acceptances of all members.
-Gives:    checkpoints that no node is to load from now on; or the end of the run; or nothing.
-
 Rule 1: each node loads the newest checkpoint that no node has rejected. If the nodes have loaded
         different ones, checkpoints that not all nodes can load are rejected, and another ballot
         begins. Each such ballot rejects at least one, so the ballots end.
@@ -28,9 +24,7 @@ def disagreement(
 ) -> EndRun | dict[str, str] | None:
     """Why the plan cannot be carried out: the end, or checkpoints to reject and their reasons.
 
-    Args:
-        plan: whose members have all accepted.
-        answers: by node id.
+    All members have accepted the plan; `answers` is by node id.
     """
     accepted = {node.node_id: answers[node.node_id] for node in plan.members}
     problems = {node_id: has.problem for node_id, has in accepted.items() if has.problem}
@@ -59,13 +53,7 @@ def disagreement(
 def blind_nodes(
     plan: GenerationPlan, answers: Mapping[str, Accepted], differ: EndRun | dict[str, str]
 ) -> dict[str, str]:
-    """Members that cannot load what other members can, and their problems.
-
-    Args:
-        plan: whose members have all accepted.
-        answers: by node id.
-        differ: their disagreement.
-    """
+    """Members that cannot load what other members can, and their problems."""
     accepted = [(node.node_id, answers[node.node_id]) for node in plan.members]
     loaded = {has.checkpoint for _, has in accepted if not has.problem}
     problems = {

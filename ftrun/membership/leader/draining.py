@@ -35,7 +35,7 @@ from ftrun.recovery.commands import JournalEntry, SupervisorCommand
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import GenerationPlan, Identity, NodeCard
-from ftrun.wire.cluster.heartbeats import Heartbeat, LeaderHeartbeat
+from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 
 NOTICE_S = 2.0
 """Seconds without another notice. Schedulers signal all nodes of a job within less: `scancel` does
@@ -86,11 +86,7 @@ class NodeDraining:
     ) -> tuple[list[JournalEntry], list[SupervisorCommand]]:
         """Decides between draining and stopping, when it is clear.
 
-        Args:
-            plan: the newest generation.
-            unfit: nodes that may not run ranks.
-            is_settled: its ranks run. If not, a stop waits until the generation is settled.
-            now_s: the time.
+        If the generation is not settled, a stop waits until it is.
         """
         here = {peer.card.identity for peer in self._peers if not peer.lost}
         self._asked_s = {who: at_s for who, at_s in self._asked_s.items() if who in here}

@@ -1,4 +1,4 @@
-"""The leader's view of the other agents: connections, heartbeats, and acknowledgements.
+"""The leader's view of the other agents, and its lease: whether it may have been replaced.
 
 Runs in:  the agent that leads, or that proposes itself. Pure.
 Takes in: connections, heartbeats, time.
@@ -15,18 +15,22 @@ Rule 3: the time without a heartbeat counts only while this process could receiv
 Rule 4: a restarted voter cannot have helped to replace this leader only if its last incarnation had
         acknowledged the leader until shortly before. Otherwise it may have helped, whatever runs
         on its node now.
+Rule 5: the lease expires before any agent could have replaced this leader. Until the lease is
+        valid again, the leader makes no decisions.
+Rule 6: if the lease stays expired, only a ballot restores it: the nodes do not return, or their
+        agents were restarted and cannot report what their predecessors promised.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ftrun.membership.ballots import electorate_of
-from ftrun.membership.witness_votes import WitnessView
+from ftrun.membership.witness import WitnessView
 from ftrun.monitor.node_fitness import NodeFitness
-from ftrun.monitor.slow.clock_offsets import ClockOffset
+from ftrun.monitor.slow.samples import ClockOffset
 from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import GenerationPlan, Identity, NodeCard
-from ftrun.wire.cluster.heartbeats import Heartbeat
+from ftrun.wire.cluster.membership import Heartbeat
 
 AWAIT_SILENT_S = 10.0
 """Seconds that a leader waits after a good end for nodes that were lost shortly before."""
@@ -112,13 +116,9 @@ class FailureDetector:
     def put(self, card: NodeCard, *, now_s: float, linked: bool, has_answered: bool) -> PeerState:
         """Adds this agent, in place of any earlier agent of its node.
 
-        Args:
-            card: of the agent.
-            now_s: the time.
-            linked: it is connected.
-            has_answered: it may count as acknowledging this leader from now on. A node that was
-                lost and has returned may have promised another proposer in between. It does not
-                count until it acknowledges a heartbeat.
+        If `has_answered`, it counts as acknowledging this leader from now on. A node that was lost
+        and has returned may have promised another proposer in between. It does not count until it
+        acknowledges a heartbeat.
         """
         old = self.by_id.get(card.node_id)
         if old is not None and old.card.incarnation != card.incarnation:
@@ -140,12 +140,8 @@ class FailureDetector:
         """The nodes that must still acknowledge the end: connected ones, and recently lost ones.
 
         Lost nodes are awaited only if the run is done. Their agents may be restarting or were cut
-        off, and would look for a run that is over.
-
-        Args:
-            ended_s: when the end was first sent. A node that refuses since then has received it.
-            is_done: the run ended well, so the wait harms nothing.
-            now_s: the time.
+        off, and would look for a run that is over. A node that refuses since `ended_s` has received
+        the end.
         """
         limit_s = 2 * self.settings.deadline_s
         latest_s = ended_s + AWAIT_SILENT_S
@@ -267,3 +263,27 @@ class FailureDetector:
         if plan.witness and not self.witness.holds(plan.witness, limit_s, now_s=now_s):
             unheard += 1
         return 2 * unheard > len(electorate_of(plan))
+
+
+class LeadershipLease:
+    """The lease of one leader; `is_on` means expired."""
+
+    def __init__(self, settings: MembershipSettings) -> None:
+        self.is_on = False
+        self._settings = settings
+        self._since_s = 0.0
+
+    def look(self, plan: GenerationPlan | None, peers: FailureDetector, *, now_s: float) -> bool:
+        """Updates the lease; returns whether its state has changed.
+
+        Without an active plan there is no leadership that could be replaced.
+        """
+        is_on = plan is not None and peers.may_decide_without_me(plan, now_s=now_s)
+        if is_on == self.is_on:
+            return False
+        self.is_on, self._since_s = is_on, now_s
+        return True
+
+    def stays(self, *, now_s: float) -> bool:
+        """Whether it has been expired for at least `deadline_s`."""
+        return self.is_on and now_s - self._since_s >= self._settings.deadline_s

@@ -14,23 +14,22 @@ Rule 4: if the newest commit and nodes that may hold it are missing, the run wai
 from collections.abc import Collection, Mapping
 
 from ftrun.errors import ExitCode
-from ftrun.membership.ballots import Ballot, runs_ranks
+from ftrun.membership.ballots import Ballot, place_of, runs_ranks
 from ftrun.membership.events import WitnessAnswered
-from ftrun.membership.leader.changes import BoundaryReconfiguration
 from ftrun.membership.leader.checkpoint_agreement import blind_nodes, disagreement, notes_of_blind
-from ftrun.membership.leader.doubt import LeadershipLease
 from ftrun.membership.leader.draining import NodeDraining
-from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
-from ftrun.membership.leader.farewell import RunShutdown
-from ftrun.membership.leader.pausing import NodeWait
+from ftrun.membership.leader.failure_detector import FailureDetector, LeadershipLease, PeerState
+from ftrun.membership.leader.pausing import NodeWait, RunShutdown
 from ftrun.membership.leader.planning import RestoreStateMissing, make_plan, notes_of
 from ftrun.membership.leader.proposer import BallotStage, Proposer
-from ftrun.membership.leader.rank_assignment import TooFewNodes
-from ftrun.membership.leader.reconfiguration import VoterReconfiguration, note_of
-from ftrun.membership.leader.screening import Admission
-from ftrun.membership.succession import place_of
-from ftrun.membership.witness_votes import WitnessView
-from ftrun.network.failover.road_guard import GuardedPathMonitor
+from ftrun.membership.leader.rank_assignment import Admission, TooFewNodes
+from ftrun.membership.leader.reconfiguration import (
+    BoundaryReconfiguration,
+    VoterReconfiguration,
+    note_of,
+)
+from ftrun.membership.witness import WitnessView
+from ftrun.network.failover.path_monitor import PathMonitor
 from ftrun.recovery.commands import (
     Command,
     Connect,
@@ -43,8 +42,14 @@ from ftrun.recovery.commands import (
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
-from ftrun.wire.cluster.heartbeats import Heartbeat, LeaderHeartbeat
-from ftrun.wire.cluster.membership import Accepted, LeaderInfo, PrepareRejected, Promise
+from ftrun.wire.cluster.membership import (
+    Accepted,
+    Heartbeat,
+    LeaderHeartbeat,
+    LeaderInfo,
+    PrepareRejected,
+    Promise,
+)
 from ftrun.wire.cluster.messages import RoadWord
 
 _RESTARTED = "its agent was started again"
@@ -82,7 +87,7 @@ class Leader:
         self._changes = BoundaryReconfiguration(settings)
         self._enrolment = VoterReconfiguration(settings)
         self.screening = Admission(settings, self.known)
-        self.roads = GuardedPathMonitor(me.node_id, settings.network, self.known)
+        self.roads = PathMonitor(me.node_id, settings.network, self.known)
         self._history_of = -1
         """The newest generation whose failure history this leader has taken over."""
         self._draining = NodeDraining(settings, self.known, oversight, self._enrolment)

@@ -1,14 +1,11 @@
-"""The pause of a run: too few nodes to run ranks, or too few voters to decide.
+"""The pause of a run that waits for nodes, and its end, which nodes must acknowledge first."""
 
-Runs in:  the agent that leads, or that proposes itself. Pure.
-Takes in: what is missing, and how the run ends if it stays missing.
-Gives:    a line for the operator when the reason changes; the end of the run after the limit.
-"""
-
+from collections.abc import Collection
 from dataclasses import replace
 
 from ftrun.errors import ExitCode
-from ftrun.recovery.commands import Command, EndRun, JournalEntry
+from ftrun.membership.leader.failure_detector import FailureDetector
+from ftrun.recovery.commands import Command, EndRun, JournalEntry, WitnessOperation
 
 PUT_OFF_S = 10.0
 """Seconds that a node has after it joined to let the run continue."""
@@ -45,13 +42,7 @@ class NodeWait:
         return self._since_s is not None
 
     def begin(self, why: str, *, now_s: float, end: EndRun | None = None) -> list[Command]:
-        """Pauses the run, or updates the reason of the pause.
-
-        Args:
-            why: in words.
-            now_s: the time.
-            end: how the run ends if the wait fails; None: too few nodes.
-        """
+        """Pauses the run, or updates the reason; without `end`, the run ends for too few nodes."""
         self._end = end or EndRun(ExitCode.NOT_ENOUGH_NODES, "")
         if self._since_s is None:
             self._since_s = now_s
@@ -73,12 +64,7 @@ class NodeWait:
         self._since_s, self.why = None, ""
 
     def given_up(self, *, now_s: float, are_gone: bool = False) -> EndRun | None:
-        """The end of the run, if it has paused for too long.
-
-        Args:
-            now_s: the time.
-            are_gone: no other node of the run is left, as far as this agent can tell.
-        """
+        """The end of the run, if it has paused for too long, or if all other nodes are gone."""
         if self._since_s is None:
             return None
         if are_gone and now_s - self._since_s >= min(GONE_S, self._limit_s):
@@ -86,3 +72,57 @@ class NodeWait:
         if now_s - self._since_s < self._limit_s or now_s < self._not_before_s:
             return None
         return replace(self._end, why=f"{self.why}, for {now_s - self._since_s:.0f} s")
+
+
+class RunShutdown:
+    """The end of the run, as one leader carries it out."""
+
+    def __init__(self, peers: FailureDetector) -> None:
+        self.ending: EndRun | None = None
+        """How the run ends; None while it continues."""
+        self.is_for_all = False
+        """The leader led an active generation when it began the end: no other part of the run
+        continues."""
+        self.audience: frozenset[str] | None = None
+        """Nodes that must end; None: all. A leader that gives up ends only its own followers."""
+        self._peers = peers
+        self._since_s = 0.0
+        self._ended: set[str] = set()
+
+    def begin(
+        self,
+        command: EndRun,
+        is_for_all: bool,
+        audience: Collection[str] | None,
+        *,
+        now_s: float,
+    ) -> None:
+        self.ending, self.is_for_all, self._since_s = command, is_for_all, now_s
+        self.audience = None if audience is None else frozenset(audience)
+
+    @property
+    def ends_the_run(self) -> bool:
+        """Whether no other part of the run continues."""
+        return self.ending is not None and self.audience is None
+
+    def is_told(self, node_id: str) -> bool:
+        """Whether this node receives heartbeats: always, until only the audience does."""
+        return self.ending is None or self.audience is None or node_id in self.audience
+
+    def has_ended(self, node_id: str) -> None:
+        self._ended.add(node_id)
+
+    def look(self, *, now_s: float) -> list[Command]:
+        """Ends this agent too, after all nodes have acknowledged the end or had the time to."""
+        if self.ending is None:
+            return []
+        since_s, is_done = self._since_s, self.ending.exit_code == ExitCode.DONE
+        others = self._peers.to_hear_the_end(since_s, is_done=is_done, now_s=now_s)
+        others -= {self._peers.me.node_id, *self._ended}
+        if any(self.is_told(node_id) for node_id in others):
+            return []
+        # Not earlier: a restarting agent finds this leader at the witness, and learns of the end.
+        forget = (
+            self._peers.witness.ask(WitnessOperation.FORGET, now_s=now_s) if self.is_for_all else []
+        )
+        return [*forget, self.ending]

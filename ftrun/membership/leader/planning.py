@@ -1,10 +1,4 @@
-"""From promises to a plan: which node runs which ranks, from which version, in which groups.
-
-Runs in:  the agent that leads. Pure.
-Takes in: the promises of a ballot, the rank assignment of its nodes, the last plan.
-Gives:    a `GenerationPlan`; or which state is missing; or the end of the run, if the state is
-          lost.
-"""
+"""From promises to a plan: which node runs which ranks, from which version, in which groups."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -44,17 +38,7 @@ def make_plan(
     history: FailureHistory,
     waited_s: float,
 ) -> GenerationPlan | RestoreStateMissing | EndRun:
-    """The generation that this ballot is to have chosen.
-
-    Args:
-        ballot: promised.
-        places: the rank assignment of its nodes.
-        previous: the newest known plan.
-        settings: of the run.
-        lead: node id of the proposer.
-        history: the failure history for the next leader.
-        waited_s: seconds for which the run has paused.
-    """
+    """The generation that this promised ballot is to have chosen."""
     promises = ballot.promises
     choice = _choose(promises, places, previous, history)
     if choice.version is None and history.spoiled is not None:

@@ -193,12 +193,9 @@ class Proposer:
     def keep_witness(self, plan: GenerationPlan | None, *, now_s: float) -> list[Command]:
         """Renews the lease at the witness, so that it promises no other proposer.
 
-        In a ballot, this protects an announced plan. While a promised ballot waits for nodes, it
-        also lets restarted agents find this agent at the witness.
-
-        Args:
-            plan: the active one, if the leader is settled; None in a ballot.
-            now_s: the time.
+        `plan` is the active one of a settled leader. In a ballot, the lease protects an announced
+        plan. While a promised ballot waits for nodes, it also lets restarted agents find this agent
+        at the witness.
         """
         witness, ballot = self._peers.witness, self.ballot
         if plan is not None:
@@ -243,9 +240,7 @@ class Proposer:
     def _ask_witness(self, now_s: float, *, waits: bool = False) -> list[Command]:
         """Sends the request that the witness must answer for the ballot to continue.
 
-        Args:
-            now_s: the time.
-            waits: await the answer, if the witness is reachable.
+        With `waits`, the answer is awaited if the witness is reachable.
         """
         ballot, witness = self.ballot, self._peers.witness
         assert ballot is not None
@@ -280,11 +275,7 @@ class Proposer:
             self._refusals += 1
 
     def is_beside(self, generation: int) -> bool:
-        """Whether this ballot would start a run although a node has another generation.
-
-        Args:
-            generation: the newest one that a node has reported.
-        """
+        """Whether this ballot would start a run although a node has reported `generation`."""
         ballot = self.ballot
         if ballot is None or ballot.base != (-1, 0) or generation < ballot.generation:
             return False
@@ -302,12 +293,7 @@ class Proposer:
     ) -> None:
         """Starts another ballot if a member has promised a later generation, and so has no ranks.
 
-        Args:
-            peer: the member.
-            promised: the highest number that it has promised to any proposer.
-            plan: the active one, if the leader is settled; else None.
-            place: position of this agent in the succession.
-            now_s: the time.
+        `plan` is the active one of a settled leader.
         """
         peer.promised = promised
         self.highest = max(self.highest, promised)

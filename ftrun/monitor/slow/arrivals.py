@@ -1,9 +1,5 @@
 """Measures how late each rank enters the collectives that it shares with other ranks.
 
-Runs in:  the agent that leads. Pure.
-Takes in: entry times of each rank into each collective, on one clock.
-Gives:    `JoinedCollective`s, in order: one collective that all its ranks have entered, with the
-          lateness of each rank by its own delay.
 Source:   C4's wait chain (arXiv 2406.04594): the late rank is the one that all others wait for and
           that waits for no rank.
 

@@ -1,9 +1,5 @@
 """Delay matrix: seconds per megabyte from each node to each other node.
 
-Runs in:  the agent that leads. Pure.
-Takes in: `LinkSample`s, which each agent gets from the kernel (`ftrun.agent.observe.proc`).
-Gives:    a `PairDelay` for each pair of nodes with traffic, in each direction: seconds per megabyte
-          in which the sender had data in flight, the round trip, and the first values of both.
 Source:   C4's latency matrix (arXiv 2406.04594).
 
 Traffic between ranks of one node has no cell, because no network is between them.

@@ -1,8 +1,5 @@
 """Detects that a rank has become late, from its lateness in consecutive windows.
 
-Runs in:  the agent that leads. Pure.
-Takes in: a lateness in seconds for each window of some steps.
-Gives:    a `Lateness`, and the confidence that it exceeds design and chance.
 Source:   GREYHOUND's 10 % for fail-slow, against the rank's own past; the other limits by
           simulation (tests/unit/monitor/slow_world.py).
 """

@@ -1,8 +1,5 @@
 """Finds slow links, or nodes with a slow link: slow communication.
 
-Runs in:  the agent that leads. Pure.
-Takes in: `NodeTraffic`s of all nodes; results of probes between agents.
-Gives:    a `Verdict`, the matrix for the report, and pairs to be probed.
 Source:   C4's delay matrix (arXiv 2406.04594): a hot cell is a slow link, a hot row is what a node
           sends, and a hot column is what it receives; both indicate the node's link.
 
@@ -331,9 +328,7 @@ def _place(verdict: Verdict | None) -> str:
 def place_of(hot: set[Pair], known: set[Pair]) -> tuple[str, tuple[str, ...]]:
     """Describe what the hot cells have in common, and name the nodes concerned.
 
-    Args:
-        hot: slow cells; at least one.
-        known: the slow cells, and the cells that are fast.
+    `known` are the hot cells, and the cells that are fast.
     """
     if len(hot) == 1:
         sender, receiver = next(iter(hot))

@@ -1,9 +1,5 @@
 """Predicts that memory runs out before the run ends, from the growth of ranks.
 
-Runs in:  the agent that leads. Pure.
-Takes in: for each node, about once a second: memory held by each rank, and memory left.
-Gives:    a `Verdict` in time to act: the remaining memory is used up within `SOON_S`.
-
 A training grows in its first steps and then stays constant. Only growth over a long time counts.
 """
 

@@ -1,15 +1,21 @@
-"""Samples of a node's collectives and connections, about one per second.
+"""Samples of a node's collectives and connections, and the offset of its clock.
 
-Runs in:  agent (makes and sends them), the agent that leads (judges them). Pure.
-Takes in: entries of the flight recorders, traffic of the connections.
-Gives:    a `NodeSample`, thinned so that a heartbeat stays small.
+All ranks thin their samples by the sequence number, so that they keep the same collectives. Runs of
+consecutive numbers are kept together. If a step has two collectives, every second number alone
+would always be the same one of the two.
 
-All ranks thin by the sequence number, so that they keep the same collectives. Runs of consecutive
-numbers are kept together. If a step has two collectives, every second number alone would always be
-the same one of the two.
+Monotonic clocks of two machines start at arbitrary values and drift by up to about 50 us a second.
+A machine that was suspended or rebooted has another offset than before. Exchanges that contradict
+all earlier ones therefore replace them.
+
+Source: the clock filter of NTP (RFC 5905, section 10): of the last exchanges, the one with the
+        shortest network delay counts. The true offset is within half that delay, whichever
+        direction was slower.
 """
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -32,7 +38,7 @@ class RankSample(msgspec.Struct, frozen=True):
     step: int
     entered: tuple[Entered, ...]
     groups: str = ""
-    """Its process groups, encoded by `ftrun.monitor.process_groups`."""
+    """Its process groups, encoded by `ftrun.monitor.page_values`."""
     is_training: bool = True
     calls: tuple[tuple[int, int], ...] = ()
     """Pairs of a step and the number of collectives called up to it on the default group."""
@@ -64,3 +70,81 @@ def thinned(entered: Sequence[Entered]) -> tuple[Entered, ...]:
             every *= 2
         found += [one for one in own if one[1] // RUN % every == 0]
     return tuple(found)
+
+
+WINDOW = 32
+"""Number of retained exchanges."""
+DRIFT = 1e-4
+"""Maximum drift between two clocks, in seconds per second."""
+CONTRADICTIONS = 3
+"""Number of consecutive exchanges that contradict the known ones and then replace them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    offset_s: float
+    error_s: float
+    at_s: float
+
+
+class ClockOffset:
+    """Clock offset of one other node. Added to an own time, it gives the other node's time."""
+
+    def __init__(self) -> None:
+        self._known: deque[_Exchange] = deque(maxlen=WINDOW)
+        self._against: list[_Exchange] = []
+
+    def add(
+        self, sent_ns: int, heard_there_ns: int, answered_there_ns: int, arrived_ns: int
+    ) -> None:
+        """Add one exchange. An impossible one (an answer before its question) is ignored.
+
+        Args:
+            sent_ns: when this node sent the question, on its clock.
+            heard_there_ns: when the other node received it, on the other clock.
+            answered_there_ns: when the other node sent the answer, on the other clock.
+            arrived_ns: when the answer arrived, on this node's clock.
+        """
+        way_ns = (arrived_ns - sent_ns) - (answered_there_ns - heard_there_ns)
+        if way_ns < 0 or answered_there_ns < heard_there_ns:
+            return
+        offset_ns = ((heard_there_ns - sent_ns) + (answered_there_ns - arrived_ns)) / 2
+        one = _Exchange(offset_ns / 1e9, way_ns / 2e9, arrived_ns / 1e9)
+        best = self._best(one.at_s)
+        if best is not None and not _agree(best, one):
+            self._against.append(one)
+            if len(self._against) < CONTRADICTIONS:
+                return
+            self._known.clear()
+            self._known.extend(self._against[:-1])
+        self._against.clear()
+        self._known.append(one)
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._known)
+
+    def at(self, now_s: float) -> tuple[float, float]:
+        """Return the offset and its maximum error, both in seconds; needs `is_known`.
+
+        Raises:
+            ValueError: there was no exchange yet.
+        """
+        best = self._best(now_s)
+        if best is None:
+            raise ValueError("no heartbeat has been answered yet: the offset is not known")
+        return best.offset_s, best.error_s
+
+    def _best(self, now_s: float) -> _Exchange | None:
+        """The exchange with the smallest error now; errors grow with age, as clocks drift."""
+        best: _Exchange | None = None
+        best_error_s = 0.0
+        for one in self._known:
+            error_s = one.error_s + DRIFT * max(0.0, now_s - one.at_s)
+            if best is None or error_s < best_error_s:
+                best, best_error_s = one, error_s
+        return _Exchange(best.offset_s, best_error_s, best.at_s) if best is not None else None
+
+
+def _agree(one: _Exchange, other: _Exchange) -> bool:
+    return abs(one.offset_s - other.offset_s) <= one.error_s + other.error_s

@@ -1,9 +1,5 @@
 """Compares the number of collectives that ranks have called by the same step.
 
-Runs in:  the agent that leads. Pure.
-Takes in: for each rank, at some steps, its number of calls on the default group.
-Gives:    a `Verdict` if a rank has called fewer, or more, than the others between two steps.
-
 A rank that skips one collective takes part in the next one together with the others' previous one.
 If sizes are equal, nothing hangs, and from then on every sum combines two different steps. Only the
 count shows this.

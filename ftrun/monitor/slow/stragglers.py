@@ -1,8 +1,5 @@
 """Finds the rank that the others wait for in nearly every step: slow computation.
 
-Runs in:  the agent that leads. Pure.
-Takes in: `RankObservation`s: collectives that each rank has entered, and its step.
-Gives:    a lateness for each rank, and a `Verdict` if a rank, or all of a node, is late for long.
 Source:   C4's non-communication slow (arXiv 2406.04594); Mycroft's "the rank always finishing
           last".
 

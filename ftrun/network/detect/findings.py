@@ -1,13 +1,8 @@
 """Finds faults of the paths between nodes, and localizes them.
 
-Runs in:  the agent that leads. Pure.
-Takes in: the rails of each node; measurements of probes; the leaf switches, if they are known.
-Gives:    `NetworkFindings`: rates and round trips, and what is dead, slow or mismatched, each with
-          its location: one path, one node's interface, or a whole rail.
-
 Rule 1: a path is slow relative to the usual rate of its own kind (see localization.py): a narrow
         uplink is no node's fault.
-Rule 2: a location is named once, for all the paths that it explains (see culprits.py).
+Rule 2: a location is named once, for all the paths that it explains (see localization.py).
 Rule 3: an interface's speed by its driver is a finding of its own. If the rates agree, they are
         reported with it.
 Rule 4: a long round trip is reported as such, in milliseconds, and changes no rate and no choice.
@@ -20,19 +15,21 @@ from dataclasses import dataclass, field
 from enum import Enum
 from statistics import median
 
-from ftrun.network.detect.culprits import (
+from ftrun.network.detect.localization import (
     SLOW_RAIL,
     FaultLocation,
+    PathRates,
     Side,
     blame_dead,
     blame_slow,
     by_side,
+    is_inside,
     is_slow,
+    rate_roads,
 )
-from ftrun.network.detect.localization import PathRates, is_inside, rate_roads
 from ftrun.network.detect.probe_schedule import NetworkPath
 from ftrun.network.detect.rails import RunRails, match_rails
-from ftrun.wire.cluster.rails import PathMeasurement, Rail
+from ftrun.wire.cluster.generation import PathMeasurement, Rail
 
 MANY = 0.1
 """If more than this fraction of a rail's paths is slow without a location, they are one finding."""
@@ -184,6 +181,27 @@ def interface_words(node: str, one: Rail, rail: str) -> str:
     return f"{one.name} of {node}" + (f" ({rail} of the run)" if one.name != rail else "")
 
 
+def _finding(
+    kind: NetworkFindingKind,
+    rail: str,
+    nodes: tuple[str, ...],
+    sentence: str,
+    direction: str = "",
+    pace: float = 0.0,
+    *,
+    is_late: bool = False,
+) -> NetworkFinding:
+    """A finding of probes: its culprit follows from its nodes."""
+    culprit = f"rail {rail}"
+    if len(nodes) == 2:
+        culprit = f"the road from {nodes[0]} to {nodes[1]} over {rail}"
+    elif nodes:
+        culprit = f"{rail} of {nodes[0]}"
+    elif kind is NetworkFindingKind.UPLINK:
+        culprit = f"what lies between nodes on {rail}"
+    return NetworkFinding(kind, rail, nodes, culprit, sentence, direction, pace, is_late)
+
+
 # --- from probes ----------------------------------------------------------------------------------
 
 
@@ -244,14 +262,12 @@ class _Rail:
         mine = median(self._roads.rtts[road] for road in roads)
         usual = median(self._roads.usual_rtts[road] for road in roads)
         nodes: tuple[str, ...] = (node,) if node else ()
-        culprit = f"{rail} of {node}" if node else f"what lies between nodes on {rail}"
         way = {"": "between {} and others", "out": "from {}", "in": "to {}"}[place.direction]
         takes = (
             f"A round trip {way.format(node)} over {rail} takes {trip_words(mine)} in the median"
         )
         if place.road is not None:
             nodes = (place.road.source, place.road.destination)
-            culprit = f"the road from {nodes[0]} to {nodes[1]} over {rail}"
             takes = (
                 f"A round trip from {nodes[0]} to {nodes[1]} over {rail} takes {trip_words(mine)}"
             )
@@ -260,11 +276,10 @@ class _Rail:
                 f"{len(roads)} of {len(paces)} roads over {rail} have long round trips, and no "
                 f"interface explains them: one takes {trip_words(mine)} in the median"
             )
-        return NetworkFinding(
+        return _finding(
             NetworkFindingKind.SLOW if nodes else NetworkFindingKind.UPLINK,
             rail,
             nodes,
-            culprit,
             f"{takes}, where {trip_words(usual)} is usual{self._where(roads)}.",
             place.direction,
             median(paces[road] for road in roads),
@@ -276,21 +291,11 @@ class _Rail:
         if place.road is not None:
             one, other = place.road.source, place.road.destination
             why = self._roads.dead[place.road].rstrip(".")
-            return NetworkFinding(
-                NetworkFindingKind.DEAD,
-                rail,
-                (one, other),
-                f"the road from {one} to {other} over {rail}",
-                f"{one} does not reach {other} over {rail}: {why}.",
-            )
+            text = f"{one} does not reach {other} over {rail}: {why}."
+            return _finding(NetworkFindingKind.DEAD, rail, (one, other), text)
         if not place.node:
-            return NetworkFinding(
-                NetworkFindingKind.DEAD,
-                rail,
-                (),
-                f"rail {rail}",
-                f"Rail {rail} is dead: none of {len(self._dead)} roads was passed.",
-            )
+            text = f"Rail {rail} is dead: none of {len(self._dead)} roads was passed."
+            return _finding(NetworkFindingKind.DEAD, rail, (), text)
         roads = _of_place(place, self._known_by_side)
         dead = sum(road in self._roads.dead for road in roads)
         verb = {"": "neither reaches others nor is reached", "out": "reaches nobody"}
@@ -298,14 +303,8 @@ class _Rail:
         if dead < len(roads):
             what = what.replace("nobody", "hardly anybody").replace("neither", "hardly")
             what = what.replace("nor", "or")
-        return NetworkFinding(
-            NetworkFindingKind.DEAD,
-            rail,
-            (place.node,),
-            f"{rail} of {place.node}",
-            f"{place.node} {what} over {rail}: {dead} of {len(roads)} roads are dead.",
-            place.direction,
-        )
+        text = f"{place.node} {what} over {rail}: {dead} of {len(roads)} roads are dead."
+        return _finding(NetworkFindingKind.DEAD, rail, (place.node,), text, place.direction)
 
     def _say_slow(self, place: FaultLocation, by_driver: NetworkFinding | None) -> NetworkFinding:
         roads = _of_place(place, self._paced_by_side)
@@ -323,11 +322,10 @@ class _Rail:
             text += f": as a link of {nominal:,} Mbit/s would"
         if not self._leaves:
             text += "; no leaf switch is known, so the cause may lie before its interface"
-        return NetworkFinding(
+        return _finding(
             NetworkFindingKind.SLOW if by_driver is None else NetworkFindingKind.SPEED,
             self._rail,
             (place.node,),
-            f"{self._rail} of {place.node}",
             f"{text}." if by_driver is None else f"{by_driver.sentence} Probes agree: {text}.",
             place.direction,
             pace,
@@ -337,27 +335,21 @@ class _Rail:
         rate = self._roads.rates.get(road, 0.0)
         usual = self._usual_of(road)
         words = f"has {rate_words(rate)}" if rate else "ended no transfer"
+        ends = (road.source, road.destination)
         text = (
-            f"The road from {road.source} to {road.destination} over {self._rail} {words}"
-            f"{self._usual_words(usual, [road])}"
+            f"The road from {ends[0]} to {ends[1]} over {self._rail} {words}"
+            f"{self._usual_words(usual, [road])}."
         )
-        return NetworkFinding(
-            NetworkFindingKind.SLOW,
-            self._rail,
-            (road.source, road.destination),
-            f"the road from {road.source} to {road.destination} over {self._rail}",
-            f"{text}.",
-            pace=self._paces[road],
-        )
+        pace = self._paces[road]
+        return _finding(NetworkFindingKind.SLOW, self._rail, ends, text, pace=pace)
 
     def _say_many(self, roads: Sequence[NetworkPath]) -> NetworkFinding:
         worst = min(roads, key=lambda road: self._paces[road])
         rates = [self._roads.rates.get(road, 0.0) for road in (*roads, worst)]
-        return NetworkFinding(
+        return _finding(
             NetworkFindingKind.UPLINK,
             self._rail,
             (),
-            f"what lies between nodes on {self._rail}",
             f"{len(roads)} of {len(self._paces)} roads over {self._rail} are slow, with "
             f"{rate_words(median(rates[:-1]))} in the median, and no interface explains them: a "
             f"narrow uplink between switches would. The slowest is {worst.source} to "
@@ -406,12 +398,8 @@ def _slow_rails(roads: PathRates) -> Iterator[NetworkFinding]:
         ends = by_rail[rail].keys() & by_rail[best].keys()
         both = [by_rail[rail][one] / by_rail[best][one] for one in ends] or [pace]
         if pace < SLOW_RAIL and median(both) < SLOW_RAIL:
-            yield NetworkFinding(
-                NetworkFindingKind.SLOW,
-                rail,
-                (),
-                f"rail {rail}",
+            text = (
                 f"Rail {rail} is slow: {rate_words(rate)} is usual on it, and "
-                f"{rate_words(roads.usual[best])} on {best}.",
-                pace=pace,
+                f"{rate_words(roads.usual[best])} on {best}."
             )
+            yield _finding(NetworkFindingKind.SLOW, rail, (), text, pace=pace)

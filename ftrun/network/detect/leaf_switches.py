@@ -1,9 +1,5 @@
 """Derives which nodes share a leaf switch from the probes between them.
 
-Runs in:  the agent that leads. Pure.
-Takes in: `PathMeasurement`s.
-Gives:    `LeafSwitches` from `probes`, or none: if the measurements do not separate, it is unknown.
-
 Paths inside a leaf are fast, paths through narrow uplinks are slow. Bounds between fast and slow
 are tried at the widest gaps of the measurements. For each bound, nodes that are fast to each other
 and to the same third nodes form a cluster. Each node then moves to the cluster that most of its
@@ -24,7 +20,7 @@ from itertools import combinations
 from statistics import median
 
 from ftrun.network.detect.leaves import LeafSwitches
-from ftrun.wire.cluster.rails import PathMeasurement
+from ftrun.wire.cluster.generation import PathMeasurement
 
 SEPARATE = 1.5
 """Minimum ratio of the median rate inside leaves to that between them."""
@@ -60,12 +56,7 @@ Pair = tuple[int, int]
 
 
 def leaves_from_probes(nodes: Sequence[str], found: Iterable[PathMeasurement]) -> LeafSwitches:
-    """Leaf switches, named leaf0, leaf1 ... in the order of their first nodes.
-
-    Args:
-        nodes: in the order of their ranks.
-        found: measurements, possibly of other nodes too.
-    """
+    """Leaf switches, named leaf0, leaf1 ... in the order of their first nodes."""
     at = {node: place for place, node in enumerate(nodes)}
     roads = [one for one in found if one.source in at and one.destination in at]
     met = {frozenset((one.source, one.destination)) for one in roads}

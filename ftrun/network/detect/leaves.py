@@ -1,9 +1,5 @@
 """The leaf switch of each node, from configuration.
 
-Runs in:  the agent that leads. Pure.
-Takes in: labels of nodes; a parsed topology file; the text of Slurm's topology.conf.
-Gives:    `LeafSwitches`. leaf_switches.py derives them from probes.
-
 Source: Slurm's topology/tree plugin, topology.conf(5): SwitchName=.. Nodes=.. or Switches=..,
         with lists as n[1-4,07].
 """

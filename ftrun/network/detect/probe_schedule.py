@@ -1,9 +1,5 @@
 """The schedule of probes: rounds in which no node takes part in two probes.
 
-Runs in:  the agent that leads. Pure; the same rounds for the same nodes.
-Takes in: the nodes, the rails of each, and how many rounds there may be.
-Gives:    a `ProbeSchedule`: rounds of paths, and the fraction of all paths that they cover.
-
 Few nodes are probed completely, as in a tournament: n - 1 pairings of n nodes (n if n is odd), each
 once per rail and direction, so 8 nodes with 2 rails take 7 x 2 x 2 = 28 rounds. In a round, a node
 either sends or receives, and over one rail. Two probes would share its memory, its processor, and
@@ -22,7 +18,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from ftrun.wire.cluster.rails import PathMeasurement
+from ftrun.wire.cluster.generation import PathMeasurement
 
 MOST_ROUNDS = 120
 """Default limit: at 0.1 s per round they take 12 s."""
@@ -57,10 +53,6 @@ class ProbeSchedule:
     """Fraction of all paths that is in these rounds; 1 if there are no paths."""
     words: str
     """The numbers, in a sentence."""
-
-    def round_s(self, within_s: float) -> float:
-        """Time limit of one round for all rounds to end in `within_s`."""
-        return within_s / max(1, len(self.rounds))
 
 
 def schedule(

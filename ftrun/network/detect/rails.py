@@ -1,8 +1,4 @@
-"""Matches interfaces of different nodes to the rails of the run.
-
-Runs in:  every agent. Pure; every agent computes the same result for the same cards.
-Takes in: the `Rail`s of each node.
-Gives:    `RunRails`: each rail of the run by name, with the interface that each node has on it.
+"""Matches interfaces of nodes to the rails of the run; names them to collective libraries.
 
 Rule 1: interfaces in one network (address and prefix) are one rail, whatever their names. The rail
         gets the name that most nodes use for it. A node with two interfaces in one network keeps
@@ -10,6 +6,10 @@ Rule 1: interfaces in one network (address and prefix) are one rail, whatever th
 Rule 2: if networks do not identify rails, as with one network per cable, interfaces of one name
         are one rail.
 Rule 3: a name that only one node has maps to the rail at the same position that this node lacks.
+Source: torch's ProcessGroupGloo takes GLOO_SOCKET_IFNAME as a list of whole names, and all ranks
+        must name equally many. NCCL takes NCCL_SOCKET_IFNAME and NCCL_IB_HCA as lists of name
+        prefixes. With a leading =, the list contains whole names, so that eth1 does not match
+        eth10.
 """
 
 import ipaddress
@@ -17,18 +17,16 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 
-from ftrun.wire.cluster.rails import Rail
+from ftrun.wire.cluster.generation import NetworkPlan, Rail
 
 RunRails = dict[str, dict[str, Rail]]
 """Each node's interface on a rail, by node id, by the run's name of the rail."""
 
 
 def match_rails(rails: Mapping[str, Sequence[Rail]]) -> RunRails:
-    """The rails of the run, in the order in which nodes have them.
+    """The rails of the run, in the order in which nodes have them; a node uses no name twice.
 
-    Args:
-        rails: of each node, starting with the rail of the card's address. A node uses no name
-            twice.
+    The first rail of each node is that of its card's address.
     """
     names = _Names(rails)
     matched: RunRails = {name: {} for name in names.ordered}
@@ -102,3 +100,46 @@ def _network_of(host: str, prefix_bits: int) -> str:
         return f"{address.version}:{int(address) >> others}/{prefix_bits}"
     except ValueError:
         return ""
+
+
+GLOO = "GLOO_SOCKET_IFNAME"
+NCCL = "NCCL_SOCKET_IFNAME"
+HCA = "NCCL_IB_HCA"
+VARIABLES = (GLOO, NCCL, HCA)
+
+
+def env_for(
+    plan: NetworkPlan, rails_of_node: Mapping[str, Rail], user_env: Mapping[str, str]
+) -> dict[str, str]:
+    """Variables for the ranks of one node; `user_env` is their environment without a plan."""
+    mine = [rails_of_node[name] for name in plan.rails if name in rails_of_node]
+    if not mine or len(mine) < len(plan.rails):
+        return {}
+    names = ",".join(rail.name for rail in mine)
+    wanted = {GLOO: names, NCCL: f"={names}"}
+    if all(rail.hca for rail in mine):
+        wanted[HCA] = "=" + ",".join(dict.fromkeys(rail.hca for rail in mine))
+    return {name: value for name, value in wanted.items() if name not in user_env}
+
+
+def rails_named(name: str, value: str, rails: RunRails) -> set[str]:
+    """The rails of the run that such a variable names, on any node.
+
+    Its value is `eth0,eth1`, `=eth0`, `^eth1` or `mlx5_0:1`; other variables name no rail.
+    """
+    if name not in VARIABLES:
+        return set()
+    is_not = value.startswith("^")
+    value = value.removeprefix("^")
+    is_whole = name == GLOO or value.startswith("=")
+    wanted = [one.partition(":")[0] for one in value.removeprefix("=").split(",") if one]
+    named = set()
+    for rail, on in rails.items():
+        here = {one.hca if name == HCA else one.name for one in on.values()} - {""}
+        if any(
+            one == word or (not is_whole and one.startswith(word))
+            for one in here
+            for word in wanted
+        ):
+            named.add(rail)
+    return {*rails} - named if is_not else named

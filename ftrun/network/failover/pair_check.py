@@ -1,9 +1,5 @@
 """Finds pairs of members that cannot connect to each other, while ranks are unresponsive.
 
-Runs in:  the agent that leads. Pure.
-Takes in: the plan, the members' answers, time; called only while ranks make no steps.
-Gives:    probe requests (`ProbePathRequest`, short); pairs of which neither end reaches the other.
-
 Rule 1: a pair counts as cut after two consecutive surveys in which neither end got a connection.
         Only the kernels take part in a connection, so a slow agent does not count as a cut link.
 Rule 2: while ranks make no steps, cut pairs are probed again. If there is none, all pairs are
@@ -16,9 +12,8 @@ from ftrun.network.detect.probe_schedule import NetworkPath, pack, schedule
 from ftrun.network.failover.survey import ProbeSurvey, Round, most_rounds
 from ftrun.recovery.commands import Send
 from ftrun.recovery.lost_links import Pair
-from ftrun.wire.cluster.generation import GenerationPlan
+from ftrun.wire.cluster.generation import GenerationPlan, PathMeasurement, Rail
 from ftrun.wire.cluster.messages import ProbePathResult
-from ftrun.wire.cluster.rails import PathMeasurement, Rail
 
 LIMIT_S = 20.0
 """Time limit of one survey."""

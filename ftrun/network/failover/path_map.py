@@ -1,9 +1,5 @@
 """The leader's map of the paths between nodes: rails, measurements, findings.
 
-Runs in:  the agent that leads. Pure.
-Takes in: the nodes' cards, surveys that have ended.
-Gives:    findings and leaf switches, inputs for a network plan, `JournalEntry`s of new findings, a
-          part of the status document.
 Survives: nothing. The next leader probes when it has a reason to (path_monitor.py).
 
 Rule 1: the newest probe of a path counts, but a probe without a rate keeps the measured rate.
@@ -29,8 +25,7 @@ from ftrun.network.failover.survey import End, ProbeSurvey, most_kept, newer, wo
 from ftrun.network.plan.planner import PlanningInputs, survey_of
 from ftrun.recovery.commands import JournalEntry
 from ftrun.recovery.settings import NetworkSettings
-from ftrun.wire.cluster.generation import NodeCard
-from ftrun.wire.cluster.rails import NetworkPlan, PathMeasurement, Rail
+from ftrun.wire.cluster.generation import NetworkPlan, NodeCard, PathMeasurement, Rail
 
 MOST_TOLD = 1000
 """Paths in the status document: the worst ones."""
@@ -84,13 +79,7 @@ class PathMap:
     def keep(
         self, survey: ProbeSurvey, previous: NetworkPlan | None, *, now_s: float
     ) -> list[JournalEntry]:
-        """Records a survey that has ended; returns journal entries for what is new.
-
-        Args:
-            survey: the ended one.
-            previous: the network plan of the generation before.
-            now_s: the time.
-        """
+        """Records a survey that has ended; returns journal entries for what is new."""
         assert survey.ended_s is not None
         given_up = survey.given_up
         dead = (self.dead - survey.reached) | given_up

@@ -14,13 +14,15 @@ Rule 1: with `--network-plan on`, every path is probed before the first generati
 Rule 2: while a generation runs, only paths of nodes that have joined or are suspected are probed,
         one round at a time.
 Rule 3: a plan is used only with `--network-plan on`; otherwise it is only reported.
-Rule 4: a bug in this module costs the plan, never the run (`road_guard.py`).
+Rule 4: a bug in this module costs the plan, never the run: an exception is reported once, and this
+        leader monitors no path any more, as with `--network-plan off`.
 Rule 5: without a measured rate no new plan is made: only the dead rails of the current plan are
         dropped.
 """
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import msgspec
 
@@ -33,18 +35,17 @@ from ftrun.network.detect.probe_schedule import (
     schedule,
     schedule_for,
 )
-from ftrun.network.detect.rail_variables import env_for
-from ftrun.network.detect.rails import RunRails, rails_of_node
+from ftrun.network.detect.rails import RunRails, env_for, rails_of_node
 from ftrun.network.failover.path_map import PathMap
 from ftrun.network.failover.survey import ProbeSurvey, most_rounds, roads_to
 from ftrun.network.plan.planner import plan_roads
-from ftrun.network.plan.rails_kept import choices_of, keep_rails
+from ftrun.network.plan.rail_choice import choices_of, keep_rails
 from ftrun.recovery.commands import Command, JournalEntry
+from ftrun.recovery.health import HealthMonitor
 from ftrun.recovery.settings import NetworkSettings
-from ftrun.recovery.slow_watch import SlowSuspicions
-from ftrun.wire.cluster.generation import GenerationPlan, Identity, NodeCard
-from ftrun.wire.cluster.messages import ProbePathResult, RailSilent
-from ftrun.wire.cluster.rails import NetworkPlan
+from ftrun.recovery.suspicions import SlowSuspicions
+from ftrun.wire.cluster.generation import GenerationPlan, Identity, NetworkPlan, NodeCard
+from ftrun.wire.cluster.messages import ProbeLinkResult, ProbePathResult, RailSilent, RoadWord
 
 LIMIT_S = 3.0
 """Time limit of the survey before the first generation."""
@@ -79,6 +80,34 @@ class NodesHere(Protocol):
     def is_heard(self, node_id: str, *, now_s: float) -> bool: ...
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+Method = Callable[Concatenate["PathMonitor", P], T]
+
+
+def _guarded(otherwise: Callable[[], Any]) -> Callable[[Method[P, T]], Method[P, T]]:
+    """Gives what `otherwise` returns after an exception in this or an earlier call; see Rule 4."""
+
+    def guard(method: Method[P, T]) -> Method[P, T]:
+        @wraps(method)
+        def work(monitor: "PathMonitor", /, *words: P.args, **named: P.kwargs) -> T:
+            if not monitor.has_failed:
+                try:
+                    return method(monitor, *words, **named)
+                except Exception as error:  # noqa: BLE001 - a bug costs the plan, never the run
+                    monitor.fail(error)
+            result: T = otherwise()
+            return result
+
+        return work
+
+    return guard
+
+
+def _nothing() -> None:
+    return None
+
+
 class PathMonitor:
     """The path monitor of one leader."""
 
@@ -106,6 +135,13 @@ class PathMonitor:
         self._urgent = ""
         self.wish = ""
         """Why another generation must begin at the next boundary; empty: it need not."""
+        self.has_failed = False
+        """A bug was found, see Rule 4."""
+
+    def fail(self, error: Exception) -> None:
+        self.has_failed, self._urgent, self.wish = True, "", ""
+        text = f"a bug of ftrun: no plan of roads: {type(error).__name__}: {error}"
+        self._notes.append(JournalEntry("RoadsBug", text, say=True))
 
     @property
     def is_on(self) -> bool:
@@ -116,16 +152,11 @@ class PathMonitor:
 
     # --- in a ballot --------------------------------------------------------------------------
 
+    @_guarded(_nothing)
     def hold_up(
         self, cards: Sequence[NodeCard], previous: GenerationPlan | None, *, now_s: float
     ) -> list[Command] | None:
-        """Probe requests that must be answered before a plan is made; None: nothing is awaited.
-
-        Args:
-            cards: of all nodes that have promised.
-            previous: the newest generation.
-            now_s: the time.
-        """
+        """Probe requests that must be answered before a plan is made; None: nothing is awaited."""
         if previous is not None:
             self._survey = None  # it belongs to a generation that is over
         if previous is not None or not self.is_on or self._is_off(cards):
@@ -136,6 +167,7 @@ class PathMonitor:
         found = self._survey.look(now_s=now_s) if self._survey is not None else []
         return None if self._is_done(now_s) else [*found]
 
+    @_guarded(_nothing)
     def decide(
         self,
         members: Sequence[NodeCard],
@@ -161,6 +193,7 @@ class PathMonitor:
         if before is None or choices_of(before) != choices_of(made):
             self._notes.append(_note_of(made, is_on=self.is_on))
 
+    @_guarded(_nothing)
     def begin(self) -> None:
         self._urgent = self.wish = ""
         self._silent.clear()
@@ -169,14 +202,24 @@ class PathMonitor:
     # --- answers ------------------------------------------------------------------------------
 
     def told(
-        self, sender: str, body: ProbePathResult | RailSilent, *, now_s: float
+        self, sender: str, body: RoadWord, watching: HealthMonitor, *, now_s: float
     ) -> list[Command]:
+        if isinstance(body, ProbeLinkResult):  # the health monitor probes without a plan too
+            watching.slow.probed(body, now_s=now_s)
+            return []
+        if isinstance(body, ProbePathResult) and body.survey < 0:
+            return [*watching.pairs.tried(sender, body, now_s=now_s)]
+        return self._told(sender, body, now_s)
+
+    @_guarded(list)
+    def _told(self, sender: str, body: ProbePathResult | RailSilent, now_s: float) -> list[Command]:
         if isinstance(body, RailSilent):
             self._silent[(body.source, body.rail)] = (now_s, sender)
             return []
         survey = self._survey
         return [*survey.tried(sender, body, now_s=now_s)] if survey is not None else []
 
+    @_guarded(_nothing)
     def lost(self, node_id: str) -> None:
         if self._survey is not None:
             self._survey.lost(node_id)
@@ -185,6 +228,7 @@ class PathMonitor:
 
     # --- while a generation runs --------------------------------------------------------------
 
+    @_guarded(list)
     def look(self, plan: GenerationPlan, slow: SlowSuspicions, *, now_s: float) -> list[Command]:
         cards = self._peers.here
         if self._is_off(cards):
@@ -213,6 +257,7 @@ class PathMonitor:
         notes, self._notes = self._notes, []
         return notes
 
+    @_guarded(_nothing)
     def know(self, cards: Sequence[NodeCard]) -> None:
         """Marks agents that were present before this leader: they are not probed as new."""
         self._known.update(card.identity for card in cards)
@@ -379,6 +424,7 @@ class PathMonitor:
             if slowest.get(rail, best) * BETTER < best
         }
 
+    @_guarded(_nothing)
     def status(self, plan: GenerationPlan | None, *, now_s: float) -> dict[str, Any] | None:
         """As plain values; None if nothing is probed. Docs: operations.md."""
         if self._settings.plan == "off" or len(self._map.rails) < 2:

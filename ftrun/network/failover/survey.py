@@ -23,8 +23,8 @@ import msgspec
 from ftrun.network.detect.probe_schedule import NetworkPath, pack
 from ftrun.network.detect.rails import RunRails
 from ftrun.recovery.commands import Send
+from ftrun.wire.cluster.generation import PathMeasurement
 from ftrun.wire.cluster.messages import ProbePathRequest, ProbePathResult
-from ftrun.wire.cluster.rails import PathMeasurement
 
 ROUND_S, SHORT_ROUND_S = 1.2, 0.9
 """Time limit of a round of full and of short probes. It is longer than a node probes a path before

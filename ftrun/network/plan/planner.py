@@ -1,9 +1,5 @@
 """The network plan: which rails and node order a generation uses, and why.
 
-Runs in:  the agent that leads. Pure; the same plan for the same situation.
-Takes in: a `PlanningInputs`: nodes, their rails, measurements, leaf switches, the user's settings.
-Gives:    a `NetworkPlan`, with a sentence for each choice.
-
 A plan changes nothing by itself: with `--network-plan report` it is only shown.
 """
 
@@ -13,11 +9,10 @@ from dataclasses import dataclass, field
 from ftrun.network.detect.findings import NetworkFindings, judge
 from ftrun.network.detect.leaf_switches import leaves_from_probes
 from ftrun.network.detect.leaves import LeafSwitches
-from ftrun.network.detect.rail_variables import VARIABLES, rails_named
-from ftrun.network.plan.loads import NetworkModel
-from ftrun.network.plan.node_order import NodeOrder, order_nodes
+from ftrun.network.detect.rails import VARIABLES, rails_named
+from ftrun.network.plan.node_order import NetworkModel, NodeOrder, order_nodes
 from ftrun.network.plan.rail_choice import choose_rails, choose_snapshot_way
-from ftrun.wire.cluster.rails import NetworkPlan, PathMeasurement, Rail
+from ftrun.wire.cluster.generation import NetworkPlan, PathMeasurement, Rail
 
 NAMED_NODES = 16
 """Up to this number, nodes are named in a sentence; above it, they are counted."""
@@ -52,12 +47,7 @@ class PlanningInputs:
 def plan_roads(
     situation: PlanningInputs, surveyed: tuple[NetworkFindings, LeafSwitches] | None = None
 ) -> NetworkPlan:
-    """The network plan for one generation.
-
-    Args:
-        situation: its inputs.
-        surveyed: the result of `survey_of` for the same inputs; None: it is computed.
-    """
+    """The network plan for one generation; `surveyed` is the result of `survey_of`, if known."""
     nodes = situation.nodes
     findings, leaves = surveyed or survey_of(situation)
     if len(nodes) < 2:

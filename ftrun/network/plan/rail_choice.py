@@ -1,9 +1,5 @@
 """Chooses the rails that training uses, and the rail of snapshots.
 
-Runs in:  the agent that leads. Pure.
-Takes in: `NetworkFindings`; rails that the monitor suspects; the user's settings.
-Gives:    a `RailChoice` and a `SnapshotRail`, each with sentences for users.
-
 Rule 1: training uses a rail only if every node has an interface on it and none of its paths is
         dead: gloo connects all nodes with all, and alternates between the rails.
 Rule 2: a rail is dropped for its rate only if short probes prove it slow: below a third of the best
@@ -14,18 +10,26 @@ Rule 4: snapshots use a rail that training does not use, if it is fast enough. O
         limited to a fraction of the usual rate of a training rail, never of one path's or one
         node's rate.
 Rule 5: round trips do not affect the choice.
+Rule 6: if no rate is known, because a new leader has only its own probes, the rails of the plan
+        stay without the dead ones. No rail is chosen or dropped for a missing rate.
+Rule 7: if no rail of that plan is left, another one that all nodes are on is used. If there is
+        none, the plan stays: the libraries would do no better.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ftrun.network.detect.culprits import SLOW_RAIL
+import msgspec
+
 from ftrun.network.detect.findings import (
     NetworkFinding,
     NetworkFindingKind,
     NetworkFindings,
     rate_words,
 )
+from ftrun.network.detect.localization import SLOW_RAIL
+from ftrun.network.detect.rails import RunRails
+from ftrun.wire.cluster.generation import NetworkPlan
 
 SNAPSHOT_LEAST = 0.1
 """A rail below this fraction of the training rails' rate is too slow for snapshots."""
@@ -60,13 +64,7 @@ class SnapshotRail:
 def choose_rails(
     nodes: Sequence[str], findings: NetworkFindings, suspects: Mapping[str, str]
 ) -> RailChoice:
-    """The rails for training.
-
-    Args:
-        nodes: members, at least two.
-        findings: of the last survey.
-        suspects: rails that were found slow in the run, each with the reason.
-    """
+    """The rails for training; `suspects` were found slow in the run, each with the reason."""
     wrong = {rail: _wrong(rail, nodes, findings, suspects) for rail in findings.rails}
     whole = [rail for rail, why in wrong.items() if not why]
     if not findings.rates and not findings.dead:
@@ -101,12 +99,8 @@ def choose_snapshot_way(
 ) -> SnapshotRail:
     """The rail for snapshots.
 
-    Args:
-        choice: of rails for training.
-        findings: of the last survey.
-        nodes: members.
-        wish: the rail that the user requests; empty: none.
-        busy: rails that the user's own variables give to training.
+    `wish` is the rail that the user requests, `busy` those that the user's own variables give to
+    training.
     """
     used = {*choice.rails, *busy}
     note = ""
@@ -227,3 +221,35 @@ def _least_bad(
 
 
 _NO_RAIL = "No rail connects all nodes: the libraries choose interfaces by themselves."
+
+
+def keep_rails(
+    before: NetworkPlan, nodes: Sequence[str], rails: RunRails, dead: Mapping[str, str]
+) -> NetworkPlan:
+    """The network plan for the next generation of these nodes, without its dead rails."""
+    whole = [name for name, on in rails.items() if name not in dead and on.keys() >= {*nodes}]
+    kept = [name for name in before.rails if name in whole] or whole[:1] or before.rails
+    if kept == before.rails:
+        return msgspec.structs.replace(before, order=list(nodes))
+    left = [name for name in before.rails if name not in kept]
+    why = {name: dead.get(name, "not all nodes have an interface on it") for name in left}
+    snapshots, pace = before.snapshot_rail, before.snapshot_bytes_per_s
+    if snapshots in (*dead, *kept):
+        snapshots, pace = kept[-1], 0  # the rate of a newly shared rail is unknown
+    dropped = {name: text for name, text in before.dropped.items() if name not in kept} | why
+    words = [f"Training goes on over {' and '.join(kept)}; no rate was measured since."]
+    words += [f"Rail {name} is left out: {text.rstrip('.')}." for name, text in why.items()]
+    return msgspec.structs.replace(
+        before,
+        order=list(nodes),
+        rails=kept,
+        dropped=dropped,
+        snapshot_rail=snapshots,
+        snapshot_bytes_per_s=pace,
+        words=words,
+    )
+
+
+def choices_of(plan: NetworkPlan) -> tuple[object, ...]:
+    """The choices of a plan, without its sentences, whose rates change with each survey."""
+    return plan.order, plan.rails, sorted(plan.dropped), plan.snapshot_rail, plan.leaves

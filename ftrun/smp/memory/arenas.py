@@ -24,7 +24,7 @@ from ftrun.free_memory import AvailableMemory, available_memory
 from ftrun.ids import Generation, Rank, Version
 from ftrun.snapshot.layout import PIECE_BYTES
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.messages.protected import ShardOffer
+from ftrun.wire.messages.smp import ShardOffer
 from ftrun.wire.shared_memory.arena import (
     ArenaShape,
     SlotHeader,

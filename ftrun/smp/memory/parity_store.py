@@ -18,7 +18,7 @@ import os
 from ftrun.errors import LayoutUnknown, MemoryTooSmall
 from ftrun.free_memory import available_memory
 from ftrun.ids import Version
-from ftrun.wire.messages.protected import ProtectionPart
+from ftrun.wire.messages.smp import ProtectionPart
 from ftrun.wire.shared_memory.parity_region import (
     ParityRecord,
     ParityRegion,

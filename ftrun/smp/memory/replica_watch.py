@@ -18,7 +18,7 @@ from ftrun.ids import Rank, Version
 from ftrun.smp.jobs import Finish, JobLanes
 from ftrun.smp.memory.sealed_shards import ArenaMappings, SealedShards
 from ftrun.snapshot.manifest import NodeManifest
-from ftrun.snapshot.node_replicas import NodeReplicas
+from ftrun.snapshot.plan_agreement import NodeReplicas
 from ftrun.wire.messages import smp as smp_messages
 
 _EVERY_S = 2.0

@@ -9,8 +9,7 @@ import logging
 import threading
 from functools import partial
 
-from ftrun.erasure.codec import Codec, choose_codec
-from ftrun.erasure.self_test import self_test
+from ftrun.erasure.codec import Codec, choose_codec, self_test
 from ftrun.errors import InternalError
 from ftrun.smp.jobs import Finish, JobLanes
 

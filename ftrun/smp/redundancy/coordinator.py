@@ -43,10 +43,9 @@ from ftrun.smp.restore.shard_reads import ShardReads
 from ftrun.smp.waits import Runner
 from ftrun.wire.cluster import transfer
 from ftrun.wire.messages import envelope as messages
-from ftrun.wire.messages import protected
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.shared_memory.pages import CommandField, SharedPage
-from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.handshake import PeerIdentity
 from ftrun.wire.transport.secret import SECRET_BYTES, Secret
 
 MAX_SET_ASIDE = 100
@@ -226,7 +225,7 @@ class RedundancyCoordinator:
     def _begin_links(
         self,
         body: smp_messages.BeginGeneration,
-        own: protected.NodeAddress,
+        own: smp_messages.NodeAddress,
         group: LocalGroup | None,
     ) -> None:
         """Admit the links of this generation. Without a group there are only fetch links."""
@@ -248,7 +247,7 @@ class RedundancyCoordinator:
         self,
         body: smp_messages.BeginGeneration,
         served: RestoreServer | None,
-        own: protected.NodeAddress | None,
+        own: smp_messages.NodeAddress | None,
     ) -> None:
         is_resized = body.restored_world_size not in (0, body.world_size)
         groups = body.restore_from if is_resized else body.read_from

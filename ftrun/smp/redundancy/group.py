@@ -17,7 +17,7 @@ from ftrun.smp.redundancy.mirror import mirror_room
 from ftrun.snapshot.manifest import NodeManifest
 from ftrun.snapshot.redundancy import RedundancyPlan
 from ftrun.wire.messages import smp as smp_messages
-from ftrun.wire.messages.protected import GroupMember, NodeAddress, ProtectionPart
+from ftrun.wire.messages.smp import GroupMember, NodeAddress, ProtectionPart
 from ftrun.wire.shared_memory.parity_region import ParityRecord
 
 

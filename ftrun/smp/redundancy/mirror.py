@@ -20,7 +20,7 @@ from ftrun.smp.memory.sealed_shards import SealedShards
 from ftrun.snapshot.layout import Layout, parse_header
 from ftrun.snapshot.manifest import NodeManifest
 from ftrun.snapshot.redundancy import NodeRedundancy, RankRedundancy, RedundancyPlan
-from ftrun.wire.messages.protected import GroupMember
+from ftrun.wire.messages.smp import GroupMember
 from ftrun.wire.shared_memory.arena import ArenaShape, table_digest
 from ftrun.wire.shared_memory.parity_region import ParityRecord
 

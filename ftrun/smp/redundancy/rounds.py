@@ -13,7 +13,7 @@ from ftrun.smp.memory.sealed_shards import SealedShards
 from ftrun.smp.redundancy.exchange import Exchange
 from ftrun.snapshot.manifest import NodeManifest
 from ftrun.snapshot.plan_agreement import Told
-from ftrun.wire.messages.protected import NodeAddress
+from ftrun.wire.messages.smp import NodeAddress
 
 MAX_ROUNDS = 4
 """Limit of versions that other nodes have sealed and this node has not."""

@@ -31,7 +31,7 @@ from ftrun.smp.restore.rpc import FetchRpc
 from ftrun.smp.waits import Steps, Wait
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.messages.protected import NodeAddress, PreviousGroup
+from ftrun.wire.messages.smp import NodeAddress, PreviousGroup
 from ftrun.wire.shared_memory.arena import Arena
 
 MAX_MIRROR_BYTES = 1 << 30

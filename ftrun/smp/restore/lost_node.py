@@ -23,7 +23,7 @@ from ftrun.smp.restore.downloader import BLOCK, PIECE, DownloadItem
 from ftrun.snapshot.redundancy import MAX_BLOCK_BYTES
 from ftrun.snapshot.stripe_space import Extent, StripeSpace
 from ftrun.wire.cluster import transfer as t
-from ftrun.wire.messages.protected import NodeAddress, PreviousGroup
+from ftrun.wire.messages.smp import NodeAddress, PreviousGroup
 from ftrun.wire.shared_memory.arena import Arena, SlotHeader, SlotState
 
 _SLOT = 0

@@ -22,7 +22,7 @@ from ftrun.smp.redundancy.mirror import Mirror
 from ftrun.smp.restore.downloader import BLOCK, PIECE, DownloadItem
 from ftrun.snapshot.stripe_space import StripeSpace
 from ftrun.wire.cluster import transfer as t
-from ftrun.wire.messages.protected import PreviousGroup
+from ftrun.wire.messages.smp import PreviousGroup
 
 Rebuild = Callable[[t.RebuildBlock], memoryview]
 

@@ -29,9 +29,9 @@ from ftrun.smp.restore.restore_server import RestoreServer
 from ftrun.smp.restore.rpc import FetchRpc
 from ftrun.smp.restore.whole_answers import ask_whole
 from ftrun.snapshot.layout import Layout, parse_header
+from ftrun.snapshot.shard_header import PackedShardHeader, unpack_head
 from ftrun.wire.cluster import transfer as t
-from ftrun.wire.messages.protected import NodeAddress, PreviousGroup
-from ftrun.wire.shard_heads import PackedShardHeader, unpack_head
+from ftrun.wire.messages.smp import NodeAddress, PreviousGroup
 from ftrun.wire.shared_memory.arena import table_digest
 
 Rebuild = Callable[[t.RebuildBlock], memoryview]

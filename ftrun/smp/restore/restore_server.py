@@ -26,9 +26,9 @@ from ftrun.smp.memory.sealed_shards import ArenaMappings, SealedShards
 from ftrun.smp.redundancy.block_sender import LocalBlocks
 from ftrun.smp.redundancy.mirror import mirror_parts
 from ftrun.smp.redundancy.parity_writer import stripes_of
+from ftrun.snapshot.shard_header import PackedShardHeader, pack_head
 from ftrun.snapshot.stripe_space import StripeSpace
 from ftrun.wire.cluster import transfer as t
-from ftrun.wire.shard_heads import PackedShardHeader, pack_head
 from ftrun.wire.shared_memory.parity_region import ParityRecord, ParityRegion
 from ftrun.wire.transport.bulk_socket import Bytes
 
@@ -137,7 +137,7 @@ class RestoreServer:
         return [found]
 
     def head(self, ask: t.GetShardHeader) -> Sequence[Bytes]:
-        """Return header and digest table of a slot, see wire/shard_heads.py.
+        """Return header and digest table of a slot, see snapshot/shard_header.py.
 
         Raises:
             LayoutUnknown: this node has no slot of this rank.

@@ -22,7 +22,6 @@ from ftrun.smp.restore.rpc import FetchRpc
 from ftrun.smp.restore.share_fetch import Fetch, ShareEvents
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages import envelope as messages
-from ftrun.wire.messages import protected
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
 
@@ -38,7 +37,7 @@ class _Restore:
     generation: Generation
     ranks: Sequence[Rank]
     world_size: int
-    groups: Sequence[protected.PreviousGroup]
+    groups: Sequence[smp_messages.PreviousGroup]
     missing: set[Rank] = field(default_factory=set)
     fetcher: Fetcher | Fetch | None = None
     failed: str = ""
@@ -89,7 +88,7 @@ class RestoreCoordinator:
         self,
         body: smp_messages.BeginGeneration,
         wanted: Version | None,
-        own: protected.NodeAddress | None,
+        own: smp_messages.NodeAddress | None,
     ) -> None:
         """Fetch what the local ranks do not have of this version.
 
@@ -129,7 +128,7 @@ class RestoreCoordinator:
         self,
         restore: _Restore,
         body: smp_messages.BeginGeneration,
-        own: protected.NodeAddress,
+        own: smp_messages.NodeAddress,
     ) -> None:
         order = FetchJob(
             wanted=restore.wanted,

@@ -22,7 +22,7 @@ from ftrun.smp.restore.restore_server import RestoreServer
 from ftrun.smp.waits import Runner
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.messages.protected import NodeAddress
+from ftrun.wire.messages.smp import NodeAddress
 from ftrun.wire.transport.bulk_socket import digest_of
 
 _log = logging.getLogger(__name__)

@@ -17,10 +17,10 @@ from ftrun.ids import Rank, version
 from ftrun.smp.client import Requester
 from ftrun.smp.jobs import Finish, JobLanes
 from ftrun.smp.restore.previous_world import PreviousWorldShards
+from ftrun.snapshot.shard_header import pack_head
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import worker as worker_messages
-from ftrun.wire.shard_heads import pack_head
 
 MAX_HEADS = 200
 """Limit of descriptors per answer."""

@@ -20,7 +20,7 @@ from ftrun.smp.waits import Steps
 from ftrun.snapshot.load_shares import Place
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.messages.protected import NodeAddress
+from ftrun.wire.messages.smp import NodeAddress
 
 PATIENCE_S = 60.0
 """Seconds for which another node may deliver nothing, because it may still be reading its share.

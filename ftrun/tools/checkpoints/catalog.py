@@ -29,9 +29,13 @@ from ftrun.smp.checkpoint.storage.local import (
 from ftrun.tools.checkpoints.checkpoint_verify import verify_folder
 from ftrun.tools.checkpoints.url_shelf import do_at_url
 from ftrun.urls import is_url, located, without_password
-from ftrun.wire.messages.checkpoint import INDEX_NAME
-from ftrun.wire.messages.export_facts import CheckpointLocation, ShardFileLocation
-from ftrun.wire.messages.shelf_facts import CatalogReport, CheckpointInfo
+from ftrun.wire.messages.checkpoint import (
+    INDEX_NAME,
+    CatalogReport,
+    CheckpointInfo,
+    CheckpointLocation,
+    ShardFileLocation,
+)
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ from ftrun import clock
 from ftrun.cli.launch.shelf_process import ask
 from ftrun.cli.screen import terminal as render
 from ftrun.errors import ExitCode, UsageError
-from ftrun.wire.messages.shelf_facts import CatalogReport, CheckpointInfo
+from ftrun.wire.messages.checkpoint import CatalogReport, CheckpointInfo
 
 _HEAD = ("checkpoint", "step", "ranks", "size", "written", "run", "state")
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}

@@ -43,8 +43,7 @@ from ftrun.smp.checkpoint.storage.local import (
 )
 from ftrun.smp.checkpoint.storage.storage import sweep_alone
 from ftrun.tools.checkpoints.convert_writer import Conversion, WorldWriter
-from ftrun.wire.messages.checkpoint import INDEX_NAME
-from ftrun.wire.messages.shelf_facts import ConvertReport
+from ftrun.wire.messages.checkpoint import INDEX_NAME, ConvertReport
 
 MOST_WORKERS = 4
 """Threads, where nobody says how many."""

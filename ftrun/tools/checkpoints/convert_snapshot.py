@@ -14,7 +14,7 @@ import msgspec
 
 from ftrun.cli.screen import terminal as render
 from ftrun.errors import FtrunError
-from ftrun.wire.messages.shelf_facts import ConvertReport
+from ftrun.wire.messages.checkpoint import ConvertReport
 
 
 def convert(words: Sequence[str], *, as_json: bool) -> int:

@@ -19,7 +19,7 @@ import msgspec
 from ftrun.cli.launch.shelf_process import ask
 from ftrun.cli.screen import terminal as render
 from ftrun.errors import FtrunError, UsageError
-from ftrun.wire.messages.export_facts import DTYPE_WORDS, FORMATS, ExportJob, ExportReport
+from ftrun.wire.messages.checkpoint import DTYPE_WORDS, FORMATS, ExportJob, ExportReport
 
 _UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _MOST_WRITERS = 4

@@ -30,7 +30,7 @@ from ftrun.smp.checkpoint.url_load import in_order
 from ftrun.tools.checkpoints.checkpoint_verify import missing_ranks, verify_shard
 from ftrun.urls import below, without_password
 from ftrun.wire.checkpoint_owner import OWNER_NAME, decode_owner
-from ftrun.wire.messages.shelf_facts import CatalogReport, CheckpointInfo
+from ftrun.wire.messages.checkpoint import CatalogReport, CheckpointInfo
 
 
 def do_at_url(arguments: Namespace, url: str) -> CatalogReport:

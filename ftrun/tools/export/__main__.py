@@ -21,7 +21,7 @@ from ftrun.tools.export.export_safetensors import left_out_of_safetensors, write
 from ftrun.tools.export.selection import ExportOutline, NameFilter, replaced
 from ftrun.tools.export.source import ExportSource
 from ftrun.tools.export.tensor_writer import dtype_out
-from ftrun.wire.messages.export_facts import ExportJob, ExportReport
+from ftrun.wire.messages.checkpoint import ExportJob, ExportReport
 from ftrun.worker.disk_images import DiskImages
 from ftrun.worker.new_place import check_free, new_place
 

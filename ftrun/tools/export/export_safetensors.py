@@ -24,7 +24,7 @@ from ftrun.tools.export.tensor_writer import (
     write_at,
     write_tensors,
 )
-from ftrun.wire.messages.export_facts import ExportJob
+from ftrun.wire.messages.checkpoint import ExportJob
 
 
 def left_out_of_safetensors(outline: ExportOutline) -> list[str]:

@@ -14,12 +14,11 @@ from enum import IntEnum
 from statistics import median
 
 from ftrun.cli.screen.text import by_number
-from ftrun.network.detect.culprits import SLOW, is_slow
 from ftrun.network.detect.findings import NetworkFinding, NetworkFindingKind, NetworkFindings, judge
-from ftrun.network.detect.localization import is_inside
+from ftrun.network.detect.localization import SLOW, is_inside, is_slow
 from ftrun.network.detect.probe_schedule import NetworkPath
 from ftrun.tools.network_view.network_part import NetworkStatus
-from ftrun.wire.cluster.rails import PathMeasurement, Rail
+from ftrun.wire.cluster.generation import PathMeasurement, Rail
 
 
 class PathState(IntEnum):

@@ -17,7 +17,7 @@ from ftrun.cli.runs import FoundRun, RunLiveness, choose
 from ftrun.errors import FtrunError, ProtocolError, UsageError
 from ftrun.journal import NETWORK_NAME
 from ftrun.tools.report.report_logs import folder_of
-from ftrun.wire.cluster.rails import NetworkPlan, PathMeasurement, Rail
+from ftrun.wire.cluster.generation import NetworkPlan, PathMeasurement, Rail
 
 
 class NetworkFindingText(msgspec.Struct, frozen=True):

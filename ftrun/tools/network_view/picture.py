@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from ftrun.network.detect.culprits import SLOW
+from ftrun.network.detect.localization import SLOW
 from ftrun.tools.network_view import text as words
 from ftrun.tools.network_view.facts import NetworkFacts, PathState, between_leaves
 from ftrun.tools.network_view.network_legend import (

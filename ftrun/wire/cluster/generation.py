@@ -5,7 +5,67 @@ Runs in:  every agent; messages and records contain these structs. Pure.
 
 import msgspec
 
-from ftrun.wire.cluster.rails import NetworkPlan, Rail
+
+class Rail(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One interface of a node over which other nodes can reach it."""
+
+    name: str
+    """Name of the interface, such as eth0 or ib0: a value for GLOO_SOCKET_IFNAME."""
+    host: str
+    """Address of the interface."""
+    prefix_bits: int = 0
+    """Prefix length of its network; 0: not known."""
+    port: int = 0
+    """Port on which this node's agent listens at that address."""
+    speed_mbit: int = 0
+    """As reported by the driver; 0: not reported."""
+    duplex: str = ""
+    """`full`, `half`, or empty if the driver does not report it."""
+    hca: str = ""
+    """RDMA device of the interface, such as mlx5_0: a value for NCCL_IB_HCA."""
+
+
+class PathMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Result of one short transfer from one node to another over one rail.
+
+    A value of 0 is not known.
+    """
+
+    source: str
+    """Node id."""
+    destination: str
+    rail: str
+    """Name of the rail in this run: the name of the source's interface."""
+    rtt_s: float = 0.0
+    """Shortest of several round trips."""
+    bytes_per_s: float = 0.0
+    """From source to destination."""
+    problem: str = ""
+    """Why no result, or no rate, was found. A path with a problem and no round trip is dead."""
+    is_unreached: bool = False
+    """No connection was established, and no kernel refused one."""
+
+
+class NetworkPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Rails, node order and snapshot rail chosen for one generation, with reasons."""
+
+    order: list[str] = []
+    """Node ids in the order of their ranks."""
+    rails: list[str] = []
+    """Rails that training uses; no other rail is used."""
+    dropped: dict[str, str] = {}
+    """Rails that training does not use, each with the reason."""
+    snapshot_rail: str = ""
+    """Rail between the SMPs; empty: the rail between the agents."""
+    snapshot_bytes_per_s: int = 0
+    """Limit of each node's snapshot traffic if it shares a training rail; 0: no limit."""
+    leaves: dict[str, str] = {}
+    """Leaf switch of each node, if known, by node id."""
+    leaves_from: str = ""
+    """Source of the leaf switches: `labels`, `file`, `slurm`, `probes`; empty: not known."""
+    words: list[str] = []
+    """Decisions and their reasons, one sentence each, for people."""
+
 
 VersionPair = tuple[int, int]
 """(generation, step)."""
@@ -193,6 +253,11 @@ class GenerationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def world_size(self) -> int:
         return sum(node.card.num_ranks for node in self.members)
+
+    @property
+    def node_of(self) -> dict[int, str]:
+        """Node id of each rank."""
+        return {rank: node.node_id for node in self.members for rank in node.ranks}
 
     @property
     def is_alone(self) -> bool:

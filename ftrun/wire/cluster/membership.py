@@ -1,13 +1,17 @@
-"""Messages by which agents join a run and agree on the next generation.
-
-Runs in:  every agent. Pure.
-Gives:    structs for `ftrun.wire.cluster.messages.ClusterEnvelope`.
+"""Messages by which agents join a run, agree on the next generation, and report their state.
 
 Rule 1: A message is repeated until it is answered. Answering it twice changes nothing.
+Rule 2: A heartbeat contains the full state, not changes. A lost, late or repeated heartbeat does no
+        harm, because the next one repeats everything.
 """
 
+import msgspec
+
 from ftrun.errors import ExitCode
+from ftrun.events import WorkerExit
 from ftrun.monitor.node_fitness import NodeFitness
+from ftrun.monitor.slow.samples import NodeSample
+from ftrun.monitor.verdicts import RankView
 from ftrun.wire.cluster.generation import Edition, GenerationPlan, NodeCard, VersionPair
 from ftrun.wire.messages.message import Message
 from ftrun.wire.messages.smp import Inventory
@@ -129,3 +133,143 @@ class Accepted(Message, frozen=True, tag="Accepted"):
     """Checkpoints that this node cannot use: names and reasons."""
     code: int = int(ExitCode.STATE_LOST)
     """Exit code of the run, if the problem ends it."""
+
+
+class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """State of one rank, for status."""
+
+    rank: int
+    pid: int
+    state: str
+    step: int
+    age_s: float
+    phase: str = ""
+    loss: float | None = None
+    """As reported by the script."""
+    bad_step: int = 0
+    """First step after which a parameter was not finite; 0: none."""
+    p50_s: float = 0.0
+    """Median duration of its steps; 0: it has completed none."""
+    p99_s: float = 0.0
+
+
+class RestartTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Phases of the restart that began this generation.
+
+    Known once every local rank has completed a step.
+    """
+
+    stepped_age_s: float
+    """Seconds since the last local rank completed its first step."""
+    total_s: float
+    """From the stop of the ranks to that step."""
+    restore_s: float
+    first_step_s: float
+
+
+class Heartbeat(Message, frozen=True, tag="Beat"):
+    """Member -> leader: state of this node. Sent periodically, and at once after a change."""
+
+    generation: int
+    """Generation whose ranks run here; -1: none."""
+    number: int = 0
+    """Counted by each agent. A heartbeat with a lower number than the last one is late."""
+    heard: int = 0
+    """Number of the last heartbeat received from this leader."""
+    promised: int = -1
+    """Highest generation number that this agent has promised to any proposer."""
+    state: str = "idle"
+    """`idle`, `running`, `held` (suspended) or `ended`."""
+    step: int = 0
+    steps_here: int = 0
+    attached: bool = False
+    exits: tuple[WorkerExit, ...] = ()
+    ready: VersionPair | None = None
+    abandoned_step: int = -1
+    sealed: tuple[int, int] | None = None
+    """Smallest and largest step of the local ranks' newest seals in this generation."""
+    committed: VersionPair | None = None
+    """Newest version that is committed on the local ranks' command page."""
+    at_boundary: bool = False
+    wished_every: int = 0
+    stops: int = 0
+    """Number of signals on this node that asked for the end of the run."""
+    stop_signal: int = 0
+    leaves: bool = False
+    """Only this node was asked to end, as far as is known here: one SIGTERM."""
+    smp_port: int = 0
+    """Port of this node's SMP; it changes when the SMP is restarted."""
+    survives: int = 0
+    """Number of nodes of this node's group that may be lost without loss of `ready`."""
+    problem: str = ""
+    """Why this generation cannot continue here, such as a failed fetch."""
+    problem_is_link: bool = False
+    """The problem is that connections to other nodes were lost."""
+    unreachable: tuple[str, ...] = ()
+    """Nodes that this node's SMP cannot reach now."""
+    unprotected: str = ""
+    ranks: tuple[RankReport, ...] = ()
+    p99_s: float = 0.0
+    """99th percentile of step durations of this node's slowest rank; 0: not known yet."""
+    views: tuple[RankView, ...] = ()
+    """Observations of the local ranks, while one of them makes no progress for too long."""
+    troubles: tuple[str, ...] = ()
+    """Recent error counts of this node's network cards and GPUs."""
+    differs: str = ""
+    """Replicas of this generation have diverged; description in words."""
+    differing_ranks: tuple[int, ...] = ()
+    """Ranks whose replicas differ from the majority's."""
+    sample: NodeSample | None = None
+    """Newest sample. Its number tells the leader whether it is new."""
+    heard_s: float = 0.0
+    """When the heartbeat `heard` was received, on this node's monotonic clock."""
+    sent_s: float = 0.0
+    """When this heartbeat was sent, on the same clock."""
+    fitness: NodeFitness | None = None
+    """Result of this node's newest check; None: it makes no checks."""
+    repeat_warning: str = ""
+    """Steps that the local ranks repeated after a restart differ; description in words."""
+    restart: RestartTimes | None = None
+
+
+class LeaderHeartbeat(Message, frozen=True, tag="LeadBeat"):
+    """Leader -> all nodes: state of the run, and orders for this generation."""
+
+    generation: int
+    """Newest chosen generation."""
+    roster: int = 0
+    """Newest chosen voter revision of that generation."""
+    number: int = 0
+    """Counted by each leader. A heartbeat with a lower number than the last one is late."""
+    is_held: bool = False
+    """The leader's lease has expired, so that it may have been replaced. Ranks are suspended."""
+    committed: VersionPair | None = None
+    abandoned_step: int = -1
+    take_from: int = -1
+    """No snapshot is taken before this step."""
+    every: int = 0
+    every_from_step: int = 0
+    stop_after_step: int = -1
+    signal: int = 0
+    signal_count: int = 0
+    checkpoint: VersionPair | None = None
+    """Every node writes its part of this version to disk."""
+    moved: dict[str, int] = {}
+    """New ports of SMPs that no longer listen on the port in the plan, by node id."""
+    examine: bool = False
+    """Ranks have failed, perhaps because of other ranks. Every node reports the last collectives of
+    its ranks."""
+    killed: bool = False
+    """All ranks of this generation must be killed."""
+    checks: dict[str, int] = {}
+    """Nodes outside the generation that must check themselves, by node id: number of the check to
+    reach."""
+    leave: tuple[str, ...] = ()
+    """Draining nodes that may leave, because the run no longer needs anything on them."""
+    incidents: int = 0
+    """Number of incidents opened so far; the next leader continues this count."""
+    ended: bool = False
+    exit_code: int = 0
+    why: str = ""
+    advice: str = ""
+    cause: WorkerExit | None = None

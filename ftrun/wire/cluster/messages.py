@@ -1,24 +1,22 @@
-"""Envelope of frames between agents, and messages other than ballots and heartbeats.
-
-Runs in:  every agent. Pure.
-"""
+"""Envelope of frames between agents, and messages other than ballots and heartbeats."""
 
 import msgspec
 
-from ftrun.wire.cluster.heartbeats import Heartbeat, LeaderHeartbeat
+from ftrun.wire.cluster.generation import PathMeasurement
 from ftrun.wire.cluster.membership import (
     Accept,
     Accepted,
+    Heartbeat,
     Join,
     JoinAccepted,
     JoinPending,
     JoinRejected,
+    LeaderHeartbeat,
     LeaderInfo,
     Prepare,
     PrepareRejected,
     Promise,
 )
-from ftrun.wire.cluster.rails import PathMeasurement
 from ftrun.wire.messages.faults import ForwardFault, ForwardFaultReply
 from ftrun.wire.messages.message import Message
 

@@ -8,7 +8,7 @@ in one direction, so a reply arrives on the link of the other direction.
 
 import msgspec
 
-from ftrun.wire.messages.protected import NodeAddress
+from ftrun.wire.messages.smp import NodeAddress
 
 
 class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

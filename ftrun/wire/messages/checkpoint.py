@@ -1,9 +1,14 @@
-"""Messages between an agent and its SMP about checkpoints.
+"""Messages between an agent and its SMP about checkpoints, and reports of the checkpoint tools.
 
-Runs in:  agent and SMP. Pure; part of the messages in `envelope.py`.
+The tools (ftrun.tools.checkpoints, ftrun.tools.export) make the reports, and the command line shows
+them.
 """
 
-from ftrun.wire.checkpoint_owner import CheckpointClaim
+from typing import Literal
+
+import msgspec
+
+from ftrun.wire.checkpoint_owner import CheckpointClaim, CheckpointOwner
 from ftrun.wire.messages.message import Message
 
 INDEX_NAME = "index.json"
@@ -142,3 +147,122 @@ class CheckpointLoaded(Message, frozen=True, tag="CheckpointLoaded"):
     problem: str = ""
     is_taken: bool = False
     """The problem is that another live run owns the directory."""
+
+
+Format = Literal["safetensors", "dcp", "state_dict"]
+FORMATS: tuple[Format, ...] = ("safetensors", "dcp", "state_dict")
+
+DTYPE_WORDS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp64": "F64"}
+"""Target types of floating-point tensors, with the names that safetensors uses."""
+
+
+class ShardFileLocation(msgspec.Struct, frozen=True):
+    """One rank's files of a checkpoint, and the digests of its table and header."""
+
+    rank: int
+    path: str
+    digests_path: str
+    num_bytes: int
+    table_digest: str  # hexadecimal, as in the index
+    header_digest: str
+
+
+class CheckpointLocation(msgspec.Struct, frozen=True):
+    """One checkpoint, described by its index."""
+
+    path: str
+    run_id: str
+    step: int
+    world_size: int
+    shards: list[ShardFileLocation]
+
+
+class ExportJob(msgspec.Struct, frozen=True):
+    """Source, target and format of one export."""
+
+    source: CheckpointLocation
+    format: Format
+    out: str
+    dtype: str = ""
+    """Name in safetensors; empty: unchanged."""
+    only: tuple[str, ...] = ()
+    file_bytes: int = 5_000_000_000
+    num_writers: int = 1
+    may_replace: bool = False
+
+
+class ExportReport(msgspec.Struct, frozen=True):
+    """Result of one export."""
+
+    checkpoint: str
+    step: int
+    format: str
+    out: str
+    files: tuple[str, ...] = ()
+    num_tensors: int = 0
+    num_bytes: int = 0
+    """Total size of all files."""
+    seconds: float = 0.0
+    left_out: tuple[str, ...] = ()
+    """Content of the checkpoint that the format cannot represent, each item in words."""
+    notes: tuple[str, ...] = ()
+    """Further notes for the operator."""
+    problem: str = ""
+    """Why nothing was written, in words."""
+
+
+class CheckpointInfo(msgspec.Struct, frozen=True):
+    """One checkpoint, or a folder that looks like one."""
+
+    name: str
+    path: str
+    is_latest: bool = False
+    run_id: str = ""
+    generation: int = -1
+    step: int = -1
+    world_size: int = 0
+    num_bytes: int = 0
+    """Total size of its files."""
+    written_s: float = 0.0
+    """Wall time; 0: not known."""
+    problems: tuple[str, ...] = ()
+    """Reasons why it cannot be used, in words; empty: no problem was found."""
+
+
+class CatalogReport(msgspec.Struct, frozen=True):
+    """A directory of checkpoints, the most recently written first."""
+
+    directory: str
+    checkpoints: list[CheckpointInfo]
+    unfinished: int = 0
+    """Number of folders with an incomplete checkpoint; a later checkpoint removes them."""
+    checked_bytes: int = 0
+    seconds: float = 0.0
+    removed: tuple[str, ...] = ()
+    found: CheckpointLocation | None = None
+    """The single checkpoint that was requested."""
+    owner: CheckpointOwner | None = None
+    """Owner record of the run that writes there, or wrote there last; set for the action `try`."""
+    problem: str = ""
+    """Why nothing could be done, in words."""
+
+
+class ConvertReport(msgspec.Struct, frozen=True):
+    """Result of converting one checkpoint into another."""
+
+    source: str = ""
+    path: str = ""
+    step: int = -1
+    mesh_before: str = ""
+    mesh_after: str = ""
+    world_size: int = 0
+    num_tensors: int = 0
+    num_bytes: int = 0
+    """Total size of its files."""
+    is_linked: bool = False
+    """The layout is the same, so that nothing was converted."""
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+    problem: str = ""
+    """Why there is no result, in words."""
+    exit_code: int = 0

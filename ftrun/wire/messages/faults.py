@@ -1,7 +1,4 @@
-"""Messages about injected faults: cli -> agent, and agent -> agent of another node.
-
-Runs in:  cli, agent; the order itself also in the worker. Pure.
-"""
+"""Messages about injected faults: cli -> agent, and agent -> agent of another node."""
 
 import msgspec
 

@@ -1,7 +1,4 @@
-"""Base class of the messages between processes.
-
-Runs in:  every process. Pure.
-"""
+"""Base class of the messages between processes."""
 
 import msgspec
 

@@ -121,7 +121,7 @@ class ShardsOpened(Message, frozen=True, tag="ImagesOpened"):
 class FetchShardHeaders(Message, frozen=True, tag="FetchHeads"):
     """Worker -> SMP: fetch shard headers of a version from other nodes; some may be of lost nodes.
 
-    Reply: ShardHeadersFetched with a memfd per header (see wire/shard_heads.py), or Refused.
+    Reply: ShardHeadersFetched with a memfd per header (see snapshot/shard_header.py), or Refused.
 
     Args:
         ranks: of the previous world.

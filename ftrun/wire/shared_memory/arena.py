@@ -85,11 +85,11 @@ class ArenaShape:
 
     @property
     def table_bytes(self) -> int:
-        return _round_up(8 * self.num_pieces)
+        return round_up(8 * self.num_pieces)
 
     @property
     def slot_bytes(self) -> int:
-        return PAGE_BYTES + self.table_bytes + _round_up(self.image_bytes)
+        return PAGE_BYTES + self.table_bytes + round_up(self.image_bytes)
 
     @property
     def total_bytes(self) -> int:
@@ -179,10 +179,6 @@ def void_slots(fd: int, chosen: Callable[[Version], bool]) -> int:
             os.pwrite(fd, data, PAGE_BYTES + slot * shape.slot_bytes)
             voided += 1
     return voided
-
-
-def void_slots_after(fd: int, newest: Version) -> int:
-    return void_slots(fd, lambda found: found > newest)
 
 
 class Arena:
@@ -313,5 +309,6 @@ def _unpack_slot(raw: bytes) -> SlotHeader:
     return SlotHeader(SlotState(state), generation, step, image_bytes, digest, sealed_ns)
 
 
-def _round_up(num_bytes: int) -> int:
+def round_up(num_bytes: int) -> int:
+    """To whole pages."""
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

@@ -8,12 +8,17 @@ Survives: the worker. The agent reads how far a dead worker had come.
 
 All times are nanoseconds of the monotonic clock, which all processes of a machine share. 0 means
 "not yet".
+
+A rank also has a memory file with its stacks and its last collectives, which the agent reads even
+after its death: text of faulthandler, partly written from a signal handler in C, before offset
+`CALLS_AT`, and torch's flight recorder as JSON after it.
 """
 
 import mmap
 import os
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import IntEnum
 
 import xxhash
@@ -167,7 +172,7 @@ class SharedPage:
 
     @property
     def groups(self) -> str:
-        """Process groups of this rank, encoded by `ftrun.monitor.process_groups`."""
+        """Process groups of this rank, encoded by `ftrun.monitor.page_values`."""
         return self._text(_GROUPS_AT, _GROUPS_BYTES)
 
     @groups.setter
@@ -268,3 +273,36 @@ def create_command_page() -> int:
     page.set(CommandField.PROTECTING_STEP, -1)
     page.set(CommandField.TAKE_FROM, -1)
     return fd
+
+
+CALLS_AT = 1 << 20
+MAX_CALLS_BYTES = 16 << 20
+
+
+def create_stack_file(name: str) -> int:
+    return os.memfd_create(f"ftrun-stacks-{name}", os.MFD_CLOEXEC)
+
+
+def leave_calls(fd: int, trace: bytes) -> None:
+    with suppress(OSError):
+        os.pwrite(fd, trace[:MAX_CALLS_BYTES], CALLS_AT)
+
+
+def left_calls(fd: int) -> bytes:
+    """Returns empty bytes if the rank left none."""
+    try:
+        return os.pread(fd, MAX_CALLS_BYTES, CALLS_AT)
+    except OSError:
+        return b""
+
+
+def clear_stacks(fd: int) -> None:
+    """Truncate the file and rewind it, because the rank shares the file position."""
+    os.ftruncate(fd, 0)
+    os.lseek(fd, 0, os.SEEK_SET)
+
+
+def stacks(fd: int) -> str:
+    with suppress(OSError):
+        return os.pread(fd, CALLS_AT, 0).split(b"\0", 1)[0].decode("utf-8", "replace")
+    return ""

@@ -32,7 +32,8 @@ from ftrun.errors import LayoutUnknown
 from ftrun.ids import Version, version
 from ftrun.snapshot.layout import PAGE_BYTES
 from ftrun.snapshot.redundancy import NodeRedundancy
-from ftrun.wire.messages.protected import GroupMember
+from ftrun.wire.messages.smp import GroupMember
+from ftrun.wire.shared_memory.arena import round_up
 
 _MAGIC = 0x56415554_46303031
 _HEADER = struct.Struct("<QQQQ")
@@ -93,16 +94,16 @@ class _Areas:
     """Offsets of the areas of a parity region, in bytes from its start."""
 
     def __init__(self, record: ParityRecord, raw: bytes) -> None:
-        self.digests = PAGE_BYTES + _round_up(len(raw))
+        self.digests = PAGE_BYTES + round_up(len(raw))
         self.row_digests = self.digests + _MIRROR.size * len(record.mirrors)
         self.index_end = self.row_digests + _ROW.size * record.num_rows
-        at = _round_up(self.index_end)
+        at = round_up(self.index_end)
         self.mirrors: dict[int, tuple[int, int, int]] = {}
         for number, (place, room) in enumerate(record.mirrors):
             self.mirrors[place] = (self.digests + _MIRROR.size * number, at, room)
-            at += _round_up(room)
+            at += round_up(room)
         self.rows = at
-        self.total = at + _round_up(record.num_rows * record.block_bytes)
+        self.total = at + round_up(record.num_rows * record.block_bytes)
 
 
 def vault_bytes(record: ParityRecord) -> int:
@@ -246,7 +247,3 @@ class ParityRegion:
         if areas.total <= self.size:
             self.record, self._areas, self._raw = record, areas, raw
             self.state = ParityRegionState(state)
-
-
-def _round_up(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from ftrun import clock
 from ftrun.errors import HandshakeRefused, PeerError, PeerLost
-from ftrun.wire.cluster.rails import Rail
+from ftrun.wire.cluster.generation import Rail
 from ftrun.wire.transport.tcp import check_not_itself, dial, how_lost, tune
 
 NEXT_S = 0.15

@@ -23,9 +23,16 @@ import xxhash
 from ftrun import clock
 from ftrun.errors import PeerLost, PeerTimeout, ProtocolError
 from ftrun.wire.cluster.transfer import AnyTransfer, TransferEnvelope
-from ftrun.wire.transport.framing import MAX_FRAME_BYTES, decode_body, encode_body
+from ftrun.wire.transport.framing import (
+    MAX_FRAME_BYTES,
+    PREFIX_BYTES,
+    body_length,
+    check_body,
+    decode_body,
+    encode_body,
+    seal_header,
+)
 from ftrun.wire.transport.handshake import AuthSession
-from ftrun.wire.transport.sealing import PREFIX_BYTES, body_length, check_body, seal_header
 from ftrun.wire.transport.tcp import how_lost, silent_s
 
 MAX_RAW_BYTES = 1 << 31

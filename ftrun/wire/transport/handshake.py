@@ -32,6 +32,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import sha256
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -40,9 +41,61 @@ from ftrun import clock
 from ftrun.errors import HandshakeRefused, PeerLost, PeerTimeout, ProtocolError
 from ftrun.wire.messages.envelope import PROTOCOL_VERSION
 from ftrun.wire.transport.framing import decode_body
-from ftrun.wire.transport.identity import PeerIdentity, unfit
 from ftrun.wire.transport.secret import Secret
 from ftrun.wire.transport.tcp import how_lost, name_of_peer
+
+Purpose = Literal["agent", "smp", "probe", "road"]
+"""A "probe" and a "road" are connections of an agent to another agent for one measurement. A probe
+measures the link. A "road" measures one path: one rail in one direction."""
+
+_TALKS_WITH: dict[Purpose, Purpose] = {
+    "agent": "agent", "smp": "smp", "probe": "agent", "road": "agent",
+}  # fmt: skip
+_Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")]
+_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Version = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9.+_-]{0,100}\Z")]
+
+
+class PeerIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Identity of a peer: run, purpose, node, incarnation, and software versions."""
+
+    run_id: _Name
+    purpose: Purpose
+    node_id: _Name
+    incarnation: _Number
+    torch: _Version = ""
+    ftrun: _Version = ftrun.__version__
+
+    def __str__(self) -> str:
+        return f"{self.purpose} of node {self.node_id}"
+
+
+def unfit(own: PeerIdentity, peer: PeerIdentity) -> str:
+    """Why `own` must not communicate with `peer`, worded for the user of `own`; empty if it may."""
+    if peer.run_id != own.run_id:
+        return (
+            f"it belongs to run {peer.run_id}, and this is run {own.run_id}. Give the same "
+            "--run-id to every node, or another --rdzv-endpoint to another run"
+        )
+    if own.purpose != _TALKS_WITH[peer.purpose] and peer.purpose != _TALKS_WITH[own.purpose]:
+        return f"it wants to speak to an {peer.purpose}, and this is an {own.purpose}"
+    if peer.node_id == own.node_id:
+        return (
+            f"both nodes are named {own.node_id}. Name each one differently with --node-id, and "
+            "do not start two on one machine without it"
+        )
+    for what, here, there in (
+        ("ftrun", own.ftrun, peer.ftrun),
+        ("torch", own.torch, peer.torch),
+    ):
+        if here != there:
+            return (
+                f"node {peer.node_id} has {what} {there or 'of an unknown version'}, and node "
+                f"{own.node_id} has {what} {here or 'of an unknown version'}. Install the same "
+                "version on every node"
+            )
+    return ""
+
 
 HANDSHAKE_S = 3.0
 MAX_BYTES = 4096
@@ -182,9 +235,7 @@ class _Talk:
     def refuse(self, why: str, *, told: str) -> HandshakeRefused:
         """Send a reason to the other side if possible, and return the error to raise here.
 
-        Args:
-            why: the reason from this side's point of view.
-            told: the reason from the other side's point of view.
+        `why` is worded for this side, `told` for the other one.
         """
         body = told[:MAX_REASON_CHARACTERS].encode()
         try:

@@ -15,10 +15,16 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import msgspec
 
 from ftrun.errors import PeerError, PeerLost, ProtocolError
-from ftrun.wire.transport.framing import MAX_FRAME_BYTES, decode_body, encode_body
-from ftrun.wire.transport.handshake import AuthSession
-from ftrun.wire.transport.identity import PeerIdentity
-from ftrun.wire.transport.sealing import PREFIX_BYTES, body_length, check_body, seal_header
+from ftrun.wire.transport.framing import (
+    MAX_FRAME_BYTES,
+    PREFIX_BYTES,
+    body_length,
+    check_body,
+    decode_body,
+    encode_body,
+    seal_header,
+)
+from ftrun.wire.transport.handshake import AuthSession, PeerIdentity
 from ftrun.wire.transport.tcp import how_lost
 
 MAX_QUEUED_BYTES = 8 << 20

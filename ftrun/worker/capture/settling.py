@@ -10,9 +10,9 @@ Rule 1: a seal is resolved when its version, or a newer one, is committed, or wh
 Rule 2: if a leader decides, all ranks take the same step next: the first due step from TAKE_FROM
         on. A rank may lack a step that others have taken, because it learned too late that its
         slot is free, or because it has withdrawn that step. Such a rank takes no snapshot until
-        the leader has named a later step (`ftrun/recovery/alignment.py`). Without this rule, nodes
-        that once took different steps could forever take the steps that the others skip. No
-        version would be committed again.
+        the leader has named a later step (ftrun/recovery/snapshot_coordination.py). Without this
+        rule, nodes that once took different steps could forever take the steps that the others
+        skip. No version would be committed again.
 Rule 3: the slot with the newest committed version is never overwritten. Ranks of another world size
         start from a version that is not in their arenas and may not be committed. Their arenas may
         still hold the committed version.

@@ -19,10 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ftrun.monitor.process_groups import encode_groups
+from ftrun.monitor.page_values import encode_groups
 from ftrun.wire import environment as env
-from ftrun.wire.shared_memory.pages import MAX_GROUPS_BYTES, HeartbeatField, SharedPage
-from ftrun.wire.shared_memory.stack_file import leave_calls
+from ftrun.wire.shared_memory.pages import MAX_GROUPS_BYTES, HeartbeatField, SharedPage, leave_calls
 from ftrun.wire.transport.channel import short_socket_path
 
 _C10D = "torch.distributed.distributed_c10d"

@@ -4,7 +4,7 @@ import pytest
 
 from ftrun.agent.publish.cluster_status import WARNINGS_SHOWN, _warnings, standing_by
 from ftrun.membership.leader.failure_detector import FailureDetector
-from ftrun.wire.cluster.heartbeats import Heartbeat
+from ftrun.wire.cluster.membership import Heartbeat
 from tests.unit.recovery.made import SETTINGS, card, meet, plan
 
 

@@ -8,9 +8,9 @@ from ftrun.events import ExitKind
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 from ftrun.recovery.settings import ClusterSize
 from ftrun.recovery.suspicions import HangFinding
-from ftrun.wire.cluster.heartbeats import Heartbeat
-from tests.unit.recovery.agents import Agents
-from tests.unit.recovery.test_lead import begun, exited, hold, works
+from ftrun.wire.cluster.membership import Heartbeat
+from tests.unit.membership.agents import Agents
+from tests.unit.membership.leader.test_leader import begun, exited, hold, works
 
 
 def status(made: Agents, node_id: str = "a") -> dict[str, Any]:

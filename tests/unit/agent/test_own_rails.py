@@ -8,8 +8,7 @@ import pytest
 from ftrun.agent.cluster.interfaces import NetworkInterface, _device, interfaces
 from ftrun.agent.cluster.own_rails import MAX_RAILS, listen_on, own_rails, rails_among
 from ftrun.errors import UsageError
-from ftrun.wire.cluster.generation import NodeCard
-from ftrun.wire.cluster.rails import Rail
+from ftrun.wire.cluster.generation import NodeCard, Rail
 from ftrun.wire.transport.tcp import listen_tcp
 
 

@@ -27,7 +27,7 @@ from ftrun.config import NodesSpec, Profile, RunSpec
 from ftrun.journal import Journal, read_journal
 from ftrun.membership.events import NodeChecked
 from ftrun.monitor.node_fitness import CheckOutcome, NodeMeasurements
-from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.handshake import PeerIdentity
 
 WAIT_S = 60.0
 ME = PeerIdentity(run_id="r", purpose="agent", node_id="b", incarnation=1)

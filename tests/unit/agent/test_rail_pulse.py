@@ -12,9 +12,8 @@ import pytest
 from ftrun.agent.cluster import rail_heartbeat as rail_pulse
 from ftrun.agent.cluster.rail_heartbeat import RailHeartbeat
 from ftrun.membership.events import MessageReceived
-from ftrun.wire.cluster.generation import GenerationPlan, NodeCard, PlanMember
+from ftrun.wire.cluster.generation import GenerationPlan, NodeCard, PlanMember, Rail
 from ftrun.wire.cluster.messages import RailSilent
-from ftrun.wire.cluster.rails import Rail
 from ftrun.wire.transport.secret import Secret, make_secret
 from ftrun.wire.transport.tcp import listen_tcp
 

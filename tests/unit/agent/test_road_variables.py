@@ -3,7 +3,7 @@
 import pytest
 
 from ftrun.agent.launch import generation as generations
-from ftrun.wire.cluster.rails import NetworkPlan, Rail
+from ftrun.wire.cluster.generation import NetworkPlan, Rail
 from tests.unit.recovery.made import card, plan
 
 

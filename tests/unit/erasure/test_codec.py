@@ -1,17 +1,31 @@
-"""Both codecs do the same, and refuse the same, whatever memory the blocks lie in."""
+"""Both codecs do the same, and refuse the same, whatever memory the blocks lie in.
+
+A codec that is wrong in one place is found before it is used.
+"""
 
 import mmap
 import sys
 import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
+from math import comb
 from random import Random
 
 import pytest
 
 from ftrun.erasure import isal
-from ftrun.erasure.codec import MAX_DATA, MAX_PARITY, Buffer, Codec, choose_codec
+from ftrun.erasure.codec import (
+    MAX_DATA,
+    MAX_PARITY,
+    MAX_SURVIVOR_SETS,
+    Buffer,
+    Codec,
+    _nth_set,
+    choose_codec,
+    self_test,
+    survivor_sets,
+)
 from ftrun.erasure.isal import IsalCodec, find_isal, load_isal
 from ftrun.erasure.pinned_buffers import MAX_BLOCK_BYTES, PinnedBuffers
 from ftrun.erasure.pyeclib_codec import PyeclibCodec
@@ -334,3 +348,65 @@ def test_the_library_is_found_in_the_wheel_or_by_its_name() -> None:
     by_name = find_isal("a-distribution-that-is-not-there")
     assert by_name is None or "isal" in by_name
     assert find_isal("pytest") == by_name
+
+
+@pytest.mark.parametrize("kind", [IsalCodec, PyeclibCodec])
+@pytest.mark.parametrize(("k", "m"), [(1, 1), (1, 2), (2, 1), (3, 1), (4, 2), (6, 2), (8, 4)])
+def test_all_survivor_sets_are_tried(kind: type[Codec], k: int, m: int) -> None:
+    assert self_test(kind(k, m)) == comb(k + m, k)
+
+
+def test_of_very_many_sets_a_sample_is_tried() -> None:
+    sets = list(survivor_sets(12, 6))
+    assert len(sets) == len({*sets}) == MAX_SURVIVOR_SETS < comb(18, 6)
+    assert sets[0] == tuple(range(12))
+    assert sets[-1] == tuple(range(6, 18))
+    assert sets == list(survivor_sets(12, 6))
+
+
+@pytest.mark.parametrize(("n", "k"), [(5, 1), (7, 3), (9, 8), (6, 6)])
+def test_a_set_is_found_by_its_number(n: int, k: int) -> None:
+    found = [_nth_set(rank, n, k) for rank in range(comb(n, k))]
+    assert found == list(combinations(range(n), k))
+
+
+class Faulty(IsalCodec):
+    """Wrong in one bit, in one of its methods."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(3, 2)
+        self._where = where
+
+    def encode(self, data: Sequence[Buffer], parity: Sequence[Buffer]) -> None:
+        super().encode(data, parity)
+        self._break("encode", parity[1])
+
+    def update(
+        self, position: int, data: Buffer, parity_index: int, parity: Buffer, *, first: bool
+    ) -> None:
+        super().update(position, data, parity_index, parity, first=first)
+        self._break("update", parity)
+
+    def rebuild(self, have: Mapping[int, Buffer], want: Mapping[int, Buffer]) -> None:
+        super().rebuild(have, want)
+        if set(have) == {0, 3, 4}:
+            self._break("rebuild", want[2])
+
+    def _break(self, where: str, block: Buffer) -> None:
+        if where == self._where:
+            memoryview(block)[-1] ^= 64
+
+
+def test_a_wrong_parity_is_found() -> None:
+    with pytest.raises(InternalError, match="parity block 1"):
+        self_test(Faulty("encode"))
+
+
+def test_a_wrong_update_is_found() -> None:
+    with pytest.raises(InternalError, match="parity block 0"):
+        self_test(Faulty("update"))
+
+
+def test_a_wrong_rebuild_is_found_and_its_set_is_named() -> None:
+    with pytest.raises(InternalError, match=r"block 2, rebuilt from blocks \[0, 3, 4\]"):
+        self_test(Faulty("rebuild"))

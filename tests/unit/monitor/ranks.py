@@ -6,7 +6,7 @@ Each rank runs the same program: per step it calls one collective in each of its
 
 from dataclasses import dataclass, field
 
-from ftrun.monitor.evidence import CollectiveCall, ProcessGroupView, RankView
+from ftrun.monitor.verdicts import CollectiveCall, ProcessGroupView, RankView
 
 KEPT = 8
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ftrun.network.detect.probe_schedule import NetworkPath, ProbeSchedule, schedule
-from ftrun.wire.cluster.rails import PathMeasurement, Rail
+from ftrun.wire.cluster.generation import PathMeasurement, Rail
 
 RATE = 1.18e9
 """Bytes per second of an interface: 10 Gbit/s without headers."""

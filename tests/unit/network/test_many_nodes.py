@@ -14,7 +14,7 @@ from ftrun.network.detect.findings import judge
 from ftrun.network.detect.leaves import LeafSwitches
 from ftrun.network.detect.probe_schedule import ProbeSchedule, schedule
 from ftrun.network.plan.planner import PlanningInputs, plan_roads
-from ftrun.wire.cluster.rails import PathMeasurement
+from ftrun.wire.cluster.generation import PathMeasurement
 from tests.unit.network.made_roads import PROBE_BYTES, TIMEOUT_S, MadeRoads, leaf_map
 
 WORD_S = 0.02

@@ -10,8 +10,7 @@ from ftrun.recovery.settings import ClusterSize, MembershipSettings
 from ftrun.recovery.supervisor import Policy
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard, PlanMember, VersionPair
 from ftrun.wire.cluster.membership import Promise
-from ftrun.wire.messages.protected import GroupMember, ProtectionPart, ShardOffer
-from ftrun.wire.messages.smp import Inventory
+from ftrun.wire.messages.smp import GroupMember, Inventory, ProtectionPart, ShardOffer
 
 POLICY = Policy(
     max_restarts=None,

@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from unit.recovery.test_hang_watch import hang
+from unit.recovery.test_suspicions import hang
 
 from ftrun.events import ExitKind, Progress, WorkerExit
 from ftrun.ids import Rank, Step
-from ftrun.monitor.deadlines import HangSettings
 from ftrun.monitor.hang_detector import find_hang
+from ftrun.monitor.numerics import LossContinuity
 from ftrun.monitor.verdicts import Verdict
+from ftrun.monitor.wait_graph import HangSettings
 from ftrun.recovery.incidents import IncidentLog, verdict_of
 from ftrun.recovery.lifecycle import TABLE, Lifecycle, LifecycleState
-from ftrun.recovery.losses import LossContinuity
 from ftrun.recovery.suspicions import HangFinding
-from ftrun.wire.cluster.heartbeats import Heartbeat, RankReport, RestartTimes
+from ftrun.wire.cluster.membership import Heartbeat, RankReport, RestartTimes
 from tests.unit.recovery.made import plan
 
 KILLED = WorkerExit(

@@ -4,18 +4,17 @@ from collections.abc import Mapping
 
 import msgspec
 import pytest
-from unit.monitor.test_hangs import behind, waiting
-from unit.recovery.test_watching import beat
+from unit.monitor.test_hang_detector import behind, waiting
+from unit.recovery.test_health import beat
 
-from ftrun.monitor.deadlines import HangSettings
-from ftrun.monitor.evidence import RankView
-from ftrun.monitor.verdicts import VerdictKind
+from ftrun.monitor.verdicts import RankView, VerdictKind
+from ftrun.monitor.wait_graph import HangSettings
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import StartGeneration
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.recovery.lost_links import lost_links, with_lost_links
 from ftrun.recovery.settings import ClusterSize
-from ftrun.wire.cluster.heartbeats import Heartbeat
+from ftrun.wire.cluster.membership import Heartbeat
 from tests.unit.recovery.made import POLICY, card, plan, settings
 
 MEMBERS = [card("a"), card("b"), card("c"), card("d")]

@@ -1,4 +1,9 @@
-"""Supervisor: what is retried, how often, and how a run ends."""
+"""Supervisor: what is retried, how often, and how a run ends.
+
+RestartBudget: a burst uses it up, time gives it back.
+
+OwnParts: a dead SMP or zygote is started again, until it has died too often.
+"""
 
 from dataclasses import replace
 from signal import SIGINT, SIGTERM
@@ -13,21 +18,34 @@ from ftrun.events import (
     Event,
     ExitKind,
     GenerationStarted,
+    PartEvent,
     Progress,
+    SmpExited,
     StopRequested,
     Tick,
     WorkerExit,
     WorkersExited,
+    ZygoteExited,
 )
 from ftrun.ids import Generation, Rank, Step
 from ftrun.recovery.commands import (
+    DisableComponent,
     EndRun,
     KillWorkers,
     RequestFinalSnapshot,
+    RespawnSmp,
+    RespawnZygote,
     SignalWorkers,
     StartGeneration,
 )
-from ftrun.recovery.supervisor import Policy, Supervisor, SupervisorState, first_cause
+from ftrun.recovery.supervisor import (
+    ComponentRestarts,
+    Policy,
+    RestartBudget,
+    Supervisor,
+    SupervisorState,
+    first_cause,
+)
 
 POLICY = Policy(
     max_restarts=None,
@@ -371,3 +389,60 @@ def test_a_lost_connection_between_two_equal_failures_does_not_hide_the_second()
     last = made.handle(ends(killed(), at=progress(7)), now_s=0.0)[-1]
     assert isinstance(last, EndRun)
     assert last.exit_code == ExitCode.DO_NOT_RESTART
+
+
+def test_budget_is_spent_after_its_limit() -> None:
+    budget = RestartBudget(2, 60.0)
+    assert not budget.is_spent(now_s=0.0)
+    budget.spend(now_s=0.0)
+    budget.spend(now_s=1.0)
+    assert budget.is_spent(now_s=2.0)
+
+
+def test_restarts_older_than_the_window_do_not_count() -> None:
+    budget = RestartBudget(1, 60.0)
+    budget.spend(now_s=0.0)
+    assert budget.is_spent(now_s=60.0)
+    assert not budget.is_spent(now_s=60.1)
+    assert budget.used(now_s=60.1) == 0
+
+
+def test_a_reader_in_another_thread_changes_nothing() -> None:
+    budget = RestartBudget(1, 60.0)
+    budget.spend(now_s=0.0)
+    assert budget.used(now_s=61.0) == 0
+    assert budget.used(now_s=60.0) == 1, "a look at a later time forgets nothing"
+    assert budget.ages_s(now_s=60.0) == [60.0]
+    budget.spend(now_s=61.0)
+    assert budget.used(now_s=60.0) == 1
+
+
+def test_budget_without_a_window_never_comes_back() -> None:
+    budget = RestartBudget(1, None)
+    budget.spend(now_s=0.0)
+    assert budget.is_spent(now_s=1e9)
+
+
+def test_budget_of_zero_is_spent_from_the_start() -> None:
+    assert RestartBudget(0, None).is_spent(now_s=0.0)
+
+
+def test_budget_reads_as_words() -> None:
+    assert str(RestartBudget(3, None)) == "3 restarts"
+    assert str(RestartBudget(3, 60.0)) == "3 restarts in 60 s"
+
+
+@pytest.mark.parametrize(
+    ("event", "respawn", "part"),
+    [(SmpExited("gone"), RespawnSmp, "smp"), (ZygoteExited("gone"), RespawnZygote, "zygote")],
+)
+def test_own_parts_are_respawned_until_they_die_too_often(
+    event: PartEvent, respawn: type[RespawnSmp | RespawnZygote], part: str
+) -> None:
+    parts = ComponentRestarts()
+    for _ in range(5):
+        assert isinstance(parts.handle(event, now_s=1.0), respawn)
+    last = parts.handle(event, now_s=1.0)
+    assert isinstance(last, DisableComponent)
+    assert last.part == part
+    assert isinstance(parts.handle(event, now_s=1000.0), respawn)

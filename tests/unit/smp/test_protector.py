@@ -13,8 +13,7 @@ from ftrun.smp.redundancy.protector import Protector
 from ftrun.snapshot.manifest import NodeManifest
 from ftrun.snapshot.redundancy import NodeRedundancy
 from ftrun.wire.cluster.transfer import RoundSealed
-from ftrun.wire.messages.protected import NodeAddress
-from ftrun.wire.messages.smp import VersionReady
+from ftrun.wire.messages.smp import NodeAddress, VersionReady
 from ftrun.wire.shared_memory.parity_region import ParityRecord, ParityRegion, ParityRegionState
 
 GENERATION, STEP = 1, 4

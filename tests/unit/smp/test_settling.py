@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from ftrun.ids import Generation, Rank, Version, version
-from ftrun.recovery.alignment import SnapshotAlignment
+from ftrun.recovery.snapshot_coordination import SnapshotAlignment
 from ftrun.smp.memory.arenas import ArenaStore
 from ftrun.smp.memory.commits import CommitCoordinator, GenerationStart
 from ftrun.wire.messages import envelope as messages

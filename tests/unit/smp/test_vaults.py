@@ -10,7 +10,7 @@ from ftrun.errors import LayoutUnknown
 from ftrun.ids import version
 from ftrun.smp.memory.parity_store import ParityStore, make_vault
 from ftrun.snapshot.redundancy import NodeRedundancy
-from ftrun.wire.messages.protected import GroupMember
+from ftrun.wire.messages.smp import GroupMember
 from ftrun.wire.shared_memory.parity_region import ParityRecord, ParityRegion, ParityRegionState
 
 

@@ -17,7 +17,7 @@ from ftrun.snapshot.boxes import Box, TensorPart, whole
 from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, LayoutEntry, make_layout
 from ftrun.tools.export.source import ExportSource
 from ftrun.tools.export.whole_tensors import WholeTensorReader
-from ftrun.wire.messages.export_facts import ShardFileLocation
+from ftrun.wire.messages.checkpoint import ShardFileLocation
 from ftrun.worker.disk_images import DiskImages
 
 EMPTY = (

@@ -9,7 +9,7 @@ from typing import Any
 
 from ftrun.cli.screen.report_clean import clean, number, texts, whole
 from ftrun.cli.screen.text import by_number, duration
-from ftrun.monitor.evidence import RankView
+from ftrun.monitor.verdicts import RankView
 from ftrun.tools.report.facts import DelayView, StackView
 from ftrun.tools.report.incident.grouping import IncidentLines
 from ftrun.tools.report.journal import JournalLine

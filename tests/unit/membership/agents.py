@@ -1,0 +1,355 @@
+"""Several agents in one test, with a network and hands that do at once what they are told."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from ftrun.membership.discovery import MemberRole
+from ftrun.membership.events import (
+    ConnectFailed,
+    ConnectionClosed,
+    ConnectionOpened,
+    GenerationInstalled,
+    Happening,
+    MessageReceived,
+    NodeReported,
+    Passing,
+    PlanPersisted,
+    Quiesced,
+    WitnessAnswered,
+    WitnessRegister,
+)
+from ftrun.membership.member import Member
+from ftrun.membership.witness import rule
+from ftrun.network.failover.pair_check import PairCheck
+from ftrun.recovery.commands import (
+    Command,
+    Connect,
+    Disconnect,
+    InstallGeneration,
+    PersistPlan,
+    QueryWitness,
+    Quiesce,
+    Send,
+    StartRanks,
+)
+from ftrun.recovery.generation_monitor import GenerationMonitor
+from ftrun.recovery.settings import MembershipSettings
+from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
+from ftrun.wire.cluster.membership import Heartbeat
+from ftrun.wire.messages.smp import Inventory
+from tests.unit.recovery.made import POLICY, card, settings
+
+STEP_S = 0.25
+"""Shorter than two heartbeats: an agent that is asked less often has stood still."""
+
+Found = TypeVar("Found")
+
+
+@dataclass
+class Agent:
+    """One agent with its node."""
+
+    member: Member
+    settings: MembershipSettings
+    beat: Heartbeat = field(default_factory=lambda: Heartbeat(generation=-1))
+    holdings: Inventory = field(default_factory=lambda: Inventory([]))
+    kept: GenerationPlan | None = None
+    took_effect: bool = False
+    done: list[Command] = field(default_factory=list)
+    """All that it was told, except what goes to the network."""
+    sent: list[Send | Connect] = field(default_factory=list)
+    is_frozen: bool = False
+    """The process stands still; what comes in waits in its kernel."""
+    missed: list[Happening] = field(default_factory=list)
+
+    @property
+    def card(self) -> NodeCard:
+        return self.member.me
+
+    def told(self, kind: type[Found]) -> list[Found]:
+        return [one for one in self.done if isinstance(one, kind)]
+
+    @property
+    def runs(self) -> int:
+        """The generation whose ranks run here."""
+        return self.beat.generation
+
+
+class Outside:
+    """The outside witness; it answers at once whoever reaches it."""
+
+    LEASE_S = 3.0
+
+    def __init__(self) -> None:
+        self.register: WitnessRegister | None = None
+        self.lead: NodeCard | None = None
+        self.ends_s = 0.0
+        self.away: set[str] = set()
+        """Nodes that do not reach it."""
+        self.lives = 70
+
+    def ask(self, me: NodeCard, asked: QueryWitness, now_s: float) -> WitnessAnswered:
+        if me.node_id in self.away:
+            return WitnessAnswered(asked, is_reached=False, why="etcd is out of reach")
+        if now_s >= self.ends_s:
+            self.lead = None
+        self.lives += 1
+        ruling = rule(asked, me, self.register, self.lead, new_life=self.lives)
+        if ruling.granted:
+            self.register, self.lead = ruling.register, ruling.lead
+            self.ends_s = now_s + self.LEASE_S if ruling.lead == me else self.ends_s
+        return WitnessAnswered(asked, True, ruling.granted, self.register, self.lead)
+
+
+class Agents:
+    """Agents by node id. `a` is at the endpoint; whoever is linked hears the other at once."""
+
+    def __init__(self, node_ids: str, wishes: MembershipSettings) -> None:
+        self.now_s = 1000.0
+        self.settings = wishes
+        self.all: dict[str, Agent] = {}
+        self.links: set[frozenset[str]] = set()
+        self.cuts: set[frozenset[str]] = set()
+        self.resets: set[frozenset[str]] = set()
+        self.reads: dict[str, tuple[Any, ...] | None] = {}
+        """What a node starts from in place of the plan's, or why it cannot; None: no answer."""
+        self.disks: dict[str, dict[int, str]] = {}
+        """The steps of the checkpoints that a node sees, and why it cannot use one; "": it can."""
+        self.stalls: dict[str, str] = {}
+        """Why a node cannot read the directory once."""
+        self.outside = Outside()
+        self._queue: deque[tuple[str, Happening]] = deque()
+        for one in node_ids:
+            self.start(one)
+
+    def __getitem__(self, node_id: str) -> Agent:
+        return self.all[node_id]
+
+    # --- agents come and go -------------------------------------------------------------------
+
+    def start(
+        self, node_id: str, incarnation: int = 1, *, port: int = 29400, **changes: object
+    ) -> Agent:
+        """An agent without any memory."""
+        wishes = settings(**{**_fields(self.settings), **changes}) if changes else self.settings
+        is_endpoint = node_id == "a" and not wishes.witness
+        me = card(node_id, incarnation, endpoint=is_endpoint, port=port)
+        if (me.host, port) in wishes.more_endpoints:
+            number = wishes.more_endpoints.index((me.host, port)) + 1
+            me = msgspec.structs.replace(me, further_endpoint=number)
+        self.all[node_id] = Agent(_member(me, wishes, self.now_s), wishes)
+        return self.all[node_id]
+
+    def start_again(self, node_id: str) -> Agent:
+        """Another process, which knows what the first has kept."""
+        old = self.all[node_id]
+        self.kill(node_id)
+        me = card(node_id, old.card.incarnation + 1, endpoint=old.card.endpoint)
+        member = _member(me, old.settings, self.now_s, kept=old.kept, took_effect=old.took_effect)
+        again = Agent(member, old.settings, holdings=old.holdings, kept=old.kept)
+        again.took_effect = old.took_effect
+        self.all[node_id] = again
+        return again
+
+    def kill(self, *node_ids: str) -> None:
+        """These processes are gone, all at once; the kernels say so."""
+        for node_id in node_ids:
+            self.all.pop(node_id, None)
+        for pair in [pair for pair in self.links if pair & {*node_ids}]:
+            self._unlink(pair)
+        self._settle()
+
+    def breaks(self, node_id: str, other: str) -> None:
+        """Their connection is gone."""
+        self._unlink(frozenset((node_id, other)))
+        self._settle()
+
+    def cut(self, node_id: str, *others: str) -> None:
+        """No packet gets through to these, or to anybody."""
+        for other in others or [one for one in self.all if one != node_id]:
+            self.cuts.add(frozenset((node_id, other)))
+
+    def refuse(self, node_id: str) -> None:
+        """A firewall resets what goes between this node and all others."""
+        self.resets.update(frozenset((node_id, other)) for other in self.all if other != node_id)
+        for pair in self.resets & self.links:
+            self._unlink(pair)
+        self._settle()
+
+    def heal(self) -> None:
+        self.cuts.clear()
+        self.resets.clear()
+
+    def thaw(self, node_id: str) -> None:
+        """It goes on, and hears at once what was said to it meanwhile."""
+        agent = self.all[node_id]
+        agent.is_frozen = False
+        missed, agent.missed = agent.missed, []
+        for event in [Passing(), *missed]:
+            self.happens(node_id, event)
+
+    # --- time ---------------------------------------------------------------------------------
+
+    def passes(self, seconds: float, step_s: float = STEP_S) -> None:
+        """Let this time pass for all agents that are not stopped, `step_s` at once."""
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s += step_s
+            for node_id in list(self.all):
+                self.happens(node_id, Passing())
+
+    def happens(self, node_id: str, event: Happening) -> None:
+        """One thing, and all that follows at this moment."""
+        self._queue.append((node_id, event))
+        self._settle()
+
+    def _settle(self) -> None:
+        while self._queue:
+            at, what = self._queue.popleft()
+            agent = self.all.get(at)
+            if agent is not None and agent.is_frozen:
+                agent.missed += [] if isinstance(what, Passing) else [what]
+            elif agent is not None:
+                for command in agent.member.handle(what, now_s=self.now_s):
+                    self._carry_out(agent, command)
+
+    def here_is(self, node_id: str, found: Heartbeat) -> None:
+        """The node's ranks have something to say."""
+        self.all[node_id].beat = found
+        self.happens(node_id, NodeReported(found))
+
+    # --- commands -----------------------------------------------------------------------------
+
+    def _carry_out(self, agent: Agent, command: Command) -> None:
+        me = agent.card.node_id
+        match command:
+            case Send():
+                agent.sent.append(command)
+                pair = frozenset((me, command.node_id))
+                if pair in self.links and pair not in self.cuts:
+                    self._queue.append((command.node_id, MessageReceived(me, command.message)))
+            case Connect():
+                agent.sent.append(command)
+                self._dial(agent, command)
+            case Disconnect():
+                self._unlink(frozenset((me, command.node_id)))
+            case QueryWitness():
+                said = self.outside.ask(agent.card, command, self.now_s)
+                self._queue.append((me, said))
+            case _:
+                agent.done.append(command)
+                self._queue.extend((me, event) for event in self._obey(agent, command))
+
+    def _obey(self, agent: Agent, command: Command) -> list[Happening]:
+        """What the node's hands do, and what they say to it."""
+        match command:
+            case Quiesce():
+                agent.beat = Heartbeat(generation=-1)
+                held = Quiesced(command.generation, agent.holdings, 1000, 2000)
+                return [NodeReported(agent.beat), held]
+            case InstallGeneration():
+                agent.kept, agent.took_effect = command.plan, False
+                if agent.card.node_id in self.disks and command.plan.restore is None:
+                    return [self.read_disk(agent.card.node_id, command.plan)]
+                read = self.reads.get(agent.card.node_id, (command.plan.restore, ""))
+                return [] if read is None else [GenerationInstalled(command.plan.generation, *read)]
+            case PersistPlan():
+                agent.kept, agent.took_effect = command.plan, command.took_effect
+                return [] if command.took_effect else [PlanPersisted(command.plan.edition)]
+            case StartRanks():
+                agent.kept, agent.took_effect = command.plan, True
+                agent.beat = Heartbeat(generation=command.plan.generation, state="running")
+                return [NodeReported(agent.beat)]
+            case _:
+                return []
+
+    def read_disk(self, node_id: str, plan: GenerationPlan) -> GenerationInstalled:
+        """Load the newest checkpoint that nobody has rejected, as `GenerationRunner.adopt` does."""
+        if (stall := self.stalls.pop(node_id, None)) is not None:
+            return GenerationInstalled(
+                plan.generation, None, stall, "", {stall.partition(":")[0]: stall}
+            )
+        rejected: dict[str, str] = {}
+        for step, problem in sorted(self.disks[node_id].items(), reverse=True):
+            name = f"step-{step}"
+            if name in plan.history.bad_checkpoints:
+                continue
+            if not problem:
+                return GenerationInstalled(plan.generation, (-1, step), "", name, rejected)
+            rejected[name] = problem
+        return GenerationInstalled(plan.generation, None, "no checkpoint can be used", "", rejected)
+
+    def _dial(self, agent: Agent, command: Connect) -> None:
+        me = agent.card.node_id
+        node_id = command.host.removesuffix(".local")
+        pair = frozenset((me, node_id))
+        other = self.all.get(node_id)
+        if node_id == me or pair in self.cuts or (other is not None and other.is_frozen):
+            return
+        if other is None or command.port != other.card.port or pair in self.resets:
+            failed = ConnectFailed(command.host, command.port, command.node_id, True, "refused")
+            self._queue.append((me, failed))
+            return
+        self.links.add(pair)
+        self._queue.append((me, ConnectionOpened(node_id, other.card.incarnation)))
+        self._queue.append((node_id, ConnectionOpened(me, agent.card.incarnation)))
+
+    def _unlink(self, pair: frozenset[str]) -> None:
+        self.links.discard(pair)
+        for node_id in pair:
+            for other in pair - {node_id}:
+                self._queue.append((node_id, ConnectionClosed(other)))
+
+    def answers(self, node_id: str, event: Happening) -> list[Send | Connect]:
+        """What one agent says to the others on that."""
+        before = len(self.all[node_id].sent)
+        self.happens(node_id, event)
+        return self.all[node_id].sent[before:]
+
+    # --- what has come of it ------------------------------------------------------------------
+
+    def lead(self) -> str:
+        """Whom all follow who have not ended; empty where they disagree."""
+        leads = {
+            agent.member.lead_card.node_id if agent.member.lead_card is not None else ""
+            for agent in self.all.values()
+            if agent.member.role is not MemberRole.ENDED
+        }
+        return leads.pop() if len(leads) == 1 else ""
+
+    def running(self) -> dict[str, int]:
+        """The generation that runs, of each node that runs any."""
+        return {one: agent.runs for one, agent in self.all.items() if agent.runs >= 0}
+
+    def role(self, node_id: str) -> MemberRole:
+        return self.all[node_id].member.role
+
+    def plan(self, node_id: str) -> GenerationPlan:
+        found = self.all[node_id].member.follower.plan
+        assert found is not None
+        return found
+
+
+def _fields(wishes: MembershipSettings) -> dict[str, object]:
+    return {name: getattr(wishes, name) for name in wishes.__dataclass_fields__}
+
+
+def _member(
+    me: NodeCard,
+    wishes: MembershipSettings,
+    now_s: float,
+    *,
+    kept: GenerationPlan | None = None,
+    took_effect: bool = False,
+) -> Member:
+    return Member(
+        me,
+        wishes,
+        lambda: GenerationMonitor(POLICY, wishes, pairs=PairCheck()),
+        now_s=now_s,
+        kept=kept,
+        took_effect=took_effect,
+    )

@@ -1,0 +1,462 @@
+"""A node that is asked to leave does so without harm; where all are asked, the run stops."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from ftrun.events import ExitKind
+from ftrun.ids import version
+from ftrun.membership.discovery import MemberRole
+from ftrun.membership.events import ConnectFailed, MessageReceived, NodeReported
+from ftrun.membership.leader.draining import LIMIT_S, NOTICE_S
+from ftrun.recovery.commands import (
+    EndRun,
+    RequestFinalSnapshot,
+    Send,
+    SignalWorkers,
+    WriteCheckpointPart,
+)
+from ftrun.recovery.settings import ClusterSize
+from ftrun.wire.cluster.generation import VersionPair
+from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
+from ftrun.wire.messages.smp import Inventory
+from tests.unit.membership.agents import STEP_S, Agent, Agents
+from tests.unit.membership.leader.test_leader import begun, exited, hold, notes, with_spares, works
+from tests.unit.recovery.made import settings
+
+TERMINATED = 143
+
+
+def ask(made: Agents, node_ids: str, step: int = 5, **more: object) -> None:
+    """These get SIGTERM."""
+    works(made, step, node_ids, leaves=True, **more)
+
+
+def at_boundary(made: Agents, node_ids: str, asked: str) -> VersionPair:
+    """All ranks come to the boundary that is asked for, and its snapshot is committed."""
+    step = made["a"].told(RequestFinalSnapshot)[0].after_step
+    at = (made["a"].runs, step)
+    hold(made, step, node_ids, at[0])
+    for one in node_ids:
+        works(made, step, one, at_boundary=True, ready=at, leaves=one in asked)
+    return at
+
+
+def without_c() -> tuple[Agents, VersionPair]:
+    """Of three nodes c was asked to leave, and the others go on from the boundary."""
+    made = begun("abc")
+    works(made, 5)
+    ask(made, "c")
+    made.passes(NOTICE_S + 0.5)
+    at = at_boundary(made, "abc", "c")
+    made.passes(0.5)
+    return made, at
+
+
+def protected_again(made: Agents, node_ids: Iterable[str], at: VersionPair) -> None:
+    """What a generation starts from is protected among its members."""
+    works(made, at[1], node_ids, ready=at)
+    made.passes(3.0)
+
+
+def ends(made: Agents, node_ids: str) -> list[tuple[int, bool]]:
+    return [(int(end.exit_code), end.goes_on) for one in node_ids for end in made[one].told(EndRun)]
+
+
+def test_a_spare_takes_the_ranks_of_a_node_that_leaves_and_no_step_is_lost() -> None:
+    made = with_spares()
+    works(made, 5)
+    ask(made, "b")
+    made.passes(NOTICE_S - 0.5)
+    assert not made["a"].told(RequestFinalSnapshot), "others may be asked yet; the ranks train on"
+    made.passes(1.0)
+    at = at_boundary(made, "abc", "b")
+    made.passes(0.5)
+    assert made.running() == {"a": 1, "c": 1, "d": 1}
+    assert made.plan("a").why == "node b asked to leave"
+    assert made.plan("a").restore == at
+    assert ends(made, "b") == [], "what it holds is needed"
+    protected_again(made, "adc", at)
+    assert ends(made, "b") == [(TERMINATED, True)]
+    assert notes(made, "a", "Leaving") == ["asked to leave: b; the run goes on without"]
+    assert notes(made, "a", "Unfit") == ["node b may not run ranks: it was asked to leave"]
+    made.kill("b")
+    made.passes(5.0)
+    assert made.running() == {"a": 1, "c": 1, "d": 1}
+    assert ends(made, "acd") == []
+    made.start("b", incarnation=2)
+    made.passes(10.0)
+    assert made.role("b") is MemberRole.FOLLOWING
+    assert not made["a"].member.lead.screening.told, "it may run ranks again"
+
+
+def test_where_every_node_is_asked_the_run_stops_at_once() -> None:
+    made = with_spares()
+    works(made, 5)
+    for one in "abcd":
+        ask(made, one) if one != "d" else made.here_is("d", Heartbeat(generation=-1, leaves=True))
+    made.passes(0.5)
+    works(made, 7, at_boundary=True)
+    for one in "abc":
+        assert [told.signal for told in made[one].told(SignalWorkers)] == [15]
+    for rank, one in enumerate("abc"):
+        works(made, 7, one, exits=(exited(rank, ExitKind.FINISHED, 0),))
+    made.passes(1.0)
+    assert ends(made, "abcd") == [(TERMINATED, False)] * 4
+    assert notes(made, "a", "Leaving") == []
+
+
+def test_where_too_few_would_be_left_the_run_stops_at_once() -> None:
+    made = begun("abc", wishes=ClusterSize(3, 3, 0))
+    works(made, 5)
+    ask(made, "c")
+    made.passes(0.5)
+    (asked,) = made["a"].told(RequestFinalSnapshot)
+    assert asked.why == "asked to leave: c; 2 of at least 3 nodes stay"
+    works(made, asked.after_step, at_boundary=True)
+    assert made["b"].told(SignalWorkers)
+
+
+def test_without_a_spare_the_run_shrinks_where_it_may() -> None:
+    made, at = without_c()
+    assert made.running() == {"a": 1, "b": 1}
+    protected_again(made, "ab", at)
+    assert ends(made, "c") == [(TERMINATED, True)]
+
+
+def test_of_two_voters_the_one_that_stays_decides_alone_afterwards() -> None:
+    made = begun("ab", wishes=ClusterSize(1, 2, 0))
+    works(made, 5, "ab")
+    ask(made, "b")
+    made.passes(NOTICE_S + 0.5)
+    at = at_boundary(made, "ab", "b")
+    made.passes(0.5)
+    assert made.running() == {"a": 1}
+    made.here_is("a", Heartbeat(generation=1, attached=True, step=at[1], ready=at))
+    made.passes(3.0)
+    assert ends(made, "b") == [], "a may still find that its own state is damaged"
+    made.here_is(
+        "a", Heartbeat(generation=1, attached=True, step=at[1] + 1, steps_here=1, ready=at)
+    )
+    made.passes(3.0)
+    assert [card.node_id for card in made.plan("a").voters] == ["a"]
+    assert ends(made, "b") == [(TERMINATED, True)]
+
+
+def goes_on_alone(made: Agents) -> VersionPair:
+    """Of a and b, b is asked to leave: a has a generation of its own, which starts from this."""
+    works(made, 5, "ab")
+    ask(made, "b")
+    made.passes(NOTICE_S + 0.5)
+    at = at_boundary(made, "ab", "b")
+    while made.running() != {"a": 1}:
+        made.passes(STEP_S)
+    return at
+
+
+def leaves_told(agent: Agent) -> list[tuple[str, ...]]:
+    """Who may go, by each heartbeat that it has sent as lead."""
+    found = [sent.message for sent in agent.sent if isinstance(sent, Send)]
+    return [message.leave for message in found if isinstance(message, LeaderHeartbeat)]
+
+
+def test_what_was_found_in_one_generation_lets_nobody_go_in_the_next() -> None:
+    made = begun("ab", wishes=ClusterSize(1, 2, 0))
+    at = goes_on_alone(made)
+    # Its slot is good as far as its SMP knows, which has nobody to send it to; its ranks look.
+    why = "step 6 does not match its digest"
+    made["a"].holdings = Inventory([])
+    made["b"].is_frozen = True
+    made.here_is("a", Heartbeat(generation=1, attached=True, step=at[1], ready=at, problem=why))
+    made.passes(1.0)
+    made.thaw("b")
+    made.passes(1.0)
+    assert made.running() == {"a": 2}
+    assert made.plan("a").restore == at, "from b"
+    assert ends(made, "b") == []
+    made.passes(3.0)
+    made.here_is("a", Heartbeat(generation=2, attached=True, step=at[1]))
+    made.passes(3.0)
+    assert ends(made, "b") == [], "a does not have it yet"
+    made.here_is(
+        "a", Heartbeat(generation=2, attached=True, step=at[1] + 1, steps_here=1, ready=at)
+    )
+    made.passes(1.0)
+    assert ends(made, "b") == [(TERMINATED, True)]
+
+
+def test_who_was_about_to_go_stays_where_another_ballot_begins() -> None:
+    made = begun("ab", wishes=ClusterSize(1, 2, 0))
+    at = goes_on_alone(made)
+    made["b"].is_frozen = True
+    made.here_is("a", Heartbeat(generation=1, attached=True, step=7, steps_here=1, ready=at))
+    made.passes(1.5)
+    assert leaves_told(made["a"])[-1] == ("b",)
+    made.here_is(
+        "a", Heartbeat(generation=1, attached=True, step=7, steps_here=1, problem="a test")
+    )
+    before = len(leaves_told(made["a"]))
+    made.passes(1.0)
+    assert set(leaves_told(made["a"])[before:]) == {()}
+
+
+def test_what_is_protected_without_a_leaver_needs_no_step_more() -> None:
+    made, at = without_c()
+    works(made, at[1], "a", ready=at, steps_here=0, survives=1)
+    works(made, at[1], "b", ready=at, steps_here=0)
+    made.passes(2.0)
+    assert ends(made, "c") == [], "b says nothing of protection"
+    works(made, at[1], "b", ready=at, steps_here=0, survives=1)
+    made.passes(2.0)
+    assert ends(made, "c") == [(TERMINATED, True)]
+
+
+def test_a_lead_that_would_leave_too_few_to_decide_stops_the_run() -> None:
+    made = begun("ab", wishes=ClusterSize(1, 2, 0))
+    works(made, 5, "ab")
+    ask(made, "a")
+    made.passes(0.5)
+    assert made["b"].told(RequestFinalSnapshot)[0].why == (
+        "asked to leave: a; 1 of 2 that decide would stay"
+    )
+    works(made, 9, "ab", at_boundary=True)
+    assert made["b"].told(SignalWorkers)
+
+
+def test_a_lead_that_leaves_is_followed_by_the_next() -> None:
+    made = with_spares()
+    works(made, 5)
+    ask(made, "a")
+    made.passes(NOTICE_S + 0.5)
+    at = at_boundary(made, "abc", "a")
+    made.passes(0.5)
+    assert made.running() == {"b": 1, "c": 1, "d": 1}
+    protected_again(made, "dbc", at)
+    assert ends(made, "a") == [(TERMINATED, True)]
+    made.kill("a")
+    made.passes(5.0)
+    assert made.lead() == "d"
+    assert set(made.running()) == set("bcd")
+    assert ends(made, "bcd") == []
+
+
+def test_a_lead_that_leaves_takes_newcomers_in_although_it_has_no_vote() -> None:
+    """Once it is gone they look for the others, and not for the endpoint where nobody is."""
+    made = with_spares()
+    works(made, 5)
+    ask(made, "a")
+    made.passes(NOTICE_S + 0.5)
+    at = at_boundary(made, "abc", "a")
+    made.passes(0.5)
+    works(made, at[1], "dbc", ready=at)
+    while made.plan("d").card("a") is not None:
+        made.passes(STEP_S)
+    made.start("e")
+    made.passes(2 * STEP_S)
+    assert ends(made, "a") == []
+    assert made.role("e") is MemberRole.FOLLOWING
+    made.kill("a")
+    made.passes(5.0)
+    assert made.lead() == "d"
+
+
+def test_a_node_that_has_left_and_is_back_is_not_let_go_again() -> None:
+    made, at = without_c()
+    protected_again(made, "ab", at)
+    assert ends(made, "c") == [(TERMINATED, True)]
+    made.kill("c")
+    made.start("c", incarnation=2)
+    made.passes(STEP_S)
+    assert made.role("c") is MemberRole.FOLLOWING
+    assert made["a"].member.lead is not None
+    for said in made["a"].member.lead.heartbeat(now_s=made.now_s):
+        made.happens("c", MessageReceived("a", said.message))
+    assert ends(made, "c") == []
+
+
+def test_the_others_may_be_asked_while_a_node_leaves() -> None:
+    made = with_spares(checkpoint_every_s=600.0)
+    works(made, 5)
+    ask(made, "b")
+    made.passes(NOTICE_S + 0.5)
+    at = at_boundary(made, "abc", "b")
+    made.passes(0.5)
+    assert [one.version for one in made["c"].told(WriteCheckpointPart)] == [version(*at)], (
+        "if all end after all"
+    )
+    assert set(made.running()) == set("acd")
+    for one in "acd":
+        ask(made, one, at[1])
+    made.passes(0.5)
+    works(made, at[1] + 2, "acd", at_boundary=True)
+    assert made["d"].told(SignalWorkers)
+
+
+def test_notices_that_keep_coming_are_those_of_a_job_that_is_deleted() -> None:
+    made = begun("abcdefghijkl", wishes=ClusterSize(1, 12, 0))
+    works(made, 5, "abcdefghijkl")
+    for one in "lkjihg":
+        ask(made, one)
+        made.passes(NOTICE_S - 0.25)
+    assert set(made.running().values()) == {0}
+    assert 6 * (NOTICE_S - 0.25) > LIMIT_S
+    (why,) = {told.why for told in made["a"].told(RequestFinalSnapshot)}
+    assert why == "one node after the other is asked to stop"
+    works(made, 99, "abcdefghijkl", at_boundary=True)
+    assert made["b"].told(SignalWorkers)
+
+
+def test_ranks_that_end_before_it_is_clear_are_not_started_again() -> None:
+    """Slurm signals every process of a step, ranks too; one node's notice may come before."""
+    made = with_spares()
+    works(made, 5)
+    ended = exited(1, ExitKind.SIGNAL, -15)
+    ask(made, "b", exits=(ended,))
+    made.passes(1.0)
+    assert set(made.running().values()) == {0}
+    ask(made, "a", exits=(exited(0, ExitKind.SIGNAL, -15),))
+    ask(made, "c", exits=(exited(2, ExitKind.SIGNAL, -15),))
+    made.here_is("d", Heartbeat(generation=-1, leaves=True))
+    made.passes(1.0)
+    assert ends(made, "abcd") == [(TERMINATED, False)] * 4
+
+
+def test_a_node_whose_ranks_have_ended_leaves_too() -> None:
+    made = with_spares()
+    works(made, 5)
+    ask(made, "b", exits=(exited(1, ExitKind.SIGNAL, -15),))
+    made.passes(NOTICE_S + 2.0)
+    assert set(made.running()) == set("acd")
+
+
+def test_a_script_without_snapshots_is_left_at_once() -> None:
+    made = with_spares()
+    for one in "abc":
+        made.here_is(one, Heartbeat(generation=0, step=5, steps_here=5, leaves=one == "b"))
+    made.passes(1.0)
+    assert set(made.running()) == set("abc")
+    made.passes(NOTICE_S)
+    assert set(made.running()) == set("acd")
+    assert not made["a"].told(RequestFinalSnapshot)
+    assert ends(made, "b") == []
+    for one in "acd":
+        made.here_is(one, Heartbeat(generation=1, step=1, steps_here=1))
+    made.passes(2.0)
+    assert ends(made, "b") == [(TERMINATED, True)]
+
+
+def test_a_boundary_that_does_not_come_is_not_waited_for_longer_than_a_node_has_time() -> None:
+    made = with_spares(leave_s=5.0)
+    works(made, 5)
+    hold(made, 4, "abc")
+    ask(made, "b")
+    made.passes(4.0)
+    assert set(made.running()) == set("abc")
+    made.passes(3.0)
+    assert set(made.running()) == set("acd")
+    assert made.plan("a").why.endswith("without a snapshot at step 6")
+    made.passes(5.0)
+    assert ends(made, "b") == [(TERMINATED, True)], "its time is over, protected or not"
+
+
+def test_after_that_wait_a_node_has_time_to_give_what_it_holds() -> None:
+    made = with_spares(leave_s=6.0)
+    works(made, 5)
+    hold(made, 4, "abc")
+    ask(made, "b")
+    while set(made.running()) == set("abc"):
+        made.passes(0.5)
+    assert set(made.running()) == set("acd")
+    made.passes(1.0)
+    assert ends(made, "b") == [], "the new generation has fetched nothing yet"
+    made.passes(4.0)
+    assert ends(made, "b") == [(TERMINATED, True)]
+
+
+def test_a_spare_that_leaves_votes_for_the_voters_without_it() -> None:
+    made = with_spares()
+    works(made, 5)
+    hold(made, 4, "abc")
+    made.passes(3.0)
+    made.here_is("d", Heartbeat(generation=-1, leaves=True))
+    for _ in range(40):
+        if ends(made, "d"):
+            break
+        made.passes(0.1)
+    assert ends(made, "d") == [(TERMINATED, True)]
+    assert [card.node_id for card in made.plan("a").voters] == ["a", "b", "c"]
+
+
+def test_a_spare_that_leaves_is_no_reason_for_a_boundary() -> None:
+    made = with_spares()
+    works(made, 5)
+    hold(made, 4, "abc")
+    made.here_is("d", Heartbeat(generation=-1, leaves=True))
+    made.passes(NOTICE_S + 2.0)
+    assert ends(made, "d") == [(TERMINATED, True)]
+    assert set(made.running().values()) == {0}
+    assert not made["a"].told(RequestFinalSnapshot)
+
+
+def test_who_is_lost_need_not_be_asked() -> None:
+    made = with_spares()
+    works(made, 5)
+    ask(made, "b")
+    made.kill("b")
+    made.passes(NOTICE_S + 1.0)
+    assert set(made.running()) == set("acd")
+    assert notes(made, "a", "Leaving") == []
+
+
+def test_a_paused_run_whose_last_nodes_are_asked_ends() -> None:
+    made = begun("abc", wishes=ClusterSize(3, 3, 0))
+    works(made, 5)
+    made.kill("c")
+    made.passes(2.0)
+    made.here_is("b", Heartbeat(generation=-1, leaves=True))
+    made.passes(2.0)
+    assert ends(made, "ab") == [(TERMINATED, False)] * 2
+
+
+def test_a_second_signal_stops_the_run() -> None:
+    made = with_spares()
+    works(made, 5)
+    ask(made, "b")
+    ask(made, "b", stops=1, stop_signal=15)
+    made.passes(1.0)
+    works(made, 9, at_boundary=True, stops=1)
+    assert made["a"].told(SignalWorkers)
+
+
+def test_growth_that_is_under_way_gives_way_to_a_departure() -> None:
+    made = begun("abc", wishes=ClusterSize(2, 4, 0))
+    works(made, 5)
+    made.start("d")
+    made.passes(6.0)
+    assert made["a"].told(RequestFinalSnapshot)[0].why == "grows from 3 to 4 nodes"
+    ask(made, "c")
+    made.passes(NOTICE_S + 0.5)
+    at = at_boundary(made, "abc", "c")
+    made.passes(0.5)
+    assert made.plan("a").why == "node c asked to leave"
+    assert made.plan("a").restore == at
+    assert set(made.running()) == set("abd")
+
+
+@pytest.mark.parametrize("node_id", ["a", "b"])
+def test_a_node_that_is_asked_before_the_run_has_begun_ends(node_id: str) -> None:
+    made = Agents("ab", settings(wishes=ClusterSize(3, 3, 0)))
+    made.happens(node_id, NodeReported(Heartbeat(generation=-1, leaves=True)))
+    assert ends(made, node_id) == [(TERMINATED, False)]
+
+
+def test_who_has_lost_its_lead_leaves_by_the_next_ones_word() -> None:
+    made = with_spares()
+    works(made, 5)
+    hold(made, 4, "abc")
+    made["b"].is_frozen = True
+    made.kill("a")
+    made.happens("d", ConnectFailed("a.local", 29400, "a", True, "refused"))
+    assert made.role("d") is MemberRole.SEEKING
+    made.here_is("d", Heartbeat(generation=-1, leaves=True))
+    assert ends(made, "d") == []

@@ -1,0 +1,742 @@
+"""A lead: who is lost and who comes, and what follows from it for the run."""
+
+from collections.abc import Iterable
+
+import msgspec
+import pytest
+
+from ftrun.errors import ExitCode
+from ftrun.events import ExitKind, WorkerExit
+from ftrun.ids import Rank
+from ftrun.membership.events import (
+    ConnectionClosed,
+    ConnectionOpened,
+    GenerationInstalled,
+    MessageReceived,
+)
+from ftrun.membership.leader.failure_detector import AWAIT_SILENT_S
+from ftrun.membership.leader.pausing import GONE_S
+from ftrun.recovery.commands import (
+    CommitSnapshot,
+    Connect,
+    EndRun,
+    JournalEntry,
+    KillWorkers,
+    RequestFinalSnapshot,
+    SignalWorkers,
+    StartRanks,
+)
+from ftrun.recovery.settings import ClusterSize
+from ftrun.wire.cluster.membership import Accepted, Heartbeat, Join, LeaderInfo
+from ftrun.wire.cluster.messages import AnyClusterMessage, JournalLines
+from ftrun.wire.messages.smp import Inventory
+from tests.unit.membership.agents import Agents
+from tests.unit.recovery.made import card, offer, part, promise, settings
+
+
+def begun(node_ids: str, **changes: object) -> Agents:
+    """A run of these, led by a, that has begun; all that came are wished for."""
+    wishes = {"wishes": ClusterSize(2, len(node_ids), 0), "settle_s": 5.0, **changes}
+    made = Agents(node_ids, settings(**wishes))
+    made.passes(10.0)
+    assert made.lead() == "a"
+    assert made.running()
+    return made
+
+
+def with_spares(node_ids: str = "abcd", **changes: object) -> Agents:
+    """Three members, and the others stand by."""
+    return begun(node_ids, wishes=ClusterSize(2, 3, len(node_ids) - 3), **changes)
+
+
+def notes(made: Agents, node_id: str, kind: str) -> list[str]:
+    return [one.text for one in made[node_id].told(JournalEntry) if one.kind == kind]
+
+
+def works(made: Agents, step: int, node_ids: Iterable[str] = "abc", **changes: object) -> None:
+    """These nodes' ranks are at a step."""
+    for one in node_ids:
+        found = Heartbeat(
+            generation=made[one].runs, state="running", attached=True, step=step, steps_here=step
+        )
+        made.here_is(one, msgspec.structs.replace(found, **changes))
+
+
+def hold(made: Agents, step: int, node_ids: str, generation: int = 0) -> None:
+    """All nodes of a generation hold and protect a version of it; it is committed."""
+    at = (generation, step)
+    for rank, one in enumerate(node_ids):
+        parts = [part(one, at, node_ids, is_committed=True)]
+        made[one].holdings = Inventory([offer(rank, at, len(node_ids))], parts)
+    works(made, step, node_ids, ready=at)
+    made.passes(1.0)
+
+
+def exited(rank: int, kind: ExitKind, code: int) -> WorkerExit:
+    return WorkerExit(Rank(rank), kind, code, f"rank {rank}: {kind.value}", "", "mark")
+
+
+# --- losses -----------------------------------------------------------------------------------
+
+
+def test_a_spare_takes_the_place_of_a_dead_node_at_once() -> None:
+    made = with_spares()
+    made.kill("b")
+    made.passes(0.25)
+    assert made.running() == {"a": 1, "c": 1, "d": 1}
+    assert [node.node_id for node in made.plan("a").members] == ["a", "d", "c"]
+    assert notes(made, "a", "NodeLost") == ["node b is lost: the connection is refused"]
+
+
+def test_a_silent_node_is_lost_after_the_deadline() -> None:
+    made = with_spares()
+    made.cut("b")
+    made.passes(2.0)
+    assert set(made.running().values()) == {0}
+    made.passes(4.0)
+    assert [made[one].runs for one in "acd"] == [1, 1, 1]
+    assert "silent for" in notes(made, "a", "NodeLost")[0]
+
+
+def test_the_loss_of_a_spare_is_no_reason_for_a_new_generation() -> None:
+    made = with_spares()
+    made.kill("d")
+    made.passes(5.0)
+    assert made.running() == {"a": 0, "b": 0, "c": 0}
+    assert len(notes(made, "a", "NodeLost")) == 1
+
+
+def test_a_member_whose_agent_was_started_again_is_lost_and_comes_back() -> None:
+    made = begun("abc")
+    made.start_again("c")
+    made.passes(15.0)
+    assert set(made.running()) == set("abc")
+    assert min(made.running().values()) >= 1
+    assert made.plan("a").members[2].card.incarnation == 2
+
+
+def test_a_node_that_is_lost_during_a_ballot_is_left_out_of_it() -> None:
+    made = begun("abcde")
+    made["e"].is_frozen = True
+    made.kill("d")
+    assert made.running() == {"e": 0}, "e is heard first"
+    made.kill("e")
+    assert made.running() == {"a": 1, "b": 1, "c": 1}
+
+
+def test_a_node_that_is_back_is_taken_in_at_a_step_boundary() -> None:
+    made = begun("abc")
+    works(made, 5)
+    made.cut("c")
+    made.passes(6.0)
+    assert [made[one].runs for one in "ab"] == [1, 1]
+    made.heal()
+    works(made, 7, "ab")
+    made.passes(8.0)
+    (asked,) = made["a"].told(RequestFinalSnapshot)
+    assert asked.why == "grows from 2 to 3 nodes"
+    hold(made, asked.after_step, "ab", generation=1)
+    works(made, asked.after_step, "ab", at_boundary=True, ready=(1, asked.after_step))
+    made.passes(2.0)
+    assert made.plan("c").restore == (1, asked.after_step)
+    assert made.running() == {"a": 2, "b": 2, "c": 2}
+
+
+def test_a_node_that_is_back_votes_in_place_of_one_that_is_lost() -> None:
+    made = with_spares("abcde")
+    made.kill("d")
+    made.kill("e")
+    made.passes(2.0)
+    made.start("d", 2)
+    made.start("e", 2)
+    made.passes(12.0)
+    assert made.running() == {"a": 0, "b": 0, "c": 0}
+    assert [(one.node_id, one.incarnation) for one in made.plan("a").spares] == [("d", 2), ("e", 2)]
+    assert all(made.plan(one) == made.plan("a") for one in "bcde")
+    # Now two of the five may go.
+    made.kill("b")
+    made.kill("c")
+    made.passes(8.0)
+    assert set(made.running()) == set("ade")
+
+
+def test_another_process_of_a_member_that_joins_takes_its_place() -> None:
+    made = begun("abc")
+    made.happens("a", ConnectionOpened("z", 1))
+    join = Join(card("c", 2), "2:3+0")
+    made.happens("a", MessageReceived("c", join))
+    assert notes(made, "a", "NodeLost") == ["node c is lost: its agent was started again"]
+
+
+def test_a_run_that_is_about_to_begin_gives_way_to_one_that_a_newcomer_knows() -> None:
+    made = Agents("a", settings(wishes=ClusterSize(1, 2, 0), settle_s=1.0))
+    made.reads["a"] = None  # it is reading a checkpoint
+    made.passes(6.0)
+    lead = made["a"].member.lead
+    assert lead is not None
+    assert lead.ballot is not None
+    assert lead.ballot.plan is not None
+    made.happens("a", ConnectionOpened("z", 1))
+    made.happens("a", MessageReceived("z", Join(card("z"), "1:2+0", knows=5)))
+    assert lead.ballot.generation == 6
+    assert notes(made, "a", "Ballot")[-1] == "node z knows of a run"
+
+
+def test_a_connection_of_who_has_not_joined_or_is_lost_is_not_missed() -> None:
+    made = begun("abc")
+    made.happens("a", ConnectionOpened("z", 1))
+    assert made.answers("a", ConnectionClosed("z")) == []
+    made.cut("c")
+    made.passes(6.0)
+    assert notes(made, "a", "NodeLost")
+    assert made.answers("a", ConnectionClosed("c")) == []
+
+
+def test_whoever_another_proposer_is_it_is_heard() -> None:
+    made = begun("abc")
+    made.cut("a", "b", "c")
+    made.passes(6.0)
+    assert made["a"].member.lead is not None
+    assert made["a"].member.lead.ballot is not None
+    made.start("z")
+    made.happens("a", MessageReceived("z", LeaderInfo(card("z"), 0, False)))
+    assert Connect("z.local", 29400, "z") in made["a"].sent
+
+
+def test_late_answers_change_nothing() -> None:
+    made = begun("abc")
+    late: list[AnyClusterMessage] = [
+        promise(0, "b"),
+        Accepted(0, None),
+        Accepted(0, None, roster=1),
+        JournalLines(["{}"]),
+        Heartbeat(generation=0, number=0, exits=(exited(1, ExitKind.SIGNAL, -9),)),
+    ]
+    for body in late:
+        assert made.answers("a", MessageReceived("b", body)) == []
+    made["c"].is_frozen = True
+    made.kill("b")
+    assert made.answers("a", MessageReceived("c", Accepted(0, None, roster=1))) == []
+    assert made["a"].member.lead is not None
+
+
+def test_a_member_that_has_promised_another_a_later_generation_leads_to_a_ballot() -> None:
+    made = begun("abc")
+    found = Heartbeat(generation=-1, number=99, promised=7)
+    made.happens("a", MessageReceived("c", found))
+    made.passes(10.0)
+    assert made.running() == {"a": 8, "b": 8, "c": 8}
+
+
+def test_what_a_spare_has_promised_another_disturbs_nobody() -> None:
+    made = with_spares()
+    made.happens("a", MessageReceived("d", Heartbeat(generation=-1, number=99, promised=7)))
+    made.passes(5.0)
+    assert made.running() == {"a": 0, "b": 0, "c": 0}
+
+
+def test_lost_nodes_use_up_the_budget_of_restarts() -> None:
+    made = with_spares("abcdefghij")
+    for losses in range(6):
+        assert made["a"].told(EndRun) == []
+        assert made["a"].runs == losses
+        works(made, 5 * losses + 5, [node.node_id for node in made.plan("a").members])
+        made.kill(made.plan("a").members[1].node_id)
+        made.passes(1.0)
+    made.passes(8.0)
+    (end,) = made["a"].told(EndRun)
+    assert "budget" in end.advice
+
+
+@pytest.mark.parametrize(("limit", "members"), [(2, "abc"), (1, "ac")])
+def test_a_node_that_was_lost_too_often_runs_nothing_any_more(limit: int, members: str) -> None:
+    made = with_spares("abcd", failures_per_hour=limit)
+    made.kill("b")
+    made.start("b", 2)
+    made.passes(10.0)
+    assert made.running() == {"a": 1, "c": 1, "d": 1}
+    made.kill("d")
+    made.passes(3.0)
+    assert "".join(sorted(made.running())) == members
+
+
+def test_a_spare_takes_over_from_all_before_it_and_waits_for_one_that_ran() -> None:
+    made = with_spares("abcdefghi")
+    c = made["c"]
+    made.kill("a", "b", "c", "d")
+    made.passes(8.0)
+    assert made.lead() == "e"
+    assert "no node is here that ran generation 0" in notes(made, "e", "Paused")[0]
+    made.all["c"] = c
+    made.start_again("c")
+    made.passes(20.0)
+    assert set(made.running()) == {"c", "e", "f"}
+
+
+def test_a_member_that_is_slow_to_get_ready_is_waited_for_by_name() -> None:
+    """It reads a checkpoint: another ballot would have it read it once more."""
+    made = begun("abc", answer_s=10.0, deadline_s=60.0)
+    made.reads["c"] = None
+    made.here_is(
+        "b", Heartbeat(generation=0, exits=(exited(1, ExitKind.SIGNAL, -9),), steps_here=1)
+    )
+    made.passes(40.0)
+    assert made["a"].runs == -1
+    (said,) = notes(made, "a", "Waiting")
+    assert "generation 1 waits for c to get ready" in said
+    made.happens("c", GenerationInstalled(1, None))
+    made.passes(1.0)
+    assert made.running() == {"a": 1, "b": 1, "c": 1}
+
+
+def test_without_enough_acceptances_of_spares_it_begins_anew() -> None:
+    made = begun("abc", wishes=ClusterSize(1, 1, 2), answer_s=10.0, deadline_s=60.0)
+    made.reads |= {"b": None, "c": None}
+    made.here_is(
+        "a", Heartbeat(generation=0, exits=(exited(0, ExitKind.SIGNAL, -9),), steps_here=1)
+    )
+    made.passes(5.0)
+    assert made["a"].runs == -1
+    made.reads.clear()
+    made.passes(20.0)
+    assert made["a"].runs > 1
+
+
+def test_a_lead_that_may_be_replaced_for_long_begins_a_ballot() -> None:
+    """Its spares alone are not heard, so no loss of a member leads to one."""
+    made = begun("abc", wishes=ClusterSize(1, 1, 2))
+    assert made.running() == {"a": 0}
+    made.cut("a")
+    made.passes(12.0)
+    assert made["a"].runs == -1
+    assert "too few of the 3 nodes that decide" in notes(made, "a", "Paused")[0]
+    assert "no node is here that ran generation 0" in notes(made, "b", "Paused")[0]
+    made.heal()
+    made.passes(30.0)
+    assert made.lead()
+    assert [generation > 0 for generation in made.running().values()] == [True]
+
+
+def test_a_lead_with_a_slow_heartbeat_finds_the_same_losses() -> None:
+    made = with_spares(heartbeat_s=1.0)
+    made.cut("b")
+    made.passes(7.0)
+    assert [made[one].runs for one in "acd"] == [1, 1, 1]
+
+
+# --- pauses -----------------------------------------------------------------------------------
+
+
+def test_a_run_of_too_few_voters_pauses_and_says_who_is_missing() -> None:
+    made = begun("abc")
+    made.cut("b")
+    made.cut("c")
+    made.passes(10.0)
+    assert made["a"].runs == -1
+    (text,) = notes(made, "a", "Paused")
+    assert "too few of the 3 nodes that decide are here; missing: b, c" in text
+    made.heal()
+    made.passes(20.0)
+    assert set(made.running()) == set("abc")
+    assert made.lead()
+
+
+def test_a_pause_is_over_once_enough_are_here_again() -> None:
+    made = begun("abc")
+    c = made["c"]
+    made.kill("b")
+    made.kill("c")
+    made.passes(10.0)
+    made.all["c"] = c
+    made.start_again("c")
+    made.passes(20.0)
+    assert set(made.running()) == {"a", "c"}
+
+
+def test_a_pause_ends_the_run_after_its_limit() -> None:
+    made = begun("abc", pause_limit_s=20.0)
+    made.kill("b")
+    made.kill("c")
+    made.passes(19.0)
+    assert made["a"].told(EndRun) == []
+    made.passes(2.0)
+    end = made["a"].told(EndRun)[0]
+    assert end.exit_code == ExitCode.NOT_ENOUGH_NODES
+    assert "too few of the 2 nodes that decide are here; missing: c, for 20 s" in end.why
+
+
+def test_fewer_nodes_than_the_run_may_have_pause_it() -> None:
+    made = begun("abc", wishes=ClusterSize(3, 3, 0))
+    made.kill("c")
+    made.passes(3.0)
+    assert "2 of at least 3 nodes are here" in notes(made, "a", "Paused")[0]
+
+
+def test_two_nodes_without_a_spare_are_warned() -> None:
+    assert "two nodes and no spare" in notes(begun("ab"), "a", "TwoVoters")[0]
+    assert notes(begun("abc"), "a", "TwoVoters") == []
+
+
+# --- the state of the run ---------------------------------------------------------------------
+
+
+def test_a_commit_is_told_to_all_and_gone_on_from() -> None:
+    made = begun("abcd")
+    hold(made, 8, "abcd")
+    assert all(len(made[one].told(CommitSnapshot)) == 1 for one in "abcd")
+    made.kill("d")
+    made.passes(3.0)
+    assert made.plan("a").restore == (0, 8)
+    assert made.running() == {"a": 1, "b": 1, "c": 1}
+
+
+def test_where_the_commit_cannot_be_had_the_run_waits_for_those_who_may_hold_it() -> None:
+    made = begun("abcde")
+    hold(made, 8, "abcde")
+    lost = {one: made[one] for one in "de"}
+    for one in lost:
+        made.kill(one)
+    made.passes(5.0)
+    assert made["a"].runs == -1
+    assert "d, e may hold it, and cannot be reached" in notes(made, "a", "Paused")[-1]
+    made.all["e"] = lost["e"]
+    made.start_again("e")
+    made.passes(30.0)
+    assert made.plan("a").restore == (0, 8)
+    assert set(made.running()) == set("abce")
+
+
+def test_where_nobody_can_hold_the_commit_any_more_the_run_ends() -> None:
+    made = begun("abc")
+    hold(made, 8, "abc")
+    for one in "abc":
+        made[one].holdings = Inventory([])
+    made.here_is(
+        "b", Heartbeat(generation=0, exits=(exited(1, ExitKind.SIGNAL, -9),), steps_here=1)
+    )
+    made.passes(20.0)
+    for one in "abc":
+        (end,) = made[one].told(EndRun)
+        assert end.exit_code == ExitCode.STATE_LOST
+
+
+# --- failures, the end ------------------------------------------------------------------------
+
+
+def test_a_killed_rank_leads_to_a_new_generation_on_the_same_nodes() -> None:
+    made = begun("abc")
+    works(made, 5)
+    failed = (exited(1, ExitKind.SIGNAL, -9),)
+    made.here_is("b", Heartbeat(generation=0, state="running", attached=True, step=5, exits=failed))
+    made.passes(1.0)
+    assert made.running() == {"a": 1, "b": 1, "c": 1}
+    assert made.plan("c").why == "rank 1: signal"
+
+
+def test_an_exception_waits_for_a_node_that_is_not_heard_just_now() -> None:
+    """It may have followed from that node's end, which is found only later."""
+    made = begun("abc")
+    works(made, 5)
+    made.cut("c")
+    made.passes(1.5)
+    failed = (exited(1, ExitKind.EXCEPTION, 1),)
+    made.here_is("b", Heartbeat(generation=0, attached=True, step=5, steps_here=5, exits=failed))
+    made.passes(1.0)
+    assert made.running() == {"a": 0, "b": 0, "c": 0}
+    made.passes(4.0)
+    assert made.plan("a").generation == 1
+    assert made.plan("a").why.startswith("node c is lost: silent for")
+
+
+def test_an_exception_before_the_first_step_ends_the_run_everywhere() -> None:
+    made = begun("abc")
+    made.here_is(
+        "b", Heartbeat(generation=0, attached=True, exits=(exited(1, ExitKind.EXCEPTION, 3),))
+    )
+    made.passes(2.0)
+    for one in "abc":
+        (end,) = made[one].told(EndRun)
+        assert (end.exit_code, end.why) == (3, "rank 1: exception")
+    # The others end at once; the lead waits until they have heard of it, its ranks do not.
+    assert made["a"].told(KillWorkers) == [KillWorkers("rank 1: exception")]
+
+
+def test_a_run_whose_ranks_have_finished_ends_with_0_and_the_lead_last() -> None:
+    made = begun("abc")
+    works(made, 5)
+    made.cut("c")
+    for rank, one in enumerate("abc"):
+        done = (exited(rank, ExitKind.FINISHED, 0),)
+        made.here_is(one, Heartbeat(generation=0, state="running", attached=True, exits=done))
+    made.heal()
+    made.passes(0.5)
+    made.cut("c")
+    made.passes(0.5)
+    assert made["b"].told(EndRun)
+    made.heal()
+    made.passes(2.0)
+    for one in "abc":
+        assert [end.exit_code for end in made[one].told(EndRun)] == [0]
+        assert made[one].told(KillWorkers) == []
+
+
+def test_the_lead_does_not_wait_for_ever_for_those_who_do_not_hear_the_end() -> None:
+    made = begun("abc", deadline_s=3.0)
+    made.here_is(
+        "b", Heartbeat(generation=0, attached=True, exits=(exited(1, ExitKind.EXCEPTION, 3),))
+    )
+    made["c"].is_frozen = True
+    made.passes(1.0)
+    assert made["b"].told(EndRun)
+    made.kill("b")
+    made.passes(0.5)
+    assert notes(made, "a", "NodeLost") == [], "it has gone because it was told to"
+    made.passes(8.0)
+    assert made["a"].told(EndRun)
+
+
+def test_a_finished_run_waits_for_an_agent_that_is_being_started_again() -> None:
+    made = with_spares()
+    works(made, 5)
+    made.kill("d")
+    made.passes(1.0)
+    for rank, one in enumerate("abc"):
+        works(made, 7, one, exits=(exited(rank, ExitKind.FINISHED, 0),))
+    made.passes(1.0)
+    assert made["b"].told(EndRun)
+    assert not made["a"].told(EndRun)
+    made.start("d", incarnation=2)
+    made.passes(2.0)
+    assert [end.exit_code for one in "ad" for end in made[one].told(EndRun)] == [0, 0]
+
+
+def finished_without_d() -> Agents:
+    """The ranks have finished while a node that stands by was cut off."""
+    made = with_spares()
+    works(made, 5)
+    made.cut("d")
+    made.passes(5.0)
+    assert "silent" in notes(made, "a", "NodeLost")[0]
+    for rank, one in enumerate("abc"):
+        works(made, 7, one, exits=(exited(rank, ExitKind.FINISHED, 0),))
+    made.passes(1.0)
+    assert made["b"].told(EndRun)
+    return made
+
+
+def test_a_finished_run_waits_for_a_node_that_fell_silent_shortly_before() -> None:
+    made = finished_without_d()
+    made.passes(AWAIT_SILENT_S - 6.0)
+    assert not made["a"].told(EndRun)
+    made.kill("b", "c")
+    made.heal()
+    made.passes(4.0)
+    assert [end.exit_code for one in "ad" for end in made[one].told(EndRun)] == [0, 0]
+
+
+def test_a_finished_run_does_not_wait_long_for_a_silent_node() -> None:
+    made = finished_without_d()
+    made.passes(AWAIT_SILENT_S)
+    assert [end.exit_code for end in made["a"].told(EndRun)] == [0]
+
+
+def test_a_stop_takes_a_last_snapshot_and_signals_all_ranks() -> None:
+    made = begun("abc")
+    works(made, 5)
+    made.here_is("b", Heartbeat(generation=0, attached=True, step=5, stops=1, stop_signal=2))
+    for one in "abc":
+        assert len(made[one].told(RequestFinalSnapshot)) == 1
+    works(made, 7, at_boundary=True, stops=1)
+    for one in "abc":
+        assert [told.signal for told in made[one].told(SignalWorkers)] == [2]
+    for rank, one in enumerate("abc"):
+        works(made, 7, one, exits=(exited(rank, ExitKind.FINISHED, 0),), stops=1)
+    made.passes(1.0)
+    assert [end.exit_code for one in "abc" for end in made[one].told(EndRun)] == [130] * 3
+
+
+def test_a_node_that_is_lost_while_the_run_stops_is_not_replaced() -> None:
+    made = with_spares()
+    works(made, 5)
+    made.here_is("a", Heartbeat(generation=0, attached=True, step=5, stops=1))
+    made.kill("c")
+    for rank, one in enumerate("ab"):
+        works(made, 7, one, exits=(exited(rank, ExitKind.FINISHED, 0),), stops=1)
+    made.passes(8.0)
+    assert [end.exit_code for one in "ab" for end in made[one].told(EndRun)] == [143] * 2
+
+
+def test_a_stop_during_a_pause_ends_the_run() -> None:
+    made = begun("abc")
+    made.kill("b")
+    made.kill("c")
+    made.passes(5.0)
+    made.here_is("a", Heartbeat(generation=-1, stops=1, stop_signal=2))
+    made.passes(1.0)
+    assert [end.exit_code for end in made["a"].told(EndRun)] == [130]
+
+
+def test_a_stop_during_a_ballot_ends_the_run() -> None:
+    made = begun("abc", deadline_s=3.0)
+    made["c"].is_frozen = True
+    made.here_is(
+        "b", Heartbeat(generation=0, exits=(exited(1, ExitKind.SIGNAL, -9),), steps_here=1)
+    )
+    made.passes(1.0)
+    made.here_is("a", Heartbeat(generation=-1, stops=1))
+    made.passes(10.0)
+    assert [end.exit_code for end in made["a"].told(EndRun)] == [143]
+
+
+@pytest.mark.parametrize("by", ["problem", "difference"])
+def test_a_checkpoint_that_too_few_nodes_can_read_ends_the_run(by: str) -> None:
+    made = Agents("abc", settings(wishes=ClusterSize(3, 3, 0), has_checkpoints=True))
+    made.reads["b"] = (None, "/saved: stale handle") if by == "problem" else ((0, 4), "")
+    made.passes(10.0)
+    (end,) = made["a"].told(EndRun)
+    assert end.exit_code == ExitCode.STATE_LOST
+    wanted = {"problem": "b: /saved: stale handle", "difference": "do not read the same checkpoint"}
+    assert wanted[by] in end.why
+
+
+@pytest.mark.parametrize(
+    "wishes", [ClusterSize(2, 3, 0), ClusterSize(2, 2, 1)], ids=["shrinks", "spare"]
+)
+def test_the_run_continues_without_a_node_that_alone_can_read_no_checkpoint(
+    wishes: ClusterSize,
+) -> None:
+    made = Agents("abc", settings(wishes=wishes, has_checkpoints=True))
+    made.reads["b"] = (None, "/saved: stale handle")
+    made.passes(10.0)
+    assert not made["a"].told(EndRun)
+    plan = made["a"].told(StartRanks)[-1].plan
+    assert [node.node_id for node in plan.members] == ["a", "c"]
+    assert [card.node_id for card in plan.spares] == ["b"]
+    (text,) = [text for text in notes(made, "a", "Unfit") if "stale handle" in text]
+    assert text.startswith("node b may not run ranks for an hour: it cannot load the checkpoint")
+
+
+@pytest.mark.parametrize(
+    "wishes", [ClusterSize(2, 3, 0), ClusterSize(2, 2, 1)], ids=["shrinks", "spare"]
+)
+def test_a_node_without_any_checkpoint_takes_none_from_the_others(wishes: ClusterSize) -> None:
+    """It rejects the only one, which the others can load."""
+    made = from_disk(wishes, a={9: ""}, b={9: "damaged"}, c={9: ""})
+    assert not made["a"].told(EndRun)
+    plan = made["a"].told(StartRanks)[-1].plan
+    assert [node.node_id for node in plan.members] == ["a", "c"]
+    assert made.read_disk("c", plan).restored == (-1, 9)
+    assert not plan.history.bad_checkpoints
+
+
+def test_the_only_checkpoint_is_lost_if_no_node_can_be_spared() -> None:
+    made = from_disk(ClusterSize(3, 3, 0), a={9: ""}, b={9: "damaged"}, c={9: ""})
+    assert [end.exit_code for end in made["a"].told(EndRun)] == [ExitCode.STATE_LOST]
+
+
+def test_a_directory_that_is_taken_ends_the_run_though_others_could_read_it() -> None:
+    made = Agents("abc", settings(wishes=ClusterSize(2, 3, 0), has_checkpoints=True))
+    made.reads["a"] = (None, "it belongs to run other", "", {}, int(ExitCode.USAGE))
+    made.passes(10.0)
+    (end,) = made["b"].told(EndRun)
+    assert end.exit_code == ExitCode.USAGE
+
+
+def test_a_directory_that_cannot_be_read_for_a_moment_costs_one_more_ballot() -> None:
+    """The node names the directory itself."""
+    made = from_disk(a={6: ""}, b={6: ""}, c={6: ""}, at_first={"b": "/saved: stale handle"})
+    assert not made["a"].told(EndRun)
+    plan = made["b"].told(StartRanks)[-1].plan
+    assert [node.node_id for node in plan.members] == ["a", "b", "c"]
+    assert made.read_disk("b", plan).restored == (-1, 6)
+    assert plan.history.bad_checkpoints == {"/saved": "b: /saved: stale handle"}
+
+
+def from_disk(
+    wishes: ClusterSize | None = None,
+    *,
+    at_first: dict[str, str] | None = None,
+    **disks: dict[int, str],
+) -> Agents:
+    wishes = wishes or ClusterSize(2, 3, 0)
+    made = Agents("abc", settings(wishes=wishes, has_checkpoints=True))
+    made.disks |= disks
+    made.stalls |= at_first or {}
+    made.passes(10.0)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("of_b", "of_c"),
+    [
+        ({9: "rank 1 is damaged", 6: ""}, {9: "", 6: ""}),
+        ({9: "damaged", 6: "", 3: ""}, {9: "", 6: "damaged", 3: ""}),
+        ({6: ""}, {9: "", 6: ""}),
+        ({9: "damaged"}, {9: "damaged"}),
+    ],
+    ids=["one is damaged", "one each", "not seen yet", "none is left"],
+)
+def test_all_nodes_start_from_the_newest_checkpoint_that_none_has_rejected(
+    of_b: dict[int, str], of_c: dict[int, str]
+) -> None:
+    of_a = dict.fromkeys((9, 6, 3), "")
+    made = from_disk(a=of_a, b=of_b, c=of_c)
+    usable = [step for step in of_a if all(one.get(step) == "" for one in (of_b, of_c))]
+    ends = made["a"].told(EndRun)
+    if not usable:
+        assert [end.exit_code for end in ends] == [ExitCode.STATE_LOST]
+        return
+    assert not ends
+    for node_id in "abc":
+        plan = made[node_id].told(StartRanks)[-1].plan
+        loaded = made.read_disk(node_id, plan)
+        assert loaded.restored == (-1, usable[0])
+    bad = plan.history.bad_checkpoints
+    assert set(bad) == {f"step-{step}" for step in of_a if step > usable[0]}
+    if of_b.get(9):
+        assert bad["step-9"] == f"b: {of_b[9]}", "which node, and why"
+
+
+# --- the others have ended ----------------------------------------------------------------------
+
+
+def test_an_agent_that_comes_back_when_nobody_is_left_ends_after_a_minute() -> None:
+    made = begun("abc", pause_limit_s=900.0)
+    made.kill("a", "b")
+    again = made.start_again("c")
+    made.passes(GONE_S - 2.0)
+    assert not again.told(EndRun)
+    made.passes(15.0)
+    (end,) = again.told(EndRun)
+    assert end.exit_code == ExitCode.TRY_AGAIN
+    assert "nobody of this run is left" in end.why
+
+
+def test_who_has_been_with_the_others_waits_for_them() -> None:
+    made = begun("abc", pause_limit_s=900.0)
+    made.kill("a", "b")
+    made.passes(2 * GONE_S)
+    assert not made["c"].told(EndRun)
+
+
+def test_a_silent_machine_may_yet_be_part_of_the_run() -> None:
+    made = begun("abc", pause_limit_s=900.0)
+    made.kill("a")
+    made.cut("b")
+    again = made.start_again("c")
+    made.cut("b")
+    made.passes(2 * GONE_S)
+    assert not again.told(EndRun)
+
+
+def test_agents_that_are_all_started_again_find_each_other() -> None:
+    made = begun("abc", pause_limit_s=900.0)
+    old = {one: made[one] for one in "ab"}
+    made.kill("a", "b")
+    made.start_again("c")
+    made.passes(GONE_S / 2)
+    for one, agent in old.items():
+        made.all[one] = agent
+        made.start_again(one)
+    made.passes(2 * GONE_S)
+    assert set(made.running()) == set("abc")

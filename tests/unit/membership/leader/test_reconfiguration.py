@@ -1,0 +1,665 @@
+"""Enrolment: who votes while a generation runs.
+
+Growth and eviction: at a step boundary, so that no step is lost.
+
+A node that holds the others up is replaced on wish: at a boundary, or at once if it hangs.
+"""
+
+from dataclasses import replace
+from itertools import combinations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import settings as effort
+from hypothesis import strategies as st
+from unit.recovery.test_health import beat, sample, slow_link, told
+from unit.recovery.test_suspicions import hang
+
+from ftrun.membership.ballots import electorate
+from ftrun.membership.leader.failure_detector import FailureDetector
+from ftrun.membership.leader.reconfiguration import BoundaryReconfiguration, VoterReconfiguration
+from ftrun.monitor.slow.samples import ClockOffset
+from ftrun.monitor.wait_graph import HangSettings
+from ftrun.network.failover.pair_check import PairCheck
+from ftrun.recovery.commands import Command, Send
+from ftrun.recovery.generation_monitor import GenerationMonitor
+from ftrun.recovery.settings import ClusterSize, MembershipSettings, SlowSettings
+from ftrun.wire.cluster.generation import FailureHistory, GenerationPlan, VoterSet
+from ftrun.wire.cluster.membership import Accept, Accepted, Heartbeat, RestartTimes
+from ftrun.wire.cluster.messages import ProbeLinkRequest, ProbeLinkResult
+from tests.unit.recovery.made import POLICY, card, meet, plan, settings
+
+SETTINGS = settings(heartbeat_s=0.5, settle_s=5.0, wishes=ClusterSize(1, 4, 9))
+HISTORY = FailureHistory(restarts=2)
+
+
+class Lead:
+    """a leads a generation; who of it is here, and who has come beside it."""
+
+    def __init__(self, of: GenerationPlan, here: str) -> None:
+        self.plan = of
+        self.peers = FailureDetector(card("a"), SETTINGS)
+        self.enrolment = VoterReconfiguration(SETTINGS)
+        for one in here:
+            self.come(one)
+
+    def come(self, node_id: str, *, now_s: float = 0.0, incarnation: int = 1) -> None:
+        meet(self.peers, card(node_id, incarnation), now_s=now_s, linked=True)
+
+    def lose(self, node_id: str) -> None:
+        peer = self.peers.get(node_id)
+        assert peer is not None
+        peer.lost, peer.linked = "silent", False
+
+    def look(self, now_s: float = 10.0) -> list[Command]:
+        return self.enrolment.look(self.plan, self.peers, HISTORY, now_s=now_s)
+
+    def accept(self, node_ids: str, roster: int | None = None) -> list[GenerationPlan | None]:
+        wanted = self.enrolment.wanted
+        assert wanted is not None
+        body = Accepted(wanted.generation, None, roster=wanted.roster if roster is None else roster)
+        return [self.enrolment.accepted(card(one), body, self.plan, self.peers) for one in node_ids]
+
+    @property
+    def spares(self) -> str:
+        """Those of the roster that is wanted."""
+        wanted = self.enrolment.wanted
+        return "" if wanted is None else "".join(one.node_id for one in wanted.spares)
+
+
+def asked(commands: list[Command]) -> str:
+    return "".join(sorted(one.node_id for one in commands if isinstance(one, Send)))
+
+
+def lost_voter() -> Lead:
+    """Of three voters c is lost, and d has come."""
+    made = Lead(plan(4, "ab", spares="c"), "abcd")
+    made.lose("c")
+    return made
+
+
+def test_a_node_that_has_come_votes_in_place_of_one_that_is_lost() -> None:
+    made = lost_voter()
+    found = made.look()
+    wanted = made.enrolment.wanted
+    assert wanted is not None
+    assert (wanted.edition, made.spares) == ((4, 1), "d")
+    assert wanted.is_of(made.plan)
+    assert wanted.decided_by == [VoterSet(4, [("a", 1), ("b", 1), ("c", 1)], roster=0)]
+    assert wanted.history == HISTORY
+    assert found == [Send(one, Accept(wanted)) for one in "abd"]
+
+
+def test_a_plan_that_takes_effect_is_given_once() -> None:
+    made = lost_voter()
+    made.look()
+    wanted = made.enrolment.wanted
+    assert made.accept("a") == [None]
+    assert made.accept("b") == [wanted]
+    assert made.enrolment.wanted is None
+    late = Accepted(4, None, roster=1)
+    assert made.enrolment.accepted(card("d"), late, made.plan, made.peers) is None
+
+
+def test_a_majority_of_those_before_is_not_enough() -> None:
+    made = Lead(plan(4, "abc"), "abcdefgh")
+    made.look()
+    wanted = made.enrolment.wanted
+    assert made.accept("abcd") == [None] * 4
+    assert made.accept("e") == [wanted]
+
+
+def test_a_majority_of_those_after_is_not_enough() -> None:
+    made = Lead(plan(4, "ab", spares="cde"), "abcfghi")
+    made.lose("c")
+    made.look()
+    assert made.spares == "fghi"
+    wanted = made.enrolment.wanted
+    assert made.accept("afghib") == [None] * 6
+    # c has heard of it before it was lost.
+    assert (
+        made.enrolment.accepted(card("c"), Accepted(4, None, roster=1), made.plan, made.peers)
+        == wanted
+    )
+
+
+@pytest.mark.parametrize(("generation", "roster"), [(4, 0), (4, 2), (3, 1), (5, 1)])
+def test_an_acceptance_of_something_else_does_not_count(generation: int, roster: int) -> None:
+    made = lost_voter()
+    made.look()
+    other = Accepted(generation, None, roster=roster)
+    for one in "abd":
+        assert made.enrolment.accepted(card(one), other, made.plan, made.peers) is None
+    assert made.accept("a") == [None]
+
+
+# --- rule 1: what is worth it -----------------------------------------------------------------
+
+
+def losses(voters: str, here: str) -> int:
+    """So many of those who are here may go, whoever they are; -1: they are too few already."""
+    left = sorted(set(voters) & set(here))
+    for count in range(len(left), -1, -1):
+        rests = (set(left) - set(gone) for gone in combinations(left, count))
+        if all(2 * len(rest) > len(voters) for rest in rests):
+            return count
+    return -1
+
+
+@effort(deadline=None)
+@given(st.integers(1, 4), st.sets(st.sampled_from("pqrs")), st.sets(st.sampled_from("pqrstuvw")))
+def test_voters_change_only_where_more_may_be_lost_afterwards(
+    num_members: int, spares: set[str], here: set[str]
+) -> None:
+    members = "abcd"[:num_members]
+    before = members + "".join(sorted(spares))
+    after = members + "".join(sorted(here))
+    made = Lead(plan(4, members, sorted(spares)), after)
+    made.look()
+    is_better = losses(after, after) > losses(before, after)
+    assert (made.enrolment.wanted is not None) is is_better
+    if is_better:
+        assert set(made.spares) == here
+
+
+def test_a_spare_that_is_lost_votes_no_more() -> None:
+    """Of four voters three are needed, of which none could be missed; of three two are."""
+    made = Lead(plan(4, "abc", spares="d"), "abcd")
+    made.look()
+    assert made.enrolment.wanted is None
+    made.lose("d")
+    made.look(20.0)
+    assert made.enrolment.wanted is not None
+    assert made.spares == ""
+
+
+def test_no_more_stand_by_with_a_vote_than_were_wished_for() -> None:
+    """Else strangers could outvote the members, and their loss would pause a healthy run."""
+    made = Lead(plan(4, "ab", spares="c"), "abdefg")
+    made.enrolment = VoterReconfiguration(settings(wishes=ClusterSize(2, 2, 1)))
+    made.look()
+    assert made.spares == "d"
+
+
+def test_of_two_voters_the_successor_of_one_is_proof_that_it_votes_no_more() -> None:
+    made = Lead(plan(4, "a", spares="b"), "a")
+    made.come("b", incarnation=2)
+    made.come("c")
+    made.look()
+    assert made.spares == "bc"
+    assert made.accept("a") == [None]
+    wanted = made.enrolment.wanted
+    assert wanted is not None
+    body = Accepted(4, None, roster=1)
+    assert made.enrolment.accepted(card("b", 2), body, made.plan, made.peers) == wanted
+
+
+def test_what_was_announced_and_given_up_is_void() -> None:
+    made = lost_voter()
+    made.look()
+    made.enrolment.reset()
+    assert made.enrolment.void == {(4, 1)}
+
+
+def test_an_agent_that_was_started_again_is_another_voter() -> None:
+    made = Lead(plan(4, "ab", spares="c"), "ab")
+    made.come("c", incarnation=2)
+    made.look()
+    wanted = made.enrolment.wanted
+    assert wanted is not None
+    assert electorate(wanted.voters) == {("a", 1), ("b", 1), ("c", 2)}
+
+
+def test_the_spares_of_now_come_first_and_in_their_order() -> None:
+    made = Lead(plan(4, "a", spares="zy"), "ayzxwv")
+    made.look()
+    assert made.spares == "zyvwx"
+
+
+# --- rule 2: who is taken in ------------------------------------------------------------------
+
+
+def test_only_who_has_stayed_for_a_while_is_taken_in() -> None:
+    made = Lead(plan(4, "ab", spares="c"), "ab")
+    made.come("d", now_s=10.0)
+    made.look(14.75)
+    assert made.enrolment.wanted is None
+    made.look(15.0)
+    assert made.spares == "d"
+
+
+def test_it_looks_twice_a_heartbeat() -> None:
+    made = Lead(plan(4, "ab", spares="c"), "ab")
+    made.look(10.0)
+    made.come("d")
+    assert made.look(10.2) == []
+    assert asked(made.look(10.25)) == "abd"
+
+
+@pytest.mark.parametrize("how", ["bound to another", "lost", "not connected"])
+def test_who_is_bound_to_another_or_not_there_is_not_taken_in(how: str) -> None:
+    made = lost_voter()
+    peer = made.peers.get("d")
+    assert peer is not None
+    match how:
+        case "bound to another":
+            peer.promised = 5
+        case "lost":
+            peer.lost = "silent"
+        case _:
+            peer.linked = False
+    made.look()
+    assert made.spares == ""
+    peer.promised, peer.lost, peer.linked = 4, "", True
+    made.look(20.0)
+    assert made.spares == "d"
+
+
+# --- rule 3: until it takes effect ------------------------------------------------------------
+
+
+def test_it_asks_again_all_who_have_not_accepted() -> None:
+    made = lost_voter()
+    c = made.peers.get("c")
+    assert c is not None
+    assert asked(made.look(10.0)) == "abd"
+    made.accept("a")
+    assert made.look(10.2) == []
+    assert made.look(10.5) == [], "a moment ago it was asked"
+    c.linked = True
+    assert asked(made.look(11.0)) == "bcd", "c is of those before"
+    assert made.enrolment.wanted is not None
+    assert made.enrolment.wanted.roster == 1
+    assert asked(made.look(11.5)) == ""
+    assert asked(made.look(12.0)) == "bcd"
+
+
+def test_where_others_are_here_now_another_roster_is_wanted_and_accepted_anew() -> None:
+    made = lost_voter()
+    made.look(10.0)
+    made.accept("a")
+    for one in "ef":
+        made.come(one, now_s=0.0)
+    assert asked(made.look(11.0)) == "abdef"
+    wanted = made.enrolment.wanted
+    assert wanted is not None
+    assert (wanted.roster, made.spares) == (2, "def")
+    # a has accepted another one.
+    assert made.accept("de") == [None] * 2
+    assert made.accept("b") == [None]
+    assert made.accept("a") == [wanted]
+
+
+def test_the_next_change_counts_from_the_roster_in_effect() -> None:
+    made = Lead(plan(4, "ab", spares="c", roster=7), "abd")
+    made.look()
+    wanted = made.enrolment.wanted
+    assert wanted is not None
+    assert wanted.edition == (4, 8)
+    assert wanted.decided_by[0].edition == (4, 7)
+
+
+def test_a_ballot_ends_it() -> None:
+    made = lost_voter()
+    made.look()
+    made.enrolment.reset()
+    late = Accepted(4, None, roster=1)
+    for one in "abd":
+        assert made.enrolment.accepted(card(one), late, made.plan, made.peers) is None
+
+
+def test_where_nothing_is_wanted_nobody_is_asked() -> None:
+    assert Lead(plan(4, "ab", spares="c"), "abc").look() == []
+
+
+SETTINGS_AT_BOUNDARY = settings(
+    wishes=ClusterSize(2, 4, 0), heartbeat_s=0.5, settle_s=5.0, answer_s=30.0
+)
+PLAN = plan(1, "ab")
+
+
+class Run:
+    """Two members that run steadily, and whoever else has come."""
+
+    def __init__(
+        self, wishes: MembershipSettings = SETTINGS_AT_BOUNDARY, *, attached: bool = True
+    ) -> None:
+        self.peers = FailureDetector(card("a"), wishes)
+        self.oversight = GenerationMonitor(POLICY, wishes, pairs=PairCheck())
+        self.changes = BoundaryReconfiguration(wishes)
+        self.oversight.begin(PLAN, now_s=0.0)
+        for one in "ab":
+            meet(self.peers, card(one), now_s=0.0, linked=True)
+            self.beat(one, step=7, attached=attached)
+
+    def come(self, node_id: str, *, now_s: float = 0.0, incarnation: int = 1) -> None:
+        meet(self.peers, card(node_id, incarnation), now_s=now_s, linked=True)
+
+    def beat(self, node_id: str, *, step: int = 7, attached: bool = True, **more: object) -> None:
+        found = Heartbeat(generation=1, step=step, steps_here=step, attached=attached, **more)  # type: ignore[arg-type]
+        self.oversight.beat(node_id, found, now_s=0.0)
+
+    def look(self, now_s: float, *, aside: str = "", of: GenerationPlan = PLAN) -> str:
+        return self.changes.look(of, self.peers, set(aside), self.oversight, now_s=now_s)
+
+    @property
+    def boundary(self) -> int:
+        return self.oversight.orders.stop_after_step
+
+
+def test_it_asks_for_a_boundary_and_grows_once_its_snapshot_is_committed() -> None:
+    run = Run()
+    run.come("c")
+    assert run.look(10.0) == ""
+    assert run.boundary == 8
+    assert run.oversight.orders.why == "grows from 2 to 3 nodes"
+    for one in "ab":
+        run.beat(one, step=8, at_boundary=True)
+    assert run.look(20.0) == "", "it is not committed"
+    for one in "ab":
+        run.beat(one, step=8, at_boundary=True, ready=(1, 8))
+    assert run.look(21.0) == "grows from 2 to 3 nodes"
+
+
+def test_ranks_that_have_not_come_to_the_boundary_are_waited_for() -> None:
+    run = Run()
+    run.come("c")
+    run.look(10.0)
+    for one in "ab":
+        run.beat(one, step=8, ready=(1, 8))
+    assert run.look(20.0) == ""
+
+
+def test_where_the_snapshot_does_not_come_in_time_it_grows_without() -> None:
+    run = Run()
+    run.come("c")
+    run.look(10.0)
+    assert run.look(39.7) == ""
+    assert run.look(40.0) == "grows from 2 to 3 nodes, without a snapshot at step 8"
+
+
+def test_a_script_that_takes_no_snapshots_grows_at_once() -> None:
+    run = Run(attached=False)
+    run.come("c")
+    assert run.look(10.0) == "grows from 2 to 3 nodes"
+    assert run.boundary == -1
+
+
+def test_only_a_run_that_goes_on_undisturbed_grows() -> None:
+    run = Run()
+    run.come("c")
+    run.oversight.note_failure("b", now_s=1.0)
+    assert run.look(10.0) == ""
+    assert run.boundary == -1
+    run.beat("b")
+    run.look(11.0)
+    assert run.boundary >= 0
+
+
+def test_a_run_that_is_asked_to_stop_does_not_grow_any_more() -> None:
+    run = Run()
+    run.come("c")
+    run.look(10.0)
+    run.beat("a", stops=1)
+    assert run.look(60.0) == ""
+
+
+def test_only_nodes_that_have_stayed_a_while_are_taken_in() -> None:
+    run = Run()
+    assert run.look(100.0) == ""
+    run.come("c", now_s=100.0)
+    run.come("d", now_s=102.0)
+    run.look(106.7)
+    assert run.boundary == -1, "d has just come"
+    run.look(107.0)
+    assert run.oversight.orders.why == "grows from 2 to 4 nodes"
+
+
+def test_who_is_lost_or_set_aside_or_not_connected_is_no_newcomer() -> None:
+    run = Run()
+    for one in "cde":
+        run.come(one)
+    lost, unlinked = run.peers.get("c"), run.peers.get("d")
+    assert lost is not None
+    assert unlinked is not None
+    lost.lost, unlinked.linked = "silent", False
+    assert run.look(100.0, aside="e") == ""
+    assert run.boundary == -1
+
+
+def test_a_member_that_was_started_again_is_a_newcomer() -> None:
+    run = Run()
+    run.come("b", incarnation=2)
+    run.look(100.0)
+    assert run.oversight.orders.why == "grows from 2 to 3 nodes"
+
+
+def test_no_run_grows_beyond_what_was_wished_for() -> None:
+    run = Run()
+    for one in "cde":
+        run.come(one)
+    run.look(100.0)
+    assert run.oversight.orders.why == "grows from 2 to 4 nodes"
+    full = Run(settings(wishes=ClusterSize(2, 2, 1), settle_s=5.0), attached=False)
+    full.come("c")
+    assert full.look(100.0) == ""
+
+
+def test_it_looks_twice_a_heartbeat_at_boundary() -> None:
+    run = Run(attached=False)
+    assert run.look(100.0) == ""
+    run.come("c")
+    assert run.look(100.2) == ""
+    assert run.look(100.25)
+
+
+def test_a_commit_of_before_the_boundary_is_not_the_one_that_is_waited_for() -> None:
+    run = Run()
+    run.come("c")
+    run.look(10.0)
+    for one in "ab":
+        run.beat(one, step=8, at_boundary=True, ready=(1, 7))
+    assert run.look(20.0) == ""
+    # A node alone stops at a boundary of its own, which may be a later one.
+    for one in "ab":
+        run.beat(one, step=9, at_boundary=True, ready=(1, 9))
+    assert run.look(21.0) == "grows from 2 to 3 nodes"
+
+
+def test_who_leaves_again_does_not_leave_the_ranks_at_the_boundary() -> None:
+    run = Run()
+    run.come("c")
+    run.look(10.0)
+    c = run.peers.get("c")
+    assert c is not None
+    c.lost = "silent"
+    for one in "ab":
+        run.beat(one, step=8, at_boundary=True, ready=(1, 8))
+    assert run.look(20.0) == "grows from 2 to 2 nodes"
+
+
+def test_another_generation_forgets_the_boundary() -> None:
+    run = Run()
+    run.come("c")
+    run.look(10.0)
+    run.changes.reset()
+    run.oversight.begin(PLAN, now_s=20.0)
+    for one in "ab":
+        run.beat(one, step=30)
+    assert run.look(100.0) == ""
+    assert run.boundary == 31
+
+
+def test_the_same_nodes_go_on_otherwise_from_a_boundary_on_wish() -> None:
+    run = Run()
+    run.changes.wish = "the run leaves rail eth0"
+    assert run.look(10.0) == ""
+    assert run.boundary == 8
+    for one in "ab":
+        run.beat(one, step=8, at_boundary=True, ready=(1, 8))
+    assert run.look(11.0) == "the run leaves rail eth0"
+    run.changes.reset()
+    assert run.look(12.0) == ""
+
+
+def test_without_snapshots_a_wish_is_met_at_once() -> None:
+    run = Run(attached=False)
+    run.changes.wish = "the run leaves rail eth0"
+    assert run.look(10.0) == "the run leaves rail eth0"
+
+
+PLAN_OF_EVICTION = plan(1, [card("a", num_ranks=2), card("b", num_ranks=2)], spares="s")
+EVICT = settings(
+    wishes=ClusterSize(2, 2, 1), heartbeat_s=0.5, answer_s=30.0, slow=SlowSettings("evict", 20.0)
+)
+
+
+class RunOfEviction:
+    """Two nodes of two ranks, and one that stands by; rank 2 on b is late from step 30 on."""
+
+    def __init__(self, wishes: MembershipSettings = EVICT, *, spare: bool = True) -> None:
+        self.peers = FailureDetector(card("a"), wishes)
+        self.oversight = GenerationMonitor(POLICY, wishes, "a", pairs=PairCheck())
+        self.changes = BoundaryReconfiguration(wishes)
+        self.oversight.begin(PLAN_OF_EVICTION, now_s=0.0)
+        clock = ClockOffset()
+        clock.add(10**9, 10**9, 10**9, 10**9)
+        self.oversight.watching.slow.clocks = {"b": clock}
+        for one in [node.card for node in PLAN_OF_EVICTION.members] + (
+            [card("s")] if spare else []
+        ):
+            meet(self.peers, one, now_s=0.0, linked=True)
+        self.reasons: list[str] = []
+
+    def go(self, first: int, last: int, late_s: float, **more: object) -> None:
+        for number in range(first, last):
+            for node in "ab":
+                one = sample(node, number, late_s)
+                self.beat(node, number, sample=one, **more)
+            self.look(float(number))
+            if self.boundary >= 0 or self.reasons:
+                return
+
+    def beat(self, node: str, number: int, **more: object) -> None:
+        self.oversight.beat(node, beat(node, number, **more), now_s=float(number))
+
+    def look(self, now_s: float, *, aside: str = "") -> str:
+        self.oversight.passing(now_s=now_s)
+        found = self.changes.look(
+            PLAN_OF_EVICTION, self.peers, set(aside), self.oversight, now_s=now_s
+        )
+        self.reasons += [found] if found else []
+        return found
+
+    @property
+    def boundary(self) -> int:
+        return self.oversight.orders.stop_after_step
+
+    def is_aside(self, now_s: float) -> set[str]:
+        return self.oversight.set_aside(now_s=now_s)
+
+
+def slow_run(wishes: MembershipSettings = EVICT, *, spare: bool = True) -> RunOfEviction:
+    run = RunOfEviction(wishes, spare=spare)
+    run.go(1, 30, 0.0)
+    run.go(30, 90, 0.08)
+    return run
+
+
+def at_the_boundary(run: RunOfEviction, **more: object) -> None:
+    for node in "ab":
+        run.beat(node, run.boundary, at_boundary=True, **more)
+
+
+def test_the_node_of_a_rank_that_stays_slow_is_evicted_at_a_boundary() -> None:
+    run = slow_run()
+    assert run.boundary > 50
+    assert run.oversight.orders.why.startswith("node b is evicted: ")
+    assert run.reasons == []
+    assert run.is_aside(90.0) == set()
+    at_the_boundary(run, ready=(1, run.boundary))
+    assert run.look(70.0).startswith("node b is evicted: ")
+    assert run.is_aside(70.0) == {"b"}
+    assert run.oversight.history(now_s=91.0).barred == {"b": 21.0}, "the next lead knows it too"
+    run.oversight.begin(plan(2, [card("a", num_ranks=2), card("s", num_ranks=2)]), now_s=92.0)
+    for node in "as":
+        ranks = beat("a" if node == "a" else "b", 200).ranks
+        body = Heartbeat(generation=2, attached=True, step=200, steps_here=9, ranks=ranks,
+                    restart=RestartTimes(0.1, 0.5, 0.1, 0.1))  # fmt: skip
+        run.oversight.beat(node, body, now_s=93.0)
+    run.oversight.passing(now_s=94.0)
+    assert [one["actions"] for one in told(run.oversight, "IncidentClosed")] == [
+        ["report"],
+        ["evict"],
+    ]
+
+
+def test_by_default_it_is_only_told() -> None:
+    run = slow_run(replace(EVICT, slow=SlowSettings()))
+    assert run.boundary == -1
+    assert len(told(run.oversight, "Verdict")) == 1
+
+
+def test_where_nobody_stands_by_it_is_only_told() -> None:
+    assert slow_run(spare=False).boundary == -1
+
+
+def test_what_passes_is_left_alone() -> None:
+    run = RunOfEviction(replace(EVICT, slow=SlowSettings("evict", 60.0)))
+    run.go(1, 30, 0.0)
+    run.go(30, 60, 0.08)
+    run.go(60, 150, 0.0)
+    assert run.boundary == -1
+
+
+def test_who_stood_by_may_be_gone_at_the_boundary() -> None:
+    run = slow_run()
+    spare = run.peers.get("s")
+    assert spare is not None
+    spare.lost = "silent"
+    at_the_boundary(run, ready=(1, run.boundary))
+    assert run.look(70.0).startswith("nobody stands by any more")
+    assert run.is_aside(91.0) == set()
+
+
+def test_a_script_without_snapshots_is_begun_anew_at_once() -> None:
+    run = RunOfEviction()
+    run.go(1, 30, 0.0, attached=False)
+    run.go(30, 90, 0.08, attached=False)
+    assert run.reasons
+    assert run.boundary == -1
+    assert run.is_aside(90.0) == {"b"}
+
+
+def test_of_a_slow_link_one_end_is_evicted() -> None:
+    run = RunOfEviction()
+    for number in range(1, 100):
+        one = slow_link(number, is_slow=number > 30)
+        run.beat("a", number, sample=one)
+        run.beat("b", number, sample=sample("b", number, 0.0))
+        run.look(float(number))
+        for send in run.oversight.probes(now_s=float(number)):
+            assert isinstance(send, Send)
+            assert isinstance(send.message, ProbeLinkRequest)
+            found = ProbeLinkResult(send.message.number, "a", 0.001, 1e9, 1e5)
+            run.oversight.watching.slow.probed(found, now_s=float(number))
+    assert run.oversight.orders.why.startswith("node b is evicted: ")
+
+
+def test_a_node_whose_rank_hangs_is_evicted_where_that_is_wished_and_possible() -> None:
+    for action, spare, aside in (
+        ("evict", True, {"a"}),
+        ("evict", False, set()),
+        ("restart", True, set()),
+    ):
+        run = RunOfEviction(replace(EVICT, hang=HangSettings(action=action)), spare=spare)
+        run.go(1, 5, 0.0)
+        for number in range(3):
+            views = hang(12.0 + number)
+            for node in PLAN_OF_EVICTION.members:
+                own = tuple(views[rank] for rank in node.ranks)
+                body = msgspec.structs.replace(beat(node.node_id, 5), views=own)
+                run.oversight.beat(node.node_id, body, now_s=20.0 + number)
+            run.look(20.5 + number)
+        assert run.is_aside(23.0) == aside, action

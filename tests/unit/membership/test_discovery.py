@@ -1,0 +1,73 @@
+"""Succession: every agent knows the same order of those who lead next."""
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as effort
+from hypothesis import strategies as st
+
+from ftrun.membership.ballots import place_of
+from ftrun.membership.discovery import ASKED_AT_ONCE, LeaderSuccession
+from tests.unit.recovery.made import card, plan
+
+PLAN = plan(1, "abc", spares="de")
+
+
+@effort(deadline=None)
+@given(st.sets(st.sampled_from("abcde")))
+def test_all_who_know_the_same_losses_turn_to_the_same_agent(lost: set[str]) -> None:
+    left = [one for one in "abcde" if one not in lost]
+    for me in left:
+        made = LeaderSuccession(card(me))
+        for one in lost:
+            made.lose(card(one))
+        found = made.next(PLAN)
+        assert found is not None
+        assert found.node_id == left[0]
+
+
+def test_a_new_process_of_a_node_leads_as_itself() -> None:
+    again = card("a", 9)
+    assert LeaderSuccession(again).next(PLAN) is again
+
+
+def test_where_nobody_is_left_there_is_none() -> None:
+    made = LeaderSuccession(card("z"))
+    assert made.next(None) is None
+    for one in "abcde":
+        made.lose(card(one))
+    assert made.next(PLAN) is None
+
+
+def test_nobody_loses_itself() -> None:
+    made = LeaderSuccession(card("a"))
+    made.lose(card("a"), refused=True)
+    made.lose(None, refused=True)
+    assert (made.lost, made.refused) == (set(), set())
+
+
+def test_who_is_refused_is_lost_and_a_lead_that_is_found_ends_it() -> None:
+    made = LeaderSuccession(card("c"))
+    made.lose(card("a"))
+    made.lose(card("b"), refused=True)
+    assert (made.lost, made.refused) == ({"a", "b"}, {"b"})
+    made.found()
+    assert (made.lost, made.refused) == (set(), set())
+
+
+@pytest.mark.parametrize("lead", ["a", "d"])
+def test_the_last_lead_is_asked_first_and_then_the_others_in_order(lead: str) -> None:
+    made = LeaderSuccession(card("b"))
+    found = [one.node_id for one in made.acquaintances(plan(1, "abc", spares="de", lead=lead))]
+    assert found == [lead, *(one for one in "acde" if one != lead)]
+
+
+def test_of_many_some_are_asked() -> None:
+    big = plan(1, [f"n{at}" for at in range(100)], lead="n99")
+    found = [one.node_id for one in LeaderSuccession(card("n0")).acquaintances(big)]
+    assert found == ["n99", *(f"n{at}" for at in range(1, ASKED_AT_ONCE))]
+    assert LeaderSuccession(card("n0")).acquaintances(None) == []
+
+
+def test_who_has_no_place_comes_after_all_others() -> None:
+    assert [place_of(one, PLAN) for one in "aex"] == [0, 4, 5]
+    assert place_of("a", None) == 0

@@ -1,0 +1,294 @@
+"""The witness as an agent sees it: what it has confirmed counts from when it was asked.
+
+Witness rules: each number is one proposer's, and who leads by a lease is not deserted.
+"""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as effort
+from hypothesis import strategies as st
+
+from ftrun.membership.events import WitnessAnswered, WitnessRegister
+from ftrun.membership.witness import WitnessDecision, WitnessView, rule
+from ftrun.recovery.commands import Command, JournalEntry, QueryWitness, WitnessOperation
+from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
+from tests.unit.recovery.made import card, plan
+
+A = card("a")
+HELD = WitnessRegister(7, 4, A.identity, plan(4, "ab"))
+
+
+def says(
+    made: WitnessView,
+    wish: WitnessOperation = WitnessOperation.KEEP,
+    *,
+    asked_s: float,
+    now_s: float,
+    granted: bool = True,
+    register: WitnessRegister | None = HELD,
+) -> list[Command]:
+    said = WitnessAnswered(QueryWitness(wish, asked_s), True, granted, register, A)
+    return made.said(said, now_s=now_s)
+
+
+def is_away(made: WitnessView, *, asked_s: float, now_s: float) -> list[Command]:
+    said = WitnessAnswered(
+        QueryWitness(WitnessOperation.KEEP, asked_s), is_reached=False, why="etcd is away"
+    )
+    return made.said(said, now_s=now_s)
+
+
+def test_run_without_one_asks_nothing() -> None:
+    made = WitnessView()
+    assert made.ask(WitnessOperation.CLAIM, now_s=1.0) == []
+    assert (made.is_reached, made.life) == (False, 0)
+    assert not made.has_been_away(0.0, now_s=1e6)
+
+
+def test_who_leads_tells_its_plan_once_and_then_keeps_its_lease() -> None:
+    made = WitnessView(is_used=True)
+    mine = plan(4, "ab")
+    assert made.say_who_leads(mine, now_s=1.0) == [
+        QueryWitness(WitnessOperation.TELL, 1.0, 4, mine)
+    ]
+    says(made, asked_s=1.0, now_s=1.1, register=WitnessRegister(7, 4, A.identity))
+    assert made.say_who_leads(mine, now_s=1.5) == [
+        QueryWitness(WitnessOperation.TELL, 1.5, 4, mine)
+    ]
+    says(made, asked_s=1.5, now_s=1.6)
+    assert made.say_who_leads(mine, now_s=2.0) == [QueryWitness(WitnessOperation.KEEP, 2.0, 4)]
+    roster = plan(4, "ab", roster=1)
+    assert made.say_who_leads(roster, now_s=2.5) == [
+        QueryWitness(WitnessOperation.TELL, 2.5, 4, roster)
+    ]
+
+
+def test_what_it_confirms_counts_from_when_it_was_asked() -> None:
+    made = WitnessView(is_used=True)
+    assert not made.holds(7, 2.0, now_s=0.0)
+    says(made, asked_s=10.0, now_s=11.4)
+    assert made.holds(7, 2.0, now_s=11.9)
+    assert not made.holds(7, 2.0, now_s=12.0)
+    assert not made.holds(8, 2.0, now_s=11.9)
+    says(made, asked_s=11.0, now_s=11.5, granted=False)
+    says(made, WitnessOperation.LOOK, asked_s=11.2, now_s=11.6)
+    assert not made.holds(7, 2.0, now_s=12.0)
+
+
+def test_going_and_coming_are_told_once_and_timed() -> None:
+    made = WitnessView(is_used=True)
+    assert says(made, asked_s=1.0, now_s=1.1) == []
+    assert made.has_been_there(5.0, now_s=6.1)
+    assert not made.has_been_there(5.1, now_s=6.1)
+    (lost,) = is_away(made, asked_s=10.0, now_s=11.0)
+    assert isinstance(lost, JournalEntry)
+    assert (lost.kind, lost.say) == ("WitnessLost", True)
+    assert lost.text.startswith("etcd is away; training goes on")
+    assert is_away(made, asked_s=12.0, now_s=13.0) == []
+    assert (made.is_reached, made.why) == (False, "etcd is away")
+    assert made.has_been_away(2.0, now_s=13.0)
+    assert not made.has_been_away(2.1, now_s=13.0)
+    assert not made.has_been_there(0.0, now_s=13.0)
+    (back,) = says(made, asked_s=14.0, now_s=14.5)
+    assert isinstance(back, JournalEntry)
+    assert back.text == "the witness is reached again, after 3.5 s"
+    assert not made.has_been_away(0.0, now_s=14.5)
+
+
+def test_one_that_is_away_from_the_start_is_told() -> None:
+    assert is_away(WitnessView(is_used=True), asked_s=1.0, now_s=2.0) != []
+
+
+def test_older_answer_than_the_newest_says_nothing_of_now() -> None:
+    made = WitnessView(is_used=True)
+    says(made, asked_s=5.0, now_s=5.1)
+    assert is_away(made, asked_s=4.0, now_s=5.5) == []
+    assert made.is_reached
+
+
+A_OF_RULES, B = card("a"), card("b")
+TOLD = plan(4, "ab", witness=7)
+
+
+def ask(
+    me: NodeCard,
+    wish: WitnessOperation,
+    generation: int = -1,
+    *,
+    register: WitnessRegister | None = None,
+    lead: NodeCard | None = None,
+    plan: GenerationPlan | None = None,
+    begins: bool = False,
+) -> WitnessDecision:
+    asked = QueryWitness(wish, 0.0, generation, plan, begins)
+    return rule(asked, me, register, lead, new_life=99)
+
+
+def held(
+    promised: int = 4, proposer: NodeCard = A_OF_RULES, plan: GenerationPlan | None = None
+) -> WitnessRegister:
+    return WitnessRegister(7, promised, proposer.identity, plan)
+
+
+def test_look_changes_nothing() -> None:
+    for lead in (None, A_OF_RULES, B):
+        assert ask(
+            A_OF_RULES, WitnessOperation.LOOK, register=held(), lead=lead
+        ) == WitnessDecision(False, held(), lead)
+
+
+def test_first_to_claim_has_it_for_as_long_as_it_renews_its_claim() -> None:
+    assert ask(A_OF_RULES, WitnessOperation.CLAIM) == WitnessDecision(True, None, A_OF_RULES)
+    assert ask(A_OF_RULES, WitnessOperation.CLAIM, lead=A_OF_RULES) == WitnessDecision(
+        True, None, A_OF_RULES
+    )
+    assert ask(B, WitnessOperation.CLAIM, lead=A_OF_RULES) == WitnessDecision(
+        False, None, A_OF_RULES
+    )
+    assert ask(card("a", 2), WitnessOperation.CLAIM, lead=A_OF_RULES) == WitnessDecision(
+        False, None, A_OF_RULES
+    )
+
+
+@pytest.mark.parametrize(
+    "wish", [one for one in WitnessOperation if one is not WitnessOperation.ACCEPT]
+)
+def test_nobody_else_gets_anything_while_a_lease_lives(wish: WitnessOperation) -> None:
+    found = ask(B, wish, 9, register=held(), lead=A_OF_RULES, plan=plan(9, "b"))
+    assert found == WitnessDecision(False, held(), A_OF_RULES)
+
+
+def test_lead_may_go_on_until_a_later_number_is_anothers() -> None:
+    assert ask(A_OF_RULES, WitnessOperation.KEEP, 4) == WitnessDecision(True, None, A_OF_RULES)
+    assert ask(A_OF_RULES, WitnessOperation.KEEP, 4, register=held(4, B)).granted
+    assert ask(A_OF_RULES, WitnessOperation.KEEP, 4, register=held(5, A_OF_RULES)).granted
+    assert ask(A_OF_RULES, WitnessOperation.KEEP, 4, register=held(5, B)) == WitnessDecision(
+        False, held(5, B), None
+    )
+
+
+def test_promise_of_a_register_that_there_is_not_begins_one() -> None:
+    assert ask(A_OF_RULES, WitnessOperation.PROMISE, 4) == WitnessDecision(
+        True, WitnessRegister(99, 4, A_OF_RULES.identity), A_OF_RULES
+    )
+
+
+def test_run_that_begins_anew_is_not_bound_by_the_last_one_and_has_another_life() -> None:
+    old = held(4, B, TOLD)
+    found = ask(A_OF_RULES, WitnessOperation.PROMISE, 0, register=old, begins=True)
+    assert found == WitnessDecision(True, WitnessRegister(99, 0, A_OF_RULES.identity), A_OF_RULES)
+    again = ask(
+        A_OF_RULES,
+        WitnessOperation.PROMISE,
+        1,
+        register=found.register,
+        lead=A_OF_RULES,
+        begins=True,
+    )
+    assert again == WitnessDecision(True, WitnessRegister(99, 1, A_OF_RULES.identity), A_OF_RULES)
+
+
+@pytest.mark.parametrize(
+    ("generation", "proposer", "granted"),
+    [
+        (3, A_OF_RULES, False),
+        (3, B, False),
+        (4, A_OF_RULES, True),
+        (4, B, False),
+        (5, A_OF_RULES, True),
+        (5, B, True),
+    ],
+)
+def test_number_is_promised_to_one_and_never_a_lower_one(
+    generation: int, proposer: NodeCard, granted: bool
+) -> None:
+    found = ask(proposer, WitnessOperation.PROMISE, generation, register=held(4, A_OF_RULES, TOLD))
+    promised = WitnessRegister(
+        7, max(4, generation), (proposer if granted else A_OF_RULES).identity, TOLD
+    )
+    assert found == WitnessDecision(granted, promised, proposer if granted else None)
+
+
+def test_plan_is_accepted_by_the_promise_it_was_given_whoever_has_the_lease() -> None:
+    wanted = plan(4, "ab")
+    for lead in (None, A_OF_RULES, B):
+        found = ask(A_OF_RULES, WitnessOperation.ACCEPT, 4, register=held(), lead=lead, plan=wanted)
+        assert found == WitnessDecision(True, held(plan=wanted), lead or A_OF_RULES)
+    for register in (None, held(5, B), held(4, B), held(3, A_OF_RULES)):
+        for lead in (None, B):
+            found = ask(
+                A_OF_RULES, WitnessOperation.ACCEPT, 4, register=register, lead=lead, plan=wanted
+            )
+            assert found == WitnessDecision(False, register, lead)
+    assert not ask(A_OF_RULES, WitnessOperation.ACCEPT, 4, register=held()).granted
+
+
+def test_what_is_in_effect_is_remembered_unless_a_later_number_is_anothers() -> None:
+    assert ask(A_OF_RULES, WitnessOperation.TELL, 4, plan=TOLD).register == WitnessRegister(
+        99, 4, A_OF_RULES.identity, TOLD
+    )
+    older = held(3, B, plan(3, "ab"))
+    assert ask(A_OF_RULES, WitnessOperation.TELL, 4, register=older, plan=TOLD).register == held(
+        4, A_OF_RULES, TOLD
+    )
+    later = held(5, B)
+    assert ask(A_OF_RULES, WitnessOperation.TELL, 4, register=later, plan=TOLD) == WitnessDecision(
+        False, later, None
+    )
+    own = held(5, A_OF_RULES)
+    assert ask(A_OF_RULES, WitnessOperation.TELL, 4, register=own, plan=TOLD) == WitnessDecision(
+        True, own, A_OF_RULES
+    )
+    roster = plan(4, "ab", roster=1)
+    known = held(4, A_OF_RULES, TOLD)
+    assert ask(A_OF_RULES, WitnessOperation.TELL, 4, register=known, plan=roster).register == held(
+        4, A_OF_RULES, roster
+    )
+    assert ask(A_OF_RULES, WitnessOperation.TELL, 4, register=known, plan=TOLD).register == known
+    assert ask(A_OF_RULES, WitnessOperation.TELL, 4, register=held(4, A_OF_RULES)).register == held(
+        4, A_OF_RULES
+    )
+
+
+def test_run_that_is_over_is_forgotten_by_its_lead_only() -> None:
+    assert ask(
+        A_OF_RULES, WitnessOperation.FORGET, register=held(), lead=A_OF_RULES
+    ) == WitnessDecision(True, None, None)
+    assert ask(A_OF_RULES, WitnessOperation.FORGET, register=held()) == WitnessDecision(
+        False, held(), None
+    )
+
+
+questions = st.tuples(
+    st.sampled_from("abc"),
+    st.sampled_from([one for one in WitnessOperation if one is not WitnessOperation.FORGET]),
+    st.integers(0, 6),
+    st.booleans(),
+)
+
+
+@effort(max_examples=300, deadline=None)
+@given(st.lists(questions, max_size=30))
+def test_counter_only_goes_up_and_each_number_is_taken_once(
+    asked: list[tuple[str, WitnessOperation, int, bool]],
+) -> None:
+    register: WitnessRegister | None = None
+    lead: NodeCard | None = None
+    took: Counter[tuple[int, int]] = Counter()
+    for node_id, wish, generation, lease_ends in asked:
+        lead = None if lease_ends else lead
+        before = register.promised if register is not None else -1
+        wanted = plan(generation, node_id)
+        found = ask(card(node_id), wish, generation, register=register, lead=lead, plan=wanted)
+        if not found.granted:
+            assert (found.register, found.lead) == (register, lead)
+            continue
+        register, lead = found.register, found.lead
+        if register is None:
+            continue
+        assert register.promised >= before
+        if wish is WitnessOperation.PROMISE and register.promised > before:
+            took[register.life, register.promised] += 1
+    assert all(count == 1 for count in took.values())

@@ -1,0 +1,69 @@
+"""Ranks that leave out a collective in silence."""
+
+from ftrun.monitor.slow.skipped_collectives import KEPT, CollectiveCounts
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
+
+NODES = {0: "a", 1: "a", 2: "b", 3: "b"}
+
+
+def counted(
+    made: CollectiveCounts, step: int, counts: list[int], world_size: int | None = None
+) -> Verdict | None:
+    told = [(rank, ((step, calls),)) for rank, calls in enumerate(counts)]
+    return made.look(told, world_size or len(counts), NODES)
+
+
+def test_equal_counts_say_nothing() -> None:
+    made = CollectiveCounts()
+    for step in range(1, 3 * KEPT):
+        assert counted(made, step, [3 * step] * 4) is None
+
+
+def test_a_rank_that_leaves_one_out_is_named() -> None:
+    made = CollectiveCounts()
+    for step in (8, 16, 24):
+        counted(made, step, [3 * step] * 4)
+    found = counted(made, 32, [96, 96, 93, 96])
+    assert found is not None
+    assert (found.kind, found.culprits) == (VerdictKind.SKIPPED_COLLECTIVE, (2,))
+    assert (found.sure, found.nodes, found.victims) == (Confidence.CERTAIN, ("b",), (0, 1, 3))
+    assert "between steps 24 and 32" in found.text
+    assert "rank 2 has called 3 fewer" in found.evidence[1]
+    assert not found.acts_at_once
+    assert counted(made, 40, [120, 120, 117, 120]) is None, "said once"
+
+
+def test_of_two_the_one_with_fewer() -> None:
+    made = CollectiveCounts()
+    for step in (8, 16, 24):
+        counted(made, step, [step, step])
+    found = counted(made, 32, [32, 31])
+    assert found is not None
+    assert (found.culprits, found.sure) == ((1,), Confidence.LIKELY)
+
+
+def test_one_that_calls_more() -> None:
+    made = CollectiveCounts()
+    for step in (8, 16, 24):
+        counted(made, step, [step] * 3)
+    found = counted(made, 32, [32, 32, 33])
+    assert found is not None
+    assert "rank 2 has called 1 more" in found.evidence[1]
+
+
+def test_stages_of_a_pipeline_call_differently_by_design() -> None:
+    made = CollectiveCounts()
+    for step in (8, 16, 24, 32):
+        assert counted(made, step, [step, 2 * step]) is None
+
+
+def test_a_rank_that_has_not_told_yet_is_waited_for() -> None:
+    made = CollectiveCounts()
+    for step in (8, 16, 24):
+        counted(made, step, [step] * 2)
+    assert made.look([(0, ((32, 32),))], 2, NODES) is None
+    assert made.look([(1, ((32, 30),))], 2, NODES) is not None
+
+
+def test_one_rank_has_nobody_to_differ_from() -> None:
+    assert counted(CollectiveCounts(), 8, [8]) is None

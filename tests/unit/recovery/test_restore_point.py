@@ -1,0 +1,445 @@
+"""Restore choice: the newest version that can be had whole, and none that was left behind."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import settings as effort
+from hypothesis import strategies as st
+
+from ftrun.ids import version
+from ftrun.recovery.restore_point import ancestry, choose, is_valid
+from ftrun.wire.cluster.generation import GenerationPlan, RestoreSource, VersionPair
+from ftrun.wire.messages.smp import Inventory, ProtectionPart
+from tests.unit.recovery.made import offer, part, plan
+
+Holdings = dict[str, Inventory]
+
+
+def held(at: VersionPair, here: str, group: str, *, parity: int = 1, **changes: object) -> Holdings:
+    """A version that a group of nodes of one rank each holds, as far as they are here."""
+    return {
+        one: Inventory(
+            [offer(group.index(one), at, len(group))],
+            [msgspec.structs.replace(part(one, at, group, parity=parity), **changes)],
+        )
+        for one in here
+    }
+
+
+def both(*several: Holdings) -> Holdings:
+    """What the nodes hold of several versions."""
+    found: Holdings = {}
+    for holdings in several:
+        for node_id, one in holdings.items():
+            before = found.get(node_id, Inventory([]))
+            found[node_id] = Inventory(
+                [*before.offers, *one.offers], [*before.protected, *one.protected]
+            )
+    return found
+
+
+def bare(at: VersionPair, here: str, group: str) -> Holdings:
+    """The same without any protection."""
+    return {
+        node_id: msgspec.structs.replace(one, protected=[])
+        for node_id, one in held(at, here, group).items()
+    }
+
+
+def with_part(holdings: Holdings, node_id: str, **changes: object) -> Holdings:
+    """One node's parts are otherwise."""
+    one = holdings[node_id]
+    parts = [msgspec.structs.replace(found, **changes) for found in one.protected]
+    return holdings | {node_id: msgspec.structs.replace(one, protected=parts)}
+
+
+def source(
+    group: str, *, parity: int = 1, generation: int = 0, first_rank: int = 0
+) -> RestoreSource:
+    ranks = [[rank] for rank, _ in enumerate(group, first_rank)]
+    return RestoreSource(list(group), ranks, parity, generation)
+
+
+# --- what m bears -----------------------------------------------------------------------------
+
+
+@effort(deadline=None)
+@given(st.integers(2, 6), st.data())
+def test_a_version_survives_the_loss_of_any_m_nodes_and_no_more(
+    num_nodes: int, data: st.DataObject
+) -> None:
+    group = "abcdef"[:num_nodes]
+    parity = data.draw(st.integers(1, num_nodes - 1))
+    lost = data.draw(st.sets(st.sampled_from(group), max_size=num_nodes))
+    here = "".join(one for one in group if one not in lost)
+    found = choose(held((0, 8), here, group, parity=parity), None)
+    if len(lost) <= parity:
+        assert found.version == version(0, 8)
+        assert found.world_size == num_nodes
+        assert found.sources == (source(group, parity=parity),)
+    else:
+        assert found.version is None
+        assert not found.sources
+        if here:
+            assert found.holders == lost
+            assert f"and only {parity} may be" in found.why
+            assert all(one in found.why for one in lost)
+
+
+@effort(deadline=None)
+@given(st.sets(st.sampled_from("abcd")), st.sets(st.sampled_from("efgh")))
+def test_each_group_bears_its_own_losses(lost: set[str], lost_too: set[str]) -> None:
+    holdings: Holdings = {}
+    for group, first_rank in (("abcd", 0), ("efgh", 4)):
+        for rank, one in enumerate(group, first_rank):
+            found = part(one, (0, 8), group, first_rank=first_rank, world_size=8)
+            if one not in lost | lost_too:
+                holdings[one] = Inventory([offer(rank, (0, 8), 8)], [found])
+    chosen = choose(holdings, None)
+    if len(lost) <= 1 and len(lost_too) <= 1:
+        assert chosen.version == version(0, 8)
+        wanted = [source("abcd"), source("efgh", first_rank=4)]
+        assert sorted(chosen.sources, key=lambda one: one.node_ids) == wanted
+    else:
+        assert chosen.version is None
+
+
+def test_without_protection_the_slots_themselves_must_be_here() -> None:
+    found = choose(bare((0, 8), "ab", "ab"), None)
+    assert found.version == version(0, 8)
+    assert found.sources == (RestoreSource(["a"], [[0]], 0, -1), RestoreSource(["b"], [[1]], 0, -1))
+    lost = choose(bare((0, 8), "a", "ab"), None)
+    assert lost.version is None
+    assert "rank 1 is held by no node that is here, and nothing protects it" in lost.why
+
+
+def test_several_ranks_that_are_missing_are_named_in_the_plural() -> None:
+    lost = choose(bare((0, 8), "a", "abc"), None)
+    assert "ranks 1, 2 are held by no node that is here, and nothing protects them" in lost.why
+    gone = choose(held((0, 8), "ab", "abcd"), None)
+    assert "ranks 2, 3 cannot be rebuilt: of the group a, b, c, d, c, d are missing" in gone.why
+
+
+def test_slots_that_lie_on_two_nodes_are_taken_from_one() -> None:
+    holdings = both(bare((0, 8), "ab", "ab"), {"c": Inventory([offer(1, (0, 8), 2)])})
+    assert [one.node_ids for one in choose(holdings, None).sources] == [["a"], ["b"]]
+
+
+def test_where_nothing_is_here_that_is_said() -> None:
+    found = choose({}, None)
+    assert (found.version, found.why) == (None, "nothing is offered")
+
+
+def test_without_its_mirror_a_lost_rank_cannot_be_rebuilt() -> None:
+    holdings = held((0, 8), "abd", "abcd")
+    spoilt = with_part(holdings, "d", mirrors=["x"])
+    found = choose(spoilt, None)
+    assert found.version is None
+    assert "rank 2 cannot be rebuilt: not all nodes have protected this version" in found.why
+    # The same without a loss needs no mirror.
+    assert choose(with_part(held((0, 8), "abcd", "abcd"), "d", mirrors=[]), None).version
+
+
+def test_a_part_that_is_not_complete_counts_as_missing() -> None:
+    holdings = with_part(held((0, 8), "abd", "abcd"), "a", is_complete=False)
+    found = choose(holdings, None)
+    assert found.version is None
+    assert "a, c are missing, and only 1 may be" in found.why
+
+
+@pytest.mark.parametrize("is_filled_first", [False, True])
+def test_a_part_that_is_filled_once_more_does_not_hide_the_whole_one(is_filled_first: bool) -> None:
+    whole = held((0, 8), "abd", "abcd")
+    filling = held((0, 8), "abd", "abcd", is_complete=False, mirrors=[])
+    holdings = both(filling, whole) if is_filled_first else both(whole, filling)
+    assert choose(holdings, None).version == version(0, 8)
+
+
+def test_a_node_without_its_slot_counts_as_missing() -> None:
+    holdings = held((0, 8), "abd", "abcd")
+    holdings["a"] = msgspec.structs.replace(holdings["a"], offers=[])
+    assert choose(holdings, None).version is None
+
+
+def test_a_version_of_which_not_all_ranks_are_protected_is_not_rebuilt() -> None:
+    """One of two groups has protected it."""
+    holdings = {
+        one: Inventory([offer(rank, (0, 8), 4)], [part(one, (0, 8), "ab", world_size=4)])
+        for rank, one in enumerate("ab")
+    }
+    holdings |= {one: Inventory([offer(at, (0, 8), 4)]) for at, one in ((2, "c"), (3, "d"))}
+    found = choose(holdings, None)
+    assert [one.parity for one in found.sources] == [0] * 4, "all slots are here"
+    del holdings["a"]
+    found = choose(holdings, None)
+    assert found.version is None
+    assert "rank 0 cannot be rebuilt: not all nodes have protected this version" in found.why
+
+
+# --- of several versions ----------------------------------------------------------------------
+
+
+def test_the_newest_version_that_can_be_had_is_taken() -> None:
+    holdings = both(held((0, 8), "abc", "abc"), held((0, 9), "abc", "abc"))
+    assert choose(holdings, None).version == version(0, 9)
+    older = both(held((0, 8), "abc", "abc"), bare((0, 9), "ab", "abc"))
+    assert choose(older, None).version == version(0, 8)
+
+
+def test_a_later_generation_counts_as_newer_whatever_its_step() -> None:
+    holdings = both(held((0, 9), "abc", "abc"), held((1, 2), "abc", "abc"))
+    assert choose(holdings, None).version == version(1, 2)
+
+
+def test_of_a_version_in_two_worlds_the_one_that_bears_more_is_taken() -> None:
+    """After a change of the number of nodes."""
+    weak = bare((0, 8), "abcd", "abcd")
+    strong = held((0, 8), "ab", "ab", protected_in=1)
+    found = choose(both(weak, strong), None)
+    assert (found.world_size, found.sources) == (2, (source("ab", generation=1),))
+    strong = held((0, 8), "abcd", "abcd", protected_in=1)
+    found = choose(both(bare((0, 8), "ab", "ab"), strong), None)
+    assert found.world_size == 4
+
+
+def test_of_a_version_in_two_worlds_that_bear_the_same_what_was_protected_last_is_taken() -> None:
+    for last, wanted in ((2, 2), (0, 4)):
+        four = held((0, 8), "abcd", "abcd", protected_in=1)
+        two = held((0, 8), "ab", "ab", protected_in=last)
+        assert choose(both(four, two), None).world_size == wanted
+
+
+def test_of_a_version_in_two_worlds_that_bear_the_same_the_committed_one_is_taken() -> None:
+    committed = held((0, 8), "abc", "abcd", protected_in=1, is_committed=True)
+    newer = held((0, 8), "ab", "abe", protected_in=2)
+    assert choose(both(committed, newer), None).world_size == 4
+    newer = held((0, 8), "ab", "abe", protected_in=2, is_committed=True)
+    assert choose(both(committed, newer), None).world_size == 3
+
+
+# --- rule 2: what was left behind -------------------------------------------------------------
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[GenerationPlan]:
+    """Generations, each of which starts anew or from what the one before it counts as valid."""
+    plans: list[GenerationPlan] = []
+    for generation in range(draw(st.integers(1, 9))):
+        previous = plans[-1] if plans else None
+        offered = [version(at, step) for at in range(generation) for step in range(4)]
+        valid = [one for one in offered if is_valid(one, previous)]
+        restored = draw(st.sampled_from([None, *valid]))
+        pairs = ancestry(restored, previous)
+        restore = None if restored is None else (int(restored.generation), int(restored.step))
+        plans.append(plan(generation, "ab", restore=restore, ancestry=pairs))
+    return plans
+
+
+@effort(max_examples=100, deadline=None)
+@given(histories(), st.integers(0, 9), st.integers(0, 4))
+def test_a_version_counts_only_where_the_newest_generation_came_from_it(
+    plans: list[GenerationPlan], generation: int, step: int
+) -> None:
+    newest = plans[-1]
+    is_ancestor = generation >= newest.generation
+    at = newest.restore
+    while at is not None:
+        is_ancestor |= at[0] == generation and step <= at[1]
+        at = plans[at[0]].restore
+    assert is_valid(version(generation, step), newest) is is_ancestor
+
+
+def test_before_the_first_generation_every_version_counts() -> None:
+    assert is_valid(version(0, 8), None)
+
+
+def test_an_ancestry_ends_where_slots_hold_nothing_any_more() -> None:
+    previous = plan(40, "ab", ancestry=[(at, at) for at in range(40)])
+    found = ancestry(version(39, 7), previous)
+    assert found == [*((at, at) for at in range(24, 39)), (39, 7)]
+
+
+def test_what_a_later_generation_left_behind_never_comes_back() -> None:
+    newest = plan(2, "abc", restore=(1, 5), ancestry=[(0, 9), (1, 5)])
+    for at, wanted in (((1, 6), None), ((1, 5), (1, 5)), ((0, 9), (0, 9)), ((0, 10), None)):
+        found = choose(held(at, "abc", "abc"), newest).version
+        assert found == (version(*wanted) if wanted is not None else None)
+
+
+# --- rule 3: parts that fit together ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"protected_in": 1},
+        {"parity": 0},
+        {"members": part("c", (0, 8), "acb").members},
+        {"step": 9},
+        {"generation": 1},
+    ],
+    ids=lambda one: next(iter(one)),
+)
+def test_parts_of_another_protection_do_not_fit(other: dict[str, object]) -> None:
+    fits = held((0, 8), "ac", "abc")
+    assert choose(fits, None).version == version(0, 8)
+    found = choose(with_part(fits, "c", **other), None)
+    assert found.version is None
+
+
+# --- rule 4: what was not committed -----------------------------------------------------------
+
+
+def test_a_version_that_is_protected_less_than_the_commit_is_not_rebuilt() -> None:
+    committed = held((0, 8), "abc", "abcd", parity=2, is_committed=True)
+    weaker = held((0, 9), "abc", "abcd", parity=1)
+    assert choose(both(committed, weaker), None).version == version(0, 8)
+    # As well as the commit, or without a loss, it counts.
+    equal = held((0, 9), "abc", "abcd", parity=2)
+    assert choose(both(committed, equal), None).version == version(0, 9)
+    whole = both(
+        held((0, 8), "abcd", "abcd", parity=2, is_committed=True),
+        held((0, 9), "abcd", "abcd", parity=1),
+    )
+    found = choose(whole, None)
+    assert found.version == version(0, 9)
+    assert [one.parity for one in found.sources] == [0] * 4, "and its protection is not relied on"
+
+
+def test_what_was_committed_itself_is_rebuilt_however_it_is_protected() -> None:
+    holdings = both(
+        held((0, 8), "abc", "abcd", parity=2, is_committed=True),
+        held((0, 9), "abc", "abcd", parity=1, is_committed=True),
+    )
+    assert choose(holdings, None).version == version(0, 9)
+
+
+def test_the_commit_of_the_version_in_the_world_that_bears_most_is_the_measure() -> None:
+    committed = both(
+        held((0, 8), "abc", "abcd", parity=2, is_committed=True),
+        bare((0, 8), "ab", "ab"),
+    )
+    weaker = held((0, 9), "abc", "abcd", parity=1)
+    assert choose(both(committed, weaker), None).version == version(0, 8)
+
+
+# --- rule 5: several protections of one version -----------------------------------------------
+
+
+@effort(deadline=None)
+@given(st.permutations([(1, True), (2, True), (3, False)]))
+def test_of_several_protections_the_one_that_bears_most_is_relied_on(
+    order: list[tuple[int, bool]],
+) -> None:
+    """The third has lost a part, so the second, the newest of the whole ones, it is."""
+    holdings: Holdings = {}
+    for generation, is_whole in order:
+        one = held((0, 8), "abc", "abc", protected_in=generation)
+        holdings = both(holdings, one if is_whole else with_part(one, "b", is_complete=False))
+    assert choose(holdings, None).sources == (source("abc", generation=2),)
+
+
+def test_a_protection_that_bears_more_comes_before_a_newer_one() -> None:
+    holdings = both(
+        held((0, 8), "abc", "abc", parity=2, protected_in=1),
+        held((0, 8), "abc", "abc", parity=1, protected_in=2),
+    )
+    assert choose(holdings, None).sources == (source("abc", parity=2, generation=1),)
+
+
+def test_of_equal_protections_the_newest_that_was_committed_is_relied_on() -> None:
+    """A node that is away has its part in it. Whether it has one in the other nobody knows."""
+    older = held((0, 8), "abc", "abcd", protected_in=0, is_committed=True)
+    committed = held((0, 8), "abc", "abcd", protected_in=1, is_committed=True)
+    newest = held((0, 8), "abc", "abcd", protected_in=2)
+    assert choose(both(older, newest), None).sources == (source("abcd", generation=0),)
+    found = choose(both(older, committed, newest), None)
+    assert found.sources == (source("abcd", generation=1),)
+    # The loss of a part counts for more.
+    lost = with_part(committed, "b", is_complete=False)
+    assert choose(both(lost, newest), None).sources == (source("abcd", generation=2),)
+
+
+# --- what is known to be committed ------------------------------------------------------------
+
+
+def test_where_the_commit_is_lost_the_older_version_is_named_as_such() -> None:
+    holdings = both(held((0, 8), "abc", "abc"), bare((0, 9), "bc", "abc"))
+    found = choose(holdings, None, committed=[(0, 9), (0, 7)])
+    assert found.version == found.committed == version(0, 8)
+    assert found.wanted == version(0, 9)
+    assert "step 9 (generation 0), which was committed, is lost: " in found.why
+    assert "rank 0 is held by no node" in found.why
+
+
+def test_where_nothing_can_be_had_the_commit_is_named() -> None:
+    found = choose(held((0, 9), "c", "abc"), None, committed=[(0, 9)])
+    assert (found.version, found.wanted) == (None, version(0, 9))
+    assert found.holders == {"a", "b"}
+
+
+@pytest.mark.parametrize("how", ["heard", "planned", "kept"])
+def test_a_commit_is_known_by_whoever_tells_of_it(how: str) -> None:
+    newest = plan(0, "abc", committed=(0, 8) if how == "planned" else None)
+    holdings = held((0, 8), "abc", "abc", is_committed=how == "kept")
+    found = choose(holdings, newest, committed=[(0, 8)] if how == "heard" else [])
+    assert (found.version, found.committed, found.wanted) == (version(0, 8), version(0, 8), None)
+
+
+def test_a_version_beyond_the_commit_is_no_loss() -> None:
+    found = choose(held((0, 9), "abc", "abc"), None, committed=[(0, 8)])
+    assert (found.version, found.wanted) == (version(0, 9), None)
+    assert found.committed == version(0, 8)
+
+
+def test_a_version_that_may_have_been_committed_is_missed_like_a_commit() -> None:
+    older, newer = held((0, 8), "abc", "abc"), held((0, 9), "c", "abc")
+    here = {one: both(older, newer)[one] for one in "bc"}
+    found = choose(here, None, committed=[(0, 8)])
+    assert (found.version, found.committed) == (version(0, 8), version(0, 8))
+    assert (found.wanted, found.holders) == (version(0, 9), {"a"})
+    assert "step 9 (generation 0), which may have been committed, is lost: " in found.why
+    # With nothing older, and with a commit that is older than both.
+    nothing = choose(newer, None, committed=[(0, 7)])
+    assert (nothing.version, nothing.wanted) == (None, version(0, 9))
+    assert nothing.committed == version(0, 7)
+
+
+@pytest.mark.parametrize("why_not", ["a part is not complete", "all nodes are here", "no part"])
+def test_a_version_that_cannot_have_been_committed_is_not_missed(why_not: str) -> None:
+    newer = held((0, 9), "bc", "abcd")
+    if why_not == "a part is not complete":
+        newer = with_part(newer, "b", is_complete=False)
+    elif why_not == "no part":
+        newer = bare((0, 9), "bc", "abcd")
+    here = both(held((0, 8), "abc", "abcd"), newer)
+    if why_not == "all nodes are here":
+        here["d"] = Inventory([])
+    found = choose(here, None, committed=[(0, 8)])
+    assert (found.version, found.wanted) == (version(0, 8), None)
+
+
+def test_one_protection_that_is_complete_may_be_the_committed_one() -> None:
+    newer = held((0, 9), "bc", "abcd")
+    again = held((0, 9), "bc", "abcd", protected_in=1, is_complete=False)
+    found = choose(both(newer, again), None)
+    assert (found.version, found.wanted) == (None, version(0, 9))
+
+
+def test_a_commit_that_was_left_behind_is_not_wanted() -> None:
+    newest = plan(2, "abc", restore=(0, 8), ancestry=[(0, 8)], committed=(1, 3))
+    found = choose(held((0, 8), "abc", "abc"), newest, committed=[(0, 9)])
+    assert (found.version, found.wanted, found.committed) == (version(0, 8), None, None)
+
+
+def test_members_of_the_newest_generation_may_hold_what_is_missing() -> None:
+    found = choose({"a": Inventory([])}, plan(1, "abz"))
+    assert found.holders == {"b", "z"}
+
+
+def test_parts_without_any_slot_are_something_that_is_held() -> None:
+    parts: list[ProtectionPart] = [part("a", (0, 8), "abc")]
+    found = choose({"a": Inventory([], parts)}, None)
+    assert found.version is None
+    assert found.holders == {"b", "c"}
+    assert "of the group a, b, c, a, b, c are missing" in found.why

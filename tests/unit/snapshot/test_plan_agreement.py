@@ -1,0 +1,149 @@
+"""All nodes of a group conclude the same, whoever hears what first.
+
+Ranks of one node that held the same, and do no more.
+"""
+
+from collections.abc import Mapping
+
+from ftrun.snapshot.manifest import NodeManifest, RankManifest, Section
+from ftrun.snapshot.plan_agreement import GroupPlan, NodeReplicas, Told
+
+KEYS = (11, 22, 33)
+
+
+def node(rank: int, *contents: int, header: int = 5) -> NodeManifest:
+    sections = [Section(key, at, 1, 1 << 20, True) for at, key in enumerate(KEYS)]
+    digests = b"".join(one.to_bytes(8, "little") for one in contents)
+    return NodeManifest([RankManifest(rank, 3, 4 << 20, 3, 1, 4096, header, 9, sections, digests)])
+
+
+def group() -> list[GroupPlan]:
+    return [
+        GroupPlan(place=place, num_nodes=3, parity=1, small_state_bytes=1 << 10)
+        for place in range(3)
+    ]
+
+
+def said(plans: list[GroupPlan], nodes: list[NodeManifest]) -> dict[int, Told]:
+    return {at: plan.say(one) for at, (plan, one) in enumerate(zip(plans, nodes, strict=True))}
+
+
+def test_the_first_version_needs_manifests_and_the_next_does_not() -> None:
+    plans = group()
+    nodes = [node(rank, 1, 2, rank) for rank in range(3)]
+    told = said(plans, nodes)
+    assert {plan_id for plan_id, _ in told.values()} == {0}
+    for plan in plans:
+        assert plan.settle({0: told[0]}, {}).plan is None
+        asked = plan.settle(told, {0: nodes[0]})
+        assert asked.needs_manifests
+        assert asked.plan is None
+        assert plan.settle(told, dict(enumerate(nodes))).plan is not None
+    ids = {plan.plan.id for plan in plans if plan.plan is not None}
+    assert len(ids) == 1
+    later = said(plans, [node(rank, 7, 8, 70 + rank) for rank in range(3)])
+    for plan in plans:
+        settled = plan.settle(later, {})
+        assert settled.plan is plan.plan
+        assert not settled.needs_manifests
+        assert settled.plan is not None
+        assert settled.plan.coded_bytes == [1 << 20] * 3
+
+
+def test_replicas_that_differ_are_encoded_for_good() -> None:
+    plans = group()
+    nodes = dict(enumerate(node(rank, 1, 2, rank) for rank in range(3)))
+    for plan in plans:
+        plan.settle(said(plans, list(nodes.values())), nodes)
+    drifted = dict(enumerate(node(rank, 3, 4 if rank != 1 else 5, rank) for rank in range(3)))
+    told = said(plans, list(drifted.values()))
+    for plan in plans:
+        assert plan.settle(told, {}).needs_manifests
+    settled = [plan.settle(told, drifted) for plan in plans]
+    assert {one.differ for one in settled} == {frozenset({(1, 1)})}
+    assert len({one.plan.id for one in settled if one.plan is not None}) == 1
+    # Equal again, but no longer believed.
+    again = dict(enumerate(node(rank, 6, 6, rank, header=8) for rank in range(3)))
+    told = said(plans, list(again.values()))
+    for plan in plans:
+        made = plan.settle(told, again).plan
+        assert made is not None
+        assert made.coded_bytes == [2 << 20] * 3
+
+
+def test_a_change_of_one_layout_makes_all_send_their_manifests() -> None:
+    plans = group()
+    nodes = dict(enumerate(node(rank, 1, 2, rank) for rank in range(3)))
+    for plan in plans:
+        plan.settle(said(plans, list(nodes.values())), nodes)
+    changed = [node(0, 1, 2, 0), node(1, 1, 2, 1, header=6), node(2, 1, 2, 2)]
+    told = said(plans, changed)
+    assert [plan_id == 0 for plan_id, _ in told.values()] == [False, True, False]
+    for plan in plans:
+        settled = plan.settle(told, dict(enumerate(changed)))
+        # Whoever had a plan must still send its manifest: the others wait for it.
+        assert settled.needs_manifests
+        assert settled.plan is not None
+        assert not settled.differ
+
+
+def node_of_node(content: Mapping[int, Mapping[int, int]], *, header: int = 7) -> NodeManifest:
+    """Ranks with the digest of each section by its key; key 9 never repeats."""
+    return NodeManifest(
+        [
+            RankManifest(
+                rank=rank,
+                world_size=len(content),
+                image_bytes=1 << 20,
+                num_pieces=len(digests),
+                layout_id=header,
+                header_bytes=64,
+                header_digest=header,
+                table_digest=0,
+                sections=[Section(key, at, 1, 1 << 18, key != 9) for at, key in enumerate(digests)],
+                digests=b"".join(one.to_bytes(8, "little") for one in digests.values()),
+            )
+            for rank, digests in content.items()
+        ]
+    )
+
+
+def equal(step: int, **others: int) -> NodeManifest:
+    """Three ranks with two sections, equal but for the named ones (r1: rank 1's section 1)."""
+    return node_of_node(
+        {r: {1: others.get(f"r{r}", step), 2: step + 50, 9: 100 + r} for r in range(3)}
+    )
+
+
+def test_the_one_that_differs_from_most_is_found_once() -> None:
+    made = NodeReplicas()
+    assert made.look(equal(1)) == set()
+    assert made.look(equal(2)) == set()
+    assert made.look(equal(3, r1=99)) == {1}
+    assert made.look(equal(4, r1=98)) == set(), "it was told"
+
+
+def test_where_nobody_has_most_all_are_told() -> None:
+    made = NodeReplicas()
+    made.look(equal(1))
+    assert made.look(equal(2, r0=97, r1=98, r2=99)) == {0, 1, 2}
+
+
+def test_what_never_was_equal_is_nobodys_fault() -> None:
+    made = NodeReplicas()
+    made.look(equal(1, r1=99))
+    assert made.look(equal(2, r1=98)) == set()
+
+
+def test_sections_of_which_each_rank_has_its_own_part_are_not_compared() -> None:
+    made = NodeReplicas()
+    for step in (1, 2):
+        assert made.look(node_of_node({0: {10: step}, 1: {11: step + 1}})) == set()
+
+
+def test_another_layout_begins_anew() -> None:
+    made = NodeReplicas()
+    made.look(equal(1))
+    changed = node_of_node({r: {1: r, 2: r} for r in range(3)}, header=8)
+    assert made.look(changed) == set()
+    assert made.look(changed) == set()
