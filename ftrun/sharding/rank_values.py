@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from ftrun.sharding.mesh import Mesh
 from ftrun.sharding.renaming import groups_renamed, modules_renamed, states_renamed
 from ftrun.sharding.rule_parser import carried
+from ftrun.sharding.rules import Mesh
 from ftrun.sharding.world_layout import WorldLayout
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot import regroup

@@ -15,9 +15,14 @@ from dataclasses import dataclass, field, replace
 
 from ftrun.errors import RulesMismatch
 from ftrun.sharding.box_copies import Stock
-from ftrun.sharding.cuts import SplitImpossible
-from ftrun.sharding.mesh import Mesh
-from ftrun.sharding.partition import StoredRegion, StoredView, flat_part, patches_of, view_of
+from ftrun.sharding.partition import (
+    SplitImpossible,
+    StoredRegion,
+    StoredView,
+    flat_part,
+    patches_of,
+    view_of,
+)
 from ftrun.sharding.pipeline_stages import RankNames, absent, names_of_ranks
 from ftrun.sharding.rule_matching import (
     MatchedRule,
@@ -26,7 +31,7 @@ from ftrun.sharding.rule_matching import (
     lives_at,
     match,
 )
-from ftrun.sharding.rules import DimensionSplit, FlatBuffer, ShardingRules, SharingKind
+from ftrun.sharding.rules import DimensionSplit, FlatBuffer, Mesh, ShardingRules, SharingKind
 from ftrun.snapshot.boxes import Shape
 
 FLOATS = ("F64", "F32", "F16", "BF16")

@@ -21,7 +21,7 @@ import torch
 from ftrun import clock
 from ftrun.errors import ShapeChanged, SnapshotCorrupt
 from ftrun.ids import Rank, Version
-from ftrun.sharding.mesh import ranks_alone
+from ftrun.sharding.rules import ranks_alone
 from ftrun.sharding.source_index import WholeTensor
 from ftrun.snapshot.boxes import Shape
 from ftrun.snapshot.plain_values import TensorRef

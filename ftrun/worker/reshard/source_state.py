@@ -21,8 +21,8 @@ import xxhash
 
 from ftrun.errors import LayoutUnknown, RanksDiffer
 from ftrun.ids import Rank, Version
-from ftrun.sharding.mesh import Mesh, ranks_alone
 from ftrun.sharding.rule_parser import read_carried
+from ftrun.sharding.rules import Mesh, ranks_alone
 from ftrun.sharding.source_index import SourceIndex, WholeTensor
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot import regroup

@@ -14,7 +14,7 @@ from ftrun.sharding.rules import ShardingRules
 from ftrun.sharding.world_layout import StoredEntry, lay_out, read_world
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.plain_values import TensorRef
-from tests.unit.layouts.worlds import Array, moved, numbers, stored_of
+from tests.unit.sharding.worlds import Array, moved, numbers, stored_of
 
 Layers = dict[int, Array]
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from ftrun.sharding.mesh import Mesh
-from ftrun.sharding.name_patterns import NamePattern
 from ftrun.sharding.partition import StoredRegion
 from ftrun.sharding.rules import (
     DimensionSplit,
     FlatBuffer,
     FusedPart,
+    Mesh,
+    NamePattern,
     ShardingRule,
     ShardingRules,
     SharingKind,

@@ -6,11 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftrun.errors import RulesMismatch
-from ftrun.sharding.mesh import Mesh
 from ftrun.sharding.rule_parser import read_rules
-from ftrun.sharding.rules import ShardingRules
+from ftrun.sharding.rules import Mesh, ShardingRules
 from ftrun.sharding.world_layout import StoredEntry, WorldLayout, lay_out, read_world
-from tests.unit.layouts.worlds import (
+from tests.unit.sharding.worlds import (
     Array,
     Made,
     arrays_of,

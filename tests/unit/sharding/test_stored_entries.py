@@ -16,7 +16,7 @@ from ftrun.snapshot.boxes import TensorPart
 from ftrun.snapshot.layout import PLAIN_NAME, SMALL_BYTES, CopyTiming, LayoutEntry, make_layout
 from ftrun.snapshot.plain_values import TensorRef
 from ftrun.snapshot.shard_header import ShardHeader
-from tests.unit.layouts.worlds import Array
+from tests.unit.sharding.worlds import Array
 
 
 class Made:
