@@ -17,9 +17,9 @@ from typing import Any
 
 from ftrun.errors import CheckpointError, RanksDiffer, TensorIncomplete
 from ftrun.ids import Rank
+from ftrun.sharding.replica_check import difference
 from ftrun.sharding.source_index import Chunk, Holder, SourceIndex, WholeTensor
 from ftrun.snapshot import plain_values as plain
-from ftrun.snapshot.agreement import difference
 from ftrun.snapshot.layout import PLAIN_NAME
 from ftrun.snapshot.shard_header import Fingerprint
 from ftrun.tools.export.selection import ExportOutline, NameFilter, outline_of, refs_in

@@ -21,15 +21,14 @@ import xxhash
 
 from ftrun.errors import LayoutUnknown, RanksDiffer
 from ftrun.ids import Rank, Version
+from ftrun.sharding.rank_values import DataShares, ranks
+from ftrun.sharding.replica_check import StateDifference, TensorContent, difference
 from ftrun.sharding.rule_parser import read_carried
 from ftrun.sharding.rules import Mesh, ranks_alone
 from ftrun.sharding.source_index import SourceIndex, WholeTensor
 from ftrun.snapshot import plain_values as plain
-from ftrun.snapshot import regroup
-from ftrun.snapshot.agreement import StateDifference, TensorContent, difference
 from ftrun.snapshot.layout import PLAIN_NAME
 from ftrun.snapshot.plain_values import TensorRef
-from ftrun.snapshot.regroup import WorldResize, ranks
 from ftrun.worker.reshard.source import CheckedShards, ShardSource
 from ftrun.worker.reshard.tensor_reader import readable
 from ftrun.worker.restore import ready_memory
@@ -102,7 +101,7 @@ class SourceState:
     def part(self, name: str) -> Any:
         """A part of the plain values for this rank; its tensors are copies."""
         if name == "loaders":
-            return {key: self._loader(found) for key, found in self._loaders.items()}
+            return self._shares.loaders()
         if name == "frozen":
             return sorted({one for names in self._different(name) for one in names})
         if name == "modules":
@@ -146,13 +145,11 @@ class SourceState:
 
     def put_back_random_states(self, attached: AttachedState) -> None:
         """Restore the states of the restore point; an added rank gets derived states."""
-        saved = [self._decode(rank, "generators") for rank in self._streams]
-        for name, state in regroup.generators(saved, self._resize).items():
+        for name, state in self._shares.generators().items():
             generator = attached.generators.get(name)
             if generator is not None:
                 rng.set_generator(generator, state)
-        taken = [self._decode(rank, "rng") for rank in self._streams]
-        rng.put_back(regroup.streams(taken, self._resize))
+        rng.put_back(self._shares.random_states())
 
     def notes(self) -> list[str]:
         """Differences from a restore into the same world: one log line each."""
@@ -164,10 +161,7 @@ class SourceState:
             "buffers that no optimizer owns: a rank has those of the old rank of its coordinates, "
             "counted round where there were fewer",
         ]
-        if self._moves:
-            loaders = self._loaders.items()
-            notes = (regroup.loader_note(name, some, self._resize) for name, some in loaders)
-            found += [note for note in notes if note is not None]
+        found += self._shares.notes()
         found += [
             f"{one.path} is {one.one} on old rank 0 and {one.other} elsewhere: a rank has what the "
             f"old rank of its coordinates had of {_SHOULD_AGREE[name]}"
@@ -238,30 +232,11 @@ class SourceState:
         return ranks_alone(len(self._parts))
 
     @cached_property
-    def _resize(self) -> WorldResize:
-        """This rank's index among the ranks with data of their own."""
-        now = self._seat.mesh
-        index = now.batch_index(self._seat.rank)
-        return WorldResize(index, self._before.num_batches, now.num_batches)
+    def _shares(self) -> DataShares:
+        def part(rank: int, name: str) -> Any:
+            return self._decode(Rank(rank), name)
 
-    @property
-    def _moves(self) -> bool:
-        return self._resize.size != self._resize.old_size
-
-    def _loader(self, states: list[Any]) -> Any:
-        own = states[self._resize.old_rank]
-        return regroup.loader(states, self._resize) if self._moves else own
-
-    @cached_property
-    def _streams(self) -> list[Rank]:
-        """The old ranks that differ from `_own` only along batch axes, by batch index."""
-        return [Rank(rank) for rank in self._before.beside(self._own)]
-
-    @cached_property
-    def _loaders(self) -> dict[str, list[Any]]:
-        saved = [self._decode(rank, "loaders") for rank in self._streams]
-        own = saved[self._resize.old_rank]
-        return {name: [states.get(name, own[name]) for states in saved] for name in own}
+        return DataShares(self._before, self._seat.mesh, self._seat.rank, part)
 
     def _modules(self) -> dict[str, Any]:
         """The part `modules`, with the buffers and strides of all ranks (stages have others)."""

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ftrun.snapshot.agreement import TensorContent, difference
+from ftrun.sharding.replica_check import TensorContent, difference
 
 TENSOR = TensorContent("F32[3]", 5)
 
