@@ -2,8 +2,10 @@
 
 Plain values are compared as trees, with a `TensorContent` in place of each tensor.
 
-Large tensors are compared by digest. Small ones are compared by content if the digests differ,
-because a digest covers their neighbours too. Padding is ignored.
+Comparing the digest tables of tensors reads no data and proves that equal entries at equal
+positions match. A small entry is hashed together with its neighbours. If a neighbour is part of a
+sharded tensor, the digest differs from rank to rank. The bytes of the small entry are then
+compared. Padding that rules describe is ignored.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,8 +13,14 @@ from dataclasses import dataclass
 from itertools import chain, product
 from typing import Protocol
 
+import xxhash
+
+from ftrun.errors import RanksDiffer
+from ftrun.ids import Rank
 from ftrun.sharding.partition import StoredRegion
+from ftrun.sharding.source_index import ByteRange, Chunk, Holder, WholeTensor
 from ftrun.sharding.world_layout import PlacedEntry, WorldLayout
+from ftrun.snapshot.boxes import Box, overlap
 from ftrun.snapshot.layout import ITEM_BYTES
 from ftrun.snapshot.plain_values import join
 from ftrun.snapshot.shard_header import ShardHeader
@@ -85,6 +93,81 @@ def _is_sequence(value: object) -> bool:
 def _shown(value: object) -> str:
     text = str(value) if isinstance(value, TensorContent) else repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+class CheckedReads(Protocol):
+    """The shards of a version; bytes are compared with their digests when they are read."""
+
+    @property
+    def heads(self) -> Mapping[Rank, ShardHeader]: ...
+
+    def expect(self, ranges: Sequence[ByteRange]) -> None: ...
+
+    def read(self, rank: Rank, offset: int, num_bytes: int) -> memoryview: ...
+
+
+def check_replicas(
+    saved: Mapping[str, WholeTensor], boxes: Mapping[str, Box], shards: CheckedReads
+) -> None:
+    """Compare the holders of all chunks that a rank is about to read.
+
+    One comparison for each chunk is enough, because a tensor that differs by mistake (sharded by
+    hand, or on a rank that trained separately) differs on all holders.
+
+    Args:
+        saved: tensors of the previous world, by name.
+        boxes: that the rank reads, by name; other chunks are not compared.
+        shards: of the previous world.
+
+    Raises:
+        RanksDiffer: two ranks hold different content.
+        SnapshotCorrupt: a piece does not match its digest.
+    """
+    pairs: list[tuple[str, Holder, Holder]] = []
+    for name, box in boxes.items():
+        for chunk in saved[name].chunks if saved[name].is_shared else ():
+            if overlap(chunk.box, box) is not None:
+                other = unequal_holder(chunk, shards.heads)
+                if other is not None:
+                    pairs.append((name, chunk.holders[0], other))
+    for name, one, other in pairs:
+        if not one.entry.is_small:
+            raise _difference(name, one, other)
+    _compare(pairs, shards)
+
+
+def unequal_holder(chunk: Chunk, heads: Mapping[Rank, ShardHeader]) -> Holder | None:
+    """The first holder whose digests differ from those of the preferred one.
+
+    It proves that the content differs, unless the entries are small.
+    """
+    first, *others = chunk.holders
+    if not others:
+        return None
+    known = heads[first.rank].fingerprint(first.entry)
+    return next((one for one in others if heads[one.rank].fingerprint(one.entry) != known), None)
+
+
+def _compare(pairs: Sequence[tuple[str, Holder, Holder]], shards: CheckedReads) -> None:
+    ranges = {_range(holder) for _, *two in pairs for holder in two}
+    in_order = sorted(ranges, key=lambda one: (one.rank, one.offset))
+    shards.expect(in_order)
+    digests = {
+        one: xxhash.xxh3_64_intdigest(shards.read(one.rank, one.offset, one.num_bytes))
+        for one in in_order
+    }
+    for name, one, other in pairs:
+        if digests[_range(one)] != digests[_range(other)]:
+            raise _difference(name, one, other)
+
+
+def _range(holder: Holder) -> ByteRange:
+    return ByteRange(holder.rank, holder.entry.offset, holder.entry.num_bytes)
+
+
+def _difference(name: str, one: Holder, other: Holder) -> RanksDiffer:
+    values = (str(one.entry), "of other content")
+    return RanksDiffer(key=name, ranks=(one.rank, other.rank), values=values)
 
 
 class Shards(Protocol):

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from ftrun.sharding.box_copies import BoxCopy
+from ftrun.sharding.source_index import Bits, BoxCopy, gathered
 from ftrun.sharding.world_layout import PlacedEntry, WorldLayout
 from ftrun.smp.checkpoint.convert_source import CheckpointReader
 from ftrun.smp.checkpoint.index import ShardFile
@@ -39,10 +39,8 @@ from ftrun.snapshot.layout import (
     LayoutEntry,
     make_layout,
 )
-from ftrun.tools.checkpoints.float_bits import Bits, bits_type, converted, mean
+from ftrun.tools.checkpoints.float_bits import converted, mean
 
-MOST_BYTES = 16 << 20
-"""Of one read: what is read has to be held meanwhile."""
 MOST_FILES = 4
 """Written at the same time; each takes two buffers."""
 
@@ -110,7 +108,7 @@ class WorldWriter:
 
     def __init__(self, conversion: Conversion, *, workers: int) -> None:
         self._job = conversion
-        self._stock = conversion.before.stock()
+        self._index = conversion.before.index(conversion.source.entry)
         self._workers = workers
 
     def write(self, folder: Path) -> list[ShardFile]:
@@ -191,36 +189,18 @@ class WorldWriter:
 
     def _put_together(self, placed: PlacedEntry, old: str, new: str) -> Bits:
         """[items] of one entry; padding is 0."""
-        copies = self._stock.copies(placed.patches)
-        read = [filled(self._job.source, c, placed.num_items, ITEM_BYTES[old]) for c in copies]
+        read = [
+            gathered(copies, placed.num_items, ITEM_BYTES[old], self._read)
+            for copies in self._index.copies(placed.patches)
+        ]
         made = read[0] if len(read) == 1 else mean(read, old)
         return made if old == new else converted(made, old, new)
 
-
-def filled(
-    source: CheckpointReader, copies: Sequence[BoxCopy], num_items: int, item_bytes: int
-) -> Bits:
-    """[num_items] with what copies bring; 0 where they bring nothing.
-
-    Raises:
-        CheckpointError: what is read is not what was written.
-    """
-    kind = bits_type(item_bytes)
-    made: Bits = np.zeros(num_items, kind)
-    for whole in copies:
-        for copy in whole.cut_to(MOST_BYTES // item_bytes):
-            first, size = copy.first * item_bytes, copy.span * item_bytes
-            found = np.frombuffer(source.read(copy.rank, copy.entry, first, size), kind)
-            np.copyto(
-                _strided(made[copy.to_first :], copy.shape, copy.to_strides),
-                _strided(found, copy.shape, copy.strides),
-            )
-    return made
-
-
-def _strided(items: Bits, shape: tuple[int, ...], strides: tuple[int, ...]) -> Bits:
-    steps = tuple(step * items.itemsize for step in strides)
-    return np.lib.stride_tricks.as_strided(items, shape, steps)
+    def _read(self, copy: BoxCopy) -> memoryview:
+        (holder,) = copy.holders
+        item_bytes = ITEM_BYTES[copy.dtype]
+        first, num_bytes = copy.first * item_bytes, copy.span * item_bytes
+        return self._job.source.read(holder.rank, holder.entry.name, first, num_bytes)
 
 
 class _ShardWriter:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-Bits = npt.NDArray[np.unsignedinteger]
+from ftrun.sharding.source_index import Bits
+
 _NUMPY: dict[str, type[np.floating]] = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 _AT_ONCE = 1 << 20
 """Items that are converted together, so that what is needed meanwhile stays small."""

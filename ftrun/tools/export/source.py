@@ -17,12 +17,12 @@ from typing import Any
 
 from ftrun.errors import CheckpointError, RanksDiffer, TensorIncomplete
 from ftrun.ids import Rank
-from ftrun.sharding.replica_check import difference
+from ftrun.sharding.replica_check import difference, unequal_holder
 from ftrun.sharding.source_index import Chunk, Holder, SourceIndex, WholeTensor
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.layout import PLAIN_NAME
-from ftrun.snapshot.shard_header import Fingerprint
-from ftrun.tools.export.selection import ExportOutline, NameFilter, outline_of, refs_in
+from ftrun.snapshot.plain_values import refs_in
+from ftrun.tools.export.selection import ExportOutline, NameFilter, outline_of
 from ftrun.tools.export.whole_tensors import WholeTensorReader
 from ftrun.worker.disk_images import DiskImages
 
@@ -162,19 +162,12 @@ class ExportSource:
 
     def _other_content(self, name: str, chunk: Chunk) -> Holder | None:
         """A rank that holds something else in a chunk than the first of its holders does."""
-        first, *others = chunk.holders
-        known = self._fingerprint(first)
-        other = next((one for one in others if self._fingerprint(one) != known), None)
+        first, other = chunk.holders[0], unequal_holder(chunk, self._heads)
         if other is None or not first.entry.is_small:
             return other
         # It is hashed with its neighbours, which may be what differs.
-        return other if self._bytes_of(name, first) != self._bytes_of(name, other) else None
-
-    def _fingerprint(self, holder: Holder) -> Fingerprint:
-        return self._heads[holder.rank].fingerprint(holder.entry)
-
-    def _bytes_of(self, name: str, holder: Holder) -> memoryview:
-        return self._reader.held(name, holder)
+        held = self._reader.held
+        return other if held(name, first) != held(name, other) else None
 
 
 def _no_one_tensor(name: str, ranks: tuple[int, int], values: str) -> CheckpointError:

@@ -10,10 +10,14 @@ how it was cut.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
 
 from ftrun.errors import CheckpointError, SnapshotCorrupt
-from ftrun.sharding.source_index import Chunk, Holder, WholeTensor
-from ftrun.snapshot.boxes import Box, cut_to, overlap, runs, span_of, strides_of, whole
+from ftrun.sharding.partition import StoredRegion
+from ftrun.sharding.source_index import BoxCopy, Holder, WholeTensor, gathered
+from ftrun.snapshot.boxes import Box, cut_to, strides_of, whole
 from ftrun.snapshot.layout import ITEM_BYTES
 from ftrun.worker.disk_images import DiskImages
 from ftrun.worker.reshard.source import CheckedShards
@@ -71,37 +75,20 @@ class WholeTensorReader:
 
     def _gathered(self, tensor: WholeTensor, box: Box) -> memoryview:
         """The items of a box of the whole tensor, row by row."""
-        item_bytes = ITEM_BYTES[tensor.dtype]
-        found: bytearray | None = None
-        for chunk in tensor.chunks:
-            common = overlap(chunk.box, box)
-            if common is None:
-                continue
-            starts = _minus(common.offsets, chunk.box.offsets)
-            span = span_of(chunk.box.shape, starts, common.shape)
-            at, num_bytes = span.first * item_bytes, span.count * item_bytes
-            raw = self._first_good(tensor, chunk, at, num_bytes)
-            if common == box and span.count == box.num_items:
-                return raw  # all of it, in one run
-            if found is None:
-                found = bytearray(box.num_items * item_bytes)
-            strides = strides_of(box.shape)
-            first = span_of(box.shape, _minus(common.offsets, box.offsets), common.shape).first
-            for source, target, count in runs(common.shape, span.strides, strides):
-                begin = (first + target) * item_bytes
-                end = begin + count * item_bytes
-                found[begin:end] = raw[source * item_bytes : (source + count) * item_bytes]
-        assert found is not None, tensor.name
-        return memoryview(found)
+        copies = tensor.copies_into(StoredRegion(tensor.name, box, 0, strides_of(box.shape)))
+        read = partial(self._first_good, tensor.name)
+        if len(copies) == 1 and copies[0].span == box.num_items:
+            return read(copies[0])  # one contiguous run
+        made = gathered(copies, box.num_items, ITEM_BYTES[tensor.dtype], read)
+        return made.view(np.uint8).data
 
-    def _first_good(self, tensor: WholeTensor, chunk: Chunk, at: int, num_bytes: int) -> memoryview:
-        """Bytes of a chunk, from the first of its holders whose file is not damaged there."""
-        # What each rank has for itself is nobody else's, however equal it looks.
-        holders = chunk.holders if tensor.is_shared else chunk.holders[:1]
+    def _first_good(self, name: str, copy: BoxCopy) -> memoryview:
+        """Bytes of a copy, from the first of its holders whose file is not damaged there."""
         first: CheckpointError | None = None
-        for holder in holders:
+        for holder in copy.holders:
+            one = copy.bytes_in(holder)
             try:
-                found = self._read(tensor.name, holder, holder.entry.offset + at, num_bytes)
+                found = self._read(name, holder, one.offset, one.num_bytes)
             except CheckpointError as error:
                 first = first or error
                 continue
@@ -120,7 +107,3 @@ class WholeTensorReader:
                 f"{self._files.path_of(holder.rank)} is damaged: piece {error.piece} of {pieces}, "
                 f"in which {name} lies, is not what was written"
             ) from error
-
-
-def _minus(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(a - b for a, b in zip(one, other, strict=True))

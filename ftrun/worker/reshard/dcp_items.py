@@ -16,15 +16,16 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.metadata import (
     Metadata,
-    MetadataIndex,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
     LoadPlanner,
+    ReadItem,
     SavePlan,
     SavePlanner,
     WriteItem,
@@ -34,17 +35,26 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ftrun.errors import LayoutUnknown, ShapeChanged, ValueNotStorable
 from ftrun.ids import Rank, Version
-from ftrun.sharding.source_index import OURS, Chunk, Holder, WholeTensor
+from ftrun.sharding.partition import StoredRegion
+from ftrun.sharding.source_index import (
+    MOST_BYTES,
+    OURS,
+    BoxCopy,
+    Holder,
+    ShardSource,
+    chunk_of,
+    copies_into,
+)
 from ftrun.snapshot import plain_values as plain
-from ftrun.snapshot.boxes import TensorPart
+from ftrun.snapshot.boxes import Box, Shape, TensorPart, whole
 from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming
 from ftrun.worker.capture.explicit_save import ExplicitSaver
-from ftrun.worker.reshard.dcp_metadata import Places, box_of, pack, place_of, unpack
+from ftrun.worker.reshard.dcp_metadata import Places, pack, place_of, unpack
 from ftrun.worker.reshard.remote_images import JoinedShards, RemoteShards
-from ftrun.worker.reshard.source import CheckedShards, LocalShards, ShardSource
-from ftrun.worker.reshard.tensor_reader import MOST_BYTES, ReshardStorageReader
+from ftrun.worker.reshard.source import CheckedShards, LocalShards
+from ftrun.worker.reshard.tensor_reader import copy_boxes
 from ftrun.worker.state.state_tree import TensorSource
-from ftrun.worker.state.tensors import DTYPE_NAMES, local_tensor
+from ftrun.worker.state.tensors import local_tensor
 
 METADATA, OBJECTS = "dcp", "dcp_objects"
 """Parts of the plain values: the description, of rank 0 only, and serialized objects by name."""
@@ -146,17 +156,22 @@ class SavedItems:
         images = self._images({rank for rank, _ in places})
         try:
             objects: dict[Rank, dict[str, bytes]] = {}
-            tensors = []
+            tensors: list[tuple[ReadItem, torch.Tensor]] = []
+            copies: list[tuple[BoxCopy, torch.Tensor]] = []
             for item, (rank, name) in zip(load_plan.items, places, strict=True):
-                if item.type is not LoadItemType.BYTE_IO:
-                    tensors.append(item)
+                if item.type is LoadItemType.BYTE_IO:
+                    if rank not in objects:
+                        objects[rank] = plain.decode(_plain_of(images, rank)[OBJECTS])
+                    planner.load_bytes(item, io.BytesIO(objects[rank][name]))
                     continue
-                if rank not in objects:
-                    objects[rank] = plain.decode(_plain_of(images, rank)[OBJECTS])
-                planner.load_bytes(item, io.BytesIO(objects[rank][name]))
-            names = {item.storage_index.fqn for item in tensors}
-            saved = {name: self._whole(name, images) for name in names}
-            ReshardStorageReader(saved, images).read_data(LoadPlan(tensors), planner).wait()
+                holder = Holder(rank, images.heads[rank].entries[name])
+                target = planner.resolve_tensor(item)
+                tensors.append((item, target))
+                found = self._copies(item, holder, target.stride())
+                copies += [(copy, target.detach()) for copy in found]
+            copy_boxes(copies, images)
+            for item, target in tensors:
+                planner.commit_tensor(item, target)
         finally:
             images.close()
 
@@ -193,24 +208,21 @@ class SavedItems:
             source.close()
             raise
 
-    def _whole(self, name: str, images: CheckedShards) -> WholeTensor:
-        about = self.metadata.state_dict_metadata[name]
-        if not isinstance(about, TensorStorageMetadata):
-            raise ShapeChanged(key=name, saved="an object", present="a tensor")
-        chunks = []
-        for chunk in about.chunks:
-            index = MetadataIndex(name, chunk.offsets)
-            rank, entry = place_of(self.metadata.storage_data, index)
-            head = images.heads.get(rank)
-            holders = () if head is None else (Holder(rank, head.entries[entry]),)
-            chunks.append(Chunk(box_of(chunk), holders))
-        dtype = DTYPE_NAMES[about.properties.dtype]
-        return WholeTensor(
-            name, dtype, tuple(about.size), tuple(chunks), is_shared=True, unplaced=()
-        )
+    def _copies(self, item: ReadItem, holder: Holder, strides: Shape) -> list[BoxCopy]:
+        """The copies of an item into a tensor with these strides."""
+        index = item.storage_index
+        if not isinstance(self.metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
+            raise ShapeChanged(key=index.fqn, saved="an object", present="a tensor")
+        if 0 in item.lengths:
+            return []
+        # DCP counts the items of a chunk from its own first one.
+        starts, shape = tuple(item.storage_offsets), tuple(item.lengths)
+        wanted = StoredRegion(index.fqn, Box(starts, shape), 0, strides)
+        return copies_into(wanted, [chunk_of(whole(holder.entry.shape), [holder])])
 
 
 def _plain_of(images: CheckedShards, rank: Rank) -> dict[str, bytes]:
+    """The plain values of a shard, read in parts, because serialized objects may be large."""
     at = images.heads[rank].entries[PLAIN_NAME].offset
     end = at + 8 + int.from_bytes(images.read(rank, at, 8), "little")
     raw = bytearray()

@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from ftrun.errors import LayoutUnknown, ValueNotStorable
 from ftrun.ids import Rank
-from ftrun.snapshot.boxes import Box
 from ftrun.worker.state.tensors import DTYPE_NAMES, DTYPES
 
 Place = tuple[int, str]
@@ -120,10 +119,6 @@ def place_of(places: Places, index: MetadataIndex) -> tuple[Rank, str]:
     if found is None:
         raise LayoutUnknown(f"{index.fqn} at {list(index.offset or ())} is in no shard")
     return Rank(found[0]), found[1]
-
-
-def box_of(chunk: ChunkStorageMetadata) -> Box:
-    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
 def _pack_item(name: str, about: object, places: Places) -> dict[str, Any]:

@@ -21,16 +21,16 @@ import torch
 from ftrun import clock
 from ftrun.errors import ShapeChanged, SnapshotCorrupt
 from ftrun.ids import Rank, Version
+from ftrun.sharding.replica_check import check_replicas
 from ftrun.sharding.rules import ranks_alone
-from ftrun.sharding.source_index import WholeTensor
+from ftrun.sharding.source_index import ShardSource, WholeTensor
 from ftrun.snapshot.boxes import Shape
 from ftrun.snapshot.plain_values import TensorRef
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.context import WorkerContext
-from ftrun.worker.replicas import check_replicas
 from ftrun.worker.reshard.remote_images import JoinedShards, RemoteShards
-from ftrun.worker.reshard.source import LocalShards, ShardSource
+from ftrun.worker.reshard.source import LocalShards
 from ftrun.worker.reshard.source_state import NewRank, SourceState
 from ftrun.worker.reshard.tensor_reader import fill
 from ftrun.worker.restore import ready_memory
@@ -136,7 +136,9 @@ def reload_resized(saved: SourceState, tree: StateTree, context: WorkerContext) 
         if name in groups
     }
     with torch.no_grad(), telling_of_corruption(context):
-        check_replicas(wanted.saved, wanted.tensors, saved.images)
+        boxes = {name: box_of(tensor) for name, tensor in wanted.tensors.items()}
+        placed = {name: box for name, box in boxes.items() if box is not None}
+        check_replicas(wanted.saved, placed, saved.images)
         fill(wanted.tensors, wanted.saved, saved.images)
         for name, target in wanted.expanded.items():
             fill_expanded(target, wanted.tensors[name])

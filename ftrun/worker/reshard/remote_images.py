@@ -14,10 +14,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from ftrun.ids import Rank, Version
+from ftrun.sharding.source_index import ByteRange, ShardSource
 from ftrun.snapshot.shard_header import ShardHeader
 from ftrun.wire.shard_heads import unpack_head
 from ftrun.wire.shared_memory.arena import SlotHeader, SlotState
-from ftrun.worker.reshard.source import ByteRange, ShardSource, make_head
+from ftrun.worker.reshard.source import make_head
 from ftrun.worker.smp_client import WorkerSmpClient
 
 WINDOW_BYTES = 32 << 20

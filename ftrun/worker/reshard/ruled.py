@@ -18,20 +18,19 @@ import torch
 
 from ftrun.errors import LayoutUnknown, RulesMismatch
 from ftrun.ids import Rank, Version
-from ftrun.sharding.box_copies import BoxCopy
 from ftrun.sharding.rank_values import RankValues
 from ftrun.sharding.replica_check import differing
 from ftrun.sharding.rule_parser import read_carried
 from ftrun.sharding.rules import ShardingRules
-from ftrun.sharding.stored_entries import plain_bytes, stored_entries
-from ftrun.sharding.world_layout import lay_out, read_world
+from ftrun.sharding.source_index import BoxCopy, plain_bytes
+from ftrun.sharding.world_layout import lay_out, read_world, stored_entries
 from ftrun.snapshot import plain_values as plain
-from ftrun.snapshot.layout import ITEM_BYTES, CopyTiming, LayoutEntry
+from ftrun.snapshot.layout import CopyTiming, LayoutEntry
 from ftrun.snapshot.plain_values import TensorRef
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.reshard.engine import images_of, telling_of_corruption
-from ftrun.worker.reshard.source import ByteRange, CheckedShards
-from ftrun.worker.reshard.tensor_reader import MOST_BYTES, readable
+from ftrun.worker.reshard.source import CheckedShards
+from ftrun.worker.reshard.tensor_reader import copy_boxes
 from ftrun.worker.restore import ready_memory
 from ftrun.worker.restore.loader import put_back_random_states, reload
 from ftrun.worker.restore.shard import check_used
@@ -101,7 +100,7 @@ class RuledState:
         after = lay_out(rules, before)
         if problems := differing(self, before):
             raise RulesMismatch(source=saved.source, problems=problems)
-        self._stock = before.stock()
+        self._index = before.index(lambda rank, name: self.heads[rank].entries[name])
         own = partial(after.own_name, context.rank)
         self._placed = {own(name): one for name, one in after.entries[context.rank].items()}
         values = RankValues(parts, before, after)
@@ -147,7 +146,7 @@ class RuledState:
         """Assemble a tensor of this rank; if divergent copies are stored, return their mean."""
         self._used.add(name)
         placed = self._placed[name]
-        copies = self._stock.copies(placed.patches)
+        copies = self._index.copies(placed.patches)
         made = [self._filled(one, placed.num_items, placed.dtype) for one in copies]
         if len(made) == 1:
             return made[0].view(placed.shape)
@@ -164,21 +163,9 @@ class RuledState:
 
     def _filled(self, copies: Sequence[BoxCopy], num_items: int, dtype: str) -> torch.Tensor:
         """[items] filled from the copies; padding is 0."""
-        item_bytes = ITEM_BYTES[dtype]
         made = torch.zeros(num_items, dtype=DTYPES[dtype])
-        short = [part for copy in copies for part in copy.cut_to(MOST_BYTES // item_bytes)]
-        self._images.expect([self._range(copy, item_bytes) for copy in short])
-        for copy in short:
-            one = self._range(copy, item_bytes)
-            raw = self._images.read(one.rank, one.offset, one.num_bytes)
-            found = readable(raw, made.dtype).as_strided(copy.shape, copy.strides)
-            made.as_strided(copy.shape, copy.to_strides, copy.to_first).copy_(found)
+        copy_boxes([(copy, made) for copy in copies], self._images)
         return made
-
-    def _range(self, copy: BoxCopy, item_bytes: int) -> ByteRange:
-        rank = Rank(copy.rank)
-        offset = self._images.heads[rank].entries[copy.entry].offset
-        return ByteRange(rank, offset + copy.first * item_bytes, copy.span * item_bytes)
 
     def _deref(self, ref: TensorRef) -> object:
         made = self.tensor(ref.name)

@@ -12,54 +12,15 @@ Rule 2: a reader that knows its reads announces them first (`expect`), in their 
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import xxhash
 
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
+from ftrun.sharding.source_index import ByteRange, ShardSource
 from ftrun.snapshot.layout import parse_header
 from ftrun.snapshot.shard_header import ShardHeader
 from ftrun.wire.shared_memory.arena import Arena, SlotHeader, table_digest
-
-
-@dataclass(frozen=True, slots=True)
-class ByteRange:
-    """Bytes of one rank's shard; `offset` counts from the start of its data."""
-
-    rank: Rank
-    offset: int
-    num_bytes: int
-
-
-class ShardSource(Protocol):
-    """The shards of one version."""
-
-    def headers(self) -> Mapping[Rank, ShardHeader]:
-        """Layout and digest table of every rank's shard, compared with the sealed digests.
-
-        Raises:
-            SnapshotCorrupt: one of them differs; its `rank` is the owner.
-            SnapshotError, PeerError: one of them is not available.
-        """
-        ...
-
-    def expect(self, ranges: Sequence[ByteRange]) -> None:
-        """Announce the next reads, in order, as whole pieces; replaces earlier announcements."""
-        ...
-
-    def read(self, rank: Rank, offset: int, num_bytes: int) -> memoryview:
-        """Bytes of a shard's data, not compared with a digest.
-
-        Raises:
-            SnapshotError, PeerError: they are not available.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release all memory; existing views keep theirs."""
-        ...
 
 
 class LocalShards:

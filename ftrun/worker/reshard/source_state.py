@@ -13,7 +13,7 @@ Rule 2: other objects (scheduler, scaler, dicts) are normally equal. If they dif
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -25,11 +25,10 @@ from ftrun.sharding.rank_values import DataShares, ranks
 from ftrun.sharding.replica_check import StateDifference, TensorContent, difference
 from ftrun.sharding.rule_parser import read_carried
 from ftrun.sharding.rules import Mesh, ranks_alone
-from ftrun.sharding.source_index import SourceIndex, WholeTensor
+from ftrun.sharding.source_index import ShardSource, SourceIndex, WholeTensor, plain_bytes
 from ftrun.snapshot import plain_values as plain
-from ftrun.snapshot.layout import PLAIN_NAME
 from ftrun.snapshot.plain_values import TensorRef
-from ftrun.worker.reshard.source import CheckedShards, ShardSource
+from ftrun.worker.reshard.source import CheckedShards
 from ftrun.worker.reshard.tensor_reader import readable
 from ftrun.worker.restore import ready_memory
 from ftrun.worker.restore.shard import check_used
@@ -77,7 +76,10 @@ class SourceState:
         try:
             self.images = CheckedShards(source, str(wanted))
             _check_ranks(self.images, old_size)
-            self._parts = {rank: self._plain_of(rank) for rank in sorted(self.images.heads)}
+            self._parts = {
+                rank: plain_bytes(head, partial(self.images.read, rank))
+                for rank, head in sorted(self.images.heads.items())
+            }
             self._before = self._mesh_before()
             self._own = Rank(self._before.counterpart(seat.mesh, seat.rank))
             self.index = SourceIndex(self.images.heads, prefer=self._own)
@@ -218,12 +220,6 @@ class SourceState:
         self.images.close()
 
     # --- details -----------------------------------------------------------------------------
-
-    def _plain_of(self, rank: Rank) -> dict[str, bytes]:
-        at = self.images.heads[rank].entries[PLAIN_NAME].offset
-        length = int.from_bytes(self.images.read(rank, at, 8), "little")
-        found: dict[str, bytes] = plain.decode(self.images.read(rank, at + 8, length))
-        return found
 
     def _mesh_before(self) -> Mesh:
         parts = self._parts[Rank(0)]
