@@ -55,8 +55,13 @@ from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker import session
 from ftrun.worker.capture.explicit_save import ExplicitSaver, saver_of
 from ftrun.worker.context import WorkerContext, worker_context
-from ftrun.worker.reshard.dcp_items import COORDINATOR, ItemsToSave, SavedItems, packed_metadata
-from ftrun.worker.reshard.dcp_metadata import room_for
+from ftrun.worker.reshard.dcp_items import (
+    COORDINATOR,
+    ItemsToSave,
+    SavedItems,
+    packed_metadata,
+    room_for,
+)
 from ftrun.worker.reshard.engine import telling_of_corruption
 
 WAIT_S = 60.0

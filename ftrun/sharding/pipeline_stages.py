@@ -17,9 +17,8 @@ Source: stages with several runs of layers are the interleaved schedule of Megat
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from ftrun.sharding.cuts import SplitImpossible, divide
-from ftrun.sharding.mesh import Mesh
-from ftrun.sharding.rules import TURN, ShardingRules, StagePlacement
+from ftrun.sharding.partition import SplitImpossible, divide
+from ftrun.sharding.rules import TURN, Mesh, ShardingRules, StagePlacement
 
 
 def runs_of(home: StagePlacement, size: int) -> list[range]:

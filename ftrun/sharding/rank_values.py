@@ -1,32 +1,254 @@
 """Makes the plain values of each rank of a new world from those of all ranks of the previous one.
 
-Runs in:  the process that converts checkpoints. Pure.
+Runs in:  the process that converts checkpoints; worker, inside `attach`, when a version is restored
+          into another world. Pure.
 Takes in: the plain values of all old ranks, both worlds.
-Gives:    the plain values of a new rank, as if it had taken the snapshot itself.
+Gives:    the plain values of a new rank, as if it had taken the snapshot itself, and lines for the
+          log.
+
+Derived random states are not computed here, because that needs torch. A placeholder names the
+states and the number that they are derived from, and `ftrun.worker.state.determinism` computes
+them.
 
 Rule 1: a new rank takes its own values from its counterpart. This is the old rank at the same
         coordinates, modulo the size of each old axis.
 Rule 2: data positions and random states are assigned along the batch axes. Ranks that read the same
         data continue with the same random states. Ranks with a new share of the data get states
         that are derived from an old rank's.
-Rule 3: parameter groups and optimizer state name the parameters of the new rank, by its own names,
+Rule 3: the batches that the ranks of the previous world used in a pass are added up. Each new rank
+        continues after this sum divided by the new number of ranks, rounded up. So no sample is
+        used twice if a sampler deals one order to the ranks in turn, as DistributedSampler does; a
+        few may be skipped.
+Rule 4: a random stream that is equal on all old ranks stays equal, because scripts use it to make
+        the same decision on all ranks. Any other stream continues in the rank of the same number. A
+        rank without a counterpart gets a stream derived from its number and an old rank's stream.
+Rule 5: parameter groups and optimizer state name the parameters of the new rank, by its own names,
         in the order of the old ranks.
-Rule 4: extra state of modules is on the ranks that have the modules.
+Rule 6: extra state of modules is on the ranks that have the modules.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
-from ftrun.sharding.mesh import Mesh
-from ftrun.sharding.renaming import groups_renamed, modules_renamed, states_renamed
+import xxhash
+
 from ftrun.sharding.rule_parser import carried
+from ftrun.sharding.rules import Mesh
 from ftrun.sharding.world_layout import WorldLayout
 from ftrun.snapshot import plain_values as plain
-from ftrun.snapshot import regroup
-from ftrun.snapshot.regroup import WorldResize
+from ftrun.snapshot.plain_values import TensorRef
+
+DERIVED = "derived_from"
+"""Key of a mapping that replaces random states which are derived from those under this key."""
 
 Plain = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class WorldResize:
+    """One rank of the new world, and the sizes of the previous and the new world."""
+
+    rank: int
+    old_size: int
+    size: int
+
+    @property
+    def old_rank(self) -> int:
+        """The old rank whose state this rank takes over."""
+        return self.rank % self.old_size
+
+    @property
+    def is_new(self) -> bool:
+        return self.rank >= self.old_size
+
+
+def streams(taken: Sequence[Plain], resize: WorldResize) -> Plain:
+    """The random states of one rank, as `determinism.put_back` takes them.
+
+    Args:
+        taken: states of each old rank, from `determinism.take_all`.
+        resize: the rank of the result.
+    """
+    own = taken[resize.old_rank]
+    if not resize.is_new:
+        return own
+    kept = [] if DERIVED in own else [name for name in own if _is_common(name, taken)]
+    return {DERIVED: own, "number": resize.rank, "kept": kept}
+
+
+def generators(saved: Sequence[Mapping[str, bytes]], resize: WorldResize) -> dict[str, bytes | int]:
+    """State of each named generator of one rank; an int is the seed of a derived one."""
+    own = saved[resize.old_rank]
+    return {
+        name: state
+        if not resize.is_new or _is_common(name, saved)
+        else derived_seed([name, state], resize.rank)
+        for name, state in own.items()
+    }
+
+
+def _is_common(name: str, saved: Sequence[Mapping[str, Any]]) -> bool:
+    first, *others = saved
+    return bool(others) and all(other.get(name) == first.get(name) for other in others)
+
+
+def loader(states: Sequence[Plain], resize: WorldResize) -> Plain:
+    """The state of one loader in one rank, as `DataPosition.load_state` takes it.
+
+    Args:
+        states: of each old rank, from `DataPosition.state`.
+        resize: the rank of the result.
+    """
+    own = states[resize.old_rank]
+    began = [state["started_with"] for state in states]
+    started_with = own["started_with"]
+    if started_with is not None and all(one is not None for one in began):
+        started_with = {
+            "rng": streams([one["rng"] for one in began], resize),
+            "generators": generators([one["generators"] for one in began], resize),
+        }
+    return {
+        **own,
+        "handed_out": batches_used(states, resize),
+        "started_with": started_with,
+        # The loader's own position is valid only for the old number of ranks, so batches are
+        # counted.
+        "own": None,
+        "resized": True,
+    }
+
+
+def derived_seed(state: object, number: int) -> int:
+    """A seed of 63 bits that a plain value and a number determine."""
+    return xxhash.xxh3_64_intdigest(plain.encode([state, number])) >> 1
+
+
+def batches_used(states: Sequence[Plain], resize: WorldResize) -> int:
+    """Batches of the pass that count as used in each rank of the new world."""
+    used: int = sum(state["handed_out"] for state in states)
+    return -(-used // resize.size)
+
+
+def ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def loader_note(name: str, states: Sequence[Plain], resize: WorldResize) -> str | None:
+    """Describes the new position of a loader for the log; None between two passes."""
+    used = sum(state["handed_out"] for state in states)
+    if not used:
+        return None
+    skipped = batches_used(states, resize)
+    rest = skipped * resize.size - used
+    text = (
+        f"{name}: {ranks(resize.old_size)} have used {used} batches of this pass, so it goes on "
+        f"after {skipped} in each of {ranks(resize.size)}"
+    )
+    if rest:
+        text += f", so {rest} {'batch is' if rest == 1 else 'batches are'} left out"
+    if any(state["own"] is not None for state in states):
+        text += "; they are loaded and dropped, and a shuffle of its own is begun anew"
+    return text
+
+
+class DataShares:
+    """Data positions and random states of one new rank.
+
+    Args:
+        before: the mesh of the previous world.
+        now: the mesh of the new world.
+        rank: in the new world.
+        part: given an old rank and a name, decodes that part of its plain values.
+    """
+
+    def __init__(self, before: Mesh, now: Mesh, rank: int, part: Callable[[int, str], Any]) -> None:
+        self._resize = WorldResize(now.batch_index(rank), before.num_batches, now.num_batches)
+        self._old_ranks = before.beside(before.counterpart(now, rank))
+        self._part = part
+
+    def random_states(self) -> Plain:
+        return streams(self._all("rng"), self._resize)
+
+    def generators(self) -> dict[str, bytes | int]:
+        return generators(self._all("generators"), self._resize)
+
+    def loaders(self) -> Plain:
+        if self._resize.size == self._resize.old_size:
+            return {name: states[self._resize.old_rank] for name, states in self._loaders.items()}
+        return {name: loader(states, self._resize) for name, states in self._loaders.items()}
+
+    def notes(self) -> list[str]:
+        """Describes the changes of data positions."""
+        if self._resize.size == self._resize.old_size:
+            return []
+        loaders = self._loaders.items()
+        notes = (loader_note(name, states, self._resize) for name, states in loaders)
+        return [note for note in notes if note is not None]
+
+    @cached_property
+    def _loaders(self) -> dict[str, list[Plain]]:
+        """The states of each loader on the old ranks, by batch index."""
+        saved = self._all("loaders")
+        own = saved[self._resize.old_rank]
+        return {name: [states.get(name, own[name]) for states in saved] for name in own}
+
+    def _all(self, name: str) -> list[Any]:
+        return [self._part(rank, name) for rank in self._old_ranks]
+
+
+class RenameParameter(Protocol):
+    """`RankNames.whole` or `RankNames.own`."""
+
+    def __call__(self, name: str, *, of: str | None = None) -> str: ...
+
+
+def groups_renamed(
+    groups: Mapping[str, Sequence[Plain]], rename: RenameParameter
+) -> dict[str, list[Plain]]:
+    return {
+        name: [{**group, "params": [rename(one) for one in group["params"]]} for group in some]
+        for name, some in groups.items()
+    }
+
+
+def states_renamed(states: Plain, rename: RenameParameter) -> Plain:
+    """Renames state of optimizers; a key that is not a string belongs to the whole optimizer."""
+    return {
+        name: {
+            "state": dict(
+                _state_renamed(key, values, rename) for key, values in optimizer["state"].items()
+            )
+        }
+        for name, optimizer in states.items()
+    }
+
+
+def _state_renamed(key: object, values: Any, rename: RenameParameter) -> tuple[object, Any]:
+    if not isinstance(key, str):
+        return key, _renamed(values, rename)
+    return rename(key), _renamed(values, partial(rename, of=key))
+
+
+def modules_renamed(modules: Plain, rename: RenameParameter) -> Plain:
+    """Renames extra state of modules, by their paths."""
+    return {
+        rename(f"{path}.").removesuffix("."): _renamed(values, rename)
+        for path, values in modules.items()
+    }
+
+
+def _renamed(values: Any, rename: RenameParameter) -> Any:
+    if isinstance(values, TensorRef):
+        return replace(values, name=rename(values.name))
+    if isinstance(values, dict):
+        return {key: _renamed(value, rename) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return type(values)(_renamed(value, rename) for value in values)
+    return values
+
 
 _NAMING = ("groups", "optimizer_state", "extra_state", "frozen")
 """Parts that contain names of tensors or modules."""
@@ -62,59 +284,30 @@ class RankValues:
     def of(self, rank: int) -> bytes:
         old = self._source.counterpart(self._target.mesh, rank)
         made = dict(self._parts[old])
-        resize, streams = self._resize(rank, old)
+        shares = self._shares(rank)
         names = self._target.entries[rank]
         own = self._target.names[rank].own
         made["groups"] = plain.encode(groups_renamed(self._groups_of(old, rank), own))
         made["optimizer_state"] = plain.encode(states_renamed(self._states_of(rank), own))
         made["extra_state"] = plain.encode(modules_renamed(self._modules_of(old, rank), own))
         made["frozen"] = plain.encode([own(name) for name in self._frozen if name in names])
-        made["rng"] = plain.encode(regroup.streams(self._all(streams, "rng"), resize))
-        made["generators"] = plain.encode(
-            regroup.generators(self._all(streams, "generators"), resize)
-        )
+        made["rng"] = plain.encode(shares.random_states())
+        made["generators"] = plain.encode(shares.generators())
         made["layout"] = plain.encode(carried(self._target.rules))
-        made["loaders"] = plain.encode(self._loaders(streams, resize))
+        made["loaders"] = plain.encode(shares.loaders())
         return plain.encode(made)
 
     def notes(self) -> list[str]:
         """Describes the changes of data positions."""
-        if not self._moves:
-            return []
-        resize, streams = self._resize(0, 0)
-        states = self._all(streams, "loaders")
-        notes = (
-            regroup.loader_note(name, [one.get(name, own) for one in states], resize)
-            for name, own in states[0].items()
-        )
-        return [note for note in notes if note is not None]
+        return self._shares(0).notes()
 
     # --- inside ------------------------------------------------------------------------------
 
-    @property
-    def _moves(self) -> bool:
-        """Whether the number of shares of the data changes."""
-        return self._source.num_batches != self._target.mesh.num_batches
+    def _shares(self, rank: int) -> DataShares:
+        return DataShares(self._source, self._target.mesh, rank, self._decoded)
 
-    def _resize(self, rank: int, old: int) -> tuple[WorldResize, list[int]]:
-        """The resize among batch indices for a new rank, and the old ranks along its batch axes."""
-        mesh: Mesh = self._target.mesh
-        size = self._source.num_batches
-        resize = WorldResize(mesh.batch_index(rank), size, mesh.num_batches)
-        return resize, self._source.beside(old)
-
-    def _all(self, ranks: Sequence[int], name: str) -> list[Any]:
-        return [plain.decode(self._parts[rank][name]) for rank in ranks]
-
-    def _loaders(self, streams: Sequence[int], resize: WorldResize) -> Plain:
-        states = self._all(streams, "loaders")
-        own = states[resize.old_rank]
-        if not self._moves:
-            return dict(own)
-        return {
-            name: regroup.loader([one.get(name, own[name]) for one in states], resize)
-            for name in own
-        }
+    def _decoded(self, rank: int, name: str) -> Any:
+        return plain.decode(self._parts[rank][name])
 
     def _groups_of(self, old: int, rank: int) -> Plain:
         names = self._target.entries[rank]

@@ -1,17 +1,173 @@
-"""Checks that ranks which should hold equal parts of a tensor do so.
+"""Checks that ranks which should hold equal values do so.
 
-Large tensors are compared by digest. Small ones are compared by content if the digests differ,
-because a digest covers their neighbours too. Padding is ignored.
+Plain values are compared as trees, with a `TensorContent` in place of each tensor.
+
+Comparing the digest tables of tensors reads no data and proves that equal entries at equal
+positions match. A small entry is hashed together with its neighbours. If a neighbour is part of a
+sharded tensor, the digest differs from rank to rank. The bytes of the small entry are then
+compared. Padding that rules describe is ignored.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, product
 from typing import Protocol
 
+import xxhash
+
+from ftrun.errors import RanksDiffer
+from ftrun.ids import Rank
 from ftrun.sharding.partition import StoredRegion
+from ftrun.sharding.source_index import ByteRange, Chunk, Holder, WholeTensor
 from ftrun.sharding.world_layout import PlacedEntry, WorldLayout
+from ftrun.snapshot.boxes import Box, overlap
 from ftrun.snapshot.layout import ITEM_BYTES
+from ftrun.snapshot.plain_values import join
 from ftrun.snapshot.shard_header import ShardHeader
+
+_LONGEST = 80
+
+
+@dataclass(frozen=True, slots=True)
+class TensorContent:
+    """A tensor as a description and a digest, so that it can be compared without its bytes."""
+
+    described: str
+    digest: int
+
+    def __str__(self) -> str:
+        return f"{self.described} with digest {self.digest:016x}"
+
+
+@dataclass(frozen=True, slots=True)
+class StateDifference:
+    """The first path at which two trees differ."""
+
+    path: str
+    one: str
+    other: str
+
+
+def difference(one: object, other: object, path: str) -> StateDifference | None:
+    """The first difference of two trees at `path`; None if they are equal."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return _of_mappings(one, other, path)
+    if _is_sequence(one) and _is_sequence(other):
+        return _of_sequences(one, other, path)  # type: ignore[arg-type]
+    if type(one) is type(other) and (one == other or (one != one and other != other)):
+        return None  # two NaN count as equal
+    return StateDifference(path, _shown(one), _shown(other))
+
+
+def _of_mappings(
+    one: Mapping[object, object], other: Mapping[object, object], path: str
+) -> StateDifference | None:
+    for key, value in one.items():
+        here = join(path, key)
+        if key not in other:
+            return StateDifference(here, _shown(value), "missing")
+        if (found := difference(value, other[key], here)) is not None:
+            return found
+    extra = next((key for key in other if key not in one), None)
+    if extra is not None or len(one) != len(other):
+        return StateDifference(join(path, extra), "missing", _shown(other.get(extra)))
+    return None
+
+
+def _of_sequences(
+    one: Sequence[object], other: Sequence[object], path: str
+) -> StateDifference | None:
+    if len(one) != len(other) or type(one) is not type(other):
+        kinds = (f"a {type(s).__name__} of {len(s)}" for s in (one, other))
+        return StateDifference(path, *kinds)
+    for at, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+        if (found := difference(mine, theirs, f"{path}[{at}]")) is not None:
+            return found
+    return None
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _shown(value: object) -> str:
+    text = str(value) if isinstance(value, TensorContent) else repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+class CheckedReads(Protocol):
+    """The shards of a version; bytes are compared with their digests when they are read."""
+
+    @property
+    def heads(self) -> Mapping[Rank, ShardHeader]: ...
+
+    def expect(self, ranges: Sequence[ByteRange]) -> None: ...
+
+    def read(self, rank: Rank, offset: int, num_bytes: int) -> memoryview: ...
+
+
+def check_replicas(
+    saved: Mapping[str, WholeTensor], boxes: Mapping[str, Box], shards: CheckedReads
+) -> None:
+    """Compare the holders of all chunks that a rank is about to read.
+
+    One comparison for each chunk is enough, because a tensor that differs by mistake (sharded by
+    hand, or on a rank that trained separately) differs on all holders.
+
+    Args:
+        saved: tensors of the previous world, by name.
+        boxes: that the rank reads, by name; other chunks are not compared.
+        shards: of the previous world.
+
+    Raises:
+        RanksDiffer: two ranks hold different content.
+        SnapshotCorrupt: a piece does not match its digest.
+    """
+    pairs: list[tuple[str, Holder, Holder]] = []
+    for name, box in boxes.items():
+        for chunk in saved[name].chunks if saved[name].is_shared else ():
+            if overlap(chunk.box, box) is not None:
+                other = unequal_holder(chunk, shards.heads)
+                if other is not None:
+                    pairs.append((name, chunk.holders[0], other))
+    for name, one, other in pairs:
+        if not one.entry.is_small:
+            raise _difference(name, one, other)
+    _compare(pairs, shards)
+
+
+def unequal_holder(chunk: Chunk, heads: Mapping[Rank, ShardHeader]) -> Holder | None:
+    """The first holder whose digests differ from those of the preferred one.
+
+    It proves that the content differs, unless the entries are small.
+    """
+    first, *others = chunk.holders
+    if not others:
+        return None
+    known = heads[first.rank].fingerprint(first.entry)
+    return next((one for one in others if heads[one.rank].fingerprint(one.entry) != known), None)
+
+
+def _compare(pairs: Sequence[tuple[str, Holder, Holder]], shards: CheckedReads) -> None:
+    ranges = {_range(holder) for _, *two in pairs for holder in two}
+    in_order = sorted(ranges, key=lambda one: (one.rank, one.offset))
+    shards.expect(in_order)
+    digests = {
+        one: xxhash.xxh3_64_intdigest(shards.read(one.rank, one.offset, one.num_bytes))
+        for one in in_order
+    }
+    for name, one, other in pairs:
+        if digests[_range(one)] != digests[_range(other)]:
+            raise _difference(name, one, other)
+
+
+def _range(holder: Holder) -> ByteRange:
+    return ByteRange(holder.rank, holder.entry.offset, holder.entry.num_bytes)
+
+
+def _difference(name: str, one: Holder, other: Holder) -> RanksDiffer:
+    values = (str(one.entry), "of other content")
+    return RanksDiffer(key=name, ranks=(one.rank, other.rank), values=values)
 
 
 class Shards(Protocol):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ftrun.errors import RulesMismatch
-from ftrun.sharding.cuts import SplitImpossible
+from ftrun.sharding.partition import SplitImpossible
 from ftrun.sharding.pipeline_stages import runs_of
 from ftrun.sharding.rules import (
     REPLICATED,

@@ -16,13 +16,13 @@ from typing import Any, NoReturn, TypeVar
 import yaml
 
 from ftrun.errors import RulesInvalid
-from ftrun.sharding.mesh import Mesh
-from ftrun.sharding.name_patterns import NamePattern
 from ftrun.sharding.rules import (
     TURN,
     DimensionSplit,
     FlatBuffer,
     FusedPart,
+    Mesh,
+    NamePattern,
     ShardingRule,
     ShardingRules,
     SharingKind,

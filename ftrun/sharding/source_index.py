@@ -1,31 +1,108 @@
-"""Indexes the tensors of a version from the shard headers of all its ranks.
+"""Indexes the tensors of a version: which rank holds which box of which tensor.
 
-Runs in:  worker, if a version is restored into another number of ranks. Pure.
-Takes in: the header of every rank's shard.
-Gives:    a `SourceIndex`: by name, the whole tensor and its chunks, each with the ranks that hold
-          it; errors that name missing parts.
+Runs in:  the processes that reshard: worker, convert, export. Pure.
+Takes in: the header of every rank's shard, and the parts that it states; or the regions of entries
+          that sharding rules give.
+Gives:    by name, chunks of tensors, each with the ranks that hold it; the copies of boxes that
+          fill a target; errors that name missing parts.
 
 Rule 1: the name and the offsets identify a chunk, never the number of its rank.
 Rule 2: a tensor that belongs to no optimizer and that every rank has whole is each rank's own, even
         if all are equal. Each new rank takes that of one old rank. Every other tensor has one
         content in the world.
+Rule 3: each item of a target is written by exactly one copy. Where boxes overlap, a later chunk
+        provides only the items that no earlier one has.
 
 Source: atoms by name from which any number of ranks can be assembled are from Universal
         Checkpointing (arXiv 2406.18820). Here they are never written, only read from the shards.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from ftrun.errors import LayoutUnknown, RanksDiffer, TensorIncomplete
 from ftrun.ids import Rank
-from ftrun.snapshot.boxes import Box, Shape, first_hole, whole
-from ftrun.snapshot.layout import CopyTiming, LayoutEntry
+from ftrun.sharding.partition import StoredRegion
+from ftrun.snapshot import plain_values as plain
+from ftrun.snapshot.boxes import (
+    Box,
+    Shape,
+    first_hole,
+    overlap,
+    span_of,
+    strides_of,
+    whole,
+    without,
+)
+from ftrun.snapshot.layout import ITEM_BYTES, PLAIN_NAME, CopyTiming, LayoutEntry
 from ftrun.snapshot.shard_header import ShardHeader
 
 OURS = "ftrun."
 """Prefix of padding and plain values, which are not tensors of the script."""
+
+MOST_BYTES = 16 << 20
+"""Limit of one read, because its bytes are held in memory until they are copied."""
+
+Bits = npt.NDArray[np.unsignedinteger]
+"""[items] of unsigned integers that hold the bits of numbers of any dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Bytes of one rank's shard; `offset` counts from the start of its data."""
+
+    rank: Rank
+    offset: int
+    num_bytes: int
+
+
+class ShardSource(Protocol):
+    """The shards of one version."""
+
+    def headers(self) -> Mapping[Rank, ShardHeader]:
+        """Layout and digest table of every rank's shard, compared with the sealed digests.
+
+        Raises:
+            SnapshotCorrupt: one of them differs; its `rank` is the owner.
+            SnapshotError, PeerError: one of them is not available.
+        """
+        ...
+
+    def expect(self, ranges: Sequence[ByteRange]) -> None:
+        """Announce the next reads, in order, as whole pieces; replaces earlier announcements."""
+        ...
+
+    def read(self, rank: Rank, offset: int, num_bytes: int) -> memoryview:
+        """Bytes of a shard's data, not compared with a digest.
+
+        Raises:
+            SnapshotError, PeerError: they are not available.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release all memory; existing views keep theirs."""
+        ...
+
+
+def plain_bytes(head: ShardHeader, read: Callable[[int, int], memoryview]) -> dict[str, bytes]:
+    """The plain values of a shard: the bytes of each part, by name.
+
+    Args:
+        head: of the shard.
+        read: given an offset into the shard's data and a number of bytes, returns these bytes.
+    """
+    at = head.entries[PLAIN_NAME].offset
+    length = int.from_bytes(read(at, 8), "little")
+    found: dict[str, bytes] = plain.decode(read(at + 8, length))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +115,151 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor and its holders, the preferred one first."""
+    """A box of a tensor.
+
+    Args:
+        box: not empty.
+        holders: the preferred one first; the positions of the items in their entries are equal.
+        first: item of an entry that is the first one of the box.
+        strides: in an entry, in items.
+    """
 
     box: Box
     holders: tuple[Holder, ...]
+    first: int
+    strides: Shape
+
+
+def chunk_of(box: Box, holders: Sequence[Holder]) -> Chunk:
+    """The chunk of entries that hold exactly a box."""
+    return Chunk(box, tuple(holders), 0, strides_of(box.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class BoxCopy:
+    """A box of items that is copied from an entry to a target.
+
+    Args:
+        holders: of the source entry; at least one.
+        first: first item in the source entry.
+        strides: in the source entry, in items.
+        to_first: first item in the target.
+        to_strides: in the target, in items.
+        shape: of the box; no dimension is 0.
+    """
+
+    holders: tuple[Holder, ...]
+    first: int
+    strides: Shape
+    to_first: int
+    to_strides: Shape
+    shape: Shape
+
+    @property
+    def dtype(self) -> str:
+        return self.holders[0].entry.dtype
+
+    @property
+    def num_items(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def span(self) -> int:
+        """Items of the source entry from the first to the last one of the box."""
+        return span_of(self.shape, self.strides)
+
+    def bytes_in(self, holder: Holder) -> ByteRange:
+        """The run of a holder's bytes that contains the box."""
+        item_bytes = ITEM_BYTES[self.dtype]
+        offset = holder.entry.offset + self.first * item_bytes
+        return ByteRange(holder.rank, offset, self.span * item_bytes)
+
+    def cut_to(self, most_bytes: int) -> "list[BoxCopy]":
+        """Cuts this copy, in order, into copies of runs of at most `most_bytes`, or one item."""
+        most_items = most_bytes // ITEM_BYTES[self.dtype]
+        if self.span <= max(1, most_items):
+            return [self]
+        # Such a dimension exists, because a single item has a span of one.
+        dim = next(at for at, size in enumerate(self.shape) if size > 1)
+        rows = max(1, most_items // self.strides[dim])
+        found: list[BoxCopy] = []
+        for at in range(0, self.shape[dim], rows):
+            shape = list(self.shape)
+            shape[dim] = min(rows, self.shape[dim] - at)
+            part = replace(
+                self,
+                first=self.first + at * self.strides[dim],
+                to_first=self.to_first + at * self.to_strides[dim],
+                shape=tuple(shape),
+            )
+            found += part.cut_to(most_bytes)
+        return found
+
+
+class RegionMissing(ValueError):
+    """No rank stores a part of a tensor; the caller adds the entry that needs it."""
+
+
+def copies_into(wanted: StoredRegion, chunks: Iterable[Chunk]) -> list[BoxCopy]:
+    """The copies that fill a region of a target.
+
+    Raises:
+        RegionMissing: no chunk holds a part of it.
+    """
+    missing = [wanted.box]
+    found: list[BoxCopy] = []
+    for chunk in chunks:
+        left: list[Box] = []
+        for box in missing:
+            common = overlap(box, chunk.box)
+            if common is None:
+                left.append(box)
+                continue
+            first = chunk.first + _distance(chunk.box, common, chunk.strides)
+            to_first = wanted.first + _distance(wanted.box, common, wanted.strides)
+            found.append(
+                BoxCopy(chunk.holders, first, chunk.strides, to_first, wanted.strides, common.shape)
+            )
+            left += without(box, common)
+        missing = left
+        if not missing:
+            return found
+    raise RegionMissing(f"no rank stores {wanted.tensor}{missing[0]}")
+
+
+def _distance(outer: Box, inner: Box, strides: Shape) -> int:
+    """Items from the first one of a box to the first one of a box in it."""
+    steps = zip(inner.offsets, outer.offsets, strides, strict=True)
+    return sum((at - begin) * stride for at, begin, stride in steps)
+
+
+def gathered(
+    copies: Iterable[BoxCopy],
+    num_items: int,
+    item_bytes: int,
+    read: Callable[[BoxCopy], memoryview],
+) -> Bits:
+    """[num_items] with the bits that copies bring, and 0 where they bring none.
+
+    Args:
+        copies: into the result.
+        num_items: of the result.
+        item_bytes: 1, 2, 4 or 8.
+        read: returns the run of bytes of a copy, of at most `MOST_BYTES`.
+    """
+    kind = np.dtype(f"u{item_bytes}")
+    made: Bits = np.zeros(num_items, kind)
+    for copy in copies:
+        for part in copy.cut_to(MOST_BYTES):
+            found = np.frombuffer(read(part), kind)
+            target = _strided(made[part.to_first :], part.shape, part.to_strides)
+            np.copyto(target, _strided(found, part.shape, part.strides))
+    return made
+
+
+def _strided(items: Bits, shape: Shape, strides: Shape) -> Bits:
+    steps = tuple(step * items.itemsize for step in strides)
+    return np.lib.stride_tricks.as_strided(items, shape, steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +295,21 @@ class WholeTensor:
                 unplaced=self.unplaced,
             )
 
+    def copies_into(self, wanted: StoredRegion) -> list[BoxCopy]:
+        """The copies that fill a region of a target, which the chunks cover."""
+        found = copies_into(wanted, self.chunks)
+        if self.is_shared:
+            return found
+        # Bytes that each rank has for itself have no replica on another rank, even if they are
+        # equal.
+        return [replace(copy, holders=copy.holders[:1]) for copy in found]
+
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
 
 
 class SourceIndex:
-    """Every tensor of a version, by name.
+    """Every tensor of a version by name, from the parts that the headers state.
 
     Args:
         heads: of all ranks, from rank 0.
@@ -158,7 +385,7 @@ def _put_together(name: str, holders: list[Holder]) -> WholeTensor:
             unplaced.append(holder.rank)
         elif not box.is_empty:
             by_box.setdefault(box, []).append(holder)
-    chunks = tuple(Chunk(box, tuple(by_box[box])) for box in by_box)
+    chunks = tuple(chunk_of(box, by_box[box]) for box in by_box)
     return WholeTensor(name, first.dtype, first.whole_shape, chunks, is_shared, tuple(unplaced))
 
 
@@ -168,3 +395,33 @@ def _kind(entry: LayoutEntry) -> tuple[str, Shape]:
 
 def _described(entry: LayoutEntry) -> str:
     return f"{entry.dtype}{list(entry.whole_shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class RegionIndex:
+    """The chunks of a version by tensor and number of the divergent copy, from sharding rules."""
+
+    _chunks: dict[str, dict[int, list[Chunk]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(list))
+    )
+
+    def add(self, rank: int, entry: LayoutEntry, regions: Iterable[StoredRegion]) -> None:
+        holders = (Holder(Rank(rank), entry),)
+        for one in regions:
+            chunk = Chunk(one.box, holders, one.first, one.strides)
+            self._chunks[one.tensor][one.copy].append(chunk)
+
+    def copies(self, wanted: Sequence[StoredRegion]) -> list[list[BoxCopy]]:
+        """The copies into an entry, for each divergent copy of its tensors.
+
+        Args:
+            wanted: the regions of the entry, all of tensors with equally many copies.
+
+        Raises:
+            RegionMissing: no rank stores a part.
+        """
+        numbers = sorted({n for one in wanted for n in self._chunks[one.tensor]}) or [0]
+        return [
+            [copy for one in wanted for copy in copies_into(one, self._chunks[one.tensor][number])]
+            for number in numbers
+        ]

@@ -14,10 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ftrun.errors import RulesMismatch
-from ftrun.sharding.box_copies import Stock
-from ftrun.sharding.cuts import SplitImpossible
-from ftrun.sharding.mesh import Mesh
-from ftrun.sharding.partition import StoredRegion, StoredView, flat_part, patches_of, view_of
+from ftrun.sharding.partition import (
+    SplitImpossible,
+    StoredRegion,
+    StoredView,
+    flat_part,
+    patches_of,
+    view_of,
+)
 from ftrun.sharding.pipeline_stages import RankNames, absent, names_of_ranks
 from ftrun.sharding.rule_matching import (
     MatchedRule,
@@ -26,8 +30,13 @@ from ftrun.sharding.rule_matching import (
     lives_at,
     match,
 )
-from ftrun.sharding.rules import DimensionSplit, FlatBuffer, ShardingRules, SharingKind
+from ftrun.sharding.rules import DimensionSplit, FlatBuffer, Mesh, ShardingRules, SharingKind
+from ftrun.sharding.source_index import OURS, RegionIndex
+from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.boxes import Shape
+from ftrun.snapshot.layout import LayoutEntry
+from ftrun.snapshot.plain_values import refs_in
+from ftrun.snapshot.shard_header import ShardHeader
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Safetensors names of the dtypes that have a mean."""
@@ -105,13 +114,17 @@ class WorldLayout:
         """Whether a module is on a rank, by the placement of its tensors."""
         return lives_at(self.rules, self.mesh.coordinates(rank), f"{path}.")
 
-    def stock(self) -> Stock:
-        """All stored regions as sources of copies, by the ranks' own names."""
-        stock = Stock()
+    def index(self, entry: Callable[[int, str], LayoutEntry]) -> RegionIndex:
+        """All stored regions as sources of copies.
+
+        Args:
+            entry: the entry of a rank's shard by its own name.
+        """
+        index = RegionIndex()
         for rank, entries in enumerate(self.entries):
-            for entry in entries.values():
-                stock.add(rank, self.own_name(rank, entry.name), entry.patches)
-        return stock
+            for one in entries.values():
+                index.add(rank, entry(rank, self.own_name(rank, one.name)), one.patches)
+        return index
 
 
 def read_world(rules: ShardingRules, ranks: Sequence[Sequence[StoredEntry]]) -> WorldLayout:
@@ -233,7 +246,54 @@ class _Problems:
             raise RulesMismatch(source=self._rules.source, problems=self._found)
 
 
+def stored_entries(
+    heads: Sequence[ShardHeader], parts: Sequence[Mapping[str, bytes]], *, source: str
+) -> list[list[StoredEntry]]:
+    """The entries of each rank.
+
+    Args:
+        heads: of all ranks, from rank 0.
+        parts: the plain values of each rank: the bytes of each part, by name.
+        source: of the rules, for messages.
+
+    Raises:
+        RulesMismatch: there are DTensors, which rules do not describe; or no session saved them.
+    """
+    if not all("optimizer_state" in one for one in parts):
+        problem = (
+            "it was saved by ftrun.dcp, not by a session of ftrun.attach: dcp.load takes it into "
+            "any layout, without rules and without converting"
+        )
+        raise RulesMismatch(source=source, problems=[problem])
+    found, sharded = [], []
+    for head, plain_parts in zip(heads, parts, strict=True):
+        owners = _owners(plain_parts)
+        entries = [one for one in head.layout.entries if not one.name.startswith(OURS)]
+        sharded += [one.name for one in entries if one.part is not None]
+        found.append([StoredEntry(e.name, e.dtype, e.shape, owners.get(e.name)) for e in entries])
+    if sharded:
+        raise RulesMismatch(
+            source=source,
+            problems=[
+                f"{name} is a DTensor: a run of any layout goes on from it by itself, without "
+                "rules and without converting"
+                for name in dict.fromkeys(sharded)
+            ],
+        )
+    return found
+
+
 # --- the previous world -------------------------------------------------------------------------
+
+
+def _owners(parts: Mapping[str, bytes]) -> dict[str, str]:
+    """The parameter of each tensor of optimizer state, by the tensor's name."""
+    found: dict[str, str] = {}
+    for saved in plain.decode(parts["optimizer_state"]).values():
+        for parameter, values in saved["state"].items():
+            if isinstance(parameter, str):
+                found.update(dict.fromkeys((ref.name for ref in refs_in(values)), parameter))
+    return found
 
 
 def _kin(name: str, by_rank: Sequence[Mapping[str, StoredEntry]]) -> OwningParameter | None:

@@ -4,9 +4,8 @@ Offsets and shapes are in items along each dimension. A tensor without dimension
 its box is never empty. A box that is empty along any dimension holds nothing, whatever its offsets.
 """
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 Shape = tuple[int, ...]
@@ -100,64 +99,30 @@ def strides_of(shape: Shape) -> Shape:
     return tuple(reversed(strides))
 
 
-@dataclass(frozen=True, slots=True)
-class StridedSpan:
-    """A run of items of a chunk, and the layout of a part within it.
-
-    Args:
-        first: first item of the run, counted in the chunk.
-        count: items from the first to the last one of the part.
-        shape: of the part.
-        strides: of the part within the run, in items.
-    """
-
-    first: int
-    count: int
-    shape: Shape
-    strides: Shape
-
-
-def span_of(chunk: Shape, starts: Shape, shape: Shape) -> StridedSpan:
-    """The span of items of a chunk, stored row by row, that contains a part; not an empty one."""
-    strides = strides_of(chunk)
-    first = sum(at * step for at, step in zip(starts, strides, strict=True))
-    last = first + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
-    return StridedSpan(first, last - first + 1, shape, strides)
-
-
-def runs(shape: Shape, source: Shape, target: Shape) -> Iterator[tuple[int, int, int]]:
-    """Splits the copy of a block into runs that are contiguous in both source and target.
+def span_of(shape: Shape, strides: Shape) -> int:
+    """Items from the first to the last one of a block.
 
     Args:
         shape: of the block; not empty.
-        source: strides of the block at its source, in items.
-        target: strides of the block at its target, in items.
-
-    Returns:
-        First item in the source, first item in the target, number of items.
+        strides: of the block in the items that contain it.
     """
-    count, dims = 1, len(shape)
-    while dims and (shape[dims - 1] == 1 or source[dims - 1] == target[dims - 1] == count):
-        dims -= 1
-        count *= shape[dims]
-    for index in itertools.product(*map(range, shape[:dims])):
-        yield (
-            sum(at * step for at, step in zip(index, source, strict=False)),
-            sum(at * step for at, step in zip(index, target, strict=False)),
-            count,
-        )
+    return 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
 
 
 def cut_to(chunk: Shape, part: Box, most_items: int) -> list[Box]:
     """Cuts a part of a chunk, in order, into boxes whose spans have at most `most_items` items.
 
-    `part` is in the chunk's own offsets, and not empty.
+    Args:
+        chunk: shape of the chunk.
+        part: in the chunk's own offsets; not empty.
+        most_items: at least 1.
     """
-    if span_of(chunk, part.offsets, part.shape).count <= most_items:
+    strides = strides_of(chunk)
+    if span_of(part.shape, strides) <= most_items:
         return [part]
     # Such a dimension exists, because the span of a single item has one item.
     dim = next(at for at, size in enumerate(part.shape) if size > 1)
-    rows = max(1, most_items // strides_of(chunk)[dim])
+    rows = max(1, most_items // strides[dim])
     found: list[Box] = []
     for at in range(0, part.shape[dim], rows):
         offsets, shape = list(part.offsets), list(part.shape)

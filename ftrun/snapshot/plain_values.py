@@ -14,7 +14,7 @@ these calls would cost more than everything else at a step boundary.
 """
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -273,6 +273,18 @@ _MAPPINGS: dict[str, Callable[[], Any]] = {
         for one in _FACTORIES
     },
 }
+
+
+def refs_in(tree: object) -> Iterator[TensorRef]:
+    """The references in a tree of plain values."""
+    if isinstance(tree, TensorRef):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from refs_in(value)
+    elif isinstance(tree, list | tuple | set | frozenset):
+        for value in tree:
+            yield from refs_in(value)
 
 
 def join(path: str, key: object) -> str:

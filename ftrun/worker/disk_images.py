@@ -15,10 +15,11 @@ from pathlib import Path
 
 from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank
+from ftrun.sharding.source_index import ByteRange
 from ftrun.snapshot.shard_header import ShardHeader
 from ftrun.wire.messages.checkpoint import ShardFileLocation
 from ftrun.wire.shared_memory.arena import SlotHeader, SlotState
-from ftrun.worker.reshard.source import ByteRange, make_head
+from ftrun.worker.reshard.source import make_head
 
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 1 << 30

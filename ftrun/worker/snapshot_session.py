@@ -25,7 +25,7 @@ from ftrun.worker.capture.capture import Capture
 from ftrun.worker.capture.slots import frozen_bytes, needed_bytes
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.process import heartbeat, lease
-from ftrun.worker.restore import early_restore, ready_memory
+from ftrun.worker.restore import early_restore
 from ftrun.worker.restore.loader import LocalState, RestorableVersion
 from ftrun.worker.restore.overwritten import RestoredMarks, RestoredSettings
 from ftrun.worker.smp_client import WorkerSmpClient
@@ -125,15 +125,10 @@ class SnapshotSession:
         return saved.is_cut_like([one for one in lasting.entries if one.name in held])
 
     def _open_other(self) -> RestorableVersion:
-        # Imported here, because both modules import torch.distributed.checkpoint.
-        layout = self._attached.layout
-        if layout is not None and layout.has_rules:
-            from ftrun.worker.reshard.ruled import open_ruled
+        # Imported here, because most runs are restored into the same layout.
+        from ftrun.worker.reshard.engine import open_resharded
 
-            return open_ruled(self._context, self._link, layout)
-        from ftrun.worker.reshard.engine import open_resized
-
-        return open_resized(self._context, self._link, layout)
+        return open_resharded(self._context, self._link, self._attached.layout)
 
     def _arena_with(self, wanted: Version) -> Arena:
         """Return the inherited arena, or the SMP's arena if this rank is new on its node."""
@@ -190,7 +185,7 @@ class SnapshotSession:
             one.update(its)
         self._inner.share_again()
         self._accumulation.restored()
-        ready_memory.over()
+        early_restore.release()
 
     def _let_go(self) -> None:
         """Release the restored version and the marks of overwritten values."""

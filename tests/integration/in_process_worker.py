@@ -24,7 +24,7 @@ from ftrun.wire.shared_memory.pages import (
 from ftrun.wire.transport.channel import ReceivedMessage, connect
 from ftrun.worker.capture.copying import entry_view
 from ftrun.worker.context import SnapshotSettings, WorkerContext
-from ftrun.worker.restore import early_restore, ready_memory
+from ftrun.worker.restore import early_restore
 from ftrun.worker.session import Session
 from ftrun.worker.state.attached import AttachedState, Skip, by_name
 from ftrun.worker.state.data_position import DataPosition
@@ -213,7 +213,7 @@ class Run:
         self.smp.kill()
         self.smp.wait(PATIENCE_S)
         early_restore._begun = None  # what a test that has failed has not taken
-        ready_memory.over()
+        early_restore.release()
 
 
 def states(parts: dict[str, nn.Module]) -> dict[str, torch.Tensor]:

@@ -30,7 +30,7 @@ from ftrun.wire.transport.channel import ReceivedMessage
 from ftrun.worker import smp_client as memory_link
 from ftrun.worker.capture.copying import SlotCopy
 from ftrun.worker.context import SnapshotSettings
-from ftrun.worker.restore import early_restore, ready_memory
+from ftrun.worker.restore import early_restore
 from ftrun.worker.session import Session
 from tests.integration.in_process_worker import (
     PATIENCE_S,
@@ -493,7 +493,7 @@ def test_what_is_read_ahead_of_attach_is_what_is_restored(run: Run) -> None:
     context = run.next_context()
     early_restore.begin(context)
     ended("ftrun-early")
-    ahead, ready = early_restore._begun, ready_memory._ready
+    ahead, ready = early_restore._begun, early_restore._ready
     assert ahead is not None
     assert len(ahead.right) >= 3 * model[0].weight.nbytes // PIECE_BYTES
     assert ready is not None
@@ -556,7 +556,7 @@ def test_an_arena_that_is_none_costs_the_preparation_and_nothing_else(run: Run) 
     early_restore.begin(context)
     ended("ftrun-early")
     assert early_restore.take(Version(0, 1)) is None
-    ready_memory.over()
+    early_restore.release()
     os.close(fd)
 
 

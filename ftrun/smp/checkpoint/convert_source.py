@@ -15,7 +15,7 @@ from pathlib import Path
 import xxhash
 
 from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
-from ftrun.sharding.stored_entries import plain_bytes
+from ftrun.sharding.source_index import plain_bytes
 from ftrun.smp.checkpoint.index import CheckpointIndex, ShardFile, read_index
 from ftrun.snapshot.layout import LayoutEntry, parse_header
 from ftrun.snapshot.shard_header import ShardHeader

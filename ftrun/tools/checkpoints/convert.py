@@ -21,13 +21,11 @@ import msgspec
 from ftrun import clock
 from ftrun.errors import CheckpointError, FtrunError, RulesMismatch, UsageError
 from ftrun.ids import RunId, version
-from ftrun.sharding.name_patterns import NamePattern
 from ftrun.sharding.rank_values import RankValues
 from ftrun.sharding.replica_check import differing
 from ftrun.sharding.rule_parser import read_rules
-from ftrun.sharding.rules import ShardingRules
-from ftrun.sharding.stored_entries import stored_entries
-from ftrun.sharding.world_layout import FLOATS, WorldLayout, lay_out, read_world
+from ftrun.sharding.rules import NamePattern, ShardingRules
+from ftrun.sharding.world_layout import FLOATS, WorldLayout, lay_out, read_world, stored_entries
 from ftrun.smp.checkpoint.convert_source import CheckpointReader
 from ftrun.smp.checkpoint.index import ShardFile, make_index, seal
 from ftrun.smp.checkpoint.storage.local import (

@@ -10,6 +10,10 @@ Rule 1: a file is written from its first byte to its last, so its bytes do not d
 Rule 2: at most one entry more than there are threads is in memory. Ranks that have the same entry
         get the same bytes, put together once.
 
+Numbers are converted from one dtype to another as bits, rounded to the nearest, ties to even, as
+torch does. Any dtype except F64 is converted through F32, which holds every value of the smaller
+ones.
+
 Source: parallel within a file as across files is the nested parallel reconfiguration of Universal
 Checkpointing (arXiv 2406.18820), without files in between.
 """
@@ -23,9 +27,10 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
-from ftrun.sharding.box_copies import BoxCopy
+from ftrun.sharding.source_index import Bits, BoxCopy, gathered
 from ftrun.sharding.world_layout import PlacedEntry, WorldLayout
 from ftrun.smp.checkpoint.convert_source import CheckpointReader
 from ftrun.smp.checkpoint.index import ShardFile
@@ -39,12 +44,12 @@ from ftrun.snapshot.layout import (
     LayoutEntry,
     make_layout,
 )
-from ftrun.tools.checkpoints.float_bits import Bits, bits_type, converted, mean
 
-MOST_BYTES = 16 << 20
-"""Of one read: what is read has to be held meanwhile."""
 MOST_FILES = 4
 """Written at the same time; each takes two buffers."""
+_NUMPY: dict[str, type[np.floating]] = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+_AT_ONCE = 1 << 20
+"""Items that are converted together, so that what is needed meanwhile stays small."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ class WorldWriter:
 
     def __init__(self, conversion: Conversion, *, workers: int) -> None:
         self._job = conversion
-        self._stock = conversion.before.stock()
+        self._index = conversion.before.index(conversion.source.entry)
         self._workers = workers
 
     def write(self, folder: Path) -> list[ShardFile]:
@@ -191,36 +196,18 @@ class WorldWriter:
 
     def _put_together(self, placed: PlacedEntry, old: str, new: str) -> Bits:
         """[items] of one entry; padding is 0."""
-        copies = self._stock.copies(placed.patches)
-        read = [filled(self._job.source, c, placed.num_items, ITEM_BYTES[old]) for c in copies]
+        read = [
+            gathered(copies, placed.num_items, ITEM_BYTES[old], self._read)
+            for copies in self._index.copies(placed.patches)
+        ]
         made = read[0] if len(read) == 1 else mean(read, old)
         return made if old == new else converted(made, old, new)
 
-
-def filled(
-    source: CheckpointReader, copies: Sequence[BoxCopy], num_items: int, item_bytes: int
-) -> Bits:
-    """[num_items] with what copies bring; 0 where they bring nothing.
-
-    Raises:
-        CheckpointError: what is read is not what was written.
-    """
-    kind = bits_type(item_bytes)
-    made: Bits = np.zeros(num_items, kind)
-    for whole in copies:
-        for copy in whole.cut_to(MOST_BYTES // item_bytes):
-            first, size = copy.first * item_bytes, copy.span * item_bytes
-            found = np.frombuffer(source.read(copy.rank, copy.entry, first, size), kind)
-            np.copyto(
-                _strided(made[copy.to_first :], copy.shape, copy.to_strides),
-                _strided(found, copy.shape, copy.strides),
-            )
-    return made
-
-
-def _strided(items: Bits, shape: tuple[int, ...], strides: tuple[int, ...]) -> Bits:
-    steps = tuple(step * items.itemsize for step in strides)
-    return np.lib.stride_tricks.as_strided(items, shape, steps)
+    def _read(self, copy: BoxCopy) -> memoryview:
+        (holder,) = copy.holders
+        item_bytes = ITEM_BYTES[copy.dtype]
+        first, num_bytes = copy.first * item_bytes, copy.span * item_bytes
+        return self._job.source.read(holder.rank, holder.entry.name, first, num_bytes)
 
 
 class _ShardWriter:
@@ -280,3 +267,65 @@ class _ShardWriter:
         while self._sizes and not self._sizes[0]:
             self._sizes.popleft()
             self._digests.append(xxhash.xxh3_64_intdigest(b""))
+
+
+# --- numbers as bits ---
+
+
+def bits_type(item_bytes: int) -> np.dtype[np.unsignedinteger]:
+    """The dtype of the bits of items of so many bytes: 1, 2, 4 or 8."""
+    return np.dtype(f"u{item_bytes}")
+
+
+def converted(bits: Bits, old: str, new: str) -> Bits:
+    """The same numbers in another dtype.
+
+    Args:
+        bits: [items].
+        old: their dtype, one of `world_layout.FLOATS`.
+        new: the dtype wanted, one of `world_layout.FLOATS`.
+    """
+    made: Bits = np.empty(bits.shape, bits_type(8 if new == "F64" else 4 if new == "F32" else 2))
+    for at in range(0, len(bits), _AT_ONCE):
+        part = bits[at : at + _AT_ONCE]
+        made[at : at + _AT_ONCE] = _to_bits(_numbers(part, old), new)
+    return made
+
+
+def mean(copies: Sequence[Bits], dtype: str) -> Bits:
+    """Item by item: added up in F64 in the order given, rounded once.
+
+    Args:
+        copies: at least one, each [items].
+        dtype: of all of them and of the result, one of `world_layout.FLOATS`.
+    """
+    made = np.empty_like(copies[0])
+    for at in range(0, len(made), _AT_ONCE):
+        total = _numbers(copies[0][at : at + _AT_ONCE], dtype).astype(np.float64)
+        for copy in copies[1:]:
+            total += _numbers(copy[at : at + _AT_ONCE], dtype)
+        made[at : at + _AT_ONCE] = _to_bits(total / len(copies), dtype)
+    return made
+
+
+def _numbers(bits: Bits, dtype: str) -> npt.NDArray[np.floating]:
+    """F64 stays what it is, all else becomes F32."""
+    if dtype == "BF16":
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    found = bits.view(_NUMPY[dtype])
+    return found if dtype == "F64" else found.astype(np.float32)
+
+
+def _to_bits(numbers: npt.NDArray[np.floating], dtype: str) -> Bits:
+    with np.errstate(over="ignore", invalid="ignore"):  # what is too large becomes infinite
+        if dtype == "F64":
+            return numbers.astype(np.float64).view(np.uint64)
+        narrow = numbers.astype(np.float32)
+        if dtype != "BF16":
+            made = narrow.astype(_NUMPY[dtype])
+            return made.view(bits_type(made.itemsize))
+    raw = narrow.view(np.uint32)
+    rounded = (raw + np.uint32(0x7FFF) + ((raw >> 16) & 1)) >> 16
+    # A NaN whose upper bits are none would round to infinity.
+    rounded = np.where(np.isnan(narrow), (raw >> 16) | 0x40, rounded)
+    return rounded.astype(np.uint16)

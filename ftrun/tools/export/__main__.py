@@ -17,7 +17,7 @@ import msgspec
 from ftrun import clock
 from ftrun.errors import FtrunError
 from ftrun.snapshot.plain_values import TensorRef
-from ftrun.tools.export.export_safetensors import left_out_of_safetensors, write_safetensors
+from ftrun.tools.export.safetensors import left_out_of_safetensors, write_safetensors
 from ftrun.tools.export.selection import ExportOutline, NameFilter, replaced
 from ftrun.tools.export.source import ExportSource
 from ftrun.tools.export.tensor_writer import dtype_out

@@ -30,9 +30,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ftrun.sharding.source_index import WholeTensor
-from ftrun.tools.export.source import ExportSource
+from ftrun.tools.export.source import ExportSource, WholeTensorReader
 from ftrun.tools.export.tensor_writer import Cast, cast_of
-from ftrun.tools.export.whole_tensors import WholeTensorReader
 from ftrun.worker.reshard.tensor_reader import readable
 from ftrun.worker.state.tensors import DTYPES
 

@@ -1,12 +1,13 @@
-"""Whole tensors in files of the safetensors format: which tensor lies at which bytes of which file.
+"""Whole tensors in files of the safetensors format, in a directory that transformers reads.
 
-Runs in:  worker-side process of `ftrun snapshots export`. Pure.
-Takes in: names, dtypes, shapes; how large a file may be; the other names of tied tensors.
-Gives:    `PlannedFile`s with their headers, and the index that names the file of each tensor.
+Runs in:  the process of ftrun.tools.export.__main__. Loads torch only for another dtype.
+Takes in: the checkpoint, the outline of what is wanted; how large a file may be.
+Gives:    `model-00001-of-000NN.safetensors` and so on, with the index that names the file of each
+          tensor.
 
-The public library writes a file from tensors that are all in memory at once. Here the header is
-all that is needed beforehand, so a file of any size is filled from several places at a time; the
-format is eight bytes of length, a JSON header, and the data. The tests read it with the library.
+The public library writes a file from tensors that are all in memory at once. Here only the header
+is needed beforehand, so a file of any size is filled from several places at a time. The format is
+eight bytes of length, a JSON header, and the data. The tests read it with the library.
 
 Source: the format of huggingface/safetensors (README, "Format"), the index and the file names of
 huggingface/transformers; a tied tensor is there once, and `__metadata__` says under its other
@@ -17,9 +18,20 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from ftrun.errors import CheckpointError
 from ftrun.snapshot.layout import ITEM_BYTES
-from ftrun.tools.export.selection import natural
+from ftrun.tools.export.selection import ExportOutline, natural
+from ftrun.tools.export.source import ExportSource
+from ftrun.tools.export.tensor_writer import (
+    TensorPlacement,
+    create_files,
+    dtype_out,
+    write_at,
+    write_tensors,
+)
+from ftrun.wire.messages.checkpoint import ExportJob
 
 INDEX_NAME = "model.safetensors.index.json"
 _ALIGN_BYTES = 8
@@ -113,3 +125,50 @@ def _planned(
     header = len(text).to_bytes(8, "little") + text
     places = {name: len(header) + at for name, at in offsets.items()}
     return PlannedFile(file_name, header, places, len(header) + end)
+
+
+# --- the files of a checkpoint ---
+
+
+def left_out_of_safetensors(outline: ExportOutline) -> list[str]:
+    """What is no tensor of a module, in words."""
+    return [f"{name}: safetensors files hold tensors of modules only" for name in outline.others]
+
+
+def write_safetensors(
+    folder: Path, outline: ExportOutline, world: ExportSource, order: ExportJob
+) -> int:
+    """Fill a new folder; how many tensors there are in it.
+
+    Raises:
+        CheckpointError: there is nothing to write, or a tensor is damaged.
+        OSError: there is no room.
+    """
+    names, tied = outline.flat()
+    if not names:
+        raise CheckpointError(
+            "there is no tensor of a module to write; the others need --format dcp or state_dict"
+        )
+    tensors = {name: world.whole(saved) for name, saved in names.items()}
+    dtypes = {name: dtype_out(tensor, order.dtype) for name, tensor in tensors.items()}
+    described = [TensorDescription(name, dtypes[name], one.shape) for name, one in tensors.items()]
+    files = plan_files(described, limit_bytes=order.file_bytes, tied=tied)
+    for other, name in tied.items():
+        world.tell(f"{other} is tied to {name}; it is written once, under that name")
+    folder.mkdir()
+    create_files({folder / file.name: file.num_bytes for file in files})
+    _write_headers(folder, files)
+    placed = [
+        TensorPlacement(tensors[name], folder / file.name, at, dtypes[name])
+        for file in files
+        for name, at in file.places.items()
+    ]
+    write_tensors(placed, world, num_writers=order.num_writers)
+    (folder / INDEX_NAME).write_bytes(index_of(files))
+    return len(names)
+
+
+def _write_headers(folder: Path, files: list[PlannedFile]) -> None:
+    for file in files:
+        with (folder / file.name).open("r+b", buffering=0) as opened:
+            write_at(opened.fileno(), file.header, 0)

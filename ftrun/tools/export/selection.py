@@ -10,7 +10,7 @@ a snapshot; its other names are in the plain values, so that they can be given b
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -208,18 +208,6 @@ def _add_tensors(
                 found.tensors.append(name)
             else:
                 found.modules.setdefault(module, {})[name[len(module) + 1 :]] = every[name]
-
-
-def refs_in(tree: object) -> Iterator[TensorRef]:
-    """The references in a tree of plain values."""
-    if isinstance(tree, TensorRef):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from refs_in(value)
-    elif isinstance(tree, list | tuple | set | frozenset):
-        for value in tree:
-            yield from refs_in(value)
 
 
 def replaced(tree: object, leaf: Callable[[object], object]) -> object:

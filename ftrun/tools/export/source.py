@@ -1,30 +1,45 @@
-"""A checkpoint as one state, whatever number of ranks has written it.
+"""A checkpoint as one state, for any number of ranks that wrote it.
 
-Runs in:  the process of ftrun.tools.export.__main__. Loads no torch.
+Runs in:  the process of ftrun.tools.export.__main__; tensors are read in any of its threads. Loads
+          no torch.
 Takes in: the shards of all ranks, on disk.
-Gives:    the outline of what is exported, tensors by name; in words, what is left out, and where
-          ranks have different things so that one rank's were taken.
+Gives:    the outline of what is exported; tensors by name, and their bytes in order, each compared
+          with its digest; in words, what is left out, and where ranks have different things so that
+          one rank's were taken.
 
-Rule 1: what belongs to an optimizer, or is sharded, has one content in the world. Where ranks
-        differ in it, there is no whole tensor, and nothing is exported.
+A tensor is read in parts of some megabytes: each is gathered from all chunks that hold some of it.
+So memory does not depend on the size of a tensor, nor on how it was split.
+
+Rule 1: what belongs to an optimizer, or is sharded, has one content in the world. If ranks differ
+        in it, there is no whole tensor, and nothing is exported.
 Rule 2: buffers and objects that no optimizer owns are each rank's own. Those of rank 0 are taken,
-        and it is said where another rank has others.
+        and a note says which of them differ on another rank.
 """
 
-from collections.abc import Iterator, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
 from typing import Any
 
-from ftrun.errors import CheckpointError, RanksDiffer, TensorIncomplete
+import numpy as np
+
+from ftrun.errors import CheckpointError, RanksDiffer, SnapshotCorrupt, TensorIncomplete
 from ftrun.ids import Rank
-from ftrun.sharding.source_index import Chunk, Holder, SourceIndex, WholeTensor
+from ftrun.sharding.partition import StoredRegion
+from ftrun.sharding.replica_check import difference, unequal_holder
+from ftrun.sharding.source_index import BoxCopy, Chunk, Holder, SourceIndex, WholeTensor, gathered
 from ftrun.snapshot import plain_values as plain
-from ftrun.snapshot.agreement import difference
-from ftrun.snapshot.layout import PLAIN_NAME
-from ftrun.snapshot.shard_header import Fingerprint
-from ftrun.tools.export.selection import ExportOutline, NameFilter, outline_of, refs_in
-from ftrun.tools.export.whole_tensors import WholeTensorReader
+from ftrun.snapshot.boxes import Box, cut_to, strides_of, whole
+from ftrun.snapshot.layout import ITEM_BYTES, PLAIN_NAME
+from ftrun.snapshot.plain_values import refs_in
+from ftrun.tools.export.selection import ExportOutline, NameFilter, outline_of
 from ftrun.worker.disk_images import DiskImages
+from ftrun.worker.reshard.source import CheckedShards
+
+PART_BYTES = 8 << 20
+"""Gathered and written in one go: pieces at its ends are read twice, so not too small."""
+
+Tell = Callable[[str], object]
+"""Takes what the operator should know, in words."""
 
 FIRST = Rank(0)
 _OBJECTS = {"stateful": "", "dicts": "", "extra_state": "", "session": "session"}
@@ -162,19 +177,12 @@ class ExportSource:
 
     def _other_content(self, name: str, chunk: Chunk) -> Holder | None:
         """A rank that holds something else in a chunk than the first of its holders does."""
-        first, *others = chunk.holders
-        known = self._fingerprint(first)
-        other = next((one for one in others if self._fingerprint(one) != known), None)
+        first, other = chunk.holders[0], unequal_holder(chunk, self._heads)
         if other is None or not first.entry.is_small:
             return other
         # It is hashed with its neighbours, which may be what differs.
-        return other if self._bytes_of(name, first) != self._bytes_of(name, other) else None
-
-    def _fingerprint(self, holder: Holder) -> Fingerprint:
-        return self._heads[holder.rank].fingerprint(holder.entry)
-
-    def _bytes_of(self, name: str, holder: Holder) -> memoryview:
-        return self._reader.held(name, holder)
+        held = self._reader.held
+        return other if held(name, first) != held(name, other) else None
 
 
 def _no_one_tensor(name: str, ranks: tuple[int, int], values: str) -> CheckpointError:
@@ -182,3 +190,83 @@ def _no_one_tensor(name: str, ranks: tuple[int, int], values: str) -> Checkpoint
         f"{name} cannot be exported: ranks {ranks[0]} and {ranks[1]} hold {values} under this "
         "name, so there is no one tensor. Leave it out with --only, or shard it as a DTensor"
     )
+
+
+class WholeTensorReader:
+    """Reads tensors of one checkpoint; one for each thread, as it keeps what it has read last.
+
+    Args:
+        images: the shards.
+        tell: told of a damaged file where another rank's copy of the same is read instead.
+        part_bytes: of one part, at most.
+    """
+
+    def __init__(self, images: DiskImages, tell: Tell, part_bytes: int = PART_BYTES) -> None:
+        self._files = images
+        self._images = CheckedShards(images, "the checkpoint")
+        self._tell = tell
+        self._part_bytes = part_bytes
+
+    def parts(self, tensor: WholeTensor) -> Iterator[memoryview]:
+        """The bytes of a tensor, in order; none where it has no items.
+
+        Raises:
+            CheckpointError: a piece is not what was written, and no other rank has the same; it
+                names the file and the tensor.
+        """
+        if 0 in tensor.shape:
+            return
+        most_items = self._part_bytes // ITEM_BYTES[tensor.dtype]
+        for box in cut_to(tensor.shape, whole(tensor.shape), most_items):
+            yield self._gathered(tensor, box)
+
+    def everything(self, tensor: WholeTensor) -> bytearray:
+        """All bytes of a tensor."""
+        found = bytearray()
+        for part in self.parts(tensor):
+            found += part
+        return found
+
+    def held(self, name: str, holder: Holder) -> memoryview:
+        """The bytes of one rank's entry.
+
+        Raises:
+            CheckpointError: they are not what was written.
+        """
+        entry = holder.entry
+        return self._read(name, holder, entry.offset, entry.num_bytes)
+
+    def _gathered(self, tensor: WholeTensor, box: Box) -> memoryview:
+        """The items of a box of the whole tensor, row by row."""
+        copies = tensor.copies_into(StoredRegion(tensor.name, box, 0, strides_of(box.shape)))
+        read = partial(self._first_good, tensor.name)
+        if len(copies) == 1 and copies[0].span == box.num_items:
+            return read(copies[0])  # one contiguous run
+        made = gathered(copies, box.num_items, ITEM_BYTES[tensor.dtype], read)
+        return made.view(np.uint8).data
+
+    def _first_good(self, name: str, copy: BoxCopy) -> memoryview:
+        """Bytes of a copy, from the first of its holders whose file is not damaged there."""
+        first: CheckpointError | None = None
+        for holder in copy.holders:
+            one = copy.bytes_in(holder)
+            try:
+                found = self._read(name, holder, one.offset, one.num_bytes)
+            except CheckpointError as error:
+                first = first or error
+                continue
+            if first is not None:
+                self._tell(f"{first}; {self._files.path_of(holder.rank)} holds the same, whole")
+            return found
+        assert first is not None
+        raise first
+
+    def _read(self, name: str, holder: Holder, at: int, num_bytes: int) -> memoryview:
+        try:
+            return self._images.read(holder.rank, at, num_bytes)
+        except SnapshotCorrupt as error:
+            pieces = len(self._images.heads[holder.rank].digests)
+            raise CheckpointError(
+                f"{self._files.path_of(holder.rank)} is damaged: piece {error.piece} of {pieces}, "
+                f"in which {name} lies, is not what was written"
+            ) from error

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftrun.sharding.source_index import WholeTensor
-from ftrun.tools.export.source import ExportSource
-from ftrun.tools.export.whole_tensors import WholeTensorReader
+from ftrun.tools.export.source import ExportSource, WholeTensorReader
 
 Cast = Callable[[memoryview], memoryview]
 """Items of one dtype in, the same numbers in another one out."""

@@ -23,7 +23,7 @@ from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 from ftrun.worker.context import WorkerContext, worker_context
 from ftrun.worker.process import finite, lease
 from ftrun.worker.process import introspection as visibility
-from ftrun.worker.restore import early_restore, ready_memory
+from ftrun.worker.restore import early_restore
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def _after_step(context: WorkerContext, started_with: dict[str, str]) -> Callabl
             if _is_fake_step():
                 return
             _report_missed(context, started_with)
-            ready_memory.over()  # a script without `attach` needs this call too
+            early_restore.release()  # a script without `attach` needs this call too
         _steps_by_optimizer[id(optimizer)] = done + 1
         finite.check(optimizer, page, page.get(HeartbeatField.STEP) + 1)
         if done + 1 > page.get(HeartbeatField.OPTIMIZER_STEPS):

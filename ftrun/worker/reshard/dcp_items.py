@@ -1,30 +1,44 @@
-"""Converts DCP's items to shards, and loads them from shards.
+"""Converts DCP's items to shards and its description to plain values, and loads both.
 
 Runs in:  worker, in the thread that saves or loads; no collective.
-Takes in: a save plan and its planner; a version, a load plan and its planner.
-Gives:    sources and bytes of one rank's shard; tensors and objects that the planner fills in.
+Takes in: a save plan and its planner; a version, a load plan and its planner; the `Metadata` from
+          DCP's planner, with the location of each item.
+Gives:    sources and bytes of one rank's shard; tensors and objects that the planner fills in; the
+          `Metadata`, with the locations as its storage_data.
 
 Each item is stored in the shard of the one rank to which DCP's plan assigns it. Tensors are
 entries. Serialized objects are plain values, because their length changes during a run and must not
 change the layout each time. A load therefore reads shards of other ranks too, but only the pieces
 that contain items of its own plan.
+
+A snapshot contains no pickles of its own, so this module converts the description field by field.
+The data that a planner adds (`planner_data`) must be plain. That of torch's own planners is: a path
+of keys for each name.
+
+Source: torch.distributed.checkpoint.metadata (read in 2.13).
 """
 
 import io
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
     LoadPlanner,
+    ReadItem,
     SavePlan,
     SavePlanner,
     WriteItem,
@@ -34,20 +48,35 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ftrun.errors import LayoutUnknown, ShapeChanged, ValueNotStorable
 from ftrun.ids import Rank, Version
-from ftrun.sharding.source_index import OURS, Chunk, Holder, WholeTensor
+from ftrun.sharding.partition import StoredRegion
+from ftrun.sharding.source_index import (
+    MOST_BYTES,
+    OURS,
+    BoxCopy,
+    Holder,
+    ShardSource,
+    chunk_of,
+    copies_into,
+)
 from ftrun.snapshot import plain_values as plain
-from ftrun.snapshot.boxes import TensorPart
+from ftrun.snapshot.boxes import Box, Shape, TensorPart, whole
 from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming
 from ftrun.worker.capture.explicit_save import ExplicitSaver
-from ftrun.worker.reshard.dcp_metadata import Places, box_of, pack, place_of, unpack
-from ftrun.worker.reshard.remote_images import JoinedShards, RemoteShards
-from ftrun.worker.reshard.source import CheckedShards, LocalShards, ShardSource
-from ftrun.worker.reshard.tensor_reader import MOST_BYTES, ReshardStorageReader
+from ftrun.worker.reshard.source import CheckedShards, JoinedShards, LocalShards, RemoteShards
+from ftrun.worker.reshard.tensor_reader import copy_boxes
 from ftrun.worker.state.state_tree import TensorSource
-from ftrun.worker.state.tensors import DTYPE_NAMES, local_tensor
+from ftrun.worker.state.tensors import DTYPE_NAMES, DTYPES, local_tensor
 
 METADATA, OBJECTS = "dcp", "dcp_objects"
 """Parts of the plain values: the description, of rank 0 only, and serialized objects by name."""
+
+Place = tuple[int, str]
+"""Rank whose shard holds an item, and the name of its entry; for bytes the item's own name."""
+
+Places = Mapping[MetadataIndex, Place]
+
+_ITEM_BYTES = 160
+_NAME_TIMES = 4
 
 COORDINATOR = Rank(0)
 
@@ -146,17 +175,22 @@ class SavedItems:
         images = self._images({rank for rank, _ in places})
         try:
             objects: dict[Rank, dict[str, bytes]] = {}
-            tensors = []
+            tensors: list[tuple[ReadItem, torch.Tensor]] = []
+            copies: list[tuple[BoxCopy, torch.Tensor]] = []
             for item, (rank, name) in zip(load_plan.items, places, strict=True):
-                if item.type is not LoadItemType.BYTE_IO:
-                    tensors.append(item)
+                if item.type is LoadItemType.BYTE_IO:
+                    if rank not in objects:
+                        objects[rank] = plain.decode(_plain_of(images, rank)[OBJECTS])
+                    planner.load_bytes(item, io.BytesIO(objects[rank][name]))
                     continue
-                if rank not in objects:
-                    objects[rank] = plain.decode(_plain_of(images, rank)[OBJECTS])
-                planner.load_bytes(item, io.BytesIO(objects[rank][name]))
-            names = {item.storage_index.fqn for item in tensors}
-            saved = {name: self._whole(name, images) for name in names}
-            ReshardStorageReader(saved, images).read_data(LoadPlan(tensors), planner).wait()
+                holder = Holder(rank, images.heads[rank].entries[name])
+                target = planner.resolve_tensor(item)
+                tensors.append((item, target))
+                found = self._copies(item, holder, target.stride())
+                copies += [(copy, target.detach()) for copy in found]
+            copy_boxes(copies, images)
+            for item, target in tensors:
+                planner.commit_tensor(item, target)
         finally:
             images.close()
 
@@ -193,24 +227,21 @@ class SavedItems:
             source.close()
             raise
 
-    def _whole(self, name: str, images: CheckedShards) -> WholeTensor:
-        about = self.metadata.state_dict_metadata[name]
-        if not isinstance(about, TensorStorageMetadata):
-            raise ShapeChanged(key=name, saved="an object", present="a tensor")
-        chunks = []
-        for chunk in about.chunks:
-            index = MetadataIndex(name, chunk.offsets)
-            rank, entry = place_of(self.metadata.storage_data, index)
-            head = images.heads.get(rank)
-            holders = () if head is None else (Holder(rank, head.entries[entry]),)
-            chunks.append(Chunk(box_of(chunk), holders))
-        dtype = DTYPE_NAMES[about.properties.dtype]
-        return WholeTensor(
-            name, dtype, tuple(about.size), tuple(chunks), is_shared=True, unplaced=()
-        )
+    def _copies(self, item: ReadItem, holder: Holder, strides: Shape) -> list[BoxCopy]:
+        """The copies of an item into a tensor with these strides."""
+        index = item.storage_index
+        if not isinstance(self.metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
+            raise ShapeChanged(key=index.fqn, saved="an object", present="a tensor")
+        if 0 in item.lengths:
+            return []
+        # DCP counts the items of a chunk from its own first one.
+        starts, shape = tuple(item.storage_offsets), tuple(item.lengths)
+        wanted = StoredRegion(index.fqn, Box(starts, shape), 0, strides)
+        return copies_into(wanted, [chunk_of(whole(holder.entry.shape), [holder])])
 
 
 def _plain_of(images: CheckedShards, rank: Rank) -> dict[str, bytes]:
+    """The plain values of a shard, read in parts, because serialized objects may be large."""
     at = images.heads[rank].entries[PLAIN_NAME].offset
     end = at + 8 + int.from_bytes(images.read(rank, at, 8), "little")
     raw = bytearray()
@@ -239,3 +270,125 @@ def _check(source: TensorSource, item: WriteItem) -> None:
             saved=f"{dtype}{list(shape)} in the plan",
             present=f"{source.tensor.dtype}{list(source.tensor.shape)}",
         )
+
+
+# --- the description ---
+
+
+def pack(metadata: Metadata, places: Places) -> dict[str, Any]:
+    """Convert the description to plain values.
+
+    Args:
+        metadata: from the planner; its own storage_data is left out.
+        places: of every item.
+
+    Raises:
+        ValueNotStorable: a dtype or a kind of metadata cannot be stored.
+        KeyError: an item has no location.
+    """
+    meta = metadata.storage_meta
+    return {
+        "items": {
+            name: _pack_item(name, about, places)
+            for name, about in metadata.state_dict_metadata.items()
+        },
+        "planner_data": metadata.planner_data,
+        "checkpoint_id": None if meta is None else _text(meta.checkpoint_id),
+        "save_id": None if meta is None else meta.save_id,
+        "modules": [] if meta is None else list(meta.modules),
+        "version": getattr(metadata, "version", None),
+    }
+
+
+def unpack(packed: dict[str, Any]) -> Metadata:
+    """Convert plain values to the description for DCP's planners.
+
+    Raises:
+        LayoutUnknown: the values have another form.
+    """
+    items: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places: dict[MetadataIndex, Place] = {}
+    try:
+        for name, item in packed["items"].items():
+            if "size" in item:
+                items[name] = _tensor(item)
+                for offsets, _, rank, entry in item["chunks"]:
+                    places[MetadataIndex(name, offsets)] = (rank, entry)
+            else:
+                items[name] = BytesStorageMetadata()
+                places[MetadataIndex(name)] = tuple(item["at"])
+        found = Metadata(
+            items,
+            packed["planner_data"],
+            places,
+            StorageMeta(
+                checkpoint_id=packed["checkpoint_id"],
+                save_id=packed["save_id"],
+                modules=packed["modules"],
+            ),
+        )
+        if packed["version"] is not None:
+            found.version = packed["version"]
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise LayoutUnknown(
+            f"the description of the checkpoint is not readable: {error!r}"
+        ) from error
+    return found
+
+
+def room_for(names: Mapping[str, int]) -> int:
+    """Estimated size of the description in bytes, before DCP has made it.
+
+    Args:
+        names: of all items, with the number of chunks of each.
+    """
+    return sum(_NAME_TIMES * len(name) + _ITEM_BYTES * count for name, count in names.items())
+
+
+def place_of(places: Places, index: MetadataIndex) -> tuple[Rank, str]:
+    """The rank and the entry that hold an item.
+
+    Raises:
+        LayoutUnknown: no shard holds it.
+    """
+    found = places.get(index)
+    if found is None:
+        raise LayoutUnknown(f"{index.fqn} at {list(index.offset or ())} is in no shard")
+    return Rank(found[0]), found[1]
+
+
+def _pack_item(name: str, about: object, places: Places) -> dict[str, Any]:
+    if isinstance(about, BytesStorageMetadata):
+        return {"at": list(places[MetadataIndex(name)])}
+    if not isinstance(about, TensorStorageMetadata) or about.properties.dtype not in DTYPE_NAMES:
+        raise ValueNotStorable(key=name, kind=f"{type(about).__name__} ({about})")
+    properties = about.properties
+    return {
+        "dtype": DTYPE_NAMES[properties.dtype],
+        "requires_grad": properties.requires_grad,
+        "pin_memory": properties.pin_memory,
+        "size": tuple(about.size),
+        "chunks": [
+            (tuple(chunk.offsets), tuple(chunk.sizes), *places[MetadataIndex(name, chunk.offsets)])
+            for chunk in about.chunks
+        ],
+    }
+
+
+def _tensor(item: dict[str, Any]) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        properties=TensorProperties(
+            dtype=DTYPES[item["dtype"]],
+            requires_grad=item["requires_grad"],
+            pin_memory=item["pin_memory"],
+        ),
+        size=torch.Size(item["size"]),
+        chunks=[
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            for offsets, sizes, _, _ in item["chunks"]
+        ],
+    )
+
+
+def _text(checkpoint_id: object) -> str | None:
+    return None if checkpoint_id is None else str(checkpoint_id)

@@ -1,51 +1,57 @@
 """Loads a version that ranks of another layout took into the attached objects, in place.
 
 Runs in:  worker, training thread, inside `attach`; no collective.
-Takes in: a `SourceState`, the attached objects.
+Takes in: the shards of all ranks that took the version, the attached objects.
 Gives:    this rank's part of the parameters, buffers and optimizer state of the previous world; all
-          other state as in `reload`.
+          other state as in `loader`.
 
-Optimizer state is created before it is filled, because most optimizers have none before their first
-step. State of its parameter's shape is created like the parameter, other state as a plain tensor.
-If several old ranks hold equal bytes, they are read from one of them; the others are compared with
-it by digest.
+Without rules, the parts that the shards state are indexed. Optimizer state is created before it is
+filled, because most optimizers have none before their first step. State of its parameter's shape is
+created like the parameter, other state as a plain tensor. If several old ranks hold equal bytes,
+they are read from one of them; the others are compared with it by digest.
+
+With rules, the state of this rank is assembled as if the rank had taken the version. A version
+contains its own layout, because `attach(layout=...)` stores the rules and the mesh in the plain
+values of every snapshot. Only the new layout has to be declared.
 """
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from ftrun import clock
-from ftrun.errors import ShapeChanged, SnapshotCorrupt
+from ftrun.errors import LayoutUnknown, RulesMismatch, ShapeChanged, SnapshotCorrupt
 from ftrun.ids import Rank, Version
-from ftrun.sharding.mesh import ranks_alone
-from ftrun.sharding.source_index import WholeTensor
+from ftrun.sharding.rank_values import RankValues
+from ftrun.sharding.replica_check import check_replicas, differing
+from ftrun.sharding.rule_parser import read_carried
+from ftrun.sharding.rules import ShardingRules, ranks_alone
+from ftrun.sharding.source_index import BoxCopy, ShardSource, WholeTensor, plain_bytes
+from ftrun.sharding.world_layout import lay_out, read_world, stored_entries
+from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.boxes import Shape
+from ftrun.snapshot.layout import CopyTiming, LayoutEntry
 from ftrun.snapshot.plain_values import TensorRef
-from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.context import WorkerContext
-from ftrun.worker.replicas import check_replicas
-from ftrun.worker.reshard.remote_images import JoinedShards, RemoteShards
-from ftrun.worker.reshard.source import LocalShards, ShardSource
+from ftrun.worker.reshard.source import CheckedShards, JoinedShards, LocalShards, RemoteShards
 from ftrun.worker.reshard.source_state import NewRank, SourceState
-from ftrun.worker.reshard.tensor_reader import fill
-from ftrun.worker.restore import ready_memory
-from ftrun.worker.restore.loader import fill_expanded, load_objects
-from ftrun.worker.restore.shard import check_fits, fits
+from ftrun.worker.reshard.tensor_reader import copy_boxes, fill
+from ftrun.worker.restore import early_restore
+from ftrun.worker.restore.loader import RankState, fill_expanded, put_back_random_states, reload
+from ftrun.worker.restore.shard import check_fits, check_used, fits
 from ftrun.worker.smp_client import WorkerSmpClient
 from ftrun.worker.state.attached import AttachedState
 from ftrun.worker.state.declared_layout import DeclaredSharding
-from ftrun.worker.state.optimizer_state import groups_for, load_optimizer
 from ftrun.worker.state.parts import box_of
 from ftrun.worker.state.state_tree import PersistentSources, StateTree
-from ftrun.worker.state.structure import add_groups, make_fit
 from ftrun.worker.state.tensors import (
     DTYPE_NAMES,
     DTYPES,
+    at_home,
     is_expanded,
     is_sharded,
     local_tensor,
@@ -57,107 +63,48 @@ _NOTHING = "nothing"
 _log = logging.getLogger(__name__)
 
 
-class ReshardedState:
-    """A version of another number of ranks, as `SnapshotSession` restores it."""
-
-    def __init__(self, saved: SourceState) -> None:
-        self._saved = saved
-
-    def part(self, name: str) -> Any:
-        return self._saved.part(name)
-
-    def load(self, tree: StateTree, context: WorkerContext) -> None:
-        reload_resized(self._saved, tree, context)
-
-    def put_back_random_states(self, attached: AttachedState) -> None:
-        self._saved.put_back_random_states(attached)
-
-    def close(self) -> None:
-        self._saved.close()
-
-
-def open_resized(
+def open_resharded(
     context: WorkerContext, link: WorkerSmpClient, layout: DeclaredSharding | None = None
-) -> ReshardedState:
+) -> "ReshardedState | RuledState":
     """Open the version to restore from the shards of ranks of another layout.
 
     Args:
         context: of the rank that restores it.
         link: to the SMP.
-        layout: the mesh of all ranks; None: the script does not declare it.
+        layout: that all ranks declare; None: the script declares none.
 
     Raises:
         SnapshotError, PeerError: a shard is missing, or differs from the sealed one.
+        RulesMismatch: the version cannot be converted to this layout.
     """
-    assert context.restore is not None
+    wanted = context.restore
+    assert wanted is not None
     old_size = context.restore_world_size or context.world_size
-    mesh = ranks_alone(context.world_size) if layout is None else layout.rules.mesh
-    images = images_of(context.restore, link, old_size)
-    with telling_of_corruption(context):
-        saved = SourceState(images, context.restore, old_size, NewRank(context.rank, mesh))
+    source = _shards_of(wanted, link, old_size)
+    found: ReshardedState | RuledState
+    try:
+        with telling_of_corruption(context):
+            shards = CheckedShards(source, str(wanted))
+            if layout is not None and layout.has_rules:
+                found = RuledState(shards, wanted, context.rank, layout.rules)
+            else:
+                mesh = ranks_alone(context.world_size) if layout is None else layout.rules.mesh
+                found = ReshardedState(shards, wanted, old_size, NewRank(context.rank, mesh))
+    except BaseException:
+        source.close()
+        raise
     if context.rank == 0:
-        for note in saved.notes():
+        for note in found.notes():
             _log.warning("%s", note)
-    return ReshardedState(saved)
+    return found
 
 
-def images_of(wanted: Version, link: WorkerSmpClient, old_size: int) -> ShardSource:
+def _shards_of(wanted: Version, link: WorkerSmpClient, old_size: int) -> ShardSource:
     """All shards: those of this node in place, those of other nodes fetched when they are read."""
     fds = link.open_images(wanted, old_size)
     here = LocalShards(fds, wanted)
     elsewhere = [Rank(rank) for rank in range(old_size) if rank not in fds]
     return JoinedShards(here, RemoteShards(link, wanted, elsewhere)) if elsewhere else here
-
-
-def reload_resized(saved: SourceState, tree: StateTree, context: WorkerContext) -> None:
-    """Load everything except the random states.
-
-    Raises:
-        ShapeChanged: the attached objects do not match the saved ones.
-        SnapshotCorrupt, TensorIncomplete, RanksDiffer: the saved state is damaged or incomplete.
-    """
-    page = context.page
-    page.set(HeartbeatField.RESTORE_BEGIN_NS, clock.now_ns())
-    crash_point("worker.restore.begun")
-
-    def described(name: str) -> tuple[str, Shape] | None:
-        found = saved.index.tensor(name)
-        return None if found is None else (found.dtype, found.shape)
-
-    make_fit(saved.optional_part("modules") or {}, described, tree)
-    groups = saved.groups_among(set(tree.lasting().names.values()))
-    add_groups(groups, tree)
-    lasting = tree.lasting()
-    wanted = _Wanted(saved, casts=tree.attached.casts)
-    wanted.add_attached(lasting, tree)
-    states = {
-        name: _states(name, optimizer, wanted, lasting)
-        for name, optimizer in tree.attached.optimizers.items()
-        if name in groups
-    }
-    with torch.no_grad(), telling_of_corruption(context):
-        check_replicas(wanted.saved, wanted.tensors, saved.images)
-        fill(wanted.tensors, wanted.saved, saved.images)
-        for name, target in wanted.expanded.items():
-            fill_expanded(target, wanted.tensors[name])
-    crash_point("worker.restore.tensors_loaded")
-    for name, optimizer in tree.attached.optimizers.items():
-        own = groups_for(name, optimizer, groups)
-        load_optimizer(
-            name,
-            optimizer,
-            own,
-            states[name],
-            names=lasting.names,
-            dtypes=wanted.dtypes,
-            skip=tree.attached.skip,
-        )
-    load_objects(saved, tree.attached, lasting)
-    saved.check_all_used()
-    crash_point("worker.restore.loaded")
-    page.set(HeartbeatField.RESTORED_GENERATION, saved.version.generation)
-    page.set(HeartbeatField.RESTORED_STEP, saved.version.step)
-    page.set(HeartbeatField.RESTORE_END_NS, clock.now_ns())
 
 
 @contextlib.contextmanager
@@ -171,6 +118,42 @@ def telling_of_corruption(context: WorkerContext) -> Iterator[None]:
             context.page.set(HeartbeatField.CORRUPT_RANK, 1 + error.rank)
             context.page.set(HeartbeatField.CORRUPT_SLOT, 1)
         raise
+
+
+class ReshardedState(SourceState):
+    """One version for one rank of another world, by the part metadata in the shards."""
+
+    def described(self, name: str) -> tuple[str, Shape] | None:
+        found = self.index.tensor(name)
+        return None if found is None else (found.dtype, found.shape)
+
+    def load_tensors(
+        self, tree: StateTree, lasting: PersistentSources, groups: Mapping[str, Any]
+    ) -> None:
+        wanted = _Wanted(self, casts=tree.attached.casts)
+        wanted.add_attached(lasting, tree)
+        self._states = {
+            name: _states(name, optimizer, wanted, lasting)
+            for name, optimizer in tree.attached.optimizers.items()
+            if name in groups
+        }
+        boxes = {name: box_of(tensor) for name, tensor in wanted.tensors.items()}
+        placed = {name: box for name, box in boxes.items() if box is not None}
+        with torch.no_grad():
+            check_replicas(wanted.saved, placed, self.shards)
+            fill(wanted.tensors, wanted.saved, self.shards)
+            for name, target in wanted.expanded.items():
+                fill_expanded(target, wanted.tensors[name])
+
+    def optimizer_states(self) -> dict[str, Any]:
+        return self._states
+
+    def load(self, tree: StateTree, context: WorkerContext) -> None:
+        with telling_of_corruption(context):
+            reload(self, tree, context)
+
+    def put_back_random_states(self, attached: AttachedState) -> None:
+        put_back_random_states(self, attached)
 
 
 class _Wanted:
@@ -275,7 +258,7 @@ def _made_tensor(
     else:
         # Numbers, such as the step, are created on the CPU, as in torch's optimizers.
         device = parameter.device if parameter is not None and saved.shape else "cpu"
-        made = ready_memory.empty(saved.shape, dtype, device, ref.stride)
+        made = early_restore.empty(saved.shape, dtype, device, ref.stride)
     wanted.add(ref.name, made)
     return made
 
@@ -285,10 +268,116 @@ def _like(parameter: Any, dtype: torch.dtype) -> torch.Tensor:
 
     local = local_tensor(parameter, "a parameter")
     return DTensor.from_local(
-        ready_memory.empty(tuple(local.shape), dtype, local.device, stride_of(local)),
+        early_restore.empty(tuple(local.shape), dtype, local.device, stride_of(local)),
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+class RuledState(RankState):
+    """One version, assembled for one rank of another layout.
+
+    Args:
+        shards: of all ranks that took it.
+        wanted: the version.
+        rank: that restores it.
+        rules: of the layout of that rank.
+
+    Raises:
+        LayoutUnknown: the version contains no layout.
+        RulesMismatch: the version cannot be converted to this layout.
+    """
+
+    def __init__(
+        self, shards: CheckedShards, wanted: Version, rank: Rank, rules: ShardingRules
+    ) -> None:
+        self.version = wanted
+        self._shards = shards
+        self._used: set[str] = set()
+        parts = [plain_bytes(h, partial(shards.read, r)) for r, h in sorted(shards.heads.items())]
+        if "layout" not in parts[0]:
+            raise LayoutUnknown(
+                f"{self.version} was taken by a script that declared no layout: start the ranks "
+                "that took it, or make a checkpoint of it another one by ftrun snapshots convert"
+            )
+        saved = read_carried(plain.decode(parts[0]["layout"]))
+        self.heads = [head for _, head in sorted(shards.heads.items())]
+        stored = stored_entries(self.heads, parts, source=saved.source)
+        before = read_world(saved, stored)
+        after = lay_out(rules, before)
+        if problems := differing(self, before):
+            raise RulesMismatch(source=saved.source, problems=problems)
+        self._index = before.index(lambda rank, name: self.heads[rank].entries[name])
+        own = partial(after.own_name, rank)
+        self._placed = {own(name): one for name, one in after.entries[rank].items()}
+        values = RankValues(parts, before, after)
+        self._parts: dict[str, bytes] = plain.decode(values.of(rank))
+        self._notes = [
+            f"not bitwise: {self.version} was taken by {before.mesh} and goes on in {after.mesh}; "
+            "parameters and optimizer state are those of that step, what comes after adds up in "
+            "another order",
+            *values.notes(),
+        ]
+
+    def read(self, rank: int, name: str, first_byte: int, num_bytes: int) -> memoryview:
+        offset = self._shards.heads[Rank(rank)].entries[name].offset
+        return self._shards.read(Rank(rank), offset + first_byte, num_bytes)
+
+    def notes(self) -> list[str]:
+        """Differences from a restore into the same layout: one log line each."""
+        return self._notes
+
+    def part(self, name: str) -> Any:
+        return plain.decode(self._parts[name], deref=self._deref)
+
+    def optional_part(self, name: str) -> Any:
+        return self.part(name) if name in self._parts else None
+
+    def load(self, tree: StateTree, context: WorkerContext) -> None:
+        with telling_of_corruption(context):
+            reload(self, tree, context)
+
+    def close(self) -> None:
+        self._shards.close()
+
+    def entry(self, name: str) -> LayoutEntry | None:
+        placed = self._placed.get(name)
+        return (
+            None
+            if placed is None
+            else LayoutEntry(name, placed.dtype, placed.shape, CopyTiming.LAZY)
+        )
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Assemble a tensor of this rank; if divergent copies are stored, return their mean."""
+        self._used.add(name)
+        placed = self._placed[name]
+        copies = self._index.copies(placed.patches)
+        made = [self._filled(one, placed.num_items, placed.dtype) for one in copies]
+        if len(made) == 1:
+            return made[0].view(placed.shape)
+        total = made[0].double()
+        for one in made[1:]:
+            total += one
+        return (total / len(made)).to(made[0].dtype).view(placed.shape)
+
+    def copy_into(self, name: str, target: torch.Tensor) -> None:
+        target.copy_(self.tensor(name))
+
+    def check_all_used(self) -> None:
+        check_used({name: str(self.entry(name)) for name in self._placed}, self._used)
+
+    def _filled(self, copies: Sequence[BoxCopy], num_items: int, dtype: str) -> torch.Tensor:
+        """[items] filled from the copies; padding is 0."""
+        made = torch.zeros(num_items, dtype=DTYPES[dtype])
+        copy_boxes([(copy, made) for copy in copies], self._shards)
+        return made
+
+    def _deref(self, ref: TensorRef) -> object:
+        made = self.tensor(ref.name)
+        if ref.stride:
+            made = early_restore.empty(tuple(made.shape), made.dtype, "cpu", ref.stride).copy_(made)
+        return made.numpy() if ref.kind == "array" else at_home(made, ref.kind)

@@ -1,65 +1,35 @@
 """Reads the shards of all ranks of a version.
 
 Runs in:  worker, inside `attach`, when a version is restored into another number of ranks.
-Takes in: descriptors of arenas from the SMP; or any other `ShardSource`.
+Takes in: descriptors of arenas from the SMP; the ranks whose shards are on other nodes; announced
+          reads.
 Gives:    bytes of any rank's shard; each piece is compared with its digest before it is used.
 
 Rule 1: only requested bytes are read. A digest covers a piece, so the pieces that contain the
         requested bytes are read whole.
-Rule 2: a reader that knows its reads announces them first (`expect`), in their order. A source on
-        other nodes can then fetch them in a few transfers of bounded size.
+Rule 2: a reader that knows its reads announces them first (`expect`), in their order. Pieces on
+        other nodes are fetched in the announced order. One fetch gets as many as fit
+        `WINDOW_BYTES`, and the next fetch replaces them. At most one window is therefore in memory.
 """
 
+import mmap
 import os
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import xxhash
 
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
+from ftrun.sharding.source_index import ByteRange, ShardSource
 from ftrun.snapshot.layout import parse_header
-from ftrun.snapshot.shard_header import ShardHeader
-from ftrun.wire.shared_memory.arena import Arena, SlotHeader, table_digest
+from ftrun.snapshot.shard_header import ShardHeader, unpack_head
+from ftrun.wire.shared_memory.arena import Arena, SlotHeader, SlotState, table_digest
+from ftrun.worker.smp_client import WorkerSmpClient
 
-
-@dataclass(frozen=True, slots=True)
-class ByteRange:
-    """Bytes of one rank's shard; `offset` counts from the start of its data."""
-
-    rank: Rank
-    offset: int
-    num_bytes: int
-
-
-class ShardSource(Protocol):
-    """The shards of one version."""
-
-    def headers(self) -> Mapping[Rank, ShardHeader]:
-        """Layout and digest table of every rank's shard, compared with the sealed digests.
-
-        Raises:
-            SnapshotCorrupt: one of them differs; its `rank` is the owner.
-            SnapshotError, PeerError: one of them is not available.
-        """
-        ...
-
-    def expect(self, ranges: Sequence[ByteRange]) -> None:
-        """Announce the next reads, in order, as whole pieces; replaces earlier announcements."""
-        ...
-
-    def read(self, rank: Rank, offset: int, num_bytes: int) -> memoryview:
-        """Bytes of a shard's data, not compared with a digest.
-
-        Raises:
-            SnapshotError, PeerError: they are not available.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release all memory; existing views keep theirs."""
-        ...
+WINDOW_BYTES = 32 << 20
+_HEADS_AT_ONCE = 100
+_MOST_RANGES = 4096  # a message has at most 1 MiB
 
 
 class LocalShards:
@@ -148,6 +118,123 @@ def make_head(
     if count != len(layout.pieces) or table_digest(table) != sealed.table_digest:
         raise SnapshotCorrupt(what=f"{what}, digest table", piece=0, pieces=count, rank=rank)
     return ShardHeader(layout, start, table)
+
+
+class RemoteShards:
+    """Shards on other nodes, or of lost ones.
+
+    Args:
+        link: to the SMP, which requests them from the other SMPs.
+        wanted: the version.
+        ranks: of the previous world.
+    """
+
+    def __init__(self, link: WorkerSmpClient, wanted: Version, ranks: Sequence[Rank]) -> None:
+        self._link = link
+        self._wanted = wanted
+        self._ranks = list(ranks)
+        self._heads: dict[Rank, ShardHeader] = {}
+        self._expected: deque[ByteRange] = deque()
+        self._window: dict[ByteRange, memoryview] = {}
+
+    def headers(self) -> Mapping[Rank, ShardHeader]:
+        for at in range(len(self._heads), len(self._ranks), _HEADS_AT_ONCE):
+            ranks = self._ranks[at : at + _HEADS_AT_ONCE]
+            fds = self._link.fetch_heads(self._wanted, ranks)
+            for rank, fd in zip(ranks, fds, strict=True):
+                self._heads[rank] = self._head(rank, _mapped(fd))
+        return self._heads
+
+    def expect(self, ranges: Sequence[ByteRange]) -> None:
+        self._expected = deque(ranges)
+
+    def read(self, rank: Rank, offset: int, num_bytes: int) -> memoryview:
+        wanted = ByteRange(rank, offset, num_bytes)
+        if wanted not in self._window:
+            self._fetch(wanted)
+        return self._window[wanted]
+
+    def close(self) -> None:
+        self._heads.clear()
+        self._window.clear()
+        self._expected.clear()
+
+    def _head(self, rank: Rank, raw: memoryview) -> ShardHeader:
+        packed = unpack_head(raw)
+        generation, step = self._wanted.generation, self._wanted.step
+        sealed = SlotHeader(
+            SlotState.SEALED, generation, step, packed.image_bytes, packed.table_digest, 0
+        )
+        return make_head(
+            packed.header,
+            packed.table,
+            layout_id=packed.layout_id,
+            sealed=sealed,
+            what=f"{self._wanted} of rank {rank}",
+            rank=rank,
+        )
+
+    def _fetch(self, first: ByteRange) -> None:
+        if first in self._expected:
+            while self._expected.popleft() != first:
+                pass  # ranges before it were read already, or are not needed any more
+        ranges = [first]
+        size = first.num_bytes
+        while self._expected and len(ranges) < _MOST_RANGES:
+            size += self._expected[0].num_bytes
+            if size > WINDOW_BYTES:
+                break
+            ranges.append(self._expected.popleft())
+        ranges = list(dict.fromkeys(ranges))
+        self._window.clear()
+        raw = _mapped(self._link.fetch_pieces(self._wanted, [self._pieces(r) for r in ranges]))
+        at = 0
+        for one in ranges:
+            self._window[one] = raw[at : at + one.num_bytes]
+            at += one.num_bytes
+
+    def _pieces(self, one: ByteRange) -> tuple[int, int, int]:
+        pieces = self._heads[one.rank].pieces_under(one.offset, one.num_bytes)
+        return (one.rank, pieces[0], len(pieces))
+
+
+class JoinedShards:
+    """Shards of two sources, as one.
+
+    Args:
+        here: preferred for ranks that both have.
+        elsewhere: has the other ranks.
+    """
+
+    def __init__(self, here: ShardSource, elsewhere: ShardSource) -> None:
+        self._here = here
+        self._elsewhere = elsewhere
+        self._ranks_here: set[Rank] = set()
+
+    def headers(self) -> Mapping[Rank, ShardHeader]:
+        here = self._here.headers()
+        self._ranks_here = set(here)
+        return {**self._elsewhere.headers(), **here}
+
+    def expect(self, ranges: Sequence[ByteRange]) -> None:
+        self._elsewhere.expect([one for one in ranges if one.rank not in self._ranks_here])
+
+    def read(self, rank: Rank, offset: int, num_bytes: int) -> memoryview:
+        source = self._here if rank in self._ranks_here else self._elsewhere
+        return source.read(rank, offset, num_bytes)
+
+    def close(self) -> None:
+        self._here.close()
+        self._elsewhere.close()
+
+
+def _mapped(fd: int) -> memoryview:
+    """Map the bytes behind a descriptor and close it; the mapping lives as long as its views."""
+    try:
+        mapping = mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ)
+    finally:
+        os.close(fd)
+    return memoryview(mapping)
 
 
 class CheckedShards:

@@ -13,7 +13,7 @@ Rule 2: other objects (scheduler, scaler, dicts) are normally equal. If they dif
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -21,21 +21,17 @@ import xxhash
 
 from ftrun.errors import LayoutUnknown, RanksDiffer
 from ftrun.ids import Rank, Version
-from ftrun.sharding.mesh import Mesh, ranks_alone
+from ftrun.sharding.rank_values import DataShares, ranks
+from ftrun.sharding.replica_check import StateDifference, TensorContent, difference
 from ftrun.sharding.rule_parser import read_carried
-from ftrun.sharding.source_index import SourceIndex, WholeTensor
+from ftrun.sharding.rules import Mesh, ranks_alone
+from ftrun.sharding.source_index import SourceIndex, WholeTensor, plain_bytes
 from ftrun.snapshot import plain_values as plain
-from ftrun.snapshot import regroup
-from ftrun.snapshot.agreement import StateDifference, TensorContent, difference
-from ftrun.snapshot.layout import PLAIN_NAME
 from ftrun.snapshot.plain_values import TensorRef
-from ftrun.snapshot.regroup import WorldResize, ranks
-from ftrun.worker.reshard.source import CheckedShards, ShardSource
+from ftrun.worker.reshard.source import CheckedShards
 from ftrun.worker.reshard.tensor_reader import readable
-from ftrun.worker.restore import ready_memory
+from ftrun.worker.restore import early_restore
 from ftrun.worker.restore.shard import check_used
-from ftrun.worker.state import determinism as rng
-from ftrun.worker.state.attached import AttachedState
 from ftrun.worker.state.tensors import DTYPES, at_home
 
 _MUST_AGREE = {"session": "session", "groups": "parameter groups"}
@@ -44,6 +40,11 @@ _SHOULD_AGREE = {
     "dicts": "dicts",
     "extra_state": "modules",
     "own_keys": "modules",
+}
+_SHARED_OUT = {
+    "loaders": DataShares.loaders,
+    "rng": DataShares.random_states,
+    "generators": DataShares.generators,
 }
 _OWN = frozenset({"gradients", "learned_others"})
 """Parts that name tensors: a rank takes those of its counterpart."""
@@ -61,7 +62,7 @@ class SourceState:
     """One version, in the shards of all ranks that took it.
 
     Args:
-        source: of the shards; closed by `close`, or here if this fails.
+        shards: of all ranks; closed by `close`.
         wanted: the version.
         old_size: number of ranks that took it.
         seat: the new rank whose part is restored.
@@ -71,21 +72,22 @@ class SourceState:
             have no single state.
     """
 
-    def __init__(self, source: ShardSource, wanted: Version, old_size: int, seat: NewRank) -> None:
+    def __init__(
+        self, shards: CheckedShards, wanted: Version, old_size: int, seat: NewRank
+    ) -> None:
         self.version = wanted
+        self.shards = shards
         self._seat = seat
         self._used: set[str] = set()
-        try:
-            self.images = CheckedShards(source, str(wanted))
-            _check_ranks(self.images, old_size)
-            self._parts = {rank: self._plain_of(rank) for rank in sorted(self.images.heads)}
-            self._before = self._mesh_before()
-            self._own = Rank(self._before.counterpart(seat.mesh, seat.rank))
-            self.index = SourceIndex(self.images.heads, prefer=self._own)
-            self._check_agreement()
-        except BaseException:
-            source.close()
-            raise
+        _check_ranks(shards, old_size)
+        self._parts = {
+            rank: plain_bytes(head, partial(shards.read, rank))
+            for rank, head in sorted(shards.heads.items())
+        }
+        self._before = self._mesh_before()
+        self._own = Rank(self._before.counterpart(seat.mesh, seat.rank))
+        self.index = SourceIndex(shards.heads, prefer=self._own)
+        self._check_agreement()
 
     @property
     def ranks(self) -> list[Rank]:
@@ -101,8 +103,8 @@ class SourceState:
 
     def part(self, name: str) -> Any:
         """A part of the plain values for this rank; its tensors are copies."""
-        if name == "loaders":
-            return {key: self._loader(found) for key, found in self._loaders.items()}
+        if name in _SHARED_OUT:
+            return _SHARED_OUT[name](self._shares)
         if name == "frozen":
             return sorted({one for names in self._different(name) for one in names})
         if name == "modules":
@@ -144,16 +146,6 @@ class SourceState:
     def optimizer_state(self, rank: Rank) -> Any:
         return plain.decode(self._parts[rank]["optimizer_state"])
 
-    def put_back_random_states(self, attached: AttachedState) -> None:
-        """Restore the states of the restore point; an added rank gets derived states."""
-        saved = [self._decode(rank, "generators") for rank in self._streams]
-        for name, state in regroup.generators(saved, self._resize).items():
-            generator = attached.generators.get(name)
-            if generator is not None:
-                rng.set_generator(generator, state)
-        taken = [self._decode(rank, "rng") for rank in self._streams]
-        rng.put_back(regroup.streams(taken, self._resize))
-
     def notes(self) -> list[str]:
         """Differences from a restore into the same world: one log line each."""
         before, now = self._before, self._seat.mesh
@@ -164,10 +156,7 @@ class SourceState:
             "buffers that no optimizer owns: a rank has those of the old rank of its coordinates, "
             "counted round where there were fewer",
         ]
-        if self._moves:
-            loaders = self._loaders.items()
-            notes = (regroup.loader_note(name, some, self._resize) for name, some in loaders)
-            found += [note for note in notes if note is not None]
+        found += self._shares.notes()
         found += [
             f"{one.path} is {one.one} on old rank 0 and {one.other} elsewhere: a rank has what the "
             f"old rank of its coordinates had of {_SHOULD_AGREE[name]}"
@@ -195,14 +184,14 @@ class SourceState:
         return found
 
     def copy(self, rank: Rank, ref: TensorRef) -> object:
-        entry = self.images.heads[rank].entries[ref.name]
+        entry = self.shards.heads[rank].entries[ref.name]
         self._used.add(ref.name)
         dtype = DTYPES[entry.dtype]
-        raw = bytearray(self.images.read(rank, entry.offset, entry.num_bytes))
+        raw = bytearray(self.shards.read(rank, entry.offset, entry.num_bytes))
         flat = readable(memoryview(raw), dtype) if raw else torch.empty(0, dtype=dtype)
         copied = flat.view(entry.shape)
         if ref.stride:
-            copied = ready_memory.empty(entry.shape, dtype, "cpu", ref.stride).copy_(copied)
+            copied = early_restore.empty(entry.shape, dtype, "cpu", ref.stride).copy_(copied)
         return copied.numpy() if ref.kind == "array" else at_home(copied, ref.kind)
 
     def check_all_used(self) -> None:
@@ -221,15 +210,9 @@ class SourceState:
 
     def close(self) -> None:
         self._parts.clear()
-        self.images.close()
+        self.shards.close()
 
     # --- details -----------------------------------------------------------------------------
-
-    def _plain_of(self, rank: Rank) -> dict[str, bytes]:
-        at = self.images.heads[rank].entries[PLAIN_NAME].offset
-        length = int.from_bytes(self.images.read(rank, at, 8), "little")
-        found: dict[str, bytes] = plain.decode(self.images.read(rank, at + 8, length))
-        return found
 
     def _mesh_before(self) -> Mesh:
         parts = self._parts[Rank(0)]
@@ -238,30 +221,11 @@ class SourceState:
         return ranks_alone(len(self._parts))
 
     @cached_property
-    def _resize(self) -> WorldResize:
-        """This rank's index among the ranks with data of their own."""
-        now = self._seat.mesh
-        index = now.batch_index(self._seat.rank)
-        return WorldResize(index, self._before.num_batches, now.num_batches)
+    def _shares(self) -> DataShares:
+        def part(rank: int, name: str) -> Any:
+            return self._decode(Rank(rank), name)
 
-    @property
-    def _moves(self) -> bool:
-        return self._resize.size != self._resize.old_size
-
-    def _loader(self, states: list[Any]) -> Any:
-        own = states[self._resize.old_rank]
-        return regroup.loader(states, self._resize) if self._moves else own
-
-    @cached_property
-    def _streams(self) -> list[Rank]:
-        """The old ranks that differ from `_own` only along batch axes, by batch index."""
-        return [Rank(rank) for rank in self._before.beside(self._own)]
-
-    @cached_property
-    def _loaders(self) -> dict[str, list[Any]]:
-        saved = [self._decode(rank, "loaders") for rank in self._streams]
-        own = saved[self._resize.old_rank]
-        return {name: [states.get(name, own[name]) for states in saved] for name in own}
+        return DataShares(self._before, self._seat.mesh, self._seat.rank, part)
 
     def _modules(self) -> dict[str, Any]:
         """The part `modules`, with the buffers and strides of all ranks (stages have others)."""
@@ -301,7 +265,7 @@ class SourceState:
             if parts["frozen"] == self._parts[Rank(0)]["frozen"]:
                 continue
             for name in sorted(first ^ set(self._decode(rank, "frozen"))):
-                if all(name in self.images.heads[one].entries for one in (Rank(0), rank)):
+                if all(name in self.shards.heads[one].entries for one in (Rank(0), rank)):
                     values = ("frozen", "learned") if name in first else ("learned", "frozen")
                     raise RanksDiffer(key=name, ranks=(0, rank), values=values)
 
@@ -322,8 +286,8 @@ class SourceState:
 
         def deref(ref: TensorRef) -> TensorContent:
             refs.append(ref)
-            entry = self.images.heads[rank].entries[ref.name]
-            raw = self.images.read(rank, entry.offset, entry.num_bytes)
+            entry = self.shards.heads[rank].entries[ref.name]
+            raw = self.shards.read(rank, entry.offset, entry.num_bytes)
             return TensorContent(str(entry), xxhash.xxh3_64_intdigest(raw))
 
         packed = self._parts[rank].get(name)

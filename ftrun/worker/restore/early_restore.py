@@ -1,35 +1,74 @@
-"""Does the part of a restore that does not need the script.
+"""Does the part of a restore that does not need the script, and prefaults memory for its result.
 
-Runs in:  worker: a separate thread, from the process's start until `attach` takes over.
-Takes in: the context; this rank's arena, which outlived the last worker.
+Runs in:  worker: a separate thread, from the process's start until `attach` takes over; the
+          training thread in `attach`.
+Takes in: the context; this rank's arena, which outlived the last worker; the shards of the version
+          to restore, which give the size of the optimizer state.
 Gives:    the arena with its pages mapped, the pieces that match their digests, and optimizer state
-          copied into prefaulted memory (ready_memory.py).
-Survives: every error: `attach` repeats the failed work and reports the error.
+          copied into prefaulted memory; tensors whose pages exist already.
+Survives: every error: `attach` repeats the failed work and reports the error. After a wrong
+          estimate, missing memory is allocated as usual, and the rest is returned to the system
+          when `attach` ends.
 
 A script builds its model and joins the process group before it attaches. If this work is done in
-that time, `attach` only has to make a warm copy of the parameters (scripts/bench_reshard.py).
+that time, `attach` only has to make a warm copy of the parameters. Optimizer state does not exist
+before it is restored. The first access to a page costs ten times a warm copy: it was nine tenths of
+a restore (scripts/bench_reshard.py).
 
-No process writes to this arena before `attach` ends: the SMP only reads it, and other ranks have
-their own arenas. A piece that matched its digest therefore stays unchanged.
+Rule 1: no process writes to this arena before `attach` ends: the SMP only reads it, and other ranks
+        have their own arenas. A piece that matched its digest therefore stays unchanged.
+Rule 2: memory is prefaulted only if the state will be in main memory: on a node with an
+        accelerator, nothing is done.
+Rule 3: prefaulting continues only while the remaining bytes are at most half of the memory that the
+        limits leave to this process. This is checked repeatedly, because a script may need more
+        memory before `attach` than after it.
+Rule 4: each tensor owns its pages, and they return to the system with it.
 """
 
+import ctypes
 import logging
+import mmap
+import os
 import threading
+import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import mul
 from typing import Any
 
 import numpy as np
 import torch
 
 from ftrun.errors import FtrunError
-from ftrun.ids import Version
+from ftrun.free_memory import available_memory
+from ftrun.ids import Rank, Version
 from ftrun.snapshot import plain_values as plain
-from ftrun.snapshot.layout import PLAIN_NAME, Layout, LayoutEntry
+from ftrun.snapshot.layout import PAGE_BYTES, PLAIN_NAME, Layout, LayoutEntry
+from ftrun.snapshot.plain_values import TensorRef
 from ftrun.wire.shared_memory.arena import Arena, open_slot
 from ftrun.worker.capture.copying import digest_of
 from ftrun.worker.context import WorkerContext
-from ftrun.worker.restore import ready_memory
-from ftrun.worker.state.tensors import DTYPES, byte_view
+from ftrun.worker.reshard.source import LocalShards
+from ftrun.worker.smp_client import WorkerSmpClient
+from ftrun.worker.state.tensors import DTYPES, byte_view, stride_for
+
+LEAST_BYTES = 1 << 20
+"""Smallest tensor that gets pages of its own."""
+_STRIDE_BYTES = 8 << 20
+"""Bytes prefaulted by one system call, which cannot be interrupted."""
+_LOOK_AGAIN_BYTES = 64 << 20
+_LARGEST_PART = 0.5
+_POPULATE_WRITE = 23
+_ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel0", "/dev/dri/renderD128")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _log = logging.getLogger(__name__)
 
@@ -74,11 +113,11 @@ class EarlyRestore:
         at = values.offset
         length = int.from_bytes(shard.data[at : at + 8].tobytes(), "little")
         parts = plain.decode(shard.data[at + 8 : at + 8 + length].tobytes())
-        for name in ready_memory.state_names(parts):
+        for name in state_names(parts):
             entry = entries[name]
             if self._is_taken.is_set() or name in self.copied:
                 continue
-            tensor = ready_memory.ready_tensor(entry.shape, DTYPES[entry.dtype])
+            tensor = ready_tensor(entry.shape, DTYPES[entry.dtype])
             if tensor is not None and self._copy(shard, entry, tensor):
                 self.copied[name] = tensor
 
@@ -127,7 +166,7 @@ def begin(context: WorkerContext) -> None:
     _begun = None
     if context.restore is None:
         return
-    ready_memory.expect()
+    expect()
     try:
         _begun = _opened(context)
     except (FtrunError, OSError, ValueError) as error:
@@ -161,7 +200,7 @@ def _work(context: WorkerContext, ahead: EarlyRestore | None) -> None:
     try:
         if ahead is not None:
             ahead.map_pages()
-        is_ready = ready_memory.make_ready(context)
+        is_ready = make_ready(context)
         if ahead is not None:
             ahead.read(with_state=is_ready)
     except (FtrunError, OSError) as error:
@@ -169,3 +208,201 @@ def _work(context: WorkerContext, ahead: EarlyRestore | None) -> None:
     except Exception:  # noqa: BLE001
         # ftrun's thread in the user's process: a bug here costs time only, and is logged once.
         _log.warning("a bug in ftrun: the restore is not prepared", exc_info=True)
+
+
+# --- prefaulted memory ---
+
+
+class PrefaultedMemory:
+    """A range of anonymous memory, prefaulted and handed out from its beginning.
+
+    Args:
+        num_bytes: size of the range.
+
+    Raises:
+        OSError: the address space has no such range.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._end = _pages(num_bytes)
+        self._at = 0
+        self._lock = threading.Lock()
+        self._touching = threading.Lock()
+        """Held while the kernel populates pages, which must not be unmapped at that time."""
+        self._is_over = threading.Event()
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        address = _libc.mmap(None, self._end, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        if address is None or address == ctypes.c_void_p(-1).value:
+            raise OSError(ctypes.get_errno(), f"no {self._end:,} bytes of addresses")
+        self._address: int = address
+
+    def touch(self) -> bool:
+        """Populate all pages; return whether all exist.
+
+        It stops early if `close` was called or memory is short. It runs without the interpreter
+        lock, and `take` need not wait for it.
+        """
+        for at in range(0, self._end, _STRIDE_BYTES):
+            if at % _LOOK_AGAIN_BYTES == 0:
+                left = self._end - max(at, self._at)
+                if left > _LARGEST_PART * available_memory().num_bytes:
+                    return False
+            with self._touching:
+                if self._is_over.is_set():
+                    return False
+                # Memory that was handed out belongs to its tensor.
+                begin, end = max(at, self._at), min(at + _STRIDE_BYTES, self._end)
+                num_bytes = max(0, end - begin)
+                if num_bytes and _libc.madvise(self._address + begin, num_bytes, _POPULATE_WRITE):
+                    return False  # an older kernel, or no memory: pages fault when they are used
+        return True
+
+    def take(self, num_bytes: int) -> torch.Tensor | None:
+        """[num_bytes] uint8 with pages of its own; None if the rest of the range is too small."""
+        size = _pages(num_bytes)
+        with self._lock:
+            if self._is_over.is_set() or self._at + size > self._end:
+                return None
+            address = self._address + self._at
+            self._at += size
+        memory = (ctypes.c_ubyte * num_bytes).from_address(address)
+        # At exit the kernel frees everything; tensors may be used until then.
+        weakref.finalize(memory, _libc.munmap, address, size).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Unmap the memory that was not handed out; the thread ends soon after."""
+        self._is_over.set()
+        with self._touching, self._lock:
+            if self._at < self._end:
+                _libc.munmap(self._address + self._at, self._end - self._at)
+            self._at = self._end
+
+
+_ready: PrefaultedMemory | None = None
+_is_wanted = False
+_guard = threading.Lock()
+
+
+def expect() -> None:
+    """Announce a restore; `make_ready` does nothing without it."""
+    global _is_wanted
+    _is_wanted = True
+
+
+def make_ready(context: WorkerContext) -> bool:
+    """Determine the size of the optimizer state of the version to restore, and prefault it.
+
+    Returns:
+        Whether all pages exist now.
+
+    Raises:
+        FtrunError, OSError: the size cannot be determined, or there is no memory.
+    """
+    global _ready
+    if any(os.path.exists(path) for path in _ACCELERATORS):
+        return False
+    num_bytes = _needed_bytes(context)
+    if num_bytes < LEAST_BYTES:
+        return False
+    with _guard:
+        if not _is_wanted:
+            return False  # `attach` has ended already
+        _ready = ready = PrefaultedMemory(num_bytes)
+    return ready.touch()
+
+
+def ready_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+    """An uninitialized tensor in prefaulted memory; None if it is small or too little is left."""
+    num_bytes = reduce(mul, shape, 1) * dtype.itemsize
+    ready = _ready
+    taken = ready.take(num_bytes) if ready is not None and num_bytes >= LEAST_BYTES else None
+    return None if taken is None else taken.view(dtype).view(shape)
+
+
+def empty(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    stride: tuple[int, ...] = (),
+) -> torch.Tensor:
+    """Like torch.empty, in prefaulted memory if there is enough.
+
+    Args:
+        shape: of the tensor.
+        dtype: of its items.
+        device: of the tensor.
+        stride: of a tensor with this number of dimensions; the result gets its dimension order.
+    """
+    found = ready_tensor(shape, dtype) if torch.device(device).type == "cpu" else None
+    made = torch.empty(shape, dtype=dtype, device=device) if found is None else found
+    if not stride:
+        return made
+    # Not `as_strided`, because its result is a view that shares the version counter.
+    storage, offset = made.untyped_storage(), made.storage_offset()
+    return made.new_empty(0).set_(storage, offset, shape, stride_for(shape, stride))
+
+
+def release() -> None:
+    """Return the prefaulted memory that was not handed out; `make_ready` does nothing now."""
+    global _ready, _is_wanted
+    with _guard:
+        _is_wanted, ready, _ready = False, _ready, None
+    if ready is not None:
+        ready.close()
+
+
+def _needed_bytes(context: WorkerContext) -> int:
+    """Bytes of this rank's optimizer state, estimated from the shards on this node."""
+    wanted = context.restore
+    assert wanted is not None
+    old_size = context.restore_world_size or context.world_size
+    if context.is_resized:
+        link = WorkerSmpClient(context)
+        try:
+            fds = link.open_images(wanted, old_size)
+        finally:
+            link.close()
+    else:
+        fds = {} if context.arena_fd is None else {context.rank: os.dup(context.arena_fd)}
+    images = LocalShards(fds, wanted)
+    try:
+        found = [_state_bytes(images, rank) for rank in images.headers()]
+    finally:
+        images.close()
+    if not context.is_resized:
+        return sum(whole + part for whole, part in found)
+    whole = max((whole for whole, _ in found), default=0)
+    parts = sum(part for _, part in found) * old_size // max(1, len(found))
+    return whole + parts // context.world_size + PAGE_BYTES
+
+
+def _state_bytes(images: LocalShards, rank: Rank) -> tuple[int, int]:
+    entries = images.headers()[rank].entries
+    at = entries[PLAIN_NAME].offset
+    length = int.from_bytes(images.read(rank, at, 8), "little")
+    names = state_names(plain.decode(images.read(rank, at + 8, length)))
+    large = [one for name in names if (one := entries[name]).num_bytes >= LEAST_BYTES]
+    whole = sum(_pages(one.num_bytes) for one in large if one.part is None)
+    return whole, sum(_pages(one.num_bytes) for one in large if one.part is not None)
+
+
+def state_names(parts: Mapping[str, bytes]) -> list[str]:
+    """Names of the optimizer state tensors, in the order in which a restore reads them.
+
+    Args:
+        parts: the plain values of a shard.
+    """
+    names: list[str] = []
+    if "optimizer_state" not in parts:
+        return names  # saved by ftrun.dcp, which fills existing tensors
+
+    def note(ref: TensorRef) -> None:
+        names.append(ref.name)
+
+    plain.decode(parts["optimizer_state"], deref=note)
+    return names
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

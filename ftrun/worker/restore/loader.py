@@ -9,7 +9,7 @@ views of the arena would change the snapshot. Random states are restored last an
 because code that runs between restore and first step may draw random numbers.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -34,6 +34,8 @@ from ftrun.worker.state.structure import add_groups, make_fit
 from ftrun.worker.state.tensors import DTYPES, byte_view, is_expanded
 
 _NOTHING = "nothing"
+
+Named = Mapping[str, Any]
 
 
 class Parts(Protocol):
@@ -64,19 +66,25 @@ class RestorableVersion(Protocol):
     def close(self) -> None: ...
 
 
-class RankState(Parts, Protocol):
-    """The state of one rank, as `reload` reads it."""
+class SavedState(Parts, Protocol):
+    """The state of one rank, as `reload` loads it."""
 
     version: Version
 
-    def entry(self, name: str) -> LayoutEntry | None: ...
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """A tensor to copy from at once; it counts as used."""
+    def described(self, name: str) -> tuple[str, Shape] | None:
+        """Dtype and whole shape of a tensor; None if it was not saved."""
         ...
 
-    def copy_into(self, name: str, target: torch.Tensor) -> None:
-        """Copy a tensor into one of the same shape; it counts as used."""
+    def groups_among(self, present: Collection[str]) -> dict[str, list[dict[str, Any]]]:
+        """Parameter groups by optimizer, for a rank that has these tensors."""
+        ...
+
+    def load_tensors(self, tree: StateTree, lasting: PersistentSources, groups: Named) -> None:
+        """Fill all tensors that exist; `groups` names the saved optimizers."""
+        ...
+
+    def optimizer_states(self) -> Named:
+        """State by optimizer and parameter, with tensors; called after `load_tensors`."""
         ...
 
     def check_all_used(self) -> None:
@@ -88,13 +96,33 @@ class RankState(Parts, Protocol):
         ...
 
 
-class LocalState(LocalShardReader):
-    """One version of this rank's shard, for loading into the attached objects."""
+class RankState(SavedState, Protocol):
+    """The state of one rank by entries, as if the rank had taken the version itself."""
 
-    @property
-    def layout(self) -> Any:
-        """The declared layout, as `DeclaredSharding.saved`; None if the script declared none."""
-        return self.optional_part("layout")
+    def entry(self, name: str) -> LayoutEntry | None: ...
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor to copy from at once; it counts as used."""
+        ...
+
+    def copy_into(self, name: str, target: torch.Tensor) -> None:
+        """Copy a tensor into one of the same shape; it counts as used."""
+        ...
+
+    def described(self, name: str) -> tuple[str, Shape] | None:
+        entry = self.entry(name)
+        return None if entry is None else (entry.dtype, entry.shape)
+
+    def groups_among(self, present: Collection[str]) -> dict[str, list[dict[str, Any]]]:
+        groups: dict[str, list[dict[str, Any]]] = self.part("groups")
+        return groups
+
+    def load_tensors(self, tree: StateTree, lasting: PersistentSources, groups: Named) -> None:
+        _load_tensors(self, lasting, tree.attached)
+
+    def optimizer_states(self) -> Named:
+        saved = self.part("optimizer_state")
+        return {name: optimizer["state"] for name, optimizer in saved.items()}
 
     def load(self, tree: StateTree, context: WorkerContext) -> None:
         reload(self, tree, context)
@@ -102,37 +130,43 @@ class LocalState(LocalShardReader):
     def put_back_random_states(self, attached: AttachedState) -> None:
         put_back_random_states(self, attached)
 
+
+class LocalState(LocalShardReader, RankState):
+    """One version of this rank's shard, for loading into the attached objects."""
+
+    @property
+    def layout(self) -> Any:
+        """The declared layout, as `DeclaredSharding.saved`; None if the script declared none."""
+        return self.optional_part("layout")
+
     def close(self) -> None:
         """Nothing to release: the arena is this rank's own and stays in use."""
 
 
-def put_back_random_states(saved: RankState, attached: AttachedState) -> None:
+def put_back_random_states(saved: Parts, attached: AttachedState) -> None:
     for name, state in saved.part("generators").items():
         if name in attached.generators:
             rng.set_generator(attached.generators[name], state)
     rng.put_back(saved.part("rng"))
 
 
-def reload(saved: RankState, tree: StateTree, context: WorkerContext) -> None:
+def reload(saved: SavedState, tree: StateTree, context: WorkerContext) -> None:
     """Load everything except the random states.
 
     Raises:
         ShapeChanged: the attached objects do not match the saved ones.
+        SnapshotCorrupt, TensorIncomplete, RanksDiffer: the saved state is damaged or incomplete.
     """
     page = context.page
     page.set(HeartbeatField.RESTORE_BEGIN_NS, clock.now_ns())
     crash_point("worker.restore.begun")
-
-    def described(name: str) -> tuple[str, Shape] | None:
-        entry = saved.entry(name)
-        return None if entry is None else (entry.dtype, entry.shape)
-
-    make_fit(saved.optional_part("modules") or {}, described, tree)
-    add_groups(saved.part("groups"), tree)
+    make_fit(saved.optional_part("modules") or {}, saved.described, tree)
+    groups = saved.groups_among(set(tree.lasting().names.values()))
+    add_groups(groups, tree)
     lasting = tree.lasting()
-    _load_tensors(saved, lasting, tree.attached)
+    saved.load_tensors(tree, lasting, groups)
     crash_point("worker.restore.tensors_loaded")
-    _load_optimizers(saved, tree, lasting)
+    _load_optimizers(saved, tree, lasting, groups)
     load_objects(saved, tree.attached, lasting)
     saved.check_all_used()
     crash_point("worker.restore.loaded")
@@ -224,19 +258,19 @@ def put_back_flags(part: Callable[[str], Any], lasting: PersistentSources) -> No
         put_back_gradients(gradients, lasting.parameters, lasting.names)
 
 
-def _load_optimizers(saved: RankState, tree: StateTree, lasting: PersistentSources) -> None:
-    all_groups = saved.part("groups")
-    all_states = saved.part("optimizer_state")
+def _load_optimizers(
+    saved: SavedState, tree: StateTree, lasting: PersistentSources, groups: Named
+) -> None:
+    states = saved.optimizer_states()
+    described = {name: saved.described(name) for name in lasting.names.values()}
+    dtypes = {name: DTYPES[found[0]] for name, found in described.items() if found is not None}
     for name, optimizer in tree.attached.optimizers.items():
-        groups = groups_for(name, optimizer, all_groups)
-        held = {key: e for key in lasting.names.values() if (e := saved.entry(key)) is not None}
-        dtypes = {key: DTYPES[entry.dtype] for key, entry in held.items()}
-        state = all_states[name]["state"]
+        own = groups_for(name, optimizer, groups)
         load_optimizer(
             name,
             optimizer,
-            groups,
-            state,
+            own,
+            states[name],
             names=lasting.names,
             dtypes=dtypes,
             skip=tree.attached.skip,

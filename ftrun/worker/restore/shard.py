@@ -27,7 +27,7 @@ from ftrun.wire.shared_memory.arena import Arena, open_slot
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.capture.copying import digest_of, entry_view
 from ftrun.worker.context import WorkerContext
-from ftrun.worker.restore import ready_memory
+from ftrun.worker.restore import early_restore
 from ftrun.worker.state.tensors import DTYPES, LocalPart, at_home, byte_view, can_be_cut
 
 
@@ -180,7 +180,7 @@ class LocalShardReader:
         entry = self._entries[ref.name]
         copied = self._copied.pop(ref.name, None)
         if copied is None or ref.stride:
-            made = ready_memory.empty(entry.shape, DTYPES[entry.dtype], "cpu", ref.stride)
+            made = early_restore.empty(entry.shape, DTYPES[entry.dtype], "cpu", ref.stride)
             if copied is None:
                 self.copy_into(ref.name, made)
             else:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ftrun.snapshot.regroup import DERIVED, derived_seed
+from ftrun.sharding.rank_values import DERIVED, derived_seed
 
 
 def take_all() -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _from_bytes(state: bytes) -> torch.Tensor:
 
 
 def settled(taken: dict[str, Any]) -> dict[str, Any]:
-    """Compute derived random states; see `regroup.streams`."""
+    """Compute derived random states; see `rank_values.streams`."""
     if DERIVED not in taken:
         return taken
     base = settled(taken[DERIVED])

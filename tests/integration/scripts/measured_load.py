@@ -17,7 +17,6 @@ from torch.distributed.fsdp import fully_shard
 
 import ftrun
 import ftrun.worker.reshard.engine
-import ftrun.worker.reshard.ruled
 import ftrun.worker.snapshot_session
 
 LAYERS, WIDTH = 24, 1024

@@ -254,10 +254,10 @@ def _forget_parts() -> None:
 
 
 def _read_little_at_a_time() -> None:
-    from ftrun.worker.reshard import remote_images
+    from ftrun.worker.reshard import source
     from ftrun.worker.reshard import tensor_reader as world_reader
 
-    remote_images.WINDOW_BYTES = 1 << 18
+    source.WINDOW_BYTES = 1 << 18
     world_reader.MOST_BYTES = 1 << 15
 
 

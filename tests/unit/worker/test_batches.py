@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from ftrun.sharding.rank_values import WorldResize, loader
 from ftrun.snapshot.plain_values import decode, encode
-from ftrun.snapshot.regroup import WorldResize, loader
 from ftrun.worker.state import determinism as rng
 from ftrun.worker.state.data_position import DataPosition
 

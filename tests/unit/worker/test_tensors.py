@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ftrun.worker.restore.ready_memory import empty
+from ftrun.worker.restore.early_restore import empty
 from ftrun.worker.state.tensors import is_expanded, stride_for, stride_of
 
 

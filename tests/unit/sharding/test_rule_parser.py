@@ -3,9 +3,15 @@
 import pytest
 
 from ftrun.errors import RulesInvalid
-from ftrun.sharding.mesh import Mesh
 from ftrun.sharding.rule_parser import carried, read_carried, read_rules
-from ftrun.sharding.rules import DimensionSplit, FlatBuffer, FusedPart, SharingKind, UnevenPolicy
+from ftrun.sharding.rules import (
+    DimensionSplit,
+    FlatBuffer,
+    FusedPart,
+    Mesh,
+    SharingKind,
+    UnevenPolicy,
+)
 
 WHOLE = """
 mesh: {pp: 2, dp: 2, tp: 4}

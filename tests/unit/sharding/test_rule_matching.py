@@ -3,7 +3,7 @@
 import pytest
 
 from ftrun.errors import RulesMismatch
-from ftrun.sharding.cuts import SplitImpossible
+from ftrun.sharding.partition import SplitImpossible
 from ftrun.sharding.rule_matching import OwningParameter, StateOwnership, match
 from ftrun.sharding.rule_parser import read_rules
 from ftrun.sharding.rules import SharingKind

@@ -1,11 +1,22 @@
-"""A dimension is cut so that all coordinates together have each item, and nothing else."""
+"""A dimension is split by a rule; a run of items is cut into boxes."""
 
+import math
+
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrun.sharding.cuts import SplitImpossible, divide, hold, share
-from ftrun.sharding.rules import DimensionSplit, FusedPart, UnevenPolicy
+from ftrun.sharding.partition import (
+    SplitImpossible,
+    boxes_of_run,
+    divide,
+    hold,
+    patches_of,
+    share,
+    view_of,
+)
+from ftrun.sharding.rules import DimensionSplit, FusedPart, Mesh, UnevenPolicy
 
 counts = st.integers(1, 7)
 
@@ -72,3 +83,25 @@ def test_units_that_are_fewer_than_the_coordinates_may_be_shared() -> None:
 def test_what_cannot_be_cut_is_told(cut: DimensionSplit, size: int, told: str) -> None:
     with pytest.raises(SplitImpossible, match=told):
         hold(cut, size, count=3, index=0)
+
+
+shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+
+@settings(deadline=None)
+@given(shapes, st.data())
+def test_a_run_of_items_as_boxes(shape: tuple[int, ...], data: st.DataObject) -> None:
+    size = math.prod(shape)
+    start = data.draw(st.integers(0, size))
+    end = data.draw(st.integers(start, size))
+    items = np.arange(size).reshape(shape)
+    boxes = boxes_of_run(shape, start, end)
+    found = [items[tuple(map(slice, box.offsets, box.end))].reshape(-1) for box in boxes]
+    assert np.concatenate([*found, []]).tolist() == list(range(start, end))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_a_tensor_of_nothing_has_no_patches() -> None:
+    view = view_of((0, 3), (DimensionSplit("tp", 1),), Mesh((("tp", 2),)), {"tp": 1})
+    assert view.shape == (0, 1)
+    assert patches_of("w", view) == ()

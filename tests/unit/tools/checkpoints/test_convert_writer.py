@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrun.tools.checkpoints import float_bits
-from ftrun.tools.checkpoints.float_bits import bits_type, converted, mean
+from ftrun.sharding.source_index import Bits
+from ftrun.tools.checkpoints import convert_writer
+from ftrun.tools.checkpoints.convert_writer import bits_type, converted, mean
 
 TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 WIDTH = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -15,12 +16,12 @@ WIDTH = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 dtypes = st.sampled_from(list(TORCH))
 
 
-def bits_of(tensor: torch.Tensor) -> float_bits.Bits:
+def bits_of(tensor: torch.Tensor) -> Bits:
     raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
     return np.frombuffer(raw, bits_type(tensor.element_size()))
 
 
-def tensor_of(bits: float_bits.Bits, dtype: str) -> torch.Tensor:
+def tensor_of(bits: Bits, dtype: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(bits.tobytes()), dtype=TORCH[dtype])
 
 
@@ -55,7 +56,7 @@ def test_ties_go_to_the_even_one() -> None:
 def test_what_is_converted_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     bits = bits_of(torch.randn(1000, generator=torch.Generator().manual_seed(1)))
     once = converted(bits, "F32", "BF16"), mean([bits, bits[::-1].copy()], "F32")
-    monkeypatch.setattr(float_bits, "_AT_ONCE", 7)
+    monkeypatch.setattr(convert_writer, "_AT_ONCE", 7)
     again = converted(bits, "F32", "BF16"), mean([bits, bits[::-1].copy()], "F32")
     assert all(map(np.array_equal, once, again))
 

@@ -6,14 +6,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftrun.errors import RulesMismatch
-from ftrun.sharding.mesh import Mesh
 from ftrun.sharding.rule_parser import read_rules
-from ftrun.sharding.rules import ShardingRules
-from ftrun.sharding.world_layout import StoredEntry, WorldLayout, lay_out, read_world
-from tests.unit.layouts.worlds import (
+from ftrun.sharding.rules import Mesh, ShardingRules
+from ftrun.sharding.world_layout import (
+    StoredEntry,
+    WorldLayout,
+    lay_out,
+    read_world,
+    stored_entries,
+)
+from ftrun.snapshot.boxes import TensorPart
+from ftrun.snapshot.plain_values import TensorRef
+from tests.unit.sharding.worlds import (
     Array,
     Made,
+    MadeShards,
+    array,
     arrays_of,
+    entry_named,
     filled,
     meshes,
     models,
@@ -27,8 +37,8 @@ from tests.unit.layouts.worlds import (
 def assert_same(found: list[dict[str, Array]], expected: list[dict[str, Array]]) -> None:
     assert [set(held) for held in found] == [set(held) for held in expected]
     for here, there in zip(found, expected, strict=True):
-        for name, array in there.items():
-            assert np.array_equal(here[name], array), name
+        for name, held in there.items():
+            assert np.array_equal(here[name], held), name
 
 
 @settings(deadline=None, max_examples=150)
@@ -142,8 +152,8 @@ def test_copies_that_went_their_own_ways_are_told_apart_until_they_are_one() -> 
     stored = [[StoredEntry("e", "F32", (3,))] for _ in range(3)]
     source = read_world(rules(text.format(dp=3)), stored)
     target = lay_out(rules(text.format(dp=2)), source)
-    copies = source.stock().copies(target.entries[1]["e"].patches)
-    assert [[copy.rank for copy in one] for one in copies] == [[0], [1], [2]]
+    copies = source.index(entry_named).copies(target.entries[1]["e"].patches)
+    assert [[copy.holders[0].rank for copy in one] for one in copies] == [[0], [1], [2]]
     with pytest.raises(RulesMismatch, match="I64"):
         read_world(rules(text.format(dp=1)), [[StoredEntry("e", "I64", (3,))]])
 
@@ -331,3 +341,35 @@ def test_the_same_world_needs_nothing(old: int, new: int) -> None:
     one = rules(FLAT.format(dp=old)).layout
     other = rules("\n" + FLAT.format(dp=new)).layout
     assert (one == other) == (old == new)
+
+
+# --- entries of shards ---
+
+
+def test_state_is_told_with_its_parameter() -> None:
+    state = {
+        "w": {
+            "n": 7,
+            "mean": TensorRef("s.mean"),
+            "more": [TensorRef("s.one"), (TensorRef("s.two"),)],
+        },
+        3: {"x": TensorRef("s.global")},
+    }
+    names = ("w", "s.mean", "s.one", "s.two", "s.global")
+    made = MadeShards([dict.fromkeys(names, array(1, 2))], state)
+    (found,) = stored_entries(made.heads, made.parts(), source="x")
+    owners = {one.name: one.of for one in found}
+    assert owners == {"w": None, "s.mean": "w", "s.one": "w", "s.two": "w", "s.global": None}
+    assert found[0] == StoredEntry("w", "F32", (2,))
+
+
+def test_dtensors_need_no_rules() -> None:
+    made = MadeShards([{"w": array(1, 2)}], part=TensorPart((4,), (2,)))
+    with pytest.raises(RulesMismatch, match="w is a DTensor"):
+        stored_entries(made.heads, made.parts(), source="x")
+
+
+def test_what_no_session_has_saved_is_refused_in_words() -> None:
+    made = MadeShards([{"w": array(1, 2)}])
+    with pytest.raises(RulesMismatch, match=r"saved by ftrun\.dcp"):
+        stored_entries(made.heads, [{"objects": b""}], source="x")

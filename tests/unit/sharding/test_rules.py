@@ -1,10 +1,10 @@
-"""Ranks and coordinates say the same; what is a rank's own comes from the same coordinates."""
+"""Ranks are points of a mesh; patterns match whole names."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftrun.sharding.mesh import Mesh, ranks_alone
+from ftrun.sharding.rules import Mesh, NamePattern, ranks_alone
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 
@@ -67,3 +67,38 @@ def test_ranks_beside_one_see_other_data_and_have_the_same_part() -> None:
     assert Mesh((("tp", 2),)).beside(1) == [1]
     assert not mesh.has_stages
     assert Mesh((("pp", 2),)).has_stages
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "found"),
+    [
+        ("model.w", "model.w", {}),
+        ("model.w", "model.w2", None),
+        ("model.w", "modelxw", None),
+        ("model.*.w", "model.a.b.w", {}),
+        ("model.*", "model.", {}),
+        ("*", "", {}),
+        ("layers.{n}.*", "layers.12.w", {"n": 12}),
+        ("layers.{n}.*", "layers.x.w", None),
+        ("{a}-{b}", "1-2", {"a": 1, "b": 2}),
+        ("optimizer.params[0][{n}]", "optimizer.params[0][7]", {"n": 7}),
+        ("{}", "{}", {}),
+    ],
+)
+def test_what_matches(pattern: str, name: str, found: dict[str, int] | None) -> None:
+    assert NamePattern(pattern).match(name) == found
+
+
+def test_a_pattern_says_its_words_and_itself() -> None:
+    assert NamePattern("a.{n}.*.{m}").words == ("n", "m")
+    assert str(NamePattern("a.*")) == "a.*"
+
+
+def test_a_number_is_all_of_its_digits() -> None:
+    assert NamePattern("model.*{n}.w").match("model.layer12.w") == {"n": 12}
+    assert NamePattern("*{n}*").match("layers.104.w") == {"n": 104}
+
+
+def test_another_number_at_the_same_place() -> None:
+    pattern = NamePattern("m{turn}.*.{n}.*")
+    assert pattern.with_numbers("m1.layers.12.w3", {"turn": 0, "n": 7}) == "m0.layers.7.w3"

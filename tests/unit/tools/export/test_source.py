@@ -15,8 +15,7 @@ from ftrun.errors import CheckpointError
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.boxes import Box, TensorPart, whole
 from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, LayoutEntry, make_layout
-from ftrun.tools.export.source import ExportSource
-from ftrun.tools.export.whole_tensors import WholeTensorReader
+from ftrun.tools.export.source import ExportSource, WholeTensorReader
 from ftrun.wire.messages.checkpoint import ShardFileLocation
 from ftrun.worker.disk_images import DiskImages
 

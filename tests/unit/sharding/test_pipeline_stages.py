@@ -14,7 +14,7 @@ from ftrun.sharding.rules import ShardingRules
 from ftrun.sharding.world_layout import StoredEntry, lay_out, read_world
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.plain_values import TensorRef
-from tests.unit.layouts.worlds import Array, moved, numbers, stored_of
+from tests.unit.sharding.worlds import Array, entry_named, moved, numbers, stored_of
 
 Layers = dict[int, Array]
 
@@ -150,8 +150,10 @@ def test_groups_and_state_are_called_as_the_new_rank_calls_them() -> None:
         "m0.2": {"of": "m1.0.w"},
         "m0.3": {"of": "m1.0.w"},
     }
-    copies = source.stock().copies(target.entries[0]["o.state.m0.2.w.seen"].patches)
-    assert [(copy.rank, copy.entry) for copy in copies[0]] == [(0, "o.state.m1.0.w.seen")]
+    copies = source.index(entry_named).copies(target.entries[0]["o.state.m0.2.w.seen"].patches)
+    assert [(h.rank, h.entry.name) for copy in copies[0] for h in copy.holders] == [
+        (0, "o.state.m1.0.w.seen")
+    ]
 
 
 # --- what does not fit -------------------------------------------------------------------------

@@ -8,22 +8,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import xxhash
 from hypothesis import strategies as st
 
-from ftrun.sharding.mesh import Mesh
-from ftrun.sharding.name_patterns import NamePattern
 from ftrun.sharding.partition import StoredRegion
 from ftrun.sharding.rules import (
     DimensionSplit,
     FlatBuffer,
     FusedPart,
+    Mesh,
+    NamePattern,
     ShardingRule,
     ShardingRules,
     SharingKind,
     StagePlacement,
     UnevenPolicy,
 )
+from ftrun.sharding.source_index import plain_bytes
 from ftrun.sharding.world_layout import PlacedEntry, StoredEntry, WorldLayout
+from ftrun.snapshot import plain_values as plain
+from ftrun.snapshot.boxes import TensorPart
+from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, LayoutEntry, make_layout
+from ftrun.snapshot.shard_header import ShardHeader
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -255,22 +261,29 @@ def view_of(items: Array, first: int, shape: Sequence[int], strides: Sequence[in
     return np.lib.stride_tricks.as_strided(items[first:], shape, steps)
 
 
+def entry_named(rank: int, name: str) -> LayoutEntry:
+    """An entry of a shard that is copied from by items."""
+    return LayoutEntry(name, "I64", (), CopyTiming.LAZY)
+
+
 def moved(
     world: WorldLayout, arrays: Sequence[Mapping[str, Array]], target: WorldLayout
 ) -> list[dict[str, Array]]:
     """The arrays of another world, copied box by box; each item that is no padding once."""
-    stock = world.stock()
+    index = world.index(entry_named)
     found: list[dict[str, Array]] = []
     for entries in target.entries:
         made = {}
         for placed in entries.values():
             items = np.zeros(placed.num_items, np.int64)
             times = np.zeros(placed.num_items, np.int64)
-            (copies,) = stock.copies(placed.patches)
+            (copies,) = index.copies(placed.patches)
             for whole in copies:
-                for copy in whole.cut_to(5):
+                for copy in whole.cut_to(5 * 8):
                     assert copy.span <= 5
-                    source = np.ascontiguousarray(arrays[copy.rank][copy.entry]).reshape(-1)
+                    (holder,) = copy.holders
+                    held = arrays[holder.rank][holder.entry.name]
+                    source = np.ascontiguousarray(held).reshape(-1)
                     to = (copy.to_first, copy.shape, copy.to_strides)
                     view_of(items, *to)[...] = view_of(source, copy.first, copy.shape, copy.strides)
                     view_of(times, *to)[...] += 1
@@ -286,3 +299,54 @@ def moved(
 
 def _count(times: Array, patch: StoredRegion) -> None:
     view_of(times, patch.first, patch.box.shape, patch.strides)[...] += 1
+
+
+class MadeShards:
+    """Shards in memory."""
+
+    def __init__(
+        self,
+        ranks: Sequence[Mapping[str, Array]],
+        state: object = None,
+        part: TensorPart | None = None,
+    ) -> None:
+        saved = {"opt": {"state": state or {}}}
+        self.plain = plain.encode({"optimizer_state": plain.encode(saved)})
+        made = [self._shard(held, part) for held in ranks]
+        self.heads = [head for head, _ in made]
+        self.data = [data for _, data in made]
+        self.num_reads = 0
+
+    def _shard(
+        self, held: Mapping[str, Array], part: TensorPart | None
+    ) -> tuple[ShardHeader, bytes]:
+        entries = [
+            LayoutEntry(n, "F32", a.shape, CopyTiming.LAZY, part=part) for n, a in held.items()
+        ]
+        layout = make_layout(entries, plain_bytes=len(self.plain) + 8)
+        data = bytearray(layout.data_bytes)
+        for entry in layout.entries:
+            raw = held[entry.name].tobytes() if entry.name in held else b""
+            if entry.name == PLAIN_NAME:
+                raw = len(self.plain).to_bytes(8, "little") + self.plain
+            data[entry.offset : entry.offset + len(raw)] = raw
+        digests = [
+            xxhash.xxh3_64_intdigest(data[p.offset : p.offset + p.num_bytes]) for p in layout.pieces
+        ]
+        table = memoryview(np.array(digests, np.uint64).tobytes()).cast("Q")
+        return ShardHeader(layout, 0, table), bytes(data)
+
+    def read(self, rank: int, name: str, first_byte: int, num_bytes: int) -> memoryview:
+        self.num_reads += 1
+        at = self.heads[rank].entries[name].offset + first_byte
+        return memoryview(self.data[rank])[at : at + num_bytes]
+
+    def parts(self) -> list[dict[str, bytes]]:
+        return [
+            plain_bytes(head, lambda at, size, data=data: memoryview(data)[at : at + size])
+            for head, data in zip(self.heads, self.data, strict=True)
+        ]
+
+
+def array(*items: float) -> Array:
+    return np.array(items, np.float32)

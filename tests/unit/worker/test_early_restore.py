@@ -13,8 +13,8 @@ import torch
 
 from ftrun.free_memory import AvailableMemory
 from ftrun.snapshot.layout import PAGE_BYTES
-from ftrun.worker.restore import ready_memory
-from ftrun.worker.restore.ready_memory import LEAST_BYTES, PrefaultedMemory
+from ftrun.worker.restore import early_restore
+from ftrun.worker.restore.early_restore import LEAST_BYTES, PrefaultedMemory
 
 MIB = 1 << 20
 
@@ -25,7 +25,7 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 @pytest.fixture
 def ready(monkeypatch: pytest.MonkeyPatch) -> Iterator[PrefaultedMemory]:
     made = PrefaultedMemory(16 * MIB)
-    monkeypatch.setattr(ready_memory, "_ready", made)
+    monkeypatch.setattr(early_restore, "_ready", made)
     yield made
     made.close()
 
@@ -54,7 +54,7 @@ def test_what_is_touched_is_there_before_it_is_used(ready: PrefaultedMemory) -> 
 
 
 def test_tensors_have_pages_of_their_own(ready: PrefaultedMemory) -> None:
-    made = [ready_memory.empty((3, LEAST_BYTES // 4), torch.float32, "cpu") for _ in range(5)]
+    made = [early_restore.empty((3, LEAST_BYTES // 4), torch.float32, "cpu") for _ in range(5)]
     for at, one in enumerate(made):
         one.fill_(at)
     assert [one.unique().tolist() for one in made] == [[0], [1], [2], [3], [4]]
@@ -63,8 +63,8 @@ def test_tensors_have_pages_of_their_own(ready: PrefaultedMemory) -> None:
 
 
 def test_what_does_not_fit_or_is_small_is_allocated_as_ever(ready: PrefaultedMemory) -> None:
-    large = ready_memory.empty((32 * MIB,), torch.uint8, "cpu")
-    small = ready_memory.empty((7,), torch.bfloat16, "cpu")
+    large = early_restore.empty((32 * MIB,), torch.uint8, "cpu")
+    small = early_restore.empty((7,), torch.bfloat16, "cpu")
     assert large.shape == (32 * MIB,)
     assert (small.shape, small.dtype) == ((7,), torch.bfloat16)
     assert ready.take(16 * MIB) is not None, "something was taken for them"
@@ -72,12 +72,12 @@ def test_what_does_not_fit_or_is_small_is_allocated_as_ever(ready: PrefaultedMem
 
 
 def test_a_tensor_outlives_the_rest_and_its_pages_go_with_it(ready: PrefaultedMemory) -> None:
-    tensor = ready_memory.empty((4 * MIB,), torch.uint8, "cpu")
+    tensor = early_restore.empty((4 * MIB,), torch.uint8, "cpu")
     address = tensor.data_ptr()
     rest = address + 8 * MIB
     ready.touch()
     assert resident_bytes(rest, 8 * MIB) == 8 * MIB
-    ready_memory.over()
+    early_restore.release()
     assert resident_bytes(rest, 8 * MIB) == 0
     tensor.fill_(7)
     view = tensor[-1:]
@@ -105,24 +105,24 @@ def test_touching_ends_when_it_is_over(ready: PrefaultedMemory) -> None:
 
 
 def test_a_pool_that_comes_too_late_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ready_memory, "_ACCELERATORS", ())
-    monkeypatch.setattr(ready_memory, "_needed_bytes", lambda context: 4 * MIB)
-    ready_memory.expect()
-    ready_memory.over()
-    ready_memory.make_ready(None)  # type: ignore[arg-type]
-    assert ready_memory._ready is None
-    ready_memory.expect()
-    ready_memory.make_ready(None)  # type: ignore[arg-type]
-    assert ready_memory._ready is not None
-    ready_memory.over()
-    assert ready_memory._ready is None
+    monkeypatch.setattr(early_restore, "_ACCELERATORS", ())
+    monkeypatch.setattr(early_restore, "_needed_bytes", lambda context: 4 * MIB)
+    early_restore.expect()
+    early_restore.release()
+    early_restore.make_ready(None)  # type: ignore[arg-type]
+    assert early_restore._ready is None
+    early_restore.expect()
+    early_restore.make_ready(None)  # type: ignore[arg-type]
+    assert early_restore._ready is not None
+    early_restore.release()
+    assert early_restore._ready is None
 
 
 def test_all_that_is_left_to_touch_counts_and_not_only_what_is_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     short = AvailableMemory(200 * MIB, "a cgroup")
-    monkeypatch.setattr(ready_memory, "available_memory", lambda: short)
+    monkeypatch.setattr(early_restore, "available_memory", lambda: short)
     large = PrefaultedMemory(128 * MIB)
     tensor = large.take(PAGE_BYTES)
     large.touch()
@@ -135,7 +135,7 @@ def test_nothing_is_touched_that_would_leave_too_little(
     ready: PrefaultedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scarce = AvailableMemory(MIB, "a cgroup")
-    monkeypatch.setattr(ready_memory, "available_memory", lambda: scarce)
+    monkeypatch.setattr(early_restore, "available_memory", lambda: scarce)
     tensor = ready.take(PAGE_BYTES)
     ready.touch()
     assert tensor is not None

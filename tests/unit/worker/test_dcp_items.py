@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 from ftrun.errors import LayoutUnknown, ValueNotStorable
 from ftrun.ids import Rank
 from ftrun.snapshot import plain_values as plain
-from ftrun.worker.reshard.dcp_metadata import pack, place_of, room_for, unpack
+from ftrun.worker.reshard.dcp_items import pack, place_of, room_for, unpack
 
 names = st.text(min_size=1, max_size=12)
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn]

@@ -11,8 +11,17 @@ from hypothesis import strategies as st
 
 from ftrun.errors import LayoutUnknown, RanksDiffer, TensorIncomplete
 from ftrun.ids import Rank
-from ftrun.sharding.source_index import SourceIndex, WholeTensor
-from ftrun.snapshot.boxes import Box, TensorPart, overlap, span_of, whole
+from ftrun.sharding.partition import StoredRegion
+from ftrun.sharding.source_index import (
+    BoxCopy,
+    ByteRange,
+    RegionIndex,
+    RegionMissing,
+    SourceIndex,
+    WholeTensor,
+    gathered,
+)
+from ftrun.snapshot.boxes import Box, TensorPart, strides_of, whole
 from ftrun.snapshot.layout import CopyTiming, LayoutEntry, make_layout, parse_header
 from ftrun.snapshot.shard_header import ShardHeader
 
@@ -55,20 +64,17 @@ def entry_of(shape: tuple[int, ...], box: Box) -> LayoutEntry:
 
 
 def read(tensor: WholeTensor, held: list[np.ndarray], wanted: Box) -> np.ndarray:
-    """A box, put together of the first holder of each chunk, run by run."""
-    found = np.full(wanted.shape, -1)
-    for chunk in tensor.chunks:
-        common = overlap(chunk.box, wanted)
-        if common is None:
-            continue
-        at = [tuple(a - b for a, b in zip(common.offsets, box.offsets, strict=True))
-              for box in (chunk.box, wanted)]  # fmt: skip
-        span = span_of(chunk.box.shape, at[0], common.shape)
-        run = held[chunk.holders[0].rank].reshape(-1)[span.first : span.first + span.count]
-        strides = [step * run.itemsize for step in span.strides]
-        part = np.lib.stride_tricks.as_strided(run, span.shape, strides)
-        found[tuple(slice(a, a + size) for a, size in zip(at[1], common.shape, strict=True))] = part
-    return found
+    """A box, put together of the first holder of each chunk, a few items at a time."""
+
+    def raw(copy: BoxCopy) -> memoryview:
+        items = held[copy.holders[0].rank].reshape(-1)
+        return items[copy.first : copy.first + copy.span].data
+
+    region = StoredRegion("w", wanted, 0, strides_of(wanted.shape))
+    copies = [part for copy in tensor.copies_into(region) for part in copy.cut_to(3 * 8)]
+    assert sum(copy.num_items for copy in copies) == wanted.num_items
+    assert all(copy.span <= 3 for copy in copies)
+    return gathered(copies, wanted.num_items, 8, raw).view(np.int64).reshape(wanted.shape)
 
 
 @settings(deadline=None, max_examples=150)
@@ -181,3 +187,49 @@ def test_a_tensor_is_put_together_once_and_reads_as_dtype_and_shape() -> None:
 def test_names_are_those_that_any_rank_has() -> None:
     w, v = (LayoutEntry(name, "F32", (2,), CopyTiming.LAZY) for name in "wv")
     assert SourceIndex(heads_of([w], [w, v]), prefer=Rank(0)).names == ["w", "v"]
+
+
+def index_of(*entries: list[StoredRegion]) -> RegionIndex:
+    """Of ranks with one entry each."""
+    index = RegionIndex()
+    for rank, regions in enumerate(entries):
+        index.add(rank, LayoutEntry("w", "F32", (9,), CopyTiming.LAZY), regions)
+    return index
+
+
+def test_what_nobody_stores_is_named() -> None:
+    index = index_of([StoredRegion("w", Box((0, 0), (2, 3)), 0, (3, 1))])
+    with pytest.raises(RegionMissing, match=r"no rank stores w\[2:4, 0:3\]"):
+        index.copies([StoredRegion("w", Box((0, 0), (4, 3)), 0, (3, 1))])
+    with pytest.raises(RegionMissing, match="no rank stores other"):
+        index.copies([StoredRegion("other", Box((0,), (4,)), 0, (1,))])
+
+
+def test_what_overlaps_is_copied_once() -> None:
+    ends = [(0, 3), (1, 5), (4, 8)]
+    index = index_of(*([StoredRegion("w", Box((a,), (b - a,)), 0, (1,))] for a, b in ends))
+    (copies,) = index.copies([StoredRegion("w", Box((0,), (8,)), 0, (1,))])
+    assert [(c.holders[0].rank, c.first, c.to_first, c.num_items) for c in copies] == [
+        (0, 0, 0, 3),
+        (1, 2, 3, 2),
+        (2, 1, 5, 3),
+    ]
+
+
+def test_divergent_copies_are_filled_one_by_one() -> None:
+    box = Box((0,), (4,))
+    index = index_of(*([StoredRegion("w", box, 0, (1,), copy)] for copy in (0, 1)))
+    copies = index.copies([StoredRegion("w", box, 0, (1,))])
+    assert [one.holders[0].rank for (one,) in copies] == [0, 1]
+
+
+def test_replicas_are_read_from_any_holder_and_own_tensors_from_one() -> None:
+    region = StoredRegion("w", Box((1,), (2,)), 0, (1,))
+    for when, ranks in ((CopyTiming.LAZY, [1, 0]), (CopyTiming.BOUNDARY, [1])):
+        entry = LayoutEntry("w", "F32", (4,), when)
+        tensor = SourceIndex(heads_of([entry], [entry]), prefer=Rank(1)).tensor("w")
+        assert tensor is not None
+        (copy,) = tensor.copies_into(region)
+        assert [holder.rank for holder in copy.holders] == ranks
+        at = [copy.bytes_in(holder) for holder in copy.holders]
+        assert at == [ByteRange(Rank(rank), 4, 8) for rank in ranks]

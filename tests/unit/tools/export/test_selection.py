@@ -5,13 +5,12 @@ from typing import Any
 import pytest
 
 from ftrun.errors import CheckpointError
-from ftrun.snapshot.plain_values import TensorRef
+from ftrun.snapshot.plain_values import TensorRef, refs_in
 from ftrun.tools.export.selection import (
     ExportOutline,
     NameFilter,
     natural,
     outline_of,
-    refs_in,
     replaced,
 )
 

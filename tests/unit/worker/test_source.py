@@ -8,8 +8,9 @@ import xxhash
 
 from ftrun.errors import LayoutUnknown, RanksDiffer, SnapshotCorrupt
 from ftrun.ids import Rank, version
-from ftrun.sharding.source_index import SourceIndex
-from ftrun.snapshot.boxes import TensorPart
+from ftrun.sharding.replica_check import check_replicas
+from ftrun.sharding.source_index import ByteRange, SourceIndex
+from ftrun.snapshot.boxes import TensorPart, whole
 from ftrun.snapshot.layout import PIECE_BYTES, CopyTiming, Layout, LayoutEntry, make_layout
 from ftrun.wire.shared_memory.arena import (
     Arena,
@@ -19,8 +20,7 @@ from ftrun.wire.shared_memory.arena import (
     create_memfd,
     table_digest,
 )
-from ftrun.worker.replicas import check_replicas
-from ftrun.worker.reshard.source import ByteRange, CheckedShards, LocalShards
+from ftrun.worker.reshard.source import CheckedShards, LocalShards
 from ftrun.worker.reshard.tensor_reader import fill
 
 WANTED = version(2, 7)
@@ -115,7 +115,7 @@ def restored(images: LocalShards, prefer: int = 0) -> dict[str, torch.Tensor]:
     index = SourceIndex(checked.heads, prefer=Rank(prefer))
     targets = wanted()
     saved = {name: found for name in targets if (found := index.tensor(name)) is not None}
-    check_replicas(saved, targets, checked)
+    check_replicas(saved, {name: whole(tuple(t.shape)) for name, t in targets.items()}, checked)
     fill(targets, saved, checked)
     return targets
 
