@@ -55,9 +55,8 @@ from bench_common import (
 
 from ftrun.ids import Rank, RunId
 from ftrun.smp.checkpoint.load import LoadJob, load_checkpoint
-from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
+from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle
 from ftrun.smp.checkpoint.storage.local import Retention
-from ftrun.smp.checkpoint.storage.pace import Throttle
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.snapshot.layout import CopyTiming, Layout, LayoutEntry, make_layout, parse_header

@@ -15,14 +15,12 @@ import xxhash
 
 from ftrun.errors import CheckpointError, MemoryTooSmall, NoneOfThisRun
 from ftrun.ids import Rank, RunId, version
-from ftrun.smp.checkpoint import late_copy
+from ftrun.smp.checkpoint import slot_reader
 from ftrun.smp.checkpoint.index import read_index
-from ftrun.smp.checkpoint.late_copy import CopyBeforeOverwrite
 from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob, load_checkpoint
-from ftrun.smp.checkpoint.slot_reader import SlotOverwritten, find_shards
-from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
+from ftrun.smp.checkpoint.slot_reader import CopyBeforeOverwrite, SlotOverwritten, find_shards
+from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle
 from ftrun.smp.checkpoint.storage.local import Retention, prune
-from ftrun.smp.checkpoint.storage.pace import Throttle
 from ftrun.smp.checkpoint.write_job import TRIES, WriteJob, WriterContext
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.snapshot.layout import PAGE_BYTES, CopyTiming, LayoutEntry, make_layout
@@ -413,7 +411,7 @@ SECOND = 10**9
 
 @pytest.fixture
 def reading(arenas: Arenas, monkeypatch: pytest.MonkeyPatch) -> Reading:
-    monkeypatch.setattr(late_copy, "_LOOK_S", 0.0)
+    monkeypatch.setattr(slot_reader, "_POLL_S", 0.0)
     arenas.pace = SECOND
     arenas.seal(3, slot=1)
     arenas.seal(4)

@@ -18,9 +18,8 @@ import xxhash
 from ftrun.errors import CheckpointError
 from ftrun.ids import Rank, RunId, version
 from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob
-from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
+from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle
 from ftrun.smp.checkpoint.storage.local import Retention
-from ftrun.smp.checkpoint.storage.pace import Throttle
 from ftrun.smp.checkpoint.url_checkpoint import UrlWriter
 from ftrun.smp.checkpoint.url_load import load_from_url
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult

@@ -21,9 +21,8 @@ from ftrun.ids import Generation, Rank, RunId, Version, version
 from ftrun.smp.checkpoint import live_capture as checkpoint_stream
 from ftrun.smp.checkpoint.live_capture import CaptureFilter, LiveSlot
 from ftrun.smp.checkpoint.load import LoadJob, load_checkpoint
-from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
+from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle
 from ftrun.smp.checkpoint.storage.local import Retention
-from ftrun.smp.checkpoint.storage.pace import Throttle
 from ftrun.smp.checkpoint.url_checkpoint import UrlWriter
 from ftrun.smp.checkpoint.url_load import load_from_url
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult

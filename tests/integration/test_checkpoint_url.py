@@ -17,13 +17,10 @@ import pytest
 from ftrun.errors import CheckpointError
 from ftrun.ids import Rank, RunId, version
 from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob
-from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
-from ftrun.smp.checkpoint.storage.direct_file import no_pace
-from ftrun.smp.checkpoint.storage.fsspec import FsspecStorage
+from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle, no_pace
+from ftrun.smp.checkpoint.storage.fsspec import BLOCK_BYTES, FsspecStorage
 from ftrun.smp.checkpoint.storage.local import STALE_S, Retention
-from ftrun.smp.checkpoint.storage.pace import Throttle
 from ftrun.smp.checkpoint.storage.url_folders import read_folders
-from ftrun.smp.checkpoint.storage.url_upload import BLOCK_BYTES
 from ftrun.smp.checkpoint.url_checkpoint import UrlWriter
 from ftrun.smp.checkpoint.url_load import load_from_url
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult

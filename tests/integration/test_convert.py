@@ -19,9 +19,8 @@ import xxhash
 
 from ftrun.ids import Rank, RunId
 from ftrun.smp.checkpoint.index import read_index
-from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
+from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle
 from ftrun.smp.checkpoint.storage.local import Retention
-from ftrun.smp.checkpoint.storage.pace import Throttle
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.snapshot import plain_values as plain

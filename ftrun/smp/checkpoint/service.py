@@ -30,10 +30,9 @@ from ftrun.smp.checkpoint.live_capture import CaptureFilter
 from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob, load_checkpoint
 from ftrun.smp.checkpoint.shared_load import LoadGroup
 from ftrun.smp.checkpoint.slot_reader import ArenaFds
-from ftrun.smp.checkpoint.storage.copy_room import KEEP_S, CopyBuffers
+from ftrun.smp.checkpoint.storage.direct_file import KEEP_S, CopyBuffers, Throttle
 from ftrun.smp.checkpoint.storage.local import Retention
 from ftrun.smp.checkpoint.storage.owner import RENEW_S, CheckpointOwnership
-from ftrun.smp.checkpoint.storage.pace import Throttle
 from ftrun.smp.checkpoint.storage.storage import sweep_run
 from ftrun.smp.checkpoint.storage.url_folders import sweep_url
 from ftrun.smp.checkpoint.url_checkpoint import UrlWriter

@@ -1,8 +1,14 @@
 """Reads one rank's sealed slot, and writes its files of a checkpoint.
 
 Runs in:  the SMP, in its disk lane's thread.
-Takes in: duplicates of the arenas' descriptors.
-Gives:    `SealedSlot`s; files whose digests are those of the bytes written, or SnapshotCorrupt.
+Takes in: duplicates of the arenas' descriptors; memory for copies.
+Gives:    `SealedSlot`s; files whose digests are those of the bytes written, or SnapshotCorrupt;
+          copies of the bytes not yet written, as late as is safe, or `SlotOverwritten`.
+
+A slot is overwritten by the second capture after its own, which starts only after the first one is
+committed. Nothing is therefore copied until a later version is sealed. If a checkpoint is written
+in less time than the snapshot interval, nothing is copied at all. The copy was most of a
+checkpoint's cost to the training (scripts/bench_persist.py).
 """
 
 import os
@@ -12,11 +18,11 @@ from typing import Protocol
 
 import xxhash
 
+from ftrun import clock
 from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
 from ftrun.smp.checkpoint.index import ShardFile
-from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
-from ftrun.smp.checkpoint.storage.direct_file import Pace
+from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Pace
 from ftrun.smp.checkpoint.storage.local import replaced, replaced_large
 from ftrun.snapshot.commit_tracker import newest_common
 from ftrun.snapshot.layout import PAGE_BYTES, Layout, parse_header
@@ -31,6 +37,10 @@ from ftrun.wire.shared_memory.arena import (
 )
 
 _READ_BYTES = 1 << 22
+OFTEN_S = 1.0
+"""If snapshots are more frequent than this, the next one cannot be detected in time."""
+_GAPS = 4
+_POLL_S = 0.01
 
 ArenaFds = Mapping[Rank, Sequence[int]]
 
@@ -212,6 +222,62 @@ def copy_where_it_fits(shards: Sequence[SealedSlot], room: CopyBuffers) -> bool:
         for shard, block in zip(ready, blocks, strict=True):
             shard.copy_to(block)
     return all(shard.is_unchanged() for shard in shards)
+
+
+class CopyBeforeOverwrite:
+    """Monitors the slots of one version while they are written.
+
+    Args:
+        version: the version in the slots.
+        shards: the slots of all ranks that this node writes.
+        room: memory for copies.
+        gap_s: seconds that may pass without a read, while the bytes read before are being written.
+    """
+
+    def __init__(
+        self,
+        version: Version,
+        shards: Sequence[SealedSlot],
+        room: CopyBuffers,
+        *,
+        gap_s: float,
+    ) -> None:
+        self._version = version
+        self._shards = shards
+        self._room = room
+        self._gap_s = gap_s
+        self._poll_s = 0.0
+        for shard in shards:
+            shard.before_read = self.poll
+
+    @property
+    def is_tight(self) -> bool:
+        """True if the slots may be overwritten between two polls."""
+        least_s = max(OFTEN_S, _GAPS * self._gap_s)
+        return any(shard.since_last_s < least_s for shard in self._shards)
+
+    def poll(self) -> None:
+        """Copy the rest if a later version is sealed; called before each read.
+
+        Raises:
+            SlotOverwritten: a slot was overwritten already.
+        """
+        now_s = clock.now_s()
+        if now_s >= self._poll_s:
+            self._poll_s = now_s + _POLL_S
+            if any(shard.has_later() for shard in self._shards):
+                self.copy()
+
+    def copy(self) -> None:
+        """Copy the rest now.
+
+        Raises:
+            SlotOverwritten: a slot was overwritten already.
+        """
+        for shard in self._shards:
+            shard.before_read = None
+        if not copy_where_it_fits(self._shards, self._room):
+            raise SlotOverwritten(self._version)
 
 
 def newest_version(fds: ArenaFds, world_size: int) -> Version | None:

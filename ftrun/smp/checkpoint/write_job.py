@@ -15,19 +15,17 @@ from pathlib import Path
 from ftrun.errors import CheckpointError
 from ftrun.ids import Rank, RunId, Version
 from ftrun.smp.checkpoint.index import FORMAT, CheckpointPart, ShardFile
-from ftrun.smp.checkpoint.late_copy import CopyBeforeOverwrite
 from ftrun.smp.checkpoint.live_capture import CaptureFilter, LiveCapture, await_capture
 from ftrun.smp.checkpoint.slot_reader import (
     ArenaFds,
+    CopyBeforeOverwrite,
     SealedSlot,
     SlotOverwritten,
     find_shards,
     newest_version,
 )
-from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
-from ftrun.smp.checkpoint.storage.direct_file import BUFFER_BYTES, Pace
+from ftrun.smp.checkpoint.storage.direct_file import BUFFER_BYTES, CopyBuffers, Pace, Throttle
 from ftrun.smp.checkpoint.storage.local import Retention
-from ftrun.smp.checkpoint.storage.pace import Throttle
 from ftrun.urls import is_url
 
 TRIES = 5

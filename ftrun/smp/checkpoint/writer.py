@@ -15,7 +15,7 @@ serves one node that has all ranks; `checkpoint_parts` serves several nodes.
 
 Training never waits for a disk, so a slot may be overwritten while it is read. If a capture begins
 soon enough, the snapshot is written while it is captured (`live_capture`). The rest of a slot is
-copied before it is overwritten if memory allows (`late_copy`). Otherwise it is written piece by
+copied before it is overwritten if memory allows (`slot_reader`). Otherwise it is written piece by
 piece. The digests are computed from the bytes written and compared with those of the capture, so a
 checkpoint cannot mix two versions.
 """

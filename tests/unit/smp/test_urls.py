@@ -2,7 +2,7 @@
 
 import pytest
 
-from ftrun.smp.checkpoint.storage.url_upload import BLOCK_BYTES, block_bytes
+from ftrun.smp.checkpoint.storage.fsspec import BLOCK_BYTES, block_bytes
 from ftrun.urls import below, is_url, located, password_of, without_password
 
 

@@ -5,22 +5,26 @@ Takes in: a URL; the protocol's library finds the credentials itself.
 Gives:    bytes, names with sizes; a `CheckpointError` for every kind of failure.
 Survives: nothing. A store that has failed once is opened again for the next checkpoint.
 
-No listing is cached, because other nodes write to the store too.
+Rule 1: no listing is cached, because other nodes write to the store too.
+Rule 2: a cancelled upload is never closed, because closing publishes an object even if it is
+        incomplete.
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
 from ftrun.errors import CheckpointError
+from ftrun.smp.checkpoint.storage.call_thread import ANSWER_S, CallResult, CallThread
 from ftrun.smp.checkpoint.storage.direct_file import Pace
-from ftrun.smp.checkpoint.storage.url_calls import ANSWER_S, CallThread
-from ftrun.smp.checkpoint.storage.url_upload import ObjectWriter, block_bytes
 from ftrun.urls import below, password_of, without_password
 
+BLOCK_BYTES = 16 << 20
+_MOST_BLOCKS = 8_000
+"""S3 accepts 10,000 parts of an object, other stores accept more."""
 READ_BYTES = 16 << 20
 _FETCH_BYTES = 1 << 20
 """What FTP reads beyond the requested bytes; other protocols read only those."""
@@ -29,6 +33,98 @@ _FLAT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "obs", "
 
 Sizes = Mapping[str, int | None]
 """Of the objects in a folder, by name; None if the store does not report a size."""
+
+
+class ObjectReader:
+    """An object of a store that is being read."""
+
+    def __init__(self, calls: CallThread, file: Any) -> None:
+        self._calls = calls
+        self._file = file
+        self.size: int = calls(partial(_size, file))
+
+    def read(self, at: int, num_bytes: int) -> bytes:
+        """Read `num_bytes` from offset `at`, or fewer at the end of the object."""
+        found = b""
+        while len(found) < num_bytes:
+            more = self._calls(partial(_read_at, self._file, at + len(found), num_bytes))
+            if not more:
+                break
+            found = more[:num_bytes] if not found else found + more[: num_bytes - len(found)]
+        return found
+
+    def read_into(self, target: memoryview, at: int = 0) -> int:
+        done = 0
+        while done < len(target):
+            part = self.read(at + done, min(READ_BYTES, len(target) - done))
+            if not part:
+                break
+            target[done : done + len(part)] = part
+            done += len(part)
+        return done
+
+
+class ObjectWriter:
+    """A file with `room` and `take` as in `direct_file.DirectFile`. It always copies.
+
+    Args:
+        calls: makes the calls that send.
+        opened: opens the object for writing; called in the thread of `calls`.
+        size: of a block.
+        pace: called before each block.
+    """
+
+    is_in_place = False
+
+    def __init__(self, calls: CallThread, opened: Callable[[], Any], size: int, pace: Pace) -> None:
+        self._calls = calls
+        self._pace = pace
+        self._block = memoryview(bytearray(size))
+        self._filled = 0
+        self._sending: CallResult[None] | None = None
+        self._file = calls(opened)
+
+    def room(self, source: memoryview | None = None) -> memoryview:
+        """Return memory for the next bytes, at least one; `take` adds those written into it.
+
+        Raises:
+            CheckpointError: an earlier part could not be sent.
+        """
+        if self._filled == len(self._block):
+            self._send()
+        return self._block[self._filled :]
+
+    def take(self, num_bytes: int) -> None:
+        self._filled += num_bytes
+
+    def finish(self) -> None:
+        """Send the rest and publish the object.
+
+        Raises:
+            CheckpointError: the store has not accepted it.
+        """
+        if self._filled:
+            self._send()
+        self._wait()
+        self._calls(self._file.close)
+
+    def give_up(self) -> None:
+        with suppress(AttributeError):  # not all are fsspec's own file type
+            self._file.closed = True
+        with suppress(CheckpointError):
+            self._calls(partial(_discard, self._file))
+
+    def _send(self) -> None:
+        self._wait()
+        self._pace(self._filled)
+        data = bytes(self._block[: self._filled])
+        self._sending = self._calls.start(partial(_write, self._file, data))
+        self._filled = 0
+
+    def _wait(self) -> None:
+        if self._sending is not None:
+            sending, self._sending = self._sending, None
+            self._calls.wait(sending)
 
 
 class FsspecStorage:
@@ -102,7 +198,7 @@ class FsspecStorage:
             raise
 
     @contextmanager
-    def opened(self, name: str) -> Iterator["ObjectReader"]:
+    def opened(self, name: str) -> Iterator[ObjectReader]:
         """Open a large object for reading.
 
         Raises:
@@ -141,33 +237,9 @@ class FsspecStorage:
         return self._calls(partial(_list, self._fs, self._path(folder)))
 
 
-class ObjectReader:
-    """An object of a store that is being read."""
-
-    def __init__(self, calls: CallThread, file: Any) -> None:
-        self._calls = calls
-        self._file = file
-        self.size: int = calls(partial(_size, file))
-
-    def read(self, at: int, num_bytes: int) -> bytes:
-        """Read `num_bytes` from offset `at`, or fewer at the end of the object."""
-        found = b""
-        while len(found) < num_bytes:
-            more = self._calls(partial(_read_at, self._file, at + len(found), num_bytes))
-            if not more:
-                break
-            found = more[:num_bytes] if not found else found + more[: num_bytes - len(found)]
-        return found
-
-    def read_into(self, target: memoryview, at: int = 0) -> int:
-        done = 0
-        while done < len(target):
-            part = self.read(at + done, min(READ_BYTES, len(target) - done))
-            if not part:
-                break
-            target[done : done + len(part)] = part
-            done += len(part)
-        return done
+def block_bytes(num_bytes: int) -> int:
+    """Return the bytes per request for a file of this size: a multiple of 1 MiB."""
+    return max(BLOCK_BYTES, -(-num_bytes // _MOST_BLOCKS >> 20) << 20)
 
 
 def _time_of(details: dict[str, Any]) -> float | None:
@@ -267,3 +339,15 @@ def _read_at(file: Any, at: int, num_bytes: int) -> bytes:
     if file.tell() != at:
         file.seek(at)
     return bytes(file.read(num_bytes))
+
+
+def _write(file: Any, data: bytes) -> None:
+    file.write(data)
+
+
+def _discard(file: Any) -> None:
+    try:
+        file.discard()
+    except Exception:  # noqa: BLE001 - whatever it cannot do, a later checkpoint removes
+        with suppress(Exception):
+            file.close()

@@ -9,9 +9,8 @@ import xxhash
 from ftrun import clock
 from ftrun.ids import Rank, RunId, version
 from ftrun.smp.checkpoint.checkpoint_parts import PartWriter
-from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
+from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle
 from ftrun.smp.checkpoint.storage.local import Retention
-from ftrun.smp.checkpoint.storage.pace import Throttle
 from ftrun.smp.checkpoint.url_checkpoint import UrlWriter
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext
 from ftrun.smp.checkpoint.writer import CheckpointWriter
