@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from ftrun.tools.checkpoints.checkpoint_verify import verify_folder
 
 from ftrun.ids import Rank, RunId
 from ftrun.smp.checkpoint.index import read_index
 from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle
-from ftrun.smp.checkpoint.storage.local import Retention
+from ftrun.smp.checkpoint.storage.storage import Retention
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, LayoutEntry, make_layout, parse_header
 from ftrun.snapshot.plain_values import TensorRef
-from ftrun.tools.checkpoints.checkpoint_verify import verify_folder
 from ftrun.tools.checkpoints.convert import convert as converted
 from ftrun.wire.shared_memory.arena import (
     Arena,

@@ -13,8 +13,6 @@ checkpoint's cost to the training (scripts/bench_persist.py).
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Protocol
 
 import xxhash
 
@@ -23,9 +21,10 @@ from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
 from ftrun.smp.checkpoint.index import ShardFile
 from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Pace
-from ftrun.smp.checkpoint.storage.local import replaced, replaced_large
+from ftrun.smp.checkpoint.storage.storage import FileSink, Storage
 from ftrun.snapshot.commit_tracker import newest_common
 from ftrun.snapshot.layout import PAGE_BYTES, Layout, parse_header
+from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.arena import (
     Arena,
     ArenaShape,
@@ -48,29 +47,12 @@ ArenaFds = Mapping[Rank, Sequence[int]]
 class SlotOverwritten(CheckpointError):
     """A slot was overwritten while it was read, or its capture was not completed."""
 
-    def __init__(self, version: Version, why: str = "") -> None:
+    def __init__(self, version: Version, reason: str = "") -> None:
         super().__init__(
-            f"a slot with {version} was overwritten while it was read{why and f' ({why})'}. Ask "
-            "for a later version; if this comes again and again, snapshot less often "
-            "(--snapshot-every)"
+            f"a slot with {version} was overwritten while it was read"
+            f"{reason and f' ({reason})'}. Ask for a later version; if this comes again and again, "
+            "snapshot less often (--snapshot-every)"
         )
-
-
-class FileSink(Protocol):
-    """A file that is filled in place, on a disk or on its way to a store."""
-
-    is_in_place: bool
-    """The newest `room` has the file's bytes already."""
-
-    def room(self, source: memoryview | None = None) -> memoryview:
-        """Return memory for the next bytes, at least one.
-
-        Args:
-            source: all bytes of the file, unchanged in memory until it is closed.
-        """
-
-    def take(self, num_bytes: int) -> None:
-        """Append the first `num_bytes` of `room` to the file."""
 
 
 class SealedSlot:
@@ -306,12 +288,13 @@ def find_shards(fds: ArenaFds, version: Version, world_size: int) -> list[Sealed
     return list(found.values())
 
 
-def write_shard(folder: Path, shard: SealedSlot, pace: Pace) -> ShardFile:
+def write_shard(storage: Storage, folder: str, shard: SealedSlot, pace: Pace) -> ShardFile:
     """Write both files of a rank durably; equal ones of an earlier attempt are replaced.
 
     Args:
-        folder: the destination.
-        shard: sealed.
+        storage: the destination.
+        folder: of the checkpoint.
+        shard: sealed, or being captured.
         pace: called before each write.
 
     Raises:
@@ -319,10 +302,11 @@ def write_shard(folder: Path, shard: SealedSlot, pace: Pace) -> ShardFile:
         CheckpointError: the write was stopped.
     """
     data_name, table_name = file_names(shard)
-    with replaced_large(folder / data_name, pace) as file:
+    with storage.stream(f"{folder}/{data_name}", shard.shape.image_bytes, pace) as file:
         described = write_image(file, shard)
-    with replaced(folder / table_name) as write:
-        write(shard.table())
+    crash_point("smp.checkpoint.shard_written")
+    storage.put(f"{folder}/{table_name}", shard.table())
+    crash_point("smp.checkpoint.part_shard_written")
     return described
 
 

@@ -8,10 +8,8 @@ import xxhash
 
 from ftrun import clock
 from ftrun.ids import Rank, RunId, version
-from ftrun.smp.checkpoint.checkpoint_parts import PartWriter
 from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle
-from ftrun.smp.checkpoint.storage.local import Retention
-from ftrun.smp.checkpoint.url_checkpoint import UrlWriter
+from ftrun.smp.checkpoint.storage.storage import Retention
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from tests.integration.test_checkpoint_files import RANKS, Arenas, arenas
@@ -27,18 +25,12 @@ def context() -> WriterContext:
 
 def write_alone(found: Arenas, where: str) -> None:
     job = WriteJob(where, tuple(RANKS), 2, Retention(3), life="a life")
-    by = UrlWriter(context()) if "://" in where else CheckpointWriter(context())
-    by.write(found.fds, job)
+    CheckpointWriter(context()).write(found.fds, job)
 
 
 def write_part(found: Arenas, where: str, rank: int) -> None:
-    at = version(3, 7)
-    job = WriteJob(where, (Rank(rank),), 2, Retention(3), at, "5b6a", "a life")
-    fds = {Rank(rank): found.fds[Rank(rank)]}
-    if "://" in where:
-        UrlWriter(context()).write(fds, job)
-    else:
-        PartWriter(context()).write(fds, job, at)
+    job = WriteJob(where, (Rank(rank),), 2, Retention(3), version(3, 7), "5b6a", "a life")
+    CheckpointWriter(context()).write({Rank(rank): found.fds[Rank(rank)]}, job)
 
 
 def contents(directory: Path) -> dict[str, str]:
