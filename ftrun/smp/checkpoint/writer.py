@@ -125,10 +125,10 @@ class CheckpointWriter:
             found = storage.checkpoints()
             if not storage.is_local:
                 self._check_only_ours(found, job)
+            found = attempt.sweep(found)
             done = attempt.finished(found, contents)
             if done is not None:
                 return done
-            attempt.sweep(found)
             part = attempt.whole_part(contents)
             if part is None:
                 _check_all_here(chosen.shards, job.ranks, chosen.version)
@@ -190,9 +190,15 @@ class _Attempt:
             return WriteResult(self.chosen.version, self.storage.path_of(one.name), 0)
         return None
 
-    def sweep(self, found: Sequence[StoredCheckpoint]) -> None:
-        run_id, version = self._context.run_id, self.chosen.version
-        sweep_begun(self.storage, found, run_id, version, self.folder, is_alone=self._is_alone)
+    def sweep(self, found: Sequence[StoredCheckpoint]) -> list[StoredCheckpoint]:
+        return sweep_begun(
+            self.storage,
+            found,
+            self.blank.run_id,
+            self.chosen.version,
+            self.folder,
+            is_alone=self._is_alone,
+        )
 
     def whole_part(self, contents: set[Content]) -> CheckpointPart | None:
         """Return this node's part if an earlier attempt has written it."""

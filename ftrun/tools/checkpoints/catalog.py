@@ -158,7 +158,7 @@ def _list(storage: Storage, names: Sequence[str]) -> CatalogReport:
 def _verify(storage: Storage, names: Sequence[str]) -> CatalogReport:
     latest, found, checked = storage.latest_name(), [], 0
     for one in _chosen(storage, storage.checkpoints(), latest, names):
-        found.append(_facts(storage, one, latest, _damages(storage, one)))
+        found.append(_facts(storage, one, latest, find_damage(storage, one)))
         checked += found[-1].num_bytes
     return CatalogReport(storage.shown, found, checked_bytes=checked)
 
@@ -232,7 +232,8 @@ def _facts(
 # --- every byte of it -------------------------------------------------------------------------
 
 
-def _damages(storage: Storage, one: StoredCheckpoint) -> list[str]:
+def find_damage(storage: Storage, one: StoredCheckpoint) -> list[str]:
+    """Read all bytes of a checkpoint; return what is wrong with it."""
     if one.index is None:
         return [one.problem]
     there = {shard.rank for shard in one.index.shards}

@@ -290,14 +290,14 @@ def earlier_of_run(
 
 def sweep_begun(
     storage: Storage,
-    found: Iterable[StoredCheckpoint],
+    found: Sequence[StoredCheckpoint],
     run_id: str,
     begun: Version,
     name: str,
     *,
     is_alone: bool,
-) -> None:
-    """Remove abandoned checkpoints at the start of a version (rules 1 and 2)."""
+) -> list[StoredCheckpoint]:
+    """Remove abandoned checkpoints at the start of a version (rules 1 and 2); return the others."""
     others = [one for one in found if one.is_incomplete and one.name != name]
     if is_alone:
         doomed = [one for one in others if _is_begun_by(one, run_id)]
@@ -306,6 +306,7 @@ def sweep_begun(
     doomed += [one for one in others if one not in doomed and is_stale(storage.changed_s(one.name))]
     remove_all(storage, [one.name for one in doomed])
     storage.sweep_rest(is_alone=is_alone)
+    return [one for one in found if one not in doomed]
 
 
 def sweep_finished(
