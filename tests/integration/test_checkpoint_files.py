@@ -90,14 +90,12 @@ def arenas() -> Iterator[Arenas]:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def writer(
-    run_id: str = "run", *, free_bytes: int = 1 << 40, stop: bool = False
-) -> CheckpointWriter:
+def writer(*, free_bytes: int = 1 << 40, stop: bool = False) -> CheckpointWriter:
     event = threading.Event()
     if stop:
         event.set()
     return CheckpointWriter(
-        WriterContext(RunId(run_id), CopyBuffers(lambda: free_bytes), Throttle(event))
+        WriterContext(RunId("run"), CopyBuffers(lambda: free_bytes), Throttle(event))
     )
 
 
@@ -348,14 +346,23 @@ def test_those_that_are_too_old_go_but_never_the_newest(arenas: Arenas, tmp_path
 
 def test_a_name_that_is_taken_is_not_written_over(arenas: Arenas, tmp_path: Path) -> None:
     arenas.seal(4)
-    first = write(arenas, tmp_path)
-    second = Path(writer("another").write(arenas.fds, order(tmp_path)).path)
+    first = write(arenas, tmp_path, life="first")
+    spoil(first / "rank-00000.safetensors", PAGE_BYTES + 5)
+    second = write(arenas, tmp_path, life="second")
     assert (first.name, second.name) == ("step-00000004-g0", "step-00000004-g0.2")
-    assert write(arenas, tmp_path) == first, "it is written already"
-    assert (tmp_path / "latest").resolve() == first
-    assert Path(writer("another").write(arenas.fds, order(tmp_path)).path) == second
     assert (tmp_path / "latest").resolve() == second
-    check(load(tmp_path), 4)
+    assert check(load(tmp_path), 4) == []
+
+
+def test_what_this_life_has_written_is_not_written_again(arenas: Arenas, tmp_path: Path) -> None:
+    arenas.seal(4)
+    first = write(arenas, tmp_path, life="own")
+    (tmp_path / "latest").unlink()
+    again = writer().write(arenas.fds, replace(order(tmp_path), life="own"))
+    assert (Path(again.path), again.total_bytes) == (first, 0)
+    assert (tmp_path / "latest").resolve() == first
+    os.truncate(first / "rank-00001.safetensors", 100)
+    assert write(arenas, tmp_path, life="own") != first, "it is not whole"
 
 
 def test_a_corrupted_slot_is_never_written(arenas: Arenas, tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ Rule 2: parts are merged only if run, token, version and world size are equal, i
         folder and in each part. A version is one set of bytes, so a file or part that is written
         again is replaced by an equal one.
 Rule 3: a finished checkpoint counts as this version only if its digests of this node's ranks equal
-        this node's own. Another life of the run may have passed the same step.
+        this node's own. Another life of the run may have passed the same step. If that life has
+        written the same bytes, they are written again, because its files may be damaged by now.
 Rule 4: the index depends on the parts and on the earlier checkpoints, not on the node that makes
         it. Several nodes may therefore write it.
 Rule 5: a URL cannot be locked. If an index of another life appears there, the writer reports it and
@@ -355,10 +356,8 @@ def _is_of(index: CheckpointIndex, like: CheckpointPart) -> bool:
     """
     if (index.step, index.world_size) != (like.step, like.world_size):
         return False
-    return like.generation < 0 or (index.run_id, index.generation) == (
-        like.run_id,
-        like.generation,
-    )
+    found = index.run_id, index.life, index.generation
+    return like.generation < 0 or found == (like.run_id, like.life, like.generation)
 
 
 # --- parts ------------------------------------------------------------------------------------
