@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ftrun.errors import CheckpointError
 from ftrun.ids import Rank, RunId, Version
-from ftrun.smp.checkpoint.index import FORMAT, CheckpointPart, ShardFile
+from ftrun.smp.checkpoint.index import FORMAT, CheckpointPart
 from ftrun.smp.checkpoint.live_capture import CaptureFilter, LiveCapture, await_capture
 from ftrun.smp.checkpoint.slot_reader import (
     ArenaFds,
@@ -81,18 +81,11 @@ class WriteJob:
         """Seconds that may pass without a read; a network may be slow."""
         return math.inf if is_url(self.where) else context.gap_s
 
-    def part(
-        self, run_id: RunId, version: Version, shards: Sequence[ShardFile] = ()
-    ) -> CheckpointPart:
+    def part(self, run_id: RunId, version: Version) -> CheckpointPart:
+        """Return the part without files."""
+        generation, step = version.generation, version.step
         return CheckpointPart(
-            FORMAT,
-            run_id,
-            self.token,
-            version.generation,
-            version.step,
-            self.world_size,
-            list(shards),
-            life=self.life,
+            FORMAT, run_id, self.token, generation, step, self.world_size, [], life=self.life
         )
 
 

@@ -13,7 +13,7 @@ writes the files of its ranks durably. It then writes its part, which lists thes
 whether the existing parts cover all ranks. Each node that finds them complete writes the index,
 which has the digests of tables and headers and a digest of itself. It then publishes the folder and
 points `latest` to it. Several nodes may do so at once. A node that has all ranks does the same with
-one part, and excludes other runs meanwhile.
+one part, and excludes other runs until it has finished.
 
 Training never waits for a storage, so a slot may be overwritten while it is read. If a capture
 begins soon enough, the snapshot is written while it is captured (`live_capture`). The rest of a
@@ -154,8 +154,8 @@ class CheckpointWriter:
         for one in found:
             if one.index and one.name not in known and one.index.life not in self._lives:
                 raise CheckpointError(
-                    f"another run, {one.index.run_id}, has written {one.name} there meanwhile. "
-                    "Name another --checkpoint-dir"
+                    f"another run, {one.index.run_id}, has written {one.name} there. Name "
+                    "another --checkpoint-dir"
                 )
 
 
@@ -256,7 +256,7 @@ class _Attempt:
         missing = tuple(rank for rank in range(blank.world_size) if rank not in shards)
         if missing:
             before = earlier_of_run(found, blank.run_id, version)
-            notes += _who_never_came(storage, before, missing)
+            notes += _never_written(storage, before, missing)
             return WriteResult(version, path, 0, missing_ranks=missing, note="; ".join(notes))
         crash_point("smp.checkpoint.merged")
         index = CheckpointIndex(
@@ -419,7 +419,7 @@ def _check_part(path: str, part: CheckpointPart, sizes: Sizes, like: CheckpointP
             )
 
 
-def _who_never_came(
+def _never_written(
     storage: Storage, before: Sequence[StoredCheckpoint], missing: Sequence[int]
 ) -> list[str]:
     """Return a text about ranks that are missing also in the previous incomplete version."""
