@@ -134,7 +134,7 @@ class CheckpointWriter:
             if part is None:
                 _check_all_here(chosen.shards, job.ranks, chosen.version)
                 crash_point("smp.checkpoint.started")
-                storage.make(attempt.folder)
+                attempt.begin()
         is_new = part is None
         if part is None:
             with attempt.discarded_if_alone():
@@ -201,6 +201,10 @@ class _Attempt:
             is_alone=self._is_alone,
         )
 
+    def begin(self) -> None:
+        self.storage.make(self.folder)
+        self._sync_begun()
+
     def whole_part(self, contents: set[Content]) -> CheckpointPart | None:
         """Return this node's part if an earlier attempt has written it."""
         try:
@@ -234,11 +238,11 @@ class _Attempt:
             raise SlotOverwritten(chosen.version) from error
         if not chosen.is_sound:
             raise SlotOverwritten(chosen.version)
-        storage.sync(folder)  # Rule 1
+        self._sync_begun(folder)  # Rule 1
         written_s = 0.0 if storage.is_local else clock.wall_s()
         part = msgspec.structs.replace(self.blank, shards=files, written_s=written_s)
         storage.put(f"{folder}/{part_name(self.job.ranks)}", seal(part))
-        storage.sync(folder)
+        self._sync_begun(folder)
         crash_point("smp.checkpoint.part_written")
         return part
 
@@ -292,6 +296,11 @@ class _Attempt:
             if self._is_alone:
                 self.storage.discard(self.folder)
             raise
+
+    def _sync_begun(self, folder: str = "") -> None:
+        """Make names in an unfinished checkpoint durable, unless no later writer will use it."""
+        if not self._is_alone:
+            self.storage.sync(folder)
 
     def _settle(self, name: str, found: Sequence[StoredCheckpoint]) -> None:
         """Complete the steps after publishing; each node that finds the checkpoint repeats them."""

@@ -166,7 +166,6 @@ class LocalStorage:
 
     def make(self, folder: str) -> None:
         (self._directory / folder).mkdir(exist_ok=True)
-        self.sync()
 
     def put(self, name: str, data: bytes | memoryview) -> None:
         with replaced(self._directory / name) as write:
