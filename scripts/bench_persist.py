@@ -55,9 +55,8 @@ from bench_common import (
 
 from ftrun.ids import Rank, RunId
 from ftrun.smp.checkpoint.load import LoadJob, load_checkpoint
-from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
-from ftrun.smp.checkpoint.storage.local import Retention
-from ftrun.smp.checkpoint.storage.pace import Throttle
+from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle
+from ftrun.smp.checkpoint.storage.storage import Retention
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.snapshot.layout import CopyTiming, Layout, LayoutEntry, make_layout, parse_header
@@ -197,7 +196,7 @@ def dd(source: Path, target: Path) -> None:
 def read_back(folder: Path) -> None:
     """As after a restart of the machine, but for what the page cache has kept."""
     ranks = [Rank(rank) for rank in range(RANKS)]
-    loaded = load_checkpoint(folder, LoadJob(RANKS, ranks, lambda _: None))
+    loaded = load_checkpoint(str(folder), LoadJob(RANKS, ranks, lambda _: None), threading.Event())
     if loaded is None:
         raise BenchError("what was written cannot be read")
     for fd in loaded.fds:

@@ -12,10 +12,8 @@ import xxhash
 
 from ftrun.ids import Generation, Rank, RunId, Version, version
 from ftrun.smp.checkpoint.live_capture import CaptureFilter
-from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
-from ftrun.smp.checkpoint.storage.direct_file import BUFFER_BYTES
-from ftrun.smp.checkpoint.storage.local import Retention
-from ftrun.smp.checkpoint.storage.pace import Throttle
+from ftrun.smp.checkpoint.storage.direct_file import BUFFER_BYTES, CopyBuffers, Throttle
+from ftrun.smp.checkpoint.storage.storage import Retention
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.snapshot.layout import CopyTiming, LayoutEntry, make_layout

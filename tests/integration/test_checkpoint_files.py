@@ -15,14 +15,13 @@ import xxhash
 
 from ftrun.errors import CheckpointError, MemoryTooSmall, NoneOfThisRun
 from ftrun.ids import Rank, RunId, version
-from ftrun.smp.checkpoint import late_copy
+from ftrun.smp.checkpoint import slot_reader
 from ftrun.smp.checkpoint.index import read_index
-from ftrun.smp.checkpoint.late_copy import CopyBeforeOverwrite
 from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob, load_checkpoint
-from ftrun.smp.checkpoint.slot_reader import SlotOverwritten, find_shards
-from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
-from ftrun.smp.checkpoint.storage.local import Retention, prune
-from ftrun.smp.checkpoint.storage.pace import Throttle
+from ftrun.smp.checkpoint.slot_reader import CopyBeforeOverwrite, SlotOverwritten, find_shards
+from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle
+from ftrun.smp.checkpoint.storage.local import LocalStorage
+from ftrun.smp.checkpoint.storage.storage import Retention, remove_all, to_prune
 from ftrun.smp.checkpoint.write_job import TRIES, WriteJob, WriterContext
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.snapshot.layout import PAGE_BYTES, CopyTiming, LayoutEntry, make_layout
@@ -113,7 +112,7 @@ def order(directory: Path, keep: int = 3) -> WriteJob:
 
 def load(directory: Path, world_size: int = 2, life: str = "") -> LoadedCheckpoint | None:
     wanted = LoadJob(world_size, RANKS, lambda needed_bytes: None, life=life)
-    return load_checkpoint(directory, wanted)
+    return load_checkpoint(str(directory), wanted, threading.Event())
 
 
 def check(loaded: LoadedCheckpoint | None, step: int) -> list[str]:
@@ -305,7 +304,7 @@ def test_too_little_memory_is_an_error_of_its_own(arenas: Arenas, tmp_path: Path
         raise MemoryTooSmall(needed_bytes=needed_bytes, available_bytes=1, limit="test")
 
     with pytest.raises(MemoryTooSmall):
-        load_checkpoint(tmp_path, LoadJob(2, RANKS, refuse))
+        load_checkpoint(str(tmp_path), LoadJob(2, RANKS, refuse), threading.Event())
 
 
 def test_old_checkpoints_and_what_a_killed_writer_left_are_removed(
@@ -333,10 +332,13 @@ def test_those_that_are_too_old_go_but_never_the_newest(arenas: Arenas, tmp_path
     hour_ago_s = time.time() - 3600
     for step in (1, 3):
         os.utime(tmp_path / f"step-0000000{step}-g0" / "index.json", (hour_ago_s, hour_ago_s))
-    newest = tmp_path / "step-00000003-g0"
-    assert prune(tmp_path, Retention(9, 7200.0), newest=newest) == []
-    assert prune(tmp_path, Retention(9, 600.0), newest=newest) == [tmp_path / "step-00000001-g0"]
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == [
+    storage = LocalStorage(tmp_path, threading.Event())
+    found, newest = storage.checkpoints(), "step-00000003-g0"
+    assert to_prune(found, Retention(9, 7200.0), newest=newest) == []
+    assert to_prune(found, Retention(9, 600.0), newest=newest) == ["step-00000001-g0"]
+    remove_all(storage, to_prune(found, Retention(9, 600.0), newest=newest))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest",
         "step-00000002-g0",
         "step-00000003-g0",
     ]
@@ -344,11 +346,23 @@ def test_those_that_are_too_old_go_but_never_the_newest(arenas: Arenas, tmp_path
 
 def test_a_name_that_is_taken_is_not_written_over(arenas: Arenas, tmp_path: Path) -> None:
     arenas.seal(4)
-    first = write(arenas, tmp_path)
-    second = write(arenas, tmp_path)
+    first = write(arenas, tmp_path, life="first")
+    spoil(first / "rank-00000.safetensors", PAGE_BYTES + 5)
+    second = write(arenas, tmp_path, life="second")
     assert (first.name, second.name) == ("step-00000004-g0", "step-00000004-g0.2")
     assert (tmp_path / "latest").resolve() == second
-    check(load(tmp_path), 4)
+    assert check(load(tmp_path), 4) == []
+
+
+def test_what_this_life_has_written_is_not_written_again(arenas: Arenas, tmp_path: Path) -> None:
+    arenas.seal(4)
+    first = write(arenas, tmp_path, life="own")
+    (tmp_path / "latest").unlink()
+    again = writer().write(arenas.fds, replace(order(tmp_path), life="own"))
+    assert (Path(again.path), again.total_bytes) == (first, 0)
+    assert (tmp_path / "latest").resolve() == first
+    os.truncate(first / "rank-00001.safetensors", 100)
+    assert write(arenas, tmp_path, life="own") != first, "it is not whole"
 
 
 def test_a_corrupted_slot_is_never_written(arenas: Arenas, tmp_path: Path) -> None:
@@ -413,7 +427,7 @@ SECOND = 10**9
 
 @pytest.fixture
 def reading(arenas: Arenas, monkeypatch: pytest.MonkeyPatch) -> Reading:
-    monkeypatch.setattr(late_copy, "_LOOK_S", 0.0)
+    monkeypatch.setattr(slot_reader, "_POLL_S", 0.0)
     arenas.pace = SECOND
     arenas.seal(3, slot=1)
     arenas.seal(4)

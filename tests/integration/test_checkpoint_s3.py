@@ -17,13 +17,11 @@ import xxhash
 
 from ftrun.errors import CheckpointError
 from ftrun.ids import Rank, RunId, version
-from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob
-from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
-from ftrun.smp.checkpoint.storage.local import Retention
-from ftrun.smp.checkpoint.storage.pace import Throttle
-from ftrun.smp.checkpoint.url_checkpoint import UrlWriter
-from ftrun.smp.checkpoint.url_load import load_from_url
+from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob, load_checkpoint
+from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle
+from ftrun.smp.checkpoint.storage.storage import Retention
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult
+from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.snapshot.layout import CopyTiming, LayoutEntry, make_layout
 from ftrun.wire.shared_memory.arena import (
     Arena,
@@ -138,17 +136,17 @@ def arenas() -> Iterator[Arenas]:
             os.close(fd)
 
 
-def writer(stop: threading.Event | None = None) -> UrlWriter:
+def writer(stop: threading.Event | None = None) -> CheckpointWriter:
     throttle = Throttle(stop or threading.Event())
-    return UrlWriter(WriterContext(RunId("run"), CopyBuffers(lambda: 1 << 40), throttle))
+    return CheckpointWriter(WriterContext(RunId("run"), CopyBuffers(lambda: 1 << 40), throttle))
 
 
-def write(arenas: Arenas, url: str, by: UrlWriter, *, keep: int = 3) -> WriteResult:
+def write(arenas: Arenas, url: str, by: CheckpointWriter, *, keep: int = 3) -> WriteResult:
     return by.write(arenas.fds, WriteJob(url, tuple(RANKS), 2, Retention(keep)))
 
 
 def load(url: str) -> LoadedCheckpoint | None:
-    return load_from_url(url, LoadJob(2, RANKS, lambda needed_bytes: None), threading.Event())
+    return load_checkpoint(url, LoadJob(2, RANKS, lambda needed_bytes: None), threading.Event())
 
 
 def check(loaded: LoadedCheckpoint | None, step: int) -> None:

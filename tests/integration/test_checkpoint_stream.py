@@ -21,15 +21,11 @@ from ftrun.ids import Generation, Rank, RunId, Version, version
 from ftrun.smp.checkpoint import live_capture as checkpoint_stream
 from ftrun.smp.checkpoint.live_capture import CaptureFilter, LiveSlot
 from ftrun.smp.checkpoint.load import LoadJob, load_checkpoint
-from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
-from ftrun.smp.checkpoint.storage.local import Retention
-from ftrun.smp.checkpoint.storage.pace import Throttle
-from ftrun.smp.checkpoint.url_checkpoint import UrlWriter
-from ftrun.smp.checkpoint.url_load import load_from_url
+from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle
+from ftrun.smp.checkpoint.storage.storage import Retention
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.snapshot.layout import CopyTiming, LayoutEntry, make_layout
-from ftrun.urls import is_url
 from ftrun.wire.messages import checkpoint as checkpoint_messages
 from ftrun.wire.shared_memory.arena import (
     Arena,
@@ -109,7 +105,7 @@ class Writing:
         self.throttle = Throttle(threading.Event())
         self.workers = workers
         means = WriterContext(RunId("run"), CopyBuffers(lambda: self.free_bytes), self.throttle)
-        self._to_folder, self._to_url = CheckpointWriter(means), UrlWriter(means)
+        self._writer = CheckpointWriter(means)
         self._pool = ThreadPoolExecutor(1)
 
     def order(self, where: str, *, wait_s: float, generation: int) -> WriteJob:
@@ -124,8 +120,7 @@ class Writing:
         where = where or str(self.folder)
         fds = {one.rank: [one.fd] for one in self.workers}
         order = self.order(where, wait_s=wait_s, generation=generation)
-        writer = self._to_url if is_url(where) else self._to_folder
-        return self._pool.submit(writer.write, fds, order)
+        return self._pool.submit(self._writer.write, fds, order)
 
     def num_written(self) -> int:
         """Bytes that lie in files that are not published."""
@@ -166,10 +161,7 @@ def wait_until(claim: Callable[[], bool], what: str) -> None:
 def loaded_step(where: str) -> int:
     """Of the newest checkpoint that can be used, which must be what was captured, bit for bit."""
     order = LoadJob(2, RANKS, lambda needed_bytes: None)
-    if is_url(where):
-        loaded = load_from_url(where, order, threading.Event())
-    else:
-        loaded = load_checkpoint(Path(where), order)
+    loaded = load_checkpoint(where, order, threading.Event())
     assert loaded is not None
     assert loaded.rejected == {}
     step = loaded.version.step

@@ -16,17 +16,12 @@ import pytest
 
 from ftrun.errors import CheckpointError
 from ftrun.ids import Rank, RunId, version
-from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob
-from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
-from ftrun.smp.checkpoint.storage.direct_file import no_pace
-from ftrun.smp.checkpoint.storage.fsspec import FsspecStorage
-from ftrun.smp.checkpoint.storage.local import STALE_S, Retention
-from ftrun.smp.checkpoint.storage.pace import Throttle
-from ftrun.smp.checkpoint.storage.url_folders import read_folders
-from ftrun.smp.checkpoint.storage.url_upload import BLOCK_BYTES
-from ftrun.smp.checkpoint.url_checkpoint import UrlWriter
-from ftrun.smp.checkpoint.url_load import load_from_url
+from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob, load_checkpoint
+from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle, no_pace
+from ftrun.smp.checkpoint.storage.fsspec import BLOCK_BYTES, FsspecStorage
+from ftrun.smp.checkpoint.storage.storage import STALE_S, Retention
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult
+from ftrun.smp.checkpoint.writer import CheckpointWriter
 from tests.ftp_server import FtpServer, ftp_server
 from tests.integration.test_checkpoint_files import LAYOUT, RANKS, Arenas, check, spoil
 
@@ -76,12 +71,20 @@ def url(request: pytest.FixtureRequest, root: Path) -> Iterator[str]:
 
 def writer(
     run_id: str = "run", *, free_bytes: int = 1 << 40, stop: threading.Event = NEVER
-) -> UrlWriter:
-    return UrlWriter(WriterContext(RunId(run_id), CopyBuffers(lambda: free_bytes), Throttle(stop)))
+) -> CheckpointWriter:
+    return CheckpointWriter(
+        WriterContext(RunId(run_id), CopyBuffers(lambda: free_bytes), Throttle(stop))
+    )
 
 
 def write(
-    found: Arenas, url: str, by: UrlWriter, *, keep: int = 3, keep_s: float = 0.0, life: str = ""
+    found: Arenas,
+    url: str,
+    by: CheckpointWriter,
+    *,
+    keep: int = 3,
+    keep_s: float = 0.0,
+    life: str = "",
 ) -> WriteResult:
     """All ranks are here."""
     order = WriteJob(url, tuple(RANKS), 2, Retention(keep, keep_s), life=life)
@@ -89,7 +92,7 @@ def write(
 
 
 def write_part(
-    found: Arenas, url: str, by: UrlWriter, rank: int, step: int, *, token: str = "5b6a"
+    found: Arenas, url: str, by: CheckpointWriter, rank: int, step: int, *, token: str = "5b6a"
 ) -> WriteResult:
     """Of two nodes, one with this rank."""
     order = WriteJob(url, (Rank(rank),), 2, Retention(3), version(0, step), token)
@@ -98,7 +101,7 @@ def write_part(
 
 def load(url: str, *, only: str = "", life: str = "") -> LoadedCheckpoint | None:
     order = LoadJob(2, RANKS, lambda needed_bytes: None, only, life)
-    return load_from_url(url, order, NEVER)
+    return load_checkpoint(url, order, NEVER)
 
 
 def steps(root: Path) -> list[int]:
@@ -141,7 +144,6 @@ def test_what_was_loaded_is_not_sent_again(arenas: Arenas, url: str, root: Path)
     loaded = load(url)
     assert loaded is not None
     by = writer()
-    by.remember(url, loaded.version, str(loaded.path))
     fds = {rank: [fd] for rank, fd in zip(RANKS, loaded.fds, strict=True)}
     done = by.write(fds, WriteJob(url, tuple(RANKS), 2, Retention(1)))
     assert (done.version, done.total_bytes) == (version(-1, 4), 0)
@@ -156,7 +158,7 @@ def test_large_objects_go_and_come_in_blocks(url: str) -> None:
     asked: list[int] = []
     with FsspecStorage(url, NEVER) as store:
         store.make("folder")
-        with store.uploaded("folder/large", size, asked.append) as file:
+        with store.stream("folder/large", size, asked.append) as file:
             at = 0
             while at < size:
                 room = file.room()[: min(999_983, size - at)]
@@ -166,7 +168,7 @@ def test_large_objects_go_and_come_in_blocks(url: str) -> None:
         assert asked == [BLOCK_BYTES, BLOCK_BYTES, 12_345]
         assert store.sizes("folder") == {"large": size}
         back = bytearray(size)
-        with store.opened("folder/large") as found:
+        with store.open("folder/large") as found:
             assert found.size == size
             assert found.read_into(memoryview(back)) == size
             assert back == data
@@ -177,7 +179,7 @@ def test_large_objects_go_and_come_in_blocks(url: str) -> None:
 def test_a_file_that_is_given_up_is_not_there(url: str) -> None:
     with FsspecStorage(url, NEVER) as store:
         store.make()
-        with suppress(ZeroDivisionError), store.uploaded("one", 100, no_pace) as file:
+        with suppress(ZeroDivisionError), store.stream("one", 100, no_pace) as file:
             file.room()[:10] = bytes(10)
             file.take(10)
             raise ZeroDivisionError
@@ -439,7 +441,7 @@ def test_two_that_publish_at_once_make_one_checkpoint(arenas: Arenas, url: str, 
             assert () in [part.result(60).missing_ranks for part in parts]
             assert check(load(url), step) == []
     with FsspecStorage(url, NEVER) as store:
-        folders = read_folders(store)
+        folders = store.checkpoints()
     assert [one.index.serial for one in folders if one.index] == [8, 7, 6]
     assert steps(root) == [6, 7, 8]
 

@@ -19,15 +19,15 @@ import xxhash
 
 from ftrun.ids import Rank, RunId
 from ftrun.smp.checkpoint.index import read_index
-from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
-from ftrun.smp.checkpoint.storage.local import Retention
-from ftrun.smp.checkpoint.storage.pace import Throttle
+from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle
+from ftrun.smp.checkpoint.storage.local import LocalStorage
+from ftrun.smp.checkpoint.storage.storage import Retention
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, LayoutEntry, make_layout, parse_header
 from ftrun.snapshot.plain_values import TensorRef
-from ftrun.tools.checkpoints.checkpoint_verify import verify_folder
+from ftrun.tools.checkpoints.catalog import find_damage
 from ftrun.tools.checkpoints.convert import convert as converted
 from ftrun.wire.shared_memory.arena import (
     Arena,
@@ -175,10 +175,11 @@ class Converter:
         done = converted([*words, "old", out])
         assert done.problem == ""
         assert done.exit_code == 0
-        index, problems = verify_folder(self.folder / out / "latest")
-        assert index is not None
-        assert problems == []
-        assert (index.step, index.generation) == (42, 3)
+        storage = LocalStorage(self.folder / out, threading.Event())
+        made = storage.describe("latest")
+        assert made.index is not None
+        assert find_damage(storage, made) == []
+        assert (made.index.step, made.index.generation) == (42, 3)
         return self.folder / out / "latest"
 
     def refused(self, *words: str) -> tuple[int, str]:

@@ -914,7 +914,7 @@ def test_a_checkpoint_survives_the_death_of_everything(world: World, tmp_path: P
     assert sorted(path.name for path in directory.iterdir()) == ["latest", Path(third.path).name]
 
 
-def load(directory: Path) -> checkpoint_messages.LoadCheckpoint:
+def load(directory: Path | str) -> checkpoint_messages.LoadCheckpoint:
     return checkpoint_messages.LoadCheckpoint(str(directory), WORLD, list(range(WORLD)))
 
 
@@ -930,56 +930,71 @@ def check_loaded(fd: int, at: Version) -> None:
         arena.close()
 
 
+CHECKPOINT_POINTS = [
+    f"smp.checkpoint.{name}"
+    for name in (
+        *("started", "part_started", "shard_written", "part_shard_written", "part_written"),
+        *("merged", "index_written", "synced", "renamed", "parts_renamed", "link_made", "latest"),
+        "pruning",
+    )
+]
+"""What each writer passes on each storage, if it finishes a checkpoint and prunes another."""
+
+
 @pytest.mark.chaos
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "scheme", [pytest.param("", id="directory"), pytest.param("file://", marks=pytest.mark.full)]
+)
 def test_an_smp_killed_at_any_point_of_a_checkpoint_leaves_one_that_loads(
-    world: World, tmp_path: Path
+    world: World, tmp_path: Path, scheme: str
 ) -> None:
     count = tmp_path / "points"
     world.start(count=str(count))
-    first = write_twice(world, tmp_path / "whole", count)
+    first = write_twice(world, f"{scheme}{tmp_path / 'whole'}", count)
     points = [point for point in passed(count)[first:] if point.startswith("smp.checkpoint.")]
-    assert len({point.partition(":")[0] for point in points}) >= 8
+    assert {point.partition(":")[0] for point in points} == set(CHECKPOINT_POINTS)
     world.smp.kill()
     for point in points:
         directory = tmp_path / point
+        where = f"{scheme}{directory}"
         world.forget()
         world.start(crash_at=point)
         with contextlib.suppress(PeerError):
-            write_twice(world, directory)
+            write_twice(world, where)
         assert world.smp.wait(PATIENCE_S) == -signal.SIGKILL, point
 
         world.forget()
         world.start()
         agent = world.connect("agent")
-        loaded = world.ask(agent, load(directory), checkpoint_messages.CheckpointLoaded)
+        loaded = world.ask(agent, load(where), checkpoint_messages.CheckpointLoaded)
         assert loaded.step in (1, 2), point
         for fd in world.granted_fds(agent, WORLD).values():
             check_loaded(fd, version(0, loaded.step))
         world.begin(agent)
         world.ask(
             agent,
-            checkpoint_messages.WriteCheckpoint(str(directory), keep=1),
+            checkpoint_messages.WriteCheckpoint(where, keep=1),
             checkpoint_messages.CheckpointWritten,
         )
         assert len(list(directory.iterdir())) == 2, point
         world.smp.kill()
 
 
-def write_twice(world: World, directory: Path, count: Path | None = None) -> int:
+def write_twice(world: World, where: str, count: Path | None = None) -> int:
     """Two checkpoints, the second prunes the first; crash points passed before the second."""
     agent, workers = world.train(1)
     world.ask(
         agent,
-        checkpoint_messages.WriteCheckpoint(str(directory), keep=1),
+        checkpoint_messages.WriteCheckpoint(where, keep=1),
         checkpoint_messages.CheckpointWritten,
     )
     first = len(passed(count)) if count else 0
     world.commit(workers, version(0, 2))
     world.ask(
         agent,
-        checkpoint_messages.WriteCheckpoint(str(directory), keep=1),
+        checkpoint_messages.WriteCheckpoint(where, keep=1),
         checkpoint_messages.CheckpointWritten,
     )
     return first

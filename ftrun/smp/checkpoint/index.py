@@ -7,9 +7,6 @@ Gives:    a `CheckpointIndex` or a `CheckpointPart`, or a `CheckpointError`.
 The files of an index and of a part carry their own digest: the text and its xxh3.
 """
 
-import contextlib
-import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,7 +17,6 @@ from ftrun.errors import CheckpointError
 from ftrun.wire.messages.checkpoint import INDEX_NAME
 
 FORMAT = 1
-_NAME = re.compile(r"step-\d{8,}-g\d+(\.\d+)?")
 _T = TypeVar("_T", "CheckpointIndex", "CheckpointPart")
 
 
@@ -44,13 +40,6 @@ class ShardFile(msgspec.Struct, frozen=True):
     def content(self) -> tuple[int, int, str, str]:
         """Two are equal exactly if the rank and all its bytes are equal."""
         return self.rank, self.num_bytes, self.layout_id, self.table_digest
-
-    def is_whole(self, folder: Path) -> bool:
-        try:
-            size, table = ((folder / name).stat().st_size for name in self.names)
-        except OSError:
-            return False
-        return (size, table) == (self.num_bytes, 8 * self.num_pieces)
 
 
 class CheckpointIndex(msgspec.Struct, frozen=True):
@@ -103,70 +92,26 @@ def seal(content: CheckpointIndex | CheckpointPart) -> bytes:
     return msgspec.json.encode(DigestedFile(xxhash.xxh3_64_hexdigest(text), msgspec.Raw(text)))
 
 
-def make_index(
-    directory: Path,
-    *,
-    run_id: str,
-    generation: int,
-    step: int,
-    world_size: int,
-    shards: Sequence[ShardFile],
-    life: str,
-) -> CheckpointIndex:
-    return CheckpointIndex(
-        format=FORMAT,
-        serial=1 + max((known.serial for _, known in read_indexes(directory)), default=0),
-        run_id=run_id,
-        generation=max(0, generation),
-        step=step,
-        world_size=world_size,
-        shards=sorted(shards, key=lambda shard: shard.rank),
-        life=life,
-    )
-
-
 def read_index(folder: Path) -> CheckpointIndex:
     """Read the index of one checkpoint.
 
     Raises:
         CheckpointError: it is missing, or differs from what was written.
     """
-    return _read(folder / INDEX_NAME, CheckpointIndex, what=f"{folder}: its index")
+    try:
+        data = (folder / INDEX_NAME).read_bytes()
+    except OSError as error:
+        reason = f"{folder}: its index is not readable: {error.strerror}"
+        raise CheckpointError(reason) from error
+    return parse_index(data, what=str(folder))
 
 
 def parse_index(data: bytes, *, what: str) -> CheckpointIndex:
     return _parse(data, CheckpointIndex, what=f"{what}: its index")
 
 
-def read_part(path: Path) -> CheckpointPart:
-    """Read one node's part of an unfinished checkpoint.
-
-    Raises:
-        CheckpointError: it is missing, or differs from what was written.
-    """
-    return _read(path, CheckpointPart, what=f"{path}: the part")
-
-
 def parse_part(data: bytes, *, what: str) -> CheckpointPart:
     return _parse(data, CheckpointPart, what=f"{what}: the part")
-
-
-def read_indexes(directory: Path) -> list[tuple[Path, CheckpointIndex]]:
-    """Return all whole checkpoints in a directory, the last written first."""
-    found = []
-    for folder in directory.iterdir():
-        if _NAME.fullmatch(folder.name):
-            with contextlib.suppress(CheckpointError):
-                found.append((folder, read_index(folder)))
-    return sorted(found, key=lambda one: one[1].serial, reverse=True)
-
-
-def _read(path: Path, kind: type[_T], *, what: str) -> _T:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{what} is not readable: {error.strerror}") from error
-    return _parse(data, kind, what=what)
 
 
 def _parse(data: bytes, kind: type[_T], *, what: str) -> _T:

@@ -30,10 +30,14 @@ import xxhash
 from ftrun import clock
 from ftrun.errors import SnapshotCorrupt
 from ftrun.ids import Generation, Version
-from ftrun.smp.checkpoint.late_copy import CopyBeforeOverwrite
-from ftrun.smp.checkpoint.slot_reader import ArenaFds, SealedSlot, SlotOverwritten, newest_version
-from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
-from ftrun.smp.checkpoint.storage.direct_file import Pace
+from ftrun.smp.checkpoint.slot_reader import (
+    ArenaFds,
+    CopyBeforeOverwrite,
+    SealedSlot,
+    SlotOverwritten,
+    newest_version,
+)
+from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Pace
 from ftrun.snapshot.layout import Layout
 from ftrun.wire.shared_memory.arena import (
     ArenaShape,
@@ -143,7 +147,7 @@ class LiveCapture:
         Raises:
             SlotOverwritten: another rank has withdrawn its seal.
         """
-        if self.are_sealed or not all(one.look() for one in self.shards):
+        if self.are_sealed or not all(one.poll() for one in self.shards):
             return
         self.are_sealed = True
         left = [one for one in self.shards if not one.is_sound]
@@ -176,7 +180,7 @@ class LiveSlot(SealedSlot):
     def is_sound(self) -> bool:
         return self._is_compared
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Return whether it is sealed.
 
         Raises:
@@ -210,7 +214,7 @@ class LiveSlot(SealedSlot):
             SlotOverwritten: it will not be.
         """
         while not self.is_copied:
-            if self.look():
+            if self.poll():
                 self._capturing.has_sealed()
                 return
             if index < self._known or index < self._count():
@@ -226,7 +230,7 @@ class LiveSlot(SealedSlot):
         Raises:
             SlotOverwritten: a piece was read too early, or the slot holds another version.
         """
-        while not self.look():
+        while not self.poll():
             self._count()
             self._capturing.nap(self._since_s)
         self._capturing.has_sealed()

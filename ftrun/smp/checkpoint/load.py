@@ -1,7 +1,7 @@
 """Loads a checkpoint into arenas.
 
 Runs in:  the SMP, in its disk lane's thread.
-Takes in: a directory of checkpoints.
+Takes in: a directory of checkpoints, or a URL.
 Gives:    a `LoadedCheckpoint` with one new arena per rank, or a `CheckpointError`.
 
 `latest` is tried first, then every other whole checkpoint, the last written first. Rejected ones
@@ -14,11 +14,9 @@ several nodes need are read by one of them (`ftrun.smp.checkpoint.shared_load`).
 """
 
 import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TypeVar
 
 from ftrun import clock
 from ftrun.errors import (
@@ -29,8 +27,7 @@ from ftrun.errors import (
     SnapshotCorrupt,
 )
 from ftrun.ids import Rank, Version, version
-from ftrun.smp.checkpoint.index import read_index, read_indexes
-from ftrun.smp.checkpoint.reader import CheckpointFiles, FolderSource
+from ftrun.smp.checkpoint.reader import CheckpointFiles, open_storage
 from ftrun.smp.checkpoint.shared_load import (
     LOADED_GENERATION,
     Check,
@@ -38,12 +35,11 @@ from ftrun.smp.checkpoint.shared_load import (
     SharedLoad,
     load_share,
 )
-from ftrun.smp.checkpoint.storage.local import LATEST_NAME
+from ftrun.smp.checkpoint.storage.storage import LATEST_NAME, Storage, StoredCheckpoint
 
 RETRY_S = 0.2
 """Seconds before a failed read is repeated."""
 
-_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
@@ -57,7 +53,7 @@ class LoadJob:
         check: raises MemoryTooSmall if this number of bytes does not fit.
         only: name of the one checkpoint that may be used; empty: any.
         life: the life that must have written it; empty: any. See `GenerationPlan.life`.
-        company: the nodes that load it together; None: this one alone.
+        group: the nodes that load it together; None: this one alone.
         set_aside: names of checkpoints that no node of the run may load, and the reasons.
     """
 
@@ -66,13 +62,13 @@ class LoadJob:
     check: Check
     only: str = ""
     life: str = ""
-    company: LoadGroup | None = None
+    group: LoadGroup | None = None
     set_aside: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def together(self) -> LoadGroup:
         """The nodes that load it. A single node takes all ranks of another world size."""
-        return self.company or LoadGroup([list(self.ranks)], 0)
+        return self.group or LoadGroup([list(self.ranks)], 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,71 +81,79 @@ class LoadedCheckpoint:
     """
 
     version: Version
-    path: Path | str
+    path: str
     fds: list[int]
     rejected: dict[str, str]
     world_size: int
     rest: SharedLoad | None = None
 
 
-def load_checkpoint(directory: Path, order: LoadJob) -> LoadedCheckpoint | None:
+def load_checkpoint(where: str, job: LoadJob, stop: threading.Event) -> LoadedCheckpoint | None:
     """Fill arenas from the newest usable checkpoint; None if there is no checkpoint at all.
 
     Args:
-        directory: need not exist.
-        order: what to load.
-
-    Raises:
-        NoUsableCheckpoint, NoneOfThisRun: as `load_first`.
-        MemoryTooSmall: the arenas do not fit.
-        OSError: the directory cannot be read, not even at the second attempt.
-    """
-    try:
-        return _load_from(directory, order)
-    except OSError as error:
-        _say_again(directory, error)
-    return _load_from(directory, order)
-
-
-def _load_from(directory: Path, order: LoadJob) -> LoadedCheckpoint | None:
-    rejected: dict[str, str] = {}
-    candidates = _candidates(directory, rejected)
-    if order.only:
-        candidates = [directory / order.only]
-    sources = [FolderSource(folder) for folder in candidates]
-    return load_first(sources, rejected, order, where=str(directory))
-
-
-def load_first(
-    sources: Sequence[CheckpointFiles], rejected: dict[str, str], order: LoadJob, *, where: str
-) -> LoadedCheckpoint | None:
-    """Fill arenas from the first usable checkpoint; None if there is no checkpoint at all.
-
-    Args:
-        sources: in the order in which they are tried.
-        rejected: reasons, by name, for unusable checkpoints; more are added.
-        order: what to load.
-        where: their location, for the message.
+        where: a directory or a URL; need not exist.
+        job: what to load; `only` may be `latest`.
+        stop: when set, all waiting ends.
 
     Raises:
         NoUsableCheckpoint: there are checkpoints, and none of them can be used.
         NoneOfThisRun: none is of the requested life, except perhaps an unreadable one.
         MemoryTooSmall: the arenas do not fit.
+        CheckpointError: the store cannot be reached.
+        OSError: the directory cannot be read, not even at the second attempt.
     """
-    left = {name: order.set_aside[name] for name in rejected if name in order.set_aside}
+    with open_storage(where, stop) as storage:
+        found = _listed(storage, job.only)
+        rejected = {one.name: one.problem for one in found if one.problem}
+        sources = [CheckpointFiles(storage, one) for one in found if one.index is not None]
+        return _load_first(sources, rejected, job, where=storage.shown)
+
+
+def _listed(storage: Storage, only: str) -> list[StoredCheckpoint]:
+    """List the checkpoints to try, `latest` first; repeat a failed read once."""
+    try:
+        found = _list(storage, only)
+    except OSError as error:
+        _say_again(storage.shown, error)
+        return _list(storage, only)
+    stalled = [one for one in found if one.may_pass]
+    if stalled:
+        _say_again(storage.shown, stalled[0].problem)
+        found = _list(storage, only)
+    return found
+
+
+def _list(storage: Storage, only: str) -> list[StoredCheckpoint]:
+    latest = storage.latest_name()
+    if only:
+        name = latest if only == LATEST_NAME and latest else only
+        return [storage.describe(name)]
+    found = [one for one in storage.checkpoints() if not one.is_incomplete]
+    if storage.is_local and latest and latest not in [one.name for one in found]:
+        found.append(storage.describe(latest))
+    # A crash between the two renames of a write leaves a whole checkpoint and no link.
+    return sorted(found, key=lambda one: one.name != latest)
+
+
+def _load_first(
+    sources: Sequence[CheckpointFiles], rejected: dict[str, str], job: LoadJob, *, where: str
+) -> LoadedCheckpoint | None:
+    """Fill arenas from the first usable checkpoint, in the order given."""
+    left = {name: job.set_aside[name] for name in rejected if name in job.set_aside}
     for name in left:
         del rejected[name]
-    has_own = not order.life
+    has_own = not job.life
     for source in sources:
-        name = Path(source.path).name
+        name = source.stored.name
         try:
-            if order.life and _twice(source, source.index).life != order.life:
+            if job.life and source.index().life != job.life:
                 continue
             has_own = True
-            if name in order.set_aside:
-                left[name] = order.set_aside[name]
+            if name in job.set_aside:
+                left[name] = job.set_aside[name]
                 continue
-            return _load(source, rejected, order)
+            return _load(source, rejected, job)
         except (CheckpointError, SnapshotCorrupt, LayoutUnknown) as error:
             rejected[name] = str(error)
         except OSError as error:
@@ -170,65 +174,24 @@ def load_first(
     )
 
 
-def _load(source: CheckpointFiles, rejected: dict[str, str], order: LoadJob) -> LoadedCheckpoint:
-    def attempt() -> LoadedCheckpoint:
-        index = source.index()
-        fds, rest = load_share(source, index, order.world_size, order.together, order.check)
-        at = version(LOADED_GENERATION, index.step)
-        return LoadedCheckpoint(at, source.path, fds, rejected, index.world_size, rest)
-
-    return _twice(source, attempt)
-
-
-def _twice(source: CheckpointFiles, attempt: Callable[[], _T]) -> _T:
-    """Repeat a failed read once, because storage may stall."""
+def _load(source: CheckpointFiles, rejected: dict[str, str], job: LoadJob) -> LoadedCheckpoint:
     try:
-        return attempt()
+        return _attempt(source, rejected, job)
     except (OSError, CheckpointError) as error:
-        if not _may_pass(error):
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(cause, OSError) or isinstance(cause, FileNotFoundError):
             raise
         _say_again(source.path, error)
-    return attempt()
+    return _attempt(source, rejected, job)
 
 
-def _candidates(directory: Path, rejected: dict[str, str]) -> list[Path]:
-    """List the checkpoints to try; raise OSError if the directory exists and cannot be read."""
-    try:
-        found = [folder for folder, _ in read_indexes(directory)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    stalled = [error for error in _unreadable(directory, found).values() if _may_pass(error)]
-    if stalled:
-        _say_again(directory, stalled[0])
-        found = [folder for folder, _ in read_indexes(directory)]
-    link = directory / LATEST_NAME
-    if link.is_symlink():
-        latest = directory / os.readlink(link)
-        if latest in found:
-            found.remove(latest)
-        found.insert(0, latest)
-    # A crash between the two renames of a write leaves a whole checkpoint and no link.
-    # A folder without a readable index is not listed by read_indexes, so it is named here.
-    rejected.update((name, str(error)) for name, error in _unreadable(directory, found).items())
-    return found
+def _attempt(source: CheckpointFiles, rejected: dict[str, str], job: LoadJob) -> LoadedCheckpoint:
+    index = source.index()
+    fds, rest = load_share(source, index, job.world_size, job.together, job.check)
+    at = version(LOADED_GENERATION, index.step)
+    return LoadedCheckpoint(at, source.path, fds, rejected, index.world_size, rest)
 
 
-def _unreadable(directory: Path, found: Sequence[Path]) -> dict[str, CheckpointError]:
-    bad: dict[str, CheckpointError] = {}
-    for folder in sorted(directory.iterdir()):
-        if folder not in found and folder.name.startswith("step-"):
-            try:
-                read_index(folder)
-            except CheckpointError as error:
-                bad[folder.name] = error.with_traceback(None)
-    return bad
-
-
-def _may_pass(error: Exception) -> bool:
-    cause = error if isinstance(error, OSError) else error.__cause__
-    return isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
-
-
-def _say_again(what: Path | str, error: Exception) -> None:
+def _say_again(what: str, error: Exception | str) -> None:
     _log.warning("%s cannot be read, and is tried once more: %s", what, str(error))
     clock.sleep(RETRY_S)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from ftrun import clock
 from ftrun.errors import (
@@ -25,27 +24,22 @@ from ftrun.errors import (
 from ftrun.free_memory import available_memory
 from ftrun.ids import Rank, RunId, version
 from ftrun.smp.calm import calmly
-from ftrun.smp.checkpoint.checkpoint_parts import PartWriter
 from ftrun.smp.checkpoint.live_capture import CaptureFilter
 from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob, load_checkpoint
+from ftrun.smp.checkpoint.reader import open_storage
 from ftrun.smp.checkpoint.shared_load import LoadGroup
 from ftrun.smp.checkpoint.slot_reader import ArenaFds
-from ftrun.smp.checkpoint.storage.copy_room import KEEP_S, CopyBuffers
-from ftrun.smp.checkpoint.storage.local import Retention
+from ftrun.smp.checkpoint.storage.direct_file import KEEP_S, CopyBuffers, Throttle
 from ftrun.smp.checkpoint.storage.owner import RENEW_S, CheckpointOwnership
-from ftrun.smp.checkpoint.storage.pace import Throttle
-from ftrun.smp.checkpoint.storage.storage import sweep_run
-from ftrun.smp.checkpoint.storage.url_folders import sweep_url
-from ftrun.smp.checkpoint.url_checkpoint import UrlWriter
-from ftrun.smp.checkpoint.url_load import load_from_url
-from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult, told
+from ftrun.smp.checkpoint.storage.storage import Retention, sweep_run
+from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult, reported
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.smp.client import Requester
 from ftrun.smp.jobs import Finish, JobLanes
 from ftrun.smp.memory.arenas import ArenaStore
 from ftrun.smp.watch import IntervalTimer
 from ftrun.snapshot.commit_tracker import CommitTracker
-from ftrun.urls import is_url, without_password
+from ftrun.urls import without_password
 from ftrun.wire.checkpoint_owner import OWNER_NAME, CheckpointClaim
 from ftrun.wire.messages import checkpoint as checkpoint_messages
 from ftrun.wire.messages import envelope as messages
@@ -83,10 +77,7 @@ class CheckpointService:
         self._throttle = Throttle(self._stop)
         self._room = CopyBuffers(_free_bytes)
         self._tidying = IntervalTimer(jobs, self._tidy)
-        means = WriterContext(run_id, self._room, self._throttle)
-        self._writer = CheckpointWriter(means)
-        self._parts = PartWriter(means)
-        self._urls = UrlWriter(means)
+        self._writer = CheckpointWriter(WriterContext(run_id, self._room, self._throttle))
 
     def write(
         self,
@@ -196,14 +187,10 @@ class CheckpointService:
             self._room.begin()
 
     def _written(self, order: WriteJob, fds: ArenaFds) -> WriteResult:
-        with told(order):
+        with reported(order):
             runs = self._owner.check(order.where, order.life)
         order = replace(order, retention=replace(order.retention, runs=runs))
-        if is_url(order.where):
-            return self._urls.write(fds, order)
-        if order.version is None:
-            return self._writer.write(fds, order)
-        return self._parts.write(fds, order, order.version)
+        return self._writer.write(fds, order)
 
     def _load(self, asker: Requester, body: checkpoint_messages.LoadCheckpoint) -> Finish:
         self._room.drop()
@@ -256,32 +243,26 @@ class CheckpointService:
             check=check_available,
             only=body.only,
             life=body.life,
-            company=LoadGroup(body.ranks, body.node) if body.ranks else None,
+            group=LoadGroup(body.ranks, body.node) if body.ranks else None,
             set_aside=body.set_aside,
         )
-        if is_url(body.directory):
-            loaded = load_from_url(body.directory, order, self._stop)
-            sweep_url(body.directory, self._stop, self._run_id)
-            return loaded
-        directory = Path(body.directory)
-        loaded = load_checkpoint(directory, order)
-        with suppress(OSError):
-            sweep_run(directory, self._run_id)
+        loaded = load_checkpoint(body.directory, order, self._stop)
+        with (
+            suppress(CheckpointError, OSError),
+            open_storage(body.directory, self._stop) as storage,
+        ):
+            sweep_run(storage, self._run_id)
         return loaded
 
     def _put(
         self, asker: Requester, body: checkpoint_messages.LoadCheckpoint, loaded: LoadedCheckpoint
     ) -> None:
-        if is_url(body.directory):
-            self._urls.remember(body.directory, loaded.version, str(loaded.path))
-        else:
-            self._writer.remember(Path(body.directory), loaded.version, Path(loaded.path))
         self._loaded(loaded)
         asker.tell(
             checkpoint_messages.CheckpointLoaded(
                 generation=loaded.version.generation,
                 step=loaded.version.step,
-                path=str(loaded.path),
+                path=loaded.path,
                 rejected=loaded.rejected,
                 world_size=loaded.world_size if loaded.world_size != body.world_size else 0,
                 is_share=loaded.rest is not None,
@@ -302,7 +283,7 @@ def _answer(done: WriteResult, seconds: float) -> checkpoint_messages.Checkpoint
     return checkpoint_messages.CheckpointWritten(
         generation=done.version.generation,
         step=done.version.step,
-        path="" if is_part else str(done.path),
+        path="" if is_part else done.path,
         total_bytes=done.total_bytes,
         seconds=seconds,
         is_part=is_part,

@@ -1,25 +1,30 @@
 """Reads one rank's sealed slot, and writes its files of a checkpoint.
 
 Runs in:  the SMP, in its disk lane's thread.
-Takes in: duplicates of the arenas' descriptors.
-Gives:    `SealedSlot`s; files whose digests are those of the bytes written, or SnapshotCorrupt.
+Takes in: duplicates of the arenas' descriptors; memory for copies.
+Gives:    `SealedSlot`s; files whose digests are those of the bytes written, or SnapshotCorrupt;
+          copies of the bytes not yet written, as late as is safe, or `SlotOverwritten`.
+
+A slot is overwritten by the second capture after its own, which starts only after the first one is
+committed. Nothing is therefore copied until a later version is sealed. If a checkpoint is written
+in less time than the snapshot interval, nothing is copied at all. The copy was most of a
+checkpoint's cost to the training (scripts/bench_persist.py).
 """
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Protocol
 
 import xxhash
 
+from ftrun import clock
 from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
 from ftrun.smp.checkpoint.index import ShardFile
-from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
-from ftrun.smp.checkpoint.storage.direct_file import Pace
-from ftrun.smp.checkpoint.storage.local import replaced, replaced_large
+from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Pace
+from ftrun.smp.checkpoint.storage.storage import FileSink, Storage
 from ftrun.snapshot.commit_tracker import newest_common
 from ftrun.snapshot.layout import PAGE_BYTES, Layout, parse_header
+from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.arena import (
     Arena,
     ArenaShape,
@@ -31,6 +36,10 @@ from ftrun.wire.shared_memory.arena import (
 )
 
 _READ_BYTES = 1 << 22
+OFTEN_S = 1.0
+"""If snapshots are more frequent than this, the next one cannot be detected in time."""
+_GAPS = 4
+_POLL_S = 0.01
 
 ArenaFds = Mapping[Rank, Sequence[int]]
 
@@ -38,29 +47,12 @@ ArenaFds = Mapping[Rank, Sequence[int]]
 class SlotOverwritten(CheckpointError):
     """A slot was overwritten while it was read, or its capture was not completed."""
 
-    def __init__(self, version: Version, why: str = "") -> None:
+    def __init__(self, version: Version, reason: str = "") -> None:
         super().__init__(
-            f"a slot with {version} was overwritten while it was read{why and f' ({why})'}. Ask "
-            "for a later version; if this comes again and again, snapshot less often "
-            "(--snapshot-every)"
+            f"a slot with {version} was overwritten while it was read"
+            f"{reason and f' ({reason})'}. Ask for a later version; if this comes again and again, "
+            "snapshot less often (--snapshot-every)"
         )
-
-
-class FileSink(Protocol):
-    """A file that is filled in place, on a disk or on its way to a store."""
-
-    is_in_place: bool
-    """The newest `room` has the file's bytes already."""
-
-    def room(self, source: memoryview | None = None) -> memoryview:
-        """Return memory for the next bytes, at least one.
-
-        Args:
-            source: all bytes of the file, unchanged in memory until it is closed.
-        """
-
-    def take(self, num_bytes: int) -> None:
-        """Append the first `num_bytes` of `room` to the file."""
 
 
 class SealedSlot:
@@ -214,6 +206,62 @@ def copy_where_it_fits(shards: Sequence[SealedSlot], room: CopyBuffers) -> bool:
     return all(shard.is_unchanged() for shard in shards)
 
 
+class CopyBeforeOverwrite:
+    """Monitors the slots of one version while they are written.
+
+    Args:
+        version: the version in the slots.
+        shards: the slots of all ranks that this node writes.
+        room: memory for copies.
+        gap_s: seconds that may pass without a read, while the bytes read before are being written.
+    """
+
+    def __init__(
+        self,
+        version: Version,
+        shards: Sequence[SealedSlot],
+        room: CopyBuffers,
+        *,
+        gap_s: float,
+    ) -> None:
+        self._version = version
+        self._shards = shards
+        self._room = room
+        self._gap_s = gap_s
+        self._poll_s = 0.0
+        for shard in shards:
+            shard.before_read = self.poll
+
+    @property
+    def is_tight(self) -> bool:
+        """True if the slots may be overwritten between two polls."""
+        least_s = max(OFTEN_S, _GAPS * self._gap_s)
+        return any(shard.since_last_s < least_s for shard in self._shards)
+
+    def poll(self) -> None:
+        """Copy the rest if a later version is sealed; called before each read.
+
+        Raises:
+            SlotOverwritten: a slot was overwritten already.
+        """
+        now_s = clock.now_s()
+        if now_s >= self._poll_s:
+            self._poll_s = now_s + _POLL_S
+            if any(shard.has_later() for shard in self._shards):
+                self.copy()
+
+    def copy(self) -> None:
+        """Copy the rest now.
+
+        Raises:
+            SlotOverwritten: a slot was overwritten already.
+        """
+        for shard in self._shards:
+            shard.before_read = None
+        if not copy_where_it_fits(self._shards, self._room):
+            raise SlotOverwritten(self._version)
+
+
 def newest_version(fds: ArenaFds, world_size: int) -> Version | None:
     held = {
         rank: [
@@ -240,12 +288,13 @@ def find_shards(fds: ArenaFds, version: Version, world_size: int) -> list[Sealed
     return list(found.values())
 
 
-def write_shard(folder: Path, shard: SealedSlot, pace: Pace) -> ShardFile:
+def write_shard(storage: Storage, folder: str, shard: SealedSlot, pace: Pace) -> ShardFile:
     """Write both files of a rank durably; equal ones of an earlier attempt are replaced.
 
     Args:
-        folder: the destination.
-        shard: sealed.
+        storage: the destination.
+        folder: of the checkpoint.
+        shard: sealed, or being captured.
         pace: called before each write.
 
     Raises:
@@ -253,10 +302,11 @@ def write_shard(folder: Path, shard: SealedSlot, pace: Pace) -> ShardFile:
         CheckpointError: the write was stopped.
     """
     data_name, table_name = file_names(shard)
-    with replaced_large(folder / data_name, pace) as file:
+    with storage.stream(f"{folder}/{data_name}", shard.shape.image_bytes, pace) as file:
         described = write_image(file, shard)
-    with replaced(folder / table_name) as write:
-        write(shard.table())
+    crash_point("smp.checkpoint.shard_written")
+    storage.put(f"{folder}/{table_name}", shard.table())
+    crash_point("smp.checkpoint.part_shard_written")
     return described
 
 

@@ -10,24 +10,21 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ftrun.errors import CheckpointError
 from ftrun.ids import Rank, RunId, Version
-from ftrun.smp.checkpoint.index import FORMAT, CheckpointPart, ShardFile
-from ftrun.smp.checkpoint.late_copy import CopyBeforeOverwrite
+from ftrun.smp.checkpoint.index import FORMAT, CheckpointPart
 from ftrun.smp.checkpoint.live_capture import CaptureFilter, LiveCapture, await_capture
 from ftrun.smp.checkpoint.slot_reader import (
     ArenaFds,
+    CopyBeforeOverwrite,
     SealedSlot,
     SlotOverwritten,
     find_shards,
     newest_version,
 )
-from ftrun.smp.checkpoint.storage.copy_room import CopyBuffers
-from ftrun.smp.checkpoint.storage.direct_file import BUFFER_BYTES, Pace
-from ftrun.smp.checkpoint.storage.local import Retention
-from ftrun.smp.checkpoint.storage.pace import Throttle
+from ftrun.smp.checkpoint.storage.direct_file import BUFFER_BYTES, CopyBuffers, Pace, Throttle
+from ftrun.smp.checkpoint.storage.storage import Retention
 from ftrun.urls import is_url
 
 TRIES = 5
@@ -80,22 +77,15 @@ class WriteJob:
     life: str = ""
     follow: CaptureFilter | None = None
 
-    @property
-    def directory(self) -> Path:
-        return Path(self.where)
+    def gap_s(self, context: WriterContext) -> float:
+        """Seconds that may pass without a read; a network may be slow."""
+        return math.inf if is_url(self.where) else context.gap_s
 
-    def part(
-        self, run_id: RunId, version: Version, shards: Sequence[ShardFile] = ()
-    ) -> CheckpointPart:
+    def part(self, run_id: RunId, version: Version) -> CheckpointPart:
+        """Return the part without files."""
+        generation, step = version.generation, version.step
         return CheckpointPart(
-            FORMAT,
-            run_id,
-            self.token,
-            version.generation,
-            version.step,
-            self.world_size,
-            list(shards),
-            life=self.life,
+            FORMAT, run_id, self.token, generation, step, self.world_size, [], life=self.life
         )
 
 
@@ -113,7 +103,7 @@ class WriteResult:
     """
 
     version: Version
-    path: Path | str
+    path: str
     total_bytes: int
     missing_ranks: tuple[int, ...] = ()
     note: str = ""
@@ -139,51 +129,37 @@ class ChosenVersion:
         return all(shard.is_sound for shard in self.shards)
 
 
-def choose_own(
-    fds: ArenaFds, order: WriteJob, version: Version, throttle: Throttle
-) -> ChosenVersion:
+def choose_own(fds: ArenaFds, job: WriteJob, version: Version, throttle: Throttle) -> ChosenVersion:
     """Return the named version with the slots of this node's ranks.
 
     Raises:
         CheckpointError: this node runs no ranks.
     """
-    if not order.ranks:
+    if not job.ranks:
         raise CheckpointError("this node runs no ranks, so it has nothing to write")
-    own = {rank: fds.get(rank, ()) for rank in order.ranks}
-    return ChosenVersion(version, find_shards(own, version, order.world_size), throttle)
-
-
-def with_own_bytes(found: WriteResult, part: CheckpointPart, *, is_new: bool) -> WriteResult:
-    """Return the result; if the checkpoint is unfinished, with the size of this node's part.
-
-    Args:
-        found: the result after the part was written.
-        part: this node's.
-        is_new: the part was written now.
-    """
-    own_bytes = sum(file.num_bytes for file in part.shards) if is_new else 0
-    return replace(found, total_bytes=found.total_bytes or own_bytes)
+    own = {rank: fds.get(rank, ()) for rank in job.ranks}
+    return ChosenVersion(version, find_shards(own, version, job.world_size), throttle)
 
 
 def write_newest(
     fds: ArenaFds,
-    order: WriteJob,
-    means: WriterContext,
+    job: WriteJob,
+    context: WriterContext,
     write: Callable[[ChosenVersion], WriteResult],
 ) -> WriteResult:
     """Write the version that is being captured, or else the newest that all ranks hold.
 
     Args:
         fds: of all arenas of each rank.
-        order: names no version.
-        means: the resources.
+        job: names no version.
+        context: the resources.
         write: raises SlotOverwritten if another attempt may succeed.
 
     Raises:
         CheckpointError: the reason why it was not written.
     """
-    throttle = means.throttle
-    capturing = _followed(fds, order, means)
+    throttle = context.throttle
+    capturing = _followed(fds, job, context)
     if capturing is not None:
         pace = capturing.paced(throttle)
         try:
@@ -193,10 +169,10 @@ def write_newest(
         else:
             return replace(found, ahead_s=capturing.ahead_s)
     for turn in range(TRIES):
-        version = newest_version(fds, order.world_size)
+        version = newest_version(fds, job.world_size)
         if version is None:
             raise CheckpointError("no version is sealed by every rank yet; nothing to write")
-        shards = find_shards(fds, version, order.world_size)
+        shards = find_shards(fds, version, job.world_size)
         try:
             return write(ChosenVersion(version, shards, throttle, is_tight=turn > 0))
         except SlotOverwritten:
@@ -209,7 +185,7 @@ def write_newest(
 
 
 @contextmanager
-def told(order: WriteJob) -> Iterator[None]:
+def reported(job: WriteJob) -> Iterator[None]:
     """Convert an OSError of the file system into a CheckpointError with a readable text.
 
     Raises:
@@ -218,39 +194,44 @@ def told(order: WriteJob) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and job.version is not None:
+            raise CheckpointError(
+                f"{error.filename} went while the checkpoint was written: another node has "
+                "finished or swept it. Ask again"
+            ) from error
         raise CheckpointError(
-            f"the checkpoint in {order.where} is not written: {error.strerror or error}. The "
+            f"the checkpoint in {job.where} is not written: {error.strerror or error}. The "
             "snapshots in memory go on; make room or name another --checkpoint-dir"
         ) from error
 
 
-def keep(chosen: ChosenVersion, means: WriterContext, *, gap_s: float) -> None:
+def keep(chosen: ChosenVersion, context: WriterContext, *, gap_s: float) -> None:
     """Start the copy before overwrite; copy at once if the slots may be overwritten soon.
 
     Each attempt to write begins with this call, because it reuses the copies of the previous one.
 
     Args:
         chosen: about to be written.
-        means: the resources.
+        context: the resources.
         gap_s: see `CopyBeforeOverwrite`.
 
     Raises:
         SlotOverwritten: a slot was overwritten already.
     """
-    means.room.begin()
-    late = CopyBeforeOverwrite(chosen.version, chosen.shards, means.room, gap_s=gap_s)
+    context.room.begin()
+    late = CopyBeforeOverwrite(chosen.version, chosen.shards, context.room, gap_s=gap_s)
     if chosen.is_tight or late.is_tight:
         late.copy()
 
 
-def _followed(fds: ArenaFds, order: WriteJob, means: WriterContext) -> LiveCapture | None:
-    if order.follow is None or not order.follow.wait_s:
+def _followed(fds: ArenaFds, job: WriteJob, context: WriterContext) -> LiveCapture | None:
+    if job.follow is None or not job.follow.wait_s:
         return None
     return await_capture(
         fds,
-        order.world_size,
-        order.follow,
-        gap_s=math.inf if is_url(order.where) else means.gap_s,
-        room=means.room,
-        stop=means.throttle.stop,
+        job.world_size,
+        job.follow,
+        gap_s=job.gap_s(context),
+        room=context.room,
+        stop=context.throttle.stop,
     )

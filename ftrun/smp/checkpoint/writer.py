@@ -1,135 +1,449 @@
-"""Writes the newest snapshot of all ranks to a directory.
+"""Writes snapshots to a storage, by one node or by several without a coordinator.
 
-Runs in:  the SMP, in its disk lane's thread.
-Takes in: duplicates of the arenas' descriptors, a directory.
-Gives:    a `WriteResult`, or a `CheckpointError`; never an incomplete checkpoint.
-Survives: everything but the loss of the disk.
+Runs in:  the SMP of each node, in its disk lane's thread.
+Takes in: duplicates of the arenas' descriptors; a directory that all nodes share, or a URL.
+Gives:    a `WriteResult`: the checkpoint, or this node's part of it; or a `CheckpointError`.
+Survives: the loss of any node and of the storage, at any point. A node writes what is missing when
+          it is asked again. An incomplete checkpoint is never offered.
 
-    DIR/step-00000042-g0/   rank-00000.safetensors  rank-00000.digests  ...  index.json
-    DIR/latest -> step-00000042-g0
+    FOLDER/   rank-00002.safetensors  rank-00002.digests  ...  part-00002.json  index.json
 
-A file contains the unchanged bytes of a slot. The digests file is the table of the slot. The index
-holds the digests of tables and headers, and a digest of itself. Everything is written and synced in
-a `.tmp-` sibling, which is renamed when it is complete. `latest` is renamed last. This module
-serves one node that has all ranks; `checkpoint_parts` serves several nodes.
+A file contains the unchanged bytes of a slot. The digests file is the table of the slot. A node
+writes the files of its ranks durably. It then writes its part, which lists these files, and checks
+whether the existing parts cover all ranks. Each node that finds them complete writes the index,
+which has the digests of tables and headers and a digest of itself. It then publishes the folder and
+points `latest` to it. Several nodes may do so at once. A node that has all ranks does the same with
+one part, and excludes other runs until it has finished.
 
-Training never waits for a disk, so a slot may be overwritten while it is read. If a capture begins
-soon enough, the snapshot is written while it is captured (`live_capture`). The rest of a slot is
-copied before it is overwritten if memory allows (`late_copy`). Otherwise it is written piece by
-piece. The digests are computed from the bytes written and compared with those of the capture, so a
-checkpoint cannot mix two versions.
+Training never waits for a storage, so a slot may be overwritten while it is read. If a capture
+begins soon enough, the snapshot is written while it is captured (`live_capture`). The rest of a
+slot is copied before it is overwritten if memory allows (`slot_reader`). Otherwise it is written
+piece by piece. The digests are computed from the bytes written and compared with those of the
+capture, so a checkpoint cannot mix two versions.
+
+Rule 1: a part exists only after all its files are durable. A part is rejected if one of its files
+        is missing or has another size.
+Rule 2: parts are merged only if run, token, version and world size are equal, in the name of the
+        folder and in each part. A version is one set of bytes, so a file or part that is written
+        again is replaced by an equal one.
+Rule 3: a finished checkpoint counts as this version only if its digests of this node's ranks equal
+        this node's own. Another life of the run may have passed the same step. If that life has
+        written the same bytes, they are written again, because its files may be damaged by now.
+Rule 4: the index depends on the parts and on the earlier checkpoints, not on the node that makes
+        it. Several nodes may therefore write it.
+Rule 5: a URL cannot be locked. If an index of another life appears there, the writer reports it and
+        stops writing, because both runs would remove each other's checkpoints.
 """
 
-from pathlib import Path
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
+import msgspec
+
+from ftrun import clock
 from ftrun.errors import CheckpointError, SnapshotCorrupt
-from ftrun.ids import Version
-from ftrun.smp.checkpoint.index import make_index, seal
-from ftrun.smp.checkpoint.slot_reader import ArenaFds, SlotOverwritten, write_shard
-from ftrun.smp.checkpoint.storage.local import (
-    free_name,
-    locked,
-    point_latest,
-    prune,
-    remove,
-    replaced,
-    sync,
-    sync_folder,
-    temporary_name,
+from ftrun.ids import Rank, Version
+from ftrun.smp.checkpoint.index import (
+    FORMAT,
+    CheckpointIndex,
+    CheckpointPart,
+    ShardFile,
+    parse_part,
+    seal,
 )
-from ftrun.smp.checkpoint.storage.storage import sweep_alone
+from ftrun.smp.checkpoint.reader import open_storage
+from ftrun.smp.checkpoint.slot_reader import ArenaFds, SealedSlot, SlotOverwritten, write_shard
+from ftrun.smp.checkpoint.storage.storage import (
+    Sizes,
+    Storage,
+    StoredCheckpoint,
+    earlier_of_run,
+    is_whole,
+    next_serial,
+    part_name,
+    part_names,
+    remove_all,
+    sweep_begun,
+    sweep_finished,
+    to_prune,
+)
 from ftrun.smp.checkpoint.write_job import (
     ChosenVersion,
     WriteJob,
     WriterContext,
     WriteResult,
+    choose_own,
     keep,
-    told,
+    reported,
     write_newest,
 )
+from ftrun.urls import is_url, without_password
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages.checkpoint import INDEX_NAME
 
+Content = tuple[int, int, str, str]
+
 
 class CheckpointWriter:
-    """Writes checkpoints of one run into one directory at a time."""
+    """Writes this node's parts, and finishes complete checkpoints."""
 
-    def __init__(self, means: WriterContext) -> None:
-        self._means = means
-        self._last: tuple[Path, Version, Path] | None = None
+    def __init__(self, context: WriterContext) -> None:
+        self._context = context
+        self._own = os.urandom(8).hex()
+        """The token of what this node writes alone."""
+        self._last: CheckpointPart | None = None
+        self._lives: set[str] = set()
+        self._known: dict[str, set[str]] = {}
+        """The checkpoints that existed at the first listing, by URL."""
 
-    def remember(self, directory: Path, version: Version, path: Path) -> None:
-        self._last = (directory, version, path)
-
-    def write(self, fds: ArenaFds, order: WriteJob) -> WriteResult:
-        """Write the newest version that all ranks hold, or the one that they are capturing.
+    def write(self, fds: ArenaFds, job: WriteJob) -> WriteResult:
+        """Write this node's part of a version, and the checkpoint if all other parts exist.
 
         Raises:
             CheckpointError: the reason why it was not written.
         """
-        with told(order), locked(order.directory) as folder_fd:
-            sweep_alone(order.directory, self._means.run_id)
-            found = write_newest(
-                fds, order, self._means, lambda chosen: self._write(chosen, order, folder_fd)
-            )
-            crash_point("smp.checkpoint.latest")
-            prune(order.directory, order.retention, newest=Path(found.path))
-        return found
+        self._lives.add(job.life)
+        context = self._context
+        with _explained(job), open_storage(job.where, context.throttle.stop) as storage:
+            if job.version is not None:
+                chosen = choose_own(fds, job, job.version, context.throttle)
+                return self._write(_Attempt(context, storage, job, chosen))
+            alone = replace(job, token=self._own)
+            with storage.exclusive():
+                return write_newest(
+                    fds,
+                    job,
+                    context,
+                    lambda chosen: self._write(_Attempt(context, storage, alone, chosen)),
+                )
 
-    def _write(self, chosen: ChosenVersion, order: WriteJob, folder_fd: int) -> WriteResult:
-        directory, version = order.directory, chosen.version
-        if self._last is not None and self._last[:2] == (directory, version):
-            path = self._last[2]
-            if path.is_dir():
-                point_latest(directory, path, folder_fd)
-                return WriteResult(version, path, 0)
-        keep(chosen, self._means, gap_s=self._means.gap_s)
-        temporary = directory / temporary_name(f"step-{version.step}")
-        crash_point("smp.checkpoint.started")
-        temporary.mkdir()
+    def _write(self, attempt: "_Attempt") -> WriteResult:
+        storage, job, chosen = attempt.storage, attempt.job, attempt.chosen
+        contents = _known_contents(chosen.shards, job.ranks, attempt.blank, self._last)
+        with storage.lock():
+            found = storage.checkpoints()
+            if not storage.is_local:
+                self._check_only_ours(found, job)
+            found = attempt.sweep(found)
+            done = attempt.finished(found, contents)
+            if done is not None:
+                return done
+            part = attempt.whole_part(contents)
+            if part is None:
+                _check_all_here(chosen.shards, job.ranks, chosen.version)
+                crash_point("smp.checkpoint.started")
+                attempt.begin()
+        is_new = part is None
+        if part is None:
+            with attempt.discarded_if_alone():
+                part = attempt.fill()
+        self._last = part
+        with storage.lock():
+            found = storage.checkpoints()
+            # Once the part exists, another node may have finished the checkpoint.
+            done = attempt.finished(found, {shard.content for shard in part.shards})
+            if done is None:
+                done = attempt.merge(found)
+        own_bytes = sum(file.num_bytes for file in part.shards) if is_new else 0
+        return replace(done, total_bytes=done.total_bytes or own_bytes)
+
+    def _check_only_ours(self, found: Sequence[StoredCheckpoint], job: WriteJob) -> None:
+        known = self._known.setdefault(job.where, {one.name for one in found})
+        for one in found:
+            if one.index and one.name not in known and one.index.life not in self._lives:
+                raise CheckpointError(
+                    f"another run, {one.index.run_id}, has written {one.name} there. Name "
+                    "another --checkpoint-dir"
+                )
+
+
+class _Attempt:
+    """One attempt to write one version."""
+
+    def __init__(
+        self, context: WriterContext, storage: Storage, job: WriteJob, chosen: ChosenVersion
+    ) -> None:
+        self.storage = storage
+        self.job = job
+        self.chosen = chosen
+        self.blank = job.part(context.run_id, chosen.version)
+        """The part without files."""
+        self._context = context
+        self._is_alone = job.version is None
+        self.folder = storage.pending_name(self.blank, is_alone=self._is_alone)
+
+    def finished(
+        self, found: Sequence[StoredCheckpoint], contents: set[Content]
+    ) -> WriteResult | None:
+        """Return this version if it is a checkpoint already, and complete an interrupted finish."""
+        for one in found:
+            if one.index is None or not _is_of(one.index, self.blank):
+                continue
+            if not contents or not contents <= {shard.content for shard in one.index.shards}:
+                continue
+            sizes = self.storage.sizes(one.name)
+            if not all(is_whole(shard, sizes) for shard in one.index.shards):
+                continue
+            if one is found[0] or self._is_alone:
+                self._settle(one.name, found)
+            return WriteResult(self.chosen.version, self.storage.path_of(one.name), 0)
+        return None
+
+    def sweep(self, found: Sequence[StoredCheckpoint]) -> list[StoredCheckpoint]:
+        return sweep_begun(
+            self.storage,
+            found,
+            self.blank.run_id,
+            self.chosen.version,
+            self.folder,
+            is_alone=self._is_alone,
+        )
+
+    def begin(self) -> None:
+        self.storage.make(self.folder)
+        self._sync_begun()
+
+    def whole_part(self, contents: set[Content]) -> CheckpointPart | None:
+        """Return this node's part if an earlier attempt has written it."""
         try:
-            total_bytes = self._fill(temporary, chosen, order)
-        except SnapshotCorrupt as error:
-            remove(temporary)
-            if chosen.is_sound:
-                raise CheckpointError(f"the checkpoint is not written: {error}") from error
-            raise SlotOverwritten(version) from error
-        except BaseException:
-            remove(temporary)
-            raise
-        path = free_name(directory, version)
-        temporary.rename(path)
-        crash_point("smp.checkpoint.renamed")
-        sync(folder_fd)
-        point_latest(directory, path, folder_fd)
-        self.remember(directory, version, path)
-        return WriteResult(version, path, total_bytes)
+            part = _read_part(self.storage, f"{self.folder}/{part_name(self.job.ranks)}")
+        except (CheckpointError, OSError):
+            return None
+        sizes = self.storage.sizes(self.folder)
+        is_it = (
+            part.key == self.blank.key
+            and {shard.rank for shard in part.shards} == set(self.job.ranks)
+            and (not contents or {shard.content for shard in part.shards} == contents)
+            and all(is_whole(shard, sizes) for shard in part.shards)
+        )
+        return part if is_it else None
 
-    def _fill(self, folder: Path, chosen: ChosenVersion, order: WriteJob) -> int:
-        """Write all files of the checkpoint durably; return the number of bytes of the ranks.
+    def fill(self) -> CheckpointPart:
+        """Write all files of this node durably, then its part.
 
         Raises:
             SlotOverwritten: a slot was overwritten.
-            SnapshotCorrupt: a slot is damaged.
+            CheckpointError: a slot is damaged, or the storage has failed.
         """
-        files = []
-        for shard in chosen.shards:
-            files.append(write_shard(folder, shard, chosen.pace))
-            crash_point("smp.checkpoint.shard_written")
+        storage, chosen, folder = self.storage, self.chosen, self.folder
+        keep(chosen, self._context, gap_s=self.job.gap_s(self._context))
+        crash_point("smp.checkpoint.part_started")
+        try:
+            files = [write_shard(storage, folder, shard, chosen.pace) for shard in chosen.shards]
+        except SnapshotCorrupt as error:
+            if chosen.is_sound:
+                raise CheckpointError(f"a slot is damaged: {error}") from error
+            raise SlotOverwritten(chosen.version) from error
         if not chosen.is_sound:
             raise SlotOverwritten(chosen.version)
-        index = make_index(
-            folder.parent,
-            run_id=self._means.run_id,
-            generation=chosen.version.generation,
-            step=chosen.version.step,
-            world_size=order.world_size,
-            shards=files,
-            life=order.life,
+        self._sync_begun(folder)  # Rule 1
+        written_s = 0.0 if storage.is_local else clock.wall_s()
+        part = msgspec.structs.replace(self.blank, shards=files, written_s=written_s)
+        storage.put(f"{folder}/{part_name(self.job.ranks)}", seal(part))
+        self._sync_begun(folder)
+        crash_point("smp.checkpoint.part_written")
+        return part
+
+    def merge(self, found: Sequence[StoredCheckpoint]) -> WriteResult:
+        """Finish the checkpoint if all parts exist; otherwise return the missing ranks.
+
+        Raises:
+            CheckpointError: two parts disagree about a rank, or the folder was swept.
+        """
+        storage, blank, version = self.storage, self.blank, self.chosen.version
+        sizes, path = storage.sizes(self.folder), storage.path_of(self.folder)
+        if part_name(self.job.ranks) not in sizes:
+            raise CheckpointError(f"{path} was swept, for a later version. Ask for a later one")
+        shards, written_s, notes = _gather(storage, self.folder, sizes, blank)
+        missing = tuple(rank for rank in range(blank.world_size) if rank not in shards)
+        if missing:
+            before = earlier_of_run(found, blank.run_id, version)
+            notes += _never_written(storage, before, missing)
+            return WriteResult(version, path, 0, missing_ranks=missing, note="; ".join(notes))
+        crash_point("smp.checkpoint.merged")
+        index = CheckpointIndex(
+            FORMAT,
+            next_serial(found, besides=self.folder),
+            blank.run_id,
+            max(0, blank.generation),
+            blank.step,
+            blank.world_size,
+            [shards[rank] for rank in range(blank.world_size)],
+            life=blank.life,
+            written_s=written_s,
         )
-        with replaced(folder / INDEX_NAME) as write:
-            write(seal(index))
-        crash_point("smp.checkpoint.index_written")
-        sync_folder(folder)
+        with self.discarded_if_alone():
+            storage.put(f"{self.folder}/{INDEX_NAME}", seal(index))
+            crash_point("smp.checkpoint.index_written")
+            storage.sync(self.folder)
         crash_point("smp.checkpoint.synced")
-        return sum(shard.num_bytes for shard in files)
+        name = storage.publish(self.folder, version)
+        crash_point("smp.checkpoint.renamed")
+        storage.sync()
+        crash_point("smp.checkpoint.parts_renamed")
+        self._settle(name, found)
+        total_bytes = sum(shard.num_bytes for shard in index.shards)
+        return WriteResult(version, storage.path_of(name), total_bytes, note="; ".join(notes))
+
+    @contextmanager
+    def discarded_if_alone(self) -> Iterator[None]:
+        """Remove the unfinished checkpoint if it fails here and no other node writes to it."""
+        try:
+            yield
+        except BaseException:
+            if self._is_alone:
+                self.storage.discard(self.folder)
+            raise
+
+    def _sync_begun(self, folder: str = "") -> None:
+        """Make names in an unfinished checkpoint durable, unless no later writer will use it."""
+        if not self._is_alone:
+            self.storage.sync(folder)
+
+    def _settle(self, name: str, found: Sequence[StoredCheckpoint]) -> None:
+        """Complete the steps after publishing; each node that finds the checkpoint repeats them."""
+        storage, run_id = self.storage, self.blank.run_id
+        storage.tidy(name)
+        storage.point_latest(name)
+        crash_point("smp.checkpoint.latest")
+        sweep_finished(storage, found, run_id, self.chosen.version, name)
+        remove_all(storage, to_prune(found, self.job.retention, newest=name))
+
+
+@contextmanager
+def _explained(job: WriteJob) -> Iterator[None]:
+    try:
+        with reported(job):
+            yield
+    except CheckpointError as error:
+        if not is_url(job.where):
+            raise
+        raise CheckpointError(
+            f"the checkpoint in {without_password(job.where)} is not written: {error}. The one "
+            "before stays, and the snapshots in memory go on"
+        ) from error
+
+
+def _known_contents(
+    shards: Sequence[SealedSlot],
+    ranks: Sequence[Rank],
+    blank: CheckpointPart,
+    last: CheckpointPart | None,
+) -> set[Content]:
+    """Return the content of this node's ranks in this version; empty if it is no longer known.
+
+    Args:
+        shards: the shards in memory.
+        ranks: the node's own.
+        blank: the empty part of this version.
+        last: the part that was written last.
+    """
+    if len(shards) == len(ranks):
+        return {shard.content for shard in shards}
+    if last is not None and last.key == blank.key:
+        known = {shard.content for shard in last.shards}
+        if {rank for rank, *_ in known} == set(ranks):
+            return known
+    return set()
+
+
+def _check_all_here(shards: Sequence[SealedSlot], ranks: Sequence[Rank], wanted: Version) -> None:
+    missing = sorted(set(ranks) - {shard.shape.rank for shard in shards})
+    if missing:
+        raise CheckpointError(
+            f"rank {missing[0]} has no slot with {wanted} any more, or never had: it "
+            "was overwritten by a later one. Ask for a later version"
+        )
+
+
+def _is_of(index: CheckpointIndex, like: CheckpointPart) -> bool:
+    """True if the index names the same version.
+
+    A loaded version (generation -1) has lost its run and generation, so these are not compared.
+    """
+    if (index.step, index.world_size) != (like.step, like.world_size):
+        return False
+    found = index.run_id, index.life, index.generation
+    return like.generation < 0 or found == (like.run_id, like.life, like.generation)
+
+
+# --- parts ------------------------------------------------------------------------------------
+
+
+def _gather(
+    storage: Storage, folder: str, sizes: Sizes, like: CheckpointPart
+) -> tuple[dict[int, ShardFile], float, list[str]]:
+    """Return the files of each rank, the time of the newest part, and texts about rejected parts.
+
+    Args:
+        storage: has the parts.
+        folder: of the parts.
+        sizes: of the files in it.
+        like: run, token, version and world size that the parts must have.
+
+    Raises:
+        CheckpointError: two parts disagree about a rank.
+    """
+    found: dict[int, ShardFile] = {}
+    written_s, rejected = 0.0, list[str]()
+    for name in part_names(sizes):
+        path = storage.path_of(f"{folder}/{name}")
+        try:
+            part = _read_part(storage, f"{folder}/{name}")
+            _check_part(path, part, sizes, like)
+        except (CheckpointError, OSError) as error:
+            rejected.append(str(error))
+            continue
+        written_s = max(written_s, part.written_s)
+        for shard in part.shards:
+            if found.setdefault(shard.rank, shard).content != shard.content:
+                raise CheckpointError(
+                    f"{path} and another part have different bytes of rank {shard.rank}: they "
+                    "are of different lives of the run. Ask for a later version"
+                )
+    return found, written_s, rejected
+
+
+def _read_part(storage: Storage, name: str) -> CheckpointPart:
+    """Read one node's part.
+
+    Raises:
+        CheckpointError: it is missing, or differs from what was written.
+    """
+    data, path = storage.read(name), storage.path_of(name)
+    if data is None:
+        raise CheckpointError(f"{path}: the part is not there")
+    return parse_part(data, what=path)
+
+
+def _check_part(path: str, part: CheckpointPart, sizes: Sizes, like: CheckpointPart) -> None:
+    if part.key != like.key:
+        raise CheckpointError(f"{path} is of {part.key}, not of {like.key}; it does not count")
+    for shard in part.shards:
+        if not 0 <= shard.rank < like.world_size or not is_whole(shard, sizes):
+            raise CheckpointError(
+                f"{path} does not count: the files of rank {shard.rank} are not there as it says"
+            )
+
+
+def _never_written(
+    storage: Storage, before: Sequence[StoredCheckpoint], missing: Sequence[int]
+) -> list[str]:
+    """Return a text about ranks that are missing also in the previous incomplete version."""
+    came: set[int] = set()
+    is_known = False
+    for folder in (one.name for one in before[:1]):
+        for name in part_names(storage.sizes(folder)):
+            try:
+                part = _read_part(storage, f"{folder}/{name}")
+            except (CheckpointError, OSError):
+                continue
+            is_known = True
+            came.update(shard.rank for shard in part.shards)
+    never = sorted(set(missing) - came)
+    if not is_known or not never:
+        return []
+    ranks = ", ".join(map(str, never))
+    return [f"ranks {ranks} never came: is {storage.shown} a storage that all nodes share?"]

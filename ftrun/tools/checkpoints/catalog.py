@@ -1,34 +1,43 @@
 """List, verify or prune checkpoints: `python -m ftrun.tools.checkpoints.catalog VERB WHERE`.
 
-Runs in:  a process of its own, started by the cli: whatever reads or removes checkpoints is of
-          this folder.
+Runs in:  a process of its own, started by the cli; a few threads, because hashing releases the
+          interpreter lock.
 Takes in: list, verify, prune, find or try; a directory of checkpoints, or a URL; for find also one
-          of them.
-Gives:    `CatalogReport` as JSON on stdout.
-Survives: runs that write there meanwhile: what they have not finished is left alone.
+          checkpoint.
+Gives:    `CatalogReport` as JSON on stdout. A damage is described by file, piece and tensors.
+Survives: runs that write there at the same time: incomplete checkpoints are not touched.
 """
 
 import argparse
+import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import msgspec
+import xxhash
 
 from ftrun import clock
-from ftrun.errors import CheckpointError
-from ftrun.smp.checkpoint.index import CheckpointIndex, read_index, read_indexes
-from ftrun.smp.checkpoint.storage.local import (
+from ftrun.errors import CheckpointError, LayoutUnknown
+from ftrun.smp.checkpoint.index import ShardFile
+from ftrun.smp.checkpoint.reader import CheckpointFiles, open_storage
+from ftrun.smp.checkpoint.storage.fsspec import FsspecStorage
+from ftrun.smp.checkpoint.storage.storage import (
     LATEST_NAME,
+    OpenFile,
     Retention,
-    locked_shortly,
-    prune,
+    Storage,
+    StoredCheckpoint,
+    is_whole,
     to_prune,
 )
-from ftrun.tools.checkpoints.checkpoint_verify import verify_folder
-from ftrun.tools.checkpoints.url_shelf import do_at_url
+from ftrun.snapshot.layout import PLAIN_NAME, Layout, Piece, parse_header
 from ftrun.urls import is_url, located, without_password
+from ftrun.wire.checkpoint_owner import OWNER_NAME, decode_owner
 from ftrun.wire.messages.checkpoint import (
     INDEX_NAME,
     CatalogReport,
@@ -37,35 +46,46 @@ from ftrun.wire.messages.checkpoint import (
     ShardFileLocation,
 )
 
+_MOST = 3
+"""Damaged pieces of a file that are named; the rest is counted."""
+_THREADS = 4
+_HEADER_LENGTH_BYTES = 8
+_LONGEST_HEADER = 1 << 30
+
+_Open = Callable[[str], AbstractContextManager[OpenFile]]
+
 
 def main() -> int:
-    """Do what is asked; 0 also where something is wrong with the checkpoints: that is said."""
+    """Execute the verb; return 0 also if checkpoints are damaged, because the report says it."""
     arguments = _arguments()
     began_s = clock.now_s()
     where = located(arguments.directory, cwd=str(Path.cwd()))
-    directory = without_password(where)
     try:
-        found = do_at_url(arguments, where) if is_url(where) else _do(arguments, Path(where))
+        found = _do(arguments, where)
     except CheckpointError as error:
-        found = CatalogReport(directory, [], problem=str(error))
+        found = CatalogReport(without_password(where), [], problem=str(error))
     except OSError as error:
-        found = CatalogReport(directory, [], problem=f"{error.filename}: {error.strerror}")
+        problem = f"{error.filename}: {error.strerror}"
+        found = CatalogReport(without_password(where), [], problem=problem)
     found = msgspec.structs.replace(found, seconds=clock.now_s() - began_s)
     sys.stdout.buffer.write(msgspec.json.encode(found))
     return 0
 
 
-def _do(arguments: argparse.Namespace, directory: Path) -> CatalogReport:
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory} is not a directory")
-    if arguments.verb == "list":
-        return _list(directory, arguments.names)
+def _do(arguments: argparse.Namespace, where: str) -> CatalogReport:
+    if not is_url(where) and not Path(where).is_dir():
+        raise CheckpointError(f"{where} is not a directory")
+    if arguments.verb == "try":
+        return _try(where)
     if arguments.verb == "find":
-        return _find(directory)
-    if arguments.verb == "verify":
-        return _verify(directory, arguments.names)
-    retention = Retention(arguments.keep, arguments.keep_s)
-    return _prune(directory, retention, is_real=not arguments.dry_run)
+        return _find(where)
+    with open_storage(where, threading.Event()) as storage:
+        if arguments.verb == "list":
+            return _list(storage, arguments.names)
+        if arguments.verb == "verify":
+            return _verify(storage, arguments.names)
+        retention = Retention(arguments.keep, arguments.keep_s)
+        return _prune(storage, retention, is_real=not arguments.dry_run)
 
 
 def _arguments() -> argparse.Namespace:
@@ -81,46 +101,36 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _list(directory: Path, names: Sequence[str]) -> CatalogReport:
-    facts = [_facts(folder) for folder in _chosen(directory, names)]
-    unfinished = sum(path.is_dir() for path in directory.glob(".tmp-step-*"))
-    return CatalogReport(str(directory), facts, unfinished=unfinished)
+def _try(url: str) -> CatalogReport:
+    """Write a small object there, and remove it."""
+    name = f".try-{os.urandom(4).hex()}"
+    with FsspecStorage(url, threading.Event()) as store:
+        store.make()
+        store.put(name, b"ftrun\n")
+        try:
+            if store.read(name) != b"ftrun\n":
+                raise CheckpointError(f"{store.shown} does not give back what was written")
+        finally:
+            store.remove_file(name)
+        return CatalogReport(store.shown, [], owner=decode_owner(store.read(OWNER_NAME)))
 
 
-def _verify(directory: Path, names: Sequence[str]) -> CatalogReport:
-    found, checked = [], 0
-    for folder in _chosen(directory, names):
-        index, problems = verify_folder(folder)
-        found.append(_facts_of(folder, index, problems))
-        checked += found[-1].num_bytes
-    return CatalogReport(str(directory), found, checked_bytes=checked)
-
-
-def _prune(directory: Path, retention: Retention, *, is_real: bool) -> CatalogReport:
-    newest = _latest(directory)
-    whole = [folder for folder, _ in read_indexes(directory)]
-    if newest not in whole and whole:
-        newest = whole[0]
-    if newest is None or not whole:
-        return _list(directory, ())
-    if not is_real:
-        doomed = to_prune(directory, retention, newest=newest)
-    else:
-        with locked_shortly(directory, threading.Event()):
-            doomed = prune(directory, retention, newest=newest)
-    listed = _list(directory, ())
-    return msgspec.structs.replace(listed, removed=tuple(one.name for one in doomed))
-
-
-def _find(directory: Path) -> CatalogReport:
-    """The files of one checkpoint: the one that is named, or the latest of a directory."""
-    folder = directory.resolve()
-    if not (folder / INDEX_NAME).exists():
-        whole = [folder for folder, _ in read_indexes(directory)]
-        if not whole:
-            raise CheckpointError(f"there is no whole checkpoint in {directory}")
-        folder = _latest(directory) or whole[0]
-    index = read_index(folder)
+def _find(where: str) -> CatalogReport:
+    """Return the files of one checkpoint: the named one, or the latest of a directory."""
+    if is_url(where):
+        raise CheckpointError(
+            f"{without_password(where)} is a URL, and exports are made of directories: copy the "
+            "checkpoint into one first"
+        )
+    folder = Path(where).resolve()
+    with open_storage(str(folder), threading.Event()) as storage:
+        if not (folder / INDEX_NAME).exists():
+            whole = [one.name for one in storage.checkpoints() if one.index is not None]
+            if not whole:
+                raise CheckpointError(f"there is no whole checkpoint in {where}")
+            folder /= storage.latest_name() or whole[0]
+    with open_storage(str(folder.parent), threading.Event()) as storage:
+        index = CheckpointFiles(storage, storage.describe(folder.name)).index()
     there = {shard.rank for shard in index.shards}
     if missing := [rank for rank in range(index.world_size) if rank not in there]:
         raise CheckpointError(f"{folder}: its index has no rank {missing[0]}")
@@ -136,51 +146,80 @@ def _find(directory: Path) -> CatalogReport:
         for shard in index.shards
     ]
     found = CheckpointLocation(str(folder), index.run_id, index.step, index.world_size, shards)
-    return CatalogReport(str(directory), [], found=found)
+    return CatalogReport(where, [], found=found)
+
+
+def _list(storage: Storage, names: Sequence[str]) -> CatalogReport:
+    latest, begun = storage.latest_name(), storage.checkpoints()
+    found = [
+        _facts(storage, one, latest, _missing_files(storage, one))
+        for one in _chosen(storage, begun, latest, names)
+    ]
+    unfinished = sum(one.is_incomplete for one in begun)
+    return CatalogReport(storage.shown, found, unfinished=unfinished)
+
+
+def _verify(storage: Storage, names: Sequence[str]) -> CatalogReport:
+    latest, found, checked = storage.latest_name(), [], 0
+    for one in _chosen(storage, storage.checkpoints(), latest, names):
+        found.append(_facts(storage, one, latest, find_damage(storage, one)))
+        checked += found[-1].num_bytes
+    return CatalogReport(storage.shown, found, checked_bytes=checked)
+
+
+def _prune(storage: Storage, retention: Retention, *, is_real: bool) -> CatalogReport:
+    with storage.lock() if is_real else nullcontext():
+        found, latest = storage.checkpoints(), storage.latest_name()
+        whole = [one.name for one in found if one.index is not None]
+        newest = latest if latest in whole or not whole else whole[0]
+        doomed = to_prune(found, retention, newest=newest)
+        if is_real:
+            for name in doomed:
+                storage.remove(name)
+    return msgspec.structs.replace(_list(storage, ()), removed=tuple(doomed))
 
 
 # --- one checkpoint ---------------------------------------------------------------------------
 
 
-def _chosen(directory: Path, names: Sequence[str]) -> list[Path]:
-    """The named ones, or all: those that can be read first, the one written last first."""
-    found = [folder for folder, _ in read_indexes(directory)]
-    found += sorted(one for one in directory.glob("step-*") if one.is_dir() and one not in found)
+def _chosen(
+    storage: Storage, begun: Sequence[StoredCheckpoint], latest: str, names: Sequence[str]
+) -> list[StoredCheckpoint]:
+    """Return the named ones, or all with an index: readable ones first, the last written first."""
+    found = [one for one in begun if not one.is_incomplete]
+    known = {one.name for one in begun}
+    others = [name for name in storage.folders() if name.startswith("step-") and name not in known]
+    found += [storage.describe(name) for name in others]  # copies made by the user
+    found.sort(key=lambda one: one.index is None)
     if not names:
         return found
-    by_name = {folder.name: folder for folder in found}
-    latest = _latest(directory)
-    if latest is not None:
-        by_name[LATEST_NAME] = latest
+    by_name = {one.name: one for one in found}
+    if latest in by_name:
+        by_name[LATEST_NAME] = by_name[latest]
     unknown = [name for name in names if name not in by_name]
     if unknown:
-        known = ", ".join([folder.name for folder in found][:10]) or "none"
+        shown = ", ".join([one.name for one in found][:10]) or "none"
         raise CheckpointError(
-            f"there is no checkpoint {unknown[0]} in {directory}; there are: {known}"
+            f"there is no checkpoint {unknown[0]} in {storage.shown}; there are: {shown}"
         )
-    return list(dict.fromkeys(by_name[name] for name in names))
+    return list({by_name[name].name: by_name[name] for name in names}.values())
 
 
-def _latest(directory: Path) -> Path | None:
-    link = directory / LATEST_NAME
-    return directory / link.readlink() if link.is_symlink() else None
+def _missing_files(storage: Storage, one: StoredCheckpoint) -> list[str]:
+    if one.index is None:
+        return [one.problem]
+    sizes = storage.sizes(one.name)
+    cut = [shard for shard in one.index.shards if not is_whole(shard, sizes)]
+    return [f"{shard.file} or {shard.digests} is not there, or not whole" for shard in cut]
 
 
-def _facts(folder: Path) -> CheckpointInfo:
-    try:
-        index = read_index(folder)
-    except CheckpointError as error:
-        return _facts_of(folder, None, [str(error)])
-    cut = [shard for shard in index.shards if not shard.is_whole(folder)]
-    problems = [f"{shard.file} or {shard.digests} is not there, or not whole" for shard in cut]
-    return _facts_of(folder, index, problems)
-
-
-def _facts_of(
-    folder: Path, index: CheckpointIndex | None, problems: Sequence[str]
+def _facts(
+    storage: Storage, one: StoredCheckpoint, latest: str, problems: Sequence[str]
 ) -> CheckpointInfo:
-    is_latest = _latest(folder.parent) == folder
-    facts = CheckpointInfo(folder.name, str(folder), is_latest, problems=tuple(problems))
+    facts = CheckpointInfo(
+        one.name, storage.path_of(one.name), one.name == latest, problems=tuple(problems)
+    )
+    index = one.index
     if index is None:
         return facts
     return msgspec.structs.replace(
@@ -190,8 +229,95 @@ def _facts_of(
         step=index.step,
         world_size=index.world_size,
         num_bytes=sum(shard.num_bytes + 8 * shard.num_pieces for shard in index.shards),
-        written_s=(folder / INDEX_NAME).stat().st_mtime,
+        written_s=one.written_s,
     )
+
+
+# --- every byte of it -------------------------------------------------------------------------
+
+
+def find_damage(storage: Storage, one: StoredCheckpoint) -> list[str]:
+    """Read all bytes of a checkpoint; return what is wrong with it."""
+    if one.index is None:
+        return [one.problem]
+    there = {shard.rank for shard in one.index.shards}
+    missing = [rank for rank in range(one.index.world_size) if rank not in there]
+    problems = [f"its index has no rank {rank}" for rank in missing]
+    check = partial(_verify_shard, CheckpointFiles(storage, one).opened)
+    num_threads = min(_THREADS, os.cpu_count() or 1) if storage.is_local else 1
+    with ThreadPoolExecutor(num_threads) as pool:
+        for found in pool.map(check, one.index.shards):
+            problems += found
+    return problems
+
+
+def _verify_shard(opened: _Open, shard: ShardFile) -> list[str]:
+    """Return what is wrong with the files of one rank."""
+    try:
+        return list(_problems_of(opened, shard))
+    except OSError as error:
+        return [f"{shard.file} is not readable: {error.strerror or error}"]
+    except CheckpointError as error:
+        return [f"{shard.file} is not readable: {error}"]
+
+
+def _problems_of(opened: _Open, shard: ShardFile) -> Iterator[str]:
+    with opened(shard.digests) as file:
+        table = file.read(0, file.size)
+    if f"{xxhash.xxh3_64_intdigest(table):016x}" != shard.table_digest:
+        yield f"{shard.digests}: {len(table)} bytes that are not the digests that were written"
+        return
+    digests = memoryview(table).cast("Q")
+    with opened(shard.file) as file:
+        size = file.size
+        if size != shard.num_bytes:
+            yield f"{shard.file} has {size:,} bytes of {shard.num_bytes:,}"
+            return
+        header = _read_header(file, size)
+        if xxhash.xxh3_64_hexdigest(header) != shard.header_digest:
+            yield f"{shard.file}: its header is not the one that was written"
+            return
+        try:
+            layout, start = parse_header(memoryview(header), image_bytes=size)
+        except LayoutUnknown as error:
+            yield f"{shard.file}: {error}"
+            return
+        yield from _damaged(file, shard, layout, start, digests)
+
+
+def _read_header(file: OpenFile, size: int) -> bytes:
+    length = int.from_bytes(file.read(0, _HEADER_LENGTH_BYTES), "little")
+    return file.read(0, _HEADER_LENGTH_BYTES + min(length, size, _LONGEST_HEADER))
+
+
+def _damaged(
+    file: OpenFile, shard: ShardFile, layout: Layout, start: int, digests: Sequence[int]
+) -> Iterator[str]:
+    count = 0
+    for index, piece in enumerate(layout.pieces):
+        data = file.read(start + piece.offset, piece.num_bytes)
+        if index < len(digests) and xxhash.xxh3_64_intdigest(data) == digests[index]:
+            continue
+        count += 1
+        if count <= _MOST:
+            yield (
+                f"{shard.file}: piece {index} of {len(layout.pieces)} is damaged "
+                f"({piece.num_bytes:,} bytes at {start + piece.offset:,}: {_names(layout, piece)})"
+            )
+    if count > _MOST:
+        yield f"{shard.file}: {count - _MOST} more pieces are damaged"
+
+
+def _names(layout: Layout, piece: Piece) -> str:
+    """Return the names of the tensors in a piece."""
+    end = piece.offset + piece.num_bytes
+    names = [
+        "plain values" if entry.name == PLAIN_NAME else entry.name
+        for entry in layout.entries
+        if entry.offset < end and entry.offset + entry.num_bytes > piece.offset
+    ]
+    rest = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return ", ".join(names[:_MOST]) + rest
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ Nothing is converted where the layout stays the same: the files are linked.
 import argparse
 import os
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -20,26 +21,16 @@ import msgspec
 
 from ftrun import clock
 from ftrun.errors import CheckpointError, FtrunError, RulesMismatch, UsageError
-from ftrun.ids import RunId, version
+from ftrun.ids import version
 from ftrun.sharding.rank_values import RankValues
 from ftrun.sharding.replica_check import differing
 from ftrun.sharding.rule_parser import read_rules
 from ftrun.sharding.rules import NamePattern, ShardingRules
 from ftrun.sharding.world_layout import FLOATS, WorldLayout, lay_out, read_world, stored_entries
-from ftrun.smp.checkpoint.convert_source import CheckpointReader
-from ftrun.smp.checkpoint.index import ShardFile, make_index, seal
-from ftrun.smp.checkpoint.storage.local import (
-    LATEST_NAME,
-    free_name,
-    locked,
-    point_latest,
-    remove,
-    replaced,
-    sync,
-    sync_folder,
-    temporary_name,
-)
-from ftrun.smp.checkpoint.storage.storage import sweep_alone
+from ftrun.smp.checkpoint.index import FORMAT, CheckpointPart, ShardFile, seal
+from ftrun.smp.checkpoint.reader import CheckpointReader
+from ftrun.smp.checkpoint.storage.local import LocalStorage, replaced
+from ftrun.smp.checkpoint.storage.storage import LATEST_NAME, next_serial, sweep_begun
 from ftrun.tools.checkpoints.convert_writer import Conversion, WorldWriter
 from ftrun.wire.messages.checkpoint import INDEX_NAME, ConvertReport
 
@@ -254,32 +245,31 @@ def publish(
     """The path of the new checkpoint, durable and the latest one, and its bytes."""
     index = source.index
     wanted = version(index.generation, index.step)
-    with locked(out) as folder_fd:
-        sweep_alone(out, RunId(index.run_id))
-        temporary = out / temporary_name(f"step-{index.step}")
-        temporary.mkdir()
+    storage = LocalStorage(out, threading.Event())
+    with storage.exclusive():
+        found = storage.checkpoints()
+        part = CheckpointPart(FORMAT, index.run_id, "", index.generation, index.step, 0, [])
+        name = storage.pending_name(part, is_alone=True)
+        sweep_begun(storage, found, index.run_id, wanted, name, is_alone=True)
+        storage.make(name)
         try:
-            files = writer.write(temporary)
-            made = make_index(
-                out,
-                run_id=index.run_id,
-                generation=index.generation,
-                step=index.step,
+            files = writer.write(out / name)
+            made = msgspec.structs.replace(
+                index,
+                serial=next_serial(found, besides=name),
                 world_size=len(files),
-                shards=files,
-                life=index.life,
+                shards=sorted(files, key=lambda one: one.rank),
+                written_s=0.0,
             )
-            with replaced(temporary / INDEX_NAME) as write:
-                write(seal(made))
-            sync_folder(temporary)
+            storage.put(f"{name}/{INDEX_NAME}", seal(made))
+            storage.sync(name)
         except BaseException:
-            remove(temporary)
+            storage.discard(name)
             raise
-        path = free_name(out, wanted)
-        temporary.rename(path)
-        sync(folder_fd)
-        point_latest(out, path, folder_fd)
-    return path, sum(one.num_bytes + 8 * one.num_pieces for one in files)
+        final = storage.publish(name, wanted)
+        storage.sync()
+        storage.point_latest(final)
+    return out / final, sum(one.num_bytes + 8 * one.num_pieces for one in files)
 
 
 if __name__ == "__main__":

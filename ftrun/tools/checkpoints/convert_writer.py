@@ -32,8 +32,8 @@ import xxhash
 
 from ftrun.sharding.source_index import Bits, BoxCopy, gathered
 from ftrun.sharding.world_layout import PlacedEntry, WorldLayout
-from ftrun.smp.checkpoint.convert_source import CheckpointReader
 from ftrun.smp.checkpoint.index import ShardFile
+from ftrun.smp.checkpoint.reader import CheckpointReader
 from ftrun.smp.checkpoint.storage.direct_file import DirectFile, no_pace
 from ftrun.smp.checkpoint.storage.local import replaced, replaced_large
 from ftrun.snapshot.layout import (

@@ -2,7 +2,6 @@
 
 import pytest
 
-from ftrun.smp.checkpoint.storage.url_upload import BLOCK_BYTES, block_bytes
 from ftrun.urls import below, is_url, located, password_of, without_password
 
 
@@ -41,11 +40,3 @@ def test_a_password_is_not_shown(url: str, shown: str, password: str) -> None:
 
 def test_a_name_below_a_url() -> None:
     assert below("s3://b/x/", "y") == below("s3://b/x", "y") == "s3://b/x/y"
-
-
-@pytest.mark.parametrize("num_bytes", [0, 1, BLOCK_BYTES, 10**9, 10**11, 10**12])
-def test_no_object_has_too_many_blocks(num_bytes: int) -> None:
-    size = block_bytes(num_bytes)
-    assert size >= BLOCK_BYTES
-    assert size % (1 << 20) == 0
-    assert num_bytes / size <= 8_000

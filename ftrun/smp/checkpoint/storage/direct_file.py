@@ -1,8 +1,8 @@
-"""Writes a file past the page cache, while its next part is being prepared.
+"""Writes files past the page cache at a limited rate, and lends memory for copies of slots.
 
-Runs in:  the SMP, in its disk lane's thread; a second thread drains the buffers.
-Takes in: bytes in the order of the file, in chunks of any size; a pace.
-Gives:    the file, complete and on disk when `finish` returns.
+Runs in:  the SMP, in its disk lane's thread; a second thread drains the buffers of a file.
+Takes in: bytes in the order of the file, in chunks of any size; a rate; the free memory.
+Gives:    the file, complete and on disk when `finish` returns; memory for all copies, or none.
 Survives: file systems without direct I/O. The same bytes are then written through the page cache.
 Source:   FastPersist (arXiv 2406.13768): aligned direct writes from two buffers, one of which is
           filled while the other drains, and an unaligned tail. Measured by bench_persist.
@@ -11,16 +11,27 @@ Rule 1: a buffer is refilled only after its contents are written. Bytes that are
         order of the file, and do not change, are written from there, in units of whole buffers.
 Rule 2: the tail is written as a whole block, and the file is then truncated to its size. There is
         therefore one path to the disk, and no second descriptor.
+Rule 3: a lent copy buffer is not lent again before `begin`, because a file is written from it, and
+        a followed capture requests buffers more than once.
+Rule 4: copy buffers are returned to the system if they were not used for `KEEP_S`, or if free
+        memory is scarce.
+
+Allocating memory costs more than copying into it: each page is cleared first, and a virtual machine
+may have to request it from its host. Allocation was four fifths of the cost of a checkpoint to the
+training that ran at the same time (scripts/bench_persist.py).
 """
 
 import errno
+import mmap
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from ftrun.smp.checkpoint.storage.copy_room import fresh_memory
+from ftrun import clock
+from ftrun.errors import CheckpointError
 
 BUFFER_BYTES = 8 << 20
 BLOCK_BYTES = 4096
@@ -31,12 +42,53 @@ This is the largest block size in use.
 
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
+KEEP_S = 60.0
+"""If checkpoints are rarer than this, each one allocates memory: under 1 % of a processor."""
+
+_PLENTY = 4
+"""Free memory must be this multiple of the retained memory, because larger arenas may be needed."""
+
+_NAP_S = 0.1
+"""Seconds within which a waiting writer sees a changed rate."""
+
 Pace = Callable[[int], None]
 """Called before this number of bytes is written. It may wait, or raise to cancel the file."""
 
 
 def no_pace(num_bytes: int) -> None:
     """Do not limit the rate."""
+
+
+class Throttle:
+    """Limits the bytes per second, counted over all files of a node.
+
+    Unused bytes are not accumulated: after a pause, writing continues at the same rate.
+
+    Args:
+        stop: when set, writers are cancelled.
+    """
+
+    def __init__(self, stop: threading.Event) -> None:
+        self.bytes_per_s = 0.0
+        """0: no limit. It may change during a write."""
+        self.stop = stop
+        self._paid_s = 0.0
+        """The time from which the bytes admitted so far are within the rate."""
+
+    def __call__(self, num_bytes: int) -> None:
+        """Wait until this number of bytes may be written.
+
+        Raises:
+            CheckpointError: the write is cancelled.
+        """
+        while True:
+            wait_s = self._paid_s - clock.now_s() if self.bytes_per_s else 0.0
+            if self.stop.wait(min(max(wait_s, 0.0), _NAP_S)):
+                raise CheckpointError("the checkpoint is given up: the run is being stopped")
+            if wait_s <= _NAP_S:
+                break
+        if self.bytes_per_s:
+            self._paid_s = max(clock.now_s(), self._paid_s) + num_bytes / self.bytes_per_s
 
 
 class DirectFile:
@@ -147,6 +199,80 @@ class DirectFile:
                     continue
                 at += done
                 view = view[done:]
+
+
+class CopyBuffers:
+    """The copies of one node's ranks.
+
+    Args:
+        free_bytes: returns the number of bytes that may be used; called when they are needed.
+    """
+
+    def __init__(self, free_bytes: Callable[[], int]) -> None:
+        self._free_bytes = free_bytes
+        self._kept: list[mmap.mmap] = []
+        self._lent: list[mmap.mmap] = []
+        self._used_s = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(block) for block in (*self._kept, *self._lent))
+
+    def begin(self) -> None:
+        """Begin an attempt to write a checkpoint, and take back the buffers of the previous one."""
+        self._kept += self._lent
+        self._lent = []
+        self.tidy()
+
+    def lend(self, sizes: Sequence[int]) -> list[memoryview] | None:
+        """Return buffers of these sizes with arbitrary content; None if they do not fit.
+
+        Args:
+            sizes: in bytes, one for each copy.
+        """
+        left = list(self._kept)
+        found: list[mmap.mmap | None] = []
+        for size in sizes:
+            block = next((one for one in left if len(one) == size), None)
+            if block is not None:
+                left.remove(block)
+            found.append(block)
+        needed = sum(size for size, block in zip(sizes, found, strict=True) if block is None)
+        if needed:
+            left = []  # these have the sizes of another world
+            if needed > self._free_bytes():
+                self._kept = []
+                return None
+        self._used_s = clock.now_s()
+        try:
+            lent = [
+                block if block is not None else fresh_memory(size)
+                for size, block in zip(sizes, found, strict=True)
+            ]
+        except OSError:  # the kernel allows less than the reported free memory
+            self._kept = []
+            return None
+        self._kept = left
+        self._lent += lent
+        return [memoryview(block) for block in lent]
+
+    def tidy(self) -> None:
+        """Return memory to the system that need not be retained (rule 4)."""
+        is_old = clock.now_s() - self._used_s >= KEEP_S
+        if self._kept and (is_old or self._free_bytes() < _PLENTY * self.num_bytes):
+            self._kept = []
+
+    def drop(self) -> None:
+        self._kept, self._lent = [], []
+
+
+def fresh_memory(size: int) -> mmap.mmap:
+    """Allocate page-aligned memory, in huge pages if the kernel has them."""
+    # A private mapping: a shared one gets no huge pages, whose first touch costs half as much.
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return block
 
 
 def _open(path: Path) -> tuple[int, bool]:

@@ -1,12 +1,15 @@
-"""The directory of checkpoints: durable files, locks, `latest`, and the removal of leftovers.
+"""A directory of checkpoints: durable files, locks, an atomic rename, and `latest`.
 
-Runs in:  the SMP, in its disk lane's thread.
+Runs in:  the SMP, in its disk lane's thread; the process of ftrun.tools.checkpoints.
 Takes in: the directory, of one node or shared by several.
-Gives:    files and folders that are on disk when a function returns.
+Gives:    files and folders that are on disk when a method returns.
 Survives: a writer killed at any point; a later writer removes its leftovers.
 
-Rule 1: a node that writes alone holds the lock of the folder from begin to end. Any temporary entry
-        in the folder is therefore abandoned.
+A checkpoint is written to a folder `.tmp-...`, which is renamed when it is complete. `latest` is a
+link, which is renamed last.
+
+Rule 1: a node that writes alone holds the lock of the directory from begin to end. Any temporary
+        entry outside of the checkpoints that several nodes have begun is therefore abandoned.
 Rule 2: several nodes hold `.lock` only while they inspect and merge. With NFS, other nodes see a
         lock on a file but not one on a folder. Only the order depends on the lock: a rename
         succeeds once, whichever node is first.
@@ -19,54 +22,244 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ftrun import clock
 from ftrun.errors import CheckpointError
 from ftrun.ids import Version
-from ftrun.smp.checkpoint.index import read_indexes
+from ftrun.smp.checkpoint.index import CheckpointPart
 from ftrun.smp.checkpoint.storage.direct_file import DirectFile, Pace
+from ftrun.smp.checkpoint.storage.storage import (
+    LATEST_NAME,
+    OpenFile,
+    Sizes,
+    Storage,
+    StoredCheckpoint,
+    is_stale,
+    parse_stored,
+    parse_tagged,
+    tagged_name,
+)
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages.checkpoint import INDEX_NAME
 
-LATEST_NAME = "latest"
 LOCK_NAME = ".lock"
-GONE = ".tmp-gone-"
-"""Prefix of entries that are being removed; any process that finds one may complete the removal."""
-
 LOCK_PATIENCE_S = 30.0
-STALE_S = 86_400.0
-"""A shared temporary folder is abandoned if it was not changed for this number of seconds."""
 
 _LOCK_RETRY_S = 0.02
+_READ_BYTES = 1 << 22
+_NAME = re.compile(r"step-\d{8,}-g\d+(\.\d+)?")
+_PENDING = ".tmp-"
+_GONE = ".tmp-gone-"
+"""Prefix of entries that are being removed; any process that finds one may complete the removal."""
+
 _OWN = os.urandom(4).hex()
 _log = logging.getLogger(__name__)
 
 
+class LocalStorage:
+    """The checkpoints in a directory.
+
+    Args:
+        directory: need not exist.
+        stop: when set, waiting for a lock ends.
+    """
+
+    is_local = True
+
+    def __init__(self, directory: Path, stop: threading.Event) -> None:
+        self.shown = str(directory)
+        self._directory = directory
+        self._stop = stop
+        self._is_exclusive = False
+
+    def path_of(self, name: str) -> str:
+        return str(self._directory / name)
+
+    # --- reading ------------------------------------------------------------------------------
+
+    def folders(self) -> list[str]:
+        try:
+            with os.scandir(self._directory) as entries:
+                return sorted(one.name for one in entries if not one.is_file(follow_symlinks=False))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def checkpoints(self) -> list[StoredCheckpoint]:
+        found = []
+        for name in self.folders():
+            pending = parse_tagged(name.removeprefix(_PENDING)) if name[0] == "." else None
+            if pending is not None:
+                found.append(StoredCheckpoint(name, *pending))
+            elif name.startswith("step-"):
+                one = self.describe(name)
+                if one.index is None or _NAME.fullmatch(name):  # else a copy made by the user
+                    found.append(one)
+        return sorted(found, key=lambda one: one.order, reverse=True)
+
+    def describe(self, name: str) -> StoredCheckpoint:
+        path = self._directory / name / INDEX_NAME
+        try:
+            one = parse_stored(path.read_bytes(), name, str(path.parent), None)
+            return replace(one, written_s=path.stat().st_mtime)
+        except OSError as error:
+            one = parse_stored(None, name, "", None)
+            problem = f"{path.parent}: its index is not readable: {error.strerror}"
+            may_pass = not isinstance(error, FileNotFoundError)
+            return replace(one, problem=problem, may_pass=may_pass)
+
+    def latest_name(self) -> str:
+        link = self._directory / LATEST_NAME
+        return os.path.basename(os.readlink(link)) if link.is_symlink() else ""
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            return (self._directory / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def sizes(self, folder: str) -> Sizes:
+        try:
+            with os.scandir(self._directory / folder) as entries:
+                return {one.name: one.stat().st_size for one in entries}
+        except FileNotFoundError:
+            return {}
+
+    def changed_s(self, folder: str) -> float | None:
+        try:
+            return (self._directory / folder).lstat().st_mtime
+        except OSError:
+            return None
+
+    def open(self, name: str) -> AbstractContextManager[OpenFile]:
+        return opened(self._directory / name)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[Storage]:
+        yield self
+
+    # --- writing ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        with _locked(self._directory):
+            self._is_exclusive = True
+            try:
+                yield
+            finally:
+                self._is_exclusive = False
+
+    def lock(self) -> AbstractContextManager[None]:
+        if self._is_exclusive:
+            return contextlib.nullcontext()
+        return _locked_shortly(self._directory, self._stop)
+
+    def pending_name(self, key: CheckpointPart, *, is_alone: bool) -> str:
+        if is_alone:
+            return _temporary_name(f"step-{key.step}")
+        return f"{_PENDING}{tagged_name(key, key.generation)}"
+
+    def make(self, folder: str) -> None:
+        (self._directory / folder).mkdir(exist_ok=True)
+
+    def put(self, name: str, data: bytes | memoryview) -> None:
+        with replaced(self._directory / name) as write:
+            write(data)
+
+    def stream(self, name: str, num_bytes: int, pace: Pace) -> AbstractContextManager[DirectFile]:
+        return replaced_large(self._directory / name, pace)
+
+    def sync(self, folder: str = "") -> None:
+        fd = os.open(self._directory / folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # some network file systems do not support it
+                raise
+        finally:
+            os.close(fd)
+
+    def publish(self, folder: str, version: Version) -> str:
+        """Rename the folder to an unused name; an earlier life may have left this version."""
+        name = first = f"step-{version.step:08d}-g{max(0, version.generation)}"
+        again = 1
+        while (self._directory / name).exists():
+            again += 1
+            name = f"{first}.{again}"
+        (self._directory / folder).rename(self._directory / name)
+        return name
+
+    def tidy(self, name: str) -> None:
+        for pattern in ("part-*.json", ".*"):  # parts, and leftovers of killed file writers
+            for path in (self._directory / name).glob(pattern):
+                path.unlink(missing_ok=True)
+
+    def point_latest(self, name: str) -> None:
+        temporary = self._directory / _temporary_name(LATEST_NAME)
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(name)
+        crash_point("smp.checkpoint.link_made")
+        temporary.replace(self._directory / LATEST_NAME)
+        self.sync()
+
+    def remove(self, name: str) -> None:
+        """Rename a finished checkpoint first, which makes it invisible at once."""
+        path = self._directory / name
+        if not name.startswith(_PENDING):
+            gone = self._directory / f"{_GONE}{_OWN}-{name}"
+            with contextlib.suppress(FileNotFoundError):
+                path.rename(gone)
+            crash_point("smp.checkpoint.pruning")
+            path = gone
+        _remove(path)
+
+    def discard(self, folder: str) -> None:
+        _remove(self._directory / folder)
+
+    def sweep_rest(self, *, is_alone: bool) -> None:
+        """Remove abandoned temporary entries.
+
+        If several nodes write, `.lock` is held, so a temporary `latest` link belongs to a killed
+        node. If locks have no effect, it may belong to an active node. That node fails, and finds
+        the checkpoint finished at the next request.
+        """
+        for path in self._directory.glob(f"{_PENDING}*"):
+            if parse_tagged(path.name.removeprefix(_PENDING)) is not None:
+                continue
+            is_over = path.name.startswith(_GONE) or path.name.endswith(f"-{LATEST_NAME}")
+            if is_alone or is_over or is_stale(self.changed_s(path.name)):
+                _remove(path)
+
+
+# --- locks --- --------------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
-def locked(directory: Path) -> Iterator[int]:
-    """Create and open the directory, and lock it against another run."""
+def _locked(directory: Path) -> Iterator[None]:
+    """Create the directory, and lock it against another run."""
     fd = _open(directory)
     try:
         _lock_now(fd, directory, fcntl.LOCK_EX)
-        yield fd
+        yield
     finally:
         os.close(fd)
 
 
 @contextlib.contextmanager
-def locked_shortly(directory: Path, stop: threading.Event) -> Iterator[int]:
-    """Create and open the directory, and hold its `.lock`; wait for the lock if necessary."""
+def _locked_shortly(directory: Path, stop: threading.Event) -> Iterator[None]:
+    """Create the directory, and hold its `.lock`; wait for the lock if necessary."""
     fd = _open(directory)
     lock = -1
     try:
         _lock_now(fd, directory, fcntl.LOCK_SH)  # against a node that writes alone
         lock = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         _wait_for(lock, directory, stop)
-        yield fd
+        yield
     finally:
         os.close(fd)
         if lock >= 0:
@@ -120,6 +313,9 @@ def _open(directory: Path) -> int:
     return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
+# --- files --- --------------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Callable[[memoryview | bytes], None]]:
     """Write a file through the yielded function; on exit it is on disk under its final name."""
@@ -160,109 +356,43 @@ def replaced_large(path: Path, pace: Pace) -> Iterator[DirectFile]:
         file.close()
 
 
-def sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[OpenFile]:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        sync(fd)
+        yield _OpenFile(fd, os.fstat(fd).st_size)
     finally:
         os.close(fd)
 
 
-def sync(folder_fd: int) -> None:
-    try:
-        os.fsync(folder_fd)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems do not support it
-            raise
-
-
-def temporary_name(name: str) -> str:
-    return f".tmp-{_OWN}-{name}"
-
-
-def free_name(directory: Path, version: Version) -> Path:
-    """Return an unused path for this version; an earlier life may have left one of that name."""
-    name = f"step-{version.step:08d}-g{max(0, version.generation)}"
-    path = directory / name
-    again = 1
-    while path.exists():
-        again += 1
-        path = directory / f"{name}.{again}"
-    return path
-
-
-def point_latest(directory: Path, path: Path, folder_fd: int) -> None:
-    temporary = directory / temporary_name(LATEST_NAME)
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(path.name)
-    crash_point("smp.checkpoint.link_made")
-    temporary.replace(directory / LATEST_NAME)
-    sync(folder_fd)
-
-
-def is_stale(path: Path) -> bool:
-    """True if the path was not changed for `STALE_S`, or does not exist."""
-    try:
-        return clock.wall_s() - path.lstat().st_mtime > STALE_S
-    except OSError:
-        return True
-
-
-def remove(folder: Path) -> None:
-    """Delete one of ftrun's folders as far as possible; importing shutil costs 3 ms."""
-    with contextlib.suppress(OSError):
-        for path in folder.iterdir():
-            path.unlink(missing_ok=True)
-        folder.rmdir()
-
-
 @dataclass(frozen=True, slots=True)
-class Retention:
-    """Which checkpoints are retained, in addition to the last written one.
+class _OpenFile:
+    fd: int
+    size: int
 
-    Args:
-        keep: number of retained checkpoints, including the last written one.
-        keep_s: checkpoints written longer ago than this are removed; 0: age does not matter.
-        runs: only checkpoints of these runs may be removed; empty: of all runs.
-    """
+    def read(self, at: int, num_bytes: int) -> bytes:
+        return os.pread(self.fd, num_bytes, at)
 
-    keep: int
-    keep_s: float = 0.0
-    runs: frozenset[str] = frozenset()
-
-    def covers(self, run_id: str) -> bool:
-        return not self.runs or run_id in self.runs
-
-
-def to_prune(directory: Path, retention: Retention, *, newest: Path) -> list[Path]:
-    others = [
-        folder
-        for folder, index in read_indexes(directory)
-        if folder != newest and retention.covers(index.run_id)
-    ]
-    spare = max(0, retention.keep - 1)
-    old = [one for one in others[:spare] if _age_s(one) > retention.keep_s > 0]
-    return others[spare:] + old
+    def read_into(self, target: memoryview, at: int = 0) -> int:
+        done = 0
+        while done < len(target):
+            got = os.preadv(self.fd, [target[done : done + _READ_BYTES]], at + done)
+            if not got:
+                break
+            done += got
+        return done
 
 
-def prune(directory: Path, retention: Retention, *, newest: Path) -> list[Path]:
-    doomed = to_prune(directory, retention, newest=newest)
-    for folder in doomed:
-        remove_whole(folder)
-    return doomed
+def _temporary_name(name: str) -> str:
+    return f"{_PENDING}{_OWN}-{name}"
 
 
-def remove_whole(folder: Path) -> None:
-    """Remove a checkpoint; the rename makes it invisible at once."""
-    doomed = folder.with_name(f"{GONE}{_OWN}-{folder.name}")
-    with contextlib.suppress(FileNotFoundError):
-        folder.rename(doomed)
-    crash_point("smp.checkpoint.pruning")
-    remove(doomed)
-
-
-def _age_s(folder: Path) -> float:
-    try:
-        return clock.wall_s() - (folder / INDEX_NAME).stat().st_mtime
-    except OSError:
-        return 0.0
+def _remove(path: Path) -> None:
+    """Delete a folder of files, or a file, as far as possible; importing shutil costs 3 ms."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            for file in path.iterdir():
+                file.unlink(missing_ok=True)
+            path.rmdir()
+        else:
+            path.unlink(missing_ok=True)

@@ -42,7 +42,7 @@ class CallResult(Generic[_T]):
     def make(self, call: Callable[[], _T]) -> None:
         try:
             self._value.append(call())
-        except Exception as error:  # noqa: BLE001 - whoever waits for it gets it
+        except Exception as error:  # noqa: BLE001 - raised again by `take`
             self._error = error
         self._is_there.set()
 
@@ -119,9 +119,9 @@ class CallThread:
         self._lost = self._lost or f"{self._where} is closed"
         self._jobs.put(None)
 
-    def _lose(self, why: str) -> None:
-        self._lost = why
-        raise CheckpointError(why)
+    def _lose(self, reason: str) -> None:
+        self._lost = reason
+        raise CheckpointError(reason)
 
     def _words(self, error: Exception) -> str:
         strerror = getattr(error, "strerror", None)

@@ -1,0 +1,327 @@
+"""Both storages follow the same rules: names, order, what is abandoned, and what is retained."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from ftrun.errors import CheckpointError
+from ftrun.ids import version
+from ftrun.smp.checkpoint.index import FORMAT, CheckpointIndex, CheckpointPart, ShardFile, seal
+from ftrun.smp.checkpoint.reader import open_storage
+from ftrun.smp.checkpoint.storage.direct_file import no_pace
+from ftrun.smp.checkpoint.storage.fsspec import BLOCK_BYTES, block_bytes
+from ftrun.smp.checkpoint.storage.local import LOCK_NAME
+from ftrun.smp.checkpoint.storage.storage import (
+    STALE_S,
+    Retention,
+    Storage,
+    StoredCheckpoint,
+    earlier_of_run,
+    is_whole,
+    next_serial,
+    sweep_begun,
+    sweep_finished,
+    sweep_run,
+    to_prune,
+)
+
+NEVER = threading.Event()
+SHARD = ShardFile(0, "rank-00000.safetensors", "rank-00000.digests", 5, 1, "0", "0", "0")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "store").mkdir()
+    return tmp_path / "store"
+
+
+@pytest.fixture(params=["", "file://"], ids=["directory", "url"])
+def storage(request: pytest.FixtureRequest, root: Path) -> Iterator[Storage]:
+    with open_storage(f"{request.param}{root}", NEVER) as found:
+        yield found
+
+
+def key(step: int, *, run_id: str = "run", token: str = "t", generation: int = 0) -> CheckpointPart:
+    return CheckpointPart(FORMAT, run_id, token, generation, step, 2, [])
+
+
+def begin(storage: Storage, step: int, *, run_id: str = "run", token: str = "t") -> str:
+    """An incomplete checkpoint with one file."""
+    name = storage.pending_name(key(step, run_id=run_id, token=token), is_alone=False)
+    storage.make(name)
+    storage.put(f"{name}/rank-00000.digests", b"x")
+    return name
+
+
+def finish(storage: Storage, step: int, serial: int, *, run_id: str = "run") -> str:
+    name = begin(storage, step, run_id=run_id, token=str(serial))
+    index = CheckpointIndex(FORMAT, serial, run_id, 0, step, 2, [], written_s=time.time())
+    storage.put(f"{name}/index.json", seal(index))
+    storage.sync(name)
+    final = storage.publish(name, version(0, step))
+    storage.point_latest(final)
+    return final
+
+
+def incomplete(storage: Storage) -> list[str]:
+    return [one.name for one in storage.checkpoints() if one.is_incomplete]
+
+
+def names(storage: Storage) -> list[str]:
+    return [one.name for one in storage.checkpoints() if one.index is not None]
+
+
+def sweep(storage: Storage, step: int, name: str, *, is_alone: bool) -> None:
+    found = storage.checkpoints()
+    left = sweep_begun(storage, found, "run", version(0, step), name, is_alone=is_alone)
+    assert [one.name for one in left] == [one.name for one in storage.checkpoints()]
+
+
+# --- names ------------------------------------------------------------------------------------
+
+
+def test_the_name_of_a_begun_checkpoint_depends_on_what_may_be_merged(storage: Storage) -> None:
+    prefix = ".tmp-" if storage.is_local else ""
+    name = storage.pending_name(key(42, generation=3), is_alone=False)
+    assert name.startswith(f"{prefix}step-00000042-g3-14180cf1-")
+    others = [key(42, token="other"), key(42, run_id="other"), key(43), key(42, generation=4)]
+    pending = {storage.pending_name(one, is_alone=False) for one in others}
+    assert len(pending - {name}) == 4
+    loaded = storage.pending_name(key(42, generation=-1), is_alone=False)
+    assert loaded.startswith(f"{prefix}step-00000042-g{-1 if storage.is_local else 0}-")
+
+
+def test_a_place_that_does_not_exist_has_no_checkpoints(tmp_path: Path) -> None:
+    for scheme in ("", "file://"):
+        with open_storage(f"{scheme}{tmp_path / 'none'}", NEVER) as storage:
+            assert storage.checkpoints() == []
+            assert storage.latest_name() == ""
+            assert storage.sizes("step-1") == {}
+            assert storage.changed_s("step-1") is None
+            assert storage.describe("step-1").problem
+
+
+def test_the_last_written_checkpoint_is_the_first(storage: Storage) -> None:
+    written = [finish(storage, step, serial) for serial, step in enumerate((9, 4, 7), start=1)]
+    begun = begin(storage, 99)
+    assert names(storage) == written[::-1]
+    found = storage.checkpoints()
+    assert [one.version.step for one in found] == [7, 4, 9, 99]
+    assert incomplete(storage) == [begun]
+    assert storage.latest_name() == written[-1]
+    assert next_serial(found, besides=begun) == 4
+    assert next_serial(found, besides=written[-1]) == 3
+
+
+def test_a_published_name_is_never_used_twice(root: Path) -> None:
+    with open_storage(str(root), NEVER) as storage:
+        assert [finish(storage, 4, serial) for serial in (1, 2, 3)] == [
+            "step-00000004-g0",
+            "step-00000004-g0.2",
+            "step-00000004-g0.3",
+        ]
+
+
+def test_a_damaged_index_is_a_problem_and_not_an_incomplete_checkpoint(
+    storage: Storage, root: Path
+) -> None:
+    name = finish(storage, 1, 1)
+    (root / name / "index.json").write_bytes(b"{}")
+    (one,) = storage.checkpoints()
+    assert (one.index, one.is_incomplete, one.may_pass) == (None, False, False)
+    assert "its index is not one" in one.problem
+    assert storage.describe(name).problem == one.problem
+
+
+def test_a_copy_with_another_name_is_only_found_by_its_name(storage: Storage, root: Path) -> None:
+    name = finish(storage, 1, 1)
+    (root / name).rename(root / "step-best")
+    assert storage.checkpoints() == []
+    copy = storage.describe("step-best")
+    assert copy.index is not None
+    assert (copy.version.step, copy.problem) == (1, "")
+    assert "step-best" in storage.folders()
+
+
+# --- files ------------------------------------------------------------------------------------
+
+
+def test_files_come_back(storage: Storage) -> None:
+    storage.make("folder")
+    storage.put("folder/small", b"abc")
+    with storage.stream("folder/large", 7, no_pace) as file:
+        room = file.room()
+        room[:7] = b"0123456"
+        file.take(7)
+        room.release()
+    assert storage.sizes("folder") == {"small": 3, "large": 7}
+    assert storage.read("folder/small") == b"abc"
+    assert storage.read("folder/none") is None
+    with storage.again() as other, other.open("folder/large") as found:
+        target = bytearray(4)
+        assert (found.size, found.read(5, 9)) == (7, b"56")
+        assert found.read_into(memoryview(target), 2) == 4
+        assert bytes(target) == b"2345"
+    storage.discard("folder")
+    assert storage.sizes("folder") == {}
+
+
+def test_a_file_that_fails_in_the_middle_is_not_there(storage: Storage) -> None:
+    storage.make("folder")
+    with suppress(ZeroDivisionError), storage.stream("folder/one", 9, no_pace):
+        raise ZeroDivisionError
+    assert storage.sizes("folder").get("one") in (None, 0)
+
+
+def test_a_shard_is_whole_if_both_files_have_their_sizes() -> None:
+    assert is_whole(SHARD, {SHARD.file: 5, SHARD.digests: 8})
+    assert is_whole(SHARD, {SHARD.file: None, SHARD.digests: 8}), "the storage reports no size"
+    assert not is_whole(SHARD, {SHARD.file: 4, SHARD.digests: 8})
+    assert not is_whole(SHARD, {SHARD.file: 5})
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, BLOCK_BYTES, 10**9, 10**11, 10**12])
+def test_no_object_has_too_many_blocks(num_bytes: int) -> None:
+    size = block_bytes(num_bytes)
+    assert size >= BLOCK_BYTES
+    assert size % (1 << 20) == 0
+    assert num_bytes / size <= 8_000
+
+
+# --- what is abandoned ------------------------------------------------------------------------
+
+
+def test_a_single_node_removes_all_that_its_run_has_begun(storage: Storage) -> None:
+    other = begin(storage, 1, run_id="another")
+    for step in (1, 2, 9):
+        begin(storage, step)
+    sweep(storage, 5, "", is_alone=True)
+    assert incomplete(storage) == [other]
+
+
+def test_several_nodes_leave_the_newest_of_the_earlier_ones(storage: Storage) -> None:
+    begun = {step: begin(storage, step) for step in (1, 2, 3, 5, 8)}
+    sweep(storage, 5, begun[5], is_alone=False)
+    assert incomplete(storage) == [begun[8], begun[5], begun[3]]
+    found = storage.checkpoints()
+    assert [one.name for one in earlier_of_run(found, "run", version(0, 8))] == [
+        begun[5],
+        begun[3],
+    ]
+    sweep_finished(storage, found, "run", version(0, 5), begun[5])
+    assert incomplete(storage) == [begun[8], begun[5]]
+    sweep_run(storage, "run")
+    assert incomplete(storage) == []
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_what_another_run_has_begun_goes_when_it_is_stale(
+    storage: Storage, root: Path, is_alone: bool
+) -> None:
+    fresh, stale = (begin(storage, 1, run_id=run_id) for run_id in ("fresh", "stale"))
+    long_ago_s = time.time() - STALE_S - 60
+    for path in ((root / stale), *(root / stale).iterdir()):
+        os.utime(path, (long_ago_s, long_ago_s))
+    sweep(storage, 5, "", is_alone=is_alone)
+    assert incomplete(storage) == [fresh]
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_what_killed_writers_have_left_in_a_directory_goes(root: Path, is_alone: bool) -> None:
+    for name in (".tmp-gone-12ab-step-00000001-g0", ".tmp-12ab-step-7"):
+        (root / name).mkdir()
+        (root / name / "rank-00000.digests").touch()
+    (root / ".tmp-12ab-latest").symlink_to("nothing")
+    (root / "notes").touch()
+    with open_storage(str(root), NEVER) as storage:
+        sweep(storage, 5, "", is_alone=is_alone)
+    left = {"notes"} if is_alone else {"notes", ".tmp-12ab-step-7"}
+    assert set(os.listdir(root)) == left, "a node that writes alone may be another one"
+
+
+def test_a_removal_that_fails_is_only_logged(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin(storage, 1)
+
+    def fail(name: str) -> None:
+        raise CheckpointError("denied")
+
+    monkeypatch.setattr(storage, "remove", fail)
+    sweep_run(storage, "run")
+    assert "is not removed: denied" in caplog.text
+
+
+# --- what is retained -------------------------------------------------------------------------
+
+
+def stored(step: int, *, run_id: str = "run", age_s: float = 0.0) -> StoredCheckpoint:
+    index = CheckpointIndex(FORMAT, step, run_id, 0, step, 2, [])
+    written_s = time.time() - age_s if age_s else 0.0
+    return StoredCheckpoint(str(step), version(0, step), index=index, written_s=written_s)
+
+
+@pytest.mark.parametrize(
+    ("retention", "newest", "removed"),
+    [
+        (Retention(1), "5", ["4", "3", "2"]),
+        (Retention(3), "5", ["2"]),
+        (Retention(3), "6", ["3", "2"]),
+        (Retention(9), "5", []),
+        (Retention(9, 250.0), "5", ["2"]),
+        (Retention(3, 150.0), "5", ["2", "3"]),
+        (Retention(1, runs=frozenset(["another"])), "5", []),
+    ],
+)
+def test_retention(retention: Retention, newest: str, removed: list[str]) -> None:
+    found = [stored(5), stored(4), stored(3, age_s=200.0), stored(2, age_s=300.0)]
+    assert to_prune(found, retention, newest=newest) == removed
+
+
+def test_a_removed_checkpoint_is_never_offered_while_it_is_incomplete(
+    storage: Storage, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = finish(storage, 1, 1)
+    seen: list[list[str]] = []
+    unlink = os.unlink
+
+    def noted(path: str, *args: object, **kwargs: object) -> None:
+        if not str(path).endswith("index.json"):
+            seen.append([str(one) for one in root.glob("step-*/index.json")])
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", noted)
+    monkeypatch.setattr(os, "remove", noted)
+    storage.remove(name)
+    assert seen
+    assert not any(seen)
+    assert not list(root.glob("step-*"))
+
+
+# --- locks ------------------------------------------------------------------------------------
+
+
+def test_a_node_that_writes_alone_excludes_all_others(root: Path) -> None:
+    with open_storage(str(root), NEVER) as first, open_storage(str(root), NEVER) as second:
+        with first.exclusive(), first.lock():
+            assert not (root / LOCK_NAME).exists()
+            for attempt in (second.exclusive, second.lock):
+                with pytest.raises(CheckpointError, match="another run"), attempt():
+                    pass
+        with second.lock():
+            assert (root / LOCK_NAME).exists()
+
+
+def test_a_lock_that_is_held_is_awaited_until_the_run_stops(root: Path) -> None:
+    stop = threading.Event()
+    stop.set()
+    with open_storage(str(root), NEVER) as first, open_storage(str(root), stop) as second:
+        with first.lock(), pytest.raises(CheckpointError, match="is held"), second.lock():
+            pass
+        with second.lock():
+            pass
