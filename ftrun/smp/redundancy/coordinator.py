@@ -34,7 +34,8 @@ from ftrun.smp.redundancy.group import LocalGroup
 from ftrun.smp.redundancy.protector import Protector
 from ftrun.smp.redundancy.rebuilder import Rebuilder
 from ftrun.smp.redundancy.receiving import PeerDispatch
-from ftrun.smp.restore.fetch import Fetcher
+from ftrun.smp.restore.fetch import Fetch
+from ftrun.smp.restore.lost_ranks import LostRanks
 from ftrun.smp.restore.previous_world import PreviousWorld, PreviousWorldShards
 from ftrun.smp.restore.restore_server import RestoreServer
 from ftrun.smp.restore.restores import RestoreCoordinator
@@ -64,7 +65,7 @@ class Engines:
         codecs: one for each k and m.
         runner: drives work that requests data from other nodes.
         exchange: moves the bytes of one attempt to protect a version.
-        fetcher: fetches slots of the restored version.
+        lost_ranks: fetches slots of the restored version.
         served: reads the restored version for other nodes.
         old_shards: reads shards of the restored version for ranks of a resharded run.
         replica_watch: compares the bytes that ranks of one node hold as replicas.
@@ -75,7 +76,7 @@ class Engines:
     codecs: CodecCache
     runner: Runner
     exchange: type[Exchange] = Exchange
-    fetcher: type[Fetcher] = Fetcher
+    lost_ranks: type[LostRanks] = LostRanks
     served: type[RestoreServer] = RestoreServer
     old_shards: type[PreviousWorldShards] = PreviousWorldShards
     replica_watch: type[ReplicaMonitor] = ReplicaMonitor
@@ -117,24 +118,24 @@ class RedundancyCoordinator:
             tell_agent=tell_agent,
             corrupt=commits.corrupt,
         )
-        self._desk = FetchRpc(
+        self._rpc = FetchRpc(
             self._peers,
             set_aside=lambda why, ask: jobs.post(partial(self._note, why, ask)),
             runner=self._engines.runner,
         )
         self.restores = RestoreCoordinator(
             memory,
-            self._desk,
+            self._rpc,
             jobs,
             tell_agent=tell_agent,
             here=self._all_here,
-            fetcher=self._engines.fetcher,
+            lost_ranks=self._engines.lost_ranks,
         )
         self.range_fetches = ShardReads(jobs)
         self._replicas = self._engines.replica_watch(jobs, self._maps, tell_agent)
         commits.protect_with(self._protector)
         commits.after_commit(self._committed)
-        self._peers.tell(PeerDispatch(self._protector, self._desk, jobs))
+        self._peers.tell(PeerDispatch(self._protector, self._rpc, jobs))
 
     def listen(self, hosts: list[str], fds: tuple[int, ...]) -> messages.AnyMessage:
         if len(fds) > 1:
@@ -194,7 +195,7 @@ class RedundancyCoordinator:
         has_ways = group is not None and any(len(node.rails) > 1 for node in group.nodes)
         if served is not None:
             self._rebuilder = Rebuilder(
-                self._desk,
+                self._rpc,
                 served,
                 run=run_digest(self._run_id),
                 codec_for=self._codecs.get,
@@ -203,7 +204,7 @@ class RedundancyCoordinator:
         own = group.nodes[group.place] if group is not None else body.own
         rebuild = self._rebuilder.ask if self._rebuilder is not None else None
         if group is None or own is None:
-            self._desk.begin(served, rebuild, own)
+            self._rpc.begin(served, rebuild, own)
             self._protector.begin(None)
             self._read_old(body, served, own)
             if own is not None:
@@ -217,7 +218,7 @@ class RedundancyCoordinator:
             )
             protected_in = group.generation
         self.vaults.keep(kept, protected_in)
-        self._desk.begin(served, rebuild, own)
+        self._rpc.begin(served, rebuild, own)
         self._read_old(body, served, own)
         self._begin_links(body, own, group)
         self._protector.begin(group)
@@ -254,22 +255,21 @@ class RedundancyCoordinator:
         groups = body.restore_from if is_resized else body.read_from
         if served is None or not (groups or is_resized):
             return
-        world = PreviousWorld(served.version, groups, own, body.node_id, body.patience_s)
+        world = PreviousWorld(served.version, groups, own, body.node_id)
         rebuild = self._rebuilder.rebuild if self._rebuilder is not None else None
-        shards = self._engines.old_shards(world, self._desk, served, rebuild)
-        self._desk.on_lost(shards.note_lost)
-        self.range_fetches.begin(shards)
+        fetch = Fetch(self._rpc, patience_s=body.patience_s)
+        self.range_fetches.begin(self._engines.old_shards(world, fetch, served, rebuild))
 
     def _all_here(self) -> None:
         """Serve the restored version to other nodes, because every local rank now has it."""
-        if self._desk.served is not None:
-            self._desk.served.take_in(self._held_fds())
+        if self._rpc.served is not None:
+            self._rpc.served.take_in(self._held_fds())
         self._commits.protect_complete()
 
     def _committed(self) -> None:
         """Stop serving the restored version once a newer version is committed."""
         tracker = self._commits.tracker
-        served, newest = self._desk.served, tracker.committed
+        served, newest = self._rpc.served, tracker.committed
         if newest is not None and self._protector.group is None:
             self._replicas.look(newest, self._descriptors)
         if served is not None and newest is not None and newest > served.version:
@@ -278,7 +278,7 @@ class RedundancyCoordinator:
             if self._rebuilder is not None:
                 self._rebuilder.stop()
                 self._rebuilder = None
-            self._desk.begin(None, None, self._desk.own)
+            self._rpc.begin(None, None, self._rpc.own)
         self._maps.keep_only(arena.fd for arena in self._memory.all())
 
     def _descriptors(self) -> dict[Rank, list[int]]:
@@ -320,7 +320,7 @@ class RedundancyCoordinator:
         self.restores.share(None)
         self._protector.begin(None)
         self._peers.close()
-        self._desk.begin(None, None)
+        self._rpc.begin(None, None)
         self._maps.keep_only(())
         self.vaults.free()
 

@@ -77,14 +77,14 @@ class Rebuilder:
 
     def __init__(
         self,
-        desk: FetchRpc,
+        rpc: FetchRpc,
         served: RestoreServer,
         *,
         run: int,
         codec_for: Callable[[int, int], Codec],
         patience_s: float,
     ) -> None:
-        self._desk = desk
+        self._rpc = rpc
         self._served = served
         self._run = run
         self._codec_for = codec_for
@@ -100,7 +100,7 @@ class Rebuilder:
             is_new = self._num_threads < NUM_THREADS and not self._is_stopped
             self._num_threads += is_new
         if is_new:
-            self._desk.runner.start("ftrun-rebuild", self._work())
+            self._rpc.runner.start("ftrun-rebuild", self._work())
         self._asks.put((asker, ask))
 
     def stop(self) -> None:
@@ -115,10 +115,10 @@ class Rebuilder:
             try:
                 raw = yield from self._rebuild(ask)
             except (LayoutUnknown, SnapshotCorrupt) as error:
-                self._desk.refuse(asker, ask, 0, error)
+                self._rpc.refuse(asker, ask, 0, error)
             else:
                 crash_point("smp.fetch.rebuilt")
-                self._desk.tell(
+                self._rpc.tell(
                     asker, OutgoingFrame(t.FetchData(ask.request, 0), [raw], digest_of([raw]))
                 )
 
@@ -163,7 +163,7 @@ class Rebuilder:
 
     def _is_doubtful(self, node_id: str) -> bool:
         """True if the node did not answer earlier; such nodes are asked last."""
-        return node_id in self._silent or bool(self._desk.why_gone(node_id))
+        return node_id in self._silent or bool(self._rpc.why_gone(node_id))
 
     def _facts(self, record: ParityRecord, stripe: int, senders: tuple[int, ...]) -> StripeFacts:
         stripes = stripes_of(record)
@@ -220,7 +220,7 @@ class Rebuilder:
                         return
         finally:
             for number in numbers:
-                self._desk.requests.close(number)
+                self._rpc.requests.close(number)
 
     def _settled(
         self, record: ParityRecord, waiting: dict[int, float], answer: _Answer | None
@@ -240,7 +240,7 @@ class Rebuilder:
         found = []
         for place, since_s in waiting.items():
             name = record.members[place].node_id
-            why = self._desk.why_gone(name)
+            why = self._rpc.why_gone(name)
             if not why and self._now_s() - since_s > self._patience_s:
                 self._silent.add(name)
                 why = f"silent for {self._patience_s:.0f} s"
@@ -249,7 +249,7 @@ class Rebuilder:
         return found
 
     def _now_s(self) -> float:
-        return self._desk.runner.now_s()
+        return self._rpc.runner.now_s()
 
     def _ask(
         self,
@@ -259,10 +259,10 @@ class Rebuilder:
         answers: "queue.SimpleQueue[_Answer]",
     ) -> int:
         sink = _Asked(node, record.block_bytes, answers)
-        number = self._desk.requests.open(sink)
+        number = self._rpc.requests.open(sink)
         body = t.GetBlock(
             number, ask.generation, ask.step, ask.group, ask.protected_in, stripe=ask.stripe
         )
-        if not self._desk.tell(record.members[node].node_id, OutgoingFrame(body)):
+        if not self._rpc.tell(record.members[node].node_id, OutgoingFrame(body)):
             sink.refused(0, "this node is not known here")
         return number

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import xxhash
 
 from ftrun.smp.restore.downloader import BLOCK, PIECE, WINDOW_BYTES, Downloader, DownloadItem
-from ftrun.smp.restore.requests import PendingRequests
+from ftrun.smp.restore.rpc import PendingRequests
 from ftrun.smp.waits import Wait, drive
 from ftrun.wire.cluster import transfer as t
 
