@@ -24,7 +24,6 @@ from ftrun.errors import (
 )
 from ftrun.free_memory import available_memory
 from ftrun.ids import Rank, RunId, version
-from ftrun.smp.calm import calmly
 from ftrun.smp.checkpoint.checkpoint_parts import PartWriter
 from ftrun.smp.checkpoint.live_capture import CaptureFilter
 from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob, load_checkpoint
@@ -41,9 +40,8 @@ from ftrun.smp.checkpoint.url_load import load_from_url
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult, told
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.smp.client import Requester
-from ftrun.smp.jobs import Finish, JobLanes
+from ftrun.smp.jobs import Finish, IntervalTimer, JobLanes, calmly
 from ftrun.smp.memory.arenas import ArenaStore
-from ftrun.smp.watch import IntervalTimer
 from ftrun.snapshot.commit_tracker import CommitTracker
 from ftrun.urls import is_url, without_password
 from ftrun.wire.checkpoint_owner import OWNER_NAME, CheckpointClaim

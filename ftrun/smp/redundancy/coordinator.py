@@ -23,13 +23,11 @@ from ftrun.errors import ProtocolError, UsageError
 from ftrun.ids import Generation, Rank, RunId, Version, version
 from ftrun.smp.jobs import JobLanes
 from ftrun.smp.memory.arenas import ArenaStore
-from ftrun.smp.memory.commits import CommitCoordinator, GenerationStart
+from ftrun.smp.memory.commits import CommitCoordinator, GenerationStart, ReplicaMonitor
 from ftrun.smp.memory.parity_store import ParityStore
-from ftrun.smp.memory.replica_watch import ReplicaMonitor
 from ftrun.smp.memory.sealed_shards import ArenaMappings
 from ftrun.smp.peer_listener import PeerListener, PeerSession
-from ftrun.smp.redundancy.codecs import CodecCache
-from ftrun.smp.redundancy.exchange import Exchange, ProtectorTools
+from ftrun.smp.redundancy.exchange import CodecCache, Exchange, ProtectorTools
 from ftrun.smp.redundancy.group import LocalGroup
 from ftrun.smp.redundancy.protector import Protector
 from ftrun.smp.redundancy.rebuilder import Rebuilder

@@ -9,14 +9,16 @@ window. A receiving thread therefore never waits for memory.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ftrun.erasure.codec import Codec
+from ftrun.erasure.codec import Codec, choose_codec
 from ftrun.erasure.fragments import StripeId
+from ftrun.erasure.self_test import self_test
 from ftrun.erasure.stripes import Stripes
-from ftrun.errors import LayoutUnknown, MemoryTooSmall, SnapshotCorrupt
+from ftrun.errors import InternalError, LayoutUnknown, MemoryTooSmall, SnapshotCorrupt
 from ftrun.ids import Generation
 from ftrun.smp.jobs import Finish, JobLanes
 from ftrun.smp.link_rules import PROTECT
@@ -25,7 +27,6 @@ from ftrun.smp.memory.sealed_shards import ArenaMappings, SealedShards
 from ftrun.smp.peer_link import OutgoingFrame
 from ftrun.smp.peer_listener import PeerListener
 from ftrun.smp.redundancy.block_sender import BlockSender, BlockStream, LocalBlocks, MirrorStream
-from ftrun.smp.redundancy.codecs import CodecCache
 from ftrun.smp.redundancy.group import LocalGroup, record_of
 from ftrun.smp.redundancy.mirror import mirror_parts
 from ftrun.smp.redundancy.parity_writer import OutgoingRow, ParityEvents, ParityWriter
@@ -37,6 +38,43 @@ from ftrun.wire.shared_memory.parity_region import ParityRecord, ParityRegion, P
 from ftrun.wire.transport.bulk_socket import Bytes
 
 _log = logging.getLogger(__name__)
+
+
+class CodecCache:
+    """One codec for each k and m. Several threads may use a codec at once.
+
+    Args:
+        jobs: its lane "protect" runs the self-test before any work submitted to that lane later.
+    """
+
+    def __init__(self, jobs: JobLanes) -> None:
+        self._jobs = jobs
+        self._codecs: dict[tuple[int, int], Codec] = {}
+        self._problems: dict[tuple[int, int], str] = {}
+        self._lock = threading.Lock()
+
+    def get(self, k: int, m: int) -> Codec:
+        """Return the codec for k data and m parity blocks; the first call submits its test."""
+        with self._lock:
+            if (k, m) not in self._codecs:
+                self._codecs[k, m] = choose_codec(k, m)
+                tell = partial(self._problems.__setitem__, (k, m))
+                work = partial(_test, self._codecs[k, m], tell)
+                bug = "a bug in ftrun; the SMP's log has it"
+                self._jobs.submit("protect", work, failed=partial(tell, bug))
+            return self._codecs[k, m]
+
+    def problem(self, codec: Codec) -> str:
+        return self._problems.get((codec.k, codec.m), "")
+
+
+def _test(codec: Codec, tell: "partial[None]") -> Finish:
+    try:
+        count = self_test(codec)
+    except InternalError as error:
+        return partial(tell, str(error))
+    _log.debug("%s: %d sets of survivors tried", codec.name, count)
+    return partial(tell, "")
 
 
 @dataclass(frozen=True, slots=True)

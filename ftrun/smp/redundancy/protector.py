@@ -30,16 +30,14 @@ from ftrun.erasure.codec import Codec
 from ftrun.erasure.fragments import run_digest
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, RunId, Version, version
-from ftrun.smp.jobs import Finish
+from ftrun.smp.jobs import Finish, IntervalTimer
 from ftrun.smp.link_rules import PROTECT
 from ftrun.smp.memory.sealed_shards import SealedShards
 from ftrun.smp.peer_link import OutgoingFrame
 from ftrun.smp.redundancy.exchange import ExchangeEvents, ExchangeTools, ProtectorTools
-from ftrun.smp.redundancy.group import LocalGroup, rooms_for
+from ftrun.smp.redundancy.group import GroupNotices, LocalGroup, rooms_for
 from ftrun.smp.redundancy.parity_writer import ParityWriter
 from ftrun.smp.redundancy.rounds import ProtectionRound, ProtectionRounds
-from ftrun.smp.redundancy.troubles import GroupNotices
-from ftrun.smp.watch import IntervalTimer
 from ftrun.snapshot.manifest import NodeManifest
 from ftrun.snapshot.plan_agreement import GroupPlan
 from ftrun.snapshot.redundancy import RedundancyPlan
