@@ -108,14 +108,16 @@ class RedundancyCoordinator:
         self._codecs = self._engines.codecs
         self._rebuilder: Rebuilder | None = None
         tools = ProtectorTools(
-            self._peers, self.vaults, jobs, self._maps, self._codecs, self._engines.exchange
-        )
-        self._protector = Protector(
-            run_id,
-            tools,
+            run=run_digest(run_id),
+            peers=self._peers,
+            vaults=self.vaults,
+            jobs=jobs,
+            maps=self._maps,
+            codecs=self._codecs,
             tell_agent=tell_agent,
-            corrupt=commits.corrupt,
+            exchange=self._engines.exchange,
         )
+        self._protector = Protector(tools, corrupt=commits.corrupt)
         self._rpc = FetchRpc(
             self._peers,
             set_aside=lambda why, ask: jobs.post(partial(self._note, why, ask)),

@@ -34,6 +34,7 @@ from ftrun.snapshot.redundancy import RedundancyPlan
 from ftrun.snapshot.stripe_space import StripeSpace
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.crash_points import crash_point
+from ftrun.wire.messages.smp import ParityRegionCreated
 from ftrun.wire.shared_memory.parity_region import ParityRecord, ParityRegion, ParityRegionState
 from ftrun.wire.transport.bulk_socket import Bytes
 
@@ -79,40 +80,27 @@ def _test(codec: Codec, tell: "partial[None]") -> Finish:
 
 @dataclass(frozen=True, slots=True)
 class ProtectorTools:
-    """The dependencies of a protector.
+    """The dependencies of a protector and its exchanges.
 
     Args:
+        run: `run_digest` of the run.
         peers: links to the other SMPs.
         vaults: the parity regions that store received data.
         jobs: runs work that takes too long for the server thread.
         maps: mappings of this node's arenas.
         codecs: one for each k and m.
+        tell_agent: sends a message to the agent.
         exchange: moves the bytes of one attempt.
-    """
-
-    peers: PeerListener
-    vaults: ParityStore
-    jobs: JobLanes
-    maps: ArenaMappings
-    codecs: CodecCache
-    exchange: "type[Exchange]"
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeTools:
-    """The dependencies that all exchanges of this SMP share.
-
-    Args:
-        run: `run_digest` of the run.
-        vault_made: reports new memory to the agent, by slot and descriptor.
     """
 
     run: int
     peers: PeerListener
     vaults: ParityStore
     jobs: JobLanes
-    codec: Codec
-    vault_made: Callable[[int, int], None]
+    maps: ArenaMappings
+    codecs: CodecCache
+    tell_agent: Callable[..., None]
+    exchange: "type[Exchange]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +143,7 @@ class Exchange:
         group: LocalGroup,
         *,
         attempt: int,
-        tools: ExchangeTools,
+        tools: ProtectorTools,
         events: ExchangeEvents,
     ) -> None:
         self.fill: ParityWriter | None = None
@@ -238,7 +226,8 @@ class Exchange:
         tools = self._tools
         if prepared.vault is not None:
             tools.vaults.put(slot, prepared.vault)
-            tools.vault_made(slot, prepared.vault.fd)
+            created = ParityRegionCreated(slot)
+            tools.tell_agent(created, fds=(prepared.vault.fd,))
             crash_point("smp.protect.vault_made")
         if self._is_stopped:
             return
@@ -275,10 +264,9 @@ class Exchange:
         return Prepared(make_vault(record) if needs_memory else None, space, mirror)
 
     def _filled(self, vault: ParityRegion, events: ParityEvents) -> ParityWriter:
-        tools = self._tools
-        return ParityWriter(
-            vault, tools.codec, run=tools.run, group=self._group.group_id, events=events
-        )
+        group, tools = self._group, self._tools
+        codec = tools.codecs.get(len(group.nodes) - group.parity, group.parity)
+        return ParityWriter(vault, codec, run=tools.run, group=group.group_id, events=events)
 
     def _block_stream(self, sending: BlockSender, place: int) -> BlockStream:
         return BlockStream(sending, place)
