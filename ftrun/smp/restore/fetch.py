@@ -8,6 +8,7 @@ Gives:    its items, as `Downloader` receives them; or the reason of the failure
 """
 
 import logging
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -130,18 +131,21 @@ class Fetch:
         Raises:
             LayoutUnknown: the request is refused, or no answer arrives.
         """
-        sink = WholeResponse()
+        answers: queue.SimpleQueue[WholeResponse] = queue.SimpleQueue()
         requests, now_s = self.rpc.requests, self.rpc.runner.now_s
-        number = requests.open(sink)
+        number = requests.open(WholeResponse(answers))
         give_up_s = now_s() + self.patience_s
         try:
             if not self.rpc.tell(node_id, OutgoingFrame(question(number))):
                 raise LayoutUnknown("it cannot be asked")
-            while (refusal := (yield Wait(sink.answers, _TICK_S))) is None:
+            while (answer := (yield Wait(answers, _TICK_S))) is None:
                 why = self.why_lost(node_id) or "it was given up" * self.is_cancelled
                 if why or now_s() > give_up_s:
                     raise LayoutUnknown(why or f"silent for {self.patience_s:.0f} s")
-            return sink.take(refusal)
+            if answer.problem or answer.digest is None:
+                raise LayoutUnknown(answer.problem or "it has sent no digest")
+            raw: bytearray = answer.raw
+            return raw
         finally:
             requests.close(number)
 

@@ -21,7 +21,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec import structs
 
@@ -198,36 +198,39 @@ class PendingRequests:
 
 
 class WholeResponse:
-    """The `ResponseSink` of one answer whose length only its sender knows."""
+    """The `ResponseSink` of one answer whose length only its sender knows.
 
-    def __init__(self) -> None:
-        self.answers: queue.SimpleQueue[str] = queue.SimpleQueue()
-        """The reason why the bytes do not arrive; empty if they have arrived."""
-        self._raw: bytearray | None = None
+    Args:
+        answers: gets this object when the answer is here, or refused.
+        max_bytes: limit of its length.
+    """
+
+    def __init__(
+        self, answers: "queue.SimpleQueue[Any]", max_bytes: int = MAX_ANSWER_BYTES
+    ) -> None:
+        self.header = b""
+        self.raw = bytearray()
+        self.digest: int | None = None
+        self.problem = ""
+        """The reason why the bytes do not arrive."""
+        self._answers = answers
+        self._max_bytes = max_bytes
         self._is_here = False
 
-    def take(self, refusal: str) -> bytearray:
-        """Return the bytes, after an item of `answers`.
-
-        Raises:
-            LayoutUnknown: they will not arrive.
-        """
-        if refusal or self._raw is None:
-            raise LayoutUnknown(refusal)
-        return self._raw
-
     def room(self, index: int, num_bytes: int) -> Sequence[memoryview] | None:
-        if index or self._is_here or not 0 < num_bytes <= MAX_ANSWER_BYTES:
+        if index or self._is_here or not 0 < num_bytes <= self._max_bytes:
             return None
-        self._raw = bytearray(num_bytes)
-        return [memoryview(self._raw)]
+        self.raw = bytearray(num_bytes)
+        return [memoryview(self.raw)]
 
     def arrived(self, index: int, header: bytes, digest: int | None) -> None:
         self._is_here = True
-        self.answers.put("" if digest is not None else "it has sent no digest")
+        self.header, self.digest = header, digest
+        self._answers.put(self)
 
     def refused(self, index: int, why: str) -> None:
-        self.answers.put(why or "it was refused")
+        self.problem = why or "it was refused"
+        self._answers.put(self)
 
 
 class FetchRpc:
