@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from ftrun import clock
-from ftrun.errors import LayoutUnknown, SnapshotCorrupt
+from ftrun.errors import FetchFailed, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Generation, Rank, Version, version
 from ftrun.smp.jobs import JobLanes
 from ftrun.smp.link_rules import FETCH
@@ -20,6 +20,8 @@ from ftrun.smp.memory.parity_store import ParityStore, make_vault
 from ftrun.smp.memory.sealed_shards import ArenaMappings
 from ftrun.smp.peer_link import OutgoingFrame
 from ftrun.smp.redundancy.mirror import mirror_parts
+from ftrun.smp.restore.fetch import Fetch
+from ftrun.smp.restore.previous_world import PreviousWorld, PreviousWorldShards
 from ftrun.smp.restore.restore_server import RestoreServer
 from ftrun.smp.restore.restores import RestoreCoordinator
 from ftrun.smp.restore.rpc import FetchRpc
@@ -358,6 +360,50 @@ def test_a_replica_that_no_node_has_is_named(net: Net) -> None:
     failed = made.own.outcome()
     assert isinstance(failed, smp_messages.RestoreFailed)
     assert "bytes that other nodes had too cannot be had (keeper: no piece" in failed.why
+
+
+# --- pieces for another world --------------------------------------------------------------------
+
+
+def shards_of(made: Lost) -> PreviousWorldShards:
+    served = made.own.serve()
+    made.keeper.serve()
+    nodes = [NodeAddress("lost", 1, "host", 0, [0]), made.keeper.address]
+    groups = [PreviousGroup(nodes, 1, WANTED.generation)]
+    fetch = Fetch(made.own.rpc, patience_s=PATIENCE_S)
+    world = PreviousWorld(WANTED, groups, made.own.address, "own")
+    return PreviousWorldShards(world, fetch, served, None)
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_pieces_of_a_lost_shard_come_from_its_mirror_and_replicas(
+    net: Net, replicated: bool
+) -> None:
+    made = Lost(net, replicated=replicated)
+    shards = shards_of(made)
+    assert bytes(shards.head(Rank(0)).header) == made.layout.header
+    out = memoryview(bytearray(made.layout.data_bytes))
+    shards.read([(Rank(0), at) for at in range(len(made.layout.pieces))], out)
+    assert bytes(out) == made.image[len(made.layout.header) :]
+
+
+def test_a_piece_that_no_node_has_is_named_with_the_nodes_that_are_gone(net: Net) -> None:
+    made = Lost(net, replicated=True)
+    made.keeper.memory.free()
+    shards = shards_of(made)
+    out = memoryview(bytearray(made.layout.pieces[0].num_bytes))
+    with pytest.raises(LayoutUnknown, match=r"piece 0 of rank 0, .*nodes that are gone: lost"):
+        shards.read([(Rank(0), 0)], out)
+
+
+def test_a_cancelled_read_ends(net: Net) -> None:
+    made = Lost(net, replicated=True)
+    shards = shards_of(made)
+    shards.head(Rank(0))
+    shards.fetch.cancel()
+    out = memoryview(bytearray(made.layout.pieces[0].num_bytes))
+    with pytest.raises(FetchFailed, match="a generation begins"):
+        shards.read([(Rank(0), 0)], out)
 
 
 # --- a load that several nodes share ------------------------------------------------------------
