@@ -170,8 +170,7 @@ class CommitCoordinator:
                 return
         if wanted.generation == tracker.generation and self._page is not None:
             self._page.set(CommandField.PROTECTING_STEP, wanted.step)
-        fds = {rank: [one.fd for one in self._memory.of(rank)] for rank in tracker.ranks}
-        self._protector.protect(wanted, fds)
+        self._protector.protect(wanted, self._memory.fds(tracker.ranks))
 
     def forget_page(self) -> None:
         self._page = None

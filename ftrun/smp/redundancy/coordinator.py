@@ -263,7 +263,7 @@ class RedundancyCoordinator:
     def _all_here(self) -> None:
         """Serve the restored version to other nodes, because every local rank now has it."""
         if self._rpc.served is not None:
-            self._rpc.served.take_in(self._held_fds())
+            self._rpc.served.take_in(self._memory.fds(self._memory.ranks))
         self._commits.protect_complete()
 
     def _committed(self) -> None:
@@ -271,7 +271,7 @@ class RedundancyCoordinator:
         tracker = self._commits.tracker
         served, newest = self._rpc.served, tracker.committed
         if newest is not None and self._protector.group is None:
-            self._replicas.look(newest, self._descriptors)
+            self._replicas.look(newest, lambda: self._memory.fds(self._commits.tracker.ranks))
         if served is not None and newest is not None and newest > served.version:
             self.restores.share(None)
             self.range_fetches.begin(None)
@@ -280,10 +280,6 @@ class RedundancyCoordinator:
                 self._rebuilder = None
             self._rpc.begin(None, None, self._rpc.own)
         self._maps.keep_only(arena.fd for arena in self._memory.all())
-
-    def _descriptors(self) -> dict[Rank, list[int]]:
-        ranks = self._commits.tracker.ranks
-        return {rank: [one.fd for one in self._memory.of(rank)] for rank in ranks}
 
     def inventory(self, body: smp_messages.InventoryRequest) -> smp_messages.Inventory:
         if body.stand_still:
@@ -339,14 +335,10 @@ class RedundancyCoordinator:
             run_digest(self._run_id),
             restored,
             maps=self._maps,
-            fds=self._held_fds(),
+            fds=self._memory.fds(self._memory.ranks),
             vaults=self.vaults,
             load=self.restores.share_of(restored),
         )
-
-    def _held_fds(self) -> dict[Rank, list[int]]:
-        memory = self._memory
-        return {rank: [arena.fd for arena in memory.of(rank)] for rank in memory.ranks}
 
     def _note(self, why: str, ask: transfer.FetchRequest) -> None:
         """Reject data of this node that was found damaged, and report it."""

@@ -139,7 +139,7 @@ class Fetch:
             if not self.rpc.tell(node_id, OutgoingFrame(question(number))):
                 raise LayoutUnknown("it cannot be asked")
             while (answer := (yield Wait(answers, _TICK_S))) is None:
-                why = self.why_lost(node_id) or "it was given up" * self.is_cancelled
+                why = self.why_lost(node_id) or "the fetch was cancelled" * self.is_cancelled
                 if why or now_s() > give_up_s:
                     raise LayoutUnknown(why or f"silent for {self.patience_s:.0f} s")
             if answer.problem or answer.digest is None:

@@ -116,7 +116,7 @@ class LostNode:
         k = len(group.nodes) - group.parity
         noun = "rank" if len(self.ranks) == 1 else "ranks"
         ranks = ", ".join(map(str, self.ranks))
-        why = "; ".join(dict.fromkeys(problems)) or "nobody has it"
+        why = "; ".join(dict.fromkeys(problems)) or "no node has it"
         return (
             f"{noun} {ranks} of node {self.node_id}, {self.wanted}: {what} cannot be had ({why}). "
             f"{len(self.alive)} of the {len(group.nodes)} nodes of its group can be asked and "

@@ -185,7 +185,7 @@ class PreviousWorldShards:
         except LayoutUnknown as error:
             problems.append(str(error))
         raise LayoutUnknown(
-            f"rank {rank}, {self.world.wanted}: its shard is not to be had ({'; '.join(problems)})"
+            f"rank {rank}, {self.world.wanted}: its shard cannot be fetched ({'; '.join(problems)})"
         )
 
     def _whole(self, rank: Rank, group: PreviousGroup, node: NodeAddress) -> _Shard:
@@ -265,7 +265,7 @@ class PreviousWorldShards:
                     one.problems.append(str(error))
 
     def _missing(self, one: WantedPiece) -> str:
-        why = "; ".join(dict.fromkeys(one.problems)) or "nobody has it"
+        why = "; ".join(dict.fromkeys(one.problems)) or "no node has it"
         gone = [n.node_id for g in self.world.groups for n in g.nodes if n.smp_port <= 0]
         return (
             f"piece {one.index} of rank {one.rank}, {self.world.wanted}, cannot be had ({why}); "

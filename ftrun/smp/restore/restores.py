@@ -206,7 +206,7 @@ class RestoreCoordinator:
             asker.tell(worker_messages.ArenaGranted(rank, arena.shape.layout_id), fds=(arena.fd,))
         elif restore is None or restore.wanted != wanted or rank not in restore.missing:
             asker.tell(
-                messages.Refused(f"{wanted} of rank {rank} is not here, and nobody fetches it")
+                messages.Refused(f"{wanted} of rank {rank} is not here, and it is not fetched")
             )
         elif restore.failed:
             asker.tell(messages.Refused(restore.failed))
