@@ -6,19 +6,61 @@ Gives:    the returned functions, run in the server's thread when the descriptor
 
 A lane runs its jobs in order: "memory-0" and so on allocate arenas, "disk" reads and writes
 checkpoints. The threads are daemons, so an SMP that ends does not wait for a disk.
+
+Work that is not urgent runs at low priority. Without CAP_SYS_NICE a thread cannot raise its
+priority again after it was lowered. Work that has low priority only at times therefore gets a
+thread of its own (`calmly`).
 """
 
+import contextlib
 import logging
 import os
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 Finish = Callable[[], None]
 Work = Callable[[], Finish]
 
+Result = TypeVar("Result")
+
+_NICER = 10
 _log = logging.getLogger(__name__)
+
+
+def calm_thread() -> None:
+    """Lower the scheduling priority of this thread and of the threads that it starts."""
+    with contextlib.suppress(OSError):
+        me = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, me, os.getpriority(os.PRIO_PROCESS, me) + _NICER)
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def calmly(work: Callable[[], Result]) -> Result:
+    """Run `work` in a new low-priority thread and wait for its result.
+
+    If no thread can be started, run it in the calling thread.
+
+    Raises:
+        BaseException: any error that `work` raises.
+    """
+    done: Future[Result] = Future()
+
+    def run() -> None:
+        calm_thread()
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - the waiting thread's to handle
+            done.set_exception(error)
+
+    try:
+        threading.Thread(target=run, name="ftrun-calm", daemon=True).start()
+    except RuntimeError:  # the limit of threads is reached
+        return work()
+    return done.result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +141,27 @@ class JobLanes:
                 _log.exception("a job of the SMP ended in a bug of ftrun")
                 finish = job.failed
             self.post(finish)
+
+
+class IntervalTimer:
+    """A timer with one interval at a time.
+
+    Args:
+        jobs: passes the calls to the server's thread.
+        look: called in the server's thread.
+    """
+
+    def __init__(self, jobs: JobLanes, look: Callable[[], None]) -> None:
+        self._jobs = jobs
+        self._look = look
+        self._end: Callable[[], None] | None = None
+
+    def start(self, interval_s: float) -> None:
+        self.stop()
+        self._end = self._jobs.repeat(interval_s, self._look)
+
+    def stop(self) -> None:
+        """End the calls without waiting."""
+        if self._end is not None:
+            self._end()
+            self._end = None

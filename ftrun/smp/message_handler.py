@@ -22,7 +22,7 @@ from ftrun.smp.memory.arenas import ArenaStore
 from ftrun.smp.memory.commits import CommitCoordinator
 from ftrun.smp.redundancy.coordinator import RedundancyCoordinator
 from ftrun.smp.redundancy.group import parity_share, protecting_of
-from ftrun.smp.restore.images import open_images
+from ftrun.smp.restore.shard_reads import open_images
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages import checkpoint as checkpoint_messages
 from ftrun.wire.messages import envelope as messages

@@ -24,7 +24,7 @@ from typing import Protocol
 
 from ftrun import clock
 from ftrun.errors import HandshakeRefused, PeerError, PeerLost, UsageError
-from ftrun.smp.calm import calm_thread
+from ftrun.smp.jobs import calm_thread
 from ftrun.smp.link_rules import FETCH, PROTECT, LinkRules
 from ftrun.wire.cluster.generation import Rail
 from ftrun.wire.cluster.transfer import AnyTransfer, LinkHello

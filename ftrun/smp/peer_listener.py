@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ftrun.errors import AddressTaken, PeerError, PeerLost, ProtocolError, UsageError
-from ftrun.smp.calm import calm_thread
+from ftrun.smp.jobs import calm_thread
 from ftrun.smp.link_rules import FETCH, PROTECT, admits
 from ftrun.smp.peer_link import LinkEndpoints, PeerLink
 from ftrun.wire.cluster.generation import Rail

@@ -27,8 +27,8 @@ from ftrun.smp.redundancy.exchange import Exchange, Prepared
 from ftrun.smp.redundancy.group import LocalGroup, protecting_of
 from ftrun.smp.redundancy.parity_writer import OutgoingRow, ParityEvents, stripes_of
 from ftrun.smp.restore.downloader import BLOCK, PIECE, DownloadItem
-from ftrun.smp.restore.fetch import Fetcher
 from ftrun.smp.restore.lost_node import LostNode, LostNodeRestore
+from ftrun.smp.restore.lost_ranks import LostRanks
 from ftrun.smp.restore.restore_server import group_of
 from ftrun.smp.waits import Steps, Wait
 from ftrun.wire.cluster import transfer as t
@@ -379,17 +379,11 @@ class Served:
 class OldShards:
     """Ranks that did not take the version read it in `Smp.read_old`."""
 
-    def __init__(self, world: Any, *_: object) -> None:
-        self.world = world
-
-    def note_lost(self, node_id: str, why: str) -> None:
-        pass
-
-    def cancel(self) -> None:
-        pass
+    def __init__(self, world: Any, fetch: object, *_: object) -> None:
+        self.world, self.fetch = world, fetch
 
 
-class Fetch(Fetcher):
+class Fetch(LostRanks):
     """Sources of slots. Without a protection they are looked up in the nodes' inventories."""
 
     def _opened(self, raw: bytearray, lost: LostNode) -> int:
@@ -398,69 +392,69 @@ class Fetch(Fetcher):
     def _begin(self, lost: LostNode, mirror: int, fds: dict[Rank, Arena]) -> "WholeWork":
         for rank in lost.ranks:
             fds[rank] = self._arena(rank)
-        return WholeWork(lost, mirror, fds)
+        return WholeWork(lost, mirror, fds, self._job.notice)
 
     def _close(self, fds: dict[Rank, Arena]) -> None:
         fds.clear()
 
-    def _fetch_bare(self, lost: LostNode) -> Steps[dict[Rank, Arena]]:
-        smp, order = self._desk.runner.smp, self._order
+    def _copy_slots(self, lost: LostNode) -> Steps[dict[Rank, Arena]]:
+        smp, job = self._fetch.rpc.runner.smp, self._job
         give_up_s = smp.world.now_s + FETCH_FOR_S
         yield Wait(SimpleQueue(), 0.3 * smp.random.random())
-        while (state := smp.state_of(order.wanted, lost.ranks, [lost.group])) is None:
+        while (state := smp.state_of(job.wanted, lost.ranks, [lost.group])) is None:
             if smp.world.now_s > give_up_s:
                 raise FetchFailed(lost.missing("its slot", []))
             yield Wait(SimpleQueue(), RETRY_S)
         made = {rank: self._arena(rank) for rank in lost.ranks}
         for arena in made.values():
-            arena.seal(order.wanted, state)
+            arena.seal(job.wanted, state)
         return made
 
     def _arena(self, rank: Rank) -> Arena:
-        return Arena(rank, self._order.world_size, self._desk.runner.smp.memory.removed)
+        return Arena(rank, self._job.world_size, self._fetch.rpc.runner.smp.memory.removed)
 
 
-class WholeWork:
+class WholeWork(LostNodeRestore):
     """The state of one lost node on its way: from its owner, or in blocks that are rebuilt."""
 
-    question = LostNodeRestore.question
-    describe = LostNodeRestore.describe
-
-    def __init__(self, lost: LostNode, digest: int, arenas: dict[Rank, Arena]) -> None:
+    def __init__(
+        self,
+        lost: LostNode,
+        digest: int,
+        arenas: dict[Rank, Arena],
+        notice: Callable[[str], None],
+    ) -> None:
         self._lost = lost
         self._digest = digest
         self._arenas = arenas
+        self._notice = notice
         self._room = bytearray(STATE_BYTES)
-        self._blocks: list[DownloadItem] = []
-
-    @property
-    def has_blocks(self) -> bool:
-        return bool(self._blocks)
+        self._blocks: dict[int, DownloadItem] = {}
 
     def items(self) -> list[DownloadItem]:
         owner = self._lost.owner
         if owner is None:
-            return self.block_items()
+            return self._block_items()
         sources, view = deque([owner.node_id]), memoryview(self._room)
         return [DownloadItem(PIECE, self._digest, STATE_BYTES, [view], sources, self._digest, True)]
 
-    def block_items(self) -> list[DownloadItem]:
+    def _block_items(self) -> list[DownloadItem]:
         lost = self._lost
         stripes = Stripes(len(lost.group.nodes), lost.group.parity, BLOCK_BYTES)
-        self._blocks = []
         for block in range(BLOCKS_PER_RANK * len(lost.group.nodes[lost.place].ranks)):
             stripe = stripes.stripe_of(lost.place, block)
             keepers = [at for at in stripes.parity_nodes(stripe) if at in lost.alive_places]
             names = deque(lost.group.nodes[at].node_id for at in keepers)
             room = memoryview(bytearray(BLOCK_BYTES))
-            self._blocks.append(DownloadItem(BLOCK, stripe, BLOCK_BYTES, [room], names))
-        return self._blocks
+            self._blocks[block] = DownloadItem(BLOCK, stripe, BLOCK_BYTES, [room], names)
+        return list(self._blocks.values())
 
-    def copy_twins(self) -> None:
+    def _copy_twins(self) -> None:
         pass
 
-    def bad_items(self) -> list[DownloadItem]:
-        return [item for item in self._blocks if not self._is_good(item.views[0][:STATE_BYTES])]
+    def _bad_items(self) -> list[DownloadItem]:
+        items = self._blocks.values()
+        return [item for item in items if not self._is_good(item.views[0][:STATE_BYTES])]
 
     def seal(self) -> None:
         raw = self._blocks[0].views[0][:STATE_BYTES] if self._blocks else self._room
@@ -534,7 +528,7 @@ class Smp:
             Codecs(),
             self.runner,
             exchange=WholeExchange,
-            fetcher=Fetch,
+            lost_ranks=Fetch,
             served=Served,
             old_shards=OldShards,
             replica_watch=Watch,

@@ -23,7 +23,6 @@ from ftrun.errors import (
 )
 from ftrun.free_memory import available_memory
 from ftrun.ids import Rank, RunId, version
-from ftrun.smp.calm import calmly
 from ftrun.smp.checkpoint.live_capture import CaptureFilter
 from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob, load_checkpoint
 from ftrun.smp.checkpoint.reader import open_storage
@@ -35,9 +34,8 @@ from ftrun.smp.checkpoint.storage.storage import Retention, sweep_run
 from ftrun.smp.checkpoint.write_job import WriteJob, WriterContext, WriteResult, reported
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.smp.client import Requester
-from ftrun.smp.jobs import Finish, JobLanes
+from ftrun.smp.jobs import Finish, IntervalTimer, JobLanes, calmly
 from ftrun.smp.memory.arenas import ArenaStore
-from ftrun.smp.watch import IntervalTimer
 from ftrun.snapshot.commit_tracker import CommitTracker
 from ftrun.urls import without_password
 from ftrun.wire.checkpoint_owner import OWNER_NAME, CheckpointClaim

@@ -1,7 +1,7 @@
 """Loads a checkpoint's bytes into arenas: this node's share, and room for other nodes' shares.
 
 Runs in:  the SMP: begun in its disk lane's thread, called in the threads of links, finished in the
-          thread of `ftrun.smp.restore.share_fetch`.
+          thread of `ftrun.smp.restore.fetch`.
 Takes in: a checkpoint; the nodes that load it together, and the ranks of each.
 Gives:    one new arena per rank. If no other node reads a part of them, they are sealed at once.
           Otherwise a `SharedLoad`, whose slots are invalid until all of it has arrived.

@@ -16,7 +16,7 @@ Rule: the requests of all ranks of this node are counted together, including ref
 import fcntl
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from ftrun.errors import LayoutUnknown, MemoryTooSmall
@@ -96,6 +96,10 @@ class ArenaStore:
 
     def of(self, rank: Rank) -> list[SmpArena]:
         return self._arenas.get(rank, [])
+
+    def fds(self, ranks: Iterable[Rank]) -> dict[Rank, list[int]]:
+        """Descriptors of the arenas of each rank."""
+        return {rank: [arena.fd for arena in self.of(rank)] for rank in ranks}
 
     def promise(self, rank: Rank, total_bytes: int, *, image_bytes: int) -> None:
         """Reserve memory in addition to this rank's arenas and to the requests of other ranks.

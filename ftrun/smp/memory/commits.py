@@ -25,20 +25,30 @@ Rule 3: a step that a rank here has skipped is abandoned as soon as no older ste
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from ftrun import clock
+from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Generation, Rank, Version, version
+from ftrun.smp.jobs import Finish, JobLanes
 from ftrun.smp.memory.arenas import ArenaStore
+from ftrun.smp.memory.sealed_shards import ArenaMappings, SealedShards
 from ftrun.smp.redundancy.group import LocalGroup
 from ftrun.smp.redundancy.protector import Protector
 from ftrun.snapshot.commit_tracker import CommitTracker
+from ftrun.snapshot.manifest import NodeManifest
+from ftrun.snapshot.plan_agreement import NodeReplicas
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.shared_memory.pages import CommandField, SharedPage
 
 TellAgent = Callable[..., None]
+Descriptors = Callable[[], Mapping[Rank, Sequence[int]]]
+
+_COMPARE_EVERY_S = 2.0
 _log = logging.getLogger(__name__)
 
 
@@ -160,8 +170,7 @@ class CommitCoordinator:
                 return
         if wanted.generation == tracker.generation and self._page is not None:
             self._page.set(CommandField.PROTECTING_STEP, wanted.step)
-        fds = {rank: [one.fd for one in self._memory.of(rank)] for rank in tracker.ranks}
-        self._protector.protect(wanted, fds)
+        self._protector.protect(wanted, self._memory.fds(tracker.ranks))
 
     def forget_page(self) -> None:
         self._page = None
@@ -314,3 +323,65 @@ class CommitCoordinator:
         elif newest > self._told_skipped:
             self._told_skipped = newest
             self._tell_agent(smp_messages.AbandonVersion(tracker.generation, newest))
+
+
+class ReplicaMonitor:
+    """Compares the replicas of a node's ranks periodically, in a run without protection groups.
+
+    A notice "replicas_differ" names the ranks whose bytes differ from those of the majority. It
+    begins and ends in the server's thread, and a job reads the digests. A new SMP determines again
+    which bytes are replicas.
+    """
+
+    def __init__(
+        self, jobs: JobLanes, maps: ArenaMappings, tell_agent: Callable[..., None]
+    ) -> None:
+        self._jobs = jobs
+        self._maps = maps
+        self._tell_agent = tell_agent
+        self._generation = -1
+        self._replicas = NodeReplicas()
+        self._due_s = 0.0
+        self._is_busy = False
+
+    def look(self, committed: Version, fds: Descriptors) -> None:
+        """Compare the ranks' digests of this version, at most every `_COMPARE_EVERY_S` seconds.
+
+        Args:
+            committed: a version of the running generation.
+            fds: returns the current descriptors of each rank's arenas.
+        """
+        if committed.generation != self._generation:
+            self._generation, self._replicas = committed.generation, NodeReplicas()
+        if self._is_busy or clock.now_s() < self._due_s:
+            return
+        self._due_s = clock.now_s() + _COMPARE_EVERY_S
+        shards = self._maps.hold(fds(), committed)
+        if len(shards.ranks) < 2:
+            return
+        self._is_busy = True
+        self._jobs.submit("replicas", partial(self._read, shards, fds), failed=self._found_nothing)
+
+    def _read(self, shards: SealedShards, fds: Descriptors) -> Finish:
+        try:
+            manifest = shards.manifest(shards.ranks)
+        except (LayoutUnknown, SnapshotCorrupt):
+            return self._found_nothing
+        return partial(self._compare, shards, manifest, fds)
+
+    def _compare(self, shards: SealedShards, manifest: NodeManifest, fds: Descriptors) -> None:
+        self._is_busy = False
+        wanted = shards.version
+        # Ranks may overwrite a slot while it is read, as soon as a newer version is committed. The
+        # digests count only if the slot still holds the version after the read.
+        is_there = self._maps.hold(fds(), wanted).ranks == shards.ranks
+        if wanted.generation != self._generation or not is_there:
+            return
+        ranks = sorted(self._replicas.look(manifest))
+        if ranks:
+            words = ", ".join(map(str, ranks))
+            why = f"{wanted}: what was equal on several ranks is not any more; different on {words}"
+            self._tell_agent(smp_messages.SmpNotice("replicas_differ", why, [], ranks))
+
+    def _found_nothing(self) -> None:
+        self._is_busy = False

@@ -23,18 +23,17 @@ from ftrun.errors import ProtocolError, SnapshotCorrupt, UsageError
 from ftrun.ids import Generation, Rank, RunId, Version, version
 from ftrun.smp.jobs import JobLanes
 from ftrun.smp.memory.arenas import ArenaStore
-from ftrun.smp.memory.commits import CommitCoordinator, GenerationStart
+from ftrun.smp.memory.commits import CommitCoordinator, GenerationStart, ReplicaMonitor
 from ftrun.smp.memory.parity_store import ParityStore
-from ftrun.smp.memory.replica_watch import ReplicaMonitor
 from ftrun.smp.memory.sealed_shards import ArenaMappings
 from ftrun.smp.peer_listener import PeerListener, PeerSession
-from ftrun.smp.redundancy.codecs import CodecCache
-from ftrun.smp.redundancy.exchange import Exchange, ProtectorTools
+from ftrun.smp.redundancy.exchange import CodecCache, Exchange, ProtectorTools
 from ftrun.smp.redundancy.group import LocalGroup
 from ftrun.smp.redundancy.protector import Protector
 from ftrun.smp.redundancy.rebuilder import Rebuilder
 from ftrun.smp.redundancy.receiving import PeerDispatch
-from ftrun.smp.restore.fetch import Fetcher
+from ftrun.smp.restore.fetch import Fetch
+from ftrun.smp.restore.lost_ranks import LostRanks
 from ftrun.smp.restore.previous_world import PreviousWorld, PreviousWorldShards
 from ftrun.smp.restore.restore_server import RestoreServer
 from ftrun.smp.restore.restores import RestoreCoordinator
@@ -63,7 +62,7 @@ class Engines:
         codecs: one for each k and m.
         runner: drives work that requests data from other nodes.
         exchange: moves the bytes of one attempt to protect a version.
-        fetcher: fetches slots of the restored version.
+        lost_ranks: fetches slots of the restored version.
         served: reads the restored version for other nodes.
         old_shards: reads shards of the restored version for ranks of a resharded run.
         replica_watch: compares the bytes that ranks of one node hold as replicas.
@@ -74,7 +73,7 @@ class Engines:
     codecs: CodecCache
     runner: Runner
     exchange: type[Exchange] = Exchange
-    fetcher: type[Fetcher] = Fetcher
+    lost_ranks: type[LostRanks] = LostRanks
     served: type[RestoreServer] = RestoreServer
     old_shards: type[PreviousWorldShards] = PreviousWorldShards
     replica_watch: type[ReplicaMonitor] = ReplicaMonitor
@@ -108,32 +107,34 @@ class RedundancyCoordinator:
         self._codecs = self._engines.codecs
         self._rebuilder: Rebuilder | None = None
         tools = ProtectorTools(
-            self._peers, self.vaults, jobs, self._maps, self._codecs, self._engines.exchange
-        )
-        self._protector = Protector(
-            run_id,
-            tools,
+            run=run_digest(run_id),
+            peers=self._peers,
+            vaults=self.vaults,
+            jobs=jobs,
+            maps=self._maps,
+            codecs=self._codecs,
             tell_agent=tell_agent,
-            corrupt=commits.corrupt,
+            exchange=self._engines.exchange,
         )
-        self._desk = FetchRpc(
+        self._protector = Protector(tools, corrupt=commits.corrupt)
+        self._rpc = FetchRpc(
             self._peers,
             set_aside=lambda error, ask: jobs.post(partial(self._note, error, ask)),
             runner=self._engines.runner,
         )
         self.restores = RestoreCoordinator(
             memory,
-            self._desk,
+            self._rpc,
             jobs,
             tell_agent=tell_agent,
             here=self._all_here,
-            fetcher=self._engines.fetcher,
+            lost_ranks=self._engines.lost_ranks,
         )
         self.range_fetches = ShardReads(jobs)
         self._replicas = self._engines.replica_watch(jobs, self._maps, tell_agent)
         commits.protect_with(self._protector)
         commits.after_commit(self._committed)
-        self._peers.tell(PeerDispatch(self._protector, self._desk, jobs))
+        self._peers.tell(PeerDispatch(self._protector, self._rpc, jobs))
 
     def listen(self, hosts: list[str], fds: tuple[int, ...]) -> messages.AnyMessage:
         if len(fds) > 1:
@@ -193,7 +194,7 @@ class RedundancyCoordinator:
         has_ways = group is not None and any(len(node.rails) > 1 for node in group.nodes)
         if served is not None:
             self._rebuilder = Rebuilder(
-                self._desk,
+                self._rpc,
                 served,
                 run=run_digest(self._run_id),
                 codec_for=self._codecs.get,
@@ -202,7 +203,7 @@ class RedundancyCoordinator:
         own = group.nodes[group.place] if group is not None else body.own
         rebuild = self._rebuilder.ask if self._rebuilder is not None else None
         if group is None or own is None:
-            self._desk.begin(served, rebuild, own)
+            self._rpc.begin(served, rebuild, own)
             self._protector.begin(None)
             self._read_old(body, served, own)
             if own is not None:
@@ -216,7 +217,7 @@ class RedundancyCoordinator:
             )
             protected_in = group.generation
         self.vaults.keep(kept, protected_in)
-        self._desk.begin(served, rebuild, own)
+        self._rpc.begin(served, rebuild, own)
         self._read_old(body, served, own)
         self._begin_links(body, own, group)
         self._protector.begin(group)
@@ -253,36 +254,31 @@ class RedundancyCoordinator:
         groups = body.restore_from if is_resized else body.read_from
         if served is None or not (groups or is_resized):
             return
-        world = PreviousWorld(served.version, groups, own, body.node_id, body.patience_s)
+        world = PreviousWorld(served.version, groups, own, body.node_id)
         rebuild = self._rebuilder.rebuild if self._rebuilder is not None else None
-        shards = self._engines.old_shards(world, self._desk, served, rebuild)
-        self._desk.on_lost(shards.note_lost)
-        self.range_fetches.begin(shards)
+        fetch = Fetch(self._rpc, patience_s=body.patience_s)
+        self.range_fetches.begin(self._engines.old_shards(world, fetch, served, rebuild))
 
     def _all_here(self) -> None:
         """Serve the restored version to other nodes, because every local rank now has it."""
-        if self._desk.served is not None:
-            self._desk.served.take_in(self._held_fds())
+        if self._rpc.served is not None:
+            self._rpc.served.take_in(self._memory.fds(self._memory.ranks))
         self._commits.protect_complete()
 
     def _committed(self) -> None:
         """Stop serving the restored version once a newer version is committed."""
         tracker = self._commits.tracker
-        served, newest = self._desk.served, tracker.committed
+        served, newest = self._rpc.served, tracker.committed
         if newest is not None and self._protector.group is None:
-            self._replicas.look(newest, self._descriptors)
+            self._replicas.look(newest, lambda: self._memory.fds(self._commits.tracker.ranks))
         if served is not None and newest is not None and newest > served.version:
             self.restores.share(None)
             self.range_fetches.begin(None)
             if self._rebuilder is not None:
                 self._rebuilder.stop()
                 self._rebuilder = None
-            self._desk.begin(None, None, self._desk.own)
+            self._rpc.begin(None, None, self._rpc.own)
         self._maps.keep_only(arena.fd for arena in self._memory.all())
-
-    def _descriptors(self) -> dict[Rank, list[int]]:
-        ranks = self._commits.tracker.ranks
-        return {rank: [one.fd for one in self._memory.of(rank)] for rank in ranks}
 
     def inventory(self, body: smp_messages.InventoryRequest) -> smp_messages.Inventory:
         if body.stand_still:
@@ -319,7 +315,7 @@ class RedundancyCoordinator:
         self.restores.share(None)
         self._protector.begin(None)
         self._peers.close()
-        self._desk.begin(None, None)
+        self._rpc.begin(None, None)
         self._maps.keep_only(())
         self.vaults.free()
 
@@ -338,14 +334,10 @@ class RedundancyCoordinator:
             run_digest(self._run_id),
             restored,
             maps=self._maps,
-            fds=self._held_fds(),
+            fds=self._memory.fds(self._memory.ranks),
             vaults=self.vaults,
             load=self.restores.share_of(restored),
         )
-
-    def _held_fds(self) -> dict[Rank, list[int]]:
-        memory = self._memory
-        return {rank: [arena.fd for arena in memory.of(rank)] for rank in memory.ranks}
 
     def _note(self, error: SnapshotCorrupt, ask: transfer.FetchRequest) -> None:
         """Reject data of this node that was found damaged, and report it."""

@@ -9,14 +9,15 @@ window. A receiving thread therefore never waits for memory.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ftrun.erasure.codec import Codec
+from ftrun.erasure.codec import Codec, choose_codec, self_test
 from ftrun.erasure.fragments import StripeId
 from ftrun.erasure.stripes import Stripes
-from ftrun.errors import LayoutUnknown, MemoryTooSmall, SnapshotCorrupt
+from ftrun.errors import InternalError, LayoutUnknown, MemoryTooSmall, SnapshotCorrupt
 from ftrun.ids import Generation
 from ftrun.smp.jobs import Finish, JobLanes
 from ftrun.smp.link_rules import PROTECT
@@ -25,7 +26,6 @@ from ftrun.smp.memory.sealed_shards import ArenaMappings, SealedShards
 from ftrun.smp.peer_link import OutgoingFrame
 from ftrun.smp.peer_listener import PeerListener
 from ftrun.smp.redundancy.block_sender import BlockSender, BlockStream, LocalBlocks, MirrorStream
-from ftrun.smp.redundancy.codecs import CodecCache
 from ftrun.smp.redundancy.group import LocalGroup, record_of
 from ftrun.smp.redundancy.mirror import mirror_parts
 from ftrun.smp.redundancy.parity_writer import OutgoingRow, ParityEvents, ParityWriter
@@ -33,48 +33,73 @@ from ftrun.snapshot.redundancy import RedundancyPlan
 from ftrun.snapshot.stripe_space import StripeSpace
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.crash_points import crash_point
+from ftrun.wire.messages.smp import ParityRegionCreated
 from ftrun.wire.shared_memory.parity_region import ParityRecord, ParityRegion, ParityRegionState
 from ftrun.wire.transport.bulk_socket import Bytes
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ProtectorTools:
-    """The dependencies of a protector.
+class CodecCache:
+    """One codec for each k and m. Several threads may use a codec at once.
 
     Args:
+        jobs: its lane "protect" runs the self-test before any work submitted to that lane later.
+    """
+
+    def __init__(self, jobs: JobLanes) -> None:
+        self._jobs = jobs
+        self._codecs: dict[tuple[int, int], Codec] = {}
+        self._problems: dict[tuple[int, int], str] = {}
+        self._lock = threading.Lock()
+
+    def get(self, k: int, m: int) -> Codec:
+        """Return the codec for k data and m parity blocks; the first call submits its test."""
+        with self._lock:
+            if (k, m) not in self._codecs:
+                self._codecs[k, m] = choose_codec(k, m)
+                tell = partial(self._problems.__setitem__, (k, m))
+                work = partial(_test, self._codecs[k, m], tell)
+                bug = "a bug in ftrun; the SMP's log has it"
+                self._jobs.submit("protect", work, failed=partial(tell, bug))
+            return self._codecs[k, m]
+
+    def problem(self, codec: Codec) -> str:
+        return self._problems.get((codec.k, codec.m), "")
+
+
+def _test(codec: Codec, tell: "partial[None]") -> Finish:
+    try:
+        count = self_test(codec)
+    except InternalError as error:
+        return partial(tell, str(error))
+    _log.debug("%s: %d sets of survivors tried", codec.name, count)
+    return partial(tell, "")
+
+
+@dataclass(frozen=True, slots=True)
+class ProtectorTools:
+    """The dependencies of a protector and its exchanges.
+
+    Args:
+        run: `run_digest` of the run.
         peers: links to the other SMPs.
         vaults: the parity regions that store received data.
         jobs: runs work that takes too long for the server thread.
         maps: mappings of this node's arenas.
         codecs: one for each k and m.
+        tell_agent: sends a message to the agent.
         exchange: moves the bytes of one attempt.
-    """
-
-    peers: PeerListener
-    vaults: ParityStore
-    jobs: JobLanes
-    maps: ArenaMappings
-    codecs: CodecCache
-    exchange: "type[Exchange]"
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeTools:
-    """The dependencies that all exchanges of this SMP share.
-
-    Args:
-        run: `run_digest` of the run.
-        vault_made: reports new memory to the agent, by slot and descriptor.
     """
 
     run: int
     peers: PeerListener
     vaults: ParityStore
     jobs: JobLanes
-    codec: Codec
-    vault_made: Callable[[int, int], None]
+    maps: ArenaMappings
+    codecs: CodecCache
+    tell_agent: Callable[..., None]
+    exchange: "type[Exchange]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +142,7 @@ class Exchange:
         group: LocalGroup,
         *,
         attempt: int,
-        tools: ExchangeTools,
+        tools: ProtectorTools,
         events: ExchangeEvents,
     ) -> None:
         self.fill: ParityWriter | None = None
@@ -200,7 +225,8 @@ class Exchange:
         tools = self._tools
         if prepared.vault is not None:
             tools.vaults.put(slot, prepared.vault)
-            tools.vault_made(slot, prepared.vault.fd)
+            created = ParityRegionCreated(slot)
+            tools.tell_agent(created, fds=(prepared.vault.fd,))
             crash_point("smp.protect.vault_made")
         if self._is_stopped:
             return
@@ -237,10 +263,9 @@ class Exchange:
         return Prepared(make_vault(record) if needs_memory else None, space, mirror)
 
     def _filled(self, vault: ParityRegion, events: ParityEvents) -> ParityWriter:
-        tools = self._tools
-        return ParityWriter(
-            vault, tools.codec, run=tools.run, group=self._group.group_id, events=events
-        )
+        group, tools = self._group, self._tools
+        codec = tools.codecs.get(len(group.nodes) - group.parity, group.parity)
+        return ParityWriter(vault, codec, run=tools.run, group=group.group_id, events=events)
 
     def _block_stream(self, sending: BlockSender, place: int) -> BlockStream:
         return BlockStream(sending, place)

@@ -27,19 +27,16 @@ import msgspec
 
 from ftrun import clock
 from ftrun.erasure.codec import Codec
-from ftrun.erasure.fragments import run_digest
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
-from ftrun.ids import Rank, RunId, Version, version
-from ftrun.smp.jobs import Finish
+from ftrun.ids import Rank, Version, version
+from ftrun.smp.jobs import Finish, IntervalTimer
 from ftrun.smp.link_rules import PROTECT
 from ftrun.smp.memory.sealed_shards import SealedShards
 from ftrun.smp.peer_link import OutgoingFrame
-from ftrun.smp.redundancy.exchange import ExchangeEvents, ExchangeTools, ProtectorTools
-from ftrun.smp.redundancy.group import LocalGroup, rooms_for
+from ftrun.smp.redundancy.exchange import ExchangeEvents, ProtectorTools
+from ftrun.smp.redundancy.group import GroupNotices, LocalGroup, rooms_for
 from ftrun.smp.redundancy.parity_writer import ParityWriter
 from ftrun.smp.redundancy.rounds import ProtectionRound, ProtectionRounds
-from ftrun.smp.redundancy.troubles import GroupNotices
-from ftrun.smp.watch import IntervalTimer
 from ftrun.snapshot.manifest import NodeManifest
 from ftrun.snapshot.plan_agreement import GroupPlan
 from ftrun.snapshot.redundancy import RedundancyPlan
@@ -53,47 +50,32 @@ MAX_ATTEMPTS = 8
 
 _LINKS_EVERY_S = 1.0
 
-TellAgent = Callable[..., None]
-
 
 class Protector:
     """All versions of one generation that are being protected.
 
     Args:
-        run_id: for the headers of the fragments.
         tools: its dependencies.
-        tell_agent: sends a message to the agent, as `MessageHandler` does.
         corrupt: reports that a slot of this version differs from what was sealed, with the reason;
             returns whether the version was abandoned because of it.
     """
 
-    def __init__(
-        self,
-        run_id: RunId,
-        tools: ProtectorTools,
-        *,
-        tell_agent: TellAgent,
-        corrupt: Callable[[Version, str], bool],
-    ) -> None:
+    def __init__(self, tools: ProtectorTools, *, corrupt: Callable[[Version, str], bool]) -> None:
         self.group: LocalGroup | None = None
         self.last_s = 0.0
         self.last_bytes = 0
-        self._run = run_digest(run_id)
+        self._tools = tools
         self._peers = tools.peers
         self._vaults = tools.vaults
-        self._jobs = tools.jobs
-        self._maps = tools.maps
-        self._exchange = tools.exchange
-        self._tell_agent = tell_agent
+        self._tell_agent = tools.tell_agent
         self._corrupt = corrupt
         self._rounds = ProtectionRounds()
         self._plan: GroupPlan | None = None
         self._rooms: dict[int, int] = {}
         self._codec: Codec | None = None
-        self._codecs = tools.codecs
         self._is_still = False
         self._committed: Version | None = None
-        self._troubles = GroupNotices(tell_agent)
+        self._notices = GroupNotices(tools.tell_agent)
         self._watch = IntervalTimer(tools.jobs, self._look)
         self._unreachable: list[str] = []
         self._link_watch = IntervalTimer(tools.jobs, self._look_at_links)
@@ -109,10 +91,10 @@ class Protector:
         self._plan = None
         self._rooms = {}
         self._set_unreachable([])
-        self._troubles.clear()
+        self._notices.clear()
         if group is not None and group.is_possible:
             k = len(group.nodes) - group.parity
-            self._codec = self._codecs.get(k, group.parity)
+            self._codec = self._tools.codecs.get(k, group.parity)
             self._plan = GroupPlan(
                 place=group.place,
                 num_nodes=len(group.nodes),
@@ -160,8 +142,8 @@ class Protector:
         if round_.problem:
             self._give_up(round_, round_.problem)
             return
-        shards = self._maps.hold(fds, wanted)
-        self._jobs.submit(
+        shards = self._tools.maps.hold(fds, wanted)
+        self._tools.jobs.submit(
             "protect",
             partial(self._describe, round_, shards, sorted(fds)),
             failed=partial(self._unable, round_, "a bug in ftrun; the SMP's log has it"),
@@ -232,7 +214,7 @@ class Protector:
             return
         round_.shards, round_.manifest = shards, manifest
         self._tell_sealed(round_)
-        problem = self._codecs.problem(self._codec) if self._codec is not None else ""
+        problem = self._tools.codecs.problem(self._codec) if self._codec is not None else ""
         if problem:
             self._unable(round_, problem)
         self._advance(round_)
@@ -283,25 +265,22 @@ class Protector:
         if settled.plan is None:
             return
         if settled.differ:
-            self._troubles.replicas_differ(round_.version, group, settled.differ)
+            self._notices.replicas_differ(round_.version, group, settled.differ)
         if set(round_.manifests) == set(range(len(group.nodes))):
             self._rooms = rooms_for(settled.plan, round_.manifests, group)
         self._begin_exchange(round_, settled.plan)
 
     def _begin_exchange(self, round_: ProtectionRound, plan: RedundancyPlan) -> None:
-        group, codec = self.group, self._codec
+        group = self.group
         assert group is not None
-        assert codec is not None
         assert round_.shards is not None
-        tools = ExchangeTools(
-            self._run, self._peers, self._vaults, self._jobs, codec, self._vault_made
-        )
         events = ExchangeEvents(
             stored=partial(self._stored_here, round_),
             unable=partial(self._unable, round_),
             corrupt=partial(self._corrupt_here, round_),
         )
-        exchange = self._exchange(
+        tools = self._tools
+        exchange = tools.exchange(
             round_.shards, plan, group, attempt=round_.attempt, tools=tools, events=events
         )
         round_.exchange = exchange
@@ -309,9 +288,6 @@ class Protector:
         exchange.begin(self._rooms)
         for place, window in round_.windows.items():
             exchange.let(place, *window)
-
-    def _vault_made(self, slot: int, fd: int) -> None:
-        self._tell_agent(smp_messages.ParityRegionCreated(slot), fds=(fd,))
 
     # --- results -----------------------------------------------------------------------------
 
@@ -335,7 +311,7 @@ class Protector:
         self.last_s = clock.now_s() - round_.began_s
         round_.problem = problem
         if not problem:
-            self._troubles.protected()
+            self._notices.protected()
         crash_point("smp.protect.ready")
         at = round_.version
         if at == self._committed:
@@ -357,7 +333,7 @@ class Protector:
         round_.stop()
         round_.problem = why
         if round_.is_sealed and not round_.is_ready:
-            self._troubles.unprotected(round_.version, why)
+            self._notices.unprotected(round_.version, why)
             self._ready(round_, why)
 
     def _corrupt_here(self, round_: ProtectionRound, why: str) -> None:
@@ -417,7 +393,7 @@ class Protector:
         if group is None or round_ is None or session != group.number or round_.is_ready:
             return
         if body.attempt == round_.attempt:
-            self._troubles.damaged(why, node_id)
+            self._notices.damaged(why, node_id)
             if round_.attempt < MAX_ATTEMPTS:
                 self._begin_again(round_, round_.attempt + 1)
             else:
@@ -425,7 +401,7 @@ class Protector:
 
     def lost(self, node_id: str, why: str) -> None:
         if self.group is not None:
-            self._troubles.lost(node_id, why)
+            self._notices.lost(node_id, why)
 
     def linked(self, node_id: str) -> None:
         for round_ in self._rounds:
@@ -447,7 +423,7 @@ class Protector:
             if group is None or round_.is_ready or len(round_.told) < len(group.nodes):
                 continue
             if not round_.has_moved():
-                self._troubles.stalled(round_.version, group, round_.stored)
+                self._notices.stalled(round_.version, group, round_.stored)
 
     def _look_at_links(self) -> None:
         """Report to the agent which nodes are unreachable now, if that has changed."""

@@ -11,7 +11,6 @@ replaces the lost one therefore receives the lost bytes once and not k times.
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ftrun.erasure.codec import Codec
 from ftrun.erasure.fragments import Fragment, StripeId
@@ -21,7 +20,7 @@ from ftrun.ids import Generation
 from ftrun.smp.peer_link import OutgoingFrame
 from ftrun.smp.redundancy.parity_writer import num_stripes_of, stripes_of
 from ftrun.smp.restore.restore_server import RestoreServer, group_of
-from ftrun.smp.restore.rpc import FetchRpc
+from ftrun.smp.restore.rpc import FetchRpc, WholeResponse
 from ftrun.smp.waits import Steps, Wait, drive
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.crash_points import crash_point
@@ -32,38 +31,23 @@ NUM_THREADS = 2
 _TICK_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """The answer to one request: a block, or the reason why there is none."""
+class _BlockResponse(WholeResponse):
+    """The answer of one node: a block, whose digest is in its header."""
 
-    place: int
-    header: bytes = b""
-    payload: memoryview | None = None
-    why: str = ""
-
-
-class _Asked:
-    """The `ResponseSink` of one request for one block."""
-
-    def __init__(self, place: int, block_bytes: int, answers: "queue.SimpleQueue[_Answer]") -> None:
-        self._place = place
-        self._block_bytes = block_bytes
-        self._answers = answers
-        self._payload: memoryview | None = None
-        self._is_here = False
-
-    def room(self, index: int, num_bytes: int) -> list[memoryview] | None:
-        if index or self._is_here or not 0 < num_bytes <= self._block_bytes:
-            return None
-        self._payload = memoryview(bytearray(num_bytes))
-        return [self._payload]
-
-    def arrived(self, index: int, header: bytes, digest: int | None) -> None:
-        self._is_here = True
-        self._answers.put(_Answer(self._place, header, self._payload))
-
-    def refused(self, index: int, why: str) -> None:
-        self._answers.put(_Answer(self._place, why=why))
+    def __init__(
+        self,
+        place: int,
+        node_id: str,
+        asked_s: float,
+        answers: "queue.SimpleQueue[_BlockResponse]",
+        max_bytes: int,
+    ) -> None:
+        super().__init__(answers, max_bytes)
+        self.place = place
+        self.node_id = node_id
+        self.asked_s = asked_s
+        self.given_up = ""
+        """The reason why the answer is not waited for. A late answer does not change it."""
 
 
 class Rebuilder:
@@ -77,14 +61,14 @@ class Rebuilder:
 
     def __init__(
         self,
-        desk: FetchRpc,
+        rpc: FetchRpc,
         served: RestoreServer,
         *,
         run: int,
         codec_for: Callable[[int, int], Codec],
         patience_s: float,
     ) -> None:
-        self._desk = desk
+        self._rpc = rpc
         self._served = served
         self._run = run
         self._codec_for = codec_for
@@ -100,7 +84,7 @@ class Rebuilder:
             is_new = self._num_threads < NUM_THREADS and not self._is_stopped
             self._num_threads += is_new
         if is_new:
-            self._desk.runner.start("ftrun-rebuild", self._work())
+            self._rpc.runner.start("ftrun-rebuild", self._work())
         self._asks.put((asker, ask))
 
     def stop(self) -> None:
@@ -115,10 +99,10 @@ class Rebuilder:
             try:
                 raw = yield from self._rebuild(ask)
             except (LayoutUnknown, SnapshotCorrupt) as error:
-                self._desk.refuse(asker, ask, 0, error)
+                self._rpc.refuse(asker, ask, 0, error)
             else:
                 crash_point("smp.fetch.rebuilt")
-                self._desk.tell(
+                self._rpc.tell(
                     asker, OutgoingFrame(t.FetchData(ask.request, 0), [raw], digest_of([raw]))
                 )
 
@@ -163,7 +147,7 @@ class Rebuilder:
 
     def _is_doubtful(self, node_id: str) -> bool:
         """True if the node did not answer earlier; such nodes are asked last."""
-        return node_id in self._silent or bool(self._desk.why_gone(node_id))
+        return node_id in self._silent or bool(self._rpc.why_gone(node_id))
 
     def _facts(self, record: ParityRecord, stripe: int, senders: tuple[int, ...]) -> StripeFacts:
         stripes = stripes_of(record)
@@ -194,75 +178,64 @@ class Rebuilder:
         Raises:
             LayoutUnknown: too little of the stripe is left.
         """
-        answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[_BlockResponse] = queue.SimpleQueue()
         stripes = stripes_of(record)
         left, needed = others
-        waiting: dict[int, float] = {}
+        waiting: dict[int, _BlockResponse] = {}
         numbers: list[int] = []
         problems: list[str] = []
         try:
             while True:
                 while left and len(waiting) < max(needed, 1):
-                    node = left.pop(0)
-                    waiting[node] = self._now_s()
-                    numbers.append(self._ask(ask, record, node, answers))
+                    place = left.pop(0)
+                    name = record.members[place].node_id
+                    sink = _BlockResponse(place, name, self._now_s(), answers, record.block_bytes)
+                    waiting[place] = sink
+                    numbers.append(self._ask(ask, sink))
                 if not waiting:
                     raise LayoutUnknown("; ".join([str(work.refusal()), *problems]))
                 answer = yield Wait(answers, _TICK_S)
-                for found in self._settled(record, waiting, answer):
-                    name = record.members[found.place].node_id
-                    if found.payload is None:
-                        problems.append(f"{name}: {found.why}")
+                for found in self._settled(waiting, answer):
+                    if why := found.given_up or found.problem:
+                        problems.append(f"{found.node_id}: {why}")
                         continue
                     needed -= 1
-                    index = stripes.index(ask.stripe, found.place)
-                    if work.take(Fragment(name, index, found.header, found.payload)):
+                    index, payload = stripes.index(ask.stripe, found.place), memoryview(found.raw)
+                    if work.take(Fragment(found.node_id, index, found.header, payload)):
                         return
         finally:
             for number in numbers:
-                self._desk.requests.close(number)
+                self._rpc.requests.close(number)
 
     def _settled(
-        self, record: ParityRecord, waiting: dict[int, float], answer: _Answer | None
-    ) -> list[_Answer]:
+        self, waiting: dict[int, _BlockResponse], answer: _BlockResponse | None
+    ) -> list[_BlockResponse]:
         """Remove from `waiting` and return this answer, or if None, the requests that failed."""
         if answer is None:
-            found = self._silent_ones(record, waiting)
+            found = [one for one in waiting.values() if self._has_failed(one)]
         else:
-            if answer.payload is not None:
-                self._silent.discard(record.members[answer.place].node_id)
+            if not answer.problem:
+                self._silent.discard(answer.node_id)
             found = [answer] if answer.place in waiting else []
         for one in found:
             del waiting[one.place]
         return found
 
-    def _silent_ones(self, record: ParityRecord, waiting: dict[int, float]) -> list[_Answer]:
-        found = []
-        for place, since_s in waiting.items():
-            name = record.members[place].node_id
-            why = self._desk.why_gone(name)
-            if not why and self._now_s() - since_s > self._patience_s:
-                self._silent.add(name)
-                why = f"silent for {self._patience_s:.0f} s"
-            if why:
-                found.append(_Answer(place, why=why))
-        return found
+    def _has_failed(self, one: _BlockResponse) -> bool:
+        one.given_up = self._rpc.why_gone(one.node_id)
+        if not one.given_up and self._now_s() - one.asked_s > self._patience_s:
+            self._silent.add(one.node_id)
+            one.given_up = f"silent for {self._patience_s:.0f} s"
+        return bool(one.given_up)
 
     def _now_s(self) -> float:
-        return self._desk.runner.now_s()
+        return self._rpc.runner.now_s()
 
-    def _ask(
-        self,
-        ask: t.RebuildBlock,
-        record: ParityRecord,
-        node: int,
-        answers: "queue.SimpleQueue[_Answer]",
-    ) -> int:
-        sink = _Asked(node, record.block_bytes, answers)
-        number = self._desk.requests.open(sink)
+    def _ask(self, ask: t.RebuildBlock, sink: _BlockResponse) -> int:
+        number = self._rpc.requests.open(sink)
         body = t.GetBlock(
             number, ask.generation, ask.step, ask.group, ask.protected_in, stripe=ask.stripe
         )
-        if not self._desk.tell(record.members[node].node_id, OutgoingFrame(body)):
+        if not self._rpc.tell(sink.node_id, OutgoingFrame(body)):
             sink.refused(0, "this node is not known here")
         return number

@@ -32,9 +32,9 @@ _log = logging.getLogger(__name__)
 class PeerDispatch:
     """The `PeerEvents` of this SMP."""
 
-    def __init__(self, protector: Protector, fetch_desk: FetchRpc, jobs: JobLanes) -> None:
+    def __init__(self, protector: Protector, rpc: FetchRpc, jobs: JobLanes) -> None:
         self._protector = protector
-        self._fetch_desk = fetch_desk
+        self._rpc = rpc
         self._jobs = jobs
 
     def received(self, source: IncomingLink, envelope: t.TransferEnvelope) -> None:
@@ -45,7 +45,7 @@ class PeerDispatch:
         """
         body = envelope.body
         if source.hello.purpose == FETCH:
-            self._fetch_desk.received(source, envelope)
+            self._rpc.received(source, envelope)
         elif isinstance(body, t.BlockData):
             self._take_block(source, envelope, body)
         elif isinstance(body, t.MirrorData):
@@ -63,13 +63,13 @@ class PeerDispatch:
         if purpose == PROTECT:
             self._jobs.post(partial(self._protector.lost, node_id, why))
         else:
-            self._fetch_desk.lost(node_id, why)
+            self._rpc.lost(node_id, why)
 
     def linked(self, node_id: str, purpose: str) -> None:
         if purpose == PROTECT:
             self._jobs.post(partial(self._protector.linked, node_id))
         else:
-            self._fetch_desk.linked(node_id)
+            self._rpc.linked(node_id)
 
     # --- the link's thread -----------------------------------------------------------------
 

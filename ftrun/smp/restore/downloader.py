@@ -7,7 +7,7 @@ Gives:    the items, checked by digest; for items that no source could deliver, 
 Rule 1: the bytes requested from one source at a time are bounded. Memory and queues therefore stay
         small on both sides, and all sources are busy.
 Rule 2: a source that delivers nothing for longer than the patience gets no more requests. Its open
-        items are requested from the next source. A late answer is dropped (see `requests.py`).
+        items are requested from the next source. A late answer is dropped (see `rpc.py`).
 """
 
 import queue
@@ -15,8 +15,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ftrun.smp.restore.requests import PendingRequests
+from ftrun.ids import Version
+from ftrun.smp.restore.rpc import PendingRequests
 from ftrun.smp.waits import Steps, Wait
+from ftrun.wire.cluster import transfer as t
 
 PIECE, BLOCK = "piece", "block"
 """Kinds of items. One request names several pieces, but only one block."""
@@ -49,6 +51,12 @@ class DownloadItem:
     is_coded: bool = False
     source: str = ""
     problems: list[str] = field(default_factory=list)
+
+
+def get_pieces(number: int, wanted: Version, batch: Sequence[DownloadItem]) -> t.GetPieces:
+    """Request pieces by their digests, whatever group protected them."""
+    digests = b"".join(item.key.to_bytes(8, "little") for item in batch)
+    return t.GetPieces(number, wanted.generation, wanted.step, 0, 0, digests=digests)
 
 
 Ask = Callable[[str, int, Sequence[DownloadItem]], bool]

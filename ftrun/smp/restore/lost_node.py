@@ -1,13 +1,17 @@
-"""What is fetched of one lost node, and the destination of each part.
+"""Restores the ranks of a lost node: what is fetched, and the destination of each part.
 
 Runs in:  the SMP, in the thread that fetches.
 Takes in: the group that protected the node, its mirror, new arenas.
 Gives:    items to download, the requests for them, sealed slots; error texts for what is missing.
+
+The mirror lists the location of all bytes that it does not contain. Replicas are requested from any
+node that has a piece with that digest, and blocks from the survivors, which rebuild them. Finally
+every piece is compared with the digest table, and the slots are sealed.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import xxhash
 
@@ -15,11 +19,11 @@ from ftrun import clock
 from ftrun.erasure.codec import MAX_DATA, MAX_PARITY
 from ftrun.erasure.groups import ProtectionGroup
 from ftrun.erasure.stripes import Stripes
-from ftrun.errors import LayoutUnknown, SnapshotCorrupt
+from ftrun.errors import FetchFailed, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
 from ftrun.smp.memory.sealed_shards import SealedShards
-from ftrun.smp.redundancy.mirror import Mirror, RankHeader
-from ftrun.smp.restore.downloader import BLOCK, PIECE, DownloadItem
+from ftrun.smp.redundancy.mirror import Mirror
+from ftrun.smp.restore.downloader import BLOCK, PIECE, DownloadItem, get_pieces
 from ftrun.snapshot.redundancy import MAX_BLOCK_BYTES
 from ftrun.snapshot.stripe_space import Extent, StripeSpace
 from ftrun.wire.cluster import transfer as t
@@ -64,22 +68,46 @@ class LostNode:
 
     @property
     def alive_places(self) -> list[int]:
-        alive = {node.node_id for node in self.alive}
-        return [at for at, node in enumerate(self.group.nodes) if node.node_id in alive]
+        nodes = enumerate(self.group.nodes)
+        return [at for at, node in nodes if node.smp_port > 0 or node.node_id == self.own_id]
+
+    @property
+    def mirror_nodes(self) -> list[NodeAddress]:
+        """The nodes that store the small state of the lost node: the m after it."""
+        count = len(self.group.nodes)
+        ahead = range(1, self.group.parity + 1)
+        return [self.group.nodes[(self.place + at) % count] for at in ahead]
 
     @property
     def mirror_holders(self) -> list[NodeAddress]:
         """Reachable nodes that have the small state of the lost node."""
-        count = len(self.group.nodes)
-        places = [(self.place + ahead) % count for ahead in range(1, self.group.parity + 1)]
-        found = [self.group.nodes[at] for at in places if at in self.alive_places]
+        found = [node for node in self.mirror_nodes if node.smp_port > 0]
         return found if self.owner is None else [self.owner, *found]
+
+    def names(self, places: Sequence[int]) -> list[str]:
+        return [self.group.nodes[place].node_id for place in places]
 
     @property
     def group_id(self) -> int:
         return ProtectionGroup(
             tuple(node.node_id for node in self.group.nodes), self.group.parity
         ).id
+
+    def get_mirror(self, number: int) -> t.GetMirror:
+        return t.GetMirror(*self._name(number), place=self.place)
+
+    def rebuild_block(self, number: int, stripe: int) -> t.RebuildBlock:
+        alive = [place for place in self.alive_places if place != self.place]
+        return t.RebuildBlock(*self._name(number), place=self.place, stripe=stripe, alive=alive)
+
+    def question(self, number: int, batch: Sequence[DownloadItem]) -> t.GetPieces | t.RebuildBlock:
+        if batch[0].kind == PIECE:
+            return get_pieces(number, self.wanted, batch)
+        return self.rebuild_block(number, batch[0].key)
+
+    def _name(self, number: int) -> tuple[int, int, int, int, int]:
+        at = self.wanted
+        return number, at.generation, at.step, self.group_id, self.group.generation
 
     def missing(self, what: str, problems: Sequence[str]) -> str:
         """Return an error text: what cannot be fetched, and why."""
@@ -88,7 +116,7 @@ class LostNode:
         k = len(group.nodes) - group.parity
         noun = "rank" if len(self.ranks) == 1 else "ranks"
         ranks = ", ".join(map(str, self.ranks))
-        why = "; ".join(dict.fromkeys(problems)) or "nobody has it"
+        why = "; ".join(dict.fromkeys(problems)) or "no node has it"
         return (
             f"{noun} {ranks} of node {self.node_id}, {self.wanted}: {what} cannot be had ({why}). "
             f"{len(self.alive)} of the {len(group.nodes)} nodes of its group can be asked and "
@@ -96,14 +124,39 @@ class LostNode:
         )
 
 
+class CodedBlocks:
+    """The coded blocks of a lost node."""
+
+    def __init__(self, lost: LostNode, mirror: Mirror) -> None:
+        head = mirror.head
+        pieces = {rank: layout.pieces for rank, layout in mirror.layouts.items()}
+        self.space = StripeSpace(head.own, pieces, head.block_bytes)
+        self._stripes = Stripes(len(head.members), head.parity, head.block_bytes)
+        self._lost = lost
+
+    def item(self, block: int, views: Sequence[memoryview]) -> DownloadItem:
+        """Return the item of a block. Its sources are the reachable nodes with its parity."""
+        lost = self._lost
+        stripe = self._stripes.stripe_of(lost.place, block)
+        keepers = [at for at in self._stripes.parity_nodes(stripe) if at in lost.alive_places]
+        return DownloadItem(
+            kind=BLOCK,
+            key=stripe,
+            num_bytes=sum(map(len, views)),
+            views=views,
+            sources=deque(lost.names(_turned(keepers, stripe // self._stripes.n))),
+        )
+
+
 class LostNodeRestore:
-    """Restores the state of one lost node into arenas.
+    """Restores the state of one lost node into arenas; a `FetchSource`.
 
     Args:
         lost: the node.
         mirror: its small state.
         arenas: new ones, by rank.
         held: the shards of the version on this node.
+        notice: called with what was rejected on the way.
 
     Raises:
         LayoutUnknown: the mirror is not of this node and version.
@@ -115,57 +168,52 @@ class LostNodeRestore:
         mirror: Mirror,
         arenas: Mapping[Rank, Arena],
         held: SealedShards | None,
+        notice: Callable[[str], None],
     ) -> None:
         self._lost = lost
         self._mirror = mirror
         self._arenas = dict(arenas)
         self._held = held
+        self._notice = notice
         self._heads = {head.rank: head for head in mirror.head.ranks}
         self._twins: list[tuple[DownloadItem, list[tuple[Rank, int]]]] = []
         self._blocks: dict[int, DownloadItem] = {}
         self._num_replicas = 0
-        head = mirror.head
-        pieces = {rank: layout.pieces for rank, layout in mirror.layouts.items()}
-        self._space = StripeSpace(head.own, pieces, head.block_bytes)
-        self._stripes = Stripes(len(head.members), head.parity, head.block_bytes)
+        self._coded = CodedBlocks(lost, mirror)
         for rank, arena in self._arenas.items():
             self._begin(rank, arena)
 
     def items(self) -> list[DownloadItem]:
         replicas = self._replica_items()
         if self._lost.owner is None:
-            return replicas + self.block_items()
+            return replicas + self._block_items()
         # The owner still has all of it, so nothing has to be rebuilt.
         return replicas + self._coded_pieces(self._lost.owner)
 
-    @property
-    def has_blocks(self) -> bool:
-        return bool(self._blocks)
+    def question(self, number: int, batch: Sequence[DownloadItem]) -> t.GetPieces | t.RebuildBlock:
+        return self._lost.question(number, batch)
 
-    def copy_twins(self) -> None:
-        """Copy pieces that several ranks hold alike, because each was fetched only once."""
-        for item, places in self._twins:
-            for rank, index in places:
-                self._piece(rank, index)[:] = item.views[0]
-
-    def bad_items(self) -> list[DownloadItem]:
-        """Return the blocks with damaged pieces, to be requested from their next source.
+    def next_items(self, failed: Sequence[DownloadItem]) -> list[DownloadItem]:
+        """Return the blocks to request again; raises as `FetchSource.next_items`.
 
         Raises:
+            FetchFailed: no source can deliver an item.
             SnapshotCorrupt: a piece is damaged whose digest was checked on arrival, so memory is
                 failing.
         """
-        bad: set[int] = set()
-        for rank in self._arenas:
-            table = self._mirror.tables[rank]
-            for index, digest in enumerate(table):
-                if xxhash.xxh3_64_intdigest(self._piece(rank, index)) != digest:
-                    blocks = self._space.blocks_with(rank, index) if self._blocks else []
-                    if not blocks:
-                        what = f"rank {rank}, {self._lost.wanted}"
-                        raise SnapshotCorrupt(what=what, piece=index, pieces=len(table))
-                    bad.update(blocks)
-        return [self._blocks[block] for block in sorted(bad)]
+        if failed:
+            if self._blocks or not all(item.is_coded for item in failed):
+                what = _described(failed[0])
+                raise FetchFailed(self._lost.missing(what, failed[0].problems))
+            # The other nodes rebuild what the node itself can no longer deliver.
+            return self._block_items()
+        self._copy_twins()
+        found = self._bad_items()
+        for item in found:
+            why = f"{item.source}: what it has rebuilt is not what was captured"
+            self._notice(f"stripe {item.key}, {self._lost.wanted}: {why}")
+            item.problems.append(why)
+        return found
 
     def seal(self) -> None:
         """Seal the slots, after every digest has matched."""
@@ -177,27 +225,27 @@ class LostNodeRestore:
         for arena in self._arenas.values():
             arena.close()
 
-    def question(self, number: int, batch: Sequence[DownloadItem]) -> t.GetPieces | t.RebuildBlock:
-        lost = self._lost
-        name = (
-            number,
-            lost.wanted.generation,
-            lost.wanted.step,
-            lost.group_id,
-            lost.group.generation,
-        )
-        if batch[0].kind == PIECE:
-            digests = b"".join(item.key.to_bytes(8, "little") for item in batch)
-            return t.GetPieces(*name, digests=digests)
-        alive = [place for place in lost.alive_places if place != lost.place]
-        return t.RebuildBlock(*name, place=lost.place, stripe=batch[0].key, alive=alive)
-
-    def describe(self, item: DownloadItem) -> str:
-        if item.kind == PIECE:
-            return f"{item.num_bytes} bytes that other nodes had too"
-        return f"its block of stripe {item.key}"
-
     # --- details -----------------------------------------------------------------------------
+
+    def _copy_twins(self) -> None:
+        """Copy pieces that several ranks hold alike, because each was fetched only once."""
+        for item, places in self._twins:
+            for rank, index in places:
+                self._piece(rank, index)[:] = item.views[0]
+
+    def _bad_items(self) -> list[DownloadItem]:
+        """Return the blocks with damaged pieces, to be requested from their next source."""
+        bad: set[int] = set()
+        for rank in self._arenas:
+            table = self._mirror.tables[rank]
+            for index, digest in enumerate(table):
+                if xxhash.xxh3_64_intdigest(self._piece(rank, index)) != digest:
+                    blocks = self._coded.space.blocks_with(rank, index) if self._blocks else []
+                    if not blocks:
+                        what = f"rank {rank}, {self._lost.wanted}"
+                        raise SnapshotCorrupt(what=what, piece=index, pieces=len(table))
+                    bad.update(blocks)
+        return [self._blocks[block] for block in sorted(bad)]
 
     def _begin(self, rank: Rank, arena: Arena) -> None:
         arena.write_header(_SLOT, self._header(rank, SlotState.COPYING))
@@ -208,16 +256,8 @@ class LostNodeRestore:
             self._piece(rank, index)[:] = view
 
     def _header(self, rank: Rank, state: SlotState) -> SlotHeader:
-        head: RankHeader = self._heads[rank]
-        made = SlotHeader(
-            state,
-            self._lost.wanted.generation,
-            self._lost.wanted.step,
-            head.image_bytes,
-            head.table_digest,
-            0,
-        )
-        return replace(made, sealed_ns=clock.now_ns()) if state is SlotState.SEALED else made
+        head = self._heads[rank]
+        return slot_header(state, self._lost.wanted, head.image_bytes, head.table_digest)
 
     def _replica_items(self) -> list[DownloadItem]:
         found: dict[int, tuple[DownloadItem, list[tuple[Rank, int]]]] = {}
@@ -257,7 +297,7 @@ class LostNodeRestore:
             key=digest,
             num_bytes=len(view),
             views=[view],
-            sources=deque(self._names([*_turned(best, self._num_replicas), *others])),
+            sources=deque(lost.names([*_turned(best, self._num_replicas), *others])),
             digest=digest,
         )
 
@@ -274,25 +314,14 @@ class LostNodeRestore:
                     )
         return items
 
-    def block_items(self) -> list[DownloadItem]:
-        scratch = memoryview(bytearray(self._space.block_bytes))
-        wanted = {block for rank in self._arenas for block in self._space.blocks_of(rank)}
+    def _block_items(self) -> list[DownloadItem]:
+        space = self._coded.space
+        scratch = memoryview(bytearray(space.block_bytes))
+        wanted = {block for rank in self._arenas for block in space.blocks_of(rank)}
         for block in sorted(wanted):
-            extents = self._space.extents(block)
-            stripe = self._stripes.stripe_of(self._lost.place, block)
-            keepers = [
-                place
-                for place in self._stripes.parity_nodes(stripe)
-                if place in self._lost.alive_places
-            ]
-            self._blocks[block] = DownloadItem(
-                kind=BLOCK,
-                key=stripe,
-                num_bytes=sum(extent.num_bytes for extent in extents),
-                views=[self._room(extent, scratch) for extent in extents],
-                sources=deque(self._names(_turned(keepers, stripe // self._stripes.n))),
-            )
-        return [item for _, item in sorted(self._blocks.items())]
+            views = [self._room(extent, scratch) for extent in space.extents(block)]
+            self._blocks[block] = self._coded.item(block, views)
+        return list(self._blocks.values())
 
     def _room(self, extent: Extent, scratch: memoryview) -> memoryview:
         """Return the destination of block bytes; bytes of ranks not requested go to `scratch`."""
@@ -307,8 +336,18 @@ class LostNodeRestore:
         at = self._heads[rank].header_bytes + piece.offset
         return self._arenas[rank].image(_SLOT)[at : at + piece.num_bytes]
 
-    def _names(self, places: Sequence[int]) -> list[str]:
-        return [self._lost.group.nodes[place].node_id for place in places]
+
+def slot_header(
+    state: SlotState, wanted: Version, image_bytes: int, table_digest: int
+) -> SlotHeader:
+    sealed_ns = clock.now_ns() if state is SlotState.SEALED else 0
+    return SlotHeader(state, wanted.generation, wanted.step, image_bytes, table_digest, sealed_ns)
+
+
+def _described(item: DownloadItem) -> str:
+    if item.kind == PIECE:
+        return f"{item.num_bytes} bytes that other nodes had too"
+    return f"its block of stripe {item.key}"
 
 
 def check_mirror(mirror: Mirror, lost: LostNode) -> None:

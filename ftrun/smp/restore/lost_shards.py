@@ -14,15 +14,12 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from ftrun.erasure.groups import ProtectionGroup
-from ftrun.erasure.stripes import Stripes
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
 from ftrun.smp.redundancy.mirror import Mirror
-from ftrun.smp.restore.downloader import BLOCK, PIECE, DownloadItem
-from ftrun.snapshot.stripe_space import StripeSpace
+from ftrun.smp.restore.downloader import BLOCK, PIECE, DownloadItem, get_pieces
+from ftrun.smp.restore.lost_node import CodedBlocks, LostNode
 from ftrun.wire.cluster import transfer as t
-from ftrun.wire.messages.smp import PreviousGroup
 
 Rebuild = Callable[[t.RebuildBlock], memoryview]
 
@@ -52,25 +49,17 @@ class MissingShards:
     """The shards of one lost node.
 
     Args:
-        group: the group that protected it, with the present addresses of its nodes.
+        lost: the node.
         mirror: of the lost node.
-        own_id: this node.
         rebuild: rebuilds a block with this node's own parity; None if it has none.
     """
 
-    def __init__(
-        self, group: PreviousGroup, mirror: Mirror, *, own_id: str, rebuild: Rebuild | None
-    ) -> None:
-        head = mirror.head
-        self._group = group
+    def __init__(self, lost: LostNode, mirror: Mirror, *, rebuild: Rebuild | None) -> None:
+        self.lost = lost
         self._mirror = mirror
-        self._own_id = own_id
         self._rebuild = rebuild
-        self._names = [node.node_id for node in group.nodes]
-        self._alive = [at for at, node in enumerate(group.nodes) if self._is_here(at)]
-        pieces = {rank: layout.pieces for rank, layout in mirror.layouts.items()}
-        self.space = StripeSpace(head.own, pieces, head.block_bytes)
-        self._stripes = Stripes(len(head.members), head.parity, head.block_bytes)
+        self._coded = CodedBlocks(lost, mirror)
+        self.space = self._coded.space
         self._mirrored = {rank: dict(mirror.mirrored(rank)) for rank in mirror.layouts}
 
     def add(self, one: WantedPiece, homes: "ShardLocations") -> None:
@@ -85,64 +74,49 @@ class MissingShards:
             homes.add_piece(one, self._holders(one))
 
     def make_block(self, number: int) -> _Block:
-        place = self._mirror.head.place
-        stripe = self._stripes.stripe_of(place, number)
-        keepers = [at for at in self._stripes.parity_nodes(stripe) if at in self._alive]
         size = sum(extent.num_bytes for extent in self.space.extents(number))
-        names = [self._names[at] for at in keepers]
-        made = DownloadItem(
-            kind=BLOCK,
-            key=stripe,
-            num_bytes=size,
-            views=[memoryview(bytearray(size))],
-            sources=deque(name for name in names if name != self._own_id),
-        )
-        block = _Block(self, number, made)
-        if self._own_id in names and self._rebuild is not None:
-            try:
-                made.views[0][:] = self._rebuild(self.question(0, stripe))
-                block.is_here = True
-            except (LayoutUnknown, SnapshotCorrupt) as error:
-                made.problems.append(f"{self._own_id}: {error}")
+        item = self._coded.item(number, [memoryview(bytearray(size))])
+        block = _Block(self, number, item)
+        own_id = self.lost.own_id
+        if own_id in item.sources:
+            item.sources.remove(own_id)
+            block.is_here = self._is_rebuilt(item)
         return block
 
-    def question(self, number: int, stripe: int) -> t.RebuildBlock:
-        head = self._mirror.head
-        return t.RebuildBlock(
-            number,
-            head.generation,
-            head.step,
-            ProtectionGroup(tuple(self._names), self._group.parity).id,
-            self._group.generation,
-            place=head.place,
-            stripe=stripe,
-            alive=[at for at in self._alive if at != head.place],
-        )
+    def _is_rebuilt(self, item: DownloadItem) -> bool:
+        """Rebuild a block with this node's own parity; return False if that is not possible."""
+        if self._rebuild is None:
+            return False
+        try:
+            item.views[0][:] = self._rebuild(self.lost.rebuild_block(0, item.key))
+        except (LayoutUnknown, SnapshotCorrupt) as error:
+            item.problems.append(f"{self.lost.own_id}: {error}")
+            return False
+        return True
 
     def piece_offset(self, one: WantedPiece) -> int:
         return self._mirror.layouts[one.rank].pieces[one.index].offset
-
-    def _is_here(self, place: int) -> bool:
-        node = self._group.nodes[place]
-        return node.smp_port > 0 or node.node_id == self._own_id
 
     def _holders(self, one: WantedPiece) -> list[str]:
         for replicated in self._mirror.plan_of(one.rank).replicated:
             if any(run.first <= one.index < run.first + run.count for run in replicated.runs):
                 places = self._mirror.head.holders[replicated.holders]
-                return [self._names[at] for at in places]
+                return self.lost.names(places)
         return []
 
 
 class ShardLocations:
-    """The sources of the pieces of one request.
+    """The sources of the pieces of one request; a `FetchSource`.
 
     Args:
+        wanted: the version.
         alive: other nodes that can be asked for a piece, in any order.
     """
 
-    def __init__(self, alive: Sequence[str]) -> None:
+    def __init__(self, wanted: Version, alive: Sequence[str]) -> None:
         self.missing: list[WantedPiece] = []
+        """The pieces that no node could deliver."""
+        self._wanted = wanted
         self._alive = list(alive)
         self._pieces: dict[DownloadItem, WantedPiece] = {}
         self._blocks: dict[tuple[int, int], _Block] = {}
@@ -178,23 +152,15 @@ class ShardLocations:
         self._coded.append((one, blocks))
 
     def items(self) -> list[DownloadItem]:
-        found, self._next = self._next, []
-        return found
+        return self._next
 
-    def question(
-        self, number: int, wanted: Version, batch: Sequence[DownloadItem]
-    ) -> t.GetPieces | t.RebuildBlock:
+    def question(self, number: int, batch: Sequence[DownloadItem]) -> t.GetPieces | t.RebuildBlock:
         if batch[0].kind == BLOCK:
-            return self._by_item[batch[0]].lost.question(number, batch[0].key)
-        digests = b"".join(item.key.to_bytes(8, "little") for item in batch)
-        return t.GetPieces(number, wanted.generation, wanted.step, 0, 0, digests=digests)
+            return self._by_item[batch[0]].lost.lost.rebuild_block(number, batch[0].key)
+        return get_pieces(number, self._wanted, batch)
 
-    def finish(self, failed: Sequence[DownloadItem]) -> list[DownloadItem]:
-        """Assemble what has arrived; return the blocks to request from their next source.
-
-        Args:
-            failed: items that no source could deliver.
-        """
+    def next_items(self, failed: Sequence[DownloadItem]) -> list[DownloadItem]:
+        """Assemble what has arrived; return the blocks to request from their next source."""
         for item in failed:
             if item in self._pieces:
                 self._lack(self._pieces[item], item.problems)
@@ -213,9 +179,6 @@ class ShardLocations:
                     self._lack(one, blocks[0].item.problems)
         self._coded = left
         return list(again)
-
-    def try_again(self, items: Sequence[DownloadItem]) -> None:
-        self._next.extend(items)
 
     def _lack(self, one: WantedPiece, problems: Sequence[str]) -> None:
         one.problems.extend(problems)

@@ -16,18 +16,14 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ftrun.erasure.groups import ProtectionGroup
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
-from ftrun.smp.peer_link import OutgoingFrame
 from ftrun.smp.redundancy.mirror import Mirror
-from ftrun.smp.restore.asking import DownloadSession
-from ftrun.smp.restore.downloader import DownloadItem
+from ftrun.smp.restore.fetch import Fetch
 from ftrun.smp.restore.lost_node import LostNode, check_mirror
 from ftrun.smp.restore.lost_shards import MissingShards, ShardLocations, WantedPiece
 from ftrun.smp.restore.restore_server import RestoreServer
-from ftrun.smp.restore.rpc import FetchRpc
-from ftrun.smp.restore.whole_answers import ask_whole
+from ftrun.smp.waits import drive
 from ftrun.snapshot.layout import Layout, parse_header
 from ftrun.snapshot.shard_header import PackedShardHeader, unpack_head
 from ftrun.wire.cluster import transfer as t
@@ -55,7 +51,6 @@ class PreviousWorld:
     groups: Sequence[PreviousGroup]
     own: NodeAddress | None
     own_id: str
-    patience_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,29 +72,21 @@ class PreviousWorldShards:
 
     Args:
         world: what is read.
-        desk: sends requests to other nodes.
+        fetch: sends requests to other nodes.
         served: the data of this node.
         rebuild: rebuilds a block with this node's own parity.
     """
 
     def __init__(
-        self, world: PreviousWorld, desk: FetchRpc, served: RestoreServer, rebuild: Rebuild | None
+        self, world: PreviousWorld, fetch: Fetch, served: RestoreServer, rebuild: Rebuild | None
     ) -> None:
         self.world = world
-        self._desk = desk
+        self.fetch = fetch
         self._served = served
         self._rebuild = rebuild
         self._shards: dict[Rank, _Shard] = {}
-        self._asking = DownloadSession(desk, patience_s=world.patience_s)
         self._has_met = False
         self._heads_lock = threading.Lock()
-
-    def cancel(self) -> None:
-        self._asking.cancel()
-
-    def note_lost(self, node_id: str, why: str) -> None:
-        """Record that a node is unreachable; called in the threads of links."""
-        self._asking.note_lost(node_id, why)
 
     def head(self, rank: Rank) -> PackedShardHeader:
         """Return the header of a previous rank's shard, compared with what was sealed.
@@ -152,29 +139,18 @@ class PreviousWorldShards:
         return True
 
     def _fetch(self, wanted: Sequence[WantedPiece]) -> list[WantedPiece]:
-        homes = ShardLocations(self._alive)
+        """Fetch pieces from other nodes; return those that no node could deliver."""
+        locations = ShardLocations(self.world.wanted, self._alive)
         for one in wanted:
             shard = self._shards[one.rank]
             if shard.lost is not None:
-                shard.lost.add(one, homes)
+                shard.lost.add(one, locations)
             else:
-                homes.add_piece(one, [shard.node_id])
-        while True:
-            items = homes.items()
-            failed = self._download(homes, items) if items else []
-            bad = homes.finish(failed)
-            if not bad:
-                return homes.missing
-            homes.try_again(bad)
-
-    def _download(self, homes: ShardLocations, items: Sequence[DownloadItem]) -> list[DownloadItem]:
-        self._meet()
-        failed = self._asking.run(
-            items, lambda number, batch: homes.question(number, self.world.wanted, batch)
-        )
-        if self._asking.is_cancelled:
-            raise LayoutUnknown(f"{self.world.wanted} is not read any more: a generation begins")
-        return failed
+                locations.add_piece(one, [shard.node_id])
+        if locations.items():
+            self._meet()
+        drive(self.fetch.download(locations))
+        return locations.missing
 
     # --- headers --- -------------------------------------------------------------------------
 
@@ -191,11 +167,7 @@ class PreviousWorldShards:
             return
         self._has_met = True
         for group in self.world.groups:
-            alive = [node for node in group.nodes if node.smp_port > 0]
-            others = [node for node in alive if node.node_id != self.world.own_id]
-            self._desk.meet(others)
-            for node in others:
-                self._desk.tell(node.node_id, OutgoingFrame(t.FetchPeers(alive)))
+            self.fetch.meet(group.nodes)
 
     def _find(self, rank: Rank) -> _Shard:
         """Find a shard; raise LayoutUnknown if no node has it, whole or in parts."""
@@ -213,7 +185,7 @@ class PreviousWorldShards:
         except LayoutUnknown as error:
             problems.append(str(error))
         raise LayoutUnknown(
-            f"rank {rank}, {self.world.wanted}: its shard is not to be had ({'; '.join(problems)})"
+            f"rank {rank}, {self.world.wanted}: its shard cannot be fetched ({'; '.join(problems)})"
         )
 
     def _whole(self, rank: Rank, group: PreviousGroup, node: NodeAddress) -> _Shard:
@@ -235,36 +207,28 @@ class PreviousWorldShards:
             for place, node in enumerate(group.nodes):
                 if rank not in node.ranks or group.parity < 1:
                     continue
-                for holder in _mirror_holders(group, place):
+                ranks = [Rank(one) for one in node.ranks]
+                lost = LostNode(self.world.wanted, group, place, ranks, self.world.own_id)
+                for holder in lost.mirror_nodes:
                     try:
-                        mirror = self._mirror(group, place, holder)
+                        return self._shard_of(rank, lost, self._mirror(lost, holder.node_id))
                     except LayoutUnknown as error:
                         problems.append(f"{holder.node_id}: {error}")
-                    else:
-                        return self._shard_of(rank, group, mirror)
         raise LayoutUnknown("; ".join(problems) or "nothing protects it")
 
-    def _mirror(self, group: PreviousGroup, place: int, holder: NodeAddress) -> Mirror:
-        at = self.world.wanted
-        group_id = _group_id(group)
-
-        def ask(number: int) -> t.GetMirror:
-            return t.GetMirror(
-                number, at.generation, at.step, group_id, group.generation, place=place
-            )
-
-        if holder.node_id == self.world.own_id:
+    def _mirror(self, lost: LostNode, holder_id: str) -> Mirror:
+        if holder_id == self.world.own_id:
             try:
-                raw = memoryview(b"".join(self._served.mirror(ask(0))))
+                raw = memoryview(b"".join(self._served.mirror(lost.get_mirror(0))))
             except SnapshotCorrupt as error:
                 raise LayoutUnknown(str(error)) from error
         else:
-            raw = memoryview(self._ask(holder.node_id, ask))
+            raw = memoryview(self._ask(holder_id, lost.get_mirror))
         mirror = Mirror(raw)
-        check_mirror(mirror, _lost_node(self.world, group, place))
+        check_mirror(mirror, lost)
         return mirror
 
-    def _shard_of(self, rank: Rank, group: PreviousGroup, mirror: Mirror) -> _Shard:
+    def _shard_of(self, rank: Rank, lost: LostNode, mirror: Mirror) -> _Shard:
         about = next(head for head in mirror.head.ranks if head.rank == rank)
         head = PackedShardHeader(
             mirror.headers[rank],
@@ -273,26 +237,18 @@ class PreviousWorldShards:
             about.layout_id,
             about.table_digest,
         )
-        lost = MissingShards(group, mirror, own_id=self.world.own_id, rebuild=self._rebuild)
-        return _Shard(head, mirror.layouts[rank], "", lost)
+        missing = MissingShards(lost, mirror, rebuild=self._rebuild)
+        return _Shard(head, mirror.layouts[rank], "", missing)
 
     def _ask(
         self, node_id: str, question: Callable[[int], t.GetShardHeader | t.GetMirror]
     ) -> bytearray:
-        if why := self._asking.why_lost(node_id):
+        if why := self.fetch.why_lost(node_id):
             raise LayoutUnknown(why)
         if node_id not in self._alive:
             raise LayoutUnknown("the node is gone")
         self._meet()
-        return ask_whole(
-            self._desk,
-            node_id,
-            question,
-            patience_s=self.world.patience_s,
-            is_over=lambda: (
-                self._asking.why_lost(node_id) or "it was given up" * self._asking.is_cancelled
-            ),
-        )
+        return drive(self.fetch.ask(node_id, question))
 
     def _find_another_way(self, rank: Rank, left: Sequence[WantedPiece]) -> None:
         """Switch a shard between its whole copy and its parts after pieces were missing.
@@ -309,24 +265,9 @@ class PreviousWorldShards:
                     one.problems.append(str(error))
 
     def _missing(self, one: WantedPiece) -> str:
-        why = "; ".join(dict.fromkeys(one.problems)) or "nobody has it"
+        why = "; ".join(dict.fromkeys(one.problems)) or "no node has it"
         gone = [n.node_id for g in self.world.groups for n in g.nodes if n.smp_port <= 0]
         return (
             f"piece {one.index} of rank {one.rank}, {self.world.wanted}, cannot be had ({why}); "
             f"nodes that are gone: {', '.join(gone) or 'none'}"
         )
-
-
-def _mirror_holders(group: PreviousGroup, place: int) -> list[NodeAddress]:
-    """Return the nodes that store the small state of the node at a position: the m after it."""
-    count = len(group.nodes)
-    return [group.nodes[(place + ahead) % count] for ahead in range(1, group.parity + 1)]
-
-
-def _group_id(group: PreviousGroup) -> int:
-    return ProtectionGroup(tuple(node.node_id for node in group.nodes), group.parity).id
-
-
-def _lost_node(world: PreviousWorld, group: PreviousGroup, place: int) -> LostNode:
-    ranks = [Rank(rank) for rank in group.nodes[place].ranks]
-    return LostNode(world.wanted, group, place, ranks, world.own_id)

@@ -17,9 +17,9 @@ from ftrun.smp.checkpoint.shared_load import SharedLoad
 from ftrun.smp.client import Requester
 from ftrun.smp.jobs import JobLanes
 from ftrun.smp.memory.arenas import ArenaStore, SmpArena
-from ftrun.smp.restore.fetch import Fetcher, FetchEvents, FetchJob
+from ftrun.smp.restore.fetch import SHARE_PATIENCE_S, Fetch, SharedPieces
+from ftrun.smp.restore.lost_ranks import FetchJob, LostRanks
 from ftrun.smp.restore.rpc import FetchRpc
-from ftrun.smp.restore.share_fetch import Fetch, ShareEvents
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
@@ -39,7 +39,7 @@ class _Restore:
     world_size: int
     groups: Sequence[smp_messages.PreviousGroup]
     missing: set[Rank] = field(default_factory=set)
-    fetcher: Fetcher | Fetch | None = None
+    fetch: Fetch | None = None
     failed: str = ""
     began_s: float = 0.0
 
@@ -49,27 +49,27 @@ class RestoreCoordinator:
 
     Args:
         memory: the arenas of this node.
-        desk: sends requests to other nodes.
+        rpc: sends requests to other nodes.
         here: called when all local ranks have the version.
-        fetcher: fetches the version from other nodes.
+        lost_ranks: fetches the version from other nodes.
     """
 
     def __init__(
         self,
         memory: ArenaStore,
-        desk: FetchRpc,
+        rpc: FetchRpc,
         jobs: JobLanes,
         *,
         tell_agent: TellAgent,
         here: Callable[[], None],
-        fetcher: type[Fetcher] = Fetcher,
+        lost_ranks: type[LostRanks] = LostRanks,
     ) -> None:
         self._memory = memory
-        self._desk = desk
+        self._rpc = rpc
         self._jobs = jobs
         self._tell_agent = tell_agent
         self._here = here
-        self._fetcher = fetcher
+        self._lost_ranks = lost_ranks
         self._restore: _Restore | None = None
         self._load: SharedLoad | None = None
         self._waiting: list[tuple[Requester, Rank, Version]] = []
@@ -130,66 +130,57 @@ class RestoreCoordinator:
         body: smp_messages.BeginGeneration,
         own: smp_messages.NodeAddress,
     ) -> None:
-        order = FetchJob(
+        fetch = restore.fetch = Fetch(self._rpc, patience_s=body.patience_s)
+        job = FetchJob(
             wanted=restore.wanted,
-            generation=restore.generation,
             ranks=sorted(restore.missing),
             groups=body.restore_from,
             world_size=body.world_size,
             own=own,
-            patience_s=body.patience_s,
             check=check_available,
+            notice=self._notice,
         )
-        events = FetchEvents(
-            done=lambda fds, num_bytes: self._jobs.post(
-                partial(self._fetched, restore, fds, num_bytes)
-            ),
-            failed=lambda why, is_link: self._jobs.post(
-                partial(self._fail, restore, why, is_link=is_link)
-            ),
-            notice=lambda why: self._jobs.post(
-                partial(self._tell_agent, smp_messages.SmpNotice("source_set_aside", why))
+        fetch.start(
+            "ftrun-fetch",
+            self._lost_ranks(job, fetch).steps(),
+            done=lambda fds: self._jobs.post(partial(self._fetched, restore, fds, fetch.num_bytes)),
+            failed=lambda why: self._jobs.post(
+                partial(self._fail, restore, why, is_link=fetch.has_lost)
             ),
         )
-        restore.fetcher = self._fetcher(order, self._desk, events)
-        restore.fetcher.start()
 
     def _complete(
         self, restore: _Restore, load: SharedLoad, body: smp_messages.BeginGeneration
     ) -> None:
         groups = body.restore_from or body.read_from
-        events = ShareEvents(
-            done=lambda num_bytes: self._jobs.post(
-                partial(self._completed, restore, load, num_bytes)
-            ),
-            failed=lambda why, is_link: self._jobs.post(
-                partial(self._fail, restore, why, is_link=is_link)
-            ),
-            notice=lambda why: self._jobs.post(
-                partial(self._tell_agent, smp_messages.SmpNotice("source_set_aside", why))
-            ),
-        )
-        nodes = groups[0].nodes if groups else []
+        pieces = SharedPieces(load, groups[0].nodes if groups else [], self._notice)
         restore.missing.update(load.ranks)
-        restore.fetcher = Fetch(load, nodes, self._desk, events)
-        restore.fetcher.start()
+        fetch = restore.fetch = Fetch(self._rpc, patience_s=SHARE_PATIENCE_S)
+        fetch.start(
+            "ftrun-share",
+            pieces.steps(fetch),
+            done=lambda _: self._jobs.post(
+                partial(self._completed, restore, load, fetch.num_bytes)
+            ),
+            # Storage delivers what no node does, so a lost connection is not the cause.
+            failed=lambda why: self._jobs.post(partial(self._fail, restore, why)),
+        )
+
+    def _notice(self, why: str) -> None:
+        """Report data that was rejected or not delivered; callable from any thread."""
+        notice = smp_messages.SmpNotice("source_set_aside", why)
+        self._jobs.post(partial(self._tell_agent, notice))
 
     def _completed(self, restore: _Restore, load: SharedLoad, num_bytes: int) -> None:
-        if restore is not self._restore:
-            return
-        text = (
-            f"{load.num_read} bytes read and {num_bytes} got of other nodes in "
-            f"{clock.now_s() - restore.began_s:.3f} s"
-        )
-        self._tell_agent(smp_messages.SmpNotice("restore", f"{restore.wanted}: {text}"))
-        restore.missing.clear()
-        self._ready(restore)
+        if restore is self._restore:
+            text = f"{load.num_read} bytes read and {num_bytes} got of other nodes"
+            self._all_arrived(restore, text)
 
     def _is_under_way(self, body: smp_messages.BeginGeneration, wanted: Version | None) -> bool:
         restore = self._restore
         return (
             restore is not None
-            and restore.fetcher is not None
+            and restore.fetch is not None
             and not restore.failed
             and (restore.wanted, restore.generation) == (wanted, body.generation)
             and restore.ranks == _ranks_of(body)
@@ -197,8 +188,8 @@ class RestoreCoordinator:
         )
 
     def cancel(self) -> None:
-        if self._restore is not None and self._restore.fetcher is not None:
-            self._restore.fetcher.cancel()
+        if self._restore is not None and self._restore.fetch is not None:
+            self._restore.fetch.cancel()
         self._restore = None
 
     def stop(self) -> None:
@@ -214,7 +205,7 @@ class RestoreCoordinator:
             asker.tell(worker_messages.ArenaGranted(rank, arena.shape.layout_id), fds=(arena.fd,))
         elif restore is None or restore.wanted != wanted or rank not in restore.missing:
             asker.tell(
-                messages.Refused(f"{wanted} of rank {rank} is not here, and nobody fetches it")
+                messages.Refused(f"{wanted} of rank {rank} is not here, and it is not fetched")
             )
         elif restore.failed:
             asker.tell(messages.Refused(restore.failed))
@@ -224,7 +215,7 @@ class RestoreCoordinator:
     def look_again(self) -> None:
         """Check the missing ranks again, because arenas have arrived from the agent."""
         restore = self._restore
-        if restore is not None and restore.missing and restore.fetcher is None:
+        if restore is not None and restore.missing and restore.fetch is None:
             restore.missing = self._missing(restore)
             if not restore.missing:
                 self._ready(restore)
@@ -238,8 +229,11 @@ class RestoreCoordinator:
             arena = self._memory.add(fd, restore.generation)
             self._tell_agent(worker_messages.ArenaGranted(rank, arena.shape.layout_id), fds=(fd,))
             crash_point("smp.fetch.agent_told")
-        text = f"fetched {num_bytes} bytes in {clock.now_s() - restore.began_s:.3f} s"
-        self._tell_agent(smp_messages.SmpNotice("restore", f"{restore.wanted}: {text}"))
+        self._all_arrived(restore, f"fetched {num_bytes} bytes")
+
+    def _all_arrived(self, restore: _Restore, what: str) -> None:
+        text = f"{restore.wanted}: {what} in {clock.now_s() - restore.began_s:.3f} s"
+        self._tell_agent(smp_messages.SmpNotice("restore", text))
         restore.missing.clear()
         self._ready(restore)
 

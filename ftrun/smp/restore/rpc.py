@@ -1,34 +1,236 @@
 """Requests between nodes for the restored version, and their answers.
 
-Runs in:  the SMP, in the threads of the fetch links; the server thread begins and ends it.
-Takes in: requests and answers.
-Gives:    answers from this node's slots and parity regions; work for `Rebuilder`; bytes to the
-          requester.
+Runs in:  the SMP: requests in the threads that fetch, answers in the threads of the fetch links.
+          The server thread begins and ends it.
+Takes in: requests and answers, with their bytes.
+Gives:    answers from this node's slots and parity regions; work for `Rebuilder`; bytes in the
+          requester's memory, and an event for each answer.
 
 An answer is sent in place, over the link in the opposite direction. The requester limits its open
 requests, and this bounds the queue of answers.
+
+Rule 1: when `PendingRequests.close` returns, no thread writes any more to memory of that request.
+        An answer that arrives later, from a peer that was frozen, is read and dropped.
+Rule 2: after a lost connection is restored, everything that it may have dropped is requested again.
+        An answer may therefore arrive twice. It is accepted once, and never by two threads at a
+        time.
 """
 
 import logging
+import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from msgspec import structs
 
 from ftrun.errors import LayoutUnknown, ProtocolError, SnapshotCorrupt
 from ftrun.smp.link_rules import FETCH
 from ftrun.smp.peer_link import OutgoingFrame
 from ftrun.smp.peer_listener import IncomingLink, PeerListener
-from ftrun.smp.restore.requests import PendingRequests
 from ftrun.smp.restore.restore_server import RestoreServer
 from ftrun.smp.waits import Runner
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages.smp import NodeAddress
-from ftrun.wire.transport.bulk_socket import digest_of
+from ftrun.wire.transport.bulk_socket import Bytes, digest_of
+
+MAX_ANSWER_BYTES = 1 << 30
+"""Limit of an answer whose length only its sender knows."""
 
 _log = logging.getLogger(__name__)
 
 Rebuild = Callable[[str, t.RebuildBlock], None]
 SetAside = Callable[[SnapshotCorrupt, t.FetchRequest], None]
+
+
+class ResponseSink(Protocol):
+    """The requester. Only `room` may block; all methods are called in the threads of links."""
+
+    def room(self, index: int, num_bytes: int) -> Sequence[memoryview] | None:
+        """Return the destination of an answer's bytes; None if they are not needed.
+
+        It is called again for the same answer if the connection broke while that answer was
+        received.
+        """
+        ...
+
+    def arrived(self, index: int, header: bytes, digest: int | None) -> None:
+        """Report an answer; `digest` is the digest of its bytes, if the answer carries one."""
+        ...
+
+    def refused(self, index: int, why: str) -> None:
+        """Report that this source will not deliver the item."""
+        ...
+
+
+class PendingRequests:
+    """Open requests by number. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._sinks: dict[int, ResponseSink] = {}
+        self._next = 1
+        self._inside: dict[int, int] = {}
+        self._sent: dict[int, tuple[str, OutgoingFrame]] = {}
+        self._settled: dict[int, set[int]] = {}
+        self._reading: set[tuple[int, int]] = set()
+        self._changed = threading.Condition()
+
+    def open(self, sink: ResponseSink) -> int:
+        with self._changed:
+            number, self._next = self._next, self._next + 1
+            self._sinks[number] = sink
+            return number
+
+    def close(self, number: int) -> None:
+        """Accept no more answers to this request; wait for a thread that is reading one.
+
+        The wait is bounded by the patience of a link, which a peer may not exceed within a frame.
+        """
+        with self._changed:
+            self._sinks.pop(number, None)
+            self._sent.pop(number, None)
+            self._settled.pop(number, None)
+            self._changed.wait_for(lambda: not self._inside.get(number))
+
+    def sent(self, node_id: str, number: int, frame: OutgoingFrame) -> None:
+        with self._changed:
+            if number in self._sinks:
+                self._sent[number] = node_id, frame
+
+    def owed_by(self, node_id: str) -> list[OutgoingFrame]:
+        """Return the open requests to a node, without the parts that are answered."""
+        with self._changed:
+            return [
+                self._rest_of(number, frame)
+                for number, (asked, frame) in self._sent.items()
+                if asked == node_id
+            ]
+
+    def _rest_of(self, number: int, frame: OutgoingFrame) -> OutgoingFrame:
+        settled = self._settled.get(number)
+        if not settled or not isinstance(frame.body, t.GetPieces):
+            return frame
+        return replace(frame, body=structs.replace(frame.body, settled=sorted(settled)))
+
+    def take(self, source: IncomingLink, envelope: t.TransferEnvelope) -> None:
+        """Handle an answer, in its link's thread.
+
+        Raises:
+            PeerError: the link is lost while the answer is read.
+        """
+        body = envelope.body
+        assert isinstance(body, t.FetchData | t.FetchMissing)
+        sink = self._enter(body)
+        if sink is None:
+            source.socket.receive_raw(envelope, None)
+            return
+        try:
+            self._hand_over(source, envelope, sink)
+        except BaseException:
+            self._leave(body, is_settled=False)
+            raise
+        self._leave(body, is_settled=True)
+
+    def take_own(
+        self, body: t.FetchData | t.FetchMissing, raw: Sequence[Bytes], digest: int | None
+    ) -> None:
+        """Handle an answer of this node to its own request."""
+        with self._changed:
+            sink = self._sinks.get(body.request)
+        if sink is None:
+            return
+        if isinstance(body, t.FetchMissing):
+            sink.refused(body.index, body.why)
+            return
+        room = sink.room(body.index, sum(map(len, raw)))
+        if room is not None:
+            joined = raw[0] if len(raw) == 1 else b"".join(raw)
+            at = 0
+            for view in room:
+                view[:] = memoryview(joined)[at : at + len(view)]
+                at += len(view)
+            sink.arrived(body.index, body.header, digest)
+
+    def _enter(self, body: t.FetchData | t.FetchMissing) -> ResponseSink | None:
+        key = (body.request, body.index)
+
+        def is_wanted() -> bool:
+            settled = self._settled.get(body.request, ())
+            return body.request in self._sinks and body.index not in settled
+
+        with self._changed:
+            # The other connection was interrupted, so its thread leaves the read soon.
+            self._changed.wait_for(lambda: key not in self._reading or not is_wanted())
+            if not is_wanted():
+                return None
+            self._reading.add(key)
+            self._inside[body.request] = self._inside.get(body.request, 0) + 1
+            return self._sinks[body.request]
+
+    def _leave(self, body: t.FetchData | t.FetchMissing, *, is_settled: bool) -> None:
+        number = body.request
+        with self._changed:
+            self._reading.discard((number, body.index))
+            if is_settled and number in self._sinks:
+                self._settled.setdefault(number, set()).add(body.index)
+            self._inside[number] -= 1
+            if not self._inside[number]:
+                del self._inside[number]
+            self._changed.notify_all()
+
+    @staticmethod
+    def _hand_over(source: IncomingLink, envelope: t.TransferEnvelope, sink: ResponseSink) -> None:
+        body = envelope.body
+        if isinstance(body, t.FetchMissing):
+            sink.refused(body.index, body.why)
+            return
+        assert isinstance(body, t.FetchData)
+        room = sink.room(body.index, envelope.raw_bytes)
+        is_good = source.socket.receive_raw(envelope, room)
+        if room is None:
+            return
+        if is_good:
+            sink.arrived(body.index, body.header, envelope.raw_digest)
+        else:
+            sink.refused(body.index, f"what {source.node_id} has sent was damaged on the way")
+
+
+class WholeResponse:
+    """The `ResponseSink` of one answer whose length only its sender knows.
+
+    Args:
+        answers: gets this object when the answer is here, or refused.
+        max_bytes: limit of its length.
+    """
+
+    def __init__(
+        self, answers: "queue.SimpleQueue[Any]", max_bytes: int = MAX_ANSWER_BYTES
+    ) -> None:
+        self.header = b""
+        self.raw = bytearray()
+        self.digest: int | None = None
+        self.problem = ""
+        """The reason why the bytes do not arrive."""
+        self._answers = answers
+        self._max_bytes = max_bytes
+        self._is_here = False
+
+    def room(self, index: int, num_bytes: int) -> Sequence[memoryview] | None:
+        if index or self._is_here or not 0 < num_bytes <= self._max_bytes:
+            return None
+        self.raw = bytearray(num_bytes)
+        return [memoryview(self.raw)]
+
+    def arrived(self, index: int, header: bytes, digest: int | None) -> None:
+        self._is_here = True
+        self.header, self.digest = header, digest
+        self._answers.put(self)
+
+    def refused(self, index: int, why: str) -> None:
+        self.problem = why or "it was refused"
+        self._answers.put(self)
 
 
 class FetchRpc:
@@ -82,7 +284,7 @@ class FetchRpc:
         """Add a callback for lost links, valid until the next generation begins."""
         self._on_lost = [*self._on_lost, told]
 
-    def meet(self, places: list[NodeAddress]) -> None:
+    def meet(self, places: Sequence[NodeAddress]) -> None:
         with self._lock:
             self._places.update({place.node_id: place for place in places})
 
@@ -144,14 +346,10 @@ class FetchRpc:
         match body:
             case t.FetchPeers():
                 self.meet(body.places)
-            case t.GetMirror():
-                self._give_mirror(asker, body)
-            case t.GetShardHeader():
-                self._give_head(asker, body)
+            case t.GetMirror() | t.GetShardHeader() | t.GetBlock():
+                self._give(asker, body)
             case t.GetPieces():
                 self._give_pieces(asker, body)
-            case t.GetBlock():
-                self._give_unit(asker, body)
             case t.RebuildBlock():
                 self._have_rebuilt(asker, body)
             case _:
@@ -179,21 +377,22 @@ class FetchRpc:
         for told in self._on_lost:
             told(node_id, why)
 
-    def _give_mirror(self, asker: str, ask: t.GetMirror) -> None:
+    def _give(self, asker: str, ask: t.GetMirror | t.GetShardHeader | t.GetBlock) -> None:
         try:
-            parts = self._serving(ask).mirror(ask)
+            frame = self._data_for(ask)
         except (LayoutUnknown, SnapshotCorrupt) as error:
             self.refuse(asker, ask, 0, error)
         else:
-            self.tell(asker, OutgoingFrame(t.FetchData(ask.request, 0), parts, digest_of(parts)))
+            self.tell(asker, frame)
 
-    def _give_head(self, asker: str, ask: t.GetShardHeader) -> None:
-        try:
-            parts = self._serving(ask).head(ask)
-        except (LayoutUnknown, SnapshotCorrupt) as error:
-            self.refuse(asker, ask, 0, error)
-        else:
-            self.tell(asker, OutgoingFrame(t.FetchData(ask.request, 0), parts, digest_of(parts)))
+    def _data_for(self, ask: t.GetMirror | t.GetShardHeader | t.GetBlock) -> OutgoingFrame:
+        served = self._serving(ask)
+        if isinstance(ask, t.GetBlock):
+            # The header of the fragment contains the digest.
+            header, views = served.unit(ask)
+            return OutgoingFrame(t.FetchData(ask.request, 0, header), views)
+        parts = served.mirror(ask) if isinstance(ask, t.GetMirror) else served.head(ask)
+        return OutgoingFrame(t.FetchData(ask.request, 0), parts, digest_of(parts))
 
     def _give_pieces(self, asker: str, ask: t.GetPieces) -> None:
         digests = memoryview(ask.digests).cast("Q")
@@ -206,14 +405,6 @@ class FetchRpc:
                 self.refuse(asker, ask, index, error)
             else:
                 self.tell(asker, OutgoingFrame(t.FetchData(ask.request, index), [found], digest))
-
-    def _give_unit(self, asker: str, ask: t.GetBlock) -> None:
-        try:
-            header, views = self._serving(ask).unit(ask)
-        except (LayoutUnknown, SnapshotCorrupt) as error:
-            self.refuse(asker, ask, 0, error)
-        else:
-            self.tell(asker, OutgoingFrame(t.FetchData(ask.request, 0, header), views))
 
     def _have_rebuilt(self, asker: str, ask: t.RebuildBlock) -> None:
         rebuild = self.rebuild

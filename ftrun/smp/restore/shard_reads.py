@@ -1,10 +1,13 @@
-"""Answers workers of a new world that read shards of the previous one from other nodes.
+"""Answers workers of a new world that read shards of the previous one.
 
-Runs in:  the SMP: requests arrive in the server thread; a job lane for each local rank does the
-          work.
-Takes in: FetchShardHeaders and FetchPieces.
-Gives:    memfds with just the requested bytes, which the SMP does not keep; or a refusal with its
-          reason.
+Runs in:  the SMP: requests arrive in the server thread; a job lane for each local rank reads from
+          other nodes.
+Takes in: OpenShards for the shards of this node; FetchShardHeaders and FetchPieces for others.
+Gives:    one read-only descriptor for each rank of the previous world whose shard is on this node;
+          memfds with just the requested bytes of others, which the SMP does not keep; or a refusal.
+
+The arenas of the previous world stay until the first version of the new world is committed. No
+process writes to them until then, because workers of the new world have arenas of their own.
 """
 
 import os
@@ -16,11 +19,15 @@ from ftrun.errors import FtrunError, LayoutUnknown
 from ftrun.ids import Rank, version
 from ftrun.smp.client import Requester
 from ftrun.smp.jobs import Finish, JobLanes
+from ftrun.smp.memory.arenas import ArenaStore
 from ftrun.smp.restore.previous_world import PreviousWorldShards
 from ftrun.snapshot.shard_header import pack_head
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import worker as worker_messages
+
+MOST_IMAGES = 250
+"""Slightly below the number of descriptors that one message can carry."""
 
 MAX_HEADS = 200
 """Limit of descriptors per answer."""
@@ -28,6 +35,7 @@ MAX_HEADS = 200
 MAX_BYTES = 64 << 20
 """Limit of one answer with more than one piece."""
 
+_READ_ONLY = os.O_RDONLY | os.O_CLOEXEC
 _BUG = messages.Refused("a bug in ftrun; the SMP's log has it")
 Body = worker_messages.FetchShardHeaders | worker_messages.FetchPieces
 Work = Callable[[], tuple[messages.AnyMessage, list[int]]]
@@ -43,7 +51,7 @@ class ShardReads:
     def begin(self, shards: PreviousWorldShards | None) -> None:
         """Serve these shards from now on, and cancel running requests."""
         if self._shards is not None:
-            self._shards.cancel()
+            self._shards.fetch.cancel()
         self._shards = shards
 
     def ask(self, asker: Requester, body: Body) -> None:
@@ -64,6 +72,28 @@ class ShardReads:
             partial(_answered, work, asker),
             failed=partial(asker.tell, _BUG),
         )
+
+
+def open_images(memory: ArenaStore, asker: Requester, body: worker_messages.OpenShards) -> None:
+    """Answer with the shards of the version on this node; shards on other nodes are left out."""
+    wanted = version(body.generation, body.step)
+    found: dict[Rank, int] = {}
+    for arena in memory.all():
+        if arena.shape.world_size == body.world_size and arena.holds(wanted):
+            found[Rank(arena.shape.rank)] = arena.fd
+    if len(found) > MOST_IMAGES:
+        asker.tell(
+            messages.Refused(f"{len(found)} shards on one node; {MOST_IMAGES} can be opened")
+        )
+        return
+    fds: list[int] = []
+    try:
+        # Opening the files again gives file descriptions of their own, which can be read-only.
+        fds.extend(os.open(f"/proc/self/fd/{fd}", _READ_ONLY) for fd in found.values())
+        asker.tell(worker_messages.ShardsOpened(list(found)), fds=tuple(fds))
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 def _answered(work: Work, asker: Requester) -> Finish:

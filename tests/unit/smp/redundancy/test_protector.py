@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ftrun.ids import Rank, RunId, version
+from ftrun.ids import Rank, version
 from ftrun.smp.memory.parity_store import ParityStore, make_vault
 from ftrun.smp.redundancy.exchange import ProtectorTools
 from ftrun.smp.redundancy.group import LocalGroup
@@ -56,12 +56,17 @@ class Made:
         shards = SimpleNamespace(manifest=lambda ranks: NodeManifest([]))
         maps: Any = SimpleNamespace(hold=lambda fds, wanted: shards)
         exchange: Any = None
-        self.protector = Protector(
-            RunId("run"),
-            ProtectorTools(self.links, self.vaults, jobs, maps, codecs, exchange),
+        tools = ProtectorTools(
+            run=0,
+            peers=self.links,
+            vaults=self.vaults,
+            jobs=jobs,
+            maps=maps,
+            codecs=codecs,
             tell_agent=lambda body, **_: self.ready.append(body),
-            corrupt=lambda *_: False,
+            exchange=exchange,
         )
+        self.protector = Protector(tools, corrupt=lambda *_: False)
         self.protector.begin(GROUP)
 
     def keep(self, *, is_whole: bool) -> ParityRegion:

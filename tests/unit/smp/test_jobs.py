@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from ftrun.smp.calm import calm_thread, calmly
+from ftrun.smp.jobs import calm_thread, calmly
 
 
 def niceness() -> int:

@@ -1,0 +1,498 @@
+"""A restore of one node out of the memory of others, over links that deliver at once."""
+
+import select
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from threading import Lock
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import xxhash
+
+from ftrun import clock
+from ftrun.errors import FetchFailed, LayoutUnknown, SnapshotCorrupt
+from ftrun.ids import Generation, Rank, Version, version
+from ftrun.smp.jobs import JobLanes
+from ftrun.smp.link_rules import FETCH
+from ftrun.smp.memory.arenas import ArenaStore, create
+from ftrun.smp.memory.parity_store import ParityStore, make_vault
+from ftrun.smp.memory.sealed_shards import ArenaMappings
+from ftrun.smp.peer_link import OutgoingFrame
+from ftrun.smp.redundancy.mirror import mirror_parts
+from ftrun.smp.restore.fetch import Fetch
+from ftrun.smp.restore.previous_world import PreviousWorld, PreviousWorldShards
+from ftrun.smp.restore.restore_server import RestoreServer
+from ftrun.smp.restore.restores import RestoreCoordinator
+from ftrun.smp.restore.rpc import FetchRpc
+from ftrun.smp.waits import Runner
+from ftrun.snapshot.layout import CopyTiming, Layout, LayoutEntry, make_layout
+from ftrun.snapshot.redundancy import (
+    NodeRedundancy,
+    PieceRun,
+    RankRedundancy,
+    ReplicatedPieces,
+)
+from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.messages import worker as worker_messages
+from ftrun.wire.messages.smp import GroupMember, NodeAddress, PreviousGroup
+from ftrun.wire.shared_memory.arena import Arena, ArenaShape, SlotHeader, SlotState, table_digest
+from ftrun.wire.shared_memory.parity_region import ParityRecord, ParityRegionState
+
+WANTED = version(1, 4)
+GENERATION = Generation(2)
+PATIENCE_S = 0.3
+WAIT_S = 30.0
+
+
+def layout_of() -> Layout:
+    entries = [
+        LayoutEntry(name, "F32", (64, 64), CopyTiming.BOUNDARY, 0) for name in ("one", "two")
+    ]
+    return make_layout(entries, plain_bytes=0)
+
+
+def image_of(layout: Layout, seed: int) -> bytes:
+    """Noise that two ranks share in their first tensor."""
+    data = bytearray()
+    for at, piece in enumerate(layout.pieces):
+        word = xxhash.xxh3_64_digest(f"{at} {seed if at else 0}".encode())
+        data += (word * (piece.num_bytes // 8 + 1))[: piece.num_bytes]
+    return layout.header + bytes(data)
+
+
+def seal(rank: int, image: bytes, layout: Layout, wanted: Version) -> int:
+    """The descriptor of an arena with a sealed slot."""
+    start, pieces = len(layout.header), layout.pieces
+    layout_id = xxhash.xxh3_64_intdigest(layout.header)
+    fd = create(ArenaShape(rank, 2, len(image), len(pieces), layout_id))
+    arena = Arena(fd, writable=True)
+    arena.image(0)[:] = image
+    table = arena.table(0)
+    for at, piece in enumerate(pieces):
+        begin = start + piece.offset
+        table[at] = xxhash.xxh3_64_intdigest(image[begin : begin + piece.num_bytes])
+    digest = table_digest(table)
+    header = (wanted.generation, wanted.step, len(image), digest, clock.now_ns())
+    arena.write_header(0, SlotHeader(SlotState.SEALED, *header))
+    arena.close()
+    return fd
+
+
+@dataclass
+class Net:
+    """Delivers each frame at once, in the thread of its sender."""
+
+    nodes: dict[str, "Node"] = field(default_factory=dict)
+    dead: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Link:
+    """One direction between two nodes; a dead node takes a frame and says nothing."""
+
+    net: Net
+    sender: str
+    to: str
+    is_connected: bool = True
+
+    def tell(self, frame: OutgoingFrame) -> None:
+        if self.to in self.net.dead:
+            return
+        raw = b"".join(frame.raw)
+        envelope: Any = SimpleNamespace(
+            body=frame.body, raw_bytes=len(raw), raw_digest=frame.raw_digest
+        )
+
+        def receive(_: Any, room: Any) -> bool:
+            at = 0
+            for view in room or ():
+                view[:] = raw[at : at + len(view)]
+                at += len(view)
+            return True
+
+        source: Any = SimpleNamespace(
+            node_id=self.sender, socket=SimpleNamespace(receive_raw=receive)
+        )
+        self.net.nodes[self.to].rpc.received(source, envelope)
+
+
+class Node:
+    """One SMP's part in a restore."""
+
+    def __init__(self, net: Net, node_id: str, ranks: list[int]) -> None:
+        self.net = net
+        self.address = NodeAddress(node_id, 1, "host", 1, ranks)
+        self.links: dict[str, Link] = {}
+        self.jobs, self.memory, self.vaults = JobLanes(), ArenaStore(), ParityStore()
+        self.told: list[Any] = []
+        self.rpc = FetchRpc(self, set_aside=lambda *_: None, runner=Runner())  # type: ignore[arg-type]
+        self.is_here = 0
+        self.restores = RestoreCoordinator(
+            self.memory,
+            self.rpc,
+            self.jobs,
+            tell_agent=lambda body, *, fds=(): self.told.append(body),
+            here=self.come,
+        )
+        net.nodes[node_id] = self
+
+    def come(self) -> None:
+        self.is_here += 1
+
+    def link(self, place: NodeAddress, purpose: str) -> Link:
+        assert purpose == FETCH
+        return self.links.setdefault(
+            place.node_id, Link(self.net, self.address.node_id, place.node_id)
+        )
+
+    def find(self, node_id: str, purpose: str) -> Link | None:
+        return self.links.get(node_id)
+
+    def hold(self, rank: int, image: bytes, layout: Layout) -> None:
+        self.memory.add(seal(rank, image, layout, WANTED), Generation(1))
+
+    def serve(self) -> RestoreServer:
+        fds = {rank: [arena.fd for arena in self.memory.of(rank)] for rank in self.memory.ranks}
+        served = RestoreServer(7, WANTED, maps=ArenaMappings(), fds=fds, vaults=self.vaults)
+        self.rpc.begin(served, None, self.address)
+        return served
+
+    def begin(self, ranks: list[int], groups: list[PreviousGroup]) -> None:
+        body = smp_messages.BeginGeneration(
+            GENERATION,
+            2,
+            ranks,
+            node_id=self.address.node_id,
+            group=[self.address],
+            restored=(WANTED.generation, WANTED.step),
+            restore_from=groups,
+            patience_s=PATIENCE_S,
+        )
+        self.restores.begin(body, WANTED, self.address)
+
+    def wait(self, *kinds: type[Any]) -> Any:
+        """The first of these messages; what the fetch has found is handled here."""
+        end_s = clock.now_s() + WAIT_S
+        while clock.now_s() < end_s:
+            for body in self.told:
+                if isinstance(body, kinds):
+                    return body
+            if select.select([self.jobs], [], [], 1.0)[0]:
+                self.jobs.finish()
+        raise AssertionError(f"{kinds} does not come; told: {self.told}")
+
+    def outcome(self) -> Any:
+        return self.wait(smp_messages.RestoreReady, smp_messages.RestoreFailed)
+
+    def image(self, rank: int) -> bytes:
+        (held,) = self.memory.of(Rank(rank))
+        assert held.holds(WANTED)
+        arena = Arena(held.fd, writable=False)
+        slot = arena.find(WANTED)
+        assert slot is not None
+        found = bytes(arena.image(slot))
+        arena.close()
+        return found
+
+    def free(self) -> None:
+        self.restores.stop()
+        self.rpc.begin(None, None)
+        self.vaults.free()
+        self.memory.free()
+
+
+@pytest.fixture
+def net() -> Iterator[Net]:
+    made = Net()
+    yield made
+    for node in made.nodes.values():
+        node.free()
+
+
+def group_of(*nodes: Node, parity: int = 0) -> PreviousGroup:
+    return PreviousGroup([node.address for node in nodes], parity, WANTED.generation)
+
+
+# --- whole slots ------------------------------------------------------------------------------
+
+
+def test_a_slot_is_copied_from_the_node_that_holds_it(net: Net) -> None:
+    layout = layout_of()
+    image = image_of(layout, 1)
+    own, other = Node(net, "own", [1]), Node(net, "other", [0])
+    other.hold(0, image, layout)
+    own.serve(), other.serve()
+    own.begin([0], [group_of(other)])
+    assert isinstance(own.outcome(), smp_messages.RestoreReady)
+    assert own.image(0) == image
+    assert worker_messages.ArenaGranted in {type(body) for body in own.told}
+    assert own.is_here == 1
+
+
+def test_a_silent_holder_is_given_up_and_named(net: Net) -> None:
+    own, other = Node(net, "own", [1]), Node(net, "other", [0])
+    own.serve()
+    net.dead.add("other")
+    own.begin([0], [group_of(other)])
+    failed = own.outcome()
+    assert isinstance(failed, smp_messages.RestoreFailed)
+    assert "rank 0" in failed.why
+    assert "other: silent for 0 s" in failed.why
+    assert not failed.is_link
+
+
+def test_a_lost_link_is_the_reason_that_is_reported(net: Net) -> None:
+    own, other = Node(net, "own", [1]), Node(net, "other", [0])
+    own.serve()
+    net.dead.add("other")
+    own.begin([0], [group_of(other)])
+    own.rpc.lost("other", "its link broke")
+    failed = own.outcome()
+    assert isinstance(failed, smp_messages.RestoreFailed)
+    assert "other: " in failed.why
+    assert failed.is_link
+
+
+def test_a_rank_that_no_group_protected_is_refused_by_name(net: Net) -> None:
+    own, other = Node(net, "own", [1]), Node(net, "other", [0])
+    own.serve(), other.serve()
+    own.begin([1], [group_of(other)])
+    failed = own.outcome()
+    assert isinstance(failed, smp_messages.RestoreFailed)
+    assert "ranks [1]" in failed.why
+
+
+def test_a_cancelled_restore_reports_nothing(net: Net) -> None:
+    own, other = Node(net, "own", [1]), Node(net, "other", [0])
+    own.serve()
+    net.dead.add("other")
+    own.begin([0], [group_of(other)])
+    own.restores.cancel()
+    end_s = clock.now_s() + 3 * PATIENCE_S
+    while clock.now_s() < end_s:
+        if select.select([own.jobs], [], [], 0.05)[0]:
+            own.jobs.finish()
+    assert not own.told
+
+
+# --- a lost node ------------------------------------------------------------------------------
+
+
+class Lost:
+    """Node `lost` held rank 0, and the next node of its group has its mirror."""
+
+    def __init__(self, net: Net, *, replicated: bool) -> None:
+        self.layout = layout_of()
+        self.image = image_of(self.layout, 1)
+        self.lost, self.keeper = Node(net, "lost", [0]), Node(net, "keeper", [1])
+        self.own = Node(net, "own", [])
+        self.lost.hold(0, self.image, self.layout)
+        self.keeper.hold(1, image_of(self.layout, 2), self.layout)
+        count = len(self.layout.pieces)
+        shared = 1 if replicated else 0
+        mirrored = [PieceRun(shared, count - shared)]
+        copies = [ReplicatedPieces(0, [PieceRun(0, 1)])] if replicated else []
+        self.plan = NodeRedundancy([RankRedundancy(0, mirrored, [], copies)], 1 << 20, 0)
+        served = self.lost.serve()
+        self.parts = mirror_parts(served.shards, self.record(0, self.plan))
+        self.keep_mirror(b"".join(self.parts))
+        net.dead.add("lost")
+
+    def record(self, place: int, plan: NodeRedundancy) -> ParityRecord:
+        return ParityRecord(
+            generation=WANTED.generation,
+            step=WANTED.step,
+            world_size=2,
+            protected_in=WANTED.generation,
+            members=[GroupMember("lost", [0]), GroupMember("keeper", [1])],
+            parity=1,
+            place=place,
+            block_bytes=4096,
+            coded_bytes=[0, 0],
+            own=plan,
+            holders=[[0, 1]],
+            mirrors=[(1 - place, 1 << 20)],
+            num_rows=0,
+        )
+
+    def keep_mirror(self, raw: bytes) -> None:
+        record = self.record(1, NodeRedundancy([RankRedundancy(1, [], [], [])], 0, 0))
+        vault, slot = make_vault(record), self.keeper.vaults.free_slot()
+        self.keeper.vaults.put(slot, vault)
+        vault.begin(record)
+        vault.mirror_room(0)[: len(raw)] = raw
+        vault.keep_mirror(0, len(raw), xxhash.xxh3_64_intdigest(raw))
+        vault.mark(ParityRegionState.COMPLETE)
+
+    def begin(self) -> None:
+        gone = NodeAddress("lost", 1, "host", 0, [0])
+        nodes = [gone, self.keeper.address]
+        self.own.serve(), self.keeper.serve()
+        self.own.begin([0], [PreviousGroup(nodes, 1, WANTED.generation)])
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_a_lost_slot_comes_from_its_mirror_and_from_replicas(net: Net, replicated: bool) -> None:
+    made = Lost(net, replicated=replicated)
+    made.begin()
+    assert isinstance(made.own.outcome(), smp_messages.RestoreReady)
+    assert made.own.image(0) == made.image
+
+
+def test_a_mirror_of_other_contents_is_refused(net: Net) -> None:
+    made = Lost(net, replicated=False)
+    made.keeper.vaults.free()
+    made.keeper.vaults = ParityStore()
+    made.keep_mirror(b"".join(made.parts)[:-1])
+    made.begin()
+    failed = made.own.outcome()
+    assert isinstance(failed, smp_messages.RestoreFailed)
+    assert "rank 0 of node lost" in failed.why
+    assert "its small state cannot be had (keeper: a mirror of " in failed.why
+    assert "gone: lost" in failed.why
+
+
+def test_a_replica_that_no_node_has_is_named(net: Net) -> None:
+    made = Lost(net, replicated=True)
+    made.keeper.memory.free()
+    made.begin()
+    failed = made.own.outcome()
+    assert isinstance(failed, smp_messages.RestoreFailed)
+    assert "bytes that other nodes had too cannot be had (keeper: no piece" in failed.why
+
+
+# --- pieces for another world --------------------------------------------------------------------
+
+
+def shards_of(made: Lost) -> PreviousWorldShards:
+    served = made.own.serve()
+    made.keeper.serve()
+    nodes = [NodeAddress("lost", 1, "host", 0, [0]), made.keeper.address]
+    groups = [PreviousGroup(nodes, 1, WANTED.generation)]
+    fetch = Fetch(made.own.rpc, patience_s=PATIENCE_S)
+    world = PreviousWorld(WANTED, groups, made.own.address, "own")
+    return PreviousWorldShards(world, fetch, served, None)
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_pieces_of_a_lost_shard_come_from_its_mirror_and_replicas(
+    net: Net, replicated: bool
+) -> None:
+    made = Lost(net, replicated=replicated)
+    shards = shards_of(made)
+    assert bytes(shards.head(Rank(0)).header) == made.layout.header
+    out = memoryview(bytearray(made.layout.data_bytes))
+    shards.read([(Rank(0), at) for at in range(len(made.layout.pieces))], out)
+    assert bytes(out) == made.image[len(made.layout.header) :]
+
+
+def test_a_piece_that_no_node_has_is_named_with_the_nodes_that_are_gone(net: Net) -> None:
+    made = Lost(net, replicated=True)
+    made.keeper.memory.free()
+    shards = shards_of(made)
+    out = memoryview(bytearray(made.layout.pieces[0].num_bytes))
+    with pytest.raises(LayoutUnknown, match=r"piece 0 of rank 0, .*nodes that are gone: lost"):
+        shards.read([(Rank(0), 0)], out)
+
+
+def test_a_cancelled_read_ends(net: Net) -> None:
+    made = Lost(net, replicated=True)
+    shards = shards_of(made)
+    shards.head(Rank(0))
+    shards.fetch.cancel()
+    out = memoryview(bytearray(made.layout.pieces[0].num_bytes))
+    with pytest.raises(FetchFailed, match="a generation begins"):
+        shards.read([(Rank(0), 0)], out)
+
+
+# --- a load that several nodes share ------------------------------------------------------------
+
+
+class Load:
+    """Two pieces; the other node of the group was to read them."""
+
+    def __init__(self, raws: list[bytes]) -> None:
+        self.version = WANTED
+        self.ranks = [Rank(0)]
+        self.lock = Lock()
+        self.raws = raws
+        self.rooms = [bytearray(len(raw)) for raw in raws]
+        self.left = {(0, at): 1 for at in range(len(raws))}
+        self.is_whole = False
+        self.num_read = 0
+        self.read: list[tuple[int, int]] = []
+
+    def find(self, digest: int) -> memoryview:
+        raise LayoutUnknown("not here")
+
+    def room(self, place: tuple[int, int]) -> memoryview:
+        return memoryview(self.rooms[place[1]])
+
+    def digest(self, place: tuple[int, int]) -> int:
+        return xxhash.xxh3_64_intdigest(self.raws[place[1]])
+
+    def took(self, place: tuple[int, int]) -> None:
+        if bytes(self.rooms[place[1]]) != self.raws[place[1]]:
+            raise SnapshotCorrupt(what="a piece", piece=place[1], pieces=len(self.raws))
+        self.left.pop(place, None)
+
+    def read_too(self, places: list[tuple[int, int]]) -> None:
+        for place in places:
+            self.rooms[place[1]][:] = self.raws[place[1]]
+            self.read.append(place)
+            self.took(place)
+
+    def seal(self) -> None:
+        assert not self.left
+        self.is_whole = True
+
+
+def begin_load(net: Net, load: Any) -> Node:
+    own, other = Node(net, "own", [0]), Node(net, "other", [1])
+    layout = layout_of()
+    other.hold(1, image_of(layout, 1), layout)
+    own.serve(), other.serve()
+    own.restores.share(load)
+    own.begin([0], [group_of(own, other)])
+    return own
+
+
+def piece_of(at: int) -> bytes:
+    layout = layout_of()
+    start, piece = len(layout.header), layout.pieces[at]
+    image = image_of(layout, 1)
+    return image[start + piece.offset : start + piece.offset + piece.num_bytes]
+
+
+def test_pieces_that_another_node_has_read_are_not_read_again(net: Net) -> None:
+    load = Load([piece_of(0), piece_of(1)])
+    own = begin_load(net, load)
+    assert isinstance(own.outcome(), smp_messages.RestoreReady)
+    assert load.is_whole
+    assert not load.read
+
+
+def test_what_the_other_node_does_not_have_is_read_from_storage(net: Net) -> None:
+    load = Load([piece_of(0), b"a piece that no node has"])
+    own = begin_load(net, load)
+    assert isinstance(own.outcome(), smp_messages.RestoreReady)
+    assert load.read == [(0, 1)]
+    notice = own.wait(smp_messages.SmpNotice)
+    assert notice.kind == "source_set_aside"
+    assert "1 pieces" in notice.why
+    assert "other: no piece with this digest is here" in notice.why
+
+
+def test_a_load_that_storage_does_not_complete_fails_without_blaming_links(net: Net) -> None:
+    load = Load([b"a piece that no node has"])
+
+    def fail(places: Any) -> None:
+        raise OSError("the disk is gone")
+
+    load.read_too = fail  # type: ignore[method-assign]
+    own = begin_load(net, load)
+    own.rpc.lost("other", "its link broke")
+    failed = own.outcome()
+    assert isinstance(failed, smp_messages.RestoreFailed)
+    assert (failed.why, failed.is_link) == ("the disk is gone", False)
