@@ -322,7 +322,7 @@ class Session(Loops):
             }
             for name in self._waiting.keys() & self._feeds.keys():
                 self._feeds[name].load_state(self._waiting.pop(name))
-            self._leave_out(context.skip_batches)
+            self._leave_out(context.launch.skip_batches)
         protection.begin(self._own_state)
         protection.put_back_random_states()
 
@@ -451,7 +451,7 @@ class Session(Loops):
         feed = self._feeds["loader"] = DataPosition("loader", loader)
         if "loader" in self._waiting:
             feed.load_state(self._waiting.pop("loader"))
-            feed.leave_out(self._context.skip_batches if self._context is not None else 0)
+            feed.leave_out(self._context.launch.skip_batches if self._context is not None else 0)
         self._warn_of(feed)
         return feed
 

@@ -15,10 +15,11 @@ import contextlib
 import os
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 from ftrun import clock
 from ftrun.errors import LayoutUnknown, MemoryTooSmall, PeerError, PeerTimeout, ProtocolError
-from ftrun.ids import Rank, Version
+from ftrun.ids import Incarnation, Rank, Version
 from ftrun.wire.messages.envelope import AnyMessage, Done, Hello, Refused
 from ftrun.wire.messages.worker import (
     ArenaGranted,
@@ -252,14 +253,14 @@ class WorkerSmpClient:
         if self._channel is None:
             context = self._context
             self._channel = connect(
-                context.smp_socket,
+                Path(context.launch.smp_socket),
                 run_id=context.run_id,
                 peer="the SMP",
                 hello=Hello(role="worker", pid=os.getpid(), rank=context.rank),
                 deadline_s=_CONNECT_S,
             )
             self._channel.generation = context.generation
-            self._channel.incarnation = context.incarnation
+            self._channel.incarnation = Incarnation(context.generation)
         return self._channel
 
     def _drop(self) -> None:

@@ -28,7 +28,7 @@ from ftrun.agent.snapshots.stub_link import StubClient
 from ftrun.agent.snapshots.topology import begin_generation, claim_of, load_order
 from ftrun.config import RunSpec
 from ftrun.errors import DirectoryTaken, PeerError, SnapshotError
-from ftrun.ids import Version, version
+from ftrun.ids import Generation, Rank, Version, version
 from ftrun.journal import Journal
 from ftrun.network.detect.rail_variables import env_for
 from ftrun.network.detect.rails import match_rails, rails_of_node
@@ -36,6 +36,7 @@ from ftrun.urls import without_password
 from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.cluster.heartbeats import RestartTimes
 from ftrun.wire.crash_points import crash_point
+from ftrun.wire.messages.worker import LaunchRequest
 from ftrun.wire.shared_memory.pages import HeartbeatField
 
 _log = logging.getLogger(__name__)
@@ -164,11 +165,10 @@ class GenerationRunner:
         resized = bool(self._old_world_size)
         self.repeats.prepare(plan, ranks, self._restored, resized=resized)
         self._workers.prepare(
-            plan,
+            self._launch_request(plan),
             ranks,
-            self._restored,
-            old_world_size=self._old_world_size,
-            roads=_road_variables(plan, self._node_id),
+            kept=plan.committed,
+            rails=_road_variables(plan, self._node_id),
         )
         self.tell_smp()
         crash_point("agent.restart.smp_told")
@@ -277,6 +277,20 @@ class GenerationRunner:
             total_s=total_s,
             restore_s=phases_s["restore"],
             first_step_s=phases_s["first_step"],
+        )
+
+    def _launch_request(self, plan: GenerationPlan) -> LaunchRequest:
+        """The request for all ranks of this node; `WorkerGroup` completes it for each rank."""
+        return LaunchRequest(
+            generation=Generation(plan.generation),
+            rank=Rank(-1),
+            world_size=plan.world_size,
+            agent_pid=os.getpid(),
+            smp_socket=str(self._smp.folder.smp_socket),
+            restore=self._restored,
+            restore_world_size=self._old_world_size,
+            skip_batches=plan.skip_batches if self._restored is not None else 0,
+            snapshot=self._spec.profile.snapshot,
         )
 
     def _restore_point(self, plan: GenerationPlan) -> Version | None:

@@ -13,28 +13,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+import msgspec
+
 from ftrun.agent.launch.process import ChildProcess, python_command, spawn
 from ftrun.agent.launch.zygote_link import ZygoteClient, ZygoteUnavailable
 from ftrun.journal import Journal
-from ftrun.wire import environment as env
-from ftrun.wire.messages.launch_order import LaunchOrder
+from ftrun.wire.messages.worker import LaunchRequest, encode_launch
+from ftrun.wire.run_environment import LAUNCH
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class LaunchSlot:
     """The resources of one rank, prepared before its process exists."""
 
-    rank: int
-    page_fd: int
+    request: LaunchRequest
     page: SharedPage
-    stack_fd: int
-    """A file to which the rank writes its stacks on a signal."""
-    socket: str
-    """Socket over which its flight recorder is read."""
-    arena_fd: int | None
-    variables: dict[str, str]
-    fault_fd: int | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.request.rank
+
+    @property
+    def stack_fd(self) -> int:
+        """Descriptor of the file to which the rank writes its stacks on a signal."""
+        return self.request.descriptors["stack"]
 
 
 @dataclass(slots=True)
@@ -98,7 +101,8 @@ class WorkerStarter:
 
     zygote: ZygoteClient | None
     journal: Journal
-    command_fd: int = -1
+    variables: dict[str, str] = field(default_factory=dict)
+    """Environment variables of all ranks, in addition to torch's."""
     places: dict[int, LaunchSlot] = field(default_factory=dict)
     handles: dict[int, WorkerHandle] = field(default_factory=dict)
 
@@ -115,7 +119,7 @@ class WorkerStarter:
     ) -> WorkerHandle:
         place = self.places[local_rank_id]
         streams = [open(path, "w") if path else None for path in (stdout, stderr)]  # noqa: SIM115
-        variables = {**os.environ, **env, **place.variables}
+        variables = {**os.environ, **env, **self.variables}
         argv = [str(arg) for arg in args]
         child, start = self._start(entrypoint, argv, variables, streams, place, numa_options)
         handle = WorkerHandle(local_rank_id, child, place, start)
@@ -159,15 +163,22 @@ class WorkerStarter:
         streams: Sequence[IO[str] | None],
         place: LaunchSlot,
     ) -> ChildProcess:
-        named = [("stdout", streams[0] or 1), ("stderr", streams[1] or 2)]
-        fds = [at if isinstance(at, int) else at.fileno() for _, at in named]
-        names = [name for name, _ in named]
-        for name, fd in self._descriptors(place):
-            names.append(name)
-            fds.append(fd)
-        module = argv[0] == "-m"
-        order = LaunchOrder(argv[1:] if module else argv, module, variables, os.getcwd(), names)
-        return zygote.launch(order, fds)
+        stdout, stderr = (
+            stream.fileno() if stream is not None else number
+            for stream, number in zip(streams, (1, 2), strict=True)
+        )
+        is_module = argv[0] == "-m"
+        return zygote.launch(
+            msgspec.structs.replace(
+                place.request,
+                start="warm",
+                descriptors={**place.request.descriptors, "stdout": stdout, "stderr": stderr},
+                argv=argv[1:] if is_module else argv,
+                is_module=is_module,
+                variables=variables,
+                cwd=os.getcwd(),
+            )
+        )
 
     def _fresh(
         self,
@@ -183,25 +194,11 @@ class WorkerStarter:
             kind = ["module", *argv[2:]] if argv[1] == "-m" else ["script", *argv[1:]]
         else:
             kind = ["command", entrypoint, *argv]
-        descriptors = self._descriptors(place)
-        variables.update({name: str(fd) for name, fd in descriptors})
         return spawn(
             python_command("ftrun.worker.process.fresh", *kind),
             name=f"rank {place.rank}",
-            variables=variables,
-            pass_fds=[fd for _, fd in descriptors],
+            variables={**variables, LAUNCH: encode_launch(place.request).decode()},
+            pass_fds=list(place.request.descriptors.values()),
             streams=streams,
             new_session=True,
         )
-
-    def _descriptors(self, place: LaunchSlot) -> list[tuple[str, int]]:
-        found = [
-            (env.HEARTBEAT_FD, place.page_fd),
-            (env.COMMAND_FD, self.command_fd),
-            (env.STACK_FD, place.stack_fd),
-        ]
-        if place.arena_fd is not None:
-            found.append((env.ARENA_FD, place.arena_fd))
-        if place.fault_fd is not None:
-            found.append((env.FAULT_FD, place.fault_fd))
-        return found

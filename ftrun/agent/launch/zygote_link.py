@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ftrun import clock
 from ftrun.agent.launch.process import ChildProcess, python_command, spawn
-from ftrun.wire.messages.launch_order import LaunchOrder, encode_order
+from ftrun.wire.messages.worker import LaunchRequest, encode_launch
 
 _log = logging.getLogger(__name__)
 
@@ -83,12 +83,13 @@ class ZygoteClient:
             with contextlib.suppress(OSError):
                 self._control.send(json.dumps({"count": missing}).encode())
 
-    def launch(self, order: LaunchOrder, fds: Sequence[int]) -> ChildProcess:
+    def launch(self, request: LaunchRequest) -> ChildProcess:
         """Turn a standby into a worker.
 
         Raises:
             ZygoteUnavailable: there is no standby, and none came.
         """
+        data, fds = encode_launch(request), list(request.descriptors.values())
         while True:
             standby = self._take()
             if standby.child is None:
@@ -97,7 +98,7 @@ class ZygoteClient:
                 standby.orders.close()
                 continue
             try:
-                socket.send_fds(standby.orders, [encode_order(order)], list(fds))
+                socket.send_fds(standby.orders, [data], fds)
             except OSError:
                 standby.orders.close()
                 continue

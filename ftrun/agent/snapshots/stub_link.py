@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ftrun.agent.snapshots.kept_state import PersistedAgentState, decode_state
-from ftrun.wire.messages.agent_start import AGENT_LOST_S, KEPT_FDS, STUB_SOCKET, decode_numbers
+from ftrun.wire.messages.agent_start import AGENT_LOST_S, RETAINED_FDS, STUB_SOCKET, decode_numbers
 
 
 class StubClient:
@@ -49,7 +49,7 @@ def last_agent_ended_s() -> float | None:
 
 def kept() -> tuple[list[int], PersistedAgentState]:
     """What the stub has retained from the last agent: descriptors, now owned here, and state."""
-    numbers = decode_numbers(os.environ.pop(KEPT_FDS, ""))
+    numbers = decode_numbers(os.environ.pop(RETAINED_FDS, ""))
     if not numbers:
         return [], PersistedAgentState()
     first, *fds = numbers

@@ -25,8 +25,8 @@ from ftrun.linux import (
     name_process,
     offer_to_oom_killer,
 )
-from ftrun.wire import environment as env
-from ftrun.wire.messages.launch_order import LaunchOrder
+from ftrun.wire.messages.worker import decode_launch
+from ftrun.wire.run_environment import LAUNCH
 from ftrun.worker.process import heartbeat
 from ftrun.worker.process import startup as standby
 
@@ -65,17 +65,17 @@ class _InstallingLoader(importlib.abc.Loader):
 def main() -> None:
     kind, argv = sys.argv[1], sys.argv[2:]
     offer_to_oom_killer()
-    die_with_parent(int(os.environ[env.AGENT_PID]))
+    request = decode_launch(os.environ[LAUNCH])
+    die_with_parent(request.agent_pid)
     let_parent_trace()
     if kind == "command":
         os.execvp(argv[0], argv)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     ignore_user_signals()
-    name_process(f"ftrun-rank{os.environ.get('RANK', '')}")
+    name_process(f"ftrun-rank{request.rank}")
     sys.meta_path.insert(0, _AfterTorch())
-    order = LaunchOrder(argv, kind == "module", {}, os.getcwd(), [])
-    standby.run_script(order, start="fresh")
+    standby.run_script(argv, is_module=kind == "module")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import Any
 
 from ftrun import clock
-from ftrun.wire import environment as env
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 from ftrun.worker.context import WorkerContext, worker_context
 from ftrun.worker.process import finite, lease
@@ -56,10 +55,10 @@ def install(*, started_with: dict[str, str]) -> None:
 
     optimizer.register_optimizer_step_post_hook(_after_step(context, started_with))
     lease.install(context)
-    visibility.register_dumper(context.page)
+    visibility.register_dumper(context)
     _time_init_group(context)
     early_restore.begin(context)
-    if env.FAULT_FD in os.environ:
+    if "fault" in context.launch.descriptors:
         from ftrun.worker.process import in_process_faults as inner_faults
 
         inner_faults.install(context)
@@ -85,9 +84,8 @@ def script_begins(now_ns: int) -> None:
         context.page.set(HeartbeatField.STARTED_NS, now_ns)
 
 
-def script_failed(now_ns: int) -> None:
-    context = worker_context()
-    if context is not None and not context.page.get(HeartbeatField.FAILED_NS):
+def script_failed(context: WorkerContext, now_ns: int) -> None:
+    if not context.page.get(HeartbeatField.FAILED_NS):
         context.page.set(HeartbeatField.FAILED_NS, now_ns)
 
 
@@ -151,7 +149,7 @@ def _time_init_group(context: WorkerContext) -> None:
         if not context.page.get(HeartbeatField.INIT_GROUP_NS):
             context.page.set(HeartbeatField.INIT_GROUP_NS, clock.now_ns())
         try:
-            visibility.start_server(context.page)
+            visibility.start_server(context)
         except Exception as error:  # noqa: BLE001 - a bug in ftrun must not end the script
             _log.warning("a bug in ftrun: no flight recorder of this rank", exc_info=error)
         return result

@@ -31,8 +31,8 @@ def report(error: BaseException) -> None:
     context = worker_context()
     if context is not None:
         explain_missing_name(error, context.page)
-    heartbeat.script_failed(clock.now_ns())
-    visibility.dump_calls()
+        heartbeat.script_failed(context, clock.now_ns())
+        visibility.dump_calls(context)
     write_error_file(error, trace)
     if isinstance(error, KeyboardInterrupt) and _ends_in_ftrun(trace):
         return  # the rank waited for the end of the run, so no line of the script was interrupted

@@ -1,7 +1,7 @@
 """Standby: a forked process that waits for a launch request and then becomes a worker.
 
 Runs in:  standby, then worker (the same process).
-Takes in: one `LaunchOrder` from the agent, with descriptors.
+Takes in: one `LaunchRequest` from the agent, with descriptors.
 Gives:    the user's script, run as `python -u script.py` would run it.
 
 A fork lacks parts of the state of a new interpreter, which this module creates: a `__main__` module
@@ -23,11 +23,13 @@ import types
 from importlib.machinery import SourceFileLoader
 from typing import TextIO
 
+import msgspec
+
 from ftrun import clock
 from ftrun.errors import FtrunError
 from ftrun.linux import ignore_user_signals, let_parent_trace, name_process, offer_to_oom_killer
-from ftrun.wire import environment as env
-from ftrun.wire.messages.launch_order import LaunchOrder, decode_order
+from ftrun.wire.messages.worker import LaunchRequest, decode_launch, encode_launch
+from ftrun.wire.run_environment import LAUNCH
 from ftrun.worker.process import heartbeat, script_errors
 
 MAX_ORDER_BYTES = 1 << 20
@@ -37,12 +39,12 @@ _SIGNALS = (
 
 
 def run(orders: socket.socket) -> None:
-    order, fds = _wait(orders)
-    become_worker(order, fds)
-    run_script(order, start="warm")
+    request, fds = _wait(orders)
+    become_worker(request, fds)
+    run_script(request.argv, is_module=request.is_module)
 
 
-def _wait(orders: socket.socket) -> tuple[LaunchOrder, list[int]]:
+def _wait(orders: socket.socket) -> tuple[LaunchRequest, list[int]]:
     os.setsid()
     offer_to_oom_killer()
     let_parent_trace()
@@ -55,7 +57,7 @@ def _wait(orders: socket.socket) -> tuple[LaunchOrder, list[int]]:
     if not data:
         os._exit(0)  # the agent has closed the socket; no user code has run
     orders.close()
-    return decode_order(data), fds
+    return decode_launch(data), fds
 
 
 def _touch() -> None:
@@ -76,24 +78,25 @@ def _touch() -> None:
     gc.collect(0)
 
 
-def become_worker(order: LaunchOrder, fds: list[int]) -> None:
-    for name, fd in zip(order.fd_names, fds, strict=True):
-        if name in ("stdout", "stderr"):
-            os.dup2(fd, 1 if name == "stdout" else 2)
-            os.close(fd)
-        else:
-            order.variables[name] = str(fd)
+def become_worker(request: LaunchRequest, fds: list[int]) -> None:
+    descriptors = dict(zip(request.descriptors, fds, strict=True))
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        fd = descriptors.pop(name)
+        os.dup2(fd, number)
+        os.close(fd)
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     ignore_user_signals()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     started_with = dict(os.environ)
     os.environ.clear()
-    os.environ.update(order.variables)
-    os.chdir(order.cwd)
+    os.environ.update(request.variables)
+    kept = msgspec.structs.replace(request, descriptors=descriptors, argv=[], variables={}, cwd="")
+    os.environ[LAUNCH] = encode_launch(kept).decode()
+    os.chdir(request.cwd)
     _open_streams()
     _reseed()
-    name_process(f"ftrun-rank{order.variables.get('RANK', '')}")
+    name_process(f"ftrun-rank{request.rank}")
     heartbeat.install(started_with=started_with)
 
 
@@ -123,20 +126,14 @@ def _reseed() -> None:
     logging.getLogger().handlers.clear()
 
 
-def run_script(order: LaunchOrder, *, start: str) -> None:
-    """Run the user's program to its end, with the exit code that it would have by itself.
-
-    Args:
-        order: the program and its arguments.
-        start: `warm` or `fresh`, for the script and for status.
-    """
-    os.environ[env.START] = start
+def run_script(argv: list[str], *, is_module: bool) -> None:
+    """Run the user's program to its end, with the exit code that it would have by itself."""
     try:
         heartbeat.script_begins(clock.now_ns())
-        if order.module:
-            _run_module(order.argv)
+        if is_module:
+            _run_module(argv)
         else:
-            _run_file(order.argv)
+            _run_file(argv)
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001 - what the interpreter itself would do

@@ -3,7 +3,7 @@
 Runs in:  a process of its own: `python -u -m ftrun.worker.process.zygote FD AGENT_PID [MODULE
           ...]`, or a fork of the agent that runs this program.
 Takes in: fork orders from the agent on descriptor FD, a SOCK_SEQPACKET socket.
-Gives:    standbys: processes with torch imported that wait for a `LaunchOrder`. Each has its own
+Gives:    standbys: processes with torch imported that wait for a `LaunchRequest`. Each has its own
           socket, so a launch does not pass through the zygote.
 Survives: nothing; standbys and workers do not need the zygote after their fork.
 

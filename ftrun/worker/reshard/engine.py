@@ -90,7 +90,7 @@ def open_resized(
         SnapshotError, PeerError: a shard is missing, or differs from the sealed one.
     """
     assert context.restore is not None
-    old_size = context.restore_world_size or context.world_size
+    old_size = context.restore_world_size
     mesh = ranks_alone(context.world_size) if layout is None else layout.rules.mesh
     images = images_of(context.restore, link, old_size)
     with telling_of_corruption(context):

@@ -54,7 +54,7 @@ def open_ruled(
         RulesMismatch: the version cannot be converted to this layout.
     """
     assert context.restore is not None
-    old_size = context.restore_world_size or context.world_size
+    old_size = context.restore_world_size
     source = images_of(context.restore, link, old_size)
     try:
         with telling_of_corruption(context):

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from ftrun.agent.snapshots.kept_state import PersistedAgentState
-from ftrun.agent.snapshots.stub_link import KEPT_FDS, STUB_SOCKET, StubClient, kept
+from ftrun.agent.snapshots.stub_link import RETAINED_FDS, STUB_SOCKET, StubClient, kept
 from tests.unit.recovery.made import card, plan
 
 # An agent keeps its end of the socket until its process ends; here it is collected before.
@@ -44,7 +44,7 @@ def test_state_and_memory_come_to_the_next_agent_and_to_the_one_after_it(
     names = inherited(stub)
     again = ",".join(str(os.dup(int(fd))) for fd in names.split(","))
     for fds in (names, again):  # an agent that dies before it has said anything
-        monkeypatch.setenv(KEPT_FDS, fds)
+        monkeypatch.setenv(RETAINED_FDS, fds)
         (found,), told = kept()
         assert told == state
         assert os.pread(found, 9, 0) == b"bytes"
@@ -68,5 +68,5 @@ def test_the_same_is_not_sent_twice_and_a_stub_that_is_gone_harms_nobody(
 
 
 def test_nothing_was_kept_for_a_first_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(KEPT_FDS, raising=False)
+    monkeypatch.delenv(RETAINED_FDS, raising=False)
     assert kept() == ([], PersistedAgentState())
