@@ -20,9 +20,8 @@ from typing import Any
 from ftrun import clock
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 from ftrun.worker.context import WorkerContext, worker_context
-from ftrun.worker.process import finite, lease
+from ftrun.worker.process import finite
 from ftrun.worker.process import introspection as visibility
-from ftrun.worker.restore import early_restore, ready_memory
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +44,10 @@ def install(*, started_with: dict[str, str]) -> None:
     Args:
         started_with: the environment with which torch was imported.
     """
+    # A fresh start imports this module before the script imports torch, so nothing here may do so.
+    from ftrun.worker.process import lease
+    from ftrun.worker.restore import early_restore
+
     worker_context.cache_clear()
     context = worker_context()
     if context is None:
@@ -90,6 +93,8 @@ def script_failed(context: WorkerContext, now_ns: int) -> None:
 
 
 def _after_step(context: WorkerContext, started_with: dict[str, str]) -> Callable[..., None]:
+    from ftrun.worker.restore import ready_memory
+
     page = context.page
 
     def after_step(optimizer: Any, *_: Any) -> None:
