@@ -76,6 +76,8 @@ class WorkerGroup:
         self._smp = smp
         self._error_files: dict[int, str] = {}
         self.is_held = False
+        self.awaits_boundary = False
+        """The ranks were asked for a final snapshot, and wait at its boundary."""
         self._stuck: list[ChildProcess] = []
         """Processes that have not ended within `KILL_WAIT_S` of SIGKILL."""
         self._stuck_before: list[tuple[int, int]] = []

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ftrun import clock
-from ftrun.agent.loop import RunLoop
 from ftrun.agent.publish.pulse import blocked_s
+from ftrun.agent.publish.run_view import RunView
 from ftrun.monitor.time_book import DETECTION, PRODUCTIVE, TimeAccounting
 from ftrun.recovery.incidents import Incident
 from ftrun.recovery.lifecycle import LifecycleState
@@ -55,7 +55,7 @@ class RunCounters:
 class RunMetrics:
     """Collects the counters of one agent."""
 
-    def __init__(self, run: RunLoop) -> None:
+    def __init__(self, run: RunView) -> None:
         self._run = run
         self._lock = threading.Lock()
         self._figures = RunCounters()

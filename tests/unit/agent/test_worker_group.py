@@ -113,18 +113,16 @@ told = []
 repeats = SimpleNamespace(warning="")
 generations = SimpleNamespace(number=0, is_member=True, is_alone=True, repeats=repeats,
                               restart_times=lambda now_s: None)
-run = SimpleNamespace(
-    workers=group, smp=group._smp, generations=generations, desk=None,
-    orders=SimpleNamespace(awaits_boundary=False),
-    signals=SimpleNamespace(stops=0, stop_signal=0, leaves=False),
-    caretaker=SimpleNamespace(smp_given_up=""),
-    eyes=SimpleNamespace(p99_s=0.0, views=(), sample=None),
-    brain=SimpleNamespace(tell=lambda here: told.append(here.beat)),
+maintenance = SimpleNamespace(smp_given_up="")
+observer = SimpleNamespace(p99_s=0.0, views=(), sample=None)
+signals = SimpleNamespace(stops=0, stop_signal=0, leaves=False)
+report = NodeReporter(
+    lambda here: told.append(here.beat), Journal(Path("."), who="agent"), group, generations,
+    maintenance, group._smp, observer, signals, is_cluster=False,
 )
-report = NodeReporter(run)
 
 def state():
-    report.tell(now_s=time.monotonic(), is_urgent=False)
+    report.send(is_urgent=False)
     return told[-1].state
 
 found = [state()]
