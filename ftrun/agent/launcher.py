@@ -32,9 +32,8 @@ from ftrun.agent.launch.agent_start import unknown_torch
 from ftrun.agent.launch.generation import GenerationRunner
 from ftrun.agent.launch.process import one_oom_ends_all
 from ftrun.agent.launch.rendezvous import LOOPBACK, StorePool, register
-from ftrun.agent.launch.warm_start import WorkerStarter
+from ftrun.agent.launch.warm_start import WorkerStarter, ZygoteClient
 from ftrun.agent.launch.worker_group import WorkerGroup
-from ftrun.agent.launch.zygote_link import ZygoteClient
 from ftrun.agent.loop import RunLoop, RunSignals
 from ftrun.agent.maintenance import ChildExits, Maintenance
 from ftrun.agent.observe.node_check import NodeCheck
@@ -42,9 +41,8 @@ from ftrun.agent.observe.ranks import RankObserver
 from ftrun.agent.publish.control_server import ControlServer
 from ftrun.agent.publish.observers import Observers
 from ftrun.agent.report import NodeReporter
-from ftrun.agent.snapshots.kept_state import PersistedAgentState
+from ftrun.agent.snapshots.retained_memory import PersistedAgentState, StubClient
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
-from ftrun.agent.snapshots.stub_link import StubClient
 from ftrun.config import RunSpec
 from ftrun.errors import PeerError, UsageError
 from ftrun.journal import Journal

@@ -15,9 +15,8 @@ from ftrun.agent.journal_words import fields_of
 from ftrun.agent.launch.generation import GenerationRunner
 from ftrun.agent.launch.process import ChildProcess, reap_strangers
 from ftrun.agent.launch.rendezvous import StorePool
-from ftrun.agent.launch.warm_start import WorkerStarter
+from ftrun.agent.launch.warm_start import WorkerStarter, ZygoteClient
 from ftrun.agent.launch.worker_group import WorkerGroup
-from ftrun.agent.launch.zygote_link import ZygoteClient
 from ftrun.agent.snapshots.smp_client import CHECKPOINT_WAIT_S, AgentSmpClient
 from ftrun.config import RunSpec
 from ftrun.errors import PeerError

@@ -31,9 +31,8 @@ from ftrun.agent.cluster.witness_thread import WitnessClient
 from ftrun.agent.launch.rendezvous import LOOPBACK
 from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.observe.node_check import NodeCheck
-from ftrun.agent.snapshots.kept_state import PersistedAgentState
+from ftrun.agent.snapshots.retained_memory import PersistedAgentState, last_agent_ended_s
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
-from ftrun.agent.snapshots.stub_link import last_agent_ended_s
 from ftrun.config import NodesSpec, RunSpec
 from ftrun.errors import AddressTaken, PeerError, PeerLost, UsageError
 from ftrun.monitor.deadlines import HangSettings

@@ -21,11 +21,9 @@ from ftrun.agent.announcements import Announcements
 from ftrun.agent.launch.elastic import FtrunElasticAgent
 from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.observe.repeated_steps import RepeatedSteps
-from ftrun.agent.snapshots.kept_state import PersistedAgentState
-from ftrun.agent.snapshots.resume import sources_of
+from ftrun.agent.snapshots.retained_memory import PersistedAgentState, StubClient
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
-from ftrun.agent.snapshots.stub_link import StubClient
-from ftrun.agent.snapshots.topology import begin_generation, claim_of, load_order
+from ftrun.agent.snapshots.topology import begin_generation, claim_of, load_order, sources_of
 from ftrun.config import RunSpec
 from ftrun.errors import DirectoryTaken, PeerError, SnapshotError
 from ftrun.ids import Generation, Rank, Version, version

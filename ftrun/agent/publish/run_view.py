@@ -8,8 +8,8 @@ from typing import Protocol
 from ftrun.agent.cluster.control_loop import ControlLoop
 from ftrun.agent.cluster.rpc import ClusterRpc
 from ftrun.agent.launch.generation import GenerationRunner
+from ftrun.agent.launch.warm_start import ZygoteClient
 from ftrun.agent.launch.worker_group import WorkerGroup
-from ftrun.agent.launch.zygote_link import ZygoteClient
 from ftrun.agent.maintenance import Maintenance
 from ftrun.agent.observe.ranks import RankObserver
 from ftrun.agent.snapshots.smp_client import AgentSmpClient

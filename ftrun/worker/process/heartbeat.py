@@ -12,15 +12,16 @@ the fake step by which get_state_dict fills a fresh optimizer; that one is not c
 
 import functools
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from ftrun import clock
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 from ftrun.worker.context import WorkerContext, worker_context
-from ftrun.worker.process import finite
 from ftrun.worker.process import introspection as visibility
 
 _log = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ def _after_step(context: WorkerContext, started_with: dict[str, str]) -> Callabl
             _report_missed(context, started_with)
             ready_memory.over()  # a script without `attach` needs this call too
         _steps_by_optimizer[id(optimizer)] = done + 1
-        finite.check(optimizer, page, page.get(HeartbeatField.STEP) + 1)
+        check_finite(optimizer, page, page.get(HeartbeatField.STEP) + 1)
         if done + 1 > page.get(HeartbeatField.OPTIMIZER_STEPS):
             page.set(HeartbeatField.OPTIMIZER_STEPS, done + 1)
             if not page.get(HeartbeatField.ATTACHED):
@@ -161,3 +162,35 @@ def _time_init_group(context: WorkerContext) -> None:
 
     dist.init_process_group = init_process_group
     distributed_c10d.init_process_group = init_process_group
+
+
+_turn = 0
+
+
+def check_finite(optimizer: Any, page: SharedPage, step: int) -> None:
+    """Check one element of one parameter, and write the first bad step to the page.
+
+    A NaN spreads to all parameters within one or two steps, so one element of another parameter
+    each time is enough. Only parameters on the CPU are read, because a read from a device would
+    wait for it. On a device, the loss shows the NaN.
+
+    Args:
+        optimizer: a torch optimizer.
+        page: the heartbeat page.
+        step: the step that has just ended; counts from 1.
+    """
+    global _turn
+    if page.get(HeartbeatField.BAD_NUMBERS_STEP):
+        return
+    _turn += 1
+    groups = optimizer.param_groups
+    parameters = groups[_turn % len(groups)]["params"] if groups else ()
+    if not parameters:
+        return
+    parameter = parameters[_turn % len(parameters)]
+    local = getattr(parameter, "_local_tensor", parameter).detach()
+    if local.device.type != "cpu" or not local.numel() or not local.is_floating_point():
+        return
+    with suppress(RuntimeError, NotImplementedError):  # sparse and quantised ones are not checked
+        if not math.isfinite(local[(0,) * local.dim()].item()):
+            page.set(HeartbeatField.BAD_NUMBERS_STEP, step)

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from ftrun.agent.snapshots.kept_state import PersistedAgentState, decode_state, newer
+from ftrun.agent.snapshots.retained_memory import PersistedAgentState, decode_state, newer
 from tests.unit.recovery.made import plan
 
 OLD = PersistedAgentState(plan(3, "ab"), took_effect=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from ftrun.agent.snapshots.resume import CheckpointSource, sources_of
+from ftrun.agent.snapshots.topology import CheckpointSource, sources_of
 from ftrun.config import Profile, RunSpec
 
 LIFE = "1f2e3d"

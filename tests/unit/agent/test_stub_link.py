@@ -5,8 +5,13 @@ import socket
 
 import pytest
 
-from ftrun.agent.snapshots.kept_state import PersistedAgentState
-from ftrun.agent.snapshots.stub_link import RETAINED_FDS, STUB_SOCKET, StubClient, kept
+from ftrun.agent.snapshots.retained_memory import (
+    RETAINED_FDS,
+    STUB_SOCKET,
+    PersistedAgentState,
+    StubClient,
+    kept,
+)
 from tests.unit.recovery.made import card, plan
 
 # An agent keeps its end of the socket until its process ends; here it is collected before.

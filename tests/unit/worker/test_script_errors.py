@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage, create_page
-from ftrun.worker.process.script_errors import explain_missing_name
+from ftrun.worker.process.startup import explain_missing_name
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ from ftrun.wire.shared_memory.pages import (
     HeartbeatField, SharedPage, create_command_page, create_page,
 )
 from ftrun.wire.shared_memory.stack_file import create_stack_file
-from ftrun.worker.process import script_errors
+from ftrun.worker.process.startup import report_error
 
 fd = create_page("beat")
 page = SharedPage(fd)
@@ -58,7 +58,7 @@ try:
         pass
     print(step)
 except NameError as error:
-    script_errors.report(error)
+    report_error(error)
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60

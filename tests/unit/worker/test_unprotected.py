@@ -12,7 +12,7 @@ from ftrun.wire.shared_memory.pages import (
     create_page,
 )
 from ftrun.worker.capture.copying import CopyThread
-from ftrun.worker.process import finite, heartbeat
+from ftrun.worker.process import heartbeat
 from ftrun.worker.state.unprotected import UnprotectedReasons
 from tests.launch_requests import context_of
 
@@ -58,7 +58,7 @@ def test_a_fault_after_an_optimizer_step_stays_within_ftrun(
 ) -> None:
     context = context_of(page=page)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-    monkeypatch.setattr(finite, "check", broken)
+    monkeypatch.setattr(heartbeat, "check_finite", broken)
     heartbeat._after_step(context, {})(optimizer, (), {})
     assert "a bug in ftrun: KeyError: 'a broken part'" in page.note
 
