@@ -4,9 +4,9 @@ Runs in:  standby, then worker (the same process); fresh start: `python -u -m
           ftrun.worker.process.startup script|module|command ...`.
 Takes in: one `LaunchRequest` from the agent, with descriptors; the user's program.
 Gives:    the user's script, run as `python -u script.py` would run it. If it fails: the traceback
-          on stderr without ftrun's own frames, and torch's error file in the format of `@record`, for
-          scripts that do not use it. The file holds the time of the failure, which identifies the
-          first cause: when a rank fails, its connections close, and other ranks then fail too.
+          on stderr without ftrun's own frames, and torch's error file in the format of `@record`,
+          for scripts that do not use it. The file holds the time of the failure, which identifies
+          the first cause: when a rank fails, its connections close, and other ranks then fail too.
 
 A fork lacks parts of the state of a new interpreter, which this module creates: a `__main__` module
 that stays in sys.modules (pickling, spawned DataLoader workers and atexit need it), sys.argv and
