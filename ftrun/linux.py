@@ -82,7 +82,7 @@ def threads_in_the_way() -> str:
     allowed = 1 if "OMP_NUM_THREADS" in os.environ else os.cpu_count() or 1
     if threads <= allowed:
         return ""
-    return f"the warm process has {threads} threads, and only {allowed} can be forked safely"
+    return f"the zygote has {threads} threads, and only {allowed} can be forked safely"
 
 
 def become_subreaper() -> None:

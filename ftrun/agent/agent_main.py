@@ -127,7 +127,7 @@ def _keep_what_was_resumed(
         return False
     folder.keep_mark.touch()
     sys.stderr.write(
-        f"ftrun: the snapshots are unharmed and stay for {smp.orphan_s:.0f} s: mend the cause and "
+        f"ftrun: the snapshots are intact and kept for {smp.orphan_s:.0f} s: fix the cause and "
         f"start again with --run-id {spec.run_id}, or free them with `ftrun stop {spec.run_id}`\n"
     )
     return True

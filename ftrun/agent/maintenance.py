@@ -197,7 +197,7 @@ class Maintenance:
                 self._stores.prepare()
             except (OSError, RuntimeError) as error:
                 # For example too many open files. The next generation can create its store then.
-                _log.debug("no store is made ready: %s", error)
+                _log.debug("no store was prepared: %s", error)
                 self._refill_due_s = now_s + REFILL_AFTER_S
                 return
             self._zygote.refill()

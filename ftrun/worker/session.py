@@ -89,7 +89,7 @@ def attach(  # noqa: PLR0913 - what a script has
     if is_attached():
         raise UsageError(
             "attach was called twice: one session holds all models and optimizers, as dicts by "
-            "name. Call close() on the first session to begin anew"
+            "name. Call close() on the first session before the second attach"
         )
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     attached = AttachedState(casts=cast, skip=Skip([skip] if isinstance(skip, str) else skip))
@@ -416,8 +416,8 @@ class Session(Loops):
                 reasons.add(
                     name,
                     f"{name} has given no batch to this session in {self._boundaries} steps: its "
-                    "position is in no snapshot, and a restart begins its data anew; iterate "
-                    "session.batches(loader)",
+                    "position is in no snapshot, and a restart begins its data from the start; "
+                    "iterate session.batches(loader)",
                 )
 
     def _keep(self) -> None:

@@ -176,7 +176,7 @@ class WorkerSmpClient:
         body = AwaitRestored(self._context.rank, wanted.generation, wanted.step)
         received = self._ask(body, deadline_s=_FETCH_S)
         if isinstance(received.body, Refused):
-            raise LayoutUnknown(f"{wanted} is not to be had: {received.body.why}")
+            raise LayoutUnknown(f"{wanted} cannot be fetched: {received.body.why}")
         if not isinstance(received.body, ArenaGranted) or len(received.fds) != 1:
             raise ProtocolError(f"the SMP answered {received.body!r} to a wait for {wanted}")
         return received.fds[0]
@@ -197,7 +197,7 @@ class WorkerSmpClient:
         if isinstance(received.body, Refused):
             raise LayoutUnknown(f"the shards of {wanted} cannot be opened: {received.body.why}")
         if not isinstance(received.body, ShardsOpened):
-            raise ProtocolError(f"the SMP answered {received.body!r} to a question about shards")
+            raise ProtocolError(f"the SMP answered {received.body!r} to a request for shards")
         return dict(zip(map(Rank, received.body.ranks), received.fds, strict=True))
 
     def fetch_heads(self, wanted: Version, ranks: Sequence[Rank]) -> tuple[int, ...]:
@@ -227,7 +227,7 @@ class WorkerSmpClient:
         if isinstance(received.body, Refused):
             raise LayoutUnknown(received.body.why)
         if not isinstance(received.body, kind) or len(received.fds) != num_fds:
-            raise ProtocolError(f"the SMP answered {received.body!r} to a question about shards")
+            raise ProtocolError(f"the SMP answered {received.body!r} to a request for shards")
         return received.fds
 
     def close(self) -> None:
@@ -288,4 +288,4 @@ def _raise_if_refused(received: ReceivedMessage, frozen_bytes: int) -> None:
             frozen_bytes=frozen_bytes,
         )
     if not isinstance(body, (Done, ArenaGranted)):
-        raise ProtocolError(f"the SMP answered {body!r} to a question about memory")
+        raise ProtocolError(f"the SMP answered {body!r} to a request for memory")

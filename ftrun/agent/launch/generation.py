@@ -343,7 +343,7 @@ class GenerationRunner:
         if not sources:
             return None, why
         if node is None:
-            return None, "a spare loads none"
+            return None, "a spare loads no checkpoint"
         self._say_bad(plan.history.bad_checkpoints)
         for source in sources:
             claim = claim_of(plan, self._node_id, self._spec)
@@ -406,5 +406,5 @@ def _road_variables(plan: GenerationPlan, node_id: str) -> dict[str, str]:
         matched = match_rails({node.node_id: node.card.rails for node in plan.members})
         return env_for(plan.roads, rails_of_node(matched, node_id), os.environ)
     except Exception:  # noqa: BLE001 - a bug costs the plan of roads, never the run
-        _log.exception("a bug of ftrun: ranks speak over the rails that their libraries choose")
+        _log.exception("a bug in ftrun: ranks use the rails that their libraries choose")
         return {}

@@ -144,11 +144,9 @@ class ZygoteClient:
             self.refill()
         while not self._standbys:
             if self.unfit or self.child is None or self.child.reap():
-                raise ZygoteUnavailable(self.unfit or "the warm process has ended")
+                raise ZygoteUnavailable(self.unfit or "the zygote has ended")
             if clock.now_s() > give_up_s:
-                raise ZygoteUnavailable(
-                    f"the warm process was not ready within {READY_WAIT_S:.0f} s"
-                )
+                raise ZygoteUnavailable(f"the zygote was not ready within {READY_WAIT_S:.0f} s")
             self._receive(0.2)
         return self._standbys.popleft()
 
@@ -317,7 +315,7 @@ class WorkerStarter:
 
     def _why_fresh(self, entrypoint: str, *, python: bool, numa_options: object) -> str | None:
         if self.zygote is None:
-            return "--start fresh, or the warm process was given up"
+            return "--start fresh, or the zygote was disabled"
         if numa_options is not None:
             return "--numa-binding wraps the command"
         if not python:

@@ -160,7 +160,7 @@ class WorkerGroup:
             if clock.now_s() > give_up_s:
                 for pid in left:
                     with suppress(ProcessLookupError):
-                        self._stuck.append(ChildProcess(pid, "what a rank has started"))
+                        self._stuck.append(ChildProcess(pid, "a process that a rank has started"))
             clock.sleep(_LOOK_AGAIN_S)
         return self.stuck()
 

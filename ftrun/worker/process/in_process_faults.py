@@ -252,7 +252,7 @@ def _allocate(limit_bytes: int) -> None:
         held.append(chunk)
     raise MemoryError(
         f"injected fault: {len(held) * _CHUNK_BYTES} bytes were allocated, twice the limit of the "
-        "cgroup, and nobody has ended this process"
+        "cgroup, and the kernel has not killed this process"
     )
 
 

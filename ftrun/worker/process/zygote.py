@@ -69,7 +69,7 @@ def unfit_to_fork() -> str:
     """Reason why a fork of this process could hang or fail; empty if a fork is safe."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        return "CUDA was initialised in the warm process (by a preloaded module?)"
+        return "CUDA was initialised in the zygote (by a preloaded module?)"
     return threads_in_the_way()
 
 
