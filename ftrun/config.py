@@ -1,11 +1,9 @@
 """Settings of a run: the profile, and the spec that the stub passes to the agent.
 
-Runs in:  cli (which loads and checks), stub and agent (which read the finished spec).
+Runs in:  cli (which loads and checks), agent (which reads the finished spec), worker (which gets
+          its section in the launch request).
 Takes in: YAML profiles, checked key by key.
 Gives:    a `Profile` and a `RunSpec`; every number has its unit in its name.
-
-The SMP and the workers do not import this module. The SMP gets its settings as arguments, and a
-worker gets them as `SnapshotSettings` in its environment.
 """
 
 import hashlib

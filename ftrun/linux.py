@@ -1,4 +1,4 @@
-"""Calls the Linux functions that Python does not wrap.
+"""Calls the Linux functions that Python does not wrap, and reads the limits of cgroups.
 
 Linux only: a module imports this one only in processes that need Linux.
 """
@@ -8,6 +8,8 @@ import ctypes
 import errno
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from ftrun import clock
@@ -80,7 +82,7 @@ def threads_in_the_way() -> str:
     allowed = 1 if "OMP_NUM_THREADS" in os.environ else os.cpu_count() or 1
     if threads <= allowed:
         return ""
-    return f"the warm process has {threads} threads, and only {allowed} can be forked safely"
+    return f"the zygote has {threads} threads, and only {allowed} can be forked safely"
 
 
 def become_subreaper() -> None:
@@ -127,3 +129,65 @@ def ignore_user_signals() -> None:
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+
+ROOT = Path("/sys/fs/cgroup")
+_UNLIMITED = 1 << 60
+_FILES = {
+    ("memory", True): ("memory.max", "memory.current"),
+    ("memory", False): ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ("pids", True): ("pids.max", "pids.current"),
+    ("pids", False): ("pids.max", "pids.current"),
+}
+_RECLAIMABLE = ("inactive_file", "total_inactive_file")
+
+
+def cgroup_room(controller: str) -> int | None:
+    """The smallest remainder of this cgroup and all above it (v1, v2); None without a limit.
+
+    The kernel counts page cache that it reclaims on demand as used. The inactive part of that
+    cache counts as free here.
+
+    Args:
+        controller: `memory` (bytes) or `pids` (processes and threads).
+    """
+    found: list[int] = []
+    for folder, is_v2 in _folders(controller):
+        limit_name, used_name = _FILES[controller, is_v2]
+        with suppress(OSError, ValueError):
+            text = (folder / limit_name).read_text(encoding="ascii").strip()
+            if text == "max" or int(text) >= _UNLIMITED:
+                continue
+            used = int((folder / used_name).read_text(encoding="ascii"))
+            found.append(max(0, int(text) - used + _reclaimable(folder, controller)))
+    return min(found, default=None)
+
+
+def _folders(controller: str) -> Iterator[tuple[Path, bool]]:
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, names, inside = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        mount = ROOT / controller if names else ROOT
+        folder = mount / inside.lstrip("/")
+        if not folder.is_dir():
+            # in a container the path is the host's, but the mount is the container's
+            folder = mount
+        while True:
+            yield folder, not names
+            if folder == mount or mount not in folder.parents:
+                break
+            folder = folder.parent
+
+
+def _reclaimable(folder: Path, controller: str) -> int:
+    total = 0
+    if controller == "memory":
+        for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines():
+            name, _, count = line.partition(" ")
+            total = max(total, int(count)) if name in _RECLAIMABLE else total
+    return total

@@ -18,10 +18,15 @@ import msgspec
 
 from ftrun.agent.launch.agent_start import Begun, set_thread_count
 from ftrun.agent.launch.process import ChildProcess
-from ftrun.agent.launch.zygote_link import ZygoteClient
-from ftrun.agent.snapshots.kept_state import PersistedAgentState, decode_state, newer
+from ftrun.agent.launch.warm_start import ZygoteClient
+from ftrun.agent.snapshots.retained_memory import (
+    PersistedAgentState,
+    StubClient,
+    decode_state,
+    kept,
+    newer,
+)
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
-from ftrun.agent.snapshots.stub_link import StubClient, kept
 from ftrun.config import RunSpec
 from ftrun.errors import ExitCode, FtrunError, InternalError, PeerError
 from ftrun.journal import Journal
@@ -122,7 +127,7 @@ def _keep_what_was_resumed(
         return False
     folder.keep_mark.touch()
     sys.stderr.write(
-        f"ftrun: the snapshots are unharmed and stay for {smp.orphan_s:.0f} s: mend the cause and "
+        f"ftrun: the snapshots are intact and kept for {smp.orphan_s:.0f} s: fix the cause and "
         f"start again with --run-id {spec.run_id}, or free them with `ftrun stop {spec.run_id}`\n"
     )
     return True

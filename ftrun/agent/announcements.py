@@ -5,7 +5,16 @@ Takes in: causes as the leader names them; the reason of a generation, which con
 Gives:    the lines to print.
 """
 
+import logging
 from collections import deque
+
+from ftrun.recovery.commands import JournalEntry
+
+_log = logging.getLogger(__name__)
+
+_CAUSES = ("NodeLost", "Verdict")
+"""Kinds of journal entries that may repeat one failure. The reason of the next generation may
+repeat it too."""
 
 
 class Announcements:
@@ -21,12 +30,18 @@ class Announcements:
         self._said.append(cause)
         return True
 
-    def clear(self) -> None:
-        """Forget all causes, because a generation without local ranks has started.
+    def show(self, entry: JournalEntry, *, has_ranks: bool) -> None:
+        """Print an entry, unless it names a cause that is printed already.
 
-        The same failure is then printed again.
+        Args:
+            entry: from the leader.
+            has_ranks: this node runs ranks. If not, no ranks start here, and the entry for the new
+                generation clears the causes instead.
         """
-        self._said.clear()
+        if entry.kind == "Generation" and not has_ranks:
+            self._said.clear()
+        if entry.say and (entry.kind not in _CAUSES or self.is_new(entry.text)):
+            _log.warning("%s", entry.text)
 
     def beginning(self, reason: str, generation: int, start: str) -> str:
         """The line for a new generation, without the part of its reason that is already printed."""

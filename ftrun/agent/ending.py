@@ -77,7 +77,9 @@ def final_block(
         f"{command.why}"
     ]
     if command.goes_on:
-        lines = [f"ftrun: run {spec.run_id} is left with exit code {code}: {command.why}"]
+        lines = [
+            f"ftrun: this node has left run {spec.run_id} with exit code {code}: {command.why}"
+        ]
     if command.cause is not None:
         lines.append(f"  first cause  {command.cause.text}")
         lines += _trace(command.cause.detail)

@@ -7,27 +7,29 @@ Gives:    killed and started ranks, prepared generations; `RunEnded` at the end 
 
 import logging
 import signal
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Protocol
 
 from ftrun import clock
+from ftrun.agent.cluster.control_loop import ControlLoop
 from ftrun.agent.journal_words import Journaled, fields_of
 from ftrun.agent.launch.elastic import FtrunElasticAgent
-from ftrun.agent.snapshots.smp_client import CHECKPOINT_WAIT_S
-from ftrun.agent.snapshots.standing_orders import StandingOrders
+from ftrun.agent.launch.generation import GenerationRunner
+from ftrun.agent.launch.worker_group import WorkerGroup
+from ftrun.agent.maintenance import Maintenance
+from ftrun.agent.observe.ranks import RankObserver
+from ftrun.agent.report import NodeReporter
+from ftrun.agent.snapshots.commands import UnconfirmedCommands
+from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.errors import ExitCode, PeerError, SnapshotError
+from ftrun.journal import Journal
 from ftrun.membership.events import GenerationInstalled, PlanPersisted, Quiesced, RanksStuck
 from ftrun.recovery import commands
 from ftrun.wire.cluster.generation import GenerationPlan
 
-if TYPE_CHECKING:
-    from ftrun.agent.loop import RunLoop
-
 _log = logging.getLogger(__name__)
-
-_CAUSES = ("NodeLost", "Verdict")
-"""Kinds of journal entries that may repeat one failure. The reason of the next generation may
-repeat it too."""
 
 
 class RunEnded(Exception):
@@ -38,216 +40,229 @@ class RunEnded(Exception):
         self.command = command
 
 
-class CommandExecutor:
-    """Executes commands on one node."""
+class SignalHandlers(Protocol):
+    """The signals of the agent, as far as commands change them."""
 
-    def __init__(self, run: "RunLoop") -> None:
-        self.is_done = False
-        """Every rank has finished."""
-        self.has_left = False
-        """The run continues without this node."""
-        self.awaits_boundary = False
-        """The ranks were asked for a final snapshot, and wait at its boundary."""
-        self.noticed_s = 0.0
-        """When the loop last woke up."""
-        self._run = run
-        self._agent: FtrunElasticAgent | None = None
-        self._failed_s = 0.0
-        self._stopped_s = 0.0
-        self._stuck = ""
-        self._standing = StandingOrders()
+    def catch(self) -> None: ...
+
+    def forget(self) -> None: ...
+
+    @property
+    def is_end_wished(self) -> bool: ...
+
+
+class SnapshotExecutor:
+    """Executes snapshot commands on one node."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        *,
+        smp: AgentSmpClient,
+        workers: WorkerGroup,
+        generations: GenerationRunner,
+        maintenance: Maintenance,
+    ) -> None:
+        self._journal = journal
+        self._smp = smp
+        self._workers = workers
+        self._generations = generations
+        self._maintenance = maintenance
+        self._unconfirmed = UnconfirmedCommands()
+
+    def execute(self, command: commands.SnapshotCommand) -> None:
+        match command:
+            case commands.CommitSnapshot():
+                self._maintenance.last_commit = command.version
+                if not self._generations.is_alone:
+                    self._request(command)
+            case commands.WriteCheckpointPart():
+                self._maintenance.write_part(command.version)
+            case commands.AbandonStep():
+                self._request(command)
+            case commands.SetFirstSnapshotStep():
+                # Alone, the SMP commits by itself. A rank that has skipped a step would wait for a
+                # later step to be named, because no report of the skip reaches the leader.
+                if not self._generations.is_alone:
+                    self._workers.take_from(command.step)
+            case commands.SetSnapshotInterval():
+                self._workers.set_interval(command.every, command.from_step)
+            case commands.UpdatePeerPorts():
+                self._journal.write(command.journal_kind, **fields_of(command))
+                self._generations.move_peers(command.ports)
+
+    def repeat(self) -> None:
+        """Resend commands that the SMP has not executed; called once per turn of the loop."""
+        page, generation = self._workers.commands, self._generations.number
+        if page is not None and self._workers.generation == generation:
+            for command in self._unconfirmed.due(page, generation, now_s=clock.now_s()):
+                self._request(command)
+
+    def _request(self, command: commands.CommitSnapshot | commands.AbandonStep) -> None:
+        generation = self._generations.number
+        self._unconfirmed.add(command, generation, now_s=clock.now_s())
+        with suppress(PeerError):
+            if isinstance(command, commands.CommitSnapshot):
+                self._smp.commit(command.version)
+            else:
+                self._smp.abandon(generation, command.step)
+
+
+@dataclass
+class CommandExecutor:
+    """Executes commands on one node.
+
+    Args:
+        publish_status: publishes before a long operation.
+        before_end: writes the last values of the observers, while the pages of the ranks exist.
+    """
+
+    journal: Journal
+    control: ControlLoop
+    workers: WorkerGroup
+    generations: GenerationRunner
+    maintenance: Maintenance
+    snapshots: SnapshotExecutor
+    observer: RankObserver
+    report: NodeReporter
+    signals: SignalHandlers
+    publish_status: Callable[[], None]
+    before_end: Callable[[], None]
+    is_done: bool = False
+    """Every rank has finished."""
+    has_left: bool = False
+    """The run continues without this node."""
+    noticed_s: float = 0.0
+    """When the loop last woke up."""
+    _agent: FtrunElasticAgent | None = None
+    _failed_s: float = 0.0
+    _stopped_s: float = 0.0
+    _stuck: str = ""
 
     def begin(self, agent: FtrunElasticAgent) -> None:
         self._agent = agent
 
-    def obey(self) -> None:
+    def execute_queued(self) -> None:
         """Execute all commands in the queue.
 
         Raises:
             RunEnded: the run is over, and not because every rank has finished.
         """
-        while not self.is_done and (order := self._run.brain.next_order()) is not None:
-            self._carry_out(order)
+        while not self.is_done and (command := self.control.next_order()) is not None:
+            self._execute(command)
 
-    def _carry_out(self, order: commands.NodeCommand) -> None:  # noqa: C901, PLR0912 - dispatch
-        run = self._run
-        match order:
+    def _execute(self, command: commands.NodeCommand) -> None:  # noqa: C901, PLR0912 - dispatch
+        match command:
             case commands.Quiesce():
-                self._quiesce(order)
+                self._quiesce(command)
             case commands.InstallGeneration():
-                self._adopt(order.plan)
+                self._install(command.plan)
             case commands.PersistPlan():
-                run.generations.keep_plan(order.plan, took_effect=order.took_effect)
-                run.brain.tell(PlanPersisted(order.plan.edition))
+                self.generations.keep_plan(command.plan, took_effect=command.took_effect)
+                self.control.tell(PlanPersisted(command.plan.edition))
             case commands.StartRanks():
-                self._run_generation()
+                self._start_ranks()
             case commands.KillWorkers():
-                if run.workers.alive():
-                    self._note(order)
+                if self.workers.alive():
+                    self._note(command)
                 self._kill()
             case commands.SuspendRanks() | commands.ResumeRanks():
-                self._note(order)  # already done, see ClusterControlLoop
+                self._note(command)  # already done, see ClusterControlLoop
             case commands.InspectRanks():
-                run.eyes.examine(run.workers.handles)
-                run.tell(is_urgent=True)
+                self.observer.examine(self.workers.handles)
+                self.report.send(is_urgent=True)
             case commands.RequestFinalSnapshot():
-                self._note(order)
-                self.awaits_boundary = True
-                after = -1 if run.generations.is_alone else order.after_step
-                run.workers.ask_last_snapshot(after)
+                self._note(command)
+                self.workers.awaits_boundary = True
+                self.workers.ask_last_snapshot(
+                    -1 if self.generations.is_alone else command.after_step
+                )
             case commands.SignalWorkers():
-                self._note(order)
-                self.awaits_boundary = False
+                self._note(command)
+                self.workers.awaits_boundary = False
                 # Ranks ignore USR1 and USR2 (see linux.ignore_user_signals), so a stop by one of
                 # these signals ends the ranks with SIGTERM.
-                is_user = order.signal in (signal.SIGUSR1, signal.SIGUSR2)
-                run.workers.signal(signal.SIGTERM if is_user else order.signal)
+                is_user = command.signal in (signal.SIGUSR1, signal.SIGUSR2)
+                self.workers.signal(signal.SIGTERM if is_user else command.signal)
             case commands.JournalEntry():
-                self._say(order)
+                self.journal.write(command.kind, text=command.text, **command.fields)
+                self.generations.announcements.show(command, has_ranks=self.generations.is_member)
             case commands.EndRun():
-                self._note(order)
-                self._end(order)
+                self._note(command)
+                self._end(command)
             case _:
-                self._carry_out_beside(order)
+                self.snapshots.execute(command)
 
-    def _say(self, note: commands.JournalEntry) -> None:
-        generations = self._run.generations
-        self._run.journal.write(note.kind, text=note.text, **note.fields)
-        if note.kind == "Generation" and not generations.is_member:
-            # No ranks start here, and only their start would clear it.
-            generations.announcements.clear()
-        is_cause = note.kind in _CAUSES
-        if note.say and (not is_cause or generations.announcements.is_new(note.text)):
-            _log.warning("%s", note.text)
-
-    def _carry_out_beside(self, order: commands.SnapshotCommand) -> None:
-        run = self._run
-        match order:
-            case commands.CommitSnapshot():
-                run.caretaker.last_commit = order.version
-                if not run.generations.is_alone:
-                    self._tell_smp(order)
-            case commands.WriteCheckpointPart():
-                run.caretaker.write_part(order.version)
-            case commands.AbandonStep():
-                self._tell_smp(order)
-            case commands.SetFirstSnapshotStep():
-                # Alone, the SMP commits by itself. A rank that has skipped a step would wait for a
-                # later step to be named, because no report of the skip reaches the leader.
-                if not run.generations.is_alone:
-                    run.workers.take_from(order.step)
-            case commands.SetSnapshotInterval():
-                run.workers.set_interval(order.every, order.from_step)
-            case commands.UpdatePeerPorts():
-                self._note(order)
-                run.generations.move_peers(order.ports)
-
-    def repeat(self) -> None:
-        """Resend commands that the SMP has not executed; called once per turn of the loop."""
-        page, generation = self._run.workers.commands, self._run.generations.number
-        if page is not None and self._run.workers.generation == generation:
-            for order in self._standing.unheard(page, generation, now_s=clock.now_s()):
-                self._tell_smp(order)
-
-    def _tell_smp(self, order: commands.CommitSnapshot | commands.AbandonStep) -> None:
-        generation, smp = self._run.generations.number, self._run.smp
-        self._standing.keep(order, generation, now_s=clock.now_s())
-        with suppress(PeerError):
-            if isinstance(order, commands.CommitSnapshot):
-                smp.commit(order.version)
-            else:
-                smp.abandon(generation, order.step)
-
-    def _note(self, order: Journaled) -> None:
-        self._run.journal.write(order.journal_kind, **fields_of(order))
+    def _note(self, command: Journaled) -> None:
+        self.journal.write(command.journal_kind, **fields_of(command))
 
     def _kill(self) -> None:
-        self._run.eyes.look_at([])
+        self.observer.look_at([])
         self._failed_s = self.noticed_s
-        self._run.workers.kill()
+        self.workers.kill()
         self._stopped_s = clock.now_s()
         self.report_stuck()
 
     def report_stuck(self) -> None:
         """Report to the leader which ranks survive SIGKILL; cheap if there are none."""
-        reason = self._run.workers.stuck()
+        reason = self.workers.stuck()
         if reason == self._stuck:
             return
         self._stuck = reason
         text = reason or "the ranks that did not die of SIGKILL have ended"
-        self._run.journal.write("RanksStuck", text=text)
+        self.journal.write("RanksStuck", text=text)
         _log.warning("%s", text)
-        self._run.brain.tell(RanksStuck(reason))
-        self._run.tell(is_urgent=True)
+        self.control.tell(RanksStuck(reason))
+        self.report.send(is_urgent=True)
 
-    def _quiesce(self, order: commands.Quiesce) -> None:
-        run = self._run
-        if run.workers.alive():
-            run.journal.write("KillWorkers", why=order.why)
+    def _quiesce(self, command: commands.Quiesce) -> None:
+        if self.workers.alive():
+            self.journal.write("KillWorkers", why=command.why)
         self._kill()
-        run.publish_status()
-        run.caretaker.await_smp()
-        run.generations.is_over = True
-        holdings = run.smp.inventory()
-        store_port, smp_port = run.stores.next_port, run.smp.port
-        run.brain.tell(Quiesced(order.generation, holdings, store_port, smp_port))
+        self.publish_status()
+        self.maintenance.await_smp()
+        self.generations.is_over = True
+        holdings, store_port, smp_port = self.maintenance.holdings()
+        self.control.tell(Quiesced(command.generation, holdings, store_port, smp_port))
 
-    def _adopt(self, plan: GenerationPlan) -> None:
+    def _install(self, plan: GenerationPlan) -> None:
         assert self._agent is not None
-        run = self._run
-        run.report.begin()
-        self.awaits_boundary = False
+        self.report.begin()
+        self.workers.awaits_boundary = False
         restored, problem, code = None, "", int(ExitCode.STATE_LOST)
-        run.publish_status()
+        self.publish_status()
+        generations = self.generations
         try:
-            restored = run.generations.adopt(self._agent, plan)
+            restored = generations.adopt(self._agent, plan)
         except SnapshotError as error:
             problem, code = str(error), error.exit_code
         pair = (restored.generation, restored.step) if restored is not None else None
-        generations = run.generations
-        run.brain.tell(
-            GenerationInstalled(
-                plan.generation,
-                pair,
-                problem,
-                generations.checkpoint,
-                generations.rejected,
-                code,
-            )
+        checkpoint, rejected = generations.checkpoint, generations.rejected
+        self.control.tell(
+            GenerationInstalled(plan.generation, pair, problem, checkpoint, rejected, code)
         )
 
-    def _run_generation(self) -> None:
+    def _start_ranks(self) -> None:
         assert self._agent is not None
-        run = self._run
-        run.generations.run(self._agent, noticed_s=self._failed_s, stopped_s=self._stopped_s)
-        run.signals.catch()  # torch has installed its own handlers
-        run.caretaker.generation_started(clock.now_s())
-        run.eyes.look_at(run.workers.handles)
-        if run.brain.member.is_held:
-            run.workers.hold(True)
-            if not run.brain.member.is_held:  # resumed by the other thread just now
-                run.workers.hold(False)
-        run.tell(is_urgent=True)
+        self.generations.run(self._agent, noticed_s=self._failed_s, stopped_s=self._stopped_s)
+        self.signals.catch()  # torch has installed its own handlers
+        self.maintenance.generation_started(clock.now_s())
+        self.observer.look_at(self.workers.handles)
+        if self.control.member.is_held:
+            self.workers.hold(True)
+            if not self.control.member.is_held:  # resumed by the other thread just now
+                self.workers.hold(False)
+        self.report.send(is_urgent=True)
 
-    def _end(self, order: commands.EndRun) -> None:
-        run = self._run
-        self.has_left = order.goes_on
-        run.workers.kill()
-        run.publish_status()
-        run.generations.repeats.conclude()
-        if run.onlookers is not None:
-            run.onlookers.at_end()
-        if run.desk is not None:
-            run.desk.pass_lines_on(at_once=True)
-        run.signals.forget()
-        is_stop = order.exit_code > 128 and order.cause is None
-        if not order.goes_on:
-            run.caretaker.last_checkpoint(
-                run.spec.profile.stop.grace_s if is_stop else CHECKPOINT_WAIT_S,
-                is_cancelled=lambda: run.signals.is_end_wished,
-            )
-        if run.spec.checkpoint_directory is not None and not order.goes_on:
-            run.smp.end_checkpoints(int(order.exit_code), order.why, run.spec.command_digest)
-        if order.exit_code != ExitCode.DONE:
-            raise RunEnded(order)
+    def _end(self, command: commands.EndRun) -> None:
+        self.has_left = command.goes_on
+        self.workers.kill()
+        self.publish_status()
+        self.generations.repeats.conclude()
+        self.before_end()
+        self.signals.forget()
+        if not command.goes_on:
+            self.maintenance.end(command, is_cancelled=lambda: self.signals.is_end_wished)
+        if command.exit_code != ExitCode.DONE:
+            raise RunEnded(command)
         self.is_done = True

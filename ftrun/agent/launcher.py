@@ -11,33 +11,38 @@ import socket
 import sys
 from argparse import Namespace
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from msgspec.structs import asdict
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from ftrun import clock
+from ftrun.agent.cluster.control_loop import ControlLoop
+from ftrun.agent.cluster.finished_watch import FinishedWatch
 from ftrun.agent.cluster.node import LocalNode
 from ftrun.agent.cluster.rpc import ClusterRpc
 from ftrun.agent.ending import Kept, final_block
-from ftrun.agent.executor import RunEnded
+from ftrun.agent.executor import CommandExecutor, RunEnded, SnapshotExecutor
+from ftrun.agent.faults.controller import FaultController
+from ftrun.agent.faults.injectors import FaultInjectors
 from ftrun.agent.launch import elastic
 from ftrun.agent.launch.agent_start import unknown_torch
 from ftrun.agent.launch.generation import GenerationRunner
 from ftrun.agent.launch.process import one_oom_ends_all
 from ftrun.agent.launch.rendezvous import LOOPBACK, StorePool, register
-from ftrun.agent.launch.warm_start import WorkerStarter
+from ftrun.agent.launch.warm_start import WorkerStarter, ZygoteClient
 from ftrun.agent.launch.worker_group import WorkerGroup
-from ftrun.agent.launch.zygote_link import ZygoteClient
-from ftrun.agent.loop import RunLoop
-from ftrun.agent.maintenance import Maintenance
+from ftrun.agent.loop import RunLoop, RunSignals
+from ftrun.agent.maintenance import ChildExits, Maintenance
 from ftrun.agent.observe.node_check import NodeCheck
 from ftrun.agent.observe.ranks import RankObserver
 from ftrun.agent.publish.control_server import ControlServer
 from ftrun.agent.publish.observers import Observers
-from ftrun.agent.snapshots.kept_state import PersistedAgentState
+from ftrun.agent.report import NodeReporter
+from ftrun.agent.snapshots.retained_memory import PersistedAgentState, StubClient
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
-from ftrun.agent.snapshots.stub_link import StubClient
 from ftrun.config import RunSpec
 from ftrun.errors import PeerError, UsageError
 from ftrun.journal import Journal
@@ -75,15 +80,13 @@ def launch(
     stores = _stores(args, node)
     register(stores)
     run = _assemble(spec, journal, smp, zygote, stub, stores, node=node, kept=kept)
-    if smp.child is not None:
-        _meet(node, smp, journal, run.caretaker)
-    else:
-        _meet_again(node, smp, journal, run)
+    exits = _connect_smp(node, run)
     run.onlookers = onlookers = Observers(run)
     run.signals.catch()  # the stub forwards waiting signals as soon as the control server listens
     run.publish_status()
-    control = ControlServer(run, onlookers.status.document)
-    control.start()
+    loop = _loop(run, exits)
+    server = _control_server(run, onlookers, loop.faults)
+    server.start()
     if spec.profile.monitor.enabled:
         run.eyes.start()
     onlookers.start()
@@ -93,49 +96,117 @@ def launch(
     about = {"logs": logs, "rdzv_id": args.rdzv_id}
     journal.write("run", run_id=spec.run_id, script=spec.script, torch=torch.__version__, **about)
     preflight.first()
-    node.start(run, preflight)
+    node.start(run.brain, run.desk, run.workers, preflight, wake=run.wake)
     try:
-        elastic.run(args, config, run.workers.starter, run.drive)
+        elastic.run(args, config, run.workers.starter, loop.drive)
     except RunEnded as ended:
         _say_end(ended.command, spec, run)
         return int(ended.command.exit_code)
     finally:
-        control.stop()
-        if run.faults is not None:
-            run.faults.close()
+        server.stop()
+        if loop.faults is not None:
+            loop.faults.close()
         run.eyes.close()
         onlookers.close()
         preflight.close()
-        node.forget_secret(is_over=run.brain.leads and not run.orders.has_left)
+        node.forget_secret(is_over=run.brain.leads and not loop.executor.has_left)
         run.brain.close()
     journal.write("end", exit_code=0)
     return 0
 
 
-def _meet(node: LocalNode, smp: AgentSmpClient, journal: Journal, caretaker: Maintenance) -> None:
+@dataclass
+class _Run:
+    """The parts of a run on one node; a `RunView`."""
+
+    spec: RunSpec
+    journal: Journal
+    smp: AgentSmpClient
+    workers: WorkerGroup
+    generations: GenerationRunner
+    brain: ControlLoop
+    caretaker: Maintenance
+    desk: ClusterRpc | None
+    eyes: RankObserver
+    signals: RunSignals
+    onlookers: Observers | None = None
+    started_s: float = field(default_factory=clock.now_s)
+
+    @property
+    def zygote(self) -> ZygoteClient | None:
+        return self.workers.starter.zygote
+
+    def wake(self) -> None:
+        """Wake the loop so that it handles what other threads have for it; for those threads."""
+        self.signals.wake()
+
+    def publish_status(self) -> None:
+        """Publish before a long operation, because nothing newer is published until it ends."""
+        if self.onlookers is not None:
+            self.onlookers.status.publish()
+
+    def send_lines(self) -> None:
+        """Send the lines of the journal to the leader now."""
+        if self.desk is not None:
+            self.desk.pass_lines_on(at_once=True)
+
+    def before_end(self) -> None:
+        if self.onlookers is not None:
+            self.onlookers.at_end()
+        self.send_lines()
+
+    def observe(self, now_s: float) -> None:
+        if self.onlookers is not None:
+            self.onlookers.look(now_s)
+        if self.desk is not None:
+            self.desk.pass_lines_on()
+
+
+def _control_server(
+    run: _Run, onlookers: Observers, faults: FaultController | None
+) -> ControlServer:
+    return ControlServer(
+        run.spec,
+        run.smp.folder.agent_socket,
+        status=onlookers.status.document,
+        ask_stop=run.signals.ask_stop,
+        decided=run.desk.brain if run.desk is not None else None,
+        faults=faults,
+    )
+
+
+def _connect_smp(node: LocalNode, run: _Run) -> ChildExits:
+    """Connect to the SMP that was started, or to one that outlived the last agent."""
+    smp, maintenance = run.smp, run.caretaker
+    exits = ChildExits(run.journal, smp=smp, starter=run.workers.starter, maintenance=maintenance)
+    if smp.child is None:
+        _meet_again(node, run, exits)
+        return exits
     try:
         smp.ready()
         node.introduce(smp)
     except PeerError as error:
-        journal.write("smp_not_up", why=str(error))
-        caretaker.smp_given_up = f"the snapshot manager does not start: {error}"
+        run.journal.write("smp_not_up", why=str(error))
+        maintenance.smp_given_up = f"the snapshot manager does not start: {error}"
+    return exits
 
 
-def _meet_again(node: LocalNode, smp: AgentSmpClient, journal: Journal, run: RunLoop) -> None:
+def _meet_again(node: LocalNode, run: _Run, exits: ChildExits) -> None:
     """Introduce an SMP that outlived the last agent.
 
     The SMP may have closed the connection while this agent imported torch.
     """
+    smp = run.smp
     try:
         node.introduce(smp)
     except PeerError as error:
-        journal.write("smp_not_told", why=str(error))
+        run.journal.write("smp_not_told", why=str(error))
         smp.lost()
         with suppress(PeerError):
             if smp.reconnect():
                 node.introduce(smp)
         # If the SMP has ended, this starts another one before the first generation.
-        run.parts.look()
+        exits.look()
 
 
 def _stores(args: Namespace, node: LocalNode) -> StorePool:
@@ -156,7 +227,7 @@ def _assemble(  # noqa: PLR0913 - the parts of a run
     *,
     node: LocalNode,
     kept: PersistedAgentState,
-) -> RunLoop:
+) -> _Run:
     workers = WorkerGroup(
         spec,
         smp=smp,
@@ -179,18 +250,81 @@ def _assemble(  # noqa: PLR0913 - the parts of a run
     brain = node.brain(_policy(spec), kept)
     # Each node has its own journal. The merged journal is next to them, on the leader.
     merged = Path(spec.log_folder).parent
-    return RunLoop(
+    return _Run(
         spec,
-        journal=journal,
-        smp=smp,
-        zygote=zygote,
-        stores=stores,
-        workers=workers,
-        generations=generations,
-        brain=brain,
-        caretaker=caretaker,
+        journal,
+        smp,
+        workers,
+        generations,
+        brain,
+        caretaker,
         desk=None if node.is_alone else ClusterRpc(brain, journal, merged),
         eyes=RankObserver(workers.unused_fds, HangSettings(**asdict(spec.profile.hang))),
+        signals=RunSignals(spec, journal=journal, workers=workers),
+    )
+
+
+def _loop(run: _Run, exits: ChildExits) -> RunLoop:
+    report = NodeReporter(
+        run.brain.tell,
+        run.journal,
+        run.workers,
+        run.generations,
+        run.caretaker,
+        run.smp,
+        run.eyes,
+        run.signals,
+        is_cluster=run.desk is not None,
+    )
+    snapshots = SnapshotExecutor(
+        run.journal,
+        smp=run.smp,
+        workers=run.workers,
+        generations=run.generations,
+        maintenance=run.caretaker,
+    )
+    executor = CommandExecutor(
+        run.journal,
+        run.brain,
+        run.workers,
+        run.generations,
+        run.caretaker,
+        snapshots,
+        run.eyes,
+        report,
+        run.signals,
+        publish_status=run.publish_status,
+        before_end=run.before_end,
+    )
+    faults = _faults(run) if run.spec.allow_faults else None
+    if run.desk is not None:
+        run.desk.faults = faults
+    finished = FinishedWatch(run.spec, run.brain)
+    return RunLoop(
+        run.brain,
+        executor,
+        snapshots,
+        run.signals,
+        exits,
+        report,
+        run.caretaker,
+        run.generations,
+        run.workers,
+        run.smp,
+        faults,
+        observers=[lambda now_s: finished.look(now_s=now_s), run.observe],
+    )
+
+
+def _faults(run: _Run) -> FaultController:
+    return FaultController(
+        run.spec,
+        journal=run.journal,
+        control=run.brain,
+        workers=run.workers,
+        injectors=FaultInjectors(run.spec, control=run.brain, workers=run.workers, smp=run.smp),
+        wake=run.wake,
+        send_lines=run.send_lines,
     )
 
 
@@ -235,7 +369,7 @@ def _is_given(args: Namespace) -> bool:
     return bool(args.master_addr) and args.master_addr not in ("localhost", LOOPBACK)
 
 
-def _say_end(command: EndRun, spec: RunSpec, run: RunLoop) -> None:
+def _say_end(command: EndRun, spec: RunSpec, run: _Run) -> None:
     run.journal.write("end", exit_code=int(command.exit_code), why=command.why)
     cause = command.cause
     path = run.workers.error_file(cause.rank) if cause is not None else ""
@@ -247,7 +381,7 @@ def _say_end(command: EndRun, spec: RunSpec, run: RunLoop) -> None:
     sys.stderr.flush()
 
 
-def _kept(command: EndRun, spec: RunSpec, run: RunLoop) -> Kept | None:
+def _kept(command: EndRun, spec: RunSpec, run: _Run) -> Kept | None:
     is_stop = command.exit_code > 128 and command.cause is None and not command.goes_on
     # An agent that was started only to end the run has no ranks. The slots of its ranks show which
     # step they had reached.

@@ -1,86 +1,163 @@
 """The loop of one agent: collects events on this node and executes commands here.
 
-Runs in:  agent, main thread, inside torch's launcher.
-Takes in: pidfds, signals, messages of the SMP, requests of the CLI, time; commands of the control
-          loop.
+Runs in:  agent, main thread, inside torch's launcher; `RunSignals.ask_stop` and `wake` in any.
+Takes in: pidfds, signals, `ftrun stop`, messages of the SMP, time; commands of the control loop.
 Gives:    ended and restarted workers; reports of this node; `RunEnded` at the end of the run.
 Survives: the SMP, the zygote, and every worker.
 
 The loop makes no run-level decisions. The leader makes them, and the control loop delivers them as
-commands. Other modules implement the parts of one turn: `executor.py` (commands), `run_signals.py`,
-`part_deaths.py` and `report.py` (events, and the reports about them).
+commands, which `executor.py` executes.
+
+Rule 1: signal handlers only append; the loop handles.
+Rule 2: on several nodes SIGTERM may be for this node alone. The leader decides whether this node
+        drains or the run stops. Everything else, and a second SIGTERM, is for the run.
 """
 
 import select
-from typing import TYPE_CHECKING
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
-from ftrun import clock
+from ftrun import clock, events
 from ftrun.agent.cluster.control_loop import ControlLoop
-from ftrun.agent.cluster.finished_watch import FinishedWatch
-from ftrun.agent.cluster.rpc import ClusterRpc
-from ftrun.agent.executor import CommandExecutor, RunEnded
+from ftrun.agent.executor import CommandExecutor, RunEnded, SnapshotExecutor
 from ftrun.agent.faults.controller import FaultController
+from ftrun.agent.journal_words import fields_of
 from ftrun.agent.launch.elastic import FtrunElasticAgent
 from ftrun.agent.launch.generation import GenerationRunner
-from ftrun.agent.launch.rendezvous import StorePool
 from ftrun.agent.launch.worker_group import WorkerGroup
-from ftrun.agent.launch.zygote_link import ZygoteClient
-from ftrun.agent.maintenance import Maintenance
-from ftrun.agent.observe.ranks import RankObserver
-from ftrun.agent.part_deaths import ChildExits
+from ftrun.agent.maintenance import ChildExits, Maintenance
 from ftrun.agent.report import NodeReporter
-from ftrun.agent.run_signals import RunSignals
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.config import RunSpec
 from ftrun.journal import Journal
 from ftrun.linux import name_process
-
-if TYPE_CHECKING:
-    from ftrun.agent.publish.observers import Observers
+from ftrun.monitor.worker_exits import signal_name
 
 TICK_S = 0.25
 EAGER_TICK_S = 0.005
 
+SAME_SIGNAL_S = 0.5
+"""Equal signals within this time are one request, because Slurm signals every process of a step and
+the stub forwards its own copy."""
 
+_WISHES = (
+    signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT,
+)  # fmt: skip
+
+
+class RunSignals:
+    """The signals that this agent has received."""
+
+    def __init__(self, spec: RunSpec, *, journal: Journal, workers: WorkerGroup) -> None:
+        self.stops = 0
+        """Number of requests to end the run."""
+        self.stop_signal = 0
+        self.leaves = False
+        """This node was asked to drain."""
+        self._spec = spec
+        self._journal = journal
+        self._workers = workers
+        self._asked: SimpleQueue[str] = SimpleQueue()
+        self._signals: list[int] = []
+        self._last, self._last_s = 0, 0.0
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+
+    # --- any thread ---------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        with suppress(BlockingIOError):
+            self._wake_write.send(b"\0")
+
+    def ask_stop(self, by: str) -> None:
+        self._asked.put(by)
+        self.wake()
+
+    # --- main thread --------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        return self._wake_read.fileno()
+
+    def catch(self) -> None:
+        """Install the handlers; again after torch has installed its own."""
+        signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+        for number in _WISHES:
+            signal.signal(number, lambda found, _frame: self._signals.append(found))
+        # It only wakes the loop; /proc shows whether a worker is stopped.
+        signal.signal(signal.SIGCHLD, lambda _found, _frame: None)
+
+    def awake(self) -> None:
+        with suppress(BlockingIOError):
+            self._wake_read.recv(4096)
+
+    @property
+    def is_end_wished(self) -> bool:
+        """Whether a pending signal is not for the ranks."""
+        return not all(self._is_for_ranks(number) for number in self._signals)
+
+    def forget(self) -> None:
+        self._signals.clear()
+
+    def handle(self) -> None:
+        """Handle the pending signals, and keep what the heartbeats must report."""
+        while self._signals:
+            self._on_signal(self._signals.pop(0))
+        with suppress(Empty):
+            while True:
+                self._stop_asked(signal.SIGTERM, self._asked.get_nowait())
+
+    def _on_signal(self, number: int) -> None:
+        now_s = clock.now_s()
+        is_repeated = number == self._last and now_s - self._last_s < SAME_SIGNAL_S
+        self._last, self._last_s = number, now_s
+        if is_repeated:
+            return
+        name = signal_name(number)
+        if self._is_for_ranks(number):
+            self._journal.write("forwarded", signal=name)
+            self._workers.signal(number)
+        elif number == signal.SIGTERM and self._spec.nodes is not None and not self.leaves:
+            self.leaves = True
+            self._journal.write("LeaveAsked", by=f"{name} to ftrun")
+        else:
+            self._stop_asked(number, f"{name} to ftrun")
+
+    def _is_for_ranks(self, number: int) -> bool:
+        name, forward = signal_name(number), self._spec.profile.stop.forward
+        return name in forward or name.removeprefix("SIG") in forward or number == signal.SIGUSR2
+
+    def _stop_asked(self, number: int, by: str) -> None:
+        self.stops += 1
+        self.stop_signal = number
+        asked = events.StopRequested(number, by, self._workers.progress().attached)
+        self._journal.write(asked.journal_kind, **fields_of(asked))
+
+
+@dataclass
 class RunLoop:
-    """One run on one node; its attributes are public for the other modules of the main thread."""
+    """One run on one node.
 
-    def __init__(  # noqa: PLR0913 - the parts of a run
-        self,
-        spec: RunSpec,
-        *,
-        journal: Journal,
-        smp: AgentSmpClient,
-        zygote: ZygoteClient | None,
-        stores: StorePool,
-        workers: WorkerGroup,
-        generations: GenerationRunner,
-        brain: ControlLoop,
-        caretaker: Maintenance,
-        desk: ClusterRpc | None,
-        eyes: RankObserver,
-    ) -> None:
-        self.spec = spec
-        self.journal = journal
-        self.smp = smp
-        self.zygote = zygote
-        self.stores = stores
-        self.workers = workers
-        self.generations = generations
-        self.brain = brain
-        self.caretaker = caretaker
-        self.desk = desk
-        self.eyes = eyes
-        self.signals = RunSignals(spec, journal=journal, workers=workers)
-        self.orders = CommandExecutor(self)
-        self.parts = ChildExits(self)
-        self.report = NodeReporter(self)
-        self.finished = FinishedWatch(spec, brain)
-        self.faults = FaultController(self) if spec.allow_faults else None
-        if desk is not None:
-            desk.faults = self.faults
-        self.onlookers: Observers | None = None
-        self.started_s = clock.now_s()
+    Args:
+        observers: called at the end of each turn, with the time.
+    """
+
+    control: ControlLoop
+    executor: CommandExecutor
+    snapshots: SnapshotExecutor
+    signals: RunSignals
+    exits: ChildExits
+    report: NodeReporter
+    maintenance: Maintenance
+    generations: GenerationRunner
+    workers: WorkerGroup
+    smp: AgentSmpClient
+    faults: FaultController | None
+    observers: Sequence[Callable[[float], object]]
 
     def drive(self, agent: FtrunElasticAgent) -> None:
         """Run until every rank has finished.
@@ -89,7 +166,7 @@ class RunLoop:
             RunEnded: the run ends in another way.
         """
         name_process("ftrun-agent")  # torch has set another name
-        self.orders.begin(agent)
+        self.executor.begin(agent)
         self.signals.catch()
         try:
             self._turn_until_done()
@@ -101,60 +178,45 @@ class RunLoop:
             raise
 
     def _turn_until_done(self) -> None:
-        while not self.orders.is_done:
-            self.brain.passing()
-            self.orders.obey()
-            if self.orders.is_done:
+        while not self.executor.is_done:
+            self.control.passing()
+            self.executor.execute_queued()
+            if self.executor.is_done:
                 return
             self._wait()
             if self.faults is not None:
                 self.faults.look()
-            self._gather()
-            self.orders.repeat()
-            if self.caretaker.look_after(clock.now_s()):
+            self._collect()
+            self.snapshots.repeat()
+            if self.maintenance.look_after(clock.now_s()):
                 self.generations.tell_new_smp()
-            self.finished.look(now_s=clock.now_s())
-            if self.onlookers is not None:
-                self.onlookers.look(clock.now_s())
-            if self.desk is not None:
-                self.desk.pass_lines_on()
-
-    def wake(self) -> None:
-        """Wake the loop so that it handles what other threads have for it; for those threads."""
-        self.signals.wake()
-
-    def publish_status(self) -> None:
-        """Publish before a long operation, because nothing newer is published until it ends."""
-        if self.onlookers is not None:
-            self.onlookers.status.publish()
-
-    def tell(self, *, is_urgent: bool) -> None:
-        self.report.tell(now_s=clock.now_s(), is_urgent=is_urgent)
+            for observe in self.observers:
+                observe(clock.now_s())
 
     def _wait(self) -> None:
         poller = select.poll()
         for fd in self._descriptors():
             poller.register(fd, select.POLLIN)
-        eager = self.orders.awaits_boundary or self.caretaker.smp_is_starting
+        eager = self.workers.awaits_boundary or self.maintenance.smp_is_starting
         eager |= self.faults is not None and self.faults.is_eager
         poller.poll((EAGER_TICK_S if eager else TICK_S) * 1000)
-        self.orders.noticed_s = clock.now_s()
+        self.executor.noticed_s = clock.now_s()
 
     def _descriptors(self) -> list[int]:
         found = [self.signals.fileno()]
         children = [handle.child for handle in self.workers.alive()]
         found += [child.pidfd for child in children if child.status is None]
-        found += [child.pidfd for child in self.parts.children]
+        found += [child.pidfd for child in self.exits.children]
         if self.smp.channel is not None:
             found.append(self.smp.channel.fileno())
         return found
 
-    def _gather(self) -> None:
+    def _collect(self) -> None:
         self.signals.awake()
-        self.report.take_ends()
-        self.parts.look()
-        self.orders.report_stuck()
+        self.report.collect_exits()
+        self.exits.look()
+        self.executor.report_stuck()
         self.signals.handle()
-        self.report.take_notices(now_s=clock.now_s())
+        self.report.collect_notices()
         self.generations.repeats.look()
-        self.tell(is_urgent=False)
+        self.report.send(is_urgent=False)

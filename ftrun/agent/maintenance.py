@@ -1,25 +1,33 @@
-"""Periodic work that needs no decision.
+"""Periodic work that needs no decision, and the exits of this node's components.
 
 Runs in:  agent, main thread, once per turn of the loop.
-Takes in: the time.
-Gives:    checkpoints, standbys, a restarted SMP, reports of unresponsive ranks, measured restarts.
+Takes in: the time; exit statuses and closed connections of zygote and SMP.
+Gives:    checkpoints, standbys, a restarted SMP or zygote, reports of unresponsive ranks, measured
+          restarts.
+Survives: zygote and SMP.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 
-from ftrun import clock
+from ftrun import clock, events
+from ftrun.agent.journal_words import fields_of
 from ftrun.agent.launch.generation import GenerationRunner
 from ftrun.agent.launch.process import ChildProcess, reap_strangers
 from ftrun.agent.launch.rendezvous import StorePool
+from ftrun.agent.launch.warm_start import WorkerStarter, ZygoteClient
 from ftrun.agent.launch.worker_group import WorkerGroup
-from ftrun.agent.launch.zygote_link import ZygoteClient
-from ftrun.agent.snapshots.smp_client import AgentSmpClient
+from ftrun.agent.snapshots.smp_client import CHECKPOINT_WAIT_S, AgentSmpClient
 from ftrun.config import RunSpec
 from ftrun.errors import PeerError
 from ftrun.ids import Version
 from ftrun.journal import Journal
+from ftrun.monitor.worker_exits import end_in_words
+from ftrun.recovery import commands
+from ftrun.recovery.commands import EndRun
+from ftrun.recovery.supervisor import ComponentRestarts
 from ftrun.wire.crash_points import crash_point
+from ftrun.wire.messages.smp import Inventory
 from ftrun.wire.shared_memory.pages import HeartbeatField
 
 _log = logging.getLogger(__name__)
@@ -79,21 +87,30 @@ class Maintenance:
         self._checkpoint(now_s)
         return self._bring_up_smp()
 
-    def last_checkpoint(self, limit_s: float, *, is_cancelled: Callable[[], bool]) -> None:
-        """Write the committed state at the end of the run, if there is a checkpoint directory.
+    def end(self, command: EndRun, *, is_cancelled: Callable[[], bool]) -> None:
+        """Write the committed state and the record of the end, if there is a checkpoint directory.
 
         Args:
-            limit_s: the longest delay of the end, in seconds.
+            command: how the run ends. A run that was stopped ends after the grace period.
             is_cancelled: polled repeatedly; whether the operator wants the run to end now.
         """
-        directory = self._spec.checkpoint_directory
-        versions = self._last_versions()
-        if not directory or not (versions or self._smp.committed):
+        if self._spec.checkpoint_directory is None:
             return
+        is_stop = command.exit_code > 128 and command.cause is None
+        limit_s = self._spec.profile.stop.grace_s if is_stop else CHECKPOINT_WAIT_S
+        versions = self._last_versions()
+        if versions or self._smp.committed:
+            self._write_last(versions, limit_s, is_cancelled)
+        self._smp.end_checkpoints(int(command.exit_code), command.why, self._spec.command_digest)
+
+    def _write_last(
+        self, versions: Sequence[Version], limit_s: float, is_cancelled: Callable[[], bool]
+    ) -> None:
+        directory, settings = self._spec.checkpoint_directory, self._spec.profile.checkpoint
+        assert directory is not None
         try:
             if self._smp.finish_checkpoint(limit_s, is_cancelled):
                 if self._spec.nodes is None:
-                    settings = self._spec.profile.checkpoint
                     life = self._generations.life
                     self._smp.begin_checkpoint(directory, settings, life=life, is_urgent=True)
                     self._smp.finish_checkpoint(limit_s, is_cancelled)
@@ -131,6 +148,10 @@ class Maintenance:
         """If an SMP is starting, wait until it is up, because its inventory is needed next."""
         if self.smp_is_starting:
             self._bring_up_smp(waits=True)
+
+    def holdings(self) -> tuple[Inventory, int, int]:
+        """What this node holds, and the ports of its next store and of its SMP."""
+        return self._smp.inventory(), self._stores.next_port, self._smp.port
 
     def write_part(self, wanted: Version, *, is_urgent: bool = False) -> None:
         """On several nodes: write this node's part of a version that all nodes write now."""
@@ -176,7 +197,7 @@ class Maintenance:
                 self._stores.prepare()
             except (OSError, RuntimeError) as error:
                 # For example too many open files. The next generation can create its store then.
-                _log.debug("no store is made ready: %s", error)
+                _log.debug("no store was prepared: %s", error)
                 self._refill_due_s = now_s + REFILL_AFTER_S
                 return
             self._zygote.refill()
@@ -229,3 +250,69 @@ class Maintenance:
                     text=f"rank {place.rank} silent for {silent_s:.0f} s (reported after "
                     f"{limit_s:.0f} s, phase {place.page.phase or 'train'})",
                 )
+
+
+class ChildExits:
+    """Handles the exits of zygote and SMP."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        *,
+        smp: AgentSmpClient,
+        starter: WorkerStarter,
+        maintenance: Maintenance,
+    ) -> None:
+        self._journal = journal
+        self._smp = smp
+        self._starter = starter
+        self._maintenance = maintenance
+        self._restarts = ComponentRestarts()
+
+    @property
+    def children(self) -> list[ChildProcess]:
+        found = [child for child in (self._smp.child, self._zygote()) if child is not None]
+        return [child for child in found if child.status is None]
+
+    def look(self) -> None:
+        for event in self._exits():
+            self._journal.write(event.journal_kind, **fields_of(event))
+            self._execute(self._restarts.handle(event, now_s=clock.now_s()))
+
+    def _execute(self, command: commands.PartCommand) -> None:
+        self._journal.write(command.journal_kind, **fields_of(command))
+        match command:
+            case commands.RespawnSmp():
+                self._smp.start()
+                self._maintenance.smp_is_starting = True
+            case commands.RespawnZygote():
+                if self._starter.zygote is not None:
+                    self._starter.zygote.start()
+            case commands.DisableComponent(part="zygote"):
+                self._starter.zygote = None
+            case commands.DisableComponent():
+                self._maintenance.smp_given_up = command.why
+                _log.warning("no more snapshots: %s", command.why)
+
+    def _exits(self) -> list[events.PartEvent]:
+        smp, found = self._smp, list[events.PartEvent]()
+        zygote = self._zygote()
+        if zygote is not None and zygote.status is None and zygote.reap():
+            found.append(events.ZygoteExited(f"the zygote {end_in_words(zygote.ended_with)}"))
+        try:
+            smp.collect()
+        except PeerError:
+            smp.lost()
+        # The exit status of an adopted SMP is unknown here, so its closed connection counts as the
+        # exit. The connection may be lost before the loop starts, while this agent imports torch.
+        is_lost = smp.child is None and smp.channel is None
+        if is_lost and not self._maintenance.smp_given_up:
+            found.append(events.SmpExited("the SMP has closed its connection"))
+        child = smp.child
+        if child is not None and child.status is None and child.reap():
+            smp.lost()
+            found.append(events.SmpExited(f"the SMP {end_in_words(child.ended_with)}"))
+        return found
+
+    def _zygote(self) -> ChildProcess | None:
+        return self._starter.zygote.child if self._starter.zygote is not None else None

@@ -42,10 +42,10 @@ from ftrun.errors import ExitCode, NotSupportedHere, PeerTimeout, RunIdTaken, Us
 from ftrun.ids import RunId
 from ftrun.urls import is_url, located
 from ftrun.wire.checkpoint_owner import CheckpointOwner
-from ftrun.wire.environment import LOG_FOLDER
 from ftrun.wire.finished_run import has_finished, read_owner
 from ftrun.wire.messages.checkpoint import INDEX_NAME
 from ftrun.wire.run_environment import (
+    LOG_FOLDER,
     RunFolder,
     check_run_id,
     run_folder,

@@ -37,9 +37,9 @@ from ftrun.linux import become_subreaper
 from ftrun.wire.messages.agent_start import (
     AGENT_LOST_S,
     INCARNATION,
-    KEPT_FDS,
     MAX_FDS,
     RESERVE_SOCKET,
+    RETAINED_FDS,
     STUB_PID,
     STUB_SOCKET,
     STUCK_PIDS,
@@ -150,7 +150,7 @@ class Stub:
                 **os.environ,
                 **variables,
                 STUB_SOCKET: str(self._keep_there.fileno()),
-                KEPT_FDS: encode_numbers(self._kept),
+                RETAINED_FDS: encode_numbers(self._kept),
                 RESERVE_SOCKET: str(for_reserve.fileno()),
             }
             inherited = [*self._kept, self._keep_there.fileno(), for_reserve.fileno()]

@@ -1,6 +1,6 @@
-"""Location of a run's sockets, and how the processes of a run find each other.
+"""Location of a run's sockets, and the environment variables of its workers.
 
-Runs in:  cli, stub, agent, SMP.
+Runs in:  cli, stub, agent, SMP, worker. Standard library only.
 Takes in: a run id.
 Gives:    a `RunFolder`: a folder of mode 0700 under XDG_RUNTIME_DIR, or in the temporary directory.
 
@@ -19,6 +19,18 @@ from pathlib import Path
 
 from ftrun.errors import NotSupportedHere, UsageError
 from ftrun.ids import RunId
+
+RUN_ID = "FTRUN_RUN_ID"
+GENERATION = "FTRUN_GENERATION"
+
+LAUNCH = "FTRUN_LAUNCH"
+"""The `LaunchRequest` of this worker, as JSON."""
+
+VERIFY = "FTRUN_VERIFY"
+"""A `VerifyPlan` as JSON; set only in the runs of `ftrun verify`."""
+
+LOG_FOLDER = "FTRUN_LOG_FOLDER"
+"""Read by `ftrun run`: the parent folder of the run's log folder; default: ./ftrun-logs."""
 
 _GOOD_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 

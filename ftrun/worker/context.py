@@ -1,7 +1,7 @@
-"""Run settings and inherited descriptors of this worker, read from its environment.
+"""The launch request and the shared pages of this worker.
 
 Runs in:  worker.
-Takes in: FTRUN_* variables and inherited descriptors (wire/environment.py).
+Takes in: the launch request in the environment, and the descriptors that it names.
 Gives:    one `WorkerContext` per process, or None if no agent started this process: under
           plain python, plain torchrun, in a notebook, on macOS and Windows.
 """
@@ -9,13 +9,14 @@ Gives:    one `WorkerContext` per process, or None if no agent started this proc
 import os
 from dataclasses import dataclass
 from functools import cache, cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from ftrun.ids import Generation, Incarnation, Rank, RunId, Version, version
-from ftrun.wire import environment as env
+from ftrun.config import SnapshotConfig
+from ftrun.ids import Generation, Rank, RunId, Version
+from ftrun.wire import run_environment as env
+from ftrun.wire.messages.worker import LaunchRequest, decode_launch
 from ftrun.wire.shared_memory.pages import SharedPage
 from ftrun.wire.verify_records import VerifyPlan
 from ftrun.worker.state.unprotected import UnprotectedReasons
@@ -24,37 +25,47 @@ if TYPE_CHECKING:
     from ftrun.worker.verify.recording import Recording
 
 
-class SnapshotSettings(msgspec.Struct, frozen=True):
-    """Snapshot section of the profile; `config.SnapshotConfig` describes each field."""
-
-    enabled: bool = True
-    required: bool = False
-    every: int | str = "auto"
-    overhead_budget: float = 0.02
-    commit_wait_s: float = 2.0
-    proof_first: int = 3
-    proof_every: int = 100
-
-
 @dataclass(frozen=True)
 class WorkerContext:
-    """Identity, shared pages and settings of this worker in its run."""
+    """Launch request and shared pages of this worker in its run."""
 
     run_id: RunId
-    rank: Rank
-    world_size: int
-    generation: Generation
-    incarnation: Incarnation
+    launch: LaunchRequest
     page: SharedPage
     commands: SharedPage
-    arena_fd: int | None
-    restore: Version | None
-    smp_socket: Path
-    settings: SnapshotSettings
-    restore_world_size: int | None = None
-    """World size of the version to restore; None: equal to `world_size`."""
-    skip_batches: int = 0
-    """Number of batches that are left out after the restored version."""
+
+    @property
+    def rank(self) -> Rank:
+        return self.launch.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.launch.world_size
+
+    @property
+    def generation(self) -> Generation:
+        return self.launch.generation
+
+    @property
+    def settings(self) -> SnapshotConfig:
+        return self.launch.snapshot
+
+    @property
+    def restore(self) -> Version | None:
+        return self.launch.restore
+
+    @property
+    def restore_world_size(self) -> int:
+        """World size of the version to restore."""
+        return self.launch.restore_world_size or self.launch.world_size
+
+    @property
+    def is_resized(self) -> bool:
+        return self.restore is not None and self.restore_world_size != self.world_size
+
+    @property
+    def arena_fd(self) -> int | None:
+        return self.launch.descriptors.get("arena")
 
     @cached_property
     def unprotected(self) -> UnprotectedReasons:
@@ -70,33 +81,17 @@ class WorkerContext:
 
         return Recording(self, msgspec.json.decode(plan, type=VerifyPlan))
 
-    @property
-    def is_resized(self) -> bool:
-        size = self.restore_world_size
-        return self.restore is not None and size is not None and size != self.world_size
-
 
 @cache
 def worker_context() -> WorkerContext | None:
     """Context of this process; cached, so that a DataLoader worker shares that of its rank."""
-    get = os.environ.get
-    run_id = get(env.RUN_ID)
-    if run_id is None or env.HEARTBEAT_FD not in os.environ or "RANK" not in os.environ:
+    run_id, launch = os.environ.get(env.RUN_ID), os.environ.get(env.LAUNCH)
+    if run_id is None or launch is None or "RANK" not in os.environ:
         return None
-    restore = get(env.RESTORE)
-    arena_fd = get(env.ARENA_FD)
+    request = decode_launch(launch)
     return WorkerContext(
-        run_id=RunId(run_id),
-        rank=Rank(int(os.environ["RANK"])),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        generation=Generation(int(os.environ[env.GENERATION])),
-        incarnation=Incarnation(int(os.environ[env.INCARNATION])),
-        page=SharedPage(int(os.environ[env.HEARTBEAT_FD])),
-        commands=SharedPage(int(os.environ[env.COMMAND_FD])),
-        arena_fd=int(arena_fd) if arena_fd else None,
-        restore=version(*(int(part) for part in restore.split(":"))) if restore else None,
-        smp_socket=Path(os.environ[env.SMP_SOCKET]),
-        restore_world_size=int(get(env.RESTORE_WORLD_SIZE) or 0) or None,
-        skip_batches=int(get(env.SKIP_BATCHES) or 0),
-        settings=msgspec.json.decode(get(env.SNAPSHOT, "{}"), type=SnapshotSettings),
+        RunId(run_id),
+        request,
+        page=SharedPage(request.descriptors["heartbeat"]),
+        commands=SharedPage(request.descriptors["command"]),
     )

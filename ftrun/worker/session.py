@@ -89,7 +89,7 @@ def attach(  # noqa: PLR0913 - what a script has
     if is_attached():
         raise UsageError(
             "attach was called twice: one session holds all models and optimizers, as dicts by "
-            "name. Call close() on the first session to begin anew"
+            "name. Call close() on the first session before the second attach"
         )
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     attached = AttachedState(casts=cast, skip=Skip([skip] if isinstance(skip, str) else skip))
@@ -322,7 +322,7 @@ class Session(Loops):
             }
             for name in self._waiting.keys() & self._feeds.keys():
                 self._feeds[name].load_state(self._waiting.pop(name))
-            self._leave_out(context.skip_batches)
+            self._leave_out(context.launch.skip_batches)
         protection.begin(self._own_state)
         protection.put_back_random_states()
 
@@ -416,8 +416,8 @@ class Session(Loops):
                 reasons.add(
                     name,
                     f"{name} has given no batch to this session in {self._boundaries} steps: its "
-                    "position is in no snapshot, and a restart begins its data anew; iterate "
-                    "session.batches(loader)",
+                    "position is in no snapshot, and a restart begins its data from the start; "
+                    "iterate session.batches(loader)",
                 )
 
     def _keep(self) -> None:
@@ -451,7 +451,7 @@ class Session(Loops):
         feed = self._feeds["loader"] = DataPosition("loader", loader)
         if "loader" in self._waiting:
             feed.load_state(self._waiting.pop("loader"))
-            feed.leave_out(self._context.skip_batches if self._context is not None else 0)
+            feed.leave_out(self._context.launch.skip_batches if self._context is not None else 0)
         self._warn_of(feed)
         return feed
 

@@ -15,10 +15,11 @@ import contextlib
 import os
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 from ftrun import clock
 from ftrun.errors import LayoutUnknown, MemoryTooSmall, PeerError, PeerTimeout, ProtocolError
-from ftrun.ids import Rank, Version
+from ftrun.ids import Incarnation, Rank, Version
 from ftrun.wire.messages.envelope import AnyMessage, Done, Hello, Refused
 from ftrun.wire.messages.worker import (
     ArenaGranted,
@@ -175,7 +176,7 @@ class WorkerSmpClient:
         body = AwaitRestored(self._context.rank, wanted.generation, wanted.step)
         received = self._ask(body, deadline_s=_FETCH_S)
         if isinstance(received.body, Refused):
-            raise LayoutUnknown(f"{wanted} is not to be had: {received.body.why}")
+            raise LayoutUnknown(f"{wanted} cannot be fetched: {received.body.why}")
         if not isinstance(received.body, ArenaGranted) or len(received.fds) != 1:
             raise ProtocolError(f"the SMP answered {received.body!r} to a wait for {wanted}")
         return received.fds[0]
@@ -196,7 +197,7 @@ class WorkerSmpClient:
         if isinstance(received.body, Refused):
             raise LayoutUnknown(f"the shards of {wanted} cannot be opened: {received.body.why}")
         if not isinstance(received.body, ShardsOpened):
-            raise ProtocolError(f"the SMP answered {received.body!r} to a question about shards")
+            raise ProtocolError(f"the SMP answered {received.body!r} to a request for shards")
         return dict(zip(map(Rank, received.body.ranks), received.fds, strict=True))
 
     def fetch_heads(self, wanted: Version, ranks: Sequence[Rank]) -> tuple[int, ...]:
@@ -226,7 +227,7 @@ class WorkerSmpClient:
         if isinstance(received.body, Refused):
             raise LayoutUnknown(received.body.why)
         if not isinstance(received.body, kind) or len(received.fds) != num_fds:
-            raise ProtocolError(f"the SMP answered {received.body!r} to a question about shards")
+            raise ProtocolError(f"the SMP answered {received.body!r} to a request for shards")
         return received.fds
 
     def close(self) -> None:
@@ -252,14 +253,14 @@ class WorkerSmpClient:
         if self._channel is None:
             context = self._context
             self._channel = connect(
-                context.smp_socket,
+                Path(context.launch.smp_socket),
                 run_id=context.run_id,
                 peer="the SMP",
                 hello=Hello(role="worker", pid=os.getpid(), rank=context.rank),
                 deadline_s=_CONNECT_S,
             )
             self._channel.generation = context.generation
-            self._channel.incarnation = context.incarnation
+            self._channel.incarnation = Incarnation(context.generation)
         return self._channel
 
     def _drop(self) -> None:
@@ -287,4 +288,4 @@ def _raise_if_refused(received: ReceivedMessage, frozen_bytes: int) -> None:
             frozen_bytes=frozen_bytes,
         )
     if not isinstance(body, (Done, ArenaGranted)):
-        raise ProtocolError(f"the SMP answered {body!r} to a question about memory")
+        raise ProtocolError(f"the SMP answered {body!r} to a request for memory")

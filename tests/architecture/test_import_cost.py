@@ -53,6 +53,7 @@ def test_help_of_a_command_loads_little() -> None:
             "ftrun.tools.export.__main__",
         ),
         "ftrun.tools.checkpoints.convert",
+        "ftrun.worker.process.startup",
     ],
 )
 def test_module_does_not_load_torch(module: str) -> None:

@@ -6,16 +6,16 @@ import sys
 from pathlib import Path
 
 CODE = """
-import os
+import os, sys
+from types import SimpleNamespace
 import torch.distributed
 from ftrun.agent.observe.flight_recorder import read_entries
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage, create_page
 from ftrun.worker.process.introspection import start_server
 
-page = SharedPage(create_page("rank-0"))
-start_server(page)
-print(page.get(HeartbeatField.HAS_SERVER), read_entries(os.environ["FTRUN_RANK_SOCKET"]),
-flush=True)
+page, path = SharedPage(create_page("rank-0")), sys.argv[1]
+start_server(SimpleNamespace(page=page, launch=SimpleNamespace(rank_socket=path)))
+print(page.get(HeartbeatField.HAS_SERVER), read_entries(path), flush=True)
 os._exit(0)
 """
 
@@ -26,8 +26,7 @@ def test_path_that_is_too_long_for_a_socket(tmp_path: Path) -> None:
     path = folder / "rank-0.sock"
     assert len(os.fsencode(path)) > 108
     done = subprocess.run(
-        [sys.executable, "-c", CODE],
-        env={**os.environ, "FTRUN_RANK_SOCKET": str(path)},
+        [sys.executable, "-c", CODE, str(path)],
         capture_output=True,
         text=True,
         check=False,

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ftrun import clock
-from ftrun.ids import Generation, Incarnation, Rank, RunId, Version, version
+from ftrun.config import SnapshotConfig
+from ftrun.ids import RunId, Version, version
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
@@ -23,11 +24,12 @@ from ftrun.wire.shared_memory.pages import (
 )
 from ftrun.wire.transport.channel import ReceivedMessage, connect
 from ftrun.worker.capture.copying import entry_view
-from ftrun.worker.context import SnapshotSettings, WorkerContext
+from ftrun.worker.context import WorkerContext
 from ftrun.worker.restore import early_restore
 from ftrun.worker.session import Session
 from ftrun.worker.state.attached import AttachedState, Skip, by_name
 from ftrun.worker.state.data_position import DataPosition
+from tests.launch_requests import launch_request
 
 RUN = RunId("laziness")
 PATIENCE_S = 60.0
@@ -92,7 +94,7 @@ class Run:
         self.commands, self.page = SharedPage(self.command_fd), SharedPage(create_page("beat"))
         self.ask(smp_messages.BeginGeneration(0, 1, [0]), self.command_fd)
         # A boundary waits for the SMP, however busy the machine is: none is skipped by chance.
-        self.settings = SnapshotSettings(every=1, commit_wait_s=PATIENCE_S)
+        self.settings = SnapshotConfig(every=1, commit_wait_s=PATIENCE_S)
         self.group: list[smp_messages.NodeAddress] = []
 
     def attach(self, **given: object) -> Session:
@@ -109,19 +111,14 @@ class Run:
             self.page = SharedPage(create_page("beat"))
             self.ask(smp_messages.VoidAfter(done.generation, done.step))
             self.begin(generation, done)
-        return WorkerContext(
-            run_id=RUN,
-            rank=Rank(0),
-            world_size=1,
-            generation=Generation(generation),
-            incarnation=Incarnation(generation),
-            page=self.page,
-            commands=self.commands,
-            arena_fd=self.arena_fd() if generation else None,
+        request = launch_request(
+            generation=generation,
+            smp_socket=str(self.socket),
             restore=done if generation else None,
-            smp_socket=self.socket,
-            settings=self.settings,
+            snapshot=self.settings,
+            descriptors={"arena": self.arena_fd()} if generation else {},
         )
+        return WorkerContext(RUN, request, page=self.page, commands=self.commands)
 
     def session_of(
         self, context: WorkerContext, feeds: dict[str, DataPosition] | None = None, **given: object

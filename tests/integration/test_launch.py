@@ -166,6 +166,7 @@ def test_fresh_start_is_the_same_run(start: Start, script: Script, tmp_path: Pat
     run = start("--start", "fresh", "--nproc-per-node", "2", script(TRAIN), "100")
     assert run.wait() == 0, run.text
     assert run.journal("fresh_start")
+    assert run.journal("Recovered"), "each rank has reported a step"
 
 
 def test_module_and_command_start(start: Start, script: Script) -> None:

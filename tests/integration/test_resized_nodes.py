@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from ftrun import clock
+from ftrun.config import SnapshotConfig
 from ftrun.errors import PeerError
 from ftrun.ids import RunId, Version, version
-from ftrun.wire import environment as env
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
@@ -32,6 +32,7 @@ from ftrun.wire.shared_memory.pages import (
 )
 from ftrun.wire.transport.channel import Channel, ReceivedMessage, connect
 from tests.integration.test_resized_world import assert_same
+from tests.launch_requests import launch_request, launch_variables
 
 RUN = RunId("resized-nodes")
 SCRIPT = Path(__file__).parent / "scripts" / "resizable_training.py"
@@ -219,21 +220,17 @@ class Cluster:
         return statuses
 
     def variables(self, rank: int, size: int, node: Node, page_fd: int) -> dict[str, str]:
-        found = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            env.RUN_ID: RUN,
-            env.GENERATION: str(self.generation),
-            env.INCARNATION: str(self.generation),
-            env.COMMAND_FD: str(page_fd),
-            env.HEARTBEAT_FD: str(next(self.beats)),
-            env.SMP_SOCKET: str(node.socket),
-            env.SNAPSHOT: json.dumps({"every": 1, "commit_wait_s": 60}),
-        }
-        if self.newest is not None:
-            found[env.RESTORE] = f"{self.newest.generation}:{self.newest.step}"
-            found[env.RESTORE_WORLD_SIZE] = str(len(self.members))
-        return found
+        request = launch_request(
+            generation=self.generation,
+            rank=rank,
+            world_size=size,
+            smp_socket=str(node.socket),
+            restore=self.newest,
+            restore_world_size=len(self.members) if self.newest is not None else 0,
+            snapshot=SnapshotConfig(every=1, commit_wait_s=60),
+            descriptors={"heartbeat": next(self.beats), "command": page_fd},
+        )
+        return launch_variables(RUN, request)
 
     def lead(self) -> bool:
         """Commit what all nodes are ready with; always False, for the sake of `or`."""

@@ -20,8 +20,8 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from ftrun import clock
+from ftrun.config import SnapshotConfig
 from ftrun.ids import RunId, Version, version
-from ftrun.wire import environment as env
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
@@ -34,6 +34,7 @@ from ftrun.wire.shared_memory.pages import (
     create_page,
 )
 from ftrun.wire.transport.channel import ReceivedMessage, connect
+from tests.launch_requests import launch_request, launch_variables
 
 RUN = RunId("resized")
 SCRIPT = Path(__file__).parent / "scripts" / "resizable_training.py"
@@ -112,27 +113,25 @@ class Node:
             restored_world_size=old_size,
         )
         self.ask(body, self.commands[self.generation])
-        shared = {
-            "WORLD_SIZE": str(world_size),
-            env.RUN_ID: RUN,
-            env.GENERATION: str(self.generation),
-            env.INCARNATION: str(self.generation),
-            env.COMMAND_FD: str(self.commands[self.generation]),
-            env.SMP_SOCKET: str(self.socket),
-            env.SNAPSHOT: json.dumps({"every": 1, "commit_wait_s": 60}),
-        }
-        if before is not None:
-            shared[env.RESTORE] = f"{before.generation}:{before.step}"
-            shared[env.RESTORE_WORLD_SIZE] = str(old_size)
-        variables = [
-            {**shared, "RANK": str(rank), env.HEARTBEAT_FD: str(self.beat_fd(rank))}
+        command_fd = self.commands[self.generation]
+        requests = [
+            launch_request(
+                generation=self.generation,
+                rank=rank,
+                world_size=world_size,
+                smp_socket=str(self.socket),
+                restore=before,
+                restore_world_size=old_size if before is not None else 0,
+                snapshot=SnapshotConfig(every=1, commit_wait_s=60),
+                descriptors={"heartbeat": self.beat_fd(rank), "command": command_fd},
+            )
             for rank in ranks
         ]
         order = {
             "generation": self.generation,
             "kind": self.kind,
             "steps": steps,
-            "variables": variables,
+            "variables": [launch_variables(RUN, request) for request in requests],
             **extra,
         }
         assert self.warm.stdin is not None

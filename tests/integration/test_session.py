@@ -12,8 +12,8 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ftrun import clock
+from ftrun.config import SnapshotConfig
 from ftrun.ids import Version, version
-from ftrun.wire import environment as env
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
@@ -24,6 +24,7 @@ from ftrun.wire.shared_memory.pages import (
     create_page,
 )
 from ftrun.wire.transport.channel import Channel, connect
+from tests.launch_requests import launch_request, launch_variables
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -31,7 +32,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 RUN = "session-test"
 PATIENCE_S = 60.0
 WAIT_S = 350.0
-SETTINGS = '{"every": 1, "commit_wait_s": 60}'
+SETTINGS = SnapshotConfig(every=1, commit_wait_s=60)
 """No boundary is skipped because the machine is busy."""
 
 
@@ -130,28 +131,26 @@ class Node:
     def _environment(self, rank: int, beat_fd: int, restore: Version | None) -> dict[str, str]:
         made = {
             **os.environ,
-            "RANK": str(rank),
             "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.world_size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._store.port if self._store is not None else 0),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(self.generation),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
-            env.RUN_ID: RUN,
-            env.GENERATION: str(self.generation),
-            env.INCARNATION: str(self.generation),
-            env.HEARTBEAT_FD: str(beat_fd),
-            env.COMMAND_FD: str(self.command_fd),
-            env.SMP_SOCKET: str(self.socket),
-            env.SNAPSHOT: SETTINGS,
         }
+        request = launch_request(
+            generation=self.generation,
+            rank=rank,
+            world_size=self.world_size,
+            smp_socket=str(self.socket),
+            restore=restore,
+            snapshot=SETTINGS,
+            descriptors={"heartbeat": beat_fd, "command": self.command_fd},
+        )
         if rank in self.arenas:
-            made[env.ARENA_FD] = str(self.arenas[rank])
-        if restore is not None:
-            made[env.RESTORE] = f"{restore.generation}:{restore.step}"
-        return made
+            request.descriptors["arena"] = self.arenas[rank]
+        return {**made, **launch_variables(RUN, request)}
 
     def losses(self, rank: int = 0) -> dict[int, str]:
         """Loss by step, the later generation's where a step was repeated; all must agree."""

@@ -24,9 +24,8 @@ from ftrun.agent.launch.elastic import FtrunElasticAgent
 from ftrun.agent.launch.generation import GenerationRunner
 from ftrun.agent.launch.warm_start import WorkerStarter
 from ftrun.agent.launch.worker_group import WorkerGroup
-from ftrun.agent.snapshots.kept_state import PersistedAgentState
+from ftrun.agent.snapshots.retained_memory import PersistedAgentState, StubClient
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
-from ftrun.agent.snapshots.stub_link import StubClient
 from ftrun.config import CheckpointConfig, Profile, RunSpec
 from ftrun.errors import PeerError, PeerLost, PeerTimeout, SnapshotError
 from ftrun.ids import Version, version

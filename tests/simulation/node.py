@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ftrun.agent.launch.generation import NOTHING
-from ftrun.agent.snapshots.standing_orders import StandingOrders
+from ftrun.agent.snapshots.commands import UnconfirmedCommands
 from ftrun.agent.snapshots.topology import begin_generation
 from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Version
@@ -416,7 +416,7 @@ class Hands:
         self._awaits_boundary = False
         self._told: tuple[object, ...] = ()
         self._step_told = -1
-        self._standing = StandingOrders()
+        self._unconfirmed = UnconfirmedCommands()
 
     def renew_lease(self) -> None:
         """The ranks of this node may step for as long as the agent says."""
@@ -529,13 +529,13 @@ class Hands:
         page, plan, smp = self.node.page, self.plan, self.node.smp
         if page is None or plan is None or self.is_over or smp is None or not smp.is_alive:
             return
-        for order in self._standing.unheard(page, plan.generation, now_s=self.node.world.now_s):
+        for order in self._unconfirmed.due(page, plan.generation, now_s=self.node.world.now_s):
             self._tell_order(order, smp)
 
     def _tell_order(self, order: do.CommitSnapshot | do.AbandonStep, smp: Smp) -> None:
         assert self.plan is not None
         generation = self.plan.generation
-        self._standing.keep(order, generation, now_s=self.node.world.now_s)
+        self._unconfirmed.add(order, generation, now_s=self.node.world.now_s)
         if isinstance(order, do.CommitSnapshot):
             smp.commit(order.version)
         else:

@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 
-from ftrun.agent.snapshots.standing_orders import StandingOrders
+from ftrun.agent.snapshots.commands import UnconfirmedCommands
 from ftrun.errors import ExitCode
 from ftrun.ids import Version
 from ftrun.membership import ballots
@@ -284,7 +284,7 @@ def test_commits_do_not_stop_when_an_order_to_commit_is_lost(monkeypatch: Patch)
 
     assert [*islice(two_nodes_live(lose_one), 3)] == [""] * 3
     with monkeypatch.context() as patch:
-        patch.setattr(StandingOrders, "unheard", lambda *_, **__: [])
+        patch.setattr(UnconfirmedCommands, "due", lambda *_, **__: [])
         assert any("no run after" in problem for problem in two_nodes_live(lose_one))
 
 

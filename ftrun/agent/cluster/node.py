@@ -9,11 +9,11 @@ import logging
 import os
 import secrets
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from msgspec.structs import asdict
 
@@ -26,12 +26,13 @@ from ftrun.agent.cluster.link_probe import LinkProber
 from ftrun.agent.cluster.own_rails import listen_on, own_rails
 from ftrun.agent.cluster.path_probe import PathProber
 from ftrun.agent.cluster.rail_heartbeat import RailHeartbeat
+from ftrun.agent.cluster.rpc import ClusterRpc
 from ftrun.agent.cluster.witness_thread import WitnessClient
 from ftrun.agent.launch.rendezvous import LOOPBACK
+from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.observe.node_check import NodeCheck
-from ftrun.agent.snapshots.kept_state import PersistedAgentState
+from ftrun.agent.snapshots.retained_memory import PersistedAgentState, last_agent_ended_s
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
-from ftrun.agent.snapshots.stub_link import last_agent_ended_s
 from ftrun.config import NodesSpec, RunSpec
 from ftrun.errors import AddressTaken, PeerError, PeerLost, UsageError
 from ftrun.monitor.wait_graph import HangSettings
@@ -42,9 +43,6 @@ from ftrun.wire.cluster.generation import NodeCard
 from ftrun.wire.transport.handshake import PeerIdentity
 from ftrun.wire.transport.secret import HOW_TO_MAKE, Secret, load_secret
 from ftrun.wire.transport.tcp import bind_address, is_local_address, listen_tcp
-
-if TYPE_CHECKING:
-    from ftrun.agent.loop import RunLoop
 
 NAME_CHECK_S = 0.5
 """Seconds between two name look-ups of the endpoint."""
@@ -128,8 +126,17 @@ class LocalNode:
             others = [rail.host for rail in self.card.rails if rail.host != self.card.host]
             smp.listen_for_peers(self.card.host, self.secret, others)
 
-    def start(self, run: "RunLoop", preflight: NodeCheck) -> None:
-        if not isinstance(run.brain, ClusterControlLoop) or run.desk is None:
+    def start(
+        self,
+        control: ControlLoop,
+        rpc: ClusterRpc | None,
+        workers: WorkerGroup,
+        preflight: NodeCheck,
+        *,
+        wake: Callable[[], None],
+    ) -> None:
+        """Start the threads that connect this node to the others; `wake` wakes the main thread."""
+        if not isinstance(control, ClusterControlLoop) or rpc is None:
             return
         identity = PeerIdentity(
             run_id=self.spec.run_id,
@@ -139,32 +146,32 @@ class LocalNode:
             torch=_torch_version(),
         )
         thread = ClusterConnections(
-            run.brain,
+            control,
             identity,
             self.secret,
             self.listeners,
-            wake_hands=run.wake,
-            hold_now=run.workers.hold,
-            lease=run.workers.lease,
-            aside=run.desk.take,
+            wake_hands=wake,
+            hold_now=workers.hold,
+            lease=workers.lease,
+            aside=rpc.take,
             dialled=preflight.dialled,
-            each_turn=run.desk.brain.look,
+            each_turn=rpc.brain.look,
         )
-        run.brain.thread = run.desk.thread = thread
-        run.desk.prober = LinkProber(identity, self.secret)
-        run.brain.try_road = PathProber(
-            identity, self.secret, tell=run.brain.tell, send=thread.send
+        control.thread = rpc.thread = thread
+        rpc.prober = LinkProber(identity, self.secret)
+        control.try_road = PathProber(
+            identity, self.secret, tell=control.tell, send=thread.send
         ).take
-        run.brain.check_again = preflight.again
+        control.check_again = preflight.again
         if self.register is not None:
-            witness = WitnessClient(self.register, self.card, run.brain.tell)
-            run.brain.witness_thread, run.brain.ask_witness = witness, witness.ask
+            witness = WitnessClient(self.register, self.card, control.tell)
+            control.witness_thread, control.ask_witness = witness, witness.ask
             witness.start()
-        preflight.join(identity, self.secret, run.brain.tell)
+        preflight.join(identity, self.secret, control.tell)
         self._say_where()
         thread.start()
         if self.spec.profile.network.plan != "off":
-            RailHeartbeat(self.spec.run_id, self.card, self.secret, run.brain).start()
+            RailHeartbeat(self.spec.run_id, self.card, self.secret, control).start()
 
     def forget_secret(self, *, is_over: bool) -> None:
         """Remove the secret that ftrun has created for this run, once the run is over for all."""

@@ -14,18 +14,22 @@ Rule 2: an order that waits for its step, or a fault with a duration, can be can
 
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from ftrun import clock
 from ftrun.agent.cluster.cluster_brain import ClusterControlLoop
+from ftrun.agent.cluster.control_loop import ControlLoop
 from ftrun.agent.faults.injectors import FaultInjectors
 from ftrun.agent.faults.reverter import FaultAction, RunningFault
+from ftrun.agent.launch.worker_group import WorkerGroup
+from ftrun.config import RunSpec
 from ftrun.errors import FaultRefused, FtrunError
+from ftrun.journal import Journal
 from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.fault_catalog import fault_kind
 from ftrun.wire.fault_orders import FaultPage
@@ -33,9 +37,6 @@ from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import faults as fault_messages
 from ftrun.wire.messages.faults import FaultOrder, ForwardFault, ForwardFaultReply
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
-
-if TYPE_CHECKING:
-    from ftrun.agent.loop import RunLoop
 
 ANSWER_S = 30.0
 """Longer than the start of a reverter (reverter.py), so that an order that timed out is not
@@ -94,9 +95,35 @@ class _Running:
 class FaultController:
     """Fault orders of one node."""
 
-    def __init__(self, run: "RunLoop") -> None:
-        self._run = run
-        self._acts = FaultInjectors(run)
+    def __init__(
+        self,
+        spec: RunSpec,
+        *,
+        journal: Journal,
+        control: ControlLoop,
+        workers: WorkerGroup,
+        injectors: FaultInjectors,
+        wake: Callable[[], None],
+        send_lines: Callable[[], None],
+    ) -> None:
+        """Create the controller of one node.
+
+        Args:
+            spec: of the run.
+            journal: of this node.
+            control: knows the plan, and the connections to other nodes.
+            workers: of this node.
+            injectors: inject the faults.
+            wake: wakes the main thread.
+            send_lines: sends the lines of the journal to the leader, before this agent ends.
+        """
+        self._spec = spec
+        self._journal = journal
+        self._control = control
+        self._workers = workers
+        self._acts = injectors
+        self._wake = wake
+        self._send_lines = send_lines
         self._tickets: SimpleQueue[_Ticket] = SimpleQueue()
         self._sent: dict[str, _Ticket] = {}
         """Orders forwarded to other nodes, by id."""
@@ -116,7 +143,7 @@ class FaultController:
         is_here = node_id in ("", self._own_id)
         if is_here:
             self._tickets.put(ticket)
-            self._run.wake()
+            self._wake()
         else:
             self._sent[order.id] = ticket
             self._send(node_id, ForwardFault(order))
@@ -140,7 +167,7 @@ class FaultController:
         Raises:
             FaultRefused: there is no such rank or node.
         """
-        plan = self._run.brain.plan
+        plan = self._control.plan
         if plan is None:
             raise FaultRefused("the run has not begun yet: it has no ranks to break")
         if order.cancels:
@@ -171,7 +198,7 @@ class FaultController:
 
     @property
     def _own_id(self) -> str:
-        nodes, plan = self._run.spec.nodes, self._run.brain.plan
+        nodes, plan = self._spec.nodes, self._control.plan
         if nodes is not None:
             return nodes.node_id
         return plan.members[0].node_id if plan is not None else ""
@@ -186,17 +213,17 @@ class FaultController:
                 ticket.how, ticket.refused = message.how, message.refused
                 ticket.answered.set()
             return
-        nodes = self._run.spec.nodes
+        nodes = self._spec.nodes
         if nodes is None or nodes.secret_file is None:
             self._send(sender, ForwardFaultReply(message.order.id, refused=_UNAUTHENTICATED))
             return
         self._tickets.put(_Ticket(message.order, asked_by=sender))
-        self._run.wake()
+        self._wake()
 
     def _send(self, node_id: str, message: ForwardFault | ForwardFaultReply) -> None:
-        brain = self._run.brain
-        if isinstance(brain, ClusterControlLoop) and brain.thread is not None:
-            brain.thread.send(node_id, message)
+        control = self._control
+        if isinstance(control, ClusterControlLoop) and control.thread is not None:
+            control.thread.send(node_id, message)
 
     # --- main thread --------------------------------------------------------------------------
 
@@ -353,8 +380,7 @@ class FaultController:
         running.has_fired = True
         if deed.is_last:
             self._tell_fired(running, self._step_here(), clock.now_s())
-            if self._run.desk is not None:
-                self._run.desk.pass_lines_on(at_once=True)
+            self._send_lines()
         running.healing = deed.do()
         if not deed.is_last:
             self._tell_fired(running, self._step_here(), clock.now_s())
@@ -392,7 +418,7 @@ class FaultController:
             self._running.remove(running)
 
     def _tell_ordered(self, order: FaultOrder, how: str) -> None:
-        self._run.journal.write(
+        self._journal.write(
             "FaultOrdered",
             id=order.id,
             fault=order.kind,
@@ -407,7 +433,7 @@ class FaultController:
     def _tell_fired(self, running: _Running, step: int, at_s: float) -> None:
         order = running.order
         how = running.deed.how if running.deed is not None else _ITSELF
-        self._run.journal.write(
+        self._journal.write(
             "FaultFired",
             id=order.id,
             fault=order.kind,
@@ -419,23 +445,21 @@ class FaultController:
 
     def _over(self, running: _Running, why: str) -> None:
         order = running.order
-        self._run.journal.write(
-            "FaultEnded", id=order.id, fault=order.kind, rank=order.rank, why=why
-        )
+        self._journal.write("FaultEnded", id=order.id, fault=order.kind, rank=order.rank, why=why)
         if running in self._running:
             self._running.remove(running)
 
     def _page(self, rank: int) -> FaultPage:
-        pages = self._run.workers.fault_pages
+        pages = self._workers.fault_pages
         assert pages is not None
         pages.fd_of(rank)
         return pages.by_rank[rank]
 
     def _step_here(self) -> int:
-        return max((_step_on(place.page) for place in self._run.workers.places), default=0)
+        return max((_step_on(place.page) for place in self._workers.places), default=0)
 
     def _step_of(self, rank: int) -> int:
-        places = self._run.workers.places
+        places = self._workers.places
         return next((_step_on(place.page) for place in places if place.rank == rank), 0)
 
 

@@ -15,10 +15,10 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ftrun import clock
 from ftrun.agent.cluster.cluster_brain import ClusterControlLoop
+from ftrun.agent.cluster.control_loop import ControlLoop
 from ftrun.agent.faults import corruption as spoiling
 from ftrun.agent.faults.cgroups import FaultCgroup, check_free, make_group
 from ftrun.agent.faults.machine import clock_jump, cpu_starve, fd_limit, fill, pid_limit
@@ -26,14 +26,14 @@ from ftrun.agent.faults.network import link_fault
 from ftrun.agent.faults.reverter import FaultAction, RunningFault
 from ftrun.agent.faults.reverter_process import named
 from ftrun.agent.launch.warm_start import WorkerHandle
+from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.observe.process_facts import cores_used
+from ftrun.agent.snapshots.smp_client import AgentSmpClient
+from ftrun.config import RunSpec
 from ftrun.errors import FaultRefused
 from ftrun.urls import is_url
 from ftrun.wire.fault_orders import FAULT_PREFIX
 from ftrun.wire.messages.faults import FaultOrder
-
-if TYPE_CHECKING:
-    from ftrun.agent.loop import RunLoop
 
 _PERIOD_US = 20_000
 """Quota period of the cpu cgroup: short, so that a rank is slowed evenly and not in pauses."""
@@ -45,8 +45,13 @@ _MIB = 1 << 20
 class FaultInjectors:
     """All faults that an agent injects."""
 
-    def __init__(self, run: "RunLoop") -> None:
-        self._run = run
+    def __init__(
+        self, spec: RunSpec, *, control: ControlLoop, workers: WorkerGroup, smp: AgentSmpClient
+    ) -> None:
+        self._spec = spec
+        self._control = control
+        self._workers = workers
+        self._smp = smp
         self._makers: dict[str, Callable[[FaultOrder], FaultAction]] = {
             "rank-kill": lambda order: self._signal_rank(order, signal.SIGKILL),
             "stop": lambda order: self._signal_rank(order, signal.SIGSTOP),
@@ -60,7 +65,7 @@ class FaultInjectors:
             "node-loss": self._node_loss,
             "freeze": self._freeze,
             "shm-full": lambda order: fill(order, Path("/dev/shm"), "/dev/shm"),
-            "disk-full": lambda order: fill(order, Path(run.spec.log_folder), "the logs"),
+            "disk-full": lambda order: fill(order, Path(spec.log_folder), "the logs"),
             "fd-limit": fd_limit,
             "pid-limit": lambda order: pid_limit(order, self._children()),
             "cpu-starve": cpu_starve,
@@ -87,7 +92,7 @@ class FaultInjectors:
         Raises:
             FaultRefused: the rank does not run here.
         """
-        for handle in self._run.workers.alive():
+        for handle in self._workers.alive():
             if handle.place.rank == rank:
                 return handle
         raise FaultRefused(f"rank {rank} does not run on this node just now; ask again")
@@ -142,7 +147,7 @@ class FaultInjectors:
         try:
             return continue_later(named(handle.pid), order.for_s, since_s=since_s)
         finally:
-            self._run.workers.stopped_by_order(handle, since_s)
+            self._workers.stopped_by_order(handle, since_s)
 
     def _slow(self, order: FaultOrder) -> FaultAction:
         handle = self.rank(order.rank)
@@ -234,7 +239,7 @@ class FaultInjectors:
         return FaultAction(f"SIGSTOP to pid {who[0][0]}, SIGCONT after {order.for_s:g} s", do)
 
     def _smp_pid(self) -> int:
-        smp = self._run.smp
+        smp = self._smp
         if smp.child is not None and smp.child.status is None:
             return smp.child.pid
         if smp.channel is None:
@@ -250,7 +255,7 @@ class FaultInjectors:
         return FaultAction(f"SIGKILL to pid {os.getpid()}", do, is_last=True)
 
     def _lead_kill(self, order: FaultOrder) -> FaultAction:
-        if not self._run.brain.leads:
+        if not self._control.leads:
             raise FaultRefused("this node does not lead any more; ask again")
         return self._agent_kill(order)
 
@@ -266,7 +271,7 @@ class FaultInjectors:
         return FaultAction(f"SIGSTOP to pid {os.getpid()} for {order.for_s:g} s", do, is_last=True)
 
     def _zygote_kill(self, _: FaultOrder) -> FaultAction:
-        zygote = self._run.zygote
+        zygote = self._workers.starter.zygote
         child = zygote.child if zygote is not None else None
         if child is None or child.status is not None:
             raise FaultRefused("there is no zygote on this node: ranks are started fresh")
@@ -320,15 +325,15 @@ class FaultInjectors:
         return []
 
     def _children(self) -> list[int]:
-        run = self._run
-        children = [run.smp.child, run.zygote.child if run.zygote is not None else None]
-        children += [handle.child for handle in run.workers.alive()]
+        zygote = self._workers.starter.zygote
+        children = [self._smp.child, zygote.child if zygote is not None else None]
+        children += [handle.child for handle in self._workers.alive()]
         return [child.pid for child in children if child is not None and child.status is None]
 
     # --- links --------------------------------------------------------------------------------
 
     def _link(self, order: FaultOrder) -> FaultAction:
-        spec, plan = self._run.spec, self._run.brain.plan
+        spec, plan = self._spec, self._control.plan
         if spec.nodes is None or plan is None:
             raise FaultRefused("this run has one node, and so no link to another")
         card = plan.card(spec.nodes.node_id)
@@ -342,8 +347,8 @@ class FaultInjectors:
         return FaultAction(fault.how, do, is_answered_first=order.kind in ("partition", "one-way"))
 
     def _bitflip_wire(self, _: FaultOrder) -> FaultAction:
-        brain = self._run.brain
-        thread = brain.thread if isinstance(brain, ClusterControlLoop) else None
+        control = self._control
+        thread = control.thread if isinstance(control, ClusterControlLoop) else None
         if thread is None:
             raise FaultRefused("this run has one node: nothing goes over a wire")
 
@@ -356,8 +361,8 @@ class FaultInjectors:
 
     def _bitflip_shm(self, order: FaultOrder) -> FaultAction:
         handle = self.rank(order.rank)
-        arenas = self._run.smp.memory.arenas
-        local = [place.rank for place in self._run.workers.places]
+        arenas = self._smp.memory.arenas
+        local = [place.rank for place in self._workers.places]
         newest = spoiling.newest_common(arenas, local)
 
         def do() -> None:
@@ -372,7 +377,7 @@ class FaultInjectors:
         )
 
     def _fragments(self, order: FaultOrder) -> FaultAction:
-        vaults = list(self._run.smp.memory.vaults.values())
+        vaults = list(self._smp.memory.vaults.values())
         spoil = spoiling.truncate if order.kind == "fragment-truncate" else spoiling.make_stale
         spoiling.check_kept(vaults, at_least=1 if spoil is spoiling.truncate else 2)
 
@@ -382,7 +387,7 @@ class FaultInjectors:
         return FaultAction("in the memory that is kept for other nodes", do)
 
     def _corrupt_checkpoint(self, _: FaultOrder) -> FaultAction:
-        directory = self._run.spec.checkpoint_directory
+        directory = self._spec.checkpoint_directory
         if directory is None:
             raise FaultRefused("this run writes no checkpoints: --checkpoint-dir DIR")
         if is_url(directory):

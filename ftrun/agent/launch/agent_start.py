@@ -24,8 +24,8 @@ from typing import Any
 
 from ftrun.linux import become_subreaper, die_with_parent, name_process, threads_in_the_way
 from ftrun.wire.messages.agent_start import (
-    KEPT_FDS,
     RESERVE_SOCKET,
+    RETAINED_FDS,
     STUB_PID,
     STUB_SOCKET,
     decode_numbers,
@@ -143,7 +143,7 @@ def _zygote_link() -> tuple[socket.socket, socket.socket]:
 
 
 def _run_zygote(fd: int, agent_pid: int, modules: list[str], reserve_fd: int) -> None:
-    for name in (STUB_SOCKET, KEPT_FDS):
+    for name in (STUB_SOCKET, RETAINED_FDS):
         for stubs_fd in decode_numbers(os.environ.get(name, "")):
             os.close(stubs_fd)
     if reserve_fd >= 0:

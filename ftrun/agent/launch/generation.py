@@ -21,20 +21,19 @@ from ftrun.agent.announcements import Announcements
 from ftrun.agent.launch.elastic import FtrunElasticAgent
 from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.observe.repeated_steps import RepeatedSteps
-from ftrun.agent.snapshots.kept_state import PersistedAgentState
-from ftrun.agent.snapshots.resume import sources_of
+from ftrun.agent.snapshots.retained_memory import PersistedAgentState, StubClient
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
-from ftrun.agent.snapshots.stub_link import StubClient
-from ftrun.agent.snapshots.topology import begin_generation, claim_of, load_order
+from ftrun.agent.snapshots.topology import begin_generation, claim_of, load_order, sources_of
 from ftrun.config import RunSpec
 from ftrun.errors import DirectoryTaken, PeerError, SnapshotError
-from ftrun.ids import Version, version
+from ftrun.ids import Generation, Rank, Version, version
 from ftrun.journal import Journal
 from ftrun.network.detect.rails import env_for, match_rails, rails_of_node
 from ftrun.urls import without_password
 from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.cluster.membership import RestartTimes
 from ftrun.wire.crash_points import crash_point
+from ftrun.wire.messages.worker import LaunchRequest
 from ftrun.wire.shared_memory.pages import HeartbeatField
 
 _log = logging.getLogger(__name__)
@@ -163,11 +162,10 @@ class GenerationRunner:
         resized = bool(self._old_world_size)
         self.repeats.prepare(plan, ranks, self._restored, resized=resized)
         self._workers.prepare(
-            plan,
+            self._launch_request(plan),
             ranks,
-            self._restored,
-            old_world_size=self._old_world_size,
-            roads=_road_variables(plan, self._node_id),
+            kept=plan.committed,
+            rails=_road_variables(plan, self._node_id),
         )
         self.tell_smp()
         crash_point("agent.restart.smp_told")
@@ -278,6 +276,20 @@ class GenerationRunner:
             first_step_s=phases_s["first_step"],
         )
 
+    def _launch_request(self, plan: GenerationPlan) -> LaunchRequest:
+        """The request for all ranks of this node; `WorkerGroup` completes it for each rank."""
+        return LaunchRequest(
+            generation=Generation(plan.generation),
+            rank=Rank(-1),
+            world_size=plan.world_size,
+            agent_pid=os.getpid(),
+            smp_socket=str(self._smp.folder.smp_socket),
+            restore=self._restored,
+            restore_world_size=self._old_world_size,
+            skip_batches=plan.skip_batches if self._restored is not None else 0,
+            snapshot=self._spec.profile.snapshot,
+        )
+
     def _restore_point(self, plan: GenerationPlan) -> Version | None:
         found = version(*plan.restore) if plan.restore is not None else None
         why = plan.restore_why
@@ -330,7 +342,7 @@ class GenerationRunner:
         if not sources:
             return None, why
         if node is None:
-            return None, "a spare loads none"
+            return None, "a spare loads no checkpoint"
         self._say_bad(plan.history.bad_checkpoints)
         for source in sources:
             claim = claim_of(plan, self._node_id, self._spec)
@@ -393,5 +405,5 @@ def _road_variables(plan: GenerationPlan, node_id: str) -> dict[str, str]:
         matched = match_rails({node.node_id: node.card.rails for node in plan.members})
         return env_for(plan.roads, rails_of_node(matched, node_id), os.environ)
     except Exception:  # noqa: BLE001 - a bug costs the plan of roads, never the run
-        _log.exception("a bug of ftrun: ranks speak over the rails that their libraries choose")
+        _log.exception("a bug in ftrun: ranks use the rails that their libraries choose")
         return {}

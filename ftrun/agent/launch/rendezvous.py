@@ -138,7 +138,7 @@ class StorePool:
                     for listener in held.values():
                         listener.close()
                     return None
-                _log.debug("no store can be at %s: %s", other, error)
+                _log.debug("no store can listen at %s: %s", other, error)
         return held
 
     def _on_rail(self, address: str) -> TCPStore | None:

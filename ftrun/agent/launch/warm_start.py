@@ -1,40 +1,210 @@
-"""Starts the process of a rank: from a standby, or fresh if a standby cannot serve.
+"""Starts the process of a rank: from a standby of the zygote, or fresh if no standby can serve.
 
-Runs in:  agent, main thread, under torch's SubprocessContext.
+Runs in:  agent, main thread (PDEATHSIG fires when the forking thread ends), under torch's
+          SubprocessContext.
 Takes in: the arguments that torch would pass to Popen.
-Gives:    a `WorkerHandle`, which replaces torch's own SubprocessHandler.
+Gives:    a `WorkerHandle`, which replaces torch's own SubprocessHandler. A standby becomes a worker
+          in the time of a message, because it is forked already.
+Survives: the zygote: existing standbys can still be launched.
 """
 
+import contextlib
+import json
+import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+import msgspec
+
+from ftrun import clock
 from ftrun.agent.launch.process import ChildProcess, python_command, spawn
-from ftrun.agent.launch.zygote_link import ZygoteClient, ZygoteUnavailable
 from ftrun.journal import Journal
-from ftrun.wire import environment as env
-from ftrun.wire.messages.launch_order import LaunchOrder
+from ftrun.wire.messages.worker import LaunchRequest, encode_launch
+from ftrun.wire.run_environment import LAUNCH
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
+
+_log = logging.getLogger(__name__)
+
+READY_WAIT_S = 120.0
+"""Importing torch took 1.1 s here on a quiet machine, and minutes from a slow network disk."""
 
 
 @dataclass(slots=True)
+class Standby:
+    """A forked process that waits for a launch request on a socket of its own."""
+
+    orders: socket.socket
+    child: ChildProcess | None = None
+    """Known once the standby has sent its hello, which it does when it is a child of this
+    process."""
+
+
+class ZygoteUnavailable(Exception):
+    """No worker can be forked now; a fresh process must serve."""
+
+
+class ZygoteClient:
+    """One zygote and its standbys."""
+
+    def __init__(self, *, preload: Sequence[str]) -> None:
+        self._wanted = 1
+        self._preload = tuple(preload)
+        self._standbys: deque[Standby] = deque()
+        self._control: socket.socket | None = None
+        self._ordered = 0
+        self.child: ChildProcess | None = None
+        self.unfit = ""
+        """Why the last fork was refused; empty if it was not."""
+
+    @property
+    def children(self) -> list[ChildProcess]:
+        found = [standby.child for standby in self._standbys]
+        return [child for child in [self.child, *found] if child is not None]
+
+    def start(self) -> None:
+        """Start a zygote as a program, which imports torch once more."""
+        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        words = (str(its.fileno()), str(os.getpid()), *self._preload)
+        argv = python_command("ftrun.worker.process.zygote", *words)
+        self.adopt(mine, spawn(argv, name="zygote", variables=os.environ, pass_fds=[its.fileno()]))
+        its.close()
+
+    def adopt(self, control: socket.socket, child: ChildProcess) -> None:
+        if self._control is not None:
+            self._control.close()
+        self._control, self.child = control, child
+        self.unfit = ""
+        self._ordered = 0
+
+    def want(self, standbys: int) -> None:
+        self._wanted = standbys
+        self.refill()
+
+    def refill(self) -> None:
+        missing = self._wanted - len(self._standbys) - self._ordered
+        if missing > 0 and self._control is not None:
+            self._ordered += missing
+            with contextlib.suppress(OSError):
+                self._control.send(json.dumps({"count": missing}).encode())
+
+    def launch(self, request: LaunchRequest) -> ChildProcess:
+        """Turn a standby into a worker.
+
+        Raises:
+            ZygoteUnavailable: there is no standby, and none came.
+        """
+        data, fds = encode_launch(request), list(request.descriptors.values())
+        while True:
+            standby = self._take()
+            if standby.child is None:
+                standby.child = self._hello(standby)
+            if standby.child is None or standby.child.reap():
+                standby.orders.close()
+                continue
+            try:
+                socket.send_fds(standby.orders, [data], fds)
+            except OSError:
+                standby.orders.close()
+                continue
+            standby.orders.close()
+            return standby.child
+
+    def close(self) -> None:
+        """End zygote and standbys; both end when their sockets close."""
+        for standby in self._standbys:
+            standby.orders.close()
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        for child in self.children:
+            if not child.wait(1.0):
+                child.signal(9)
+                child.wait(5.0)
+        self._standbys.clear()
+
+    def collect(self) -> None:
+        while self._receive(0.0):
+            pass
+        for standby in self._standbys:
+            if standby.child is None:
+                with contextlib.suppress(BlockingIOError, OSError):
+                    standby.orders.setblocking(False)
+                    standby.child = _child_of(standby.orders.recv(4096))
+
+    def _take(self) -> Standby:
+        give_up_s = clock.now_s() + READY_WAIT_S
+        if not self._standbys:
+            self.refill()
+        while not self._standbys:
+            if self.unfit or self.child is None or self.child.reap():
+                raise ZygoteUnavailable(self.unfit or "the zygote has ended")
+            if clock.now_s() > give_up_s:
+                raise ZygoteUnavailable(f"the zygote was not ready within {READY_WAIT_S:.0f} s")
+            self._receive(0.2)
+        return self._standbys.popleft()
+
+    def _receive(self, deadline_s: float) -> bool:
+        if self._control is None:
+            return False
+        self._control.settimeout(deadline_s)
+        try:
+            data, fds, _, _ = socket.recv_fds(self._control, 1 << 16, 4)
+        except (TimeoutError, BlockingIOError):
+            return False
+        except OSError:
+            return False
+        if not data:
+            self._control.close()
+            self._control = None
+            return False
+        said = json.loads(data)
+        if "standby" in said:
+            self._ordered -= 1
+            orders = socket.socket(fileno=fds[0])
+            orders.set_inheritable(False)
+            self._standbys.append(Standby(orders))
+        if "unfit" in said:
+            self.unfit = said["unfit"]
+        for name in set(said.get("missing", ())) & set(self._preload):
+            _log.warning("--preload %s: there is no such module", name)
+        return True
+
+    def _hello(self, standby: Standby) -> ChildProcess | None:
+        standby.orders.settimeout(10.0)
+        try:
+            return _child_of(standby.orders.recv(4096))
+        except (TimeoutError, OSError):
+            return None
+
+
+def _child_of(hello: bytes) -> ChildProcess | None:
+    if not hello:
+        return None
+    return ChildProcess(json.loads(hello)["pid"], "standby", leads_group=True)
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchSlot:
     """The resources of one rank, prepared before its process exists."""
 
-    rank: int
-    page_fd: int
+    request: LaunchRequest
     page: SharedPage
-    stack_fd: int
-    """A file to which the rank writes its stacks on a signal."""
-    socket: str
-    """Socket over which its flight recorder is read."""
-    arena_fd: int | None
-    variables: dict[str, str]
-    fault_fd: int | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.request.rank
+
+    @property
+    def stack_fd(self) -> int:
+        """Descriptor of the file to which the rank writes its stacks on a signal."""
+        return self.request.descriptors["stack"]
 
 
 @dataclass(slots=True)
@@ -98,7 +268,8 @@ class WorkerStarter:
 
     zygote: ZygoteClient | None
     journal: Journal
-    command_fd: int = -1
+    variables: dict[str, str] = field(default_factory=dict)
+    """Environment variables of all ranks, in addition to torch's."""
     places: dict[int, LaunchSlot] = field(default_factory=dict)
     handles: dict[int, WorkerHandle] = field(default_factory=dict)
 
@@ -115,7 +286,7 @@ class WorkerStarter:
     ) -> WorkerHandle:
         place = self.places[local_rank_id]
         streams = [open(path, "w") if path else None for path in (stdout, stderr)]  # noqa: SIM115
-        variables = {**os.environ, **env, **place.variables}
+        variables = {**os.environ, **env, **self.variables}
         argv = [str(arg) for arg in args]
         child, start = self._start(entrypoint, argv, variables, streams, place, numa_options)
         handle = WorkerHandle(local_rank_id, child, place, start)
@@ -144,7 +315,7 @@ class WorkerStarter:
 
     def _why_fresh(self, entrypoint: str, *, python: bool, numa_options: object) -> str | None:
         if self.zygote is None:
-            return "--start fresh, or the warm process was given up"
+            return "--start fresh, or the zygote was disabled"
         if numa_options is not None:
             return "--numa-binding wraps the command"
         if not python:
@@ -159,15 +330,22 @@ class WorkerStarter:
         streams: Sequence[IO[str] | None],
         place: LaunchSlot,
     ) -> ChildProcess:
-        named = [("stdout", streams[0] or 1), ("stderr", streams[1] or 2)]
-        fds = [at if isinstance(at, int) else at.fileno() for _, at in named]
-        names = [name for name, _ in named]
-        for name, fd in self._descriptors(place):
-            names.append(name)
-            fds.append(fd)
-        module = argv[0] == "-m"
-        order = LaunchOrder(argv[1:] if module else argv, module, variables, os.getcwd(), names)
-        return zygote.launch(order, fds)
+        stdout, stderr = (
+            stream.fileno() if stream is not None else number
+            for stream, number in zip(streams, (1, 2), strict=True)
+        )
+        is_module = argv[0] == "-m"
+        return zygote.launch(
+            msgspec.structs.replace(
+                place.request,
+                start="warm",
+                descriptors={**place.request.descriptors, "stdout": stdout, "stderr": stderr},
+                argv=argv[1:] if is_module else argv,
+                is_module=is_module,
+                variables=variables,
+                cwd=os.getcwd(),
+            )
+        )
 
     def _fresh(
         self,
@@ -183,25 +361,11 @@ class WorkerStarter:
             kind = ["module", *argv[2:]] if argv[1] == "-m" else ["script", *argv[1:]]
         else:
             kind = ["command", entrypoint, *argv]
-        descriptors = self._descriptors(place)
-        variables.update({name: str(fd) for name, fd in descriptors})
         return spawn(
-            python_command("ftrun.worker.process.fresh", *kind),
+            python_command("ftrun.worker.process.startup", *kind),
             name=f"rank {place.rank}",
-            variables=variables,
-            pass_fds=[fd for _, fd in descriptors],
+            variables={**variables, LAUNCH: encode_launch(place.request).decode()},
+            pass_fds=list(place.request.descriptors.values()),
             streams=streams,
             new_session=True,
         )
-
-    def _descriptors(self, place: LaunchSlot) -> list[tuple[str, int]]:
-        found = [
-            (env.HEARTBEAT_FD, place.page_fd),
-            (env.COMMAND_FD, self.command_fd),
-            (env.STACK_FD, place.stack_fd),
-        ]
-        if place.arena_fd is not None:
-            found.append((env.ARENA_FD, place.arena_fd))
-        if place.fault_fd is not None:
-            found.append((env.FAULT_FD, place.fault_fd))
-        return found

@@ -26,10 +26,11 @@ from ftrun.config import RunSpec
 from ftrun.ids import Rank, Step, Version
 from ftrun.monitor.page_values import quantile_s
 from ftrun.monitor.worker_exits import ExitFacts, explain
-from ftrun.wire import environment as env
-from ftrun.wire.cluster.generation import GenerationPlan
+from ftrun.wire.cluster.generation import VersionPair
 from ftrun.wire.cluster.membership import RankReport
 from ftrun.wire.fault_orders import FaultPages
+from ftrun.wire.messages.worker import LaunchRequest, decode_launch
+from ftrun.wire.run_environment import GENERATION, LAUNCH, RUN_ID
 from ftrun.wire.shared_memory.pages import (
     CommandField,
     HeartbeatField,
@@ -69,9 +70,6 @@ class WorkerGroup:
         self.starter = starter
         self.generation = -1
         self.first_rank = 0
-        self._old_world_size = 0
-        self._skip_batches = 0
-        self._roads: Mapping[str, str] = {}
         self.restored: Version | None = None
         self.commands: SharedPage | None = None
         self.command_fd = -1
@@ -79,6 +77,8 @@ class WorkerGroup:
         self._smp = smp
         self._error_files: dict[int, str] = {}
         self.is_held = False
+        self.awaits_boundary = False
+        """The ranks were asked for a final snapshot, and wait at its boundary."""
         self._stuck: list[ChildProcess] = []
         """Processes that have not ended within `KILL_WAIT_S` of SIGKILL."""
         self._stuck_before: list[tuple[int, int]] = []
@@ -95,27 +95,23 @@ class WorkerGroup:
 
     def prepare(
         self,
-        plan: GenerationPlan,
+        request: LaunchRequest,
         ranks: range,
-        restored: Version | None,
         *,
-        old_world_size: int,
-        roads: Mapping[str, str],
+        kept: VersionPair | None,
+        rails: Mapping[str, str],
     ) -> None:
-        """Create pages and variables for the workers to come.
+        """Create pages and variables for the workers of a generation.
 
         Args:
-            plan: the generation.
+            request: without what differs between the ranks.
             ranks: of this node.
-            restored: the version that they start from.
-            old_world_size: world size of that version; 0: the same as now.
-            roads: variables that set the rails of the ranks.
+            kept: the newest version that was committed before this generation.
+            rails: variables that set the rails of the ranks.
         """
-        self._roads = roads
-        self.generation, self.restored = plan.generation, restored
+        restored = request.restore
+        self.generation, self.restored = request.generation, restored
         self.first_rank = ranks.start
-        self._old_world_size = old_world_size
-        self._skip_batches = plan.skip_batches if restored is not None else 0
         self._close_places()
         self.is_held = False
         self.command_fd = create_command_page()
@@ -124,12 +120,18 @@ class WorkerGroup:
         if restored is not None:
             self.commands.set(CommandField.COMMITTED_GENERATION, restored.generation)
             self.commands.set(CommandField.COMMITTED_STEP, restored.step)
-        if plan.committed is not None:
-            self.commands.set(CommandField.KEPT_GENERATION, plan.committed[0])
-            self.commands.set(CommandField.KEPT_STEP, plan.committed[1])
-        self.starter.command_fd = self.command_fd
+        if kept is not None:
+            self.commands.set(CommandField.KEPT_GENERATION, kept[0])
+            self.commands.set(CommandField.KEPT_STEP, kept[1])
         self.starter.places = {
-            local: self._place(Rank(rank), restored) for local, rank in enumerate(ranks)
+            local: self._place(msgspec.structs.replace(request, rank=Rank(rank)))
+            for local, rank in enumerate(ranks)
+        }
+        self.starter.variables = {
+            **rails,
+            RUN_ID: self._spec.run_id,
+            GENERATION: str(request.generation),
+            **({} if _RECORDER_SIZE in os.environ else {_RECORDER_SIZE: str(RECORDED_CALLS)}),
         }
         self.starter.handles = {}
 
@@ -159,7 +161,7 @@ class WorkerGroup:
             if clock.now_s() > give_up_s:
                 for pid in left:
                     with suppress(ProcessLookupError):
-                        self._stuck.append(ChildProcess(pid, "what a rank has started"))
+                        self._stuck.append(ChildProcess(pid, "a process that a rank has started"))
             clock.sleep(_LOOK_AGAIN_S)
         return self.stuck()
 
@@ -185,11 +187,11 @@ class WorkerGroup:
         A process that a rank has started in a session of its own is not in the rank's process
         group.
         """
-        mine, sessions = f"{env.AGENT_PID}={os.getpid()}".encode(), set(self.pids())
+        sessions = set(self.pids())
         found: list[int] = []
         for pid in process_tree.children_by_list():
             is_in_session = process_tree.session_of(pid) in sessions
-            if is_in_session or mine in process_tree.variables_of(pid):
+            if is_in_session or _agent_of(pid) == os.getpid():
                 found.append(pid)
                 with suppress(OSError):
                     os.kill(pid, SIGKILL)
@@ -386,41 +388,29 @@ class WorkerGroup:
 
     # --- details ------------------------------------------------------------------------------
 
-    def _place(self, rank: Rank, restored: Version | None) -> LaunchSlot:
+    def _place(self, request: LaunchRequest) -> LaunchSlot:
+        rank = request.rank
         page_fd = create_page(f"rank-{rank}")
-        snapshot = self._spec.profile.snapshot
-        variables = {
-            **self._roads,
-            env.RUN_ID: self._spec.run_id,
-            env.GENERATION: str(self.generation),
-            env.INCARNATION: str(self.generation),
-            env.SMP_SOCKET: str(self._smp.folder.smp_socket),
-            env.SNAPSHOT: msgspec.json.encode(snapshot).decode(),
-            env.START: "fresh",
-            env.AGENT_PID: str(os.getpid()),
+        descriptors = {
+            "heartbeat": page_fd,
+            "command": self.command_fd,
+            "stack": create_stack_file(str(rank)),
         }
-        socket = str(self._smp.folder.rank_socket(rank))
-        if self._spec.profile.monitor.enabled:
-            variables[env.RANK_SOCKET] = socket
-        if _RECORDER_SIZE not in os.environ:
-            variables[_RECORDER_SIZE] = str(RECORDED_CALLS)
-        if restored is not None:
-            variables[env.RESTORE] = f"{restored.generation}:{restored.step}"
-        if self._skip_batches:
-            variables[env.SKIP_BATCHES] = str(self._skip_batches)
-        if self._old_world_size:
-            # The rank is assembled from the shards of other ranks, which it requests from its SMP.
-            variables[env.RESTORE_WORLD_SIZE] = str(self._old_world_size)
-        arena = None if self._old_world_size else self._smp.memory.arena_for(rank, restored)
-        stack_fd = create_stack_file(str(rank))
-        fault_fd = self.fault_pages.fd_of(rank) if self.fault_pages is not None else None
-        return LaunchSlot(
-            rank, page_fd, SharedPage(page_fd), stack_fd, socket, arena, variables, fault_fd
-        )
+        # After a resize, a rank is assembled from the shards that its SMP provides.
+        if not request.restore_world_size:
+            arena_fd = self._smp.memory.arena_for(rank, request.restore)
+            if arena_fd is not None:
+                descriptors["arena"] = arena_fd
+        if self.fault_pages is not None:
+            descriptors["fault"] = self.fault_pages.fd_of(rank)
+        is_inspected = self._spec.profile.monitor.enabled
+        socket = str(self._smp.folder.rank_socket(rank)) if is_inspected else ""
+        request = msgspec.structs.replace(request, rank_socket=socket, descriptors=descriptors)
+        return LaunchSlot(request, SharedPage(page_fd))
 
     def _close_places(self) -> None:
         for place in self.places:
-            os.close(place.page_fd)
+            os.close(place.request.descriptors["heartbeat"])
             if self._spec.profile.monitor.enabled:
                 self.unused_fds.put(place.stack_fd)
             else:
@@ -452,3 +442,13 @@ class WorkerGroup:
 def _last_stack(handle: WorkerHandle) -> str:
     stack = parse_dump(stacks(handle.place.stack_fd)) if handle.child.ended_with < 0 else None
     return as_traceback(stack) if stack is not None else ""
+
+
+def _agent_of(pid: int) -> int:
+    """Pid of the agent whose rank has started this process; 0 if no rank has started it."""
+    for variable in process_tree.variables_of(pid):
+        name, _, value = variable.partition(b"=")
+        if name == LAUNCH.encode():
+            with suppress(msgspec.MsgspecError):
+                return decode_launch(value).agent_pid
+    return 0

@@ -24,8 +24,8 @@ from pathlib import Path
 import msgspec
 
 from ftrun import clock
-from ftrun.agent.cgroup_room import cgroup_room
 from ftrun.agent.observe import nvidia
+from ftrun.linux import cgroup_room
 from ftrun.monitor.node_fitness import NodeMeasurements
 
 BLOCK_BYTES = 32 << 20

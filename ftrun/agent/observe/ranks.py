@@ -177,7 +177,11 @@ class RankObserver:
         stack = take_stack(
             handle.pid, dumper=page.get(HeartbeatField.HAS_DUMPER), stack_fd=handle.place.stack_fd
         ) or RankStack(())
-        entries = read_entries(handle.place.socket) if page.get(HeartbeatField.HAS_SERVER) else None
+        entries = (
+            read_entries(handle.place.request.rank_socket)
+            if page.get(HeartbeatField.HAS_SERVER)
+            else None
+        )
         cpu, still_s, spins_s = self._compare(rank, handle.pid, facts, stack)
         return msgspec.structs.replace(
             view,
@@ -234,7 +238,7 @@ def _last_calls(handle: WorkerHandle) -> RankView:
     if handle.child.status is not None:
         entries = parse_entries(left_calls(place.stack_fd))
     elif page.get(HeartbeatField.HAS_SERVER):
-        entries = read_entries(place.socket, deadline_s=QUICK_S)
+        entries = read_entries(place.request.rank_socket, deadline_s=QUICK_S)
     return RankView(
         rank=place.rank,
         pid=handle.pid,

@@ -66,7 +66,7 @@ class Sampler:
         page, rank = handle.place.page, handle.place.rank
         entered: list[Entered] = []
         if page.get(HeartbeatField.HAS_SERVER) and handle.child.status is None:
-            for entry in read_entries(handle.place.socket) or ():
+            for entry in read_entries(handle.place.request.rank_socket) or ():
                 seq = entry.collective_seq_id
                 self.on_device |= not entry.profiling_name.startswith("gloo:")
                 if not entry.is_p2p and seq > self._told.get((rank, entry.group), 0):

@@ -12,10 +12,13 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from ftrun import clock
-from ftrun.agent.faults.controller import NOT_ALLOWED
-from ftrun.agent.loop import RunLoop
+from ftrun.agent.cluster.brain_status import BrainStatus
+from ftrun.agent.faults.controller import NOT_ALLOWED, FaultController
+from ftrun.agent.publish.published import Published
+from ftrun.config import RunSpec
 from ftrun.errors import FtrunError, PeerError
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import faults as fault_messages
@@ -31,13 +34,29 @@ class ControlServer:
     """Server of agent.sock.
 
     Args:
+        path: of the socket.
         status: returns the published status document.
+        ask_stop: requests the end of the run, for this reason.
+        decided: the status of the control loop; None: the run has one node.
+        faults: takes orders for faults; None: the run does not allow them.
     """
 
-    def __init__(self, run: RunLoop, status: Callable[[], bytes]) -> None:
-        self._run = run
+    def __init__(
+        self,
+        spec: RunSpec,
+        path: Path,
+        *,
+        status: Callable[[], bytes],
+        ask_stop: Callable[[str], None],
+        decided: Published[BrainStatus] | None,
+        faults: FaultController | None,
+    ) -> None:
+        self._spec = spec
         self._status = status
-        self._path = run.smp.folder.agent_socket
+        self._ask_stop = ask_stop
+        self._decided = decided
+        self._faults = faults
+        self._path = path
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._serve, name="ftrun-control", daemon=True)
         self._stop_read, self._stop_write = socket.socketpair()
@@ -89,7 +108,7 @@ class ControlServer:
 
     def _accept(self) -> None:
         try:
-            channel = accept(self._server, run_id=self._run.spec.run_id)
+            channel = accept(self._server, run_id=self._spec.run_id)
         except OSError as error:
             # For example too many open files: clients wait until a descriptor is free.
             _log.debug("a client is not let in: %s", error)
@@ -110,20 +129,19 @@ class ControlServer:
         In a run without a secret, any host that reaches the port could join as a node and request
         a stop through it.
         """
-        run = self._run
-        nodes, desk = run.spec.nodes, run.desk
-        if nodes is not None and desk is not None and nodes.secret_file is None:
-            brain = desk.brain.read().value
+        nodes, decided = self._spec.nodes, self._decided
+        if nodes is not None and decided is not None and nodes.secret_file is None:
+            brain = decided.read().value
             if brain.lead_id and not brain.leads:
                 return messages.Refused(
                     f"this run is UNAUTHENTICATED, so it is stopped where it is led: on node "
                     f"{brain.lead_id} ({brain.lead_host}). Or send SIGTERM to ftrun on any node"
                 )
-        run.signals.ask_stop("ftrun stop")
+        self._ask_stop("ftrun stop")
         return messages.Done()
 
     def _inject(self, channel: Channel, order: FaultOrder, question: int) -> None:
-        faults = self._run.faults
+        faults = self._faults
         if faults is None:
             channel.send(messages.Refused(NOT_ALLOWED), question=question)
             return

@@ -11,12 +11,12 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftrun.agent.loop import RunLoop
 from ftrun.agent.publish.hooks import Hooks
 from ftrun.agent.publish.incident_status import lateness_of
 from ftrun.agent.publish.kept_network import NetworkFile
 from ftrun.agent.publish.pulse import ProgressLog
 from ftrun.agent.publish.run_figures import RunMetrics
+from ftrun.agent.publish.run_view import RunView
 from ftrun.agent.publish.status import StatusDesk
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _log = logging.getLogger("ftrun")
 class Observers:
     """All observers of one agent."""
 
-    def __init__(self, run: RunLoop) -> None:
+    def __init__(self, run: RunView) -> None:
         self.status = StatusDesk(run)
         self._run = run
         self._node_id = run.brain.member.me.node_id

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ftrun import clock
-from ftrun.agent.loop import RunLoop
 from ftrun.agent.publish.pulse import blocked_s
+from ftrun.agent.publish.run_view import RunView
 from ftrun.recovery.incidents import Incident
 from ftrun.recovery.lifecycle import DETECTION, PRODUCTIVE, LifecycleState, TimeAccounting
 
@@ -54,7 +54,7 @@ class RunCounters:
 class RunMetrics:
     """Collects the counters of one agent."""
 
-    def __init__(self, run: RunLoop) -> None:
+    def __init__(self, run: RunView) -> None:
         self._run = run
         self._lock = threading.Lock()
         self._figures = RunCounters()

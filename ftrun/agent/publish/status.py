@@ -2,7 +2,7 @@
 
 Runs in:  agent: `look` and `publish` in the main thread, which owns the data of the node's status;
           `document` and `of_node` in any other thread, which reads the published value.
-Takes in: the components of a `RunLoop`; the published `BrainStatus`.
+Takes in: the components of a `RunView`; the published `BrainStatus`.
 Gives:    one JSON document; docs/operations.md describes it.
 """
 
@@ -13,10 +13,10 @@ from typing import Any
 
 from ftrun import clock
 from ftrun.agent.cluster.brain_status import BrainStatus, brain_status
-from ftrun.agent.loop import RunLoop
 from ftrun.agent.publish.incident_status import last_collectives
 from ftrun.agent.publish.published import Published
 from ftrun.agent.publish.pulse import blocked_s, committed_in, most
+from ftrun.agent.publish.run_view import RunView
 from ftrun.journal import FILE_NAME
 from ftrun.monitor.numerics import finite
 from ftrun.monitor.page_values import quantile_s
@@ -32,7 +32,7 @@ STALE_S = 2.0
 class StatusDesk:
     """Status of one node, readable in all threads."""
 
-    def __init__(self, run: RunLoop) -> None:
+    def __init__(self, run: RunView) -> None:
         self._run = run
         self._own = Published(self._build, wake=run.wake)
 
@@ -98,7 +98,7 @@ def name_age(document: dict[str, Any]) -> None:
         )
 
 
-def _own_status(run: RunLoop, brain: BrainStatus) -> dict[str, Any]:
+def _own_status(run: RunView, brain: BrainStatus) -> dict[str, Any]:
     now_s = clock.now_s()
     snapshots = _snapshots(run, now_s)
     ranks = _ranks(run, brain.lateness_s, now_s)
@@ -163,13 +163,13 @@ def _add_cluster(document: dict[str, Any], cluster: dict[str, Any], *, has_secre
         rank["lateness_s"] = rank["lateness_s"] if late_s is None else late_s
 
 
-def _repeated(run: RunLoop, generation: int) -> dict[str, Any] | None:
+def _repeated(run: RunView, generation: int) -> dict[str, Any] | None:
     """Result of comparing the steps that this generation repeated; None: no result."""
     found = run.generations.repeats.results.get(generation)
     return found.as_json() if found is not None else None
 
 
-def _state(run: RunLoop, brain: BrainStatus) -> str:
+def _state(run: RunView, brain: BrainStatus) -> str:
     state = brain.state
     if state in STOPPING:
         return "stopping"
@@ -181,7 +181,7 @@ def _state(run: RunLoop, brain: BrainStatus) -> str:
 
 
 def _verdict(
-    run: RunLoop, brain: BrainStatus, ranks: list[dict[str, Any]], snapshots: dict[str, Any]
+    run: RunView, brain: BrainStatus, ranks: list[dict[str, Any]], snapshots: dict[str, Any]
 ) -> str:
     if snapshots["unprotected"]:
         protection = f"UNPROTECTED: {snapshots['unprotected']}"
@@ -204,12 +204,12 @@ def _verdict(
     return f"{_state(run, brain)} {at}{generation}; {protection}"
 
 
-def _held_step(run: RunLoop) -> int | None:
+def _held_step(run: RunView) -> int | None:
     """Newest step in the memory kept from an earlier agent; None: there is none."""
     return max((offer.step for offer in run.smp.memory.offers()), default=None)
 
 
-def _ranks(run: RunLoop, lateness_s: Mapping[int, float], now_s: float) -> list[dict[str, Any]]:
+def _ranks(run: RunView, lateness_s: Mapping[int, float], now_s: float) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     calls = last_collectives(run.eyes.views)
     for handle in run.workers.handles:
@@ -235,7 +235,7 @@ def _ranks(run: RunLoop, lateness_s: Mapping[int, float], now_s: float) -> list[
     return found
 
 
-def _snapshots(run: RunLoop, now_s: float) -> dict[str, Any]:
+def _snapshots(run: RunView, now_s: float) -> dict[str, Any]:
     pages = [place.page for place in run.workers.places]
     commands = run.workers.commands
     committed = committed_in(commands)
@@ -265,7 +265,7 @@ def _snapshots(run: RunLoop, now_s: float) -> dict[str, Any]:
     }
 
 
-def _every(run: RunLoop, commands: SharedPage | None, *, furthest: int) -> int:
+def _every(run: RunView, commands: SharedPage | None, *, furthest: int) -> int:
     """Present snapshot interval in steps; 0: a new interval is set but not yet in effect."""
     every = run.spec.profile.snapshot.every
     if isinstance(every, int):
@@ -276,7 +276,7 @@ def _every(run: RunLoop, commands: SharedPage | None, *, furthest: int) -> int:
     return max(1, announced)
 
 
-def _age_s(run: RunLoop, committed: tuple[int, int], now_s: float) -> float:
+def _age_s(run: RunView, committed: tuple[int, int], now_s: float) -> float:
     """Seconds since the last local rank sealed the committed version."""
     sealed_ns = 0
     for fds in run.smp.memory.arenas.values():
@@ -293,16 +293,16 @@ def _age_s(run: RunLoop, committed: tuple[int, int], now_s: float) -> float:
     return max(0.0, now_s - sealed_ns / 1e9) if sealed_ns else 0.0
 
 
-def _memory_bytes(run: RunLoop) -> int:
+def _memory_bytes(run: RunView) -> int:
     return sum(read_shape(fd).total_bytes for fds in run.smp.memory.arenas.values() for fd in fds)
 
 
-def _for_others_bytes(run: RunLoop) -> int:
+def _for_others_bytes(run: RunView) -> int:
     """Bytes of mirrors and parity that this node stores for its protection group."""
     return sum(os.fstat(fd).st_size for fd in run.smp.memory.vaults.values())
 
 
-def _checkpoint(run: RunLoop, now_s: float) -> dict[str, Any] | None:
+def _checkpoint(run: RunView, now_s: float) -> dict[str, Any] | None:
     settings = run.spec.profile.checkpoint
     if not settings.directory:
         return None

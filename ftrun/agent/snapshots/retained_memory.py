@@ -1,17 +1,27 @@
-"""The agent's duplicates of its SMP's memory, which it reads and voids without the SMP.
+"""The memory and state of a node that outlive its SMP and its agent.
 
 Runs in:  agent, main thread.
-Takes in: descriptors of arenas and parity regions, from the SMP or the stub.
-Gives:    the sealed versions in them; the arena to start a rank with.
-Survives: the SMP: the next one receives them.
+Takes in: descriptors of arenas and parity regions, from the SMP or the stub; the accepted plan.
+Gives:    the sealed versions in them; the arena to start a rank with; memory and state for the
+          next SMP and, through SMP and stub, for the next agent.
+Survives: SMP and agent at once; the stub is the third holder of the memory.
+
+SMP and stub retain the state as bytes and do not decode it. The stub has no msgspec. It receives
+the state as the first of the descriptors, in its own memfd, because the plan of thousands of nodes
+is large.
 """
 
 import os
-from collections.abc import Callable, Collection
+import socket
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+
+import msgspec
 
 from ftrun.errors import LayoutUnknown
 from ftrun.ids import Rank, Version
+from ftrun.wire.cluster.generation import GenerationPlan
+from ftrun.wire.messages.agent_start import AGENT_LOST_S, RETAINED_FDS, STUB_SOCKET, decode_numbers
 from ftrun.wire.messages.smp import ShardOffer
 from ftrun.wire.shared_memory.arena import SlotState, read_shape, read_slot_headers, void_slots
 
@@ -114,3 +124,74 @@ class RetainedMemory:
 def _sealed(fd: int) -> list[Version]:
     headers = read_slot_headers(fd)
     return [header.version for header in headers if header.state is SlotState.SEALED]
+
+
+class PersistedAgentState(msgspec.Struct, frozen=True):
+    """The newest state of one agent."""
+
+    plan: GenerationPlan | None = None
+    took_effect: bool = False
+    """The plan is known to be chosen; else it may be."""
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+
+def newer(one: PersistedAgentState, other: PersistedAgentState) -> PersistedAgentState:
+    """The newer state of the SMP's and the stub's; one of them may have missed the last update."""
+    plan_of = (one.plan, other.plan)
+    ages = [(plan.edition if plan is not None else (-1, 0)) for plan in plan_of]
+    is_first = (ages[0], one.took_effect) >= (ages[1], other.took_effect)
+    return one if is_first else other
+
+
+def decode_state(data: bytes) -> PersistedAgentState:
+    """Decode the state; empty if there is none, or if another version of ftrun wrote it."""
+    if not data:
+        return PersistedAgentState()
+    try:
+        return msgspec.json.decode(data, type=PersistedAgentState)
+    except msgspec.MsgspecError:
+        return PersistedAgentState()
+
+
+class StubClient:
+    """One end of the socket between stub and agent; has no effect without a stub."""
+
+    def __init__(self) -> None:
+        number = os.environ.pop(STUB_SOCKET, "")
+        self._socket = socket.socket(fileno=int(number)) if number else None
+        if self._socket is not None:
+            self._socket.set_inheritable(False)
+        self._sent: tuple[tuple[int, ...], PersistedAgentState | None] = ((), None)
+
+    def keep(self, fds: Sequence[int], state: PersistedAgentState) -> None:
+        """Make the stub hold duplicates of exactly these descriptors, and this state."""
+        now = (tuple(fds), state)
+        if self._socket is None or (now[0] == self._sent[0] and state is self._sent[1]):
+            return
+        with suppress(OSError):  # if the stub is gone, this agent ends too
+            fd = os.memfd_create("ftrun-kept-state")
+            with open(fd, "wb") as file:
+                file.write(state.encode())
+                file.flush()
+                socket.send_fds(self._socket, [b"\0"], [fd, *fds])
+            self._sent = now
+
+
+def last_agent_ended_s() -> float | None:
+    """Monotonic time at which the last agent ended; None: this is the first agent of its stub."""
+    return float(os.environ.pop(AGENT_LOST_S, "0")) or None
+
+
+def kept() -> tuple[list[int], PersistedAgentState]:
+    """What the stub has retained from the last agent: descriptors, now owned here, and state."""
+    numbers = decode_numbers(os.environ.pop(RETAINED_FDS, ""))
+    if not numbers:
+        return [], PersistedAgentState()
+    first, *fds = numbers
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    with open(first, "rb") as file:  # the writer has left the file position at the end
+        file.seek(0)
+        return fds, decode_state(file.read())

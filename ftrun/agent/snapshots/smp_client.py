@@ -274,7 +274,7 @@ class AgentSmpClient:
             self.channel.send(checkpoint_messages.ExpediteCheckpoint())
         while self.writing and self.channel is not None:
             if is_cancelled() or clock.now_s() > give_up_s:
-                self.refused = "it was not done in time; the one before stays"
+                self.refused = "it was not written in time; the previous checkpoint is kept"
                 self.writing = False
                 return False
             with suppress(PeerTimeout):

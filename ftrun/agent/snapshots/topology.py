@@ -1,26 +1,80 @@
-"""Builds the messages about a plan for this node's SMP.
+"""Builds the messages about a plan for this node's SMP, and chooses checkpoints to resume from.
 
 Runs in:  agent. Pure, except for the memory of `AgentSmpClient` that it reads.
 Takes in: a plan, this node's id.
 Gives:    a `BeginGeneration`: the protection group with the addresses of its SMPs, and the sources
           of the restored version for ranks whose shard is not here.
 
-Rule: SMPs identify themselves by a digest of their group with its addresses. An address is
-therefore computed from the plan alone, so that every node computes the same.
+Rule 1: SMPs identify themselves by a digest of their group with its addresses. An address is
+        therefore computed from the plan alone, so that every node computes the same.
+Rule 2: the checkpoints of the run itself come first. With `--resume never` or a path, a failure
+        after its first checkpoint does not take the run back to its start.
+Rule 3: checkpoints of other runs in the directory count with `auto` only, also later in the run.
 """
 
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from ftrun.agent.snapshots.resume import CheckpointSource
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.config import RunSpec
 from ftrun.ids import Rank, Version
 from ftrun.network.detect.rails import match_rails
 from ftrun.snapshot.load_shares import ranks_at
+from ftrun.urls import is_url, without_password
 from ftrun.wire.checkpoint_owner import CheckpointClaim
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard, Rail
-from ftrun.wire.messages.checkpoint import LoadCheckpoint
+from ftrun.wire.messages.checkpoint import INDEX_NAME, LoadCheckpoint
 from ftrun.wire.messages.smp import BeginGeneration, NodeAddress, PreviousGroup
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSource:
+    """A directory of checkpoints, or its URL, and which of them count."""
+
+    directory: str
+    only: str = ""
+    """The name of one checkpoint; empty: any."""
+    life: str = ""
+    """The life of the run that has written it; empty: any."""
+
+    @property
+    def why_none(self) -> str:
+        where = without_password(self.directory)
+        if self.life:
+            return f"this run has written no checkpoint in {where} yet"
+        return f"no checkpoint in {where} yet"
+
+
+def sources_of(spec: RunSpec, life: str, *, has_committed: bool) -> list[CheckpointSource]:
+    """The sources, in the order in which they are tried.
+
+    Args:
+        spec: of the run.
+        life: of the run; see `GenerationPlan.life`.
+        has_committed: the run has committed snapshots. If it then writes no checkpoints, the
+            checkpoint that it started from is no source, because it would silently discard all
+            later steps.
+    """
+    directory, path = spec.checkpoint_directory, spec.resume_path
+    is_auto = spec.profile.checkpoint.resume == "auto"
+    found = [CheckpointSource(directory, life="" if is_auto else life)] if directory else []
+    if path is not None and (directory or not has_committed):
+        found.append(_named(path))
+    return found
+
+
+def _named(path: str) -> CheckpointSource:
+    """One checkpoint, or a directory of them; the last part of a URL says which of the two."""
+    if is_url(path):
+        directory, _, name = path.rstrip("/").rpartition("/")
+        is_one = name == "latest" or name.startswith("step-")
+        return CheckpointSource(directory, only=name) if is_one else CheckpointSource(path)
+    real = os.path.realpath(path)  # DIR/latest is a link
+    if os.path.exists(os.path.join(real, INDEX_NAME)):
+        directory, name = os.path.split(real)
+        return CheckpointSource(directory, only=name)
+    return CheckpointSource(real)
 
 
 def begin_generation(

@@ -23,7 +23,7 @@ import yaml
 import ftrun
 from ftrun.config import MAX_DATA, MAX_PARITY, Profile
 from ftrun.errors import ProfileInvalid, UsageError
-from ftrun.wire import environment
+from ftrun.wire import run_environment as env
 
 MAX_PROFILE_BYTES = 64 * 1024
 DEFAULT = "default"
@@ -52,7 +52,7 @@ _SHORT_NAMES = {("security", "secret_file"): ("FTRUN_SECRET_FILE",)}
 """Additional variables of a key, besides `variable_name`."""
 
 INTERNAL_NAMES = frozenset(
-    value for name, value in vars(environment).items() if name.isupper() and isinstance(value, str)
+    value for name, value in vars(env).items() if name.isupper() and isinstance(value, str)
 )
 """Variables that ftrun sets for its workers; a run inside a worker must not read them."""
 

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from ftrun import clock
+from ftrun.cli.screen.atomic_output import check_free, staged_output
 from ftrun.errors import FtrunError
 from ftrun.snapshot.plain_values import TensorRef
 from ftrun.tools.export.safetensors import left_out_of_safetensors, write_safetensors
@@ -23,7 +24,6 @@ from ftrun.tools.export.source import ExportSource
 from ftrun.tools.export.tensor_writer import dtype_out
 from ftrun.wire.messages.checkpoint import ExportJob, ExportReport
 from ftrun.worker.disk_images import DiskImages
-from ftrun.worker.new_place import check_free, new_place
 
 
 def main() -> int:
@@ -68,7 +68,7 @@ def _export(order: ExportJob, facts: ExportReport) -> ExportReport:
         left_out = list(world.left_out)
         if order.format == "safetensors":
             left_out += left_out_of_safetensors(outline)
-        with new_place(out) as made:
+        with staged_output(out) as made:
             num_tensors = _write(made, outline, world, order)
     finally:
         images.close()

@@ -23,7 +23,7 @@ from ftrun.cli.stub import python_command
 from ftrun.errors import FtrunError
 from ftrun.linux import end_with_parent
 from ftrun.tools.verify.compare import Life, Trace, life_of
-from ftrun.wire import environment as env
+from ftrun.wire import run_environment as env
 from ftrun.wire.verify_records import Kill, VerifyPlan, read_records
 
 _POLL_S = 0.05

@@ -12,7 +12,7 @@ AGENT_LOST_S = "FTRUN_AGENT_LOST_S"
 STUB_SOCKET = "FTRUN_STUB_SOCKET"
 """Descriptor of the socket on which the stub receives what it must retain."""
 
-KEPT_FDS = "FTRUN_KEPT_FDS"
+RETAINED_FDS = "FTRUN_RETAINED_FDS"
 """Descriptors that the last agent passed to the stub, comma-separated; the first contains its
 state."""
 
@@ -31,8 +31,8 @@ MAX_ORDER_BYTES = 1 << 16
 def encode_order(folder: str, variables: dict[str, str]) -> bytes:
     """Encode an order to start one agent.
 
-    Its descriptors are, in order: the socket for the reply, `STUB_SOCKET`, `KEPT_FDS`. `variables`
-    are those that differ from the variables of the first agent.
+    Its descriptors are, in order: the socket for the reply, `STUB_SOCKET`, `RETAINED_FDS`.
+    `variables` are those that differ from the variables of the first agent.
     """
     return "\0".join([folder, *(f"{name}={value}" for name, value in variables.items())]).encode()
 

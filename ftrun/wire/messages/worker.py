@@ -1,9 +1,60 @@
-"""Messages between a worker and the SMP of its node: memory, sealed shards, restores.
+"""What a worker receives from the agent, and its messages with the SMP of its node.
 
-Runs in:  worker and SMP. Pure.
+Runs in:  agent, standby, worker and SMP. Pure.
 """
 
+import msgspec
+
+from ftrun.config import SnapshotConfig
+from ftrun.ids import Generation, Rank, Version
 from ftrun.wire.messages.message import Message
+
+
+class LaunchRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Agent -> worker: everything that one rank needs to start.
+
+    A new process reads it from the variable `LAUNCH`. A standby receives it as a message, with the
+    descriptors attached in the order of `descriptors`.
+    """
+
+    generation: Generation
+    rank: Rank
+    world_size: int
+    agent_pid: int
+    """The worker ends when this process ends."""
+    smp_socket: str
+    restore: Version | None = None
+    restore_world_size: int = 0
+    """World size of the version to restore; 0: equal to `world_size`."""
+    skip_batches: int = 0
+    """Number of batches to skip after the restored version."""
+    snapshot: SnapshotConfig = SnapshotConfig()
+    start: str = "fresh"
+    """`warm` or `fresh`."""
+    rank_socket: str = ""
+    """Path of the socket on which this rank's flight recorder can be read; empty: none."""
+    descriptors: dict[str, int] = {}
+    """Descriptors by name: `heartbeat` and `command` (pages), `stack` (file for stacks), `arena`
+    (absent until a layout is known), `fault` (page; only in a run with --allow-faults), and for a
+    standby `stdout` and `stderr`."""
+    argv: list[str] = []
+    """Only for a standby, as the following fields: the program and its arguments."""
+    is_module: bool = False
+    variables: dict[str, str] = {}
+    cwd: str = ""
+
+
+def encode_launch(request: LaunchRequest) -> bytes:
+    return msgspec.json.encode(request)
+
+
+def decode_launch(data: bytes | str) -> LaunchRequest:
+    """Decode a request.
+
+    Raises:
+        msgspec.MsgspecError: the data is not a request.
+    """
+    return msgspec.json.decode(data, type=LaunchRequest)
 
 
 class ReserveMemory(Message, frozen=True, tag="ReserveMemory"):

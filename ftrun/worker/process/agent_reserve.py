@@ -20,9 +20,9 @@ import sys
 
 from ftrun.linux import fork_orphan, name_process
 from ftrun.wire.messages.agent_start import (
-    KEPT_FDS,
     MAX_FDS,
     MAX_ORDER_BYTES,
+    RETAINED_FDS,
     STUB_SOCKET,
     decode_order,
     encode_numbers,
@@ -92,7 +92,7 @@ def _become_agent(order: bytes, fds: list[int], variables: dict[str, str]) -> No
     os.environ.clear()
     os.environ.update(variables | changed)
     os.environ[STUB_SOCKET] = str(fds[1])
-    os.environ[KEPT_FDS] = encode_numbers(fds[2:])
+    os.environ[RETAINED_FDS] = encode_numbers(fds[2:])
     sys.argv = ["", folder]
     runpy._run_module_as_main("ftrun.agent")  # type: ignore[attr-defined]
 

@@ -12,18 +12,17 @@ the fake step by which get_state_dict fills a fresh optimizer; that one is not c
 
 import functools
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from ftrun import clock
-from ftrun.wire import environment as env
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 from ftrun.worker.context import WorkerContext, worker_context
-from ftrun.worker.process import finite, lease
 from ftrun.worker.process import introspection as visibility
-from ftrun.worker.restore import early_restore
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +45,10 @@ def install(*, started_with: dict[str, str]) -> None:
     Args:
         started_with: the environment with which torch was imported.
     """
+    # A fresh start imports this module before the script imports torch, so nothing here may do so.
+    from ftrun.worker.process import lease
+    from ftrun.worker.restore import early_restore
+
     worker_context.cache_clear()
     context = worker_context()
     if context is None:
@@ -56,10 +59,10 @@ def install(*, started_with: dict[str, str]) -> None:
 
     optimizer.register_optimizer_step_post_hook(_after_step(context, started_with))
     lease.install(context)
-    visibility.register_dumper(context.page)
+    visibility.register_dumper(context)
     _time_init_group(context)
     early_restore.begin(context)
-    if env.FAULT_FD in os.environ:
+    if "fault" in context.launch.descriptors:
         from ftrun.worker.process import in_process_faults as inner_faults
 
         inner_faults.install(context)
@@ -85,13 +88,14 @@ def script_begins(now_ns: int) -> None:
         context.page.set(HeartbeatField.STARTED_NS, now_ns)
 
 
-def script_failed(now_ns: int) -> None:
-    context = worker_context()
-    if context is not None and not context.page.get(HeartbeatField.FAILED_NS):
+def script_failed(context: WorkerContext, now_ns: int) -> None:
+    if not context.page.get(HeartbeatField.FAILED_NS):
         context.page.set(HeartbeatField.FAILED_NS, now_ns)
 
 
 def _after_step(context: WorkerContext, started_with: dict[str, str]) -> Callable[..., None]:
+    from ftrun.worker.restore import early_restore
+
     page = context.page
 
     def after_step(optimizer: Any, *_: Any) -> None:
@@ -102,7 +106,7 @@ def _after_step(context: WorkerContext, started_with: dict[str, str]) -> Callabl
             _report_missed(context, started_with)
             early_restore.release()  # a script without `attach` needs this call too
         _steps_by_optimizer[id(optimizer)] = done + 1
-        finite.check(optimizer, page, page.get(HeartbeatField.STEP) + 1)
+        check_finite(optimizer, page, page.get(HeartbeatField.STEP) + 1)
         if done + 1 > page.get(HeartbeatField.OPTIMIZER_STEPS):
             page.set(HeartbeatField.OPTIMIZER_STEPS, done + 1)
             if not page.get(HeartbeatField.ATTACHED):
@@ -151,10 +155,42 @@ def _time_init_group(context: WorkerContext) -> None:
         if not context.page.get(HeartbeatField.INIT_GROUP_NS):
             context.page.set(HeartbeatField.INIT_GROUP_NS, clock.now_ns())
         try:
-            visibility.start_server(context.page)
+            visibility.start_server(context)
         except Exception as error:  # noqa: BLE001 - a bug in ftrun must not end the script
             _log.warning("a bug in ftrun: no flight recorder of this rank", exc_info=error)
         return result
 
     dist.init_process_group = init_process_group
     distributed_c10d.init_process_group = init_process_group
+
+
+_turn = 0
+
+
+def check_finite(optimizer: Any, page: SharedPage, step: int) -> None:
+    """Check one element of one parameter, and write the first bad step to the page.
+
+    A NaN spreads to all parameters within one or two steps, so one element of another parameter
+    each time is enough. Only parameters on the CPU are read, because a read from a device would
+    wait for it. On a device, the loss shows the NaN.
+
+    Args:
+        optimizer: a torch optimizer.
+        page: the heartbeat page.
+        step: the step that has just ended; counts from 1.
+    """
+    global _turn
+    if page.get(HeartbeatField.BAD_NUMBERS_STEP):
+        return
+    _turn += 1
+    groups = optimizer.param_groups
+    parameters = groups[_turn % len(groups)]["params"] if groups else ()
+    if not parameters:
+        return
+    parameter = parameters[_turn % len(parameters)]
+    local = getattr(parameter, "_local_tensor", parameter).detach()
+    if local.device.type != "cpu" or not local.numel() or not local.is_floating_point():
+        return
+    with suppress(RuntimeError, NotImplementedError):  # sparse and quantised ones are not checked
+        if not math.isfinite(local[(0,) * local.dim()].item()):
+            page.set(HeartbeatField.BAD_NUMBERS_STEP, step)

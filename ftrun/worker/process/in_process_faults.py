@@ -25,7 +25,6 @@ from typing import Any
 
 from ftrun import clock
 from ftrun.wire import crash_points
-from ftrun.wire import environment as env
 from ftrun.wire.fault_orders import FAULT_PREFIX, FaultOrder, FaultPage
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.context import WorkerContext
@@ -61,7 +60,7 @@ class FaultProgress:
 def install(context: WorkerContext) -> None:
     from torch.optim import optimizer
 
-    watch = InProcessFaults(context, FaultPage(int(os.environ[env.FAULT_FD])))
+    watch = InProcessFaults(context, FaultPage(context.launch.descriptors["fault"]))
     optimizer.register_optimizer_step_post_hook(watch.after_step)
 
 
@@ -253,7 +252,7 @@ def _allocate(limit_bytes: int) -> None:
         held.append(chunk)
     raise MemoryError(
         f"injected fault: {len(held) * _CHUNK_BYTES} bytes were allocated, twice the limit of the "
-        "cgroup, and nobody has ended this process"
+        "cgroup, and the kernel has not killed this process"
     )
 
 

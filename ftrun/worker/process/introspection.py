@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from ftrun.monitor.page_values import encode_groups
-from ftrun.wire import environment as env
 from ftrun.wire.shared_memory.pages import MAX_GROUPS_BYTES, HeartbeatField, SharedPage, leave_calls
 from ftrun.wire.transport.channel import short_socket_path
+from ftrun.worker.context import WorkerContext
 
 _C10D = "torch.distributed.distributed_c10d"
 
@@ -30,39 +30,37 @@ _server: Any = None
 _num_groups = 0
 
 
-def register_dumper(page: SharedPage) -> None:
+def register_dumper(context: WorkerContext) -> None:
     """Register faulthandler, whose C code writes all stacks to the agent's file on a signal."""
-    fd = os.environ.get(env.STACK_FD)
-    if not fd:
-        return
+    fd = context.launch.descriptors["stack"]
     number = signal.SIGRTMAX - 1
     with suppress(OSError, RuntimeError, ValueError):
         # faulthandler restores this handler when the interpreter ends. The default handler would
         # kill the rank.
         signal.signal(number, signal.SIG_IGN)
-        faulthandler.register(number, file=int(fd), all_threads=True, chain=False)
-        page.set(HeartbeatField.HAS_DUMPER, number)
+        faulthandler.register(number, file=fd, all_threads=True, chain=False)
+        context.page.set(HeartbeatField.HAS_DUMPER, number)
         if not faulthandler.is_enabled():  # SIGSEGV, SIGABRT and others write the failing stack
-            faulthandler.enable(file=int(fd), all_threads=False)
+            faulthandler.enable(file=fd, all_threads=False)
 
 
-def dump_calls() -> None:
+def dump_calls(context: WorkerContext) -> None:
     """Write the collectives called so far to the stack file, for the agent to read after exit."""
     c10d = sys.modules.get(_C10D)
-    fd = os.environ.get(env.STACK_FD)
-    if c10d is None or not fd or not c10d.is_initialized():
+    if c10d is None or not c10d.is_initialized():
         return
     with suppress(ImportError, RuntimeError, TypeError, OSError, ValueError):
         from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
         trace = _dump_fr_trace_json(includeCollectives=True, onlyActive=False)
-        leave_calls(int(fd), trace.encode() if isinstance(trace, str) else trace)
+        data = trace.encode() if isinstance(trace, str) else trace
+        leave_calls(context.launch.descriptors["stack"], data)
 
 
-def start_server(page: SharedPage) -> None:
+def start_server(context: WorkerContext) -> None:
     """Start the flight recorder server; later calls do nothing. Needs a process group."""
     global _server
-    path = os.environ.get(env.RANK_SOCKET)
+    path = context.launch.rank_socket
     if _server is not None or not path:
         return
     try:
@@ -76,7 +74,7 @@ def start_server(page: SharedPage) -> None:
         # Never destroyed: at exit, a forked child would wait for the server thread, which a fork
         # does not have.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(_server))
-        page.set(HeartbeatField.HAS_SERVER, 1)
+        context.page.set(HeartbeatField.HAS_SERVER, 1)
 
 
 def publish_groups(page: SharedPage) -> None:

@@ -22,7 +22,6 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ftrun import clock, process_tree
-from ftrun.wire import environment as env
 from ftrun.wire.shared_memory.pages import CommandField, SharedPage
 from ftrun.worker.context import WorkerContext
 
@@ -44,7 +43,7 @@ def install(context: WorkerContext) -> None:
             wait(commands)
 
     register_optimizer_step_pre_hook(before_step)
-    _end_with_agent()
+    _end_with_agent(context.launch.agent_pid)
 
 
 def wait(commands: SharedPage) -> None:
@@ -58,10 +57,10 @@ def wait(commands: SharedPage) -> None:
     _log.warning("this rank has waited %.2f s: its agent had not renewed its lease", waited_s)
 
 
-def _end_with_agent() -> None:
+def _end_with_agent(agent: int) -> None:
     """If the agent is an ancestor but not the parent, kill this process when the agent ends."""
-    agent, above = int(os.environ.get(env.AGENT_PID, 0)), os.getppid()
-    if agent in (0, above):
+    above = os.getppid()
+    if agent == above:
         return
     while above not in (0, 1, agent):
         above = process_tree.parent_of(above)

@@ -1,34 +1,57 @@
-"""Standby: a forked process that waits for a launch request and then becomes a worker.
+"""Turns a process into a worker: a standby, which is forked already, or a new process.
 
-Runs in:  standby, then worker (the same process).
-Takes in: one `LaunchOrder` from the agent, with descriptors.
-Gives:    the user's script, run as `python -u script.py` would run it.
+Runs in:  standby, then worker (the same process); fresh start: `python -u -m
+          ftrun.worker.process.startup script|module|command ...`.
+Takes in: one `LaunchRequest` from the agent, with descriptors; the user's program.
+Gives:    the user's script, run as `python -u script.py` would run it. If it fails: the traceback
+          on stderr without ftrun's own frames, and torch's error file in the format of `@record`,
+          for scripts that do not use it. The file holds the time of the failure, which identifies
+          the first cause: when a rank fails, its connections close, and other ranks then fail too.
 
 A fork lacks parts of the state of a new interpreter, which this module creates: a `__main__` module
 that stays in sys.modules (pickling, spawned DataLoader workers and atexit need it), sys.argv and
 sys.path[0], unbuffered streams on the right descriptors, default signals, a process session of its
 own, new seeds for numpy, and the distributed debug level that torch reads at import.
+
+In a fresh start the script itself imports torch, so variables that it sets before that import take
+effect. The heartbeat is installed at the end of that import, so this module must not import torch.
 """
 
 import builtins
 import contextlib
 import gc
+import importlib.abc
+import importlib.util
 import json
 import logging
 import os
 import signal
 import socket
 import sys
+import traceback
 import types
-from importlib.machinery import SourceFileLoader
-from typing import TextIO
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import ModuleType, TracebackType
+from typing import Any, TextIO
+
+import msgspec
 
 from ftrun import clock
 from ftrun.errors import FtrunError
-from ftrun.linux import ignore_user_signals, let_parent_trace, name_process, offer_to_oom_killer
-from ftrun.wire import environment as env
-from ftrun.wire.messages.launch_order import LaunchOrder, decode_order
-from ftrun.worker.process import heartbeat, script_errors
+from ftrun.linux import (
+    die_with_parent,
+    ignore_user_signals,
+    let_parent_trace,
+    name_process,
+    offer_to_oom_killer,
+)
+from ftrun.wire.messages.worker import LaunchRequest, decode_launch, encode_launch
+from ftrun.wire.run_environment import LAUNCH
+from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
+from ftrun.worker.context import worker_context
+from ftrun.worker.process import heartbeat
+from ftrun.worker.process import introspection as visibility
 
 MAX_ORDER_BYTES = 1 << 20
 _SIGNALS = (
@@ -37,12 +60,12 @@ _SIGNALS = (
 
 
 def run(orders: socket.socket) -> None:
-    order, fds = _wait(orders)
-    become_worker(order, fds)
-    run_script(order, start="warm")
+    request, fds = _wait(orders)
+    become_worker(request, fds)
+    run_script(request.argv, is_module=request.is_module)
 
 
-def _wait(orders: socket.socket) -> tuple[LaunchOrder, list[int]]:
+def _wait(orders: socket.socket) -> tuple[LaunchRequest, list[int]]:
     os.setsid()
     offer_to_oom_killer()
     let_parent_trace()
@@ -55,7 +78,7 @@ def _wait(orders: socket.socket) -> tuple[LaunchOrder, list[int]]:
     if not data:
         os._exit(0)  # the agent has closed the socket; no user code has run
     orders.close()
-    return decode_order(data), fds
+    return decode_launch(data), fds
 
 
 def _touch() -> None:
@@ -76,24 +99,25 @@ def _touch() -> None:
     gc.collect(0)
 
 
-def become_worker(order: LaunchOrder, fds: list[int]) -> None:
-    for name, fd in zip(order.fd_names, fds, strict=True):
-        if name in ("stdout", "stderr"):
-            os.dup2(fd, 1 if name == "stdout" else 2)
-            os.close(fd)
-        else:
-            order.variables[name] = str(fd)
+def become_worker(request: LaunchRequest, fds: list[int]) -> None:
+    descriptors = dict(zip(request.descriptors, fds, strict=True))
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        fd = descriptors.pop(name)
+        os.dup2(fd, number)
+        os.close(fd)
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     ignore_user_signals()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     started_with = dict(os.environ)
     os.environ.clear()
-    os.environ.update(order.variables)
-    os.chdir(order.cwd)
+    os.environ.update(request.variables)
+    kept = msgspec.structs.replace(request, descriptors=descriptors, argv=[], variables={}, cwd="")
+    os.environ[LAUNCH] = encode_launch(kept).decode()
+    os.chdir(request.cwd)
     _open_streams()
     _reseed()
-    name_process(f"ftrun-rank{order.variables.get('RANK', '')}")
+    name_process(f"ftrun-rank{request.rank}")
     heartbeat.install(started_with=started_with)
 
 
@@ -123,24 +147,18 @@ def _reseed() -> None:
     logging.getLogger().handlers.clear()
 
 
-def run_script(order: LaunchOrder, *, start: str) -> None:
-    """Run the user's program to its end, with the exit code that it would have by itself.
-
-    Args:
-        order: the program and its arguments.
-        start: `warm` or `fresh`, for the script and for status.
-    """
-    os.environ[env.START] = start
+def run_script(argv: list[str], *, is_module: bool) -> None:
+    """Run the user's program to its end, with the exit code that it would have by itself."""
     try:
         heartbeat.script_begins(clock.now_ns())
-        if order.module:
-            _run_module(order.argv)
+        if is_module:
+            _run_module(argv)
         else:
-            _run_file(order.argv)
+            _run_file(argv)
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001 - what the interpreter itself would do
-        script_errors.report(error)
+        report_error(error)
         raise SystemExit(_exit_code(error)) from None
 
 
@@ -179,3 +197,123 @@ def _run_module(argv: list[str]) -> None:
     # The private function keeps the module in sys.modules after it returns, as `python -m` does.
     # runpy.run_module removes it, and atexit handlers and pickles then fail to find it.
     runpy._run_module_as_main(argv[0], alter_argv=True)  # type: ignore[attr-defined]
+
+
+_OWN_FOLDER = f"{os.sep}worker{os.sep}"
+_PACKAGE = os.path.abspath(__file__).rpartition(_OWN_FOLDER)[0] + os.sep
+
+
+def report_error(error: BaseException) -> None:
+    """Write the error file, then print the traceback as the interpreter would."""
+    trace = _users_part(error.__traceback__)
+    context = worker_context()
+    if context is not None:
+        explain_missing_name(error, context.page)
+        heartbeat.script_failed(context, clock.now_ns())
+        visibility.dump_calls(context)
+    write_error_file(error, trace)
+    if isinstance(error, KeyboardInterrupt) and _ends_in_ftrun(trace):
+        return  # the rank waited for the end of the run, so no line of the script was interrupted
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+    sys.stderr.flush()
+
+
+def explain_missing_name(error: BaseException, page: SharedPage) -> None:
+    """Add a note to a NameError if a restored process has made no step."""
+    is_restored = page.get(HeartbeatField.RESTORE_END_NS) > 0
+    step = page.get(HeartbeatField.RESTORED_STEP)
+    if isinstance(error, NameError) and is_restored and not page.get(HeartbeatField.FIRST_STEP_NS):
+        error.add_note(
+            f"ftrun: this process has made no step, because step {step} is restored. "
+            " If the loop over steps assigns this name, the loop had no turn: after the "
+            "loop, use session.step and session.state"
+        )
+
+
+def write_error_file(error: BaseException, trace: TracebackType | None) -> None:
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or os.path.exists(path):
+        return  # @record has written it
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    document = {
+        "message": {
+            "message": f"{type(error).__name__}: {error}",
+            "errorCode": 1,
+            "extraInfo": {"py_callstack": text, "timestamp": str(int(clock.wall_s()))},
+        }
+    }
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(document, file)
+    except OSError as problem:
+        sys.stderr.write(f"ftrun: no error file at {path}: {problem.strerror}\n")
+
+
+def _ends_in_ftrun(trace: TracebackType | None) -> bool:
+    file = ""
+    while trace is not None:
+        file, trace = trace.tb_frame.f_code.co_filename, trace.tb_next
+    return os.path.abspath(file).startswith(_PACKAGE)
+
+
+def _users_part(trace: TracebackType | None) -> TracebackType | None:
+    part = trace
+    while part is not None:
+        file = os.path.abspath(part.tb_frame.f_code.co_filename)
+        is_own = file.startswith(_PACKAGE.removesuffix(os.sep) + _OWN_FOLDER)
+        if not is_own and "runpy" not in file:
+            return part
+        part = part.tb_next
+    return None  # a syntax error: no user frame ran
+
+
+class _AfterTorch(importlib.abc.MetaPathFinder):
+    """Installs the heartbeat at the end of `import torch`."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _InstallingLoader(spec.loader)
+        return spec
+
+
+class _InstallingLoader(importlib.abc.Loader):
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        created: ModuleType | None = self._loader.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        heartbeat.install(started_with=dict(os.environ))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def main() -> None:
+    """Run the program of a fresh start."""
+    kind, argv = sys.argv[1], sys.argv[2:]
+    offer_to_oom_killer()
+    request = decode_launch(os.environ[LAUNCH])
+    die_with_parent(request.agent_pid)
+    let_parent_trace()
+    if kind == "command":
+        os.execvp(argv[0], argv)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    ignore_user_signals()
+    name_process(f"ftrun-rank{request.rank}")
+    sys.meta_path.insert(0, _AfterTorch())
+    run_script(argv, is_module=kind == "module")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,7 @@
 Runs in:  a process of its own: `python -u -m ftrun.worker.process.zygote FD AGENT_PID [MODULE
           ...]`, or a fork of the agent that runs this program.
 Takes in: fork orders from the agent on descriptor FD, a SOCK_SEQPACKET socket.
-Gives:    standbys: processes with torch imported that wait for a `LaunchOrder`. Each has its own
+Gives:    standbys: processes with torch imported that wait for a `LaunchRequest`. Each has its own
           socket, so a launch does not pass through the zygote.
 Survives: nothing; standbys and workers do not need the zygote after their fork.
 
@@ -69,7 +69,7 @@ def unfit_to_fork() -> str:
     """Reason why a fork of this process could hang or fail; empty if a fork is safe."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        return "CUDA was initialised in the warm process (by a preloaded module?)"
+        return "CUDA was initialised in the zygote (by a preloaded module?)"
     return threads_in_the_way()
 
 

@@ -149,8 +149,7 @@ class SavedItems:
         self.version = wanted
         self._link = saver.link
         is_restored = wanted == context.restore
-        old_size = context.restore_world_size if is_restored else None
-        self._world_size = old_size or context.world_size
+        self._world_size = context.restore_world_size if is_restored else context.world_size
         self._fds = self._link.open_images(wanted, self._world_size)
         if not context.is_resized and context.rank not in self._fds:
             # The shard is being fetched from other nodes, with those of all ranks of this node.

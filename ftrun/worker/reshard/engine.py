@@ -79,7 +79,7 @@ def open_resharded(
     """
     wanted = context.restore
     assert wanted is not None
-    old_size = context.restore_world_size or context.world_size
+    old_size = context.restore_world_size
     source = _shards_of(wanted, link, old_size)
     found: ReshardedState | RuledState
     try:

@@ -356,7 +356,7 @@ def _needed_bytes(context: WorkerContext) -> int:
     """Bytes of this rank's optimizer state, estimated from the shards on this node."""
     wanted = context.restore
     assert wanted is not None
-    old_size = context.restore_world_size or context.world_size
+    old_size = context.restore_world_size
     if context.is_resized:
         link = WorkerSmpClient(context)
         try:

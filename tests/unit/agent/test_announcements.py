@@ -1,13 +1,8 @@
 """One failure is announced once, however many notes it leads to."""
 
-from queue import SimpleQueue
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from ftrun.agent.announcements import Announcements
-from ftrun.agent.executor import CommandExecutor
 from ftrun.recovery.commands import JournalEntry
 
 KILLED = "rank 1 (pid 7) was killed by SIGKILL"
@@ -38,12 +33,7 @@ def test_a_leader_without_ranks_prints_the_same_loss_again_in_the_next_generatio
     """A member prints the cause in front of what begins, which is when it forgets it."""
     lost = JournalEntry("NodeLost", "node b is lost: the connection is refused", say=True)
     began = JournalEntry("Generation", "generation 3: 2 nodes, 2 ranks")
-    orders = SimpleQueue[JournalEntry]()
+    announcements = Announcements()
     for one in (lost, lost, began, lost):
-        orders.put(one)
-    generations = SimpleNamespace(announcements=Announcements(), is_member=is_member)
-    journal = SimpleNamespace(write=lambda kind, **fields: None)
-    brain = SimpleNamespace(next_order=lambda: None if orders.empty() else orders.get())
-    run: Any = SimpleNamespace(journal=journal, generations=generations, brain=brain)
-    CommandExecutor(run).obey()
+        announcements.show(one, has_ranks=is_member)
     assert caplog.messages == [lost.text] * count

@@ -29,13 +29,15 @@ class Served:
         self.make: Any = lambda: b"{}"
         self.stops: list[str] = []
         self.path = path
-        run: Any = SimpleNamespace(
-            smp=SimpleNamespace(folder=SimpleNamespace(agent_socket=path)),
-            spec=SimpleNamespace(run_id="mine", nodes=None),
-            desk=None,
-            signals=SimpleNamespace(ask_stop=self.stops.append),
+        spec: Any = SimpleNamespace(run_id="mine", nodes=None)
+        self.server = ControlServer(
+            spec,
+            path,
+            status=lambda: self.make(),
+            ask_stop=self.stops.append,
+            decided=None,
+            faults=None,
         )
-        self.server = ControlServer(run, lambda: self.make())
         self.server.start()
 
     def channel(self) -> Channel:

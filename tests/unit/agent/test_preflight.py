@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from ftrun.agent.cgroup_room import cgroup_room
 from ftrun.agent.observe.node_check import NodeCheck
 from ftrun.agent.observe.nvidia import soundness
 from ftrun.agent.observe.preflight import (
@@ -25,6 +24,7 @@ from ftrun.agent.observe.preflight import (
 )
 from ftrun.config import NodesSpec, Profile, RunSpec
 from ftrun.journal import Journal, read_journal
+from ftrun.linux import cgroup_room
 from ftrun.membership.events import NodeChecked
 from ftrun.monitor.node_fitness import CheckOutcome, NodeMeasurements
 from ftrun.wire.transport.handshake import PeerIdentity

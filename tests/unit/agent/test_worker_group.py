@@ -23,7 +23,7 @@ from ftrun.agent.launch.warm_start import LaunchSlot, WorkerHandle, WorkerStarte
 from ftrun.config import RunSpec
 from ftrun.journal import Journal
 from ftrun.linux import become_subreaper
-from ftrun.wire import environment as env
+from ftrun.wire.messages.worker import LaunchRequest, encode_launch
 from ftrun.wire.shared_memory.pages import SharedPage, create_page
 from ftrun.wire.run_environment import RunFolder
 
@@ -33,10 +33,12 @@ def group_of(*commands, stuck_pids=()):
     starter = WorkerStarter(None, Journal(Path("."), who="agent"))
     smp = AgentSmpClient(RunFolder(Path(".")), 1.0)
     group = WorkerGroup(spec, smp=smp, starter=starter, stuck_pids=stuck_pids)
-    variables = {**os.environ, env.AGENT_PID: str(os.getpid())}
     for rank, command in enumerate(commands):
         fd = create_page("rank")
-        place = LaunchSlot(rank, fd, SharedPage(fd), fd, "", None, {})
+        fds = {"heartbeat": fd, "stack": fd}
+        request = LaunchRequest(0, rank, len(commands), os.getpid(), "", descriptors=fds)
+        place = LaunchSlot(request, SharedPage(fd))
+        variables = {**os.environ, "FTRUN_LAUNCH": encode_launch(request).decode()}
         child = spawn(["sh", "-c", command], name="rank", variables=variables, new_session=True)
         starter.handles[rank] = WorkerHandle(rank, child, place, "fresh")
     return group
@@ -111,18 +113,16 @@ told = []
 repeats = SimpleNamespace(warning="")
 generations = SimpleNamespace(number=0, is_member=True, is_alone=True, repeats=repeats,
                               restart_times=lambda now_s: None)
-run = SimpleNamespace(
-    workers=group, smp=group._smp, generations=generations, desk=None,
-    orders=SimpleNamespace(awaits_boundary=False),
-    signals=SimpleNamespace(stops=0, stop_signal=0, leaves=False),
-    caretaker=SimpleNamespace(smp_given_up=""),
-    eyes=SimpleNamespace(p99_s=0.0, views=(), sample=None),
-    brain=SimpleNamespace(tell=lambda here: told.append(here.beat)),
+maintenance = SimpleNamespace(smp_given_up="")
+observer = SimpleNamespace(p99_s=0.0, views=(), sample=None)
+signals = SimpleNamespace(stops=0, stop_signal=0, leaves=False)
+report = NodeReporter(
+    lambda here: told.append(here.beat), Journal(Path("."), who="agent"), group, generations,
+    maintenance, group._smp, observer, signals, is_cluster=False,
 )
-report = NodeReporter(run)
 
 def state():
-    report.tell(now_s=time.monotonic(), is_urgent=False)
+    report.send(is_urgent=False)
     return told[-1].state
 
 found = [state()]

@@ -5,20 +5,25 @@ import, and call a callback in the order of the real ones. `test_refusals.py` ha
 """
 
 import enum
+import os
 import sys
 from collections.abc import Iterator
 from importlib import metadata
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from torch import nn
 
 import ftrun.integrations
 from ftrun.errors import UsageError
-from ftrun.wire import environment as env
+from ftrun.ids import version
+from ftrun.wire.messages.worker import decode_launch, encode_launch
+from ftrun.wire.run_environment import LAUNCH
 from ftrun.wire.shared_memory.pages import create_command_page, create_page
 from ftrun.worker.context import worker_context
+from tests.launch_requests import launch_request, launch_variables
 
 FRAMEWORKS = ("accelerate", "lightning", "transformers")
 STEPS_PER_EPOCH = 1000
@@ -167,15 +172,9 @@ def frameworks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def inside(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """The variables of a rank that an agent has started."""
-    page, commands = create_page("beat"), create_command_page()
-    monkeypatch.setenv(env.RUN_ID, "refusals")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv(env.GENERATION, "0")
-    monkeypatch.setenv(env.INCARNATION, "0")
-    monkeypatch.setenv(env.HEARTBEAT_FD, str(page))
-    monkeypatch.setenv(env.COMMAND_FD, str(commands))
-    monkeypatch.setenv(env.SMP_SOCKET, "/nonexistent/smp.sock")
+    fds = {"heartbeat": create_page("beat"), "command": create_command_page()}
+    for name, value in launch_variables("refusals", launch_request(descriptors=fds)).items():
+        monkeypatch.setenv(name, value)
     worker_context.cache_clear()
     yield monkeypatch
     worker_context.cache_clear()
@@ -243,7 +242,9 @@ def test_a_checkpoint_of_the_script_does_not_count_where_ftrun_restores(
     assert trainer.begin(0) == (0, 0)
     with pytest.raises(UsageError, match="ignore_data_skip=True"):
         trainer.begin(750)
-    inside.setenv(env.RESTORE, "0:1760")
+    request = decode_launch(os.environ[LAUNCH])
+    restarted = msgspec.structs.replace(request, restore=version(0, 1760))
+    inside.setenv(LAUNCH, encode_launch(restarted).decode())
     worker_context.cache_clear()
     assert trainer.begin(750) == (1, 2 * 760)
     assert trainer.state.global_step == 1760

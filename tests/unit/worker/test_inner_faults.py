@@ -10,17 +10,14 @@ import pytest
 import torch
 
 from ftrun import clock
-from ftrun.ids import Generation, Incarnation, Rank, RunId
 from ftrun.wire.fault_orders import FaultOrder, FaultPage, make_order
 from ftrun.wire.shared_memory.pages import (
     HeartbeatField,
-    SharedPage,
-    create_command_page,
-    create_page,
 )
-from ftrun.worker.context import SnapshotSettings, WorkerContext
+from ftrun.worker.context import WorkerContext
 from ftrun.worker.process import in_process_faults as inner_faults
 from ftrun.worker.process.in_process_faults import FaultProgress, InProcessFaults, slow_input
+from tests.launch_requests import context_of
 
 
 @pytest.fixture
@@ -31,20 +28,8 @@ def page() -> Iterator[FaultPage]:
 
 
 @pytest.fixture
-def context(tmp_path: Path) -> WorkerContext:
-    return WorkerContext(
-        run_id=RunId("r"),
-        rank=Rank(0),
-        world_size=1,
-        generation=Generation(0),
-        incarnation=Incarnation(0),
-        page=SharedPage(create_page("beats")),
-        commands=SharedPage(create_command_page()),
-        arena_fd=None,
-        restore=None,
-        smp_socket=tmp_path / "smp.sock",
-        settings=SnapshotSettings(),
-    )
+def context() -> WorkerContext:
+    return context_of()
 
 
 class Job:

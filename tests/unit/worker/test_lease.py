@@ -7,22 +7,19 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from ftrun import clock
-from ftrun.ids import Generation, Incarnation, Rank, RunId
 from ftrun.wire.shared_memory.pages import (
     CommandField,
     SharedPage,
     create_command_page,
-    create_page,
 )
-from ftrun.worker.context import SnapshotSettings, WorkerContext
 from ftrun.worker.process import lease
+from tests.launch_requests import context_of
 
 WAIT_S = 60.0
 
@@ -31,7 +28,8 @@ import os, sys, time
 from types import SimpleNamespace
 from ftrun.wire.shared_memory.pages import SharedPage, create_command_page
 from ftrun.worker.process import lease
-lease.install(SimpleNamespace(commands=SharedPage(create_command_page())))
+launch = SimpleNamespace(agent_pid=int(sys.argv[1]))
+lease.install(SimpleNamespace(commands=SharedPage(create_command_page()), launch=launch))
 print(os.getpid(), flush=True)
 time.sleep(600)
 """
@@ -48,25 +46,9 @@ print("waits" if stepping.is_alive() else "steps")
 """
 
 
-def context() -> WorkerContext:
-    return WorkerContext(
-        run_id=RunId("run"),
-        rank=Rank(0),
-        world_size=1,
-        generation=Generation(0),
-        incarnation=Incarnation(0),
-        page=SharedPage(create_page("beat")),
-        commands=SharedPage(create_command_page()),
-        arena_fd=None,
-        restore=None,
-        smp_socket=Path("none"),
-        settings=SnapshotSettings(),
-    )
-
-
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 def test_no_optimizer_steps_without_a_lease(kind: str) -> None:
-    found = context()
+    found = context_of()
     lease.install(found)
     weight = nn.Parameter(torch.ones(3))
     optimizer = getattr(torch.optim, kind)([weight], lr=0.5)
@@ -116,8 +98,8 @@ def test_a_lease_ends_while_the_machine_is_suspended(ahead_s: int, found: str) -
 def test_rank_behind_a_wrapper_ends_with_its_agent() -> None:
     agent = (
         "import os, subprocess, sys\n"
-        "os.environ['FTRUN_AGENT_PID'] = str(os.getpid())\n"
-        "subprocess.run(['sh', '-c', 'setsid \"$0\" -c \"$1\"; :', sys.executable, sys.argv[1]])\n"
+        "command = [sys.executable, sys.argv[1], str(os.getpid())]\n"
+        "subprocess.run(['sh', '-c', 'setsid \"$0\" -c \"$1\" \"$2\"; :', *command])\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", agent, BEHIND_A_WRAPPER], stdout=subprocess.PIPE

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 import torch
 from torch import nn
-from ftrun.wire import environment as env
+from ftrun.wire import run_environment as env
 from ftrun.wire.verify_records import VerifyPlan
 from ftrun.worker import context as contexts
 from ftrun.worker.state.attached import AttachedState

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage, create_page
-from ftrun.worker.process.script_errors import explain_missing_name
+from ftrun.worker.process.startup import explain_missing_name
 
 
 @pytest.fixture
@@ -39,26 +39,26 @@ def test_a_script_whose_loop_had_no_turn_ends_with_the_explanation() -> None:
     """Through `report`, in a process of its own with the pages of a restored rank."""
     program = """
 import os
-from ftrun.wire import environment as env
+from ftrun.wire.messages.worker import LaunchRequest, encode_launch
 from ftrun.wire.shared_memory.pages import (
     HeartbeatField, SharedPage, create_command_page, create_page,
 )
-from ftrun.worker.process import script_errors
+from ftrun.wire.shared_memory.pages import create_stack_file
+from ftrun.worker.process.startup import report_error
 
 fd = create_page("beat")
 page = SharedPage(fd)
 page.set(HeartbeatField.RESTORE_END_NS, 1)
 page.set(HeartbeatField.RESTORED_STEP, 20)
-os.environ |= {
-    env.RUN_ID: "test", env.HEARTBEAT_FD: str(fd), env.COMMAND_FD: str(create_command_page()),
-    "RANK": "0", "WORLD_SIZE": "1", env.GENERATION: "1", env.INCARNATION: "1", env.SMP_SOCKET: "x",
-}
+fds = {"heartbeat": fd, "command": create_command_page(), "stack": create_stack_file("0")}
+request = LaunchRequest(1, 0, 1, agent_pid=os.getppid(), smp_socket="x", descriptors=fds)
+os.environ |= {"FTRUN_RUN_ID": "test", "RANK": "0", "FTRUN_LAUNCH": encode_launch(request).decode()}
 try:
     for step in ():
         pass
     print(step)
 except NameError as error:
-    script_errors.report(error)
+    report_error(error)
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60

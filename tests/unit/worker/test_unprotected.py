@@ -6,17 +6,15 @@ import pytest
 import torch
 
 from ftrun.errors import ValueNotStorable
-from ftrun.ids import Generation, Incarnation, Rank, RunId
 from ftrun.wire.shared_memory.pages import (
     HeartbeatField,
     SharedPage,
-    create_command_page,
     create_page,
 )
 from ftrun.worker.capture.copying import CopyThread
-from ftrun.worker.context import SnapshotSettings, WorkerContext
-from ftrun.worker.process import finite, heartbeat
+from ftrun.worker.process import heartbeat
 from ftrun.worker.state.unprotected import UnprotectedReasons
+from tests.launch_requests import context_of
 
 
 @pytest.fixture
@@ -56,23 +54,11 @@ def test_an_error_of_the_script_in_a_hook_is_no_bug(page: SharedPage) -> None:
 
 
 def test_a_fault_after_an_optimizer_step_stays_within_ftrun(
-    page: SharedPage, monkeypatch: pytest.MonkeyPatch, tmp_path: object
+    page: SharedPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context = WorkerContext(
-        run_id=RunId("r"),
-        rank=Rank(0),
-        world_size=1,
-        generation=Generation(0),
-        incarnation=Incarnation(0),
-        page=page,
-        commands=SharedPage(create_command_page()),
-        arena_fd=None,
-        restore=None,
-        smp_socket=tmp_path,  # type: ignore[arg-type]
-        settings=SnapshotSettings(),
-    )
+    context = context_of(page=page)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-    monkeypatch.setattr(finite, "check", broken)
+    monkeypatch.setattr(heartbeat, "check_finite", broken)
     heartbeat._after_step(context, {})(optimizer, (), {})
     assert "a bug in ftrun: KeyError: 'a broken part'" in page.note
 

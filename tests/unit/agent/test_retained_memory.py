@@ -3,10 +3,18 @@
 import os
 import socket
 
+import msgspec
 import pytest
 
-from ftrun.agent.snapshots.kept_state import PersistedAgentState
-from ftrun.agent.snapshots.stub_link import KEPT_FDS, STUB_SOCKET, StubClient, kept
+from ftrun.agent.snapshots.retained_memory import (
+    RETAINED_FDS,
+    STUB_SOCKET,
+    PersistedAgentState,
+    StubClient,
+    decode_state,
+    kept,
+    newer,
+)
 from tests.unit.recovery.made import card, plan
 
 # An agent keeps its end of the socket until its process ends; here it is collected before.
@@ -44,7 +52,7 @@ def test_state_and_memory_come_to_the_next_agent_and_to_the_one_after_it(
     names = inherited(stub)
     again = ",".join(str(os.dup(int(fd))) for fd in names.split(","))
     for fds in (names, again):  # an agent that dies before it has said anything
-        monkeypatch.setenv(KEPT_FDS, fds)
+        monkeypatch.setenv(RETAINED_FDS, fds)
         (found,), told = kept()
         assert told == state
         assert os.pread(found, 9, 0) == b"bytes"
@@ -68,5 +76,32 @@ def test_the_same_is_not_sent_twice_and_a_stub_that_is_gone_harms_nobody(
 
 
 def test_nothing_was_kept_for_a_first_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(KEPT_FDS, raising=False)
+    monkeypatch.delenv(RETAINED_FDS, raising=False)
     assert kept() == ([], PersistedAgentState())
+
+
+OLD = PersistedAgentState(plan(3, "ab"), took_effect=True)
+NEW = PersistedAgentState(plan(4, "ab"), took_effect=False)
+
+
+def test_the_newer_plan_counts_whoever_kept_it() -> None:
+    assert newer(OLD, NEW).plan == newer(NEW, OLD).plan == NEW.plan
+    roster = msgspec.structs.replace(NEW, plan=msgspec.structs.replace(plan(4, "ab"), roster=1))
+    assert newer(NEW, roster).plan == roster.plan
+
+
+def test_of_one_plan_the_word_that_it_took_effect_counts() -> None:
+    took_effect = msgspec.structs.replace(NEW, took_effect=True)
+    assert newer(NEW, took_effect).took_effect
+    assert newer(took_effect, NEW).took_effect
+
+
+def test_where_one_has_nothing_the_other_counts() -> None:
+    nothing = decode_state(b"")
+    assert newer(nothing, OLD) == newer(OLD, nothing) == OLD
+    assert newer(nothing, nothing) == PersistedAgentState()
+
+
+def test_what_was_kept_is_read_again_and_what_another_version_kept_is_not() -> None:
+    assert decode_state(OLD.encode()) == OLD
+    assert decode_state(b'{"plan": {"of": "another version"}}') == PersistedAgentState()

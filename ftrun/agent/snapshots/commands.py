@@ -15,8 +15,8 @@ from ftrun.wire.shared_memory.pages import CommandField, SharedPage
 REPEAT_S = 1.0
 
 
-class StandingOrders:
-    """The commands of one generation."""
+class UnconfirmedCommands:
+    """The newest commands of one generation that the command page does not show yet."""
 
     def __init__(self) -> None:
         self._generation = -1
@@ -24,16 +24,16 @@ class StandingOrders:
         self._abandoned_step = -1
         self._due_s = 0.0
 
-    def keep(self, order: CommitSnapshot | AbandonStep, generation: int, *, now_s: float) -> None:
+    def add(self, command: CommitSnapshot | AbandonStep, generation: int, *, now_s: float) -> None:
         if generation != self._generation:
             self._generation, self._committed, self._abandoned_step = generation, None, -1
-        if isinstance(order, CommitSnapshot):
-            self._committed = order.version
+        if isinstance(command, CommitSnapshot):
+            self._committed = command.version
         else:
-            self._abandoned_step = order.step
+            self._abandoned_step = command.step
         self._due_s = now_s + REPEAT_S
 
-    def unheard(
+    def due(
         self, page: SharedPage, generation: int, *, now_s: float
     ) -> list[CommitSnapshot | AbandonStep]:
         """Commands that the SMP of this generation has not executed, at most every `REPEAT_S`."""
