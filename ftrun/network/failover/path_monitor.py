@@ -45,6 +45,7 @@ from ftrun.recovery.slow_watch import SlowSuspicions
 from ftrun.wire.cluster.generation import GenerationPlan, Identity, NodeCard
 from ftrun.wire.cluster.messages import ProbePathResult, RailSilent
 from ftrun.wire.cluster.rails import NetworkPlan
+from ftrun.wire.messages.status import NetworkStatus, plan_status
 
 LIMIT_S = 3.0
 """Time limit of the survey before the first generation."""
@@ -379,16 +380,16 @@ class PathMonitor:
             if slowest.get(rail, best) * BETTER < best
         }
 
-    def status(self, plan: GenerationPlan | None, *, now_s: float) -> dict[str, Any] | None:
-        """As plain values; None if nothing is probed. Docs: operations.md."""
+    def status(self, plan: GenerationPlan | None, *, now_s: float) -> NetworkStatus | None:
+        """The network part of the status; None if nothing is probed."""
         if self._settings.plan == "off" or len(self._map.rails) < 2:
             return None
-        return {
-            "mode": self._settings.plan,
-            **self._map.status(now_s=now_s),
-            "plan": msgspec.to_builtins(self.plan),
-            "in_effect": plan is not None and plan.roads is not None,
-        }
+        return msgspec.structs.replace(
+            self._map.status(now_s=now_s),
+            mode=self._settings.plan,
+            plan=plan_status(self.plan) if self.plan is not None else None,
+            is_applied=plan is not None and plan.roads is not None,
+        )
 
 
 def _note_of(plan: NetworkPlan, *, is_on: bool) -> JournalEntry:

@@ -7,7 +7,7 @@ Survives: any exception: it is reported once, and this leader monitors no path a
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ftrun.network.failover.path_monitor import NodesHere, PathMonitor
 from ftrun.recovery.commands import Command, JournalEntry
@@ -17,6 +17,7 @@ from ftrun.recovery.slow_watch import SlowSuspicions
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
 from ftrun.wire.cluster.messages import ProbeLinkResult, ProbePathResult, RoadWord
 from ftrun.wire.cluster.rails import NetworkPlan
+from ftrun.wire.messages.status import NetworkStatus
 
 T = TypeVar("T")
 
@@ -92,5 +93,5 @@ class GuardedPathMonitor:
     def know(self, cards: Sequence[NodeCard]) -> None:
         self._do(lambda: self._roads.know(cards), None)
 
-    def status(self, plan: GenerationPlan | None, *, now_s: float) -> dict[str, Any] | None:
+    def status(self, plan: GenerationPlan | None, *, now_s: float) -> NetworkStatus | None:
         return self._do(lambda: self._roads.status(plan, now_s=now_s), None)
