@@ -3,9 +3,6 @@
 from types import SimpleNamespace
 from typing import Any
 
-from tests.unit.recovery.agents import Agents
-from tests.unit.recovery.test_lead import begun, exited, hold, works
-
 from ftrun.agent.publish.cluster_status import cluster_status
 from ftrun.events import ExitKind
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
@@ -13,6 +10,8 @@ from ftrun.recovery.settings import ClusterSize
 from ftrun.recovery.suspicions import HangFinding
 from ftrun.wire.cluster.membership import Heartbeat
 from ftrun.wire.messages.status import ClusterStatus
+from tests.unit.membership.agents import Agents
+from tests.unit.membership.leader.test_leader import begun, exited, hold, works
 
 
 def status(made: Agents, node_id: str = "a") -> ClusterStatus:
