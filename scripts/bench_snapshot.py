@@ -124,7 +124,7 @@ def ftrun_figures(results: list[dict[str, Any]], status: dict[str, Any]) -> dict
     state_bytes = sum(result["bytes"] for result in results)
     idle_s = median(time_s for result in results for time_s in result["idle_s"])
     blocked_s = pooled(results, "ftrun", "blocked_s")
-    memory_bytes = status.get("snapshots", {}).get("memory_bytes", 0)
+    memory_bytes = (status.get("snapshots") or {}).get("memory_bytes", 0)
     return {
         "blocked_ms": 1e3 * median(blocked_s),
         "blocked_ms_max": 1e3 * max(blocked_s),

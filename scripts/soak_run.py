@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bench_common import BenchError, Deadline
 from nodes_run import NodesRun
 from soak_notes import TrainingNotes
 
-from ftrun.cli.commands.status import document_of
+from ftrun.cli.commands.status import status_of
 from ftrun.cli.runs import look_at
 from ftrun.errors import FtrunError
+from ftrun.wire.messages.status import StatusView
 from ftrun.wire.run_environment import RunFolder
 
 WAIT_S = 150.0
@@ -53,31 +53,33 @@ class SoakRun(NodesRun):
 
     # --- what it says ---------------------------------------------------------------------------
 
-    def status(self) -> dict[str, Any]:
-        """Of the first node that knows the whole run; empty: there is none now."""
+    def status(self) -> StatusView | None:
+        """Of the first node that knows the whole run; None: there is none now."""
         for node in self.processes:
-            document = self._status_of(node)
-            if (document.get("cluster") or {}).get("nodes"):
-                return document
-        return {}
+            view = self._status_of(node)
+            if view is not None and view.cluster is not None and view.cluster.nodes:
+                return view
+        return None
 
     def is_protected(self) -> bool:
         """Whether the run says that it survives any node, and has a spare to go on with."""
-        verdict = self.status().get("verdict", "")
-        return "survives any" in verdict and "1 spare" in verdict and "lost:" not in verdict
+        view = self.status()
+        summary = view.summary if view is not None else ""
+        return "survives any" in summary and "1 spare" in summary and "lost:" not in summary
 
     def leader(self) -> int | None:
-        lead = (self.status().get("cluster") or {}).get("lead")
-        return int(lead.removeprefix("node")) if lead else None
+        view = self.status()
+        leader = view.cluster.leader if view is not None and view.cluster is not None else None
+        return int(leader.removeprefix("node")) if leader else None
 
-    def _status_of(self, node: int) -> dict[str, Any]:
+    def _status_of(self, node: int) -> StatusView | None:
         init = self.cluster.nodes()[node].init
         if init is None or self.processes[node].poll() is not None:
-            return {}
+            return None
         with contextlib.suppress(FtrunError, OSError):
             for path in Path(f"/proc/{init.pid}/root/run/user").glob("*/ftrun/*"):
-                return document_of(look_at(RunFolder(path)))
-        return {}
+                return status_of(look_at(RunFolder(path)))
+        return None
 
     # --- waiting --------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from ftrun.network.detect.findings import judge
 from ftrun.network.detect.leaves import LeafSwitches
 from ftrun.network.plan.planner import PlanningInputs, plan_roads
 from ftrun.wire.cluster.generation import PathMeasurement, Rail
+from ftrun.wire.messages.status import plan_status
 
 GBIT = 1e9 / 8
 
@@ -30,7 +31,7 @@ def made_network(  # noqa: PLR0913 - one for each thing that can be so
     cut: Collection[tuple[str, str, str]] = (),
     every: int = 1,
     mode: str = "report",
-    in_effect: bool = False,
+    is_applied: bool = False,
 ) -> dict[str, Any]:
     """The part `network` of a status document.
 
@@ -45,7 +46,7 @@ def made_network(  # noqa: PLR0913 - one for each thing that can be so
         cut: source, destination and rail of single dead roads.
         every: each so many-th road was probed, by the distance of its ends.
         mode: of --network-plan.
-        in_effect: the plan is.
+        is_applied: the plan is.
     """
     names = [f"node{number}" for number in range(nodes)]
     leaf = {name: f"leaf{number % leaves}" for number, name in enumerate(names)} if leaves else {}
@@ -81,16 +82,16 @@ def made_network(  # noqa: PLR0913 - one for each thing that can be so
     return {
         "mode": mode,
         "probed_s": 1.2,
-        "at_s_ago": 33.0,
+        "age_s": 33.0,
         "coverage": len(roads) / max(nodes * (nodes - 1) * len(rails), 1),
         "rails": cards,
-        "roads": roads,
+        "paths": roads,
         "findings": [
             {"kind": one.kind.value, "culprit": one.culprit, "sentence": one.sentence}
             for one in found
         ],
-        "plan": msgspec.to_builtins(plan_roads(situation)),
-        "in_effect": in_effect,
+        "plan": msgspec.to_builtins(plan_status(plan_roads(situation))),
+        "is_applied": is_applied,
     }
 
 

@@ -158,20 +158,18 @@ app.command("run", cls=_RunCommand)(with_flags(_run))
 def _status(
     run_id: RunIdArgument = None,
     as_json: Annotated[bool, typer.Option("--json", help="as one JSON document")] = False,
-    watches: Annotated[bool, typer.Option("--watch", help="again and again, until ^C")] = False,
+    watches: Annotated[bool, typer.Option("--watch", help="refresh until ^C")] = False,
     every_s: Annotated[
-        float, typer.Option("--every", metavar="SECONDS", help="between two looks")
+        float, typer.Option("--every", metavar="SECONDS", help="between two polls")
     ] = 1.0,
 ) -> None:
     """Show the state of a run."""
     if watches and as_json:
-        raise UsageError("--json prints one document; --watch is for people. Give one of the two")
+        raise UsageError("--json and --watch exclude each other: --json prints one document")
+    from ftrun.cli.commands.status import status, watch
+
     if watches:
-        from ftrun.cli.commands.live_status import watch
-
         raise typer.Exit(watch(run_id, every_s=every_s))
-    from ftrun.cli.commands.status import status
-
     raise typer.Exit(status(run_id, as_json=as_json))
 
 

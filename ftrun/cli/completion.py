@@ -64,5 +64,7 @@ def _run_ids() -> list[str]:
 
 RunIdArgument = Annotated[
     str | None,
-    typer.Argument(metavar="[RUN_ID]", help="needed among several", autocompletion=_run_ids),
+    typer.Argument(
+        metavar="RUN_ID", help="required if several runs are alive", autocompletion=_run_ids
+    ),
 ]

@@ -104,14 +104,14 @@ def choose(name: str | None, *, command: str) -> FoundRun:
         UsageError: several runs match.
         FtrunError: no run matches.
     """
-    alive = _alive()
     if name is not None:
         run_id, at, node_id = name.partition("@")
         wanted = run_folder(check_run_id(run_id), check_run_id(node_id) if at else None)
         exact = look_at(wanted)
         if exact.life is not RunLiveness.GONE:
             return exact
-        alive = [run for run in alive if run.run_id == name]
+    # Only now, because a dead run costs a search through all processes of this machine.
+    alive = [run for run in _alive() if name is None or run.run_id == name]
     if not alive:
         if name is None:
             raise FtrunError("no run of yours is alive on this machine. Start one: ftrun train.py")

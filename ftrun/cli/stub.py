@@ -308,13 +308,15 @@ def shut_down_smp(folder: RunFolder) -> bool:
 def answers(path: Path) -> bool:
     """Returns whether a process listens on this unix socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(1.0)
+        sock.setblocking(False)
         try:
             folder_fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:
             return False
         try:
             sock.connect(f"/proc/self/fd/{folder_fd}/{path.name}")
+        except BlockingIOError:  # its queue is full, so a process listens
+            return True
         except OSError:
             return False
         finally:

@@ -79,9 +79,9 @@ class MemberRole(Enum):
     """The state of one agent's search for a leader; see the module docstring."""
 
     JOINING = "joining"
-    GATHERING = "gathering"
+    GATHERING = "bootstrapping"
     FOLLOWING = "following"
-    SEEKING = "seeking"
+    SEEKING = "electing"
     LEADING = "leading"
     ENDED = "ended"
 

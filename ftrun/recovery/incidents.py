@@ -47,6 +47,8 @@ class Incident:
     best_step: int = -1
     """The furthest step of any rank when it began."""
     restored_step: int | None = None
+    generations: list[int] = field(default_factory=list)
+    """Generations that were started because of it."""
     kind: str = "suspicion"
     """Shown if there is no verdict."""
     fault_s: float = 0.0
@@ -65,7 +67,7 @@ class IncidentLog:
         self.count = 0
         self.open: Incident | None = None
         self.closed: deque[tuple[float, Mapping[str, object]]] = deque(maxlen=KEPT)
-        """The last ones: when each was closed, and the fields of its journal line."""
+        """The last ones: when each was closed, its text, and the fields of its journal line."""
         self.life = Lifecycle()
         self._losses = LossContinuity()
         self._notes: list[JournalEntry] = []
@@ -119,6 +121,7 @@ class IncidentLog:
         self._go(state, f"generation {plan.generation} is starting")
         if self.open is not None:
             self.open.restored_step = plan.restore[1] if plan.restore is not None else 0
+            self.open.generations.append(plan.generation)
             self.open.downtime = None
 
     def suspected(self, finding: HangFinding, progress: Progress, *, now_s: float) -> None:
@@ -311,7 +314,8 @@ class IncidentLog:
             actions=incident.actions,
             open_s=_rounded(now_s - incident.began_s),
         )  # fmt: skip
-        self.closed.append((now_s, {**self._notes[-1].fields, "text": incident.text}))
+        shown = {"text": incident.text, "generations": incident.generations}
+        self.closed.append((now_s, {**self._notes[-1].fields, **shown}))
 
     def _go(self, new: LifecycleState, why: str) -> None:
         change = self.life.go(new, why)

@@ -8,7 +8,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "docs/grafana-dashboard.json").read_text())
-LEFT_OUT = {"ftrun_uptime_seconds", "ftrun_life"}
+LEFT_OUT = {"ftrun_uptime_seconds", "ftrun_lifecycle_state"}
 """Nothing that one looks at for long."""
 
 

@@ -244,7 +244,7 @@ def test_where_none_can_be_written_the_run_goes_on_and_status_says_so(
 
 def told_of_checkpoint(run: Run) -> str:
     found = run.status().get("checkpoint")
-    return str(found["not_written"]) if isinstance(found, dict) else ""
+    return str(found["last_error"]) if isinstance(found, dict) else ""
 
 
 MOVES = """

@@ -101,7 +101,7 @@ def other_rails(run: NodesRun, node: int) -> list[dict[str, Any]]:
 def protected_step(run: NodesRun) -> int:
     """The newest that every node holds, with its part for the others."""
     nodes = status(run, 0)["cluster"]["nodes"]
-    assert not any(node["unprotected"] for node in nodes)
+    assert not any(node["unprotected_reason"] for node in nodes)
     return int(min(node["ready"][1] for node in nodes))
 
 

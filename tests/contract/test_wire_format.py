@@ -17,9 +17,11 @@ import ftrun.wire.messages.envelope
 import ftrun.wire.messages.faults
 import ftrun.wire.messages.smp
 import ftrun.wire.messages.worker  # noqa: F401 - all modules with messages
+from ftrun.wire.messages.status import StatusView
 from tests.contract.wire_samples import messages, sample
 
 RECORDED = Path(__file__).parent / "messages.json"
+STATUS = Path(__file__).parent / "status.json"
 
 
 def encoded() -> dict[str, str]:
@@ -44,5 +46,17 @@ def test_the_bytes_are_those_that_were_recorded() -> None:
     assert encoded() == json.loads(RECORDED.read_text())
 
 
+def encoded_status() -> str:
+    """The status document with a value in every field, as `ftrun status --json` prints it."""
+    return msgspec.json.format(msgspec.json.encode(sample(StatusView)), indent=1).decode() + "\n"
+
+
+def test_the_status_document_has_the_fields_that_were_recorded() -> None:
+    recorded = STATUS.read_text()
+    assert encoded_status() == recorded
+    assert msgspec.json.decode(recorded, type=StatusView) == sample(StatusView)
+
+
 if __name__ == "__main__":
+    STATUS.write_text(encoded_status())
     RECORDED.write_text(json.dumps(encoded(), indent=0, sort_keys=True) + "\n")

@@ -13,9 +13,10 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from ftrun.cli.commands.status import document_of
+from ftrun.cli.commands.status import status_of
 from ftrun.cli.runs import choose
 from ftrun.errors import FtrunError
 from ftrun.wire.run_environment import RunId, run_folder
@@ -77,7 +78,8 @@ class Run:
     def status(self) -> dict[str, object]:
         """What `ftrun status --json` prints, without a process for it; empty without an answer."""
         try:
-            return document_of(choose(self.run_id, command="status"))
+            view = status_of(choose(self.run_id, command="status"))
+            return json.loads(msgspec.json.encode(view))  # type: ignore[no-any-return]
         except (FtrunError, OSError):
             return {}
 

@@ -218,7 +218,7 @@ def _look_at_status(run: Run) -> None:
     assert incident["state"] == "closed"
     assert incident["culprits"] == [1]
     assert incident["steps_lost"] is not None
-    assert document["life"] == "run"
+    assert document["lifecycle"] == "run"
     assert all(0.01 < rank["step_p50_s"] <= rank["step_p99_s"] for rank in document["ranks"])
 
 
@@ -288,7 +288,7 @@ def _look_at_hooks(run: Run) -> None:
     assert (run.folder / "events").read_text() == "verdict 1\nclosed 1\n"
     texts = (run.folder / "told").read_text().replace("}{", "}\n{").splitlines()
     first, second = map(json.loads, texts)
-    assert first["sure"] == "certain"
+    assert first["confidence"] == "certain"
     assert second["verified"]["progress"] is True
     assert second["run_id"] == run.run_id
     failed = run.journal("HookFailed")
@@ -325,7 +325,7 @@ def test_what_cannot_be_served_or_shown_is_said_and_the_run_goes_on(
     assert blocks.wait(WAIT_S) == 0
     assert "\x1b" not in "".join(first) + rest
     assert sum(line.startswith("running at step") for line in first) >= 1
-    assert "it is over. Last seen: " in rest
+    assert "the run has ended. Last status: " in rest
 
 
 class TwoNodes:
@@ -391,7 +391,7 @@ def test_the_node_that_leads_shows_and_tells_for_all(
         whole, part = scrape(run.ports[0]), scrape(run.ports[1])
         if "ftrun_goodput_ratio" not in whole:
             whole, part = part, whole
-        assert whole["ftrun_nodes rank"] == 2
+        assert whole["ftrun_nodes member"] == 2
         assert whole["ftrun_incidents_total crash"] == 1
         ups = [[name for name in one if name.startswith("ftrun_rank_up")] for one in (whole, part)]
         # Whoever listens at the endpoint first has rank 0.
@@ -403,7 +403,7 @@ def test_the_node_that_leads_shows_and_tells_for_all(
         for node in ("n0", "n1"):
             document = run.status(node)
             assert document["incidents"][0]["nodes"] == [second]
-            assert document["life"] == "run"
+            assert document["lifecycle"] == "run"
             (rank,) = document["cluster"]["nodes"][1]["ranks"]
             assert rank["step_p50_s"] > 0.01
         words = run.ask("logs", run.name, "--incident", "last").stdout.splitlines()

@@ -54,12 +54,12 @@ def test_a_slow_rail_is_told_while_the_run_lives_and_after(tmp_path: Path) -> No
         live = told_in_node(cluster, tmp_path)
         run.finish()
         kept = json.loads(told_in_node(cluster, tmp_path, RUN_ID, "--json"))
-    # On a busy machine a road more may look slow.
-    assert re.match(rf"run {RUN_ID}: of 12 roads [4-9] slow; the plan is not in effect", live)
+    # On a busy machine one more path may look slow.
+    assert re.match(rf"run {RUN_ID}: of 12 paths, [4-9] slow; the plan is not applied", live)
     assert " ago" in live.splitlines()[1]
     assert re.search(r"^- node2 sends and receives .* over eth1 ", live, re.MULTILINE)
     assert "training over eth0, not over eth1" in " ".join(live.split())
     assert kept["is_live"] is False
-    assert len(kept["roads"]) == 12
+    assert len(kept["paths"]) == 12
     assert kept["plan"]["rails"] == ["eth0"]
-    assert not kept["in_effect"]
+    assert not kept["is_applied"]

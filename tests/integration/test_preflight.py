@@ -97,10 +97,10 @@ def test_a_node_that_fails_stays_out_and_the_spare_runs(nodes: Start) -> None:
     assert link["link_bytes_per_s"] > 0
     found = status(run, 2)
     assert list(found["unfit"]) == ["node1"]
-    checks = {node["node"]: node["check"] for node in found["nodes"]}
+    checks = {node["node_id"]: node["preflight"] for node in found["nodes"]}
     assert checks["node1"].startswith("memory is copied at")
-    places = {node["node"]: node["place"] for node in found["nodes"]}
-    assert places == {"node0": "rank", "node1": "spare", "node2": "rank"}
+    roles = {node["node_id"]: node["role"] for node in found["nodes"]}
+    assert roles == {"node0": "member", "node1": "spare", "node2": "member"}
     run.finish()
 
 

@@ -210,8 +210,8 @@ def test_a_step_is_one_run_with_a_spare_and_a_secret_of_its_own(step: Step) -> N
         stdout=subprocess.PIPE,
     )
     document = json.loads(said.communicate(timeout=WAIT_S)[0])
-    places = {node["node"]: node["place"] for node in document["cluster"]["nodes"]}
-    assert places == {"node1": "rank", "node2": "rank", "node3": "spare"}
+    roles = {node["node_id"]: node["role"] for node in document["cluster"]["nodes"]}
+    assert roles == {"node1": "member", "node2": "member", "node3": "spare"}
     assert document["authenticated"] is True
 
     step.let_end()

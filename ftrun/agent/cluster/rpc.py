@@ -7,19 +7,19 @@ Gives:    the status of the whole run on any node; one merged journal on the lea
 Survives: a leader that does not answer: the node's own status is shown, with a note.
 """
 
-import json
 import threading
 from collections import deque
 from functools import partial
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from ftrun import clock
-from ftrun.agent.cluster.brain_status import brain_status
 from ftrun.agent.cluster.connections import ClusterConnections
 from ftrun.agent.cluster.control_loop import ControlLoop
 from ftrun.agent.cluster.link_probe import LinkProber
 from ftrun.agent.faults.controller import NOT_ALLOWED, FaultController
+from ftrun.agent.publish.cluster_status import control_loop_status
 from ftrun.agent.publish.published import Published
 from ftrun.journal import Journal
 from ftrun.wire.cluster.messages import (
@@ -30,6 +30,7 @@ from ftrun.wire.cluster.messages import (
     ProbeLinkRequest,
 )
 from ftrun.wire.messages.faults import ForwardFault, ForwardFaultReply
+from ftrun.wire.messages.status import ClusterStatus, decode_status
 
 ANSWER_S = 2.0
 LINES_EVERY_S = 1.0
@@ -50,7 +51,9 @@ class ClusterRpc:
         self.prober: LinkProber | None = None
         """Probes links if the leader requests it."""
         self.brain = Published(
-            partial(brain_status, brain, is_alone=False), wake=self._wake, every_s=BRAIN_EVERY_S
+            partial(control_loop_status, brain, is_alone=False),
+            wake=self._wake,
+            every_s=BRAIN_EVERY_S,
         )
         """The status of the control loop."""
         self.brain.publish()  # the cluster thread does not run yet
@@ -71,7 +74,7 @@ class ClusterRpc:
         match message:
             case ClusterStatusRequest() if self.thread is not None:
                 self.brain.publish()
-                document = self.brain.last().value.cluster
+                document = msgspec.json.encode(self.brain.last().value.cluster)
                 self.thread.send(sender, ClusterStatusReply(message.number, document))
             case ClusterStatusReply():
                 with self._answered:
@@ -95,11 +98,11 @@ class ClusterRpc:
 
     # --- control thread -----------------------------------------------------------------------
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> ClusterStatus | None:
         """The status of the whole run, from the leader on any node."""
         brain = self.brain.read().value
-        own: dict[str, Any] = json.loads(brain.cluster)
-        if brain.leads or not brain.lead_id or self.thread is None:
+        own = brain.cluster
+        if own is None or brain.leads or not brain.lead_id or self.thread is None:
             return own
         self._number += 1
         self.thread.send(brain.lead_id, ClusterStatusRequest(self._number))
@@ -107,12 +110,9 @@ class ClusterRpc:
             has_come = self._answered.wait_for(lambda: self._answer[0] == self._number, ANSWER_S)
             data = self._answer[1]
         if has_come:
-            found: dict[str, Any] = json.loads(data)
-            return found
-        return {
-            **own,
-            "note": f"node {brain.lead_id}, which leads, has not answered within {ANSWER_S:.0f} s",
-        }
+            return decode_status(data, ClusterStatus, source=f"node {brain.lead_id}")
+        note = f"node {brain.lead_id}, the leader, did not answer within {ANSWER_S:.0f} s"
+        return msgspec.structs.replace(own, note=note)
 
     # --- main thread --------------------------------------------------------------------------
 

@@ -452,3 +452,33 @@ def _agent_of(pid: int) -> int:
             with suppress(msgspec.MsgspecError):
                 return decode_launch(value).agent_pid
     return 0
+
+
+# --- sums over the pages of all ranks -------------------------------------------------------------
+
+
+def step_counts(pages: Sequence[SharedPage]) -> list[int]:
+    """Number of steps in each step-time bucket, summed over the ranks."""
+    return [sum(counts) for counts in zip(*(page.step_times for page in pages), strict=True)]
+
+
+def most(pages: Sequence[SharedPage], at: HeartbeatField) -> int:
+    """Maximum over the ranks, because all ranks take and skip the same snapshots."""
+    return max((page.get(at) for page in pages), default=0)
+
+
+def blocked_s(pages: Sequence[SharedPage]) -> float:
+    """Seconds for which snapshots have blocked the slowest rank of this generation."""
+    return most(pages, HeartbeatField.BLOCKED_NS) / 1e9
+
+
+def loss_in(pages: Sequence[SharedPage]) -> float | None:
+    return next((page.loss for page in pages if page.get(HeartbeatField.LOSS)), None)
+
+
+def committed_in(commands: SharedPage | None) -> tuple[int, int] | None:
+    """Generation and step of the newest commit on the command page; None: no commit."""
+    if commands is None or commands.get(CommandField.COMMITTED_GENERATION) < -1:
+        return None
+    step = commands.get(CommandField.COMMITTED_STEP)
+    return (commands.get(CommandField.COMMITTED_GENERATION), step) if step >= 0 else None

@@ -1,78 +1,299 @@
-"""Builds the status of all nodes from the state of the leader.
+"""Builds the status that the control loop owns: the whole run, its nodes and its incidents.
 
 Runs in:  agent, the thread of the control loop.
 Takes in: the control loop of an agent.
-Gives:    plain values for a JSON document; docs/operations.md describes it.
+Gives:    one immutable `ControlLoopStatus` for other threads; docs/operations.md describes it.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
+
+import msgspec
 
 from ftrun import clock
 from ftrun.agent.cluster.control_loop import ControlLoop
-from ftrun.agent.publish.incident_status import incidents_of, last_collectives, lateness_of, life_of
 from ftrun.agent.publish.summary_line import Activity, Protection, activity_words, next_loss_words
 from ftrun.ids import version
 from ftrun.membership.ballots import electorate
+from ftrun.membership.discovery import MemberRole
 from ftrun.membership.leader.failure_detector import PeerState
 from ftrun.membership.leader.leader import Leader
 from ftrun.monitor.numerics import finite
+from ftrun.monitor.verdicts import RankView
+from ftrun.recovery.incidents import Incident
 from ftrun.recovery.past import Gone
+from ftrun.recovery.supervisor import SupervisorState
 from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.cluster.membership import Heartbeat
+from ftrun.wire.messages.status import (
+    CLOSED,
+    ClusterStatus,
+    IncidentStatus,
+    NodeStatus,
+    RankStatus,
+    RestartBudgetStatus,
+    RestartStatus,
+    WitnessStatus,
+)
 
 WARNINGS_SHOWN = 3
+INCIDENTS_SHOWN = 5
+"""Number of closed incidents in the status, in addition to the open one."""
 
 
-def cluster_status(brain: ControlLoop) -> dict[str, Any]:
-    """Status of the run as this agent knows it; only the leader's document is complete."""
-    plan, lead = brain.plan, brain.member.lead
+@dataclass(frozen=True, slots=True)
+class ControlLoopStatus:
+    """Decisions and incidents, and on several nodes the whole run, at one moment."""
+
+    leads: bool
+    lead_id: str
+    """The leader, if this node has found one; else empty."""
+    lead_host: str
+    state: SupervisorState
+    lateness_s: Mapping[int, float]
+    """Lateness in seconds, by rank."""
+    suspicion: tuple[float, str] | None
+    """Seconds without a step, and the description of the suspected hang; None: no hang is
+    suspected."""
+    lifecycle: str | None
+    restart_budget: RestartBudgetStatus
+    incidents: tuple[IncidentStatus, ...]
+    cluster: ClusterStatus | None
+    """None in a run on one node."""
+
+
+def control_loop_status(control_loop: ControlLoop, *, is_alone: bool) -> ControlLoopStatus:
+    now_s = clock.now_s()
+    leads, lead = control_loop.leads, control_loop.member.lead_card
+    supervisor = control_loop.oversight.supervisor
+    incidents = control_loop.oversight.incidents
+    suspected = incidents.open if leads and incidents.is_suspected else None
+    budget = supervisor.budget
+    return ControlLoopStatus(
+        leads=leads,
+        lead_id=lead.node_id if lead is not None else "",
+        lead_host=lead.host if lead is not None else "",
+        state=supervisor.state,
+        lateness_s=MappingProxyType(dict(lateness_of(control_loop))),
+        suspicion=None
+        if suspected is None
+        else (max(0.0, now_s - suspected.began_s), suspected.text),
+        lifecycle=incidents.life.state.value if leads else None,
+        restart_budget=RestartBudgetStatus(budget.used(now_s=now_s), budget.limit, budget.window_s),
+        incidents=incidents_of(control_loop, now_s=now_s) if leads else (),
+        cluster=None if is_alone else cluster_status(control_loop),
+    )
+
+
+def cluster_status(control_loop: ControlLoop) -> ClusterStatus:
+    """Status of the run as this agent knows it; only the leader's is complete."""
+    plan, lead, member = control_loop.plan, control_loop.member.lead, control_loop.member
     known: dict[str, Any] = {
-        "lead": brain.member.lead_card.node_id if brain.member.lead_card else None,
-        "asked": brain.member.me.node_id,
-        "role": brain.member.role.value,
+        "leader": member.lead_card.node_id if member.lead_card else None,
+        "answered_by": member.me.node_id,
+        "role": member.role.value,
         "generation": plan.generation if plan is not None else None,
-        "wanted": str(brain.settings.wishes),
-        "witness": _witness(brain, plan),
+        "requested_size": str(control_loop.settings.wishes),
+        "witness": _witness(control_loop, plan),
     }
     if lead is None:
-        return {**known, "state": brain.member.role.value, "verdict": _without_lead(brain)}
-    beats = dict(brain.oversight.beats)
-    now_s = clock.now_s()
-    peers = sorted(lead.known, key=lambda peer: _place(peer, plan))
-    late_s = lateness_of(brain)
-    nodes = [_node(peer, plan, beats, late_s, now_s) for peer in peers]
-    known_ids = {peer.card.node_id for peer in peers}
-    past = brain.oversight.past
-    nodes += [_gone(one, now_s) for one in past.gone if one.card.node_id not in known_ids]
-    protection = _protection(brain, plan, beats)
-    return {
+        state = member.role.value
+        return ClusterStatus(state=state, summary=_without_leader(control_loop), **known)
+    beats, now_s = dict(control_loop.oversight.beats), clock.now_s()
+    past = control_loop.oversight.past
+    protection = _protection(control_loop, plan, beats)
+    return ClusterStatus(
         **known,
-        "nodes": nodes,
         **protection,
-        "state": _state(brain, lead),
-        "life": life_of(brain),
-        "incidents": incidents_of(brain, now_s=now_s),
-        "restarts": [
-            {
-                "generation": one.generation,
-                "cause": one.cause,
-                "at_s_ago": max(0.0, now_s - one.at_s),
-                "restored": str(version(*one.restored)) if one.restored is not None else None,
-                "downtime_s": one.downtime_s,
-            }
+        state=_state(control_loop, lead),
+        summary=_summary(control_loop, lead, plan, beats, protection, now_s),
+        nodes=_nodes(control_loop, lead, plan, beats, now_s),
+        lifecycle=control_loop.oversight.incidents.life.state.value,
+        incidents=incidents_of(control_loop, now_s=now_s),
+        restarts=tuple(
+            RestartStatus(
+                generation=one.generation,
+                cause=one.cause,
+                age_s=max(0.0, now_s - one.at_s),
+                restored=str(version(*one.restored)) if one.restored is not None else None,
+                downtime_s=one.downtime_s,
+            )
             for one in past.restarts
-        ],
-        "warnings": _warnings(beats),
-        "paused": lead.pause.why,
-        "set_aside": sorted(brain.oversight.set_aside(now_s=now_s)),
-        "unfit": lead.screening.told,
-        "network": lead.roads.status(plan, now_s=now_s),
-        "verdict": _verdict(brain, lead, plan, beats, protection, now_s),
-    }
+        ),
+        warnings=_warnings(beats),
+        pause_reason=lead.pause.why,
+        excluded=tuple(sorted(control_loop.oversight.set_aside(now_s=now_s))),
+        unfit=dict(lead.screening.told),
+        network=lead.roads.status(plan, now_s=now_s),
+    )
 
 
-def _warnings(beats: Mapping[str, Heartbeat]) -> list[str]:
+def lateness_of(control_loop: ControlLoop) -> Mapping[int, float]:
+    """Seconds by which each rank enters the collectives of a step late, for ranks with data."""
+    return control_loop.oversight.watching.slow.lateness_s
+
+
+def last_collectives(views: Iterable[RankView]) -> dict[int, str]:
+    """Last collective call by rank, such as `all_reduce #41,207`; known only during a suspicion."""
+    found: dict[int, str] = {}
+    for view in views:
+        entered = [group for group in view.groups if group.calls]
+        group = next((one for one in entered if one.waits_seq), entered[-1] if entered else None)
+        if group is not None:
+            call = group.call(group.waits_seq) or group.calls[-1]
+            found[view.rank] = f"{call.op} #{call.seq:,}"
+    return found
+
+
+# --- incidents --------------------------------------------------------------------------------
+
+
+def incidents_of(control_loop: ControlLoop, *, now_s: float) -> tuple[IncidentStatus, ...]:
+    """The open incident, then the last closed ones, newest first."""
+    known = control_loop.oversight.incidents
+    closed = list(known.closed)[-INCIDENTS_SHOWN:][::-1]
+    found = tuple(_closed(at_s, fields, now_s) for at_s, fields in closed)
+    if known.open is None:
+        return found
+    return (_open(known.open, known.life.state.value, now_s), *found)
+
+
+def _open(incident: Incident, lifecycle: str, now_s: float) -> IncidentStatus:
+    verdict = incident.verdict
+    return IncidentStatus(
+        number=incident.number,
+        state=lifecycle,
+        age_s=max(0.0, now_s - incident.began_s),
+        text=incident.text,
+        verdict_kind=verdict.kind.value if verdict is not None else None,
+        confidence=verdict.sure.value if verdict is not None else None,
+        culprits=tuple(verdict.culprits) if verdict is not None else (),
+        victims=tuple(verdict.victims) if verdict is not None else (),
+        nodes=tuple(verdict.nodes) if verdict is not None else (),
+        actions=tuple(incident.actions),
+        generations=tuple(incident.generations),
+        detected_s=incident.detected_s,
+    )
+
+
+def _closed(at_s: float, fields: Mapping[str, Any], now_s: float) -> IncidentStatus:
+    return IncidentStatus(
+        number=fields["incident"],
+        state=CLOSED,
+        age_s=max(0.0, now_s - at_s),
+        text=fields["text"],
+        verdict_kind=fields["verdict_kind"],
+        culprits=tuple(fields["culprits"]),
+        nodes=tuple(fields["nodes"]),
+        actions=tuple(fields["actions"]),
+        generations=tuple(fields["generations"]),
+        detected_s=fields["detected_s"],
+        recovered_s=fields["recovered_s"],
+        steps_lost=fields["steps_lost"],
+    )
+
+
+# --- nodes ------------------------------------------------------------------------------------
+
+
+def _nodes(
+    control_loop: ControlLoop,
+    lead: Leader,
+    plan: GenerationPlan | None,
+    beats: Mapping[str, Heartbeat],
+    now_s: float,
+) -> tuple[NodeStatus, ...]:
+    """Nodes in the order of ranks, then spares, then all others, then those no longer known."""
+    order = [card.node_id for card in plan.voters] if plan is not None else []
+
+    def position(peer: PeerState) -> tuple[int, str]:
+        node_id = peer.card.node_id
+        return (order.index(node_id) if node_id in order else len(order), node_id)
+
+    late_s = lateness_of(control_loop)
+    peers = sorted(lead.known, key=position)
+    known_ids = {peer.card.node_id for peer in peers}
+    gone = [one for one in control_loop.oversight.past.gone if one.card.node_id not in known_ids]
+    return (
+        *(_node(peer, plan, beats.get(peer.card.node_id), late_s, now_s) for peer in peers),
+        *(_gone(one, now_s) for one in gone),
+    )
+
+
+def _node(
+    peer: PeerState,
+    plan: GenerationPlan | None,
+    beat: Heartbeat | None,
+    lateness_s: Mapping[int, float],
+    now_s: float,
+) -> NodeStatus:
+    found = NodeStatus(
+        node_id=peer.card.node_id,
+        host=peer.card.host,
+        role=_role(peer, plan),
+        failure_reason=peer.lost if not peer.has_left else "",
+        last_heartbeat_age_s=round(max(0.0, now_s - peer.heard_s), 2),
+        domain=peer.card.domain,
+        preflight=str(peer.fitness) if peer.fitness is not None else "",
+    )
+    if beat is None:
+        return found
+    state = "suspended" if beat.state == "held" else beat.state
+    return msgspec.structs.replace(
+        found,
+        state=state if not peer.lost else "unknown",
+        step=beat.step,
+        ready=beat.ready,
+        unprotected_reason=beat.unprotected,
+        ranks=_ranks(beat, lateness_s),
+    )
+
+
+def _role(peer: PeerState, plan: GenerationPlan | None) -> str:
+    node_id = peer.card.node_id
+    if peer.lost:
+        return "left" if peer.has_left else "lost"
+    if plan is not None and plan.member(node_id) is not None:
+        return "member"
+    is_spare = plan is not None and any(card.node_id == node_id for card in plan.spares)
+    return "spare" if is_spare else "joining"
+
+
+def _ranks(beat: Heartbeat, lateness_s: Mapping[int, float]) -> tuple[RankStatus, ...]:
+    calls = last_collectives(beat.views)
+    return tuple(
+        RankStatus(
+            rank=rank.rank,
+            pid=rank.pid,
+            state=rank.state,
+            step=rank.step,
+            heartbeat_age_s=rank.age_s if rank.age_s >= 0 else None,
+            phase=rank.phase,
+            loss=finite(rank.loss),
+            step_p50_s=rank.p50_s or None,
+            step_p99_s=rank.p99_s or None,
+            lateness_s=lateness_s.get(rank.rank),
+            last_collective=calls.get(rank.rank),
+        )
+        for rank in beat.ranks
+    )
+
+
+def _gone(gone: Gone, now_s: float) -> NodeStatus:
+    """Entry of a node that was lost or left under an earlier leader."""
+    return NodeStatus(
+        node_id=gone.card.node_id,
+        host=gone.card.host,
+        role="left" if gone.has_left else "lost",
+        failure_reason="" if gone.has_left else gone.reason,
+        last_heartbeat_age_s=round(max(0.0, now_s - gone.at_s), 2),
+        domain=gone.card.domain,
+    )
+
+
+def _warnings(beats: Mapping[str, Heartbeat]) -> tuple[str, ...]:
     """Warnings of the first nodes, because other nodes usually report the same."""
     found = [
         f"node {node_id}: {beat.repeat_warning}"
@@ -82,124 +303,58 @@ def _warnings(beats: Mapping[str, Heartbeat]) -> list[str]:
     if len(found) > WARNINGS_SHOWN:
         more = len(found) - WARNINGS_SHOWN
         found[WARNINGS_SHOWN:] = [f"{more:,} more nodes with such a warning"]
-    return found
+    return tuple(found)
 
 
-def _witness(brain: ControlLoop, plan: GenerationPlan | None) -> dict[str, Any] | None:
+def _witness(control_loop: ControlLoop, plan: GenerationPlan | None) -> WitnessStatus | None:
     """Connection of this agent to the witness; only a leader contacts it continuously."""
-    witness = brain.member.witness
+    witness = control_loop.member.witness
     if not witness.is_used:
         return None
-    return {
-        "reached": witness.is_reached,
-        "for_s": round(clock.now_s() - witness.since_s, 1),
-        "why": witness.why,
-        "votes": plan is not None and plan.witness != 0,
-        "promised": witness.register.promised if witness.register is not None else None,
-    }
+    return WitnessStatus(
+        reachable=witness.is_reached,
+        since_s=round(clock.now_s() - witness.since_s, 1),
+        reason=witness.why,
+        is_voter=plan is not None and plan.witness != 0,
+        promised=witness.register.promised if witness.register is not None else None,
+    )
 
 
-def _state(brain: ControlLoop, lead: Leader) -> str:
+# --- the run ----------------------------------------------------------------------------------
+
+
+def _state(control_loop: ControlLoop, lead: Leader) -> str:
     if lead.ending is not None:
         return "ending"
     if lead.pause.is_on:
         return "paused"
     if lead.ballot is not None or lead.plan is None:
         return "starting"
-    return "stopping" if brain.oversight.is_stopping else "running"
-
-
-def _place(peer: PeerState, plan: GenerationPlan | None) -> tuple[int, str]:
-    """Sort key: nodes in the order of ranks, then spares, then all others."""
-    order = [card.node_id for card in plan.voters] if plan is not None else []
-    node_id = peer.card.node_id
-    return (order.index(node_id) if node_id in order else len(order), node_id)
-
-
-def _node(
-    peer: PeerState,
-    plan: GenerationPlan | None,
-    beats: dict[str, Heartbeat],
-    lateness_s: Mapping[int, float],
-    now_s: float,
-) -> dict[str, Any]:
-    node_id = peer.card.node_id
-    member = plan.member(node_id) if plan is not None else None
-    is_spare = plan is not None and any(card.node_id == node_id for card in plan.spares)
-    beat = beats.get(node_id)
-    calls = last_collectives(beat.views if beat is not None else ())
-    place = "rank" if member is not None else "spare" if is_spare else "new"
-    return {
-        "node": node_id,
-        "host": peer.card.host,
-        "place": place if not peer.lost else "left" if peer.has_left else "lost",
-        "why": peer.lost if not peer.has_left else "",
-        "heard_s_ago": round(max(0.0, now_s - peer.heard_s), 2),
-        "state": beat.state if beat is not None and not peer.lost else "unknown",
-        "step": beat.step if beat is not None else None,
-        "ready": list(beat.ready) if beat is not None and beat.ready else None,
-        "unprotected": beat.unprotected if beat is not None else "",
-        "domain": peer.card.domain,
-        "check": str(peer.fitness) if peer.fitness is not None else "",
-        "ranks": [
-            {
-                "rank": rank.rank,
-                "pid": rank.pid,
-                "state": rank.state,
-                "step": rank.step,
-                "age_s": rank.age_s,
-                "phase": rank.phase,
-                "loss": finite(rank.loss),
-                "step_p50_s": rank.p50_s or None,
-                "step_p99_s": rank.p99_s or None,
-                "lateness_s": lateness_s.get(rank.rank),
-                "last_collective": calls.get(rank.rank),
-            }
-            for rank in (beat.ranks if beat is not None else ())
-        ],
-    }
-
-
-def _gone(gone: Gone, now_s: float) -> dict[str, Any]:
-    """Entry of a node that was lost or left under an earlier leader."""
-    return {
-        "node": gone.card.node_id,
-        "host": gone.card.host,
-        "place": "left" if gone.has_left else "lost",
-        "why": "" if gone.has_left else gone.reason,
-        "heard_s_ago": round(max(0.0, now_s - gone.at_s), 2),
-        "state": "unknown",
-        "step": None,
-        "ready": None,
-        "unprotected": "",
-        "domain": gone.card.domain,
-        "check": "",
-        "ranks": [],
-    }
+    return "stopping" if control_loop.oversight.is_stopping else "running"
 
 
 def _protection(
-    brain: ControlLoop, plan: GenerationPlan | None, beats: dict[str, Heartbeat]
+    control_loop: ControlLoop, plan: GenerationPlan | None, beats: Mapping[str, Heartbeat]
 ) -> dict[str, Any]:
-    committed = brain.oversight.orders.committed
+    committed = control_loop.oversight.orders.committed
     members = [] if plan is None else [beats.get(node.node_id) for node in plan.members]
     survives = min((beat.survives if beat is not None else 0 for beat in members), default=0)
-    whys = [beat.unprotected for beat in members if beat is not None and beat.unprotected]
+    reasons = [beat.unprotected for beat in members if beat is not None and beat.unprotected]
     return {
-        "committed": list(committed) if committed is not None else None,
-        "survives": survives if committed is not None else 0,
-        "unprotected": whys[0] if whys else "",
-        "groups": plan.groups if plan is not None else [],
+        "committed_version": tuple(committed) if committed is not None else None,
+        "tolerated_losses": survives if committed is not None else 0,
+        "unprotected_reason": reasons[0] if reasons else "",
+        "groups": tuple(map(tuple, plan.groups)) if plan is not None else (),
         "parity": plan.parity if plan is not None else 0,
     }
 
 
-def _verdict(
-    brain: ControlLoop,
+def _summary(
+    control_loop: ControlLoop,
     lead: Leader,
     plan: GenerationPlan | None,
-    beats: dict[str, Heartbeat],
-    has: dict[str, Any],
+    beats: Mapping[str, Heartbeat],
+    has: Mapping[str, Any],
     now_s: float,
 ) -> str:
     if lead.ending is not None and plan is None:
@@ -208,47 +363,57 @@ def _verdict(
         return f"PAUSED: {lead.pause.why}"
     if (ballot := lead.ballot) is not None or plan is None:
         return f"starting generation {ballot.generation if ballot is not None else 0}"
-    known = {peer.card.node_id: peer for peer in lead.known}
-    lost = [node_id for node_id, peer in known.items() if peer.lost and not peer.has_left]
-    lost += [
-        one.card.node_id
-        for one in brain.oversight.past.gone
-        if not one.has_left and one.card.node_id not in known
-    ]
     num = len(plan.members)
-    nodes = f"{num} node" + ("s" if num > 1 else "")
-    spares = _usable_spares(brain, lead, plan, now_s)
-    if spares > 0:
-        nodes += f" and {spares} spare" + ("s" if spares > 1 else "")
+    spares = _usable_spares(control_loop, lead, plan, now_s)
     protection = Protection(
         members=num,
         spares=spares,
-        min_nodes=brain.settings.wishes.min_nodes,
+        min_nodes=control_loop.settings.wishes.min_nodes,
         voters=len(plan.voters) + (plan.witness != 0),
-        votes=_living_votes(brain, lead, plan),
-        survives=has["survives"],
+        votes=_living_votes(control_loop, lead, plan),
+        survives=has["tolerated_losses"],
         groups=len(has["groups"]),
-        committed=has["committed"][1] if has["committed"] is not None else None,
-        unprotected=has["unprotected"],
+        committed=has["committed_version"][1] if has["committed_version"] is not None else None,
+        unprotected=has["unprotected_reason"],
     )
-    now = _activity(brain, lead, plan, beats, now_s)
-    text = f"{activity_words(now, nodes)}, generation {plan.generation}"
-    text += f"; {next_loss_words(protection)}"
-    witness = _witness(brain, plan)
-    away = f"; {witness['why']}, for {witness['for_s']:.0f} s" if witness and witness["why"] else ""
-    return text + (f"; lost: {', '.join(lost)}" if lost else "") + away
+    nodes = f"{num} node" + ("s" if num > 1 else "")
+    if spares > 0:
+        nodes += f" and {spares} spare" + ("s" if spares > 1 else "")
+    now = _activity(control_loop, lead, plan, beats, now_s)
+    parts = [
+        f"{activity_words(now, nodes)}, generation {plan.generation}",
+        next_loss_words(protection),
+    ]
+    if lost := _lost(control_loop, lead):
+        parts.append(f"lost: {', '.join(lost)}")
+    witness = _witness(control_loop, plan)
+    if witness is not None and witness.reason:
+        parts.append(f"{witness.reason}, for {witness.since_s:.0f} s")
+    return "; ".join(parts)
 
 
-def _living_votes(brain: ControlLoop, lead: Leader, plan: GenerationPlan) -> int:
+def _lost(control_loop: ControlLoop, lead: Leader) -> list[str]:
+    known = {peer.card.node_id: peer for peer in lead.known}
+    lost = [node_id for node_id, peer in known.items() if peer.lost and not peer.has_left]
+    return lost + [
+        one.card.node_id
+        for one in control_loop.oversight.past.gone
+        if not one.has_left and one.card.node_id not in known
+    ]
+
+
+def _living_votes(control_loop: ControlLoop, lead: Leader, plan: GenerationPlan) -> int:
     """Number of voters that can promise now; a restarted agent has lost its vote."""
     here = {peer.card.identity for peer in lead.known if not peer.lost}
-    is_witnessed = plan.witness != 0 and brain.member.witness.is_reached
+    is_witnessed = plan.witness != 0 and control_loop.member.witness.is_reached
     return len(electorate(plan.voters) & here) + is_witnessed
 
 
-def _usable_spares(brain: ControlLoop, lead: Leader, plan: GenerationPlan, now_s: float) -> int:
+def _usable_spares(
+    control_loop: ControlLoop, lead: Leader, plan: GenerationPlan, now_s: float
+) -> int:
     """Number of nodes that can replace a lost node now."""
-    out = set(lead.screening.told) | brain.oversight.set_aside(now_s=now_s)
+    out = set(lead.screening.told) | control_loop.oversight.set_aside(now_s=now_s)
     return len(standing_by(lead.known, plan) - out)
 
 
@@ -261,22 +426,22 @@ def standing_by(peers: Iterable[PeerState], plan: GenerationPlan) -> set[str]:
     """
     members = {node.node_id for node in plan.members}
     spares = {card.node_id for card in plan.spares}
-    beside = [peer for peer in peers if not peer.lost and peer.card.node_id not in members]
+    others = [peer for peer in peers if not peer.lost and peer.card.node_id not in members]
     return {
         peer.card.node_id
-        for peer in beside
+        for peer in others
         if peer.card.node_id in spares or (peer.linked and not peer.is_mute and not peer.is_leaving)
     }
 
 
 def _activity(
-    brain: ControlLoop,
+    control_loop: ControlLoop,
     lead: Leader,
     plan: GenerationPlan,
-    beats: dict[str, Heartbeat],
+    beats: Mapping[str, Heartbeat],
     now_s: float,
 ) -> Activity:
-    incidents = brain.oversight.incidents
+    incidents = control_loop.oversight.incidents
     incident = incidents.open if incidents.is_suspected else None
     here = [beats[node.node_id] for node in plan.members if node.node_id in beats]
     here = [beat for beat in here if beat.generation == plan.generation]
@@ -286,12 +451,15 @@ def _activity(
         has_stepped=any(beat.steps_here > 0 for beat in here),
         silent_s=max(0.0, now_s - incident.began_s) if incident is not None else None,
         hang=incident.text if incident is not None and incident.verdict is not None else "",
-        end=state if (state := _state(brain, lead)) in ("stopping", "ending") else "",
+        end=state if (state := _state(control_loop, lead)) in ("stopping", "ending") else "",
     )
 
 
-def _without_lead(brain: ControlLoop) -> str:
-    member = brain.member
-    if member.lead_card is not None:
-        return f"{member.role.value} {member.lead_card.node_id}"
-    return f"{member.role.value}: {member.reach}"
+def _without_leader(control_loop: ControlLoop) -> str:
+    """What this agent does about a leader, if it is not the leader."""
+    member = control_loop.member
+    card = member.lead_card
+    if member.role is MemberRole.FOLLOWING and card is not None:
+        return f"following {card.node_id}"
+    role = "electing a new leader" if member.role is MemberRole.SEEKING else member.role.value
+    return f"{role}: {member.reach if card is None else f'contacting {card.node_id}'}"

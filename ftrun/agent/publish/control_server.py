@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from ftrun import clock
-from ftrun.agent.cluster.brain_status import BrainStatus
 from ftrun.agent.faults.controller import NOT_ALLOWED, FaultController
+from ftrun.agent.publish.cluster_status import ControlLoopStatus
 from ftrun.agent.publish.published import Published
 from ftrun.config import RunSpec
 from ftrun.errors import FtrunError, PeerError
@@ -48,7 +48,7 @@ class ControlServer:
         *,
         status: Callable[[], bytes],
         ask_stop: Callable[[str], None],
-        decided: Published[BrainStatus] | None,
+        decided: Published[ControlLoopStatus] | None,
         faults: FaultController | None,
     ) -> None:
         self._spec = spec
@@ -87,7 +87,7 @@ class ControlServer:
                     return
                 try:
                     self._serve_one(key.fileobj)
-                except Exception:  # noqa: BLE001 - any of them costs one client
+                except Exception:  # noqa: BLE001 - an error costs one client
                     # The thread must continue, because it answers all status and stop requests.
                     _log.exception("a request was not answered: a bug of ftrun")
                     if isinstance(key.fileobj, Channel):
@@ -111,13 +111,13 @@ class ControlServer:
             channel = accept(self._server, run_id=self._spec.run_id)
         except OSError as error:
             # For example too many open files: clients wait until a descriptor is free.
-            _log.debug("a client is not let in: %s", error)
+            _log.debug("a client was not accepted: %s", error)
             clock.sleep(REFUSED_PAUSE_S)
             return
         if channel is not None:
             self._selector.register(channel, selectors.EVENT_READ)
 
-    def _tell_status(self) -> messages.AnyMessage:
+    def _status_reply(self) -> messages.AnyMessage:
         try:
             return messages.StatusReply(self._status())
         except PeerError as error:
@@ -134,8 +134,9 @@ class ControlServer:
             brain = decided.read().value
             if brain.lead_id and not brain.leads:
                 return messages.Refused(
-                    f"this run is UNAUTHENTICATED, so it is stopped where it is led: on node "
-                    f"{brain.lead_id} ({brain.lead_host}). Or send SIGTERM to ftrun on any node"
+                    "this run is UNAUTHENTICATED, so only the node of the leader accepts a stop: "
+                    f"node {brain.lead_id} ({brain.lead_host}). Or send SIGTERM to ftrun on any "
+                    "node"
                 )
         self._ask_stop("ftrun stop")
         return messages.Done()
@@ -146,16 +147,16 @@ class ControlServer:
             channel.send(messages.Refused(NOT_ALLOWED), question=question)
             return
 
-        def ask() -> None:
+        def order_fault() -> None:
             try:
                 channel.send(faults.ask(order), question=question)
             except (FtrunError, OSError) as error:
-                _log.debug("whoever asked for a fault is gone: %s", error)
+                _log.debug("the client that ordered a fault has disconnected: %s", error)
 
         try:
-            threading.Thread(target=ask, name="ftrun-inject", daemon=True).start()
+            threading.Thread(target=order_fault, name="ftrun-inject", daemon=True).start()
         except RuntimeError:
-            ask()  # no thread can be started, as under pid-limit
+            order_fault()  # no thread can be started, as under pid-limit
 
     def _answer(self, channel: Channel) -> None:
         try:
@@ -163,7 +164,7 @@ class ControlServer:
                 number = received.envelope.question
                 match received.body:
                     case messages.StatusRequest():
-                        channel.send(self._tell_status(), question=number)
+                        channel.send(self._status_reply(), question=number)
                     case messages.StopRequest():
                         channel.send(self._stop(), question=number)
                     case fault_messages.InjectFault(order=order):
@@ -171,8 +172,8 @@ class ControlServer:
                     case messages.Hello():
                         pass
                     case other:
-                        refused = messages.Refused(f"the agent has no answer to {other!r}")
+                        refused = messages.Refused(f"the agent does not handle {other!r}")
                         channel.send(refused, question=number)
         except (FtrunError, OSError) as error:
-            _log.debug("a client is gone: %s", error)
+            _log.debug("a client has disconnected: %s", error)
             self._hang_up(channel)

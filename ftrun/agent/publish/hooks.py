@@ -39,7 +39,13 @@ MAX_OUTPUT_BYTES = 2048
 END_S = 10.0
 """Longest delay of the end of a run for hooks in progress."""
 
-_OF_VERDICT = ("victims", "sure", "evidence", "against")
+_OF_VERDICT = {
+    "victims": "victims",
+    "confidence": "sure",
+    "evidence": "evidence",
+    "counter_evidence": "against",
+}
+"""Names in the document, and in the verdict of the journal line."""
 _OF_THE_END = (
     "detected_s", "recovered_s", "steps_lost", "restored", "verified", "action", "actions",
 )  # fmt: skip
@@ -70,9 +76,9 @@ class Hooks:
         """Queue a journal line for the hooks if it concerns an incident; never blocks."""
         if not self._lines or kind not in ("Verdict", "IncidentClosed"):
             return
-        told = document(kind, fields, self._facts())
+        report = document(kind, fields, self._facts())
         for line in self._lines:
-            line.put(told)
+            line.put(report)
 
     def close(self) -> None:
         """Wait up to END_S for hooks in progress."""
@@ -96,7 +102,7 @@ class _Line:
         try:
             self._waiting.put_nowait(fields)
         except Full:
-            self._failed(fields, f"{MAX_WAITING} incidents wait for it already")
+            self._failed(fields, f"the queue is full: {MAX_WAITING} incidents are waiting")
 
     def close(self, give_up_s: float) -> None:
         with suppress(Full):
@@ -113,7 +119,7 @@ class _Line:
                 self._failed(fields, why)
 
     def _failed(self, fields: Mapping[str, Any], why: str) -> None:
-        number = fields.get("incident")
+        number = fields.get("number")
         self._journal.write(
             "HookFailed", hook=self._name, incident=number, event=fields.get("event"), why=why
         )
@@ -125,25 +131,25 @@ def document(kind: str, fields: Mapping[str, Any], facts: Mapping[str, object]) 
     verdict = fields.get("verdict") or {}
     found = {
         "event": "verdict" if kind == "Verdict" else "closed",
-        "at": clock.wall_s(),
+        "time": clock.wall_s(),
         **facts,
-        "incident": fields.get("incident"),
-        "kind": verdict.get("kind") or fields.get("verdict_kind"),
+        "number": fields.get("incident"),
+        "verdict_kind": verdict.get("kind") or fields.get("verdict_kind"),
         "text": fields.get("text") or verdict.get("text"),
         "culprits": verdict.get("culprits") or fields.get("culprits") or [],
         "nodes": verdict.get("nodes") or fields.get("nodes") or [],
     }
     if kind == "Verdict":
-        return {**found, **{name: verdict.get(name) for name in _OF_VERDICT}}
+        return {**found, **{name: verdict.get(key) for name, key in _OF_VERDICT.items()}}
     return {**found, **{name: fields.get(name) for name in _OF_THE_END}}
 
 
 def variables_of(fields: Mapping[str, Any]) -> dict[str, str]:
     return {
         "FTRUN_INCIDENT_EVENT": _text(fields.get("event")),
-        "FTRUN_INCIDENT_NUMBER": _text(fields.get("incident")),
+        "FTRUN_INCIDENT_NUMBER": _text(fields.get("number")),
         "FTRUN_INCIDENT_RUN_ID": _text(fields.get("run_id")),
-        "FTRUN_INCIDENT_KIND": _text(fields.get("kind")),
+        "FTRUN_INCIDENT_KIND": _text(fields.get("verdict_kind")),
         "FTRUN_INCIDENT_TEXT": _text(fields.get("text")),
         "FTRUN_INCIDENT_CULPRITS": _text(fields.get("culprits")),
         "FTRUN_INCIDENT_NODES": _text(fields.get("nodes")),
@@ -224,7 +230,7 @@ class Webhook:
 
     def __call__(self, fields: Mapping[str, Any]) -> str:
         if self._thread is not None and self._thread.is_alive():
-            return "the last delivery still hangs"
+            return "the previous delivery is still in progress"
         result: Queue[str] = Queue()
         body = json.dumps(fields, default=str).encode()
         name = "ftrun-webhook-post"

@@ -1,16 +1,29 @@
-"""Metrics of a run in the Prometheus text format.
+"""Metrics of a run in the Prometheus text format, and the HTTP server for /metrics.
 
-Runs in:  agent, threads of the metrics server. Imported only if metrics are enabled.
-Takes in: the status of this node; on the leader, the status of all nodes; `RunCounters`.
-Gives:    the text of one scrape: the whole run on the leader, this node on any other node.
+Runs in:  agent, threads of its own. Imported only if metrics are enabled.
+Takes in: HTTP requests from any client; the published status; `RunCounters`.
+Gives:    the whole run on the leader, this node on any other node; 401 if a token is required and
+          missing or wrong.
+Survives: anything a client does.
 
 Each name begins with ftrun_. docs/operations.md lists the metrics, and docs/grafana-dashboard.json
 shows them.
 
 Rule 1: an unknown value is left out, never shown as 0.
+Rule 2: a connection lasts at most CUT_OFF_S, even if the client is slow, and at most
+        MAX_CONNECTIONS are open.
+Rule 3: the text is built at most once in FRESH_S, for any number of requests.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import hmac
+import http.server
+import logging
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -23,22 +36,36 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ftrun import __version__
-from ftrun.agent.publish.run_figures import RunCounters, cumulated
+from ftrun import __version__, clock
+from ftrun.agent.publish.observers import RunCounters, cumulated
 from ftrun.recovery.lifecycle import LifecycleState
+from ftrun.wire.messages.status import RankStatus, StatusView
 
-Status = Mapping[str, Any]
+CUT_OFF_S = 5.0
+MAX_CONNECTIONS = 8
+FRESH_S = 1.0
+MAX_TOKEN_BYTES = 4096
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_log = logging.getLogger("ftrun")
+
+Text = Callable[[], bytes]
+RankRows = Sequence[tuple[str, RankStatus]]
+"""Node id and status of each rank."""
 
 
 class RunCollector(Collector):
     """Reads the status of the run at each scrape."""
 
-    def __init__(self, status: Callable[[], Status], figures: Callable[[], RunCounters]) -> None:
+    def __init__(
+        self, node_id: str, status: Callable[[], StatusView], counters: Callable[[], RunCounters]
+    ) -> None:
+        self._node_id = node_id
         self._status = status
-        self._figures = figures
+        self._counters = counters
 
     def collect(self) -> Iterator[Metric]:
-        yield from families(self._status(), self._figures())
+        yield from families(self._node_id, self._status(), self._counters())
 
 
 def text_of(collector: Collector) -> bytes:
@@ -47,169 +74,163 @@ def text_of(collector: Collector) -> bytes:
     return generate_latest(registry)
 
 
-def families(status: Status, figures: RunCounters) -> Iterator[Metric]:
+def families(node_id: str, status: StatusView, counters: RunCounters) -> Iterator[Metric]:
     """Yield all metric families.
 
     Args:
-        status: from `StatusDesk.of_node`, and `node`; with `cluster` on a leader of several nodes.
-        figures: counters of this agent.
+        node_id: of this node.
+        status: from `StatusDesk.of_node`; with `cluster` on a leader of several nodes.
+        counters: of this agent.
     """
-    node = str(status.get("node", ""))
-    ranks = _ranks(status, node)
-    yield _info(status, node)
+    nodes = status.cluster.nodes if status.cluster is not None else ()
+    ranks = [(node.node_id, rank) for node in nodes for rank in node.ranks]
+    if status.cluster is None:
+        ranks = [(node_id, rank) for rank in status.ranks]
+    yield _info(status, node_id)
     yield from _progress(status, ranks)
     yield from _per_rank(ranks)
-    yield from _snapshots(status, max((rank["step"] or 0 for _, rank in ranks), default=0))
-    yield from _trouble(status, figures)
+    yield from _snapshots(status, max((rank.step or 0 for _, rank in ranks), default=0))
+    yield from _failures(status, counters)
     yield from _nodes(status)
 
 
-def _ranks(status: Status, node: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """Node and status of each rank, of all nodes if they are known, otherwise of this node."""
-    nodes = (status.get("cluster") or {}).get("nodes")
-    if nodes is None:
-        return [(node, rank) for rank in status["ranks"]]
-    return [(one["node"], rank) for one in nodes for rank in one["ranks"]]
-
-
-def _info(status: Status, node: str) -> Metric:
-    found = InfoMetricFamily("ftrun_run", "Which run this is, and which node says so.")
+def _info(status: StatusView, node_id: str) -> Metric:
+    found = InfoMetricFamily("ftrun_run", "The run, and the node that serves this page.")
     labels = {
-        "run_id": str(status["run_id"]),
-        "script": str(status["script"]),
-        "node": node,
+        "run_id": status.run_id,
+        "script": status.script,
+        "node": node_id,
         "version": __version__,
     }
     found.add_metric((), labels)
     return found
 
 
-def _progress(status: Status, ranks: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[Metric]:
-    steps = [rank["step"] for _, rank in ranks if rank["step"] is not None]
-    yield from _gauge("ftrun_step", "Step of the furthest rank.", max(steps, default=None))
-    yield from _gauge("ftrun_generation", "How often ranks were started again.",
-                      status["generation"])  # fmt: skip
-    yield from _gauge("ftrun_ranks", "Ranks that this figure is about.", len(ranks))
-    losses = [rank.get("loss") for _, rank in ranks]
-    loss = next((one for one in losses if one is not None), None)
-    yield from _gauge("ftrun_loss", "Loss, as the script has reported it last.", loss)
+def _progress(status: StatusView, ranks: RankRows) -> Iterator[Metric]:
+    steps = [rank.step for _, rank in ranks if rank.step is not None]
+    yield from _gauge("ftrun_step", "Highest step of any rank.", max(steps, default=None))
+    yield from _gauge("ftrun_generation", "Number of restarts of the ranks.", status.generation)
+    yield from _gauge("ftrun_ranks", "Number of ranks that this page covers.", len(ranks))
+    loss = next((rank.loss for _, rank in ranks if rank.loss is not None), None)
+    yield from _gauge("ftrun_loss", "Newest loss that the script reported.", loss)
     times = GaugeMetricFamily(
         "ftrun_step_seconds",
-        "So long at most took this part of the steps, of the slowest rank; a quarter too much "
-        "at most.",
+        "Upper bound of this step-time quantile on the slowest rank; at most 25 % too high.",
         labels=("quantile",),
     )
-    for quantile, name in (("0.5", "step_p50_s"), ("0.99", "step_p99_s")):
-        known = [rank[name] for _, rank in ranks if rank.get(name)]
+    quantiles = (
+        ("0.5", [rank.step_p50_s for _, rank in ranks if rank.step_p50_s]),
+        ("0.99", [rank.step_p99_s for _, rank in ranks if rank.step_p99_s]),
+    )
+    for quantile, known in quantiles:
         if known:
             times.add_metric((quantile,), max(known))
     yield times
-    yield from _gauge("ftrun_uptime_seconds", "Since this agent was started.", status["uptime_s"])
+    yield from _gauge("ftrun_uptime_seconds", "Time since this agent started.", status.uptime_s)
 
 
-def _per_rank(ranks: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[Metric]:
+def _per_rank(ranks: RankRows) -> Iterator[Metric]:
     labels = ("rank", "node")
-    up = GaugeMetricFamily("ftrun_rank_up", "1: the rank's process is alive.", labels=labels)
-    step = GaugeMetricFamily("ftrun_rank_step", "Steps that a rank has made.", labels=labels)
+    up = GaugeMetricFamily("ftrun_rank_up", "1: the process of the rank is alive.", labels=labels)
+    step = GaugeMetricFamily("ftrun_rank_step", "Completed steps of a rank.", labels=labels)
     late = GaugeMetricFamily(
         "ftrun_rank_lateness_seconds",
-        "How much later than the others a rank is at the collectives of a step.",
+        "Time by which a rank enters the collectives of a step after the others.",
         labels=labels,
     )
     silent = GaugeMetricFamily(
-        "ftrun_rank_silence_seconds", "Since a rank's last step.", labels=labels
+        "ftrun_rank_heartbeat_age_seconds", "Time since the last step of a rank.", labels=labels
     )
-    for node, rank in ranks:
-        key = (str(rank["rank"]), node)
-        up.add_metric(key, float(rank["state"] in ("running", "stopped", "finished")))
-        if rank["step"] is not None:
-            step.add_metric(key, rank["step"])
-        if rank.get("lateness_s") is not None:
-            late.add_metric(key, rank["lateness_s"])
-        age_s = rank.get("beat_age_s", rank.get("age_s"))
-        if age_s is not None and age_s >= 0:
-            silent.add_metric(key, age_s)
+    for node_id, rank in ranks:
+        key = (str(rank.rank), node_id)
+        up.add_metric(key, float(rank.state in ("running", "stopped", "finished")))
+        if rank.step is not None:
+            step.add_metric(key, rank.step)
+        if rank.lateness_s is not None:
+            late.add_metric(key, rank.lateness_s)
+        if rank.heartbeat_age_s is not None:
+            silent.add_metric(key, rank.heartbeat_age_s)
     yield from (up, step, late, silent)
 
 
-def _snapshots(status: Status, step: int) -> Iterator[Metric]:
-    has = status["snapshots"]
-    newest = has["step"]
-    yield from _gauge("ftrun_protected", "1: a committed snapshot is there to go back to.",
-                      float(has["protected"]))  # fmt: skip
-    yield from _gauge("ftrun_snapshot_age_steps", "Steps that a failure now would cost.",
-                      None if newest is None else max(0, step - newest))  # fmt: skip
-    yield from _gauge("ftrun_snapshot_age_seconds", "Since the committed snapshot was taken.",
-                      has["age_s"])  # fmt: skip
+def _snapshots(status: StatusView, step: int) -> Iterator[Metric]:
+    has = status.snapshots
+    if has is None:
+        return
+    yield from _gauge("ftrun_protected", "1: a committed snapshot can be restored.",
+                      float(has.protected))  # fmt: skip
+    yield from _gauge("ftrun_snapshot_age_steps", "Steps that a failure now would repeat.",
+                      None if has.step is None else max(0, step - has.step))  # fmt: skip
+    yield from _gauge("ftrun_snapshot_age_seconds", "Time since the committed snapshot was taken.",
+                      has.age_s)  # fmt: skip
     yield from _gauge("ftrun_snapshot_memory_bytes", "Memory of this node for snapshots.",
-                      has["memory_bytes"])  # fmt: skip
+                      has.memory_bytes)  # fmt: skip
     counts = CounterMetricFamily(
-        "ftrun_snapshots", "Snapshots of this generation, by what became of them.",
-        labels=("result",),
-    )  # fmt: skip
-    for result in ("taken", "skipped", "discarded"):
-        counts.add_metric((result,), has[result])
+        "ftrun_snapshots", "Snapshots of this generation, by result.", labels=("result",)
+    )
+    for result, number in (
+        ("taken", has.taken),
+        ("skipped", has.skipped),
+        ("discarded", has.discarded),
+    ):
+        counts.add_metric((result,), number)
     yield counts
     yield CounterMetricFamily(
         "ftrun_snapshot_blocked_seconds",
-        "For which the ranks of this generation have stood still for snapshots.",
-        value=has["blocked_s"],
+        "Time for which snapshots blocked the ranks of this generation.",
+        value=has.blocked_s,
     )
-    written = status.get("checkpoint") or {}
-    yield from _gauge("ftrun_checkpoint_age_seconds", "Since the last checkpoint was written.",
-                      written.get("age_s"))  # fmt: skip
+    written = status.checkpoint
+    yield from _gauge("ftrun_checkpoint_age_seconds", "Time since the last checkpoint was written.",
+                      written.age_s if written is not None else None)  # fmt: skip
 
 
-def _trouble(status: Status, figures: RunCounters) -> Iterator[Metric]:
+def _failures(status: StatusView, counters: RunCounters) -> Iterator[Metric]:
     yield CounterMetricFamily(
-        "ftrun_restarts", "Ranks were started again, by this agent.", value=figures.restarts
+        "ftrun_restarts", "Restarts of the ranks under this agent.", value=counters.restarts
     )
     closed = CounterMetricFamily(
-        "ftrun_incidents", "Incidents that are over, by kind of the verdict.", labels=("kind",)
+        "ftrun_incidents", "Closed incidents, by kind of the verdict.", labels=("kind",)
     )
-    for kind, count in sorted(figures.incidents.items()):
+    for kind, count in sorted(counters.incidents.items()):
         closed.add_metric((kind,), count)
     yield closed
-    is_open = any(one["state"] != "closed" for one in status.get("incidents") or ())
-    if status.get("life") is not None:
-        yield from _gauge("ftrun_incident_open", "1: there is an incident now.", float(is_open))
-        life = GaugeMetricFamily("ftrun_life", "1: the state that the run is in.",
-                                 labels=("state",))  # fmt: skip
+    if status.lifecycle is not None:
+        is_open = any(one.is_open for one in status.incidents)
+        yield from _gauge("ftrun_incident_open", "1: an incident is open.", float(is_open))
+        lifecycle = GaugeMetricFamily("ftrun_lifecycle_state", "1: the present state of the run.",
+                                      labels=("state",))  # fmt: skip
         for state in LifecycleState:
-            life.add_metric((state.value,), float(state.value == status["life"]))
-        yield life
+            lifecycle.add_metric((state.value,), float(state.value == status.lifecycle))
+        yield lifecycle
     recovery = HistogramMetricFamily(
         "ftrun_recovery_seconds",
-        "From a fault to the next step of every rank (phase total), and the parts of it.",
+        "Time from a fault to the next step of every rank (phase total), and its parts.",
         labels=("phase",),
-    )  # fmt: skip
-    for phase, spread in sorted(figures.recovery.items()):
-        recovery.add_metric((phase,), cumulated(spread.counts), spread.sum_s)
-    yield recovery
-    yield from _gauge("ftrun_goodput_ratio", "Productive time over all time.", figures.goodput)
-    seconds = CounterMetricFamily(
-        "ftrun_time_seconds", "Time of the run, by what it went to.", labels=("class",)
     )
-    for name, spent_s in figures.seconds.items():
+    for phase, histogram in sorted(counters.recovery.items()):
+        recovery.add_metric((phase,), cumulated(histogram.counts), histogram.sum_s)
+    yield recovery
+    yield from _gauge("ftrun_goodput_ratio", "Productive time over all time.", counters.goodput)
+    seconds = CounterMetricFamily("ftrun_time_seconds", "Time of the run, by class.",
+                                  labels=("class",))  # fmt: skip
+    for name, spent_s in counters.seconds.items():
         seconds.add_metric((name,), spent_s)
     yield seconds
-    yield CounterMetricFamily(
-        "ftrun_hooks_failed", "Hooks that have failed.", value=figures.hooks_failed
-    )
+    yield CounterMetricFamily("ftrun_hooks_failed", "Failed hooks.", value=counters.hooks_failed)
 
 
-def _nodes(status: Status) -> Iterator[Metric]:
-    cluster = status.get("cluster")
-    if not cluster or "nodes" not in cluster:
+def _nodes(status: StatusView) -> Iterator[Metric]:
+    if status.cluster is None:
         return
-    places = [str(node["place"]) for node in cluster["nodes"]]
-    nodes = GaugeMetricFamily("ftrun_nodes", "Nodes of the run, by their place in it.",
-                              labels=("place",))  # fmt: skip
-    for place in ("rank", "spare", "new", "lost", "left"):
-        nodes.add_metric((place,), places.count(place))
+    roles = [node.role for node in status.cluster.nodes]
+    nodes = GaugeMetricFamily("ftrun_nodes", "Nodes of the run, by role.", labels=("role",))
+    for role in ("member", "spare", "joining", "lost", "left"):
+        nodes.add_metric((role,), roles.count(role))
     yield nodes
-    yield from _gauge("ftrun_survivable_node_losses", "So many nodes of each group may go.",
-                      cluster.get("survives"))  # fmt: skip
+    yield from _gauge("ftrun_tolerated_node_losses",
+                      "Nodes of each protection group that may be lost.",
+                      status.cluster.tolerated_losses)  # fmt: skip
 
 
 def _gauge(name: str, about: str, value: float | None) -> Iterable[Metric]:
@@ -225,3 +246,154 @@ class _Described(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return [family for family in self._collector.collect() if family.samples]
+
+
+# --- server -----------------------------------------------------------------------------------
+
+
+class MetricsServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
+    """Server of one port of this node.
+
+    Args:
+        text: builds the text of a scrape; called in threads of the server.
+        token: bearer token that clients must send; None: no token is required.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = MAX_CONNECTIONS
+    allow_reuse_address = True
+
+    def __init__(
+        self, host: str, port: int, *, text: Text, token: str | None, cut_off_s: float = CUT_OFF_S
+    ) -> None:
+        """Bind and listen.
+
+        Raises:
+            OSError: the port is in use, or the address does not belong to this machine.
+        """
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        super().__init__((host, port), _Handler)
+        self.token = token
+        self._cut_off_s = cut_off_s
+        self._make = text
+        self._lock = threading.Lock()
+        self._making = threading.Lock()
+        self._made: tuple[float, bytes] | None = None
+        self._open: dict[Any, float] = {}
+        self._thread = threading.Thread(
+            target=self.serve_forever, kwargs={"poll_interval": 0.5}, name="ftrun-metrics",
+            daemon=True,
+        )  # fmt: skip
+
+    @property
+    def address(self) -> str:
+        host, port = self.server_address[:2]
+        text = host if isinstance(host, str) else host.decode()
+        return f"[{text}]:{port}" if ":" in text else f"{text}:{port}"
+
+    @property
+    def num_connections(self) -> int:
+        with self._lock:
+            return len(self._open)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def text(self) -> bytes:
+        """The text of a scrape, at most FRESH_S old."""
+        with self._making:
+            now_s = clock.now_s()
+            if self._made is None or now_s - self._made[0] > FRESH_S:
+                self._made = (now_s, self._make())
+            return self._made[1]
+
+    # --- overrides of socketserver ------------------------------------------------------------
+
+    def server_bind(self) -> None:
+        """Bind without resolving the name of this machine, which may take seconds."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = "ftrun", self.server_address[1]
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Refuse a connection beyond MAX_CONNECTIONS: rule 2."""
+        del client_address
+        with self._lock:
+            if len(self._open) >= MAX_CONNECTIONS:
+                return False
+            self._open[request] = clock.now_s() + self._cut_off_s
+            return True
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Close connections older than their limit; runs between requests and twice a second."""
+        now_s = clock.now_s()
+        with self._lock:
+            slow = [request for request, due_s in self._open.items() if now_s >= due_s]
+        for request in slow:
+            with suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        del request
+        _log.debug("a scrape from %s was not answered", client_address, exc_info=True)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    """Handler of one request."""
+
+    server: MetricsServer
+    server_version = f"ftrun/{__version__}"
+    sys_version = ""
+    timeout = CUT_OFF_S
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if not self._is_known():
+            self._answer(401, b"a token is needed: Authorization: Bearer TOKEN\n", "text/plain")
+        elif path != "/metrics":
+            self._answer(404, b"there is only /metrics\n", "text/plain")
+        else:
+            self._answer(200, self.server.text(), CONTENT_TYPE)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's
+        """Log nothing, because scrapes arrive every few seconds."""
+
+    def _is_known(self) -> bool:
+        token = self.server.token
+        if token is None:
+            return True
+        shown = self.headers.get("Authorization", "")
+        return hmac.compare_digest(shown.encode("utf-8", "replace"), f"Bearer {token}".encode())
+
+    def _answer(self, code: int, body: bytes, content_type: str) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        if code == 401:
+            self.send_header("WWW-Authenticate", "Bearer")
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def read_token(path: str) -> str:
+    """Read the bearer token that clients must send.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is empty.
+    """
+    with Path(path).open("rb") as file:
+        token = file.read(MAX_TOKEN_BYTES).decode("utf-8", "replace").strip()
+    if not token:
+        raise ValueError(f"{path} is empty")
+    return token

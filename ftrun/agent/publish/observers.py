@@ -1,26 +1,54 @@
-"""Observers of a run: status, progress log, Prometheus metrics, hooks and `network.json`.
+"""Observers of a run: progress log, Prometheus metrics, hooks and `network.json`.
 
-Runs in:  agent, main thread; observers that may block have threads of their own.
+Runs in:  agent, main thread; observers that may block have threads of their own. `RunMetrics.copy`
+          runs in threads of the metrics server.
 Takes in: the run, at each turn of its loop; the lines of this node's journal.
 Gives:    `Pulse` lines, /metrics, incident reports to commands and webhooks, `network.json`.
 Survives: all failures of observers; they do not affect the run.
+
+All counters begin at 0 in each agent. Prometheus detects such a counter reset.
 """
 
 import ipaddress
 import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from ftrun import clock
+from ftrun.agent.launch.worker_group import (
+    WorkerGroup,
+    blocked_s,
+    committed_in,
+    loss_in,
+    most,
+    step_counts,
+)
+from ftrun.agent.publish.cluster_status import ControlLoopStatus, lateness_of
 from ftrun.agent.publish.hooks import Hooks
-from ftrun.agent.publish.incident_status import lateness_of
-from ftrun.agent.publish.kept_network import NetworkFile
-from ftrun.agent.publish.pulse import ProgressLog
-from ftrun.agent.publish.run_figures import RunMetrics
+from ftrun.agent.publish.published import Published
 from ftrun.agent.publish.run_view import RunView
 from ftrun.agent.publish.status import StatusDesk
+from ftrun.errors import PeerError
+from ftrun.journal import NETWORK_NAME, Journal
+from ftrun.monitor.page_values import quantile_s
+from ftrun.recovery.incidents import Incident
+from ftrun.recovery.lifecycle import DETECTION, PRODUCTIVE, LifecycleState, TimeAccounting
+from ftrun.wire.shared_memory.pages import HeartbeatField
 
 if TYPE_CHECKING:
-    from ftrun.agent.publish.metrics_server import MetricsServer
+    from ftrun.agent.publish.metrics import MetricsServer
+
+PROGRESS_EVERY_S = 10.0
+_NETWORK_KINDS = ("RoadsProbed", "RoadsPlan", "Generation")
+"""Journal lines after which the network may have changed."""
+
+DOWNTIME_PARTS = ("total", "detection", "restart", "restore", "first_step")
+BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 _log = logging.getLogger("ftrun")
 
@@ -32,15 +60,15 @@ class Observers:
         self.status = StatusDesk(run)
         self._run = run
         self._node_id = run.brain.member.me.node_id
-        self._pulse = ProgressLog(run.journal, run.workers)
-        self._figures = RunMetrics(run)
+        self._progress = ProgressLog(run.journal, run.workers)
+        self._metrics = RunMetrics(run)
         self._hooks = Hooks(
             run.spec.profile.hooks, run.journal, facts=self._facts, cwd=run.spec.cwd
         )
-        brain = run.desk.brain if run.desk is not None else None
-        self._network = NetworkFile(brain, Path(run.spec.log_folder))
+        decided = run.desk.brain if run.desk is not None else None
+        self._network = NetworkFile(decided, Path(run.spec.log_folder))
         self._server: MetricsServer | None = None
-        run.journal.watch(self._figures.take)
+        run.journal.watch(self._metrics.take)
         run.journal.watch(self._hooks.take)
         run.journal.watch(self._network.take)
 
@@ -54,11 +82,10 @@ class Observers:
             return
         # Imported here, because the library costs memory and some milliseconds, and most runs do
         # not use it.
-        from ftrun.agent.publish.metrics import RunCollector, text_of
-        from ftrun.agent.publish.metrics_server import MetricsServer, read_token
+        from ftrun.agent.publish.metrics import MetricsServer, RunCollector, read_token, text_of
 
         where = f"{settings.host} port {settings.port}"
-        collector = RunCollector(self._status, self._figures.copy)
+        collector = RunCollector(self._node_id, self.status.of_node, self._metrics.copy)
         try:
             token = read_token(settings.token_file) if settings.token_file else None
             self._server = MetricsServer(
@@ -71,18 +98,18 @@ class Observers:
         self._server.start()
         if token is None and not _is_loopback(settings.host):
             _log.warning(
-                "whoever reaches %s can read the metrics; metrics.token_file names a token", where
+                "any host that reaches %s can read the metrics; set metrics.token_file", where
             )
 
     def look(self, now_s: float) -> None:
         """Update all observers; called once per turn of the loop."""
         self.status.look(now_s)
-        self._figures.look(now_s=now_s)
-        self._pulse.look(lateness_of(self._run.brain), now_s=now_s)
+        self._metrics.look(now_s=now_s)
+        self._progress.look(self._lateness_s(), now_s=now_s)
 
     def at_end(self) -> None:
         """Write the last values; called when the ranks have ended and their pages still exist."""
-        self._pulse.write(lateness_of(self._run.brain))
+        self._progress.write(self._lateness_s())
         self._network.keep()
 
     def close(self) -> None:
@@ -90,9 +117,15 @@ class Observers:
             self._server.close()
         self._hooks.close()
 
-    def _status(self) -> dict[str, Any]:
-        """Status of this node; of the whole run on the leader. Sends no request. Any thread."""
-        return {**self.status.of_node(), "node": self._node_id}
+    def _lateness_s(self) -> Mapping[int, float]:
+        """Lateness by rank; in a run on several nodes the control loop publishes it."""
+        desk = self._run.desk
+        if desk is None:
+            return lateness_of(self._run.brain)
+        try:
+            return desk.brain.last().value.lateness_s
+        except PeerError:  # no status was built, which must not affect the run
+            return {}
 
     def _facts(self) -> dict[str, object]:
         run = self._run
@@ -102,6 +135,201 @@ class Observers:
             "node": self._node_id,
             "generation": run.generations.number,
         }
+
+
+class ProgressLog:
+    """Writes the progress of one node every 10 s."""
+
+    def __init__(self, journal: Journal, workers: WorkerGroup) -> None:
+        self._journal = journal
+        self._workers = workers
+        self._due_s: float | None = None
+
+    def look(self, lateness_s: Mapping[int, float], *, now_s: float) -> None:
+        if self._due_s is None:
+            self._due_s = now_s + PROGRESS_EVERY_S
+        elif now_s >= self._due_s:
+            self._due_s = now_s + PROGRESS_EVERY_S
+            self.write(lateness_s)
+
+    def write(self, lateness_s: Mapping[int, float]) -> None:
+        """Write a line now, unless this node runs no ranks."""
+        places = self._workers.places
+        if not places:
+            return
+        pages = [place.page for place in places]
+        progress = self._workers.progress()
+        counts = step_counts(pages)
+        self._journal.write(
+            "Pulse",
+            step=progress.step,
+            steps_here=progress.steps_here,
+            p50_s=quantile_s(counts, 0.5),
+            p99_s=quantile_s(counts, 0.99),
+            blocked_s=round(blocked_s(pages), 6),
+            taken=most(pages, HeartbeatField.SEALED_COUNT),
+            skipped=most(pages, HeartbeatField.SKIPPED_COUNT),
+            discarded=most(pages, HeartbeatField.DISCARDED_COUNT),
+            committed=committed_in(self._workers.commands),
+            loss=loss_in(pages),
+            ranks=[
+                [
+                    int(place.rank),
+                    place.page.get(HeartbeatField.STEP),
+                    _rounded(lateness_s.get(place.rank)),
+                ]
+                for place in places
+            ],
+        )
+
+
+class NetworkFile:
+    """Writes `network.json` next to the journal, for `ftrun network` after the run.
+
+    The file is replaced atomically. A full disk costs the file, never the run.
+    """
+
+    def __init__(self, decided: Published[ControlLoopStatus] | None, folder: Path) -> None:
+        self._decided = decided
+        self._path = folder / NETWORK_NAME
+
+    def take(self, kind: str, fields: Mapping[str, object]) -> None:
+        if kind in _NETWORK_KINDS:
+            self.keep()
+
+    def keep(self) -> None:
+        """Write the present state; do nothing if this node is not the leader."""
+        if self._decided is None:
+            return
+        try:
+            decided = self._decided.read().value
+        except PeerError:
+            return
+        network = decided.cluster.network if decided.cluster is not None else None
+        if not decided.leads or network is None:
+            return
+        draft = self._path.with_suffix(".tmp")
+        try:
+            draft.write_bytes(msgspec.json.encode(network))
+            draft.replace(self._path)
+        except OSError as error:
+            _log.debug("%s is not kept: %s", self._path, error)
+
+
+@dataclass
+class DurationHistogram:
+    """Histogram of durations in seconds, over BUCKETS_S and +Inf."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
+    sum_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        at = next((i for i, edge in enumerate(BUCKETS_S) if seconds <= edge), len(BUCKETS_S))
+        self.counts[at] += 1
+        self.sum_s += seconds
+
+
+@dataclass
+class RunCounters:
+    """Counters of one agent; `RunMetrics.copy` returns copies for other threads."""
+
+    restarts: int = 0
+    hooks_failed: int = 0
+    incidents: dict[str, int] = field(default_factory=dict)
+    """Number of closed incidents by verdict kind."""
+    recovery: dict[str, DurationHistogram] = field(default_factory=dict)
+    """Downtime of incidents by phase, including `total`."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by class; empty if this node is not the leader."""
+    goodput: float | None = None
+
+
+class RunMetrics:
+    """Collects the counters of one agent."""
+
+    def __init__(self, run: RunView) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+        self._counters = RunCounters()
+        self._book: TimeAccounting | None = None
+        self._began_s: float | None = run.started_s
+        """Start of the accounting if this agent leads from the beginning; None after that."""
+
+    def take(self, kind: str, fields: Mapping[str, Any]) -> None:
+        with self._lock:
+            match kind:
+                case "StartGeneration":
+                    self._counters.restarts += fields.get("generation", 0) > 0
+                case "IncidentClosed":
+                    name = str(fields.get("verdict_kind"))
+                    self._counters.incidents[name] = self._counters.incidents.get(name, 0) + 1
+                case "Downtime":
+                    self._add_downtime(fields)
+                case "Suspected" if self._book is not None:
+                    self._book.move(PRODUCTIVE, DETECTION, float(fields.get("silent_s", 0.0)))
+                case "HookFailed":
+                    self._counters.hooks_failed += 1
+                case _:
+                    pass
+
+    def look(self, *, now_s: float) -> None:
+        """Account the time since the last turn; only on the leader."""
+        brain = self._run.brain
+        lead = brain.member.lead
+        with self._lock:
+            if lead is None:
+                self._book = self._began_s = None
+                return
+            if self._book is None:
+                self._book = TimeAccounting(self._began_s or now_s)
+            self._began_s = None
+            incidents = brain.oversight.incidents
+            pages = [place.page for place in self._run.workers.places]
+            self._book.turn(
+                incidents.life.state.value,
+                is_paused=lead.pause.is_on,
+                has_stepped=_has_stepped(incidents.life.state, incidents.open),
+                blocked_s=blocked_s(pages),
+                now_s=now_s,
+            )
+
+    def copy(self) -> RunCounters:
+        with self._lock:
+            known, book = self._counters, self._book
+            now_s = clock.now_s()
+            return RunCounters(
+                restarts=known.restarts,
+                hooks_failed=known.hooks_failed,
+                incidents=dict(known.incidents),
+                recovery={
+                    phase: DurationHistogram(list(spread.counts), spread.sum_s)
+                    for phase, spread in known.recovery.items()
+                },
+                seconds=book.counters(now_s) if book is not None else {},
+                goodput=book.goodput(now_s) if book is not None else None,
+            )
+
+    def _add_downtime(self, fields: Mapping[str, Any]) -> None:
+        for phase in DOWNTIME_PARTS:
+            if (took_s := fields.get(f"{phase}_s")) is not None:
+                self._counters.recovery.setdefault(phase, DurationHistogram()).add(took_s)
+
+
+def _has_stepped(life: LifecycleState, incident: Incident | None) -> bool:
+    return life is LifecycleState.VERIFY and incident is not None and incident.downtime is not None
+
+
+def cumulated(counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Cumulative buckets in Prometheus format: (upper bound, count)."""
+    found, total = [], 0
+    for edge, count in zip([*(str(one) for one in BUCKETS_S), "+Inf"], counts, strict=True):
+        total += count
+        found.append((edge, float(total)))
+    return found
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
 
 
 def _is_loopback(host: str) -> bool:

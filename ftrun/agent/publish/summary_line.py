@@ -1,4 +1,4 @@
-"""First line of the status: present activity, and the effect of the next node loss. Pure."""
+"""The summary of the status: present activity, and the effect of the next node loss. Pure."""
 
 from dataclasses import dataclass
 
@@ -64,11 +64,15 @@ def activity_words(now: Activity, where: str) -> str:
     if now.end:
         return f"{now.end} at {step} on {where}"
     if now.silent_s is not None:
-        why = f": {now.hang}" if now.hang else ": a hang is suspected"
-        return f"NO STEP for {now.silent_s:.0f} s at {step} on {where}{why}"
+        reason = f": {now.hang}" if now.hang else ": a hang is suspected"
+        return f"NO STEP for {now.silent_s:.0f} s at {step} on {where}{reason}"
     if not now.has_stepped:
         return f"starting from {step} on {where}, no step yet"
     return f"running at {step} on {where}"
+
+
+def kept_words(step: int) -> str:
+    return f"if a rank is killed now, training resumes from step {step:,}"
 
 
 def next_loss_words(has: Protection) -> str:
@@ -79,7 +83,7 @@ def next_loss_words(has: Protection) -> str:
         return "no snapshot is protected yet"
     step = f"{has.committed:,}"
     if has.survives < 1:
-        return f"a killed rank costs the steps since {step}, a lost node all"
+        return f"{kept_words(has.committed)}, but the state of a lost node cannot be rebuilt"
     count = has.trains_without
     if count < 1:
         return (

@@ -1,110 +1,223 @@
 """Implements `ftrun status`: queries the agent, or the SMP if no agent runs.
 
-Runs in: cli.
+Runs in:  cli.
+Takes in: the status replies of the agent, or of the SMP.
+Gives:    one status, as text or JSON; with --watch a live page on a terminal, otherwise one plain
+          block per poll.
+Survives: an agent that restarts or does not respond for a while; the page shows this.
 """
 
 import json
-from typing import Any
+import os
+import signal
+import sys
+from contextlib import suppress
+from types import FrameType
 
-from ftrun.cli.runs import FoundRun, RunLiveness, choose
-from ftrun.cli.screen import terminal as render
-from ftrun.errors import ExitCode, PeerError, ProtocolError
+import msgspec
+
+from ftrun import clock
+from ftrun.cli.runs import FoundRun, RunLiveness, choose, look_at
+from ftrun.cli.screen.status_page import StyledLine, page
+from ftrun.cli.screen.terminal import LiveTerminal, show_status, write_plain
+from ftrun.cli.screen.text import duration, size
+from ftrun.errors import ExitCode, FtrunError, PeerError, ProtocolError, UsageError
 from ftrun.wire.messages.envelope import Refused, StatusReply, StatusRequest
+from ftrun.wire.messages.status import (
+    ProcessIds,
+    SmpStatus,
+    SnapshotStatus,
+    StatusView,
+    decode_status,
+)
 from ftrun.wire.transport.channel import Channel
 
+MIN_EVERY_S, MAX_EVERY_S = 0.1, 3600.0
 _ANSWER_S = 10.0
+_NO_LIMIT = sys.maxsize
+"""Width and height if stdout is not a terminal."""
 
 
 def status(run_id: str | None, *, as_json: bool) -> int:
-    document = document_of(choose(run_id, command="status"))
+    view = status_of(choose(run_id, command="status"))
     if as_json:
-        render.write_plain(json.dumps(document, indent=1))
+        write_plain(msgspec.json.format(msgspec.json.encode(view), indent=1).decode())
     else:
-        render.show_status(document)
+        show_status(view)
     return ExitCode.DONE
 
 
-def document_of(run: FoundRun) -> dict[str, Any]:
+def status_of(run: FoundRun) -> StatusView:
+    """Queries the status of a run.
+
+    Raises:
+        PeerError: the agent does not answer.
+    """
     if run.life is RunLiveness.RUNNING:
         try:
-            return _ask(run.to_agent())
+            document = _ask(run.to_agent())
         except PeerError:
             if run.folder.agent_socket.exists():
                 raise
+        else:
+            return decode_status(document, StatusView, source=f"run {run.name}")
     if run.life is RunLiveness.ORPHANED:
         return _orphan(run)
     return _between_agents(run)
 
 
-def _between_agents(run: FoundRun) -> dict[str, Any]:
+def _between_agents(run: FoundRun) -> StatusView:
     """Describes a run whose launcher is alive but whose agent does not respond.
 
     Either no agent has started yet, or the stub is about to start the next one.
     """
     try:
-        said = _ask(run.to_smp())
+        document = _ask(run.to_smp())
     except PeerError:
-        said = {}
-    if not said.get("bytes"):
-        return {
-            "run_id": run.run_id,
-            "state": "starting",
-            "verdict": f"STARTING: the launcher (pid {run.stub_pid}) has no agent that answers yet",
-        }
-    committed = said.get("committed")
-    newest = f"up to step {committed[1]} " if committed else ""
-    verdict = (
-        f"RESTARTING: no rank runs. ftrun's agent has ended, and the launcher (pid {run.stub_pid}) "
-        f"starts another; {render.size(said['bytes'])} of snapshots {newest}are in memory"
+        document = b"{}"
+    smp = decode_status(document, SmpStatus, source=f"the SMP of run {run.name}")
+    if not smp.bytes:
+        summary = f"STARTING: the launcher (pid {run.stub_pid}) runs, and no agent answers yet"
+        return StatusView(run_id=run.run_id, state="starting", summary=summary)
+    newest = f"up to step {smp.committed[1]:,} " if smp.committed else ""
+    summary = (
+        f"RESTARTING: no rank runs. The agent has ended, and the launcher (pid {run.stub_pid}) "
+        f"starts another one; {size(smp.bytes)} of snapshots {newest}are in memory"
     )
-    return _held_by_smp(run, said, state="restarting", verdict=verdict)
+    return _held_by_smp(run, smp, document, state="restarting", summary=summary)
 
 
-def _orphan(run: FoundRun) -> dict[str, Any]:
-    said = _ask(run.to_smp())
-    age_s = said.get("orphaned_for_s")
-    since = "" if age_s is None else f" for {render.duration(float(age_s))}"
-    resume = f"ftrun --run-id {run.run_id} ..."
-    verdict = (
-        f"ORPHANED{since}: the launcher is gone and the snapshots are still in memory. "
-        f"`{resume}` with the same script resumes, `ftrun stop {run.name}` frees them"
+def _orphan(run: FoundRun) -> StatusView:
+    document = _ask(run.to_smp())
+    smp = decode_status(document, SmpStatus, source=f"the SMP of run {run.name}")
+    since = "" if smp.orphaned_for_s is None else f" for {duration(smp.orphaned_for_s)}"
+    summary = (
+        f"ORPHANED{since}: the launcher has ended and the snapshots are still in memory. "
+        f"`ftrun --run-id {run.run_id} ...` with the same script resumes, `ftrun stop {run.name}` "
+        "frees them"
     )
-    return _held_by_smp(run, said, state="orphaned", verdict=verdict)
+    return _held_by_smp(run, smp, document, state="orphaned", summary=summary)
 
 
 def _held_by_smp(
-    run: FoundRun, said: dict[str, Any], *, state: str, verdict: str
-) -> dict[str, Any]:
+    run: FoundRun, smp: SmpStatus, document: bytes, *, state: str, summary: str
+) -> StatusView:
     try:
-        spec = json.loads(run.folder.spec.read_text())
-    except (OSError, ValueError):
-        spec = {}
-    committed = said.get("committed") or [None, None]
-    return {
-        **said,
-        "run_id": run.run_id,
-        "state": state,
-        "verdict": verdict,
-        "script": spec.get("script", ""),
-        "snapshots": {
-            "generation": committed[0],
-            "step": committed[1],
-            "memory_bytes": said.get("bytes"),
-        },
-        "processes": {"smp": said.get("pid")},
-    }
+        script = str(json.loads(run.folder.spec.read_text())["script"])
+    except (OSError, ValueError, KeyError):
+        script = ""
+    generation, step = smp.committed or (None, None)
+    return StatusView(
+        run_id=run.run_id,
+        state=state,
+        summary=summary,
+        script=script,
+        snapshots=SnapshotStatus(
+            protected=smp.committed is not None,
+            generation=generation,
+            step=step,
+            memory_bytes=smp.bytes,
+        ),
+        processes=ProcessIds(smp=smp.pid),
+        smp=msgspec.json.decode(document),
+    )
 
 
-def _ask(channel: Channel) -> dict[str, Any]:
+def _ask(channel: Channel) -> bytes:
     try:
         body = channel.ask(StatusRequest(), deadline_s=_ANSWER_S).body
     finally:
         channel.close()
     match body:
         case StatusReply(document=document):
-            found: dict[str, Any] = json.loads(document)
-            return found
-        case Refused(why=why):
-            raise ProtocolError(f"{channel.peer} does not tell: {why}")
+            return document
+        case Refused(why=reason):
+            raise PeerError(f"{channel.peer} gave no status: {reason}")
         case _:
             raise ProtocolError(f"{channel.peer} answered with a {type(body).__name__}")
+
+
+# --- ftrun status --watch ---------------------------------------------------------------------
+
+
+def watch(run_id: str | None, *, every_s: float) -> int:
+    if not MIN_EVERY_S <= every_s <= MAX_EVERY_S:
+        raise UsageError(
+            f"--every takes {MIN_EVERY_S} to {MAX_EVERY_S:.0f} seconds, and is {every_s:g}"
+        )
+    run = choose(run_id, command="status --watch")
+    signal.signal(signal.SIGTERM, _leave)
+    last = "the run has ended"
+    with suppress(KeyboardInterrupt):
+        last = _on_terminal(run, every_s) if sys.stdout.isatty() else _plain(run, every_s)
+        write_plain(f"run {run.name}: {last}")
+    return ExitCode.DONE
+
+
+class StatusPoller:
+    """Polls the status of one run."""
+
+    def __init__(self, run: FoundRun) -> None:
+        self.summary = "no status was received"
+        self._run = run
+        self._before: tuple[float, int] | None = None
+
+    def next(self, width: int, height: int) -> list[StyledLine] | None:
+        """Returns the current page, or None if the run has ended."""
+        run = look_at(self._run.folder)
+        if run.life is RunLiveness.GONE:
+            return None
+        try:
+            view = status_of(run)
+        except (FtrunError, OSError) as error:
+            if look_at(self._run.folder).life is RunLiveness.GONE:
+                return None
+            view = StatusView(run_id=run.run_id, state="starting", summary=f"no answer: {error}")
+        if view.uptime_s is not None:  # an agent answered
+            self.summary = view.summary
+        return page(view, width=width, height=height, steps_per_s=self._rate(view))
+
+    def _rate(self, view: StatusView) -> float | None:
+        steps = [rank.step for rank in view.all_ranks if rank.step is not None]
+        if not steps or view.uptime_s is None:
+            self._before = None
+            return None
+        before, self._before = self._before, (view.uptime_s, max(steps))
+        if before is None or view.uptime_s <= before[0] or max(steps) < before[1]:
+            return None
+        return (max(steps) - before[1]) / (view.uptime_s - before[0])
+
+
+def _on_terminal(run: FoundRun, every_s: float) -> str:
+    poller = StatusPoller(run)
+    with LiveTerminal() as screen:
+        signal.signal(signal.SIGTSTP, lambda _number, _frame: _step_aside(screen))
+        while (lines := poller.next(*screen.size)) is not None:
+            screen.show(lines)
+            clock.sleep(every_s)
+    return f"the run has ended. Last status: {poller.summary}"
+
+
+def _plain(run: FoundRun, every_s: float) -> str:
+    poller = StatusPoller(run)
+    while (lines := poller.next(_NO_LIMIT, _NO_LIMIT)) is not None:
+        try:
+            write_plain("\n".join([*(line.text for line in lines), ""]))
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader closed the pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise KeyboardInterrupt from None
+        clock.sleep(every_s)
+    return f"the run has ended. Last status: {poller.summary}"
+
+
+def _step_aside(screen: LiveTerminal) -> None:
+    """Handles SIGTSTP (^Z): restores the terminal, stops, and takes the terminal again."""
+    screen.pause()
+    os.kill(os.getpid(), signal.SIGSTOP)
+    screen.resume()
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Handles SIGTERM as ^C, so that every `finally` runs and the terminal is restored."""
+    raise KeyboardInterrupt

@@ -1,25 +1,39 @@
-"""Formats one status document as lines that fit a terminal.
+"""Formats one status as lines that fit a terminal.
 
 Runs in:  cli. Pure.
-Takes in: the status document, the width and height of the terminal.
-Gives:    `StyledLine` lines: the verdict, nodes and ranks, snapshots, incidents.
+Takes in: the status, the width and height of the terminal.
+Gives:    `StyledLine` lines: the summary, open incidents, nodes and ranks, snapshots, closed
+          incidents.
 
-If the terminal is narrow, columns are dropped in the order of their weight. If it is low, old
-incidents are dropped first, then rows are folded.
+If the terminal is narrow, columns are dropped in the order of their weight. If it is low, closed
+incidents are dropped first. Then similar ranks of a node share a row, and then similar nodes. Ranks
+are similar if they differ only in noise, such as one step or some milliseconds.
 """
 
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
 
-from ftrun.cli.screen.report_clean import clean
-from ftrun.cli.screen.watch_rows import StatusRow, rows_of, short_time
+from ftrun.cli.screen.text import clean, count, duration, ranges
+from ftrun.wire.messages.status import IncidentStatus, NodeStatus, RankStatus, StatusView
 
+LATE_SHARE = 0.1
+"""Share of a step; less lateness is noise."""
+ALIKE = 1.25
+"""Step times of similar ranks differ by at most this factor."""
+BEAT_S = 1.5
+"""Seconds; steps within this time are no difference, because reports of a node may be that old."""
+SEEN_S = 3.0
+"""Seconds; the minimum age of a rank's last step at which the rank counts as silent."""
+
+MAX_NAME = 40
+_MAX_TEXT = 1000
 _GAP = "  "
 _MIN_ROWS = 3
 _MIN_REMARK = 22
-_MAX_TEXT = 1000
+_OPEN_LINES = 6
+"""Most lines of an open incident."""
 
 _Column = tuple[str, list[str], int]
 """Heading, cells, weight."""
@@ -42,6 +56,8 @@ _COLUMNS = (
 _MARK = {"running": "ok", "restarting": "warn", "starting": "warn", "stopping": "warn",
          "paused": "warn", "orphaned": "bad"}  # fmt: skip
 
+_Signature = tuple[object, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class StyledLine:
@@ -51,53 +67,129 @@ class StyledLine:
     style: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class StatusRow:
+    """One row of formatted text; a field is empty if its value is unknown."""
+
+    node: str
+    ranks: str
+    state: str
+    step: str = ""
+    time: str = ""
+    late: str = ""
+    call: str = ""
+    seen: str = ""
+    phase: str = ""
+    loss: str = ""
+    remark: str = ""
+    is_odd: bool = False
+    """The row differs from most others, or something is wrong with it."""
+
+
 def page(
-    document: Mapping[str, Any], *, width: int, height: int, steps_per_s: float | None
+    view: StatusView, *, width: int, height: int, steps_per_s: float | None
 ) -> list[StyledLine]:
     """Builds the complete page.
 
     Args:
-        document: the document that `ftrun status --json` prints.
+        view: the status.
         width: columns of the terminal.
         height: lines of the terminal; the page exceeds them only on a very low terminal.
         steps_per_s: rate since the last poll; None if unknown.
     """
-    head = _head(document, width, steps_per_s)
-    below = [*_snapshots(document, width)]
-    incidents = _incidents(document, width)
-    room = height - len(head) - len(below) - 3  # blank lines, headings
-    while len(incidents) > 1 and room - sum(map(len, incidents)) < _MIN_ROWS:
-        incidents.pop()
-    rows = rows_of(document, max_rows=max(_MIN_ROWS, room - sum(map(len, incidents))))
+    # The terminal cuts the end of a page that is too long, so open incidents come first.
+    head = [*_head(view, width, steps_per_s), *_open_incidents(view, width)]
+    snapshots, closed = _snapshots(view, width), _closed_incidents(view, width)
+    room = height - len(head) - len(snapshots) - 3  # blank lines, headings
+    while len(closed) > 1 and room - len(closed) < _MIN_ROWS:
+        closed.pop()
+    rows = rows_of(view, max_rows=max(_MIN_ROWS, room - len(closed)))
     lines = [*head]
     if rows:
         lines += [StyledLine(""), *_table(rows, width)]
-    lines += [StyledLine(""), *below, *(line for part in incidents for line in part)]
-    return lines
+    return [*lines, StyledLine(""), *snapshots, *closed]
 
 
-def _head(document: Mapping[str, Any], width: int, steps_per_s: float | None) -> list[StyledLine]:
-    verdict = clean(str(document.get("verdict") or ""), _MAX_TEXT).replace("\n", " ")
-    is_open = any(one.get("state") != "closed" for one in document.get("incidents") or ())
-    mark = _MARK.get(str(document.get("state")), "")
-    if mark == "ok" and (is_open or not (document.get("snapshots") or {}).get("protected", True)):
+def incident_line(incident: IncidentStatus) -> str:
+    text = clean(incident.text, _MAX_TEXT).replace("\n", " ")
+    age = duration(incident.age_s)
+    kind = incident.verdict_kind or "no verdict yet"
+    when = f"{incident.state.upper()} for {age}" if incident.is_open else f"{age} ago"
+    return f"incident {incident.number}  {when}: {kind}{_cost(incident)}: {text}"
+
+
+def _cost(incident: IncidentStatus) -> str:
+    parts = []
+    if incident.recovered_s is not None:
+        parts.append(f"training again after {duration(incident.recovered_s)}")
+    if incident.steps_lost is not None:
+        parts.append(f"{count(incident.steps_lost, 'step')} lost")
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def _head(view: StatusView, width: int, steps_per_s: float | None) -> list[StyledLine]:
+    summary = clean(view.summary, _MAX_TEXT).replace("\n", " ")
+    is_open = any(one.is_open for one in view.incidents)
+    is_protected = view.snapshots is None or view.snapshots.protected
+    mark = _MARK.get(view.state, "")
+    if mark == "ok" and (is_open or not is_protected):
         mark = "warn"
-    parts = [f"run {clean(str(document.get('run_id')), 120)}"]
-    if (uptime_s := document.get("uptime_s")) is not None:
-        parts.append(f"up {short_time(uptime_s)}")
+    parts = [f"run {clean(view.run_id, 120)}"]
+    if view.uptime_s is not None:
+        parts.append(f"up {duration(view.uptime_s)}")
     if steps_per_s is not None:
         parts.append(f"{steps_per_s:.3g} steps/s")
-    if life := document.get("life"):
-        parts.append(f"life: {life}")
-    if restarts := document.get("restarts"):
-        parts.append(f"{len(restarts)} restart{'s' if len(restarts) > 1 else ''}")
-    first = [StyledLine(line, mark) for line in _wrapped(verdict, width, most=3)]
+    if view.lifecycle:
+        parts.append(f"lifecycle: {view.lifecycle}")
+    if view.restarts:
+        parts.append(count(len(view.restarts), "restart"))
+    first = [StyledLine(line, mark) for line in _wrapped(summary, width, most=3)]
     warnings = [
         StyledLine(line, "warn")
-        for one in (document.get("warnings") or ())[:3]
-        for line in _wrapped(f"WARNING: {clean(str(one), _MAX_TEXT)}", width, most=2)
+        for one in view.warnings[:3]
+        for line in _wrapped(f"WARNING: {clean(one, _MAX_TEXT)}", width, most=2)
     ]
     return [*first, *warnings, StyledLine(_cut(_GAP.join(parts), width), "dim")]
+
+
+def _open_incidents(view: StatusView, width: int) -> list[StyledLine]:
+    return [
+        StyledLine(line, "bad")
+        for one in view.incidents
+        if one.is_open
+        for line in _wrapped(incident_line(one), width, most=_OPEN_LINES)
+    ]
+
+
+def _closed_incidents(view: StatusView, width: int) -> list[StyledLine]:
+    if not view.incidents:
+        return [StyledLine("no incidents", "dim")]
+    closed = (incident_line(one) for one in view.incidents if not one.is_open)
+    return [StyledLine(_cut(line, width), "dim") for line in closed]
+
+
+def _snapshots(view: StatusView, width: int) -> list[StyledLine]:
+    has = view.snapshots
+    if has is None:
+        return []
+    text = "none yet"
+    if has.step is not None:
+        text = f"step {has.step:,}"
+        if has.age_s is not None:
+            text += f", {duration(has.age_s)} old"
+        if has.every:
+            text += ", every step" if has.every == 1 else f", every {count(has.every, 'step')}"
+    cluster = view.cluster
+    if cluster is not None and cluster.tolerated_losses is not None:
+        text += f"; survives any {count(cluster.tolerated_losses, 'node')} of each group"
+    of_run = cluster.unprotected_reason if cluster is not None else ""
+    if reason := clean(has.unprotected_reason or of_run, 300):
+        text += f"; UNPROTECTED: {reason}"
+    lines = _wrapped(f"snapshots  {text}", width, most=2)
+    return [StyledLine(line, "" if has.protected else "warn") for line in lines]
+
+
+# --- the table --------------------------------------------------------------------------------
 
 
 def _table(rows: Sequence[StatusRow], width: int) -> list[StyledLine]:
@@ -145,58 +237,6 @@ def _width(column: _Column) -> int:
     return max(len(heading), *(len(cell) for cell in cells)) + len(_GAP)
 
 
-def _snapshots(document: Mapping[str, Any], width: int) -> list[StyledLine]:
-    has = document.get("snapshots") or {}
-    if not has:
-        return []
-    if has.get("step") is None:
-        text = "none yet"
-    else:
-        text = f"step {has['step']:,}"
-        if has.get("age_s") is not None:
-            text += f", {short_time(has['age_s'])} old"
-        if has.get("every"):
-            text += f", every {has['every']:,} steps" if has["every"] > 1 else ", every step"
-    cluster = document.get("cluster") or {}
-    if (survives := cluster.get("survives")) is not None:
-        text += f"; survives any {survives} node{'' if survives == 1 else 's'} of each group"
-    why = clean(str(has.get("unprotected") or cluster.get("unprotected") or ""), 300)
-    if why:
-        text += f"; UNPROTECTED: {why}"
-    lines = _wrapped(f"snapshot   {text}", width, most=2)
-    return [StyledLine(line, "" if has.get("protected") else "warn") for line in lines]
-
-
-def incident_line(incident: Mapping[str, Any]) -> str:
-    text = clean(str(incident.get("text") or ""), _MAX_TEXT).replace("\n", " ")
-    age = short_time(incident.get("age_s") or 0.0)
-    kind = incident.get("verdict_kind") or "no verdict yet"
-    state = str(incident.get("state"))
-    when = f"{age} ago" if state == "closed" else f"{state.upper()} for {age}"
-    return f"incident {incident.get('incident')}  {when}: {kind}{_cost(incident)}: {text}"
-
-
-def _incidents(document: Mapping[str, Any], width: int) -> list[list[StyledLine]]:
-    """Returns the lines of each incident; open incidents are wrapped, closed ones cut."""
-    found = []
-    for one in document.get("incidents") or ():
-        line = incident_line(one)
-        if one.get("state") == "closed":
-            found.append([StyledLine(_cut(line, width), "dim")])
-        else:
-            found.append([StyledLine(part, "bad") for part in _wrapped(line, width, most=3)])
-    return found or [[StyledLine("no incidents", "dim")]]
-
-
-def _cost(incident: Mapping[str, Any]) -> str:
-    parts = []
-    if (recovered_s := incident.get("recovered_s")) is not None:
-        parts.append(f"training again after {short_time(recovered_s)}")
-    if (lost := incident.get("steps_lost")) is not None:
-        parts.append(f"{lost} step{'' if lost == 1 else 's'} lost")
-    return f" ({', '.join(parts)})" if parts else ""
-
-
 def _wrapped(text: str, width: int, *, most: int) -> list[str]:
     lines = textwrap.wrap(text, max(10, width), break_long_words=True) or [""]
     return (
@@ -206,3 +246,151 @@ def _wrapped(text: str, width: int, *, most: int) -> list[str]:
 
 def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: max(1, width - 3)]}..."
+
+
+# --- rows -------------------------------------------------------------------------------------
+
+
+def rows_of(view: StatusView, *, max_rows: int) -> list[StatusRow]:
+    """Returns all nodes and ranks in at most `max_rows` rows; the last row counts omitted ones."""
+    nodes = _nodes(view)
+    usual = _Usual(rank for node in nodes for rank in node.ranks)
+    each = [row for node in nodes for row in _rows(node, usual, folds=False)]
+    if len(each) <= max_rows:
+        return each
+    by_node = [_rows(node, usual, folds=True) for node in nodes]
+    if sum(len(rows) for rows in by_node) <= max_rows:
+        return [row for rows in by_node for row in rows]
+    rows = _fold_nodes(nodes, by_node, usual)
+    if len(rows) <= max_rows:
+        return rows
+    # An operator looks for odd rows, so they come first.
+    rows.sort(key=lambda row: not row.is_odd)
+    left_out = len(rows) - max_rows + 1
+    return [*rows[: max_rows - 1], StatusRow("", f"... {left_out} more rows", "", is_odd=False)]
+
+
+class _Usual:
+    """The typical state of the ranks, against which each rank is compared."""
+
+    def __init__(self, ranks: Iterable[RankStatus]) -> None:
+        found = list(ranks)
+        self.step = max((rank.step or 0 for rank in found), default=0)
+        times = [rank.step_p50_s for rank in found if rank.step_p50_s]
+        self.time_s = median(times) if times else 0.0
+        # Reports of two nodes arrive at different times.
+        self.slack = 1 + int(BEAT_S / self.time_s) if self.time_s else 1
+        slowest_s = max((rank.step_p99_s or 0.0 for rank in found), default=0.0)
+        self.seen_s = max(SEEN_S, 3 * slowest_s)
+
+    def signature(self, rank: RankStatus) -> _Signature:
+        """Returns equal values for similar ranks."""
+        step, time_s = rank.step, rank.step_p50_s or 0.0
+        behind = step is None or self.step - step > self.slack
+        is_usual = not time_s or self.time_s / ALIKE <= time_s <= self.time_s * ALIKE
+        return (
+            rank.state,
+            rank.phase,
+            rank.last_collective,
+            step if behind else "",
+            "" if is_usual else round(time_s, 3),
+            rank.rank if self.is_late(rank) else "",
+            self.is_silent(rank),
+        )
+
+    def is_late(self, rank: RankStatus) -> bool:
+        late_s = rank.lateness_s
+        return late_s is not None and late_s > LATE_SHARE * self.time_s > 0
+
+    def is_silent(self, rank: RankStatus) -> bool:
+        return rank.heartbeat_age_s is not None and rank.heartbeat_age_s > self.seen_s
+
+    def is_odd(self, rank: RankStatus) -> bool:
+        behind = rank.step is not None and self.step - rank.step > self.slack
+        is_wrong = rank.state in ("stopped", "ended")
+        return is_wrong or behind or self.is_late(rank) or self.is_silent(rank)
+
+
+def _nodes(view: StatusView) -> Sequence[NodeStatus]:
+    if view.cluster is not None and view.cluster.nodes:
+        return view.cluster.nodes
+    return [NodeStatus(node_id="", ranks=view.ranks)] if view.ranks else []
+
+
+def _rows(node: NodeStatus, usual: _Usual, *, folds: bool) -> list[StatusRow]:
+    ranks, name = node.ranks, clean(node.node_id, MAX_NAME)
+    remark = clean(node.failure_reason or node.unprotected_reason, 200)
+    if not ranks:
+        seen, is_odd = duration(node.last_heartbeat_age_s), node.role == "lost"
+        return [StatusRow(name, "", node.role, seen=seen, remark=remark, is_odd=is_odd)]
+    groups = _alike(ranks, usual) if folds else [[rank] for rank in ranks]
+    return [replace(_row(group, usual), node=name, remark=remark) for group in groups]
+
+
+def _alike(ranks: Sequence[RankStatus], usual: _Usual) -> list[list[RankStatus]]:
+    groups: dict[_Signature, list[RankStatus]] = {}
+    for rank in ranks:
+        groups.setdefault(usual.signature(rank), []).append(rank)
+    return list(groups.values())
+
+
+def _row(ranks: Sequence[RankStatus], usual: _Usual) -> StatusRow:
+    first = ranks[0]
+    times = [rank.step_p50_s for rank in ranks if rank.step_p50_s]
+    slowest = [rank.step_p99_s for rank in ranks if rank.step_p99_s]
+    lates = [rank.lateness_s for rank in ranks if rank.lateness_s is not None]
+    ages = [rank.heartbeat_age_s for rank in ranks if rank.heartbeat_age_s is not None]
+    losses = [rank.loss for rank in ranks if rank.loss is not None]
+    time = duration(median(times)) if times else ""
+    if time and slowest:
+        time += f" (p99 {duration(max(slowest))})"
+    return StatusRow(
+        node="",
+        ranks=ranges([rank.rank for rank in ranks]),
+        state=clean(first.state, MAX_NAME),
+        step=_span([rank.step for rank in ranks if rank.step is not None]),
+        time=time,
+        late=duration(max(0.0, *lates)) if lates else "",
+        call=clean(first.last_collective or "", MAX_NAME),
+        seen=duration(max(ages)) if ages else "",
+        phase=clean(first.phase, 20),
+        loss=f"{losses[0]:.4g}" if losses else "",
+        is_odd=any(usual.is_odd(rank) for rank in ranks),
+    )
+
+
+def _fold_nodes(
+    nodes: Sequence[NodeStatus], rows: Sequence[list[StatusRow]], usual: _Usual
+) -> list[StatusRow]:
+    """Folds nodes into shared rows if all their ranks are similar."""
+    groups: dict[_Signature, list[int]] = {}
+    for number, node in enumerate(nodes):
+        key = (
+            node.role, node.failure_reason, node.unprotected_reason,
+            tuple((usual.signature(rank)) for rank in node.ranks),
+        )  # fmt: skip
+        groups.setdefault(key, []).append(number)
+    found: list[StatusRow] = []
+    for members in groups.values():
+        if len(members) == 1:
+            found += rows[members[0]]
+            continue
+        ranks = [rank for number in members for rank in nodes[number].ranks]
+        first = rows[members[0]][0]
+        names = [clean(nodes[number].node_id, MAX_NAME) for number in members]
+        label = f"{names[0]} ... {names[-1]} ({len(names)})"
+        if not ranks:
+            found.append(replace(first, node=label))
+            continue
+        found += [
+            replace(_row(group, usual), node=label, remark=first.remark)
+            for group in _alike(ranks, usual)
+        ]
+    return found
+
+
+def _span(steps: Sequence[int]) -> str:
+    if not steps:
+        return ""
+    low, high = min(steps), max(steps)
+    return f"{high:,}" if low == high else f"{low:,}-{high:,}"

@@ -9,9 +9,9 @@ fits the screen.
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -19,10 +19,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ftrun.cli.screen.status_page import StyledLine, incident_line
+from ftrun.cli.screen.text import count, duration, ranges, size, with_commas
 from ftrun.ids import version
+from ftrun.wire.messages.status import NodeStatus, RankStatus, RestartStatus, StatusView
 
 NO_WIDTH = 1_000_000
 """Columns if the output is not a terminal; wider than any table."""
+HOUR_S = 3600.0
 
 _STATE_STYLE = {
     "running": "green",
@@ -96,18 +99,26 @@ def show_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     _print_table(table)
 
 
-def show_status(document: Mapping[str, Any]) -> None:
+def show_status(view: StatusView) -> None:
     console = new_console()
-    console.print(Text(_verdict(document), style=_style(document)), soft_wrap=True)
-    for warning in document.get("warnings") or ():
-        console.print(Text(f"WARNING     {warning}", style="bold yellow"), soft_wrap=True)
-    console.print(_headline(document), soft_wrap=True)
-    if nodes := (document.get("cluster") or {}).get("nodes"):
-        _print_table(_node_table(nodes))
-    if ranks := document.get("ranks"):
-        _print_table(_rank_table(ranks))
-    for line in (*_snapshot_lines(document), *_restart_lines(document), *_other_lines(document)):
-        console.print(Text(line), soft_wrap=True)
+    console.print(Text(_summary(view), style=_style(view)))
+    for warning in view.warnings:
+        console.print(Text(f"WARNING     {warning}", style="bold yellow"))
+    for line in _incident_lines(view, is_open=True):
+        console.print(Text(line, style="bold red"))
+    console.print(Text(_headline(view)))
+    if view.cluster is not None and view.cluster.nodes:
+        _print_table(_node_table(view.cluster.nodes))
+    if view.ranks:
+        _print_table(_rank_table(view.ranks))
+    below = (
+        *_snapshot_lines(view),
+        *_restart_lines(view),
+        *_incident_lines(view, is_open=False),
+        *_other_lines(view),
+    )
+    for line in below:
+        console.print(Text(line))
 
 
 def show_pairs(rows: Iterable[tuple[str, str]]) -> None:
@@ -131,26 +142,6 @@ def value_text(value: object) -> str:
     if value is None or isinstance(value, bool | int | float | list):
         return json.dumps(value)
     return str(value)
-
-
-def duration(seconds: float) -> str:
-    """Formats as `0.12 s`, `45 s`, `3 min 20 s`, `2 h 5 min`."""
-    if seconds < 10:
-        return f"{seconds:.2f} s"
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes, rest = divmod(int(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
-
-
-def size(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} TB"
 
 
 def new_console() -> Console:
@@ -188,140 +179,161 @@ def _print_table(table: Table) -> None:
     sys.stdout.write("\n".join(line.rstrip() for line in found.get().split("\n")))
 
 
-def _style(document: Mapping[str, Any]) -> str:
-    is_safe = document.get("snapshots", {}).get("protected", True)
-    style = _STATE_STYLE.get(str(document.get("state")), "")
-    return f"bold {style if is_safe else 'yellow'}".strip()
+def _style(view: StatusView) -> str:
+    is_safe = view.snapshots is None or view.snapshots.protected
+    is_warning = view.state == "running" and not is_safe
+    return f"bold {'yellow' if is_warning else _STATE_STYLE.get(view.state, '')}".strip()
 
 
-def _verdict(document: Mapping[str, Any]) -> str:
-    verdict = str(document.get("verdict", ""))
-    snapshots = document.get("snapshots") or {}
-    note = snapshots.get("note")
-    if snapshots.get("protected", True) or "UNPROTECTED" in verdict or not note:
-        return verdict
-    return f"{verdict} - UNPROTECTED: {note}"
+def _summary(view: StatusView) -> str:
+    has = view.snapshots
+    if has is None or has.protected or not has.note or "UNPROTECTED" in view.summary:
+        return view.summary
+    return f"{view.summary} - UNPROTECTED: {has.note}"
 
 
-def _headline(document: Mapping[str, Any]) -> Text:
-    parts = [f"run {document.get('run_id')}"]
-    if script := document.get("script"):
-        parts.append(str(script))
-    if (generation := document.get("generation")) is not None:
-        parts.append(f"generation {generation}")
-    if (uptime_s := document.get("uptime_s")) is not None:
-        parts.append(f"up {duration(uptime_s)}")
-    return Text("  ".join(parts))
+def _headline(view: StatusView) -> str:
+    parts = [f"run {view.run_id}"]
+    if view.script:
+        parts.append(view.script)
+    if view.generation is not None and view.generation >= 0:
+        parts.append(f"generation {view.generation}")
+    if view.uptime_s is not None:
+        parts.append(f"up {duration(view.uptime_s)}")
+    if view.lifecycle:
+        parts.append(f"lifecycle: {view.lifecycle}")
+    return "  ".join(parts)
 
 
-def _rank_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
-    head = ("rank", "pid", "state", "step", "last beat", "phase", "loss", "start")
+def _rank_table(ranks: Sequence[RankStatus]) -> Table:
+    head = ("rank", "pid", "state", "step", "last step", "phase", "loss", "start")
     table = _new_table(head, right=("rank", "pid", "step"), gap=3)
     for rank in ranks:
-        beat_s, loss = rank.get("beat_age_s"), rank.get("loss")
+        age_s = rank.heartbeat_age_s
         cells = (
-            rank.get("rank"),
-            rank.get("pid"),
-            rank.get("state"),
-            rank.get("step"),
-            None if beat_s is None else f"{duration(beat_s)} ago",
-            rank.get("phase"),
-            None if loss is None else f"{loss:.4f}",
-            rank.get("start"),
+            str(rank.rank),
+            str(rank.pid),
+            rank.state,
+            "" if rank.step is None else f"{rank.step:,}",
+            "" if age_s is None else f"{duration(age_s)} ago",
+            rank.phase,
+            "" if rank.loss is None else f"{rank.loss:.4g}",
+            rank.start or "",
         )
-        table.add_row(*(Text("-" if cell is None else str(cell)) for cell in cells))
+        table.add_row(*(Text(cell or "-") for cell in cells))
     return table
 
 
-def _node_table(nodes: Sequence[Mapping[str, Any]]) -> Table:
-    head = ("node", "host", "place", "state", "ranks", "step", "last heard", "remark")
+def _node_table(nodes: Sequence[NodeStatus]) -> Table:
+    head = ("node", "host", "role", "state", "ranks", "step", "last heartbeat", "remark")
     table = _new_table(head, right=("step",), gap=3)
     for node in nodes:
-        ranks = [str(rank.get("rank")) for rank in node.get("ranks") or ()]
+        check = "" if node.preflight in ("", "fit") else f"check: {node.preflight}"
         cells = (
-            node.get("node"),
-            node.get("host"),
-            node.get("place"),
-            node.get("state"),
-            ", ".join(ranks) or None,
-            node.get("step") if ranks else None,
-            f"{duration(float(node.get('heard_s_ago') or 0.0))} ago",
-            node.get("why") or node.get("unprotected") or _check_remark(node),
+            node.node_id,
+            node.host,
+            node.role,
+            node.state,
+            ranges([rank.rank for rank in node.ranks]),
+            f"{node.step:,}" if node.ranks and node.step is not None else "",
+            f"{duration(node.last_heartbeat_age_s)} ago",
         )
-        table.add_row(*(Text("-" if cell is None else str(cell)) for cell in cells))
+        remark = node.failure_reason or node.unprotected_reason or check
+        table.add_row(*(Text(cell or "-") for cell in cells), Text(remark))
     return table
 
 
-def _check_remark(node: Mapping[str, Any]) -> str:
-    check = node.get("check") or "fit"
-    return "" if check == "fit" else f"check: {check}"
-
-
-def _snapshot_lines(document: Mapping[str, Any]) -> list[str]:
-    found = document.get("snapshots")
-    if not found:
+def _snapshot_lines(view: StatusView) -> list[str]:
+    has = view.snapshots
+    if has is None:
         return []
-    if found.get("step") is None:
-        newest = f"none yet ({found.get('note')})" if found.get("note") else "none yet"
+    if has.step is None:
+        newest = f"none yet ({has.note})" if has.note else "none yet"
     else:
-        newest = str(version(found.get("generation") or 0, found["step"]))
-        if found.get("age_s") is not None:
-            newest += f", {duration(found['age_s'])} old"
-    per_rank = found.get("bytes_per_rank")
-    each = f"{size(per_rank)} per rank, " if per_rank else ""
-    memory = f"{size(found.get('memory_bytes') or 0)} of memory in all"
-    if for_others := found.get("for_others_bytes"):
-        memory += f", {size(for_others)} of it for other nodes"
-    lines = [f"snapshots   newest {newest}; {each}{memory}"]
-    if "taken" in found:
-        every = found.get("every")
+        newest = with_commas(f"newest {version(has.generation or 0, has.step)}")
+        if has.age_s is not None:
+            newest += f", {duration(has.age_s)} old"
+    each = f"{size(has.bytes_per_rank)} per rank, " if has.bytes_per_rank else ""
+    memory = f"{size(has.memory_bytes)} of memory in all"
+    if has.redundancy_bytes:
+        memory += f", {size(has.redundancy_bytes)} of it for other nodes"
+    lines = [f"snapshots   {newest}; {each}{memory}"]
+    if view.uptime_s is not None:  # no agent answered otherwise, and only the agent counts
+        counts = f"{has.taken:,} taken, {has.skipped:,} skipped, {has.discarded:,} discarded"
+        every = "every step" if has.every == 1 else f"every {count(has.every, 'step')}"
         lines.append(
-            f"            taken {found['taken']}, skipped {found.get('skipped', 0)}, discarded "
-            f"{found.get('discarded', 0)}; training was blocked for "
-            f"{duration(found.get('blocked_s') or 0.0)} in all"
-            + (f"; every {'step' if every == 1 else f'{every} steps'}" if every else "")
+            f"            {counts}; training was blocked for {duration(has.blocked_s)} in all"
+            + (f"; {every}" if has.every else "")
         )
     return lines
 
 
-def _restart_lines(document: Mapping[str, Any]) -> list[str]:
-    if "restarts" not in document:
+def _restart_lines(view: StatusView) -> list[str]:
+    """Returns the number of restarts, and those that belong to no incident that is shown."""
+    if view.restart_budget is None and not view.restarts:
         return []
-    budget = document.get("restart_budget") or {}
-    allowed = (
-        f"; {budget.get('used')} of {budget.get('limit')} used within "
-        f"{duration(budget.get('window_s') or 0.0)}"
-        if budget
-        else ""
-    )
-    lines = [f"restarts    {len(document['restarts'])}{allowed}"]
-    for restart in document["restarts"]:
-        phases = restart.get("phases_s") or {}
-        known = {name: took for name, took in phases.items() if took is not None}
-        steps = ", ".join(f"{name} {took:.3f}" for name, took in known.items())
-        restored, took_s = restart.get("restored"), restart.get("downtime_s")
-        lines.append(
-            f"  generation {restart.get('generation')}, "
-            f"{duration(restart.get('at_s_ago') or 0.0)} ago: {restart.get('cause')}; "
-            + (f"restored {restored}" if restored else "began from the script's beginning")
-            + (f"; this node in s: {steps}" if steps else "")
-            + (f"; trained again after {duration(took_s)}" if took_s is not None else "")
-        )
-        if repeated := restart.get("repeated"):
-            lines.append(f"    {repeated.get('text')}")
+    shown = {number for one in view.incidents for number in one.generations}
+    lines = [f"restarts    {len(view.restarts)}{_budget(view)}"]
+    for restart in view.restarts:
+        if restart.generation not in shown:
+            cause = f"{duration(restart.age_s)} ago: {restart.cause}; "
+            lines += _restart(restart, f"  {cause}")
     return lines
 
 
-def _other_lines(document: Mapping[str, Any]) -> list[str]:
-    lines = [incident_line(one) for one in document.get("incidents") or ()]
-    if checkpoint := document.get("checkpoint"):
-        step, age_s = checkpoint.get("step"), checkpoint.get("age_s")
-        what = "none yet" if step is None else f"step {step}"
-        age = "" if age_s is None else f", {duration(age_s)} old"
-        lines.append(f"checkpoint  {what}{age}; {checkpoint.get('directory')}")
-        if why := checkpoint.get("not_written"):
-            lines.append(f"            the one after it was NOT WRITTEN: {why}")
-    if processes := document.get("processes"):
-        known = (f"{name} {pid}" for name, pid in processes.items() if pid)
-        lines.append(f"processes   {', '.join(known)}")
+def _budget(view: StatusView) -> str:
+    budget = view.restart_budget
+    if budget is None:
+        return ""
+    if budget.window_s is None:
+        return f" (limit {budget.limit})"
+    window = "hour" if budget.window_s == HOUR_S else duration(budget.window_s)
+    if budget.used == len(view.restarts):
+        return f" (limit {budget.limit} per {window})"
+    return f", {budget.used} of them in the last {window} (limit {budget.limit})"
+
+
+def _restart(restart: RestartStatus, before: str) -> list[str]:
+    restored = (
+        f"from {with_commas(restart.restored)}"
+        if restart.restored
+        else "from the beginning of the script"
+    )
+    phases = ", ".join(
+        f"{name} {duration(took_s)}" for name, took_s in (restart.phases_s or {}).items()
+    )
+    took_s = restart.downtime_s
+    lines = [
+        f"{before}generation {restart.generation} started {restored}"
+        + (f"; on this node: {phases}" if phases else "")
+        + (f"; training again after {duration(took_s)}" if took_s is not None else "")
+    ]
+    if restart.repeated is not None:
+        lines.append(f"    {restart.repeated.text}")
+    return lines
+
+
+def _incident_lines(view: StatusView, *, is_open: bool) -> list[str]:
+    """Returns incidents, each with the restarts that it caused."""
+    lines = []
+    for incident in view.incidents:
+        if incident.is_open is is_open:
+            lines.append(with_commas(incident_line(incident)))
+            for restart in view.restarts:
+                if restart.generation in incident.generations:
+                    lines += _restart(restart, "  ")
+    return lines
+
+
+def _other_lines(view: StatusView) -> list[str]:
+    lines = []
+    if (written := view.checkpoint) is not None:
+        what = "none yet" if written.step is None else f"step {written.step:,}"
+        age = "" if written.age_s is None else f", {duration(written.age_s)} old"
+        lines.append(f"checkpoint  {what}{age}; {written.directory}")
+        if written.last_error:
+            lines.append(f"            the next one was NOT WRITTEN: {written.last_error}")
+    if (processes := view.processes) is not None:
+        pids = (("agent", processes.agent), ("zygote", processes.zygote), ("smp", processes.smp))
+        lines.append(f"processes   {', '.join(f'{name} {pid}' for name, pid in pids if pid)}")
     return lines

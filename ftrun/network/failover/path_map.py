@@ -7,9 +7,6 @@ Rule 2: if an interface answers no probe any more, all earlier measurements of i
 """
 
 from collections.abc import Sequence
-from typing import Any
-
-import msgspec
 
 from ftrun.errors import UsageError
 from ftrun.network.detect.findings import NetworkFindingKind, NetworkFindings
@@ -26,6 +23,7 @@ from ftrun.network.plan.planner import PlanningInputs, survey_of
 from ftrun.recovery.commands import JournalEntry
 from ftrun.recovery.settings import NetworkSettings
 from ftrun.wire.cluster.generation import NetworkPlan, NodeCard, PathMeasurement, Rail
+from ftrun.wire.messages.status import NetworkFindingText, NetworkStatus
 
 MOST_TOLD = 1000
 """Paths in the status document: the worst ones."""
@@ -179,17 +177,17 @@ class PathMap:
             )
         return leaves_from_labels({one: self.cards[one].domain for one in ids})
 
-    def status(self, *, now_s: float) -> dict[str, Any]:
-        """As plain values. Docs: operations.md."""
-        return {
-            "probed_s": round(self._probed_s, 3),
-            "at_s_ago": round(now_s - self._at_s, 1) if self._at_s else None,
-            "coverage": round(self.coverage, 4),
-            "rails": msgspec.to_builtins(self.rails),
-            "roads": msgspec.to_builtins(worst(MOST_TOLD, self._found.values())),
-            "num_roads": len(self._found),
-            "findings": [
-                {"kind": one.kind.value, "culprit": one.culprit, "sentence": one.sentence}
+    def status(self, *, now_s: float) -> NetworkStatus:
+        """What the survey found, without the plan; a copy that other threads may read."""
+        return NetworkStatus(
+            probed_s=round(self._probed_s, 3),
+            age_s=round(now_s - self._at_s, 1) if self._at_s else None,
+            coverage=round(self.coverage, 4),
+            rails={node_id: tuple(rails) for node_id, rails in self.rails.items()},
+            paths=tuple(worst(MOST_TOLD, self._found.values())),
+            num_paths=len(self._found),
+            findings=tuple(
+                NetworkFindingText(one.kind.value, one.culprit, one.sentence)
                 for one in self.findings.found
-            ],
-        }
+            ),
+        )

@@ -46,6 +46,7 @@ from ftrun.recovery.settings import NetworkSettings
 from ftrun.recovery.suspicions import SlowSuspicions
 from ftrun.wire.cluster.generation import GenerationPlan, Identity, NetworkPlan, NodeCard
 from ftrun.wire.cluster.messages import ProbeLinkResult, ProbePathResult, RailSilent, RoadWord
+from ftrun.wire.messages.status import NetworkStatus, plan_status
 
 LIMIT_S = 3.0
 """Time limit of the survey before the first generation."""
@@ -425,16 +426,16 @@ class PathMonitor:
         }
 
     @_guarded(_nothing)
-    def status(self, plan: GenerationPlan | None, *, now_s: float) -> dict[str, Any] | None:
-        """As plain values; None if nothing is probed. Docs: operations.md."""
+    def status(self, plan: GenerationPlan | None, *, now_s: float) -> NetworkStatus | None:
+        """The network part of the status; None if nothing is probed."""
         if self._settings.plan == "off" or len(self._map.rails) < 2:
             return None
-        return {
-            "mode": self._settings.plan,
-            **self._map.status(now_s=now_s),
-            "plan": msgspec.to_builtins(self.plan),
-            "in_effect": plan is not None and plan.roads is not None,
-        }
+        return msgspec.structs.replace(
+            self._map.status(now_s=now_s),
+            mode=self._settings.plan,
+            plan=plan_status(self.plan) if self.plan is not None else None,
+            is_applied=plan is not None and plan.roads is not None,
+        )
 
 
 def _note_of(plan: NetworkPlan, *, is_on: bool) -> JournalEntry:

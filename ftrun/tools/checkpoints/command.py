@@ -13,6 +13,7 @@ import msgspec
 from ftrun import clock
 from ftrun.cli.launch.shelf_process import ask
 from ftrun.cli.screen import terminal as render
+from ftrun.cli.screen.text import duration, size
 from ftrun.errors import ExitCode, UsageError
 from ftrun.wire.messages.checkpoint import CatalogReport, CheckpointInfo
 
@@ -39,13 +40,13 @@ def verify(directory: str, names: Sequence[str], *, as_json: bool) -> int:
     if as_json:
         return _as_json(found)
     for one in found.checkpoints:
-        told = "; ".join(one.problems) or f"whole, {render.size(one.num_bytes)}"
+        told = "; ".join(one.problems) or f"whole, {size(one.num_bytes)}"
         render.write_plain(f"{'DAMAGED' if one.problems else 'ok     '}  {one.name}: {told}")
     if not found.checkpoints:
         render.write_plain(f"there are no checkpoints in {found.directory}")
     rate = found.checked_bytes / max(found.seconds, 1e-9)
-    read = f"{render.size(found.checked_bytes)} read in {render.duration(found.seconds)}"
-    render.write_plain(f"{read}, {render.size(rate)}/s")
+    read = f"{size(found.checked_bytes)} read in {duration(found.seconds)}"
+    render.write_plain(f"{read}, {size(rate)}/s")
     return _code(found)
 
 
@@ -98,9 +99,16 @@ def _row(one: CheckpointInfo) -> tuple[str, ...]:
     if not one.world_size:
         return (one.name, "-", "-", "-", "-", "-", "; ".join(one.problems))
     state = "; ".join(one.problems) or ("latest" if one.is_latest else "whole")
-    age = f"{render.duration(max(0.0, clock.wall_s() - one.written_s))} ago"
-    size = render.size(one.num_bytes)
-    return (one.name, f"{one.step:,}", str(one.world_size), size, age, one.run_id, state)
+    age = f"{duration(max(0.0, clock.wall_s() - one.written_s))} ago"
+    return (
+        one.name,
+        f"{one.step:,}",
+        str(one.world_size),
+        size(one.num_bytes),
+        age,
+        one.run_id,
+        state,
+    )
 
 
 def _as_json(found: CatalogReport) -> int:

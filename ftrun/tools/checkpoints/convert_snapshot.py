@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ftrun.cli.screen import terminal as render
+from ftrun.cli.screen.text import duration, size
 from ftrun.errors import FtrunError
 from ftrun.wire.messages.checkpoint import ConvertReport
 
@@ -44,15 +45,14 @@ def convert(words: Sequence[str], *, as_json: bool) -> int:
 
 
 def _show(found: ConvertReport) -> None:
-    size = render.size(found.num_bytes)
     if found.is_linked:
         told = f"{found.source} has this layout already ({found.mesh_after}): its files are linked"
     else:
-        rate = render.size(found.num_bytes / max(found.seconds, 1e-9))
+        rate = size(found.num_bytes / max(found.seconds, 1e-9))
         told = (
             f"{found.source}: {found.num_tensors} tensors of step {found.step:,}, "
-            f"{found.mesh_before} -> {found.mesh_after}, {size} in "
-            f"{render.duration(found.seconds)}, {rate}/s"
+            f"{found.mesh_before} -> {found.mesh_after}, {size(found.num_bytes)} in "
+            f"{duration(found.seconds)}, {rate}/s"
         )
     render.write_plain(told)
     render.write_plain(f"{found.path}: a checkpoint of {found.world_size} ranks")

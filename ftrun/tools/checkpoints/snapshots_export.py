@@ -18,6 +18,7 @@ import msgspec
 
 from ftrun.cli.launch.shelf_process import ask
 from ftrun.cli.screen import terminal as render
+from ftrun.cli.screen.text import duration, size
 from ftrun.errors import FtrunError, UsageError
 from ftrun.wire.messages.checkpoint import DTYPE_WORDS, FORMATS, ExportJob, ExportReport
 
@@ -98,8 +99,8 @@ def _show(facts: ExportReport) -> None:
     files = "1 file" if len(facts.files) == 1 else f"{len(facts.files)} files"
     render.write_plain(
         f"{facts.out}: step {facts.step:,} as {facts.format}, {facts.num_tensors:,} tensors, "
-        f"{render.size(facts.num_bytes)} in {files}, {render.duration(facts.seconds)}, "
-        f"{render.size(rate)}/s"
+        f"{size(facts.num_bytes)} in {files}, {duration(facts.seconds)}, "
+        f"{size(rate)}/s"
     )
     for text in facts.left_out:
         render.write_plain(f"left out  {text}")

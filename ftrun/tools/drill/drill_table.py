@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ftrun.cli.screen.text import count
+from ftrun.cli.screen.text import count, duration
 from ftrun.tools.drill.judge import FaultResult
 
 HEAD = ("fault", "on", "nodes", "detected", "culprit", "action", "steps lost", "equal", "passed")
@@ -111,9 +111,7 @@ def yes_or_no(value: bool | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.2f} s" if value < 9.95 else f"{value:.1f} s"
+    return "-" if value is None else duration(value)
 
 
 def detected(it: "FaultResult | FaultSummary") -> str:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ftrun.cli.screen.report_clean import clean
+from ftrun.cli.screen.text import clean
 from ftrun.tools.drill.expected import ExpectedOutcome
 from ftrun.tools.drill.plan import FaultTrial
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ftrun import clock
-from ftrun.cli.screen.report_clean import clean
+from ftrun.cli.screen.text import clean
 from ftrun.errors import FtrunError, InternalError
 from ftrun.tools.drill.drill_outcome import Outcome, outcome_of
 from ftrun.tools.drill.environments import JobHost, end

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftrun.cli.runs import RunLiveness, choose, look_at
-from ftrun.cli.screen.report_clean import clean, numbers
-from ftrun.cli.screen.text import ranges
+from ftrun.cli.screen.text import clean, numbers, ranges
 from ftrun.errors import ExitCode, FtrunError, UsageError
 from ftrun.tools.logs.files import LogFile, log_files, parse_ranks, started
 from ftrun.tools.logs.follow import LogFilter, follow, is_run_alive, read_lines, say, say_generation

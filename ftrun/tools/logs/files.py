@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftrun.cli.screen.report_clean import numbers
+from ftrun.cli.screen.text import numbers
 from ftrun.errors import UsageError
 from ftrun.tools.report.journal import JournalLine
 

@@ -1,10 +1,10 @@
-"""What the roads of a survey say together: of each rail, each node, and which are bad.
+"""Aggregates the paths of a survey: for each rail, each node, and all bad paths.
 
 Runs in:  cli. Pure.
-Takes in: the part `network` of a status document.
-Gives:    values for tables and pictures; no words.
+Takes in: the network status.
+Gives:    values for tables and pictures; no text.
 
-What is bad, and whose fault it is, is `ftrun.network.detect.findings`' to say: here it is counted.
+`ftrun.network.detect.findings` decides which places are at fault. This module counts them.
 """
 
 import ipaddress
@@ -17,12 +17,23 @@ from ftrun.cli.screen.text import by_number
 from ftrun.network.detect.findings import NetworkFinding, NetworkFindingKind, NetworkFindings, judge
 from ftrun.network.detect.localization import SLOW, is_inside, is_slow
 from ftrun.network.detect.probe_schedule import NetworkPath
-from ftrun.tools.network_view.network_part import NetworkStatus
 from ftrun.wire.cluster.generation import PathMeasurement, Rail
+from ftrun.wire.messages.status import NetworkStatus
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkReport:
+    """The network status of a run, and its source."""
+
+    run_id: str
+    part: NetworkStatus
+    is_live: bool
+    source: str
+    """The run or the file, for messages."""
 
 
 class PathState(IntEnum):
-    """Of a road, or of a node's rail in one direction; the larger, the worse."""
+    """State of a path, or of a node's rail in one direction; a larger value is worse."""
 
     UNKNOWN = 0
     GOOD = 1
@@ -32,31 +43,32 @@ class PathState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RailSummary:
-    """One rail of the run. A figure that is 0 is not known."""
+    """One rail of the run. A value of 0 is not known."""
 
     name: str
     nodes: int
     network: str
-    """Such as 10.0.0.0/24; empty where nodes lie in several, or none is known."""
+    """Such as 10.0.0.0/24; empty if the nodes are in several networks, or none is known."""
     speeds_mbit: tuple[int, ...]
     duplexes: tuple[str, ...]
-    roads: int
+    paths: int
     dead: int
     slow: int
     usual_per_s: float
-    """Median inside of leaves; of all roads where no leaf is known."""
+    """Median of the paths within leaf switches; of all paths if no leaf switch is known."""
     between_per_s: float
-    """Median between leaves."""
+    """Median of the paths between leaf switches."""
     slowest_per_s: float
     median_rtt_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRailSummary:
-    """What a node does over one rail.
+    """One rail of one node.
 
-    Rates are medians over its roads inside of its leaf, where it has some: what leaves share is
-    not its own. Nor is what the other end does wrong. 0: not known.
+    Rates are medians over its paths within its leaf switch, if it has any, because the links
+    between leaf switches are shared. Paths to a node with its own fault are excluded. A value of 0
+    is not known.
     """
 
     node: str
@@ -74,64 +86,64 @@ class NodeRailSummary:
 
     @property
     def lower_per_s(self) -> float:
-        """Of what it sends and receives; 0: not known."""
+        """The lower rate of both directions; 0: not known."""
         return min((one for one in (self.sends_per_s, self.receives_per_s) if one > 0), default=0.0)
 
 
 @dataclass(slots=True)
 class NetworkFacts:
-    """All that is shown."""
+    """All values that text, page and picture show."""
 
     nodes: list[str]
-    """In the order that was chosen, then by name."""
+    """In the order of the plan, then by name."""
     rails: list[str]
-    """Those of training, best first, then the others."""
+    """Rails of training, best first, then the others."""
     leaves: Mapping[str, list[str]]
-    """Nodes of each leaf switch, as the ring passes them; empty where none is known."""
+    """Nodes of each leaf switch in ring order; empty if none is known."""
     leaf_of: Mapping[str, str]
-    by_road: Mapping[NetworkPath, PathMeasurement]
+    by_path: Mapping[NetworkPath, PathMeasurement]
     judged: NetworkFindings
     dropped: Mapping[str, str]
     """Rails that training does not use, with the reason."""
     num_ordered: int
-    """So many of the nodes, from the first, have a place in the chosen order."""
+    """Number of the first nodes that have a position in the order of the plan."""
     rail_facts: list[RailSummary] = field(default_factory=list)
     node_rails: Mapping[tuple[str, str], NodeRailSummary] = field(default_factory=dict)
 
     @property
     def ring(self) -> list[str]:
-        """The nodes of the chosen order; all of them where there is none."""
+        """The nodes in the order of the plan; all nodes if there is no order."""
         return self.nodes[: self.num_ordered or None]
 
-    def state_of(self, road: NetworkPath) -> PathState:
-        if road in self.judged.dead:
+    def state_of(self, path: NetworkPath) -> PathState:
+        if path in self.judged.dead:
             return PathState.DEAD
-        pace = self.judged.paces.get(road)
+        pace = self.judged.paces.get(path)
         if pace is None:
             return PathState.UNKNOWN
-        is_bad = road in self.judged.late or is_slow(road, pace, self.leaf_of)
+        is_bad = path in self.judged.late or is_slow(path, pace, self.leaf_of)
         return PathState.SLOW if is_bad else PathState.GOOD
 
-    def usual_of(self, road: NetworkPath) -> float:
-        """What roads alike do, in bytes per second; 0: not known."""
-        is_near = is_inside(road, self.leaf_of)
-        return (self.judged.usual if is_near else self.judged.usual_between).get(road.rail, 0.0)
+    def usual_of(self, path: NetworkPath) -> float:
+        """Usual rate of similar paths, in bytes per second; 0: not known."""
+        is_near = is_inside(path, self.leaf_of)
+        return (self.judged.usual if is_near else self.judged.usual_between).get(path.rail, 0.0)
 
     def count(self, state: PathState) -> int:
-        return sum(self.state_of(road) is state for road in self.by_road)
+        return sum(self.state_of(path) is state for path in self.by_path)
 
     def single(self) -> list[NetworkPath]:
-        """Bad roads that no node's rail, and no whole rail, is the reason of; dead ones first."""
+        """Bad paths that no bad node rail and no bad rail explains; dead paths first."""
         found = (
             NetworkPath(*one.nodes, one.rail) for one in self.judged.found if len(one.nodes) == 2
         )
-        return sorted(found, key=lambda road: (-self.state_of(road), road))
+        return sorted(found, key=lambda path: (-self.state_of(path), path))
 
 
 def network_facts(part: NetworkStatus) -> NetworkFacts:
-    """All that follows from one part."""
-    leaf_of = part.chosen.leaves
-    judged = judge(part.rails, part.roads, leaf_of)
+    """Derives all values from the network status."""
+    leaf_of = part.chosen.leaf_switches
+    judged = judge(part.rails, part.paths, leaf_of)
     nodes = _nodes(part)
     leaves: dict[str, list[str]] = {}
     for node in _from_a_border(nodes, len(part.chosen.order), leaf_of) if leaf_of else ():
@@ -141,31 +153,31 @@ def network_facts(part: NetworkStatus) -> NetworkFacts:
         rails=_rails(part, judged),
         leaves=leaves,
         leaf_of=leaf_of,
-        by_road={NetworkPath.of(one): one for one in part.roads},
+        by_path={NetworkPath.of(one): one for one in part.paths},
         judged=judged,
         dropped=part.chosen.dropped,
         num_ordered=len(part.chosen.order),
     )
     by_rail: dict[str, list[PathMeasurement]] = {rail: [] for rail in facts.rails}
-    for road in part.roads:
-        by_rail[road.rail].append(road)
+    for path in part.paths:
+        by_rail[path.rail].append(path)
     facts.rail_facts = [_rail(name, facts, by_rail[name]) for name in facts.rails]
     facts.node_rails = _node_rails(facts, by_rail)
     return facts
 
 
 def between_leaves(facts: NetworkFacts) -> dict[str, float]:
-    """Of each leaf, the median of its nodes' roads to other leaves and back, the lower one.
+    """Median rate of the paths from and to each leaf switch; the lower one of both directions.
 
-    Over the rails of training, in bytes per second; dead roads count as 0.
+    Over the rails of training, in bytes per second; dead paths count as 0.
     """
     sent: dict[str, list[float]] = {}
     received: dict[str, list[float]] = {}
-    for road, found in facts.by_road.items():
-        if road.rail in facts.dropped or is_inside(road, facts.leaf_of):
+    for path, found in facts.by_path.items():
+        if path.rail in facts.dropped or is_inside(path, facts.leaf_of):
             continue
-        sent.setdefault(facts.leaf_of.get(road.source, ""), []).append(found.bytes_per_s)
-        received.setdefault(facts.leaf_of.get(road.destination, ""), []).append(found.bytes_per_s)
+        sent.setdefault(facts.leaf_of.get(path.source, ""), []).append(found.bytes_per_s)
+        received.setdefault(facts.leaf_of.get(path.destination, ""), []).append(found.bytes_per_s)
     return {
         leaf: min(median(sent[leaf]), median(received[leaf]))
         for leaf in facts.leaves
@@ -174,13 +186,13 @@ def between_leaves(facts: NetworkFacts) -> dict[str, float]:
 
 
 def _nodes(part: NetworkStatus) -> list[str]:
-    ends = {end for road in part.roads for end in (road.source, road.destination)}
+    ends = {end for path in part.paths for end in (path.source, path.destination)}
     known = ends | set(part.rails) | set(part.chosen.order)
     return [*part.chosen.order, *sorted(known - set(part.chosen.order), key=by_number)]
 
 
 def _from_a_border(nodes: Sequence[str], ordered: int, leaf_of: Mapping[str, str]) -> list[str]:
-    """The ring begun where it enters the leaf of the first node; then those without a place."""
+    """The ring, rotated to the border of the first node's leaf; then nodes without a position."""
     ring = list(nodes[:ordered])
     back = 0
     while back < len(ring) and leaf_of.get(ring[-1 - back], "") == leaf_of.get(ring[0], ""):
@@ -190,23 +202,23 @@ def _from_a_border(nodes: Sequence[str], ordered: int, leaf_of: Mapping[str, str
 
 
 def _rails(part: NetworkStatus, judged: NetworkFindings) -> list[str]:
-    seen = sorted({road.rail for road in part.roads}, key=by_number)
+    seen = sorted({path.rail for path in part.paths}, key=by_number)
     return list(dict.fromkeys([*part.chosen.rails, *part.chosen.dropped, *judged.rails, *seen]))
 
 
-def _rail(name: str, facts: NetworkFacts, roads: Sequence[PathMeasurement]) -> RailSummary:
+def _rail(name: str, facts: NetworkFacts, paths: Sequence[PathMeasurement]) -> RailSummary:
     cards = list(facts.judged.rails.get(name, {}).values())
-    rates = [road.bytes_per_s for road in roads if road.bytes_per_s > 0]
-    trips = [road.rtt_s for road in roads if road.rtt_s > 0]
+    rates = [path.bytes_per_s for path in paths if path.bytes_per_s > 0]
+    trips = [path.rtt_s for path in paths if path.rtt_s > 0]
     networks = {_network(card) for card in cards}
-    states = [facts.state_of(NetworkPath.of(road)) for road in roads]
+    states = [facts.state_of(NetworkPath.of(path)) for path in paths]
     return RailSummary(
         name=name,
         nodes=len(cards),
         network=networks.pop() if len(networks) == 1 else "",
         speeds_mbit=tuple(sorted({card.speed_mbit for card in cards if card.speed_mbit})),
         duplexes=tuple(sorted({card.duplex for card in cards if card.duplex})),
-        roads=len(roads),
+        paths=len(paths),
         dead=states.count(PathState.DEAD),
         slow=states.count(PathState.SLOW),
         usual_per_s=facts.judged.usual.get(name, 0.0),
@@ -229,17 +241,17 @@ def _node_rails(
 ) -> dict[tuple[str, str], NodeRailSummary]:
     found: dict[tuple[str, str], NodeRailSummary] = {}
     blamed = _blamed(facts.judged)
-    for rail, roads in by_rail.items():
+    for rail, paths in by_rail.items():
         sent: dict[str, list[PathMeasurement]] = {}
         received: dict[str, list[PathMeasurement]] = {}
-        for road in roads:
-            sent.setdefault(road.source, []).append(road)
-            received.setdefault(road.destination, []).append(road)
+        for path in paths:
+            sent.setdefault(path.source, []).append(path)
+            received.setdefault(path.destination, []).append(path)
         whole = blamed.get(("", rail, ""), PathState.GOOD)
         for node in sorted(set(sent) | set(received), key=by_number):
             out, back = sent.get(node, []), received.get(node, [])
-            states = [facts.state_of(NetworkPath.of(road)) for road in (*out, *back)]
-            # What the other end of a road does wrong is not this node's.
+            states = [facts.state_of(NetworkPath.of(path)) for path in (*out, *back)]
+            # A fault of the other end is not a fault of this node.
             own_out = [one for one in out if (one.destination, rail, "in") not in blamed]
             own_back = [one for one in back if (one.source, rail, "out") not in blamed]
             found[node, rail] = NodeRailSummary(
@@ -256,7 +268,7 @@ def _node_rails(
 
 
 def _blamed(judged: NetworkFindings) -> dict[tuple[str, str, str], PathState]:
-    """By node, rail and `out` or `in`: what is dead or slow; a whole rail has no node, no way."""
+    """Dead and slow places by node, rail and `out` or `in`; a whole rail has no node."""
     found: dict[tuple[str, str, str], PathState] = {}
     for one in judged.found:
         state = _state_told(one)
@@ -276,9 +288,9 @@ def _state_told(one: NetworkFinding) -> PathState:
     return PathState.SLOW if is_bad else PathState.GOOD
 
 
-def _median_rate(roads: Iterable[PathMeasurement], leaf_of: Mapping[str, str]) -> float:
-    """Inside of the leaf, where that is known."""
-    known = [road for road in roads if road.bytes_per_s > 0]
-    inside = [road.bytes_per_s for road in known if is_inside(NetworkPath.of(road), leaf_of)]
-    rates = inside or [road.bytes_per_s for road in known]
+def _median_rate(paths: Iterable[PathMeasurement], leaf_of: Mapping[str, str]) -> float:
+    """Median of the paths within the leaf switch if there are any, else of all paths."""
+    known = [path for path in paths if path.bytes_per_s > 0]
+    inside = [path.bytes_per_s for path in known if is_inside(NetworkPath.of(path), leaf_of)]
+    rates = inside or [path.bytes_per_s for path in known]
     return median(rates) if rates else 0.0

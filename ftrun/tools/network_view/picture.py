@@ -1,28 +1,26 @@
-"""The picture of a network: leaf switches, nodes in ring order, rails, and what is bad of them.
+"""The picture of a network: leaf switches, nodes in ring order, rails, and their bad parts.
 
-Runs in: cli. Pure. For many nodes it is `network_many_picture`.
+Runs in: cli. Pure. Up to `FEW_DRAWN` nodes each have a box; more nodes are squares in leaf boxes.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from markupsafe import Markup
 
+from ftrun.cli.screen.text import count
 from ftrun.network.detect.localization import SLOW
 from ftrun.tools.network_view import text as words
 from ftrun.tools.network_view.facts import NetworkFacts, PathState, between_leaves
-from ftrun.tools.network_view.network_legend import (
-    about,
-    draw_legend,
-    legend_height,
-    rail_entries,
-    rail_style,
-)
-from ftrun.tools.network_view.network_many_picture import many_picture
-from ftrun.tools.report.render.svg import Drawing, fit
+from ftrun.tools.report.render.svg import Drawing, fit, width_of
+
+Entry = tuple[str, str, str]
+"""`line` or `box`, its style, and its text."""
 
 FEW_DRAWN = 12
-"""Up to so many nodes each has a box with its rates."""
+"""Up to this number of nodes, each node has a box with its rates."""
 MOST_RAILS = 6
 _MOST_SINGLE = 6
 _WIDTH, _LEFT, _RIGHT = 980.0, 92.0, 968.0
@@ -33,16 +31,16 @@ _MOST_SLOT = 132.0
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where everything is, in pixels."""
+    """Positions in pixels."""
 
     rails: Sequence[str]
     slot: float
     middle: dict[str, float]
-    """Of each node."""
+    """Middle of each node box."""
     boxes: list[tuple[str, float, float]]
-    """Leaf, left and right end."""
+    """Leaf switch, left and right end."""
     top: float
-    """Of the leaf boxes."""
+    """Top of the leaf boxes."""
 
     def bar_y(self, number: int) -> float:
         return self.top + 32 + _BAR_STEP * number
@@ -61,7 +59,7 @@ class _Places:
 
 
 def picture(facts: NetworkFacts, style_sheet: str = "") -> Markup:
-    """For any number of nodes.
+    """Draws any number of nodes.
 
     Args:
         facts: of one survey.
@@ -85,9 +83,9 @@ def picture(facts: NetworkFacts, style_sheet: str = "") -> Markup:
     for node in facts.nodes:
         _node(drawing, facts, places, node)
     _ring(drawing, facts, places)
-    for number, road in enumerate(single):
-        _single(drawing, places, (road.source, road.destination))
-        told = f"{words.road_name(road)} over {road.rail}: {words.wrong(road, facts)}"
+    for number, path in enumerate(single):
+        _single(drawing, places, (path.source, path.destination))
+        told = f"{words.path_name(path)} over {path.rail}: {words.wrong(path, facts)}"
         y = words_top + _LINE * (number + 1)
         drawing.text(_LEFT, y, fit(told, _RIGHT - _LEFT, 13), "mark-label")
     draw_legend(drawing, entries, _WIDTH, legend_top)
@@ -179,7 +177,7 @@ def _cross(drawing: Drawing, x: float, y: float) -> None:
 
 
 def _ring(drawing: Drawing, facts: NetworkFacts, places: _Places) -> None:
-    """From each node to the next one in the order, and from the last to the first."""
+    """Draws an arc from each node to the next one, and from the last to the first."""
     ring = facts.ring
     if len(ring) < 2:
         return
@@ -205,3 +203,198 @@ def _arc(
         f"{b - shift:.1f} {y + depth:.1f} {b - shift:.1f} {y:.1f}",
         style,
     )
+
+
+# --- many nodes -------------------------------------------------------------------------------
+
+_BOX_GAP = 10.0
+_HEAD = 40.0
+_LEAST_BOX = 108.0
+_MOST_BOXES = 160
+"""Largest number of leaf switches that are drawn; the tables show bad nodes of all."""
+_MOST_TIPS = 400
+_GOOD = "at-2"
+_STYLES = ("at-some", "at-slow", "at-dead")
+_LEVEL_WORDS = (
+    "one path of it is bad",
+    "a rail of it is slow",
+    "a rail of it is dead",
+)
+
+
+def many_picture(facts: NetworkFacts, style_sheet: str = "") -> Markup:
+    """Draws a box for each leaf switch, and a square for each node."""
+    groups = list(facts.leaves.items()) or [("", facts.nodes)]
+    shown = groups[:_MOST_BOXES]
+    side = 14.0 if len(facts.nodes) <= 300 else 9.0 if len(facts.nodes) <= 1200 else 6.0
+    largest = max((len(nodes) for _, nodes in shown), default=1)
+    room = math.floor((_WIDTH - 4 * _EDGE) / side)
+    columns = room if len(shown) == 1 else max(1, min(16, largest, room))
+    box_wide = max(columns * side + 2 * _EDGE, _LEAST_BOX)
+    box_high = _HEAD + math.ceil(largest / columns) * side + _EDGE
+    in_row = max(1, int((_WIDTH - 2 * _EDGE + _BOX_GAP) / (box_wide + _BOX_GAP)))
+    rows = math.ceil(len(shown) / in_row)
+    top = 34.0
+    legend_top = top + rows * (box_high + _BOX_GAP) + 8
+    levels = _levels(facts)
+    entries = _many_entries(facts, levels, len(groups) - len(shown))
+    height = legend_top + legend_height(entries, _WIDTH)
+    drawing = Drawing(
+        _WIDTH, height, name="network", title="Leaf switches and nodes", about=about(facts)
+    )
+    drawing.rect(0, 0, _WIDTH, height, "paper")
+    drawing.text(_EDGE, 20, _many_title(facts), "tick")
+    between = between_leaves(facts)
+    bad: list[tuple[float, float, str]] = []
+    good: list[str] = []
+    for number, (leaf, nodes) in enumerate(shown):
+        left = _EDGE + (number % in_row) * (box_wide + _BOX_GAP)
+        y = top + (number // in_row) * (box_high + _BOX_GAP)
+        drawing.rect(left, y, box_wide, box_high, "leaf-box")
+        name = leaf or ("no leaf known" if facts.leaves else "leaf switches are not known")
+        drawing.text(left + 8, y + 16, fit(name, box_wide - 16, 13), "label strong")
+        drawing.text(left + 8, y + 32, _uplink(between.get(leaf, 0.0), box_wide), "tick")
+        for place, node in enumerate(nodes):
+            x = left + _EDGE + side * (place % columns)
+            at = y + _HEAD + side * (place // columns)
+            if levels.get(node):
+                bad.append((x, at, node))
+            else:
+                good.append(f"M{x:.1f} {at:.1f}h{side - 2:.0f}v{side - 2:.0f}h-{side - 2:.0f}z")
+    drawing.shape("".join(good), _GOOD)
+    for number, (x, at, node) in enumerate(bad):
+        level = levels[node]
+        tip = f"{node}: {_LEVEL_WORDS[level - 1]}" if number < _MOST_TIPS else ""
+        drawing.rect(x, at, side - 2, side - 2, _STYLES[level - 1], tip)
+    draw_legend(drawing, entries, _WIDTH, legend_top)
+    return drawing.markup(style_sheet)
+
+
+def _many_title(facts: NetworkFacts) -> str:
+    if not facts.leaves:
+        return "nodes in the order of the ring"
+    return "leaf switches and their nodes, in the order of the ring: from the left, row by row"
+
+
+def _levels(facts: NetworkFacts) -> dict[str, int]:
+    """Index of the style, from 1; 0: no fault."""
+    found: dict[str, int] = {}
+    for one in facts.node_rails.values():
+        level = {PathState.SLOW: 2, PathState.DEAD: 3}.get(one.state, 0)
+        found[one.node] = max(found.get(one.node, 0), level)
+    for path in facts.single():
+        for end in (path.source, path.destination):
+            found[end] = max(found[end], 1)
+    return found
+
+
+def _uplink(per_s: float, room: float) -> str:
+    return fit(f"up {words.rate(per_s)}", room - 16, 11.5) if per_s > 0 else ""
+
+
+def _many_entries(facts: NetworkFacts, levels: dict[str, int], hidden: int) -> Sequence[Entry]:
+    found: list[Entry] = [("box", _GOOD, "a node without a fault")]
+    there = set(levels.values())
+    found += [
+        ("box", style, told)
+        for level, (style, told) in enumerate(zip(_STYLES, _LEVEL_WORDS, strict=True), 1)
+        if level in there
+    ]
+    if len(facts.leaves) > 1:
+        found.append(UP)
+    if len(facts.ring) > 1:
+        found.append(("", "", f"ring: {crossings(facts)}"))
+    if hidden > 0:
+        found.append(("", "", f"and {count(hidden, 'leaf switch')} more"))
+    return found
+
+
+# --- the legend -------------------------------------------------------------------------------
+
+_ROW = 22.0
+_SIGN, _SPACE = 26.0, 24.0
+
+
+UP: Entry = ("", "", "up: median of paths to other leaves")
+
+
+def rail_entries(facts: NetworkFacts, rails: Sequence[str]) -> list[Entry]:
+    """Entries for all elements of a picture with node boxes."""
+    found: list[Entry] = []
+    for number, rail in enumerate(rails):
+        words = f"{rail}: not for training" if rail in facts.dropped else rail
+        found.append(("box", rail_style(facts, rail, number), words))
+    if more := len(facts.rails) - len(rails):
+        found.append(("", "", f"and {count(more, 'rail')} more"))
+    states = {one.state for one in facts.node_rails.values()}
+    if PathState.SLOW in states:
+        found.append(("line", "link-slow", "slower than similar paths"))
+    if PathState.DEAD in states or facts.single():
+        found.append(("line", "link-dead", "dead, or one bad path"))
+    if len(facts.leaves) > 1:
+        found.append(UP)
+    if len(facts.ring) > 1:
+        found.append(("line", "ring", f"ring: {crossings(facts)}"))
+    return found
+
+
+def rail_style(facts: NetworkFacts, rail: str, number: int) -> str:
+    """A bar in the rail's colour; an outline if training does not use the rail."""
+    color = number % 4
+    return f"left-out rail-{color}" if rail in facts.dropped else f"at-rail-{color}"
+
+
+def crossings(facts: NetworkFacts) -> str:
+    """Number of ring hops between leaf switches."""
+    if not facts.leaves:
+        return "the order of the ranks"
+    ring = facts.ring
+    steps = pairwise([*ring, ring[0]])
+    across = sum(facts.leaf_of.get(a) != facts.leaf_of.get(b) for a, b in steps)
+    return f"{across} of {count(len(ring), 'hop')} between leaves"
+
+
+def about(facts: NetworkFacts) -> str:
+    """The alternative text of the picture."""
+    leaves = f" on {count(len(facts.leaves), 'leaf switch')}" if facts.leaves else ""
+    dead, slow = facts.count(PathState.DEAD), facts.count(PathState.SLOW)
+    bad = [
+        f"{one.node}'s {one.rail} is {one.state.name.lower()}"
+        for one in facts.node_rails.values()
+        if one.state >= PathState.SLOW
+    ]
+    more = f" and {len(bad) - 12} more" if len(bad) > 12 else ""
+    parts = [
+        f"{count(len(facts.nodes), 'node')}{leaves}, {count(len(facts.rails), 'rail')}",
+        f"{count(dead, 'dead path')}, {count(slow, 'slow path')}",
+        *([", ".join(bad[:12]) + more] if bad else []),
+    ]
+    if len(facts.ring) > 1:
+        parts.append(f"ring: {crossings(facts)}")
+    return "; ".join(parts)
+
+
+def legend_height(entries: Sequence[Entry], width: float) -> float:
+    return _ROW * (1 + max((row for row, _, _ in _placed(entries, width)), default=-1)) + 8
+
+
+def draw_legend(drawing: Drawing, entries: Sequence[Entry], width: float, top: float) -> None:
+    """Draws the legend below the picture."""
+    for row, x, (sign, style, text) in _placed(entries, width):
+        y = top + _ROW * row + 12
+        if sign == "line":
+            drawing.line(x, y - 4, x + 20, y - 4, style)
+        elif sign:
+            drawing.rect(x, y - 9, 20 if style.startswith("left-out") else 10, 10, style)
+        drawing.text(x + (_SIGN if sign else 0), y, fit(text, width - x - _SIGN - _EDGE), "tick")
+
+
+def _placed(entries: Sequence[Entry], width: float) -> Iterator[tuple[int, float, Entry]]:
+    """Yields row, left end and entry."""
+    row, x = 0, _EDGE
+    for entry in entries:
+        wide = _SIGN + width_of(entry[2])
+        if x > _EDGE and x + wide > width - _EDGE:
+            row, x = row + 1, _EDGE
+        yield row, x, entry
+        x += wide + _SPACE

@@ -1,4 +1,4 @@
-"""What a network's facts say, in words.
+"""Text and tables of a network status.
 
 Runs in: cli. Pure.
 """
@@ -7,16 +7,23 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from ftrun.cli.screen import terminal
 from ftrun.cli.screen.text import count, duration, joined, percent
 from ftrun.network.detect.findings import rate_words
 from ftrun.network.detect.probe_schedule import NetworkPath
-from ftrun.tools.network_view.facts import NetworkFacts, NodeRailSummary, PathState, RailSummary
-from ftrun.tools.network_view.network_part import NetworkReport, NetworkStatus
+from ftrun.tools.network_view.facts import (
+    NetworkFacts,
+    NetworkReport,
+    NodeRailSummary,
+    PathState,
+    RailSummary,
+)
+from ftrun.wire.messages.status import NetworkStatus
 
-RAIL_HEAD = ("rail", "is for", "network", "interfaces", "roads", "dead", "slow", "usual",
+RAIL_HEAD = ("rail", "is for", "network", "interfaces", "paths", "dead", "slow", "usual",
              "between", "slowest", "round trip")  # fmt: skip
 NODE_HEAD = ("node", "leaf", "rail", "sends", "receives", "dead", "slow", "remark")
-ROAD_HEAD = ("road", "rail", "rate", "of roads alike", "round trip", "what is wrong")
+PATH_HEAD = ("path", "rail", "rate", "of similar paths", "round trip", "fault")
 _FROM = {
     "labels": "by the nodes' labels",
     "file": "by the topology file",
@@ -28,17 +35,17 @@ NONE = "-"
 
 
 def rate(bytes_per_s: float) -> str:
-    """`1,175 MB/s`; a dash where it is not known."""
+    """`1,175 MB/s`; a dash if it is not known."""
     return rate_words(bytes_per_s) if bytes_per_s > 0 else NONE
 
 
 def megabytes(bytes_per_s: float) -> str:
-    """The same without its unit, for tables where it stands at the head."""
+    """The rate without its unit, for tables that name the unit in the heading."""
     return rate_words(bytes_per_s).removesuffix(" MB/s")
 
 
 def round_trip(seconds: float) -> str:
-    """`82 us`, `1.24 ms`, `2.05 s`; a dash where it is not known."""
+    """`82 us`, `1.24 ms`, `2.05 s`; a dash if it is not known."""
     if seconds <= 0:
         return NONE
     if seconds < 0.0009995:
@@ -46,56 +53,58 @@ def round_trip(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.2f} s"
 
 
-def verdict(told: NetworkReport, facts: NetworkFacts) -> str:
-    """One sentence: is it well, and what of the plan."""
-    part = told.part
+def verdict(report: NetworkReport, facts: NetworkFacts) -> str:
+    """The state of all paths, and whether the plan is applied."""
+    part = report.part
     if part.mode == "off":
         return "not surveyed: --network-plan off"
-    if not part.roads:
-        return "no road has been probed"
+    if not part.paths:
+        return "no path was probed"
     dead, slow = facts.count(PathState.DEAD), facts.count(PathState.SLOW)
     if not dead and not slow:
-        worst = min(one.slowest_per_s for one in facts.rail_facts if one.roads)
-        well = f"every road is well, the slowest with {rate(worst)}"
+        worst = min(one.slowest_per_s for one in facts.rail_facts if one.paths)
+        well = f"no path is slow or dead; the slowest has {rate(worst)}"
     else:
         found = [f"{dead:,} dead"] * bool(dead) + [f"{slow:,} slow"] * bool(slow)
-        well = f"of {count(len(facts.by_road), 'road')} {joined(found)}"
+        well = f"of {count(len(facts.by_path), 'path')}, {joined(found)}"
     return f"{well}; {effect(part)}"
 
 
 def effect(part: NetworkStatus) -> str:
     if part.plan is None:
-        return "nothing is planned yet"
-    if part.in_effect:
-        return "the plan is in effect"
+        return "no plan yet"
+    if part.is_applied:
+        return "the plan is applied"
     if part.mode == "on":
-        return "the plan takes effect with the next generation"
-    return "the plan is not in effect (--network-plan report)"
+        return "the plan will be applied in the next generation"
+    return "the plan is not applied (--network-plan report)"
 
 
-def survey_words(told: NetworkReport, facts: NetworkFacts) -> str:
-    """What was probed, when, and how much of all there is."""
-    part = told.part
+def survey_words(report: NetworkReport, facts: NetworkFacts) -> str:
+    """Size, coverage and age of the survey."""
+    part = report.part
     nodes, rails = count(len(facts.nodes), "node"), count(len(facts.rails), "rail")
-    if part.at_s_ago is None:
-        return f"{nodes}, {rails}; no survey is over yet"
-    ago = f", {duration(part.at_s_ago)} ago" if told.is_live else ""
-    covered = "every road" if part.coverage >= 1.0 else f"{percent(part.coverage)} of all roads"
+    if part.age_s is None:
+        return f"{nodes}, {rails}; no survey is complete yet"
+    ago = f", {duration(part.age_s)} ago" if report.is_live else ""
+    covered = "every path" if part.coverage >= 1.0 else f"{percent(part.coverage)} of all paths"
     return f"{nodes}, {rails}; {covered} probed in {duration(part.probed_s)}{ago}"
 
 
-def notes(told: NetworkReport, facts: NetworkFacts) -> list[str]:
-    """What the figures do not say."""
+def notes(report: NetworkReport, facts: NetworkFacts) -> list[str]:
+    """Limits of the values that are shown."""
     found = []
-    if not told.is_live:
-        found.append(f"the run is over, or not on this machine; this is what {told.source} keeps")
-    if len(told.part.roads) < told.part.num_roads:
+    if not report.is_live:
         found.append(
-            f"of {told.part.num_roads:,} probed roads the worst {len(told.part.roads):,} are told; "
-            "medians and counts are theirs alone"
+            f"the run has ended, or is not on this machine; the values are from {report.source}"
         )
-    if told.part.coverage < 1.0:
-        found.append("roads that were not probed are taken to be as those that were")
+    if len(report.part.paths) < report.part.num_paths:
+        found.append(
+            f"of {report.part.num_paths:,} probed paths, only the worst "
+            f"{len(report.part.paths):,} are known here; medians and counts cover only these"
+        )
+    if report.part.coverage < 1.0:
+        found.append("paths that were not probed are assumed to be like the probed ones")
     return found
 
 
@@ -109,7 +118,7 @@ def rail_row(one: RailSummary, part: NetworkStatus) -> tuple[str, ...]:
         use_of(one.name, part),
         one.network or NONE,
         _interfaces(one),
-        f"{one.roads:,}",
+        f"{one.paths:,}",
         f"{one.dead:,}" if one.dead else NONE,
         f"{one.slow:,}" if one.slow else NONE,
         rate(one.usual_per_s),
@@ -133,26 +142,26 @@ def _interfaces(one: RailSummary) -> str:
     return ", ".join([*words, *half]) or NONE
 
 
-def road_name(road: NetworkPath) -> str:
-    return f"{road.source} to {road.destination}"
+def path_name(path: NetworkPath) -> str:
+    return f"{path.source} to {path.destination}"
 
 
-def road_row(road: NetworkPath, facts: NetworkFacts) -> tuple[str, ...]:
-    found, usual = facts.by_road[road], facts.usual_of(road)
+def path_row(path: NetworkPath, facts: NetworkFacts) -> tuple[str, ...]:
+    found, usual = facts.by_path[path], facts.usual_of(path)
     return (
-        road_name(road),
-        road.rail,
+        path_name(path),
+        path.rail,
         rate(found.bytes_per_s),
         percent(found.bytes_per_s / usual) if found.bytes_per_s > 0 and usual > 0 else NONE,
         round_trip(found.rtt_s),
-        wrong(road, facts),
+        wrong(path, facts),
     )
 
 
-def wrong(road: NetworkPath, facts: NetworkFacts) -> str:
-    state = facts.state_of(road)
+def wrong(path: NetworkPath, facts: NetworkFacts) -> str:
+    state = facts.state_of(path)
     word = state.name.lower() if state >= PathState.SLOW else ""
-    return ": ".join(one for one in (word, facts.by_road[road].problem) if one) or NONE
+    return ": ".join(one for one in (word, facts.by_path[path].problem) if one) or NONE
 
 
 def node_row(one: NodeRailSummary, facts: NetworkFacts) -> tuple[str, ...]:
@@ -169,7 +178,7 @@ def node_row(one: NodeRailSummary, facts: NetworkFacts) -> tuple[str, ...]:
 
 
 def remark(one: NodeRailSummary) -> str:
-    """What a node's rail does wrong as a whole."""
+    """Fault of a node's rail as a whole."""
     if one.sends is one.receives:
         return one.state.name.lower() if one.state >= PathState.SLOW else ""
     words = [
@@ -181,57 +190,62 @@ def remark(one: NodeRailSummary) -> str:
 
 
 def caption(facts: NetworkFacts, *, is_few: bool) -> str:
-    """Below the picture, for those who see it first."""
+    """Caption of the picture."""
     where = ", on their leaf switches" if facts.leaves else ""
     rates = (
         ". A node's figure for a rail is the lower of what it sends and receives, each the median "
-        "of its roads inside of its leaf"
+        "of its paths inside of its leaf"
     )
     return f"Nodes in the order that was chosen for their ranks{where}{rates if is_few else ''}."
 
 
 def nodes_title(nodes: Sequence[NodeRailSummary]) -> str:
-    """Of a table of them, the worst first."""
+    """Title of a table of node rails, the worst first."""
     is_bad = bool(nodes) and nodes[0].state >= PathState.SLOW
-    return "rails of nodes that are bad as a whole" if is_bad else "the slowest rails of nodes"
+    return "bad rails of nodes" if is_bad else "the slowest rails of nodes"
 
 
-SINGLE_ROADS = "bad roads between nodes that are well otherwise"
+SINGLE_PATHS = "bad paths between nodes without another fault"
 
 
-def plan_rows(told: NetworkReport, facts: NetworkFacts) -> list[tuple[str, str]]:
-    """What was chosen, and why: a title and words each."""
-    part, plan = told.part, told.part.chosen
+def plan_rows(report: NetworkReport, facts: NetworkFacts) -> list[tuple[str, str]]:
+    """Choices of the plan with their reasons: title and text."""
+    part, plan = report.part, report.part.chosen
     found = [("plan", effect(part))]
     if plan.order:
         found.append(("order", order_words(facts)))
     if facts.leaves:
-        known = f" ({_FROM.get(plan.leaves_from, plan.leaves_from)})" * bool(plan.leaves_from)
+        known = f" ({_FROM.get(plan.leaf_source, plan.leaf_source)})" * bool(plan.leaf_source)
         leaves = [f"{leaf or 'not known'}: {folded(on)}" for leaf, on in facts.leaves.items()]
         found.append(("leaves", f"{_cut(leaves, '; ', 'leaf switch')}{known}"))
-    rails = joined(plan.rails) or "all that there are"
+    rails = joined(plan.rails) or "all rails"
     left_out = f", not over {joined(list(plan.dropped))}" if plan.dropped else ""
     found.append(("training", f"over {rails}{left_out}"))
-    over = f"over {plan.snapshot_rail}" if plan.snapshot_rail else "as agents speak"
+    over = (
+        f"over {plan.snapshot_rail}" if plan.snapshot_rail else "over the rail between the agents"
+    )
     pace = f", at most {rate(plan.snapshot_bytes_per_s)} a node" * bool(plan.snapshot_bytes_per_s)
     found.append(("snapshots", f"{over}{pace}"))
-    return [*found, *(("why" if not number else "", one) for number, one in enumerate(plan.words))]
+    return [
+        *found,
+        *(("reasons" if not number else "", one) for number, one in enumerate(plan.reasons)),
+    ]
 
 
 def order_words(facts: NetworkFacts) -> str:
-    """Nodes in the order of their ranks; a bar where the ring goes to another leaf."""
+    """Nodes in the order of their ranks; a bar before each change of the leaf switch."""
     on_leaves = groupby(facts.ring, lambda node: facts.leaf_of.get(node, ""))
     return _cut([folded(list(nodes)) for _, nodes in on_leaves], " | ", "stretch")
 
 
 def _cut(parts: Sequence[str], between: str, thing: str) -> str:
-    """All of a few; of many the first."""
+    """Joins the first `_MOST_PARTS` parts, and counts the others."""
     more = f"{between}{count(len(parts) - _MOST_PARTS, thing)} more"
     return between.join(parts[:_MOST_PARTS]) + more * (len(parts) > _MOST_PARTS)
 
 
 def folded(names: Sequence[str]) -> str:
-    """`node0, node2`, `node0-node31`, `node0-node56 by 8, other`: what counts up is one."""
+    """`node0, node2`, `node0-node31`, `node0-node56 by 8, other`."""
     return ", ".join(_runs(names))
 
 
@@ -250,7 +264,7 @@ def _runs(names: Sequence[str]) -> Iterator[str]:
 
 
 def _run(names: Sequence[str], begin: int) -> tuple[int, int]:
-    """Where a stretch of names that count up by the same ends, and by how much."""
+    """End and step of a run of names that increase by the same number."""
     end, step = begin + 1, 0
     while end < len(names):
         by = _difference(names[end - 1], names[end])
@@ -261,9 +275,105 @@ def _run(names: Sequence[str], begin: int) -> tuple[int, int]:
 
 
 def _difference(before: str, after: str) -> int:
-    """0: they do not count up."""
+    """Difference of the numbers in two names; 0: they do not increase."""
     one, other = (re.fullmatch(r"(.*?)(\d{1,15})", name) for name in (before, after))
     if one is None or other is None or one[1] != other[1]:
         return 0
     is_as_wide = len(one[2]) == len(other[2]) or not other[2].startswith("0")
     return max(int(other[2]) - int(one[2]), 0) if is_as_wide else 0
+
+
+# --- on a terminal ----------------------------------------------------------------------------
+
+FEW = 8
+"""Up to this number of nodes, every path is shown."""
+MOST_MATRICES = 4
+MOST_ROWS = 12
+_MARKS = "!: slower than similar paths; dead: no answer; ?: not probed"
+
+
+def show_network(report: NetworkReport, facts: NetworkFacts) -> None:
+    """Prints the complete network status."""
+    terminal.write_plain(f"run {report.run_id}: {verdict(report, facts)}")
+    terminal.write_plain(survey_words(report, facts))
+    for finding in findings(report.part):
+        terminal.write_plain(f"- {finding}")
+    if facts.by_path:
+        terminal.write_plain("")
+        rows = [rail_row(one, report.part) for one in facts.rail_facts]
+        terminal.show_table(RAIL_HEAD, rows)
+        (_show_few if len(facts.nodes) <= FEW else _show_many)(facts)
+    terminal.write_plain("")
+    terminal.show_pairs(plan_rows(report, facts))
+    for note in notes(report, facts):
+        terminal.write_plain(f"note: {note}")
+
+
+def matrix_rails(facts: NetworkFacts) -> list[str]:
+    """The first rails, and all rails with a bad path."""
+    bad = {one.name for one in facts.rail_facts if one.dead or one.slow}
+    return [
+        rail for number, rail in enumerate(facts.rails) if number < MOST_MATRICES or rail in bad
+    ]
+
+
+CELLS = "MB/s and round trip in us, from the node of the row to the node of the column"
+
+
+def matrix(facts: NetworkFacts, rail: str) -> list[tuple[str, ...]]:
+    """One row per node with its name first; the columns are the same nodes."""
+    return [
+        (f"{number} {source}", *(_cell(facts, source, other, rail) for other in facts.nodes))
+        for number, source in enumerate(facts.nodes)
+    ]
+
+
+def worst_nodes(facts: NetworkFacts) -> list[NodeRailSummary]:
+    """Rails of nodes that are bad as a whole, the worst first; if there are none, the slowest."""
+    found = sorted(
+        facts.node_rails.values(), key=lambda one: (-one.state, -one.dead, one.lower_per_s)
+    )
+    return [one for one in found if one.state >= PathState.SLOW] or found
+
+
+def _cell(facts: NetworkFacts, source: str, destination: str, rail: str) -> str:
+    if source == destination:
+        return ""
+    at = NetworkPath(source, destination, rail)
+    path = facts.by_path.get(at)
+    if path is None:
+        return "?"
+    if facts.state_of(at) is PathState.DEAD:
+        return "dead"
+    mark = "!" if facts.state_of(at) is PathState.SLOW else ""
+    rate = megabytes(path.bytes_per_s) if path.bytes_per_s > 0 else "?"
+    return f"{rate}{mark} {path.rtt_s * 1e6:.0f}" if path.rtt_s > 0 else f"{rate}{mark}"
+
+
+def _show_few(facts: NetworkFacts) -> None:
+    shown = matrix_rails(facts)
+    for rail in shown:
+        terminal.write_plain(f"\n{rail}: {CELLS}")
+        head = ("from \\ to", *(str(number) for number in range(len(facts.nodes))))
+        terminal.show_table(head, matrix(facts, rail))
+    if any(one.dead or one.slow for one in facts.rail_facts):
+        terminal.write_plain(_MARKS)
+    _more(len(facts.rails) - len(shown), "rail without a fault", "rails without a fault")
+
+
+def _show_many(facts: NetworkFacts) -> None:
+    nodes, paths = worst_nodes(facts), facts.single()
+    terminal.write_plain(f"\n{nodes_title(nodes)}:")
+    rows = [node_row(one, facts) for one in nodes[:MOST_ROWS]]
+    terminal.show_table(NODE_HEAD, rows)
+    if nodes[0].state >= PathState.SLOW:
+        _more(len(nodes) - MOST_ROWS, "bad rail of a node", "bad rails of nodes")
+    if paths:
+        terminal.write_plain(f"\n{SINGLE_PATHS}:")
+        terminal.show_table(PATH_HEAD, [path_row(path, facts) for path in paths[:MOST_ROWS]])
+        _more(len(paths) - MOST_ROWS, "bad path", "bad paths")
+
+
+def _more(number: int, thing: str, things: str) -> None:
+    if number > 0:
+        terminal.write_plain(f"and {number:,} more {thing if number == 1 else things}")

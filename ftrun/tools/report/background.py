@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ftrun.cli.screen.report_clean import numbers, whole
+from ftrun.cli.screen.text import numbers, whole
 from ftrun.tools.report.journal import JournalLine, first_step_at
 
 _RANKS = re.compile(r"(\d{1,7}) ranks")

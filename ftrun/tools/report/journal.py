@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ftrun.cli.screen.report_clean import MAX_TEXT, clean, number, whole
+from ftrun.cli.screen.text import MAX_TEXT, clean, number, whole
 from ftrun.tools.report.report_pulses import Entry, ProgressSampler
 
 MAX_LINE_BYTES = 2_000_000

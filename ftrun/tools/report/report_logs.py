@@ -8,8 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ftrun.cli.screen.report_clean import clean
-from ftrun.cli.screen.text import ranges
+from ftrun.cli.screen.text import clean, ranges
 from ftrun.errors import FtrunError, UsageError
 from ftrun.journal import FILE_NAME
 

@@ -6,7 +6,7 @@ Runs in: cli. Pure.
 import itertools
 from typing import Any
 
-from ftrun.cli.screen.report_clean import number, numbers
+from ftrun.cli.screen.text import number, numbers
 
 MAX_PULSES = 50_000
 

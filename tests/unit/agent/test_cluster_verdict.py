@@ -9,11 +9,12 @@ from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 from ftrun.recovery.settings import ClusterSize
 from ftrun.recovery.suspicions import HangFinding
 from ftrun.wire.cluster.membership import Heartbeat
+from ftrun.wire.messages.status import ClusterStatus
 from tests.unit.membership.agents import Agents
 from tests.unit.membership.leader.test_leader import begun, exited, hold, works
 
 
-def status(made: Agents, node_id: str = "a") -> dict[str, Any]:
+def status(made: Agents, node_id: str = "a") -> ClusterStatus:
     member = made[node_id].member
     lead = member.lead
     brain: Any = SimpleNamespace(
@@ -27,7 +28,7 @@ def status(made: Agents, node_id: str = "a") -> dict[str, Any]:
 
 
 def verdict(made: Agents, node_id: str = "a") -> str:
-    return str(status(made, node_id)["verdict"])
+    return status(made, node_id).summary
 
 
 def protected(members: str, spares: int, *, least: int = 0, **changes: object) -> Agents:
@@ -66,21 +67,21 @@ def test_where_no_node_may_be_missing_the_next_loss_pauses() -> None:
     made = protected("abc", 0)
     assert "the next lost node pauses the run" in verdict(made)
     works(made, 10, "abc", survives=0, ready=(0, 8))
-    assert "a lost node all" in verdict(made)
+    assert "the state of a lost node cannot be rebuilt" in verdict(made)
 
 
 def test_a_run_that_stops_or_ends_is_not_running() -> None:
     made = protected("abc", 1)
     made.here_is("a", Heartbeat(generation=0, state="running", attached=True, step=9, stops=1))
     assert verdict(made).startswith("stopping at step 9 on 3 nodes and 1 spare")
-    assert status(made)["state"] == "stopping"
+    assert status(made).state == "stopping"
     for rank, one in enumerate("abc"):
         works(made, 9, one, exits=(exited(rank, ExitKind.FINISHED, 0),), stops=1)
     lead = made["a"].member.lead
     assert lead is not None
     assert lead.ending is not None
     assert verdict(made).startswith("ending at step 9 on ")
-    assert status(made)["state"] == "ending"
+    assert status(made).state == "ending"
 
 
 def test_a_suspected_hang_is_named_before_and_after_its_verdict() -> None:
@@ -117,8 +118,8 @@ def test_nodes_of_a_paused_run_do_not_run() -> None:
     made.cut("c")
     made.passes(10.0)
     found = status(made)
-    assert found["verdict"].startswith("PAUSED: too few of the 3 nodes")
-    assert {node["node"]: node["state"] for node in found["nodes"]} == {
+    assert found.summary.startswith("PAUSED: too few of the 3 nodes")
+    assert {node.node_id: node.state for node in found.nodes} == {
         "a": "idle", "b": "unknown", "c": "unknown",
     }  # fmt: skip
 

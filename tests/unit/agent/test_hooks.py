@@ -45,7 +45,8 @@ def test_what_a_hook_is_told() -> None:
     assert first["culprits"] == [1, 2]
     assert first["evidence"] == ["it is dead"]
     assert last["event"] == "closed"
-    assert last["kind"] == first["kind"] == "crash"
+    assert last["verdict_kind"] == first["verdict_kind"] == "crash"
+    assert (first["number"], first["confidence"], first["counter_evidence"]) == (3, "certain", [])
     assert last["recovered_s"] == 0.4
     assert first["run_id"] == last["run_id"] == "r"
     variables = variables_of(first)
@@ -170,7 +171,7 @@ def test_webhook(receiver: tuple[str, list[tuple[str, Any]]]) -> None:
     assert Webhook(f"{url}/204")(told()) == ""
     ((content_type, body),) = bodies
     assert content_type == "application/json"
-    assert body["incident"] == 3
+    assert body["number"] == 3
     assert body["text"] == NASTY
     assert Webhook(f"{url}/500")(told()).startswith("it answered 500")
 

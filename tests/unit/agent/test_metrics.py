@@ -9,20 +9,27 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ftrun.agent.publish.metrics import RunCollector, text_of
-from ftrun.agent.publish.metrics_server import MAX_CONNECTIONS, MetricsServer, read_token
-from ftrun.agent.publish.run_figures import DurationHistogram, RunCounters
+from ftrun.agent.publish.metrics import (
+    MAX_CONNECTIONS,
+    MetricsServer,
+    RunCollector,
+    read_token,
+    text_of,
+)
+from ftrun.agent.publish.observers import DurationHistogram, RunCounters
+from ftrun.wire.messages.status import StatusView
 
 STATUS: dict[str, Any] = {
-    "run_id": 'a"b\n\\', "script": "/home/me/train.py", "node": "n0", "generation": 2,
-    "uptime_s": 12.5, "life": "run", "incidents": [], "checkpoint": None,
+    "run_id": 'a"b\n\\', "script": "/home/me/train.py", "state": "running", "summary": "",
+    "generation": 2, "uptime_s": 12.5, "lifecycle": "run", "incidents": [], "checkpoint": None,
     "ranks": [
-        {"rank": 0, "state": "running", "step": 41, "beat_age_s": 0.1, "loss": 2.5,
+        {"rank": 0, "state": "running", "step": 41, "heartbeat_age_s": 0.1, "loss": 2.5,
          "step_p50_s": 0.1, "step_p99_s": 0.2, "lateness_s": None},
-        {"rank": 1, "state": "ended", "step": None, "beat_age_s": None, "loss": None,
+        {"rank": 1, "state": "ended", "step": None, "heartbeat_age_s": None, "loss": None,
          "step_p50_s": None, "step_p99_s": None, "lateness_s": 0.004},
     ],
     "snapshots": {"protected": True, "step": 40, "age_s": 1.5, "memory_bytes": 4096, "taken": 3,
@@ -31,7 +38,8 @@ STATUS: dict[str, Any] = {
 
 
 def samples(status: dict[str, Any], figures: RunCounters) -> dict[str, float]:
-    text = text_of(RunCollector(lambda: status, lambda: figures)).decode()
+    view = msgspec.convert(status, StatusView)
+    text = text_of(RunCollector("n0", lambda: view, lambda: figures)).decode()
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         assert family.documentation, family.name
@@ -72,13 +80,13 @@ def test_figures_are_read_by_prometheus_own_parser() -> None:
     assert found["ftrun_recovery_seconds_bucket{le=+Inf,phase=total}"] == 3
     assert found["ftrun_recovery_seconds_count{phase=total}"] == 3
     assert found["ftrun_recovery_seconds_sum{phase=total}"] == pytest.approx(1000.37)
-    assert found["ftrun_life{state=run}"] == 1
-    assert found["ftrun_life{state=suspect}"] == 0
+    assert found["ftrun_lifecycle_state{state=run}"] == 1
+    assert found["ftrun_lifecycle_state{state=suspect}"] == 0
 
 
 def test_what_is_not_known_is_left_out() -> None:
     nothing = {**STATUS["snapshots"], "step": None, "age_s": None, "protected": False}
-    status = {**STATUS, "ranks": [], "life": None, "snapshots": nothing}
+    status = {**STATUS, "ranks": [], "lifecycle": None, "snapshots": nothing}
     found = samples(status, RunCounters())
     for name in ("step", "snapshot_age_steps", "snapshot_age_seconds", "goodput_ratio", "loss"):
         assert f"ftrun_{name}" not in found
@@ -87,19 +95,27 @@ def test_what_is_not_known_is_left_out() -> None:
 
 def test_the_node_that_leads_shows_all_nodes() -> None:
     nodes = [
-        {"node": f"n{number}", "place": "rank", "why": "", "ranks": [
-            {"rank": number, "state": "running", "step": 50 + number, "age_s": 0.2, "loss": None,
-             "step_p50_s": 0.1 + number, "step_p99_s": 0.2, "lateness_s": None}]}
+        {"node_id": f"n{number}", "role": "member", "ranks": [
+            {"rank": number, "state": "running", "step": 50 + number, "heartbeat_age_s": 0.2,
+             "loss": None, "step_p50_s": 0.1 + number, "step_p99_s": 0.2, "lateness_s": None}]}
         for number in range(3)
     ]  # fmt: skip
-    lost = {"node": "n3", "place": "lost", "why": "silent", "ranks": []}
-    status = {**STATUS, "cluster": {"nodes": [*nodes, lost], "survives": 1}}
+    lost = {"node_id": "n3", "role": "lost", "failure_reason": "silent"}
+    status = {
+        **STATUS,
+        "cluster": {
+            "state": "running",
+            "summary": "",
+            "nodes": [*nodes, lost],
+            "tolerated_losses": 1,
+        },
+    }
     found = samples(status, RunCounters())
     assert found["ftrun_step"] == 52
     assert found["ftrun_rank_step{node=n2,rank=2}"] == 52
-    assert found["ftrun_nodes{place=lost}"] == 1
-    assert found["ftrun_nodes{place=rank}"] == 3
-    assert found["ftrun_survivable_node_losses"] == 1
+    assert found["ftrun_nodes{role=lost}"] == 1
+    assert found["ftrun_nodes{role=member}"] == 3
+    assert found["ftrun_tolerated_node_losses"] == 1
     assert found["ftrun_step_seconds{quantile=0.5}"] == pytest.approx(2.1)
 
 

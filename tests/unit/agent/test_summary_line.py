@@ -50,7 +50,7 @@ HAS = Protection(
             },
             "survives any 2 nodes of each group,",
         ),
-        ({"survives": 0}, "a lost node all"),
+        ({"survives": 0}, "the state of a lost node cannot be rebuilt"),
         ({"committed": None}, "no snapshot is protected yet"),
         ({"unprotected": "memory is full"}, "UNPROTECTED: memory is full"),
     ],

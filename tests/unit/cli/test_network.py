@@ -26,8 +26,8 @@ from ftrun.journal import NETWORK_NAME
 from ftrun.network.detect.probe_schedule import NetworkPath
 from ftrun.tools.network_view import text as words
 from ftrun.tools.network_view.facts import NetworkFacts, PathState, network_facts
-from ftrun.tools.network_view.network_part import NetworkStatus
 from ftrun.wire.messages.envelope import StatusReply, StatusRequest
+from ftrun.wire.messages.status import NetworkStatus
 from ftrun.wire.transport.channel import accept, listen
 
 
@@ -82,6 +82,12 @@ def alive(document: dict[str, Any], *, run_id: str = "big-1") -> Iterator[None]:
         os.close(lock_fd)
 
 
+def over_nodes(network: Any) -> dict[str, Any]:
+    """The status of a run over several nodes."""
+    known = {"state": "running", "summary": "running"}
+    return {"run_id": "big-1", **known, "cluster": {**known, "network": network}}
+
+
 def run(*line: str) -> str:
     """What the command prints; errors come out as they are raised."""
     found = CliRunner().invoke(app, ["network", *line], catch_exceptions=False)
@@ -103,7 +109,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 def test_the_example_is_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(render, "NO_WIDTH", 120)  # as on a terminal of that width
-    with alive({"run_id": "big-1", "cluster": {"network": EXAMPLE}}):
+    with alive(over_nodes(EXAMPLE)):
         printed = run("big-1")
     page = (DOCS / "network.md").read_text()
     assert f"```\n$ ftrun network big-1\n{printed}```\n" in page
@@ -118,19 +124,19 @@ def test_the_picture_is_what_the_command_draws() -> None:
 
 
 def test_a_run_that_is_alive_is_asked() -> None:
-    with alive({"run_id": "big-1", "cluster": {"network": made_network(4)}}):
+    with alive(over_nodes(made_network(4))):
         told = run()
-    assert told.startswith("run big-1: every road is well")
+    assert told.startswith("run big-1: no path is slow or dead")
     assert "probed in 1.20 s, 33.0 s ago" in told
-    assert "keeps" not in told
+    assert "the values are from" not in told
 
 
 def test_a_run_that_is_over_has_left_it(here: Path) -> None:
     path = keep(made_network(4))
     for name in ([], ["big-1"], [str(here / "ftrun-logs" / "big-1")]):
         told = run(*name)
-        assert told.startswith("run big-1: every road is well")
-        assert f"{here / path} keeps" in told
+        assert told.startswith("run big-1: no path is slow or dead")
+        assert f"the values are from {here / path}" in told
         assert "33.0 s ago" not in told
 
 
@@ -145,9 +151,8 @@ def test_the_newest_of_several_leads_counts() -> None:
 @pytest.mark.parametrize(
     ("document", "told"),
     [
-        ({"run_id": "big-1"}, "runs on one node"),
-        ({"run_id": "big-1", "cluster": {}}, "has not surveyed its network yet"),
-        ({"run_id": "big-1", "cluster": {"network": None}}, "has not surveyed its network yet"),
+        ({**over_nodes(None), "cluster": None}, "runs on one node"),
+        (over_nodes(None), "has not surveyed its network yet"),
     ],
 )
 def test_what_a_live_run_does_not_know_is_said(document: dict[str, Any], told: str) -> None:
@@ -170,7 +175,7 @@ def test_a_run_that_kept_nothing_says_why() -> None:
     assert "--network-plan off" in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ['{"roads": 3}', "[]", "no json"])
+@pytest.mark.parametrize("text", ['{"paths": 3}', "[]", "no json"])
 def test_a_file_of_another_form_is_refused(text: str) -> None:
     keep({}).write_text(text)
     with pytest.raises(FtrunError) as caught:
@@ -184,11 +189,11 @@ def test_a_file_of_another_form_is_refused(text: str) -> None:
 def test_a_few_nodes_have_every_road() -> None:
     keep(made_network(4, dead={("node3", "eth1")}, slow={("node2", "eth0")}))
     told = run()
-    assert "of 24 roads 6 dead and 6 slow; the plan is not in effect" in told
+    assert "of 24 paths, 6 dead and 6 slow; the plan is not applied" in told
     assert re.search(r"^3 node3 +dead +dead +dead *$", told, re.MULTILINE)
     # node2 has the second place of the order: leaf0 holds node0 and node2.
     assert re.search(r"^0 node0 +\d+! \d+ ", told, re.MULTILINE)
-    assert "!: slow beside roads alike" in told
+    assert "!: slower than similar paths" in told
     assert "- node3 neither reaches others nor is reached over eth1" in told
 
 
@@ -200,20 +205,20 @@ def test_many_nodes_have_their_worst() -> None:
     keep(document)
     told = run()
     assert "from \\ to" not in told
-    bad = told.partition("bad as a whole:")[2].partition("\n\n")[0].splitlines()[2:]
+    bad = told.partition("bad rails of nodes:")[2].partition("\n\n")[0].splitlines()[2:]
     assert [line.split()[:3] for line in bad] == [
         ["node50", "leaf2", "eth0"], ["node6", "leaf6", "eth1"]]  # fmt: skip
     assert [line.split()[-1] for line in bad] == ["dead", "slow"]
-    single = told.partition("well otherwise:")[2].partition("\n\n")[0].splitlines()[2:]
+    single = told.partition("without another fault:")[2].partition("\n\n")[0].splitlines()[2:]
     assert [line.split()[:4] for line in single] == [["node2", "to", "node5", "eth0"]]
-    assert "32.3 % of all roads probed" in told
-    assert "roads that were not probed" in told
+    assert "32.3 % of all paths probed" in told
+    assert "paths that were not probed" in told
 
 
 def test_many_nodes_that_are_well_have_their_slowest() -> None:
     keep(made_network(24))
     told = run()
-    assert "every road is well" in told
+    assert "no path is slow or dead" in told
     rows = told.partition("the slowest rails of nodes:")[2].partition("\n\n")[0].splitlines()[2:]
     assert len(rows) == 12
 
@@ -227,7 +232,7 @@ def test_a_single_road_is_no_nodes_fault() -> None:
 
 def test_what_a_node_does_wrong_one_way_is_said_so() -> None:
     document = made_network(6)
-    for road in document["roads"]:
+    for road in document["paths"]:
         if (road["source"], road["rail"]) == ("node2", "eth0"):
             road["bytes_per_s"] /= 20
     facts = facts_of(document)
@@ -243,25 +248,25 @@ def test_a_narrow_uplink_is_no_nodes_fault() -> None:
 
 
 def test_the_plan_is_told_with_its_reasons() -> None:
-    keep(made_network(8, slow={("node6", "eth1")}, mode="on", in_effect=True))
+    keep(made_network(8, slow={("node6", "eth1")}, mode="on", is_applied=True))
     told = " ".join(run().split())
-    assert "plan the plan is in effect" in told
+    assert "plan the plan is applied" in told
     order = told.partition(" order ")[2].partition(" leaves ")[0]
     leaves = [{int(one[4:]) % 2 for one in part.split(", ")} for part in order.split(" | ")]
     assert leaves in ([{0}, {1}], [{0}, {1}, {0}])
     assert "(by the nodes' labels)" in told
     assert "training over eth0, not over eth1" in told
-    assert "why Training uses eth0" in told
+    assert "reasons Training uses eth0" in told
 
 
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ({"mode": "off", "roads": []}, "not surveyed: --network-plan off"),
-        ({"roads": []}, "no road has been probed"),
-        ({"mode": "on"}, "takes effect with the next generation"),
-        ({"in_effect": True}, "the plan is in effect"),
-        ({}, "not in effect (--network-plan report)"),
+        ({"mode": "off", "paths": []}, "not surveyed: --network-plan off"),
+        ({"paths": []}, "no path was probed"),
+        ({"mode": "on"}, "will be applied in the next generation"),
+        ({"is_applied": True}, "the plan is applied"),
+        ({}, "not applied (--network-plan report)"),
     ],
 )
 def test_the_first_line_says_what_holds(more: dict[str, Any], told: str) -> None:
@@ -273,10 +278,10 @@ def test_a_rail_that_some_nodes_lack_and_a_road_without_a_rate() -> None:
     document = made_network(3, leaves=0)
     document["rails"]["node2"].pop()
     roads = [
-        one for one in document["roads"] if "node2" not in one.values() or one["rail"] == "eth0"
+        one for one in document["paths"] if "node2" not in one.values() or one["rail"] == "eth0"
     ]
     roads[0] |= {"bytes_per_s": 0.0, "problem": "the transfer stood still"}
-    keep(document | {"roads": roads})
+    keep(document | {"paths": roads})
     told = run()
     assert re.search(r"^2 node2 +\? +\? *$", told, re.MULTILINE)
     assert "?! " in told
@@ -293,18 +298,20 @@ def test_differing_interfaces_stand_in_the_table() -> None:
 
 def test_of_thousands_of_nodes_the_worst_are_kept_and_said_to_be() -> None:
     document = made_network(600, every=151, leaves=20)
-    by_rate = sorted(document["roads"], key=lambda road: road["bytes_per_s"])
-    keep(document | {"coverage": 0.01, "roads": by_rate[:1000], "num_roads": len(by_rate)})
+    by_rate = sorted(document["paths"], key=lambda road: road["bytes_per_s"])
+    keep(document | {"coverage": 0.01, "paths": by_rate[:1000], "num_paths": len(by_rate)})
     told = run()
-    assert f"of {len(by_rate):,} probed roads the worst 1,000 are told" in told
+    assert f"of {len(by_rate):,} probed paths, only the worst 1,000 are known" in told
     assert "4 leaf switches more" in told
 
 
 def test_json_is_what_the_run_has_told() -> None:
     document = made_network(3)
-    with alive({"run_id": "big-1", "cluster": {"network": document}}):
+    with alive(over_nodes(document)):
         found = json.loads(run("--json"))
-    assert found == {"run_id": "big-1", "is_live": True} | document
+    part = msgspec.convert(document, NetworkStatus)
+    expected = {"run_id": "big-1", "is_live": True} | json.loads(msgspec.json.encode(part))
+    assert found == expected
 
 
 def test_one_document_can_have_stdout() -> None:

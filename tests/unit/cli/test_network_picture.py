@@ -14,10 +14,10 @@ from ftrun.cli.app import app
 from ftrun.errors import UsageError
 from ftrun.journal import NETWORK_NAME
 from ftrun.tools.network_view.facts import network_facts
-from ftrun.tools.network_view.network_part import NetworkStatus
 from ftrun.tools.network_view.picture import picture
 from ftrun.tools.report.render.page import MAX_BYTES
 from ftrun.tools.report.render.svg import width_of
+from ftrun.wire.messages.status import NetworkStatus
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = '</text><script>alert(1)</script>"><img src=http://example.org/x>'
@@ -82,7 +82,7 @@ def test_dead_and_slow_rails_are_marked_with_lines_and_words() -> None:
     assert "node2's eth0 is slow" in about
 
 
-def test_a_single_dead_road_is_an_arc_and_a_sentence() -> None:
+def test_a_single_dead_path_is_an_arc_and_a_sentence() -> None:
     root = drawn(made_network(6, cut={("node1", "node4", "eth1")}))
     assert styles(root, "path").count("link-dead") == 1
     assert "node1 to node4 over eth1: dead: no answer within 0.5 s" in texts(root)
@@ -109,9 +109,9 @@ def test_many_nodes_are_squares_and_the_bad_ones_have_names() -> None:
                               cut={("node2", "node5", "eth0")}, every=3))  # fmt: skip
     tips = [one.text or "" for one in root.iter(f"{SVG}title")][1:]
     assert sorted(tips) == [
-        "node2: a single road of it is bad",
+        "node2: one path of it is bad",
         "node50: a rail of it is dead",
-        "node5: a single road of it is bad",
+        "node5: one path of it is bad",
         "node6: a rail of it is slow",
     ]
     assert styles(root, "rect").count("leaf-box") == 8

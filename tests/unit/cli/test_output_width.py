@@ -20,9 +20,9 @@ from ftrun.cli.app import app
 from ftrun.cli.launch.profiles import find_profile, read_profile, shown_path
 from ftrun.cli.screen import terminal as render
 from ftrun.cli.screen.status_page import page
-from ftrun.tools.network_view.facts import network_facts
-from ftrun.tools.network_view.network_part import NetworkReport, NetworkStatus
-from ftrun.tools.network_view.network_table import show_network
+from ftrun.tools.network_view.facts import NetworkReport, network_facts
+from ftrun.tools.network_view.text import show_network
+from ftrun.wire.messages.status import NetworkStatus, StatusView
 
 LONG = "a reason that is longer than any line, " * 8 + "and its end"
 WORD = "/a/folder/whose/path/" + "x" * 300
@@ -30,20 +30,23 @@ WORD = "/a/folder/whose/path/" + "x" * 300
 STATUS: dict[str, Any] = {
     "run_id": "big",
     "state": "running",
-    "verdict": f"running at step 7; {LONG}",
+    "summary": f"running at step 7; {LONG}",
     "script": WORD,
     "cluster": {
+        "state": "running",
+        "summary": "",
         "nodes": [
-            {"node": f"node-{'n' * 90}", "host": "h" * 90, "place": "spare", "heard_s_ago": 0.1,
-             "ranks": [], "why": LONG}
-        ]
+            {"node_id": f"node-{'n' * 90}", "host": "h" * 90, "role": "spare",
+             "last_heartbeat_age_s": 0.1, "failure_reason": LONG}
+        ],
     },
     "ranks": [
-        {"rank": 0, "pid": 1, "state": "running", "step": 7, "beat_age_s": 0.1, "phase": "p" * 200}
+        {"rank": 0, "pid": 1, "state": "running", "step": 7, "heartbeat_age_s": 0.1,
+         "phase": "p" * 200}
     ],
     "snapshots": {"step": 6, "note": LONG},
     "restarts": [{"generation": 1, "cause": LONG}],
-    "checkpoint": {"directory": WORD, "step": 3, "not_written": LONG},
+    "checkpoint": {"directory": WORD, "step": 3, "last_error": LONG},
 }  # fmt: skip
 
 
@@ -89,19 +92,20 @@ class TestPiped:
         ]
 
     def test_status_of_a_run(self, capsys: pytest.CaptureFixture[str]) -> None:
-        render.show_status(STATUS)
+        render.show_status(msgspec.convert(STATUS, StatusView))
         lines = capsys.readouterr().out.splitlines()
-        # Verdict, run, two tables with a heading and a row each, and the lines below them.
+        # Summary, run, two tables with a heading and a row each, and the lines below them.
         assert len(lines) == 2 + 2 + 2 + 1 + 2 + 2
         text = "\n".join(lines)
         for said in (LONG, WORD, "h" * 90, "p" * 200):
             assert said in text
 
     def test_status_that_is_watched(self) -> None:
-        nodes = [{"node": f"node{at}", "ranks": [{"rank": at, "state": "stopped", "step": at}],
-                  "why": f"{at}: {LONG[:149]}"} for at in range(100)]  # fmt: skip
-        document = {**STATUS, "cluster": {"nodes": nodes}}
-        found = page(document, width=sys.maxsize, height=sys.maxsize, steps_per_s=None)
+        nodes = [{"node_id": f"node{at}", "ranks": [{"rank": at, "state": "stopped", "step": at}],
+                  "failure_reason": f"{at}: {LONG[:149]}"} for at in range(100)]  # fmt: skip
+        document = {**STATUS, "cluster": {**STATUS["cluster"], "nodes": nodes}}
+        view = msgspec.convert(document, StatusView)
+        found = page(view, width=sys.maxsize, height=sys.maxsize, steps_per_s=None)
         text = "\n".join(line.text for line in found)
         assert "..." not in text
         assert all(f"{at}: {LONG[:149]}" in text for at in range(100))
@@ -109,9 +113,7 @@ class TestPiped:
     def test_network_of_a_run(self, capsys: pytest.CaptureFixture[str]) -> None:
         name = f"eth-{'y' * 60}"
         part = msgspec.convert(made_network(rails=(name, "eth1")), NetworkStatus)
-        show_network(
-            NetworkReport("big", part, {}, is_live=True, source="big"), network_facts(part)
-        )
+        show_network(NetworkReport("big", part, is_live=True, source="big"), network_facts(part))
         lines = capsys.readouterr().out.splitlines()
         assert sum(line.startswith(f"{name}  ") for line in lines) == 1
         assert not any("…" in line for line in lines)

@@ -1,12 +1,24 @@
-"""Status is readable: the verdict first, no number without a unit."""
+"""Status is readable: the summary first, no number without a unit, each incident once."""
 
+from typing import Any
+
+import msgspec
 import pytest
 
-from ftrun.cli.screen.terminal import duration, show_profile, show_status, size, value_text
+from ftrun.cli.screen import terminal
+from ftrun.cli.screen.terminal import show_profile, value_text
+from ftrun.wire.messages.status import StatusView
 
-DOCUMENT = {
+
+def show_status(document: dict[str, Any]) -> None:
+    terminal.show_status(msgspec.convert({**BARE, **document}, StatusView))
+
+
+BARE = {"run_id": "x", "summary": "STARTING", "state": "starting"}
+
+DOCUMENT: dict[str, Any] = {
     "run_id": "gpt-1",
-    "verdict": "running at step 12",
+    "summary": "running at step 12",
     "state": "running",
     "generation": 1,
     "uptime_s": 75.0,
@@ -15,9 +27,9 @@ DOCUMENT = {
         {
             "generation": 1,
             "cause": "rank 1 was killed by SIGKILL",
-            "at_s_ago": 12.0,
+            "age_s": 12.0,
             "restored": "step 8 (generation 0)",
-            "phases_s": {"detect": 0.01, "fork": 0.05, "first_step": None},
+            "phases_s": {"detect": 0.01, "fork": 0.05},
         }
     ],
     "restart_budget": {"used": 1, "limit": 20, "window_s": 3600.0},
@@ -27,7 +39,7 @@ DOCUMENT = {
             "pid": 11,
             "state": "running",
             "step": 12,
-            "beat_age_s": 0.2,
+            "heartbeat_age_s": 0.2,
             "phase": "train",
             "loss": 2.5,
             "start": "warm",
@@ -53,7 +65,7 @@ DOCUMENT = {
 }
 
 
-def test_verdict_comes_first_and_tells_that_nothing_protects(
+def test_summary_comes_first_and_tells_that_nothing_protects(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     show_status(DOCUMENT)
@@ -62,15 +74,15 @@ def test_verdict_comes_first_and_tells_that_nothing_protects(
     text = "\n".join(lines)
     for said in (
         "run gpt-1  /home/user/train.py  generation 1  up 1 min 15 s",
-        "0.20 s ago",
-        "2.5000",
-        "newest step 11 (generation 1), 0.40 s old; 5.0 MB per rank, 20.0 MB of memory in all",
-        "taken 3, skipped 1, discarded 0",
+        "200 ms ago",
+        "2.5 ",
+        "newest step 11 (generation 1), 400 ms old; 5.0 MB per rank, 20.0 MB of memory in all",
+        "3 taken, 1 skipped, 0 discarded",
         "every 4 steps",
-        "restarts    1; 1 of 20 used within 1 h 0 min",
-        "generation 1, 12 s ago: rank 1 was killed by SIGKILL; restored step 8 (generation 0); "
-        "this node in s: detect 0.010, fork 0.050",
-        "checkpoint  step 8, 30 s old; /data",
+        "restarts    1 (limit 20 per hour)",
+        "12.0 s ago: rank 1 was killed by SIGKILL; generation 1 started from step 8 "
+        "(generation 0); on this node: detect 10 ms, fork 50 ms",
+        "checkpoint  step 8, 30.0 s old; /data",
         "processes   agent 5, smp 7",
     ):
         assert said in text
@@ -79,7 +91,7 @@ def test_verdict_comes_first_and_tells_that_nothing_protects(
 def test_little_is_shown_of_a_run_of_which_little_is_known(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    show_status({"run_id": "x", "verdict": "STARTING", "state": "starting"})
+    show_status({})
     assert capsys.readouterr().out.splitlines() == ["STARTING", "run x"]
 
 
@@ -88,8 +100,8 @@ def test_restart_without_a_snapshot_says_where_it_began(
 ) -> None:
     show_status({"restarts": [{"generation": 1, "cause": "x"}], "snapshots": {"note": "no attach"}})
     text = capsys.readouterr().out
-    assert "began from the script's beginning" in text
-    assert "none yet (no attach)" in text
+    assert "generation 1 started from the beginning of the script" in text
+    assert "snapshots   none yet (no attach)" in text
 
 
 @pytest.mark.parametrize(
@@ -107,12 +119,12 @@ def test_a_restart_under_an_earlier_leader_has_its_downtime(
 ) -> None:
     restart = {"generation": 1, "cause": "x", "restored": "step 3", "downtime_s": 1.5}
     show_status({**DOCUMENT, "restarts": [restart]})
-    assert "restored step 3; trained again after 1.50 s" in capsys.readouterr().out
+    assert "from step 3; training again after 1.50 s" in capsys.readouterr().out
 
 
 def test_a_checkpoint_is_of_no_generation(capsys: pytest.CaptureFixture[str]) -> None:
     show_status({**DOCUMENT, "snapshots": {**DOCUMENT["snapshots"], "generation": -1}})
-    assert "newest step 11 (from a checkpoint), 0.40 s old" in capsys.readouterr().out
+    assert "newest step 11 (from a checkpoint), 400 ms old" in capsys.readouterr().out
 
 
 def test_profile_shows_origins_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,18 +135,43 @@ def test_profile_shows_origins_when_asked(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.123, "0.12 s"), (45.0, "45 s"), (200.0, "3 min 20 s"), (7500.0, "2 h 5 min")],
+    ("used", "limit", "window_s", "words"),
+    [
+        (1, 20, 3600.0, "1 (limit 20 per hour)"),
+        (0, 20, 3600.0, "1, 0 of them in the last hour (limit 20)"),
+        (1, 5, 600.0, "1 (limit 5 per 10 min)"),
+        (1, 5, None, "1 (limit 5)"),
+    ],
 )
-def test_duration(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+def test_the_budget_names_its_window(
+    capsys: pytest.CaptureFixture[str], used: int, limit: int, window_s: float | None, words: str
+) -> None:
+    budget = {"used": used, "limit": limit, "window_s": window_s}
+    show_status({**DOCUMENT, "restart_budget": budget})
+    assert f"restarts    {words}\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "text"), [(12, "12 B"), (5_100_000, "5.1 MB"), (3e15, "3000.0 TB")]
-)
-def test_size(num_bytes: float, text: str) -> None:
-    assert size(num_bytes) == text
+CRASH = {
+    "number": 1, "age_s": 12.0, "text": "rank 1 was killed by SIGKILL", "verdict_kind": "crash",
+    "generations": [1], "recovered_s": 0.45, "steps_lost": 1,
+}  # fmt: skip
+
+
+def test_a_restart_is_shown_with_its_incident_and_only_there(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    show_status({**DOCUMENT, "incidents": [CRASH]})
+    text = capsys.readouterr().out
+    assert text.count("rank 1 was killed by SIGKILL") == text.count("generation 1 started") == 1
+    assert "restarts    1 (limit 20 per hour)\nincident 1  12.0 s ago: crash (training" in text
+
+
+def test_an_open_incident_is_shown_before_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    now = {**CRASH, "number": 2, "state": "suspect", "text": "no step", "generations": []}
+    show_status({**DOCUMENT, "incidents": [now, CRASH]})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("incident 2  SUSPECT for 12.0 s: crash")
+    assert sum(line.startswith("incident ") for line in lines) == 2
 
 
 def test_values_read_as_in_a_profile() -> None:

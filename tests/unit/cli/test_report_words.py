@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from ftrun.cli.screen.report_clean import clean
 from ftrun.cli.screen.text import (
     by_number,
+    clean,
     count,
     duration,
     likely_rates,

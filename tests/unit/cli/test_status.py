@@ -1,5 +1,6 @@
 """What status says while a launcher has no agent that answers."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,8 @@ import pytest
 
 from ftrun.cli.commands import status
 from ftrun.cli.runs import FoundRun, RunLiveness
+from ftrun.errors import ProtocolError
+from ftrun.wire.messages.status import StatusView, decode_status
 from ftrun.wire.run_environment import RunFolder
 
 
@@ -17,12 +20,12 @@ from ftrun.wire.run_environment import RunFolder
         (
             {"bytes": 0, "committed": None},
             "starting",
-            "STARTING: the launcher (pid 7) has",
+            "STARTING: the launcher (pid 7) runs",
         ),
         (
             {"bytes": 25_000_000, "committed": [0, 43]},
             "restarting",
-            "starts another; 25.0 MB of snapshots up to step 43 are in memory",
+            "starts another one; 25.0 MB of snapshots up to step 43 are in memory",
         ),
     ],
     ids=["first-agent", "next-agent"],
@@ -31,7 +34,12 @@ def test_the_time_between_two_agents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], state: str, words: str
 ) -> None:
     monkeypatch.setattr(FoundRun, "to_smp", lambda _self: SimpleNamespace())
-    monkeypatch.setattr(status, "_ask", lambda _channel: said)
-    found = status.document_of(FoundRun(RunFolder(tmp_path / "mine"), RunLiveness.STARTING, 7))
-    assert found["state"] == state
-    assert words in found["verdict"]
+    monkeypatch.setattr(status, "_ask", lambda _channel: json.dumps(said).encode())
+    found = status.status_of(FoundRun(RunFolder(tmp_path / "mine"), RunLiveness.STARTING, 7))
+    assert found.state == state
+    assert words in found.summary
+
+
+def test_a_status_of_another_version_is_refused() -> None:
+    with pytest.raises(ProtocolError, match=r"of run x has another form: .*started the run"):
+        decode_status(b'{"run_id": "x", "verdict": "running"}', StatusView, source="run x")

@@ -17,7 +17,7 @@ from tests.unit.recovery.made import SETTINGS, card, meet, plan
 
 
 def places(made: Agents, node_id: str) -> dict[str, str]:
-    return {node["node"]: node["place"] for node in status(made, node_id)["nodes"]}
+    return {node.node_id: node.role for node in status(made, node_id).nodes}
 
 
 def drained(made: Agents, node_id: str, *, members: str = "abc", after: str = "adc") -> None:
@@ -68,8 +68,8 @@ def test_a_new_leader_knows_restarts_lost_nodes_and_nodes_that_have_left() -> No
     assert set(made.running().values()) == {2}
     hold(made, 12, "aec", 2)
     made.passes(30.0)
-    before = status(made, "a")["restarts"]
-    assert [one["generation"] for one in before] == [1, 2]
+    before = status(made, "a").restarts
+    assert [one.generation for one in before] == [1, 2]
     made.kill("a")
     made.passes(6.0)
     lead = made.lead()
@@ -79,13 +79,13 @@ def test_a_new_leader_knows_restarts_lost_nodes_and_nodes_that_have_left() -> No
     assert {one: place for one, place in places(made, lead).items() if one in "abd"} == {
         "a": "lost", "b": "left", "d": "lost",
     }  # fmt: skip
-    assert found["verdict"].endswith("lost: a, d")
-    assert [one["generation"] for one in found["restarts"]] == [1, 2, 3]
-    first, second, _ = found["restarts"]
-    assert first["cause"] == "node b asked to leave"
-    assert second["cause"] == "node d is lost: the connection is refused"
+    assert found.summary.endswith("lost: a, d")
+    assert [one.generation for one in found.restarts] == [1, 2, 3]
+    first, second, _ = found.restarts
+    assert first.cause == "node b asked to leave"
+    assert second.cause == "node d is lost: the connection is refused"
     # Its age is that of the event, not of the new leader. (Status uses the real clock.)
-    assert second["at_s_ago"] == pytest.approx(before[1]["at_s_ago"], abs=1.5)
+    assert second.age_s == pytest.approx(before[1].age_s, abs=1.5)
     failures = made[lead].member.lead
     assert failures is not None
     assert set(failures.oversight.history(now_s=made.now_s).node_failures) == {"a", "d"}

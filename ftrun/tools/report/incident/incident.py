@@ -10,8 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ftrun.cli.screen.report_clean import clean, numbers, texts, whole
-from ftrun.cli.screen.text import duration, joined, with_commas
+from ftrun.cli.screen.text import clean, duration, joined, numbers, texts, whole, with_commas
 from ftrun.tools.report.background import RunBackground, homes_of
 from ftrun.tools.report.facts import REPORTED, IncidentFacts, TimelineEvent
 from ftrun.tools.report.incident.grouping import IncidentLines, failed

@@ -11,8 +11,7 @@ is "not looked at" there, however likely it is that it waited for the others.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ftrun.cli.screen.report_clean import number, whole
-from ftrun.cli.screen.text import ranks
+from ftrun.cli.screen.text import number, ranks, whole
 from ftrun.tools.report.facts import RankRow, TimelineBar
 from ftrun.tools.report.incident.grouping import IncidentLines
 from ftrun.tools.report.incident.timeline import PHASES, IncidentTimes

@@ -7,8 +7,7 @@ Takes in: the lines of one incident.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ftrun.cli.screen.report_clean import clean, number, texts, whole
-from ftrun.cli.screen.text import by_number, duration
+from ftrun.cli.screen.text import by_number, clean, duration, number, texts, whole
 from ftrun.monitor.verdicts import RankView
 from ftrun.tools.report.facts import DelayView, StackView
 from ftrun.tools.report.incident.grouping import IncidentLines

@@ -11,8 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ftrun.cli.screen.report_clean import number, numbers, whole
-from ftrun.cli.screen.text import size, with_commas
+from ftrun.cli.screen.text import number, numbers, size, whole, with_commas
 from ftrun.tools.report.facts import RESTARTS, TimelineBar
 from ftrun.tools.report.incident.grouping import IncidentLines
 from ftrun.tools.report.journal import JournalLine, first_step_at

@@ -154,9 +154,9 @@ def test_report_tells_the_plan_and_changes_nothing() -> None:
     assert world.roads.plan is not None
     status = world.roads.status(plan(0, "abc"), now_s=world.now_s)
     assert status is not None
-    assert status["in_effect"] is False
-    assert len(status["roads"]) == 12
-    assert status["plan"]["order"]
+    assert status.is_applied is False
+    assert len(status.paths) == 12
+    assert status.chosen.order
 
 
 @pytest.mark.parametrize(("mode", "nodes"), [("off", "abc"), ("on", "a")])
@@ -429,8 +429,8 @@ def test_of_very_many_roads_the_worst_are_shown(monkeypatch: pytest.MonkeyPatch)
     world.ballot()
     status = world.roads.status(None, now_s=world.now_s)
     assert status is not None
-    assert [one["source"] for one in status["roads"]] == ["b", "b"]
-    assert status["num_roads"] == 12
+    assert [one.source for one in status.paths] == ["b", "b"]
+    assert status.num_paths == 12
 
 
 def test_what_was_judged_is_not_judged_again_before_more_is_found(
@@ -556,7 +556,7 @@ def test_a_short_look_keeps_the_rate_that_was_measured() -> None:
     assert world.asked
     status = world.roads.status(running, now_s=world.now_s)
     assert status is not None
-    assert {one["bytes_per_s"] for one in status["roads"]} == {1e9}
+    assert {one.bytes_per_s for one in status.paths} == {1e9}
 
 
 def test_what_is_dead_is_looked_at_shortly_and_ever_more_seldom_and_told_once() -> None:
@@ -592,7 +592,7 @@ def test_of_two_nodes_what_is_dead_is_looked_at_again_and_used_when_it_is_mended
     assert not all(one.is_short for one in world.asked), "what is mended is measured"
     status = world.roads.status(running, now_s=world.now_s)
     assert status is not None
-    assert {one["bytes_per_s"] for one in status["roads"]} == {1e9}
+    assert {one.bytes_per_s for one in status.paths} == {1e9}
 
 
 def test_a_plan_is_noted_only_where_it_differs() -> None:

@@ -1,0 +1,336 @@
+"""The status document of a run: one typed value from the agent to all readers.
+
+Runs in:  agent, which builds it; the command line and the tools, which decode it. Pure.
+
+The JSON form is what `ftrun status --json` prints; docs/operations.md describes each field. A field
+that is None is not known.
+"""
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from ftrun.errors import ProtocolError
+from ftrun.wire.cluster.generation import NetworkPlan, PathMeasurement, Rail
+
+STALE_S = 2.0
+"""If the status of a node is at least this old, the summary names its age."""
+
+CLOSED = "closed"
+"""State of an incident that is over; an open incident has the lifecycle state of the run."""
+
+
+class RankStatus(msgspec.Struct, frozen=True):
+    """One rank."""
+
+    rank: int
+    pid: int = 0
+    state: str = ""
+    """`starting`, `running`, `stopped`, `finished` or `ended`."""
+    step: int | None = None
+    heartbeat_age_s: float | None = None
+    """Seconds since its last step or report."""
+    phase: str = ""
+    loss: float | None = None
+    """As reported by the script."""
+    start: str | None = None
+    """`warm` or `fresh`; known on the node of the rank only."""
+    step_p50_s: float | None = None
+    step_p99_s: float | None = None
+    lateness_s: float | None = None
+    last_collective: str | None = None
+
+
+class RepeatStatus(msgspec.Struct, frozen=True):
+    """Result of comparing the steps that a generation repeated."""
+
+    outcome: str = ""
+    text: str = ""
+    repeated: int = 0
+    compared: int = 0
+    step: int | None = None
+    rank: int | None = None
+    what: str = ""
+
+
+class RestartStatus(msgspec.Struct, frozen=True):
+    """One restart of the ranks."""
+
+    generation: int
+    cause: str = ""
+    age_s: float = 0.0
+    restored: str | None = None
+    """The version that was restored; None: the ranks began at the script's beginning."""
+    phases_s: dict[str, float] | None = None
+    """Phases on this node."""
+    repeated: RepeatStatus | None = None
+    downtime_s: float | None = None
+    """From the fault to the next step of every rank."""
+
+
+class RestartBudgetStatus(msgspec.Struct, frozen=True):
+    """Restarts within the sliding window, and their limit."""
+
+    used: int
+    limit: int
+    window_s: float | None = None
+    """None: the limit applies to the whole run."""
+
+
+class IncidentStatus(msgspec.Struct, frozen=True):
+    """One incident, open or closed."""
+
+    number: int
+    state: str = CLOSED
+    age_s: float = 0.0
+    """Seconds since it began, or since it was closed."""
+    text: str = ""
+    verdict_kind: str | None = None
+    confidence: str | None = None
+    culprits: tuple[int, ...] = ()
+    victims: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
+    actions: tuple[str, ...] = ()
+    generations: tuple[int, ...] = ()
+    """Generations that were started because of it."""
+    detected_s: float | None = None
+    recovered_s: float | None = None
+    steps_lost: int | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self.state != CLOSED
+
+
+class SnapshotStatus(msgspec.Struct, frozen=True):
+    """Snapshots on this node; the newest committed version is that of the run."""
+
+    protected: bool = False
+    unprotected_reason: str = ""
+    note: str = ""
+    """Last remark of a rank."""
+    step: int | None = None
+    generation: int | None = None
+    """Of the newest committed version; -1: it was loaded from a checkpoint."""
+    age_s: float | None = None
+    bytes_per_rank: int = 0
+    memory_bytes: int = 0
+    redundancy_bytes: int = 0
+    """Part of `memory_bytes` that holds mirrors and parity of other nodes."""
+    taken: int = 0
+    skipped: int = 0
+    discarded: int = 0
+    blocked_s: float = 0.0
+    every: int = 0
+    """Steps between two snapshots; 0: a new interval is not in effect yet."""
+
+
+class CheckpointStatus(msgspec.Struct, frozen=True):
+    """The newest checkpoint that this agent has written."""
+
+    directory: str
+    step: int | None = None
+    age_s: float | None = None
+    last_error: str = ""
+    """Why the checkpoint after it was not written."""
+
+
+class ProcessIds(msgspec.Struct, frozen=True):
+    """Process ids on this node; None: no such child of this agent."""
+
+    agent: int | None = None
+    zygote: int | None = None
+    smp: int | None = None
+
+
+class NetworkFindingText(msgspec.Struct, frozen=True):
+    """One finding of a survey."""
+
+    kind: str = ""
+    culprit: str = ""
+    sentence: str = ""
+
+
+class NetworkPlanStatus(msgspec.Struct, frozen=True):
+    """Rails, node order and snapshot rail of the network plan; see `wire.cluster.rails`."""
+
+    order: tuple[str, ...] = ()
+    rails: tuple[str, ...] = ()
+    dropped: dict[str, str] = {}
+    snapshot_rail: str = ""
+    snapshot_bytes_per_s: int = 0
+    leaf_switches: dict[str, str] = {}
+    leaf_source: str = ""
+    reasons: tuple[str, ...] = ()
+
+
+def plan_status(plan: NetworkPlan) -> NetworkPlanStatus:
+    return NetworkPlanStatus(
+        order=tuple(plan.order),
+        rails=tuple(plan.rails),
+        dropped=dict(plan.dropped),
+        snapshot_rail=plan.snapshot_rail,
+        snapshot_bytes_per_s=plan.snapshot_bytes_per_s,
+        leaf_switches=dict(plan.leaves),
+        leaf_source=plan.leaves_from,
+        reasons=tuple(plan.words),
+    )
+
+
+class NetworkStatus(msgspec.Struct, frozen=True):
+    """The paths between the nodes; docs/network.md describes it. Also kept as network.json."""
+
+    mode: str = "report"
+    probed_s: float = 0.0
+    """Duration of the survey."""
+    age_s: float | None = None
+    """Seconds since the end of the survey."""
+    coverage: float = 0.0
+    """Share of all paths that was probed."""
+    rails: dict[str, tuple[Rail, ...]] = {}
+    """Rails of each node, by node id."""
+    paths: tuple[PathMeasurement, ...] = ()
+    """The worst first; of a large number only the worst."""
+    num_paths: int = 0
+    """Number of measured paths, including those that are left out."""
+    findings: tuple[NetworkFindingText, ...] = ()
+    plan: NetworkPlanStatus | None = None
+    is_applied: bool = False
+
+    @property
+    def chosen(self) -> NetworkPlanStatus:
+        """The plan; an empty one if there is none."""
+        return self.plan or NetworkPlanStatus()
+
+
+class WitnessStatus(msgspec.Struct, frozen=True):
+    """Connection of an agent to the witness."""
+
+    reachable: bool
+    since_s: float = 0.0
+    """Seconds since it became reachable or unreachable."""
+    reason: str = ""
+    is_voter: bool = False
+    promised: int | None = None
+
+
+class NodeStatus(msgspec.Struct, frozen=True):
+    """One node, as the leader knows it."""
+
+    node_id: str
+    host: str = ""
+    role: str = "member"
+    """`member`, `spare`, `joining`, `lost` or `left`."""
+    failure_reason: str = ""
+    last_heartbeat_age_s: float = 0.0
+    """Of a lost node that an earlier leader knew: seconds since it was lost."""
+    state: str = "unknown"
+    """`running`, `idle`, `suspended` or `unknown`."""
+    step: int | None = None
+    ready: tuple[int, int] | None = None
+    """Newest version that is sealed by all its ranks: generation, step."""
+    unprotected_reason: str = ""
+    domain: str = ""
+    preflight: str = ""
+    """`fit`, or the problem; empty: not checked."""
+    ranks: tuple[RankStatus, ...] = ()
+
+
+class ClusterStatus(msgspec.Struct, frozen=True):
+    """The whole run; complete if the leader built it."""
+
+    state: str
+    summary: str
+    leader: str | None = None
+    answered_by: str = ""
+    role: str = ""
+    """Of the node that answered: `joining`, `bootstrapping`, `following`, `electing`, `leading`,
+    `ended`."""
+    generation: int | None = None
+    requested_size: str = ""
+    witness: WitnessStatus | None = None
+    nodes: tuple[NodeStatus, ...] = ()
+    committed_version: tuple[int, int] | None = None
+    tolerated_losses: int | None = None
+    """Number of nodes of each protection group that may be lost."""
+    unprotected_reason: str = ""
+    groups: tuple[tuple[str, ...], ...] = ()
+    parity: int = 0
+    lifecycle: str | None = None
+    incidents: tuple[IncidentStatus, ...] = ()
+    restarts: tuple[RestartStatus, ...] = ()
+    warnings: tuple[str, ...] = ()
+    pause_reason: str = ""
+    excluded: tuple[str, ...] = ()
+    unfit: dict[str, str] = {}
+    network: NetworkStatus | None = None
+    note: str = ""
+
+    @property
+    def is_protected(self) -> bool:
+        return bool(self.tolerated_losses) and not self.unprotected_reason
+
+
+class StatusView(msgspec.Struct, frozen=True):
+    """The status of a run, as one node answers it."""
+
+    run_id: str
+    state: str
+    """`starting`, `running`, `restarting`, `stopping`, `ending`, `paused` or `orphaned`."""
+    summary: str
+    generation: int | None = None
+    uptime_s: float | None = None
+    """Seconds since this agent started; None: no agent answered."""
+    age_s: float | None = None
+    """Age of this node's part."""
+    script: str = ""
+    lifecycle: str | None = None
+    restart_budget: RestartBudgetStatus | None = None
+    incidents: tuple[IncidentStatus, ...] = ()
+    restarts: tuple[RestartStatus, ...] = ()
+    warnings: tuple[str, ...] = ()
+    ranks: tuple[RankStatus, ...] = ()
+    snapshots: SnapshotStatus | None = None
+    checkpoint: CheckpointStatus | None = None
+    processes: ProcessIds | None = None
+    metrics: str | None = None
+    """Address of /metrics."""
+    journal: str = ""
+    cluster: ClusterStatus | None = None
+    authenticated: bool | None = None
+    """In a run over several nodes: the run has a secret."""
+    smp: dict[str, Any] | None = None
+    """Status of the SMP, if no agent answered."""
+
+    @property
+    def all_ranks(self) -> tuple[RankStatus, ...]:
+        """Ranks of all nodes if they are known, otherwise those of this node."""
+        nodes = self.cluster.nodes if self.cluster is not None else ()
+        return tuple(rank for node in nodes for rank in node.ranks) if nodes else self.ranks
+
+
+class SmpStatus(msgspec.Struct, frozen=True):
+    """The fields of an SMP's status that other processes read."""
+
+    pid: int | None = None
+    bytes: int = 0
+    committed: tuple[int, int] | None = None
+    orphaned_for_s: float | None = None
+
+
+T = TypeVar("T", StatusView, SmpStatus, ClusterStatus, NetworkStatus)
+
+
+def decode_status(document: bytes, kind: type[T], *, source: str) -> T:
+    """Decode a status document.
+
+    Raises:
+        ProtocolError: it has another form, such as that of another version of ftrun.
+    """
+    try:
+        return msgspec.json.decode(document, type=kind)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(
+            f"the status of {source} has another form: {error}. Use the ftrun version that started "
+            "the run"
+        ) from error
