@@ -22,7 +22,7 @@ from ftrun.agent.launch.zygote_link import ZygoteClient
 from ftrun.agent.snapshots.kept_state import PersistedAgentState, decode_state, newer
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.agent.snapshots.stub_link import StubClient, kept
-from ftrun.config import RunSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.errors import ExitCode, FtrunError, InternalError, PeerError
 from ftrun.journal import Journal
 from ftrun.wire.run_environment import RunFolder

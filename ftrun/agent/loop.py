@@ -31,7 +31,7 @@ from ftrun.agent.part_deaths import ChildExits
 from ftrun.agent.report import NodeReporter
 from ftrun.agent.run_signals import RunSignals
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
-from ftrun.config import RunSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.journal import Journal
 from ftrun.linux import name_process
 

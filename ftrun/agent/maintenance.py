@@ -15,7 +15,7 @@ from ftrun.agent.launch.rendezvous import StorePool
 from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.launch.zygote_link import ZygoteClient
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
-from ftrun.config import RunSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.errors import PeerError
 from ftrun.ids import Version
 from ftrun.journal import Journal

@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from ftrun import clock, events
 from ftrun.agent.journal_words import fields_of
 from ftrun.agent.launch.worker_group import WorkerGroup
-from ftrun.config import RunSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.journal import Journal
 from ftrun.monitor.worker_exits import signal_name
 

@@ -22,6 +22,7 @@ Rule 2: with a witness there is no endpoint. Nodes join the agent that holds the
 from collections.abc import Callable, Mapping
 from enum import Enum
 
+from ftrun.config.cluster import MembershipSettings
 from ftrun.membership.events import WitnessAnswered
 from ftrun.membership.fencing import SelfFencing
 from ftrun.membership.gathering import InitialQuorum
@@ -31,7 +32,6 @@ from ftrun.membership.voter import Voter
 from ftrun.membership.witness_votes import WitnessView
 from ftrun.recovery.commands import Command, Connect, JournalEntry, Send, WitnessOperation
 from ftrun.recovery.incidents import IncidentLog
-from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import NodeCard
 from ftrun.wire.cluster.heartbeats import Heartbeat
 from ftrun.wire.cluster.membership import Join, JoinPending
@@ -213,7 +213,7 @@ class LeaderDiscovery:
         is_on_its_way = self.role is MemberRole.JOINING and self.lead_card is not None
         if is_on_its_way and now_s < self._look_s:
             return []  # thousands of nodes may do so at once
-        self._look_s = now_s + self._settings.deadline_s
+        self._look_s = now_s + self._settings.times.deadline_s
         match self.role:
             case MemberRole.JOINING | MemberRole.GATHERING if is_blank:
                 return self._witness.ask(WitnessOperation.CLAIM, now_s=now_s)
@@ -251,7 +251,7 @@ class LeaderDiscovery:
         self._since_s += gap_s
 
     def passing(self, *, now_s: float) -> list[Command]:
-        deadline_s = self._settings.deadline_s
+        deadline_s = self._settings.times.deadline_s
         if self.role is MemberRole.FOLLOWING:
             silent_s = self.waiting.silent_s(now_s=now_s)
             if silent_s < deadline_s or self.lead_card is None:

@@ -11,7 +11,7 @@ Rule 2: an agent whose process was paused suspects itself, not the other agents.
         wait for the answer to a question sent after the pause.
 """
 
-from ftrun.recovery.settings import MembershipSettings
+from ftrun.config.cluster import MembershipSettings
 
 
 class SelfFencing:
@@ -39,7 +39,7 @@ class SelfFencing:
         """
         gap_s = now_s - self._last_s
         self._last_s = now_s
-        if gap_s < 2 * self._settings.heartbeat_s:
+        if gap_s < 2 * self._settings.times.heartbeat_s:
             return 0.0
         self._awake_s = now_s
         return gap_s
@@ -59,7 +59,7 @@ class SelfFencing:
         return now_s - max(self.heard_s, self._awake_s)
 
     def is_cut_off(self, *, now_s: float) -> bool:
-        return now_s - self.heard_s >= self._settings.cut_off_s
+        return now_s - self.heard_s >= self._settings.times.stop_cut_off_s
 
     def why(self, *, now_s: float) -> str:
         if self.question:

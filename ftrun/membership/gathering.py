@@ -12,8 +12,8 @@ Rule 3: if the witness remembers a run, all nodes that had a vote in it must be 
         have no plan of a run: then it is over.
 """
 
+from ftrun.config.cluster import MembershipSettings
 from ftrun.recovery.commands import Command, Send
-from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import NodeCard
 from ftrun.wire.cluster.membership import Join, JoinPending, JoinRejected
 
@@ -63,7 +63,9 @@ class InitialQuorum:
         wishes, here = self._settings.wishes, len(self.cards)
         if here >= wishes.max_nodes + wishes.spares:
             return True
-        return here >= wishes.min_nodes and now_s - self._last_came_s >= self._settings.settle_s
+        return (
+            here >= wishes.min_nodes and now_s - self._last_came_s >= self._settings.times.settle_s
+        )
 
     def missing(self) -> str:
         names, wishes = sorted(self.cards), self._settings.wishes

@@ -12,11 +12,11 @@ Rule 2: the lease of the ranks ends before other ranks can replace them, even if
         no successor starts within 2 s.
 """
 
+from ftrun.config.cluster import MembershipSettings
 from ftrun.membership.fencing import SelfFencing
 from ftrun.membership.leader.leader import Leader
 from ftrun.membership.voter import Voter
 from ftrun.recovery.commands import Command, JournalEntry, ResumeRanks, SuspendRanks
-from ftrun.recovery.settings import MembershipSettings
 
 
 class RankSuspension:
@@ -42,7 +42,7 @@ class RankSuspension:
         return found
 
     def _lease_s(self, lead: Leader | None, waiting: SelfFencing, now_s: float) -> float | None:
-        follower, limit_s = self._follower, self._settings.cut_off_s
+        follower, limit_s = self._follower, self._settings.times.stop_cut_off_s
         if follower.is_in_ballot or self.is_on:
             return 0.0
         if follower.plan is None or follower.plan.is_alone:

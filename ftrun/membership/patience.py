@@ -5,9 +5,9 @@ Takes in: the time waited, and the nodes reached.
 Gives:    a line every `SAY_EVERY_S`; the end of the wait, with what to check.
 """
 
+from ftrun.config.cluster import MembershipSettings
 from ftrun.errors import ExitCode
 from ftrun.recovery.commands import Command, EndRun, JournalEntry
-from ftrun.recovery.settings import MembershipSettings
 
 SAY_EVERY_S = 15.0
 """Seconds between two lines about what a start is waiting for."""
@@ -29,7 +29,7 @@ class JoinTimeout:
             gathers: this agent is the endpoint that the other nodes join.
             now_s: the time.
         """
-        if waited_s >= self._settings.join_wait_s:
+        if waited_s >= self._settings.times.join_wait_s:
             code = ExitCode.NOT_ENOUGH_NODES if gathers else ExitCode.TRY_AGAIN
             why = self._nobody_comes if gathers else self._nobody_takes_us
             return [EndRun(code, why(waited_s, reach))]
@@ -39,8 +39,8 @@ class JoinTimeout:
         return [JournalEntry("Waiting", f"waiting for {waited_s:.0f} s: {reach}", say=True)]
 
     def _nobody_comes(self, waited_s: float, reach: str) -> str:
-        _, port = self._settings.endpoint
-        if self._settings.witness:
+        port = next((port for _, port in self._settings.endpoints), 0)
+        if self._settings.has_witness:
             return _not_met(f"the run has not begun within {waited_s:.0f} s", reach)
         return (
             f"the run has not begun within {waited_s:.0f} s: {reach}. Check that ftrun runs on the "
@@ -52,7 +52,7 @@ class JoinTimeout:
         endpoints = self._settings.endpoints
         host = " or ".join(host for host, _ in endpoints)
         port = " or ".join(dict.fromkeys(str(port) for _, port in endpoints))
-        if self._settings.witness:
+        if self._settings.has_witness:
             return _not_met(f"no run has taken this node in within {waited_s:.0f} s", reach)
         return (
             f"no run has taken this node in within {waited_s:.0f} s: {reach}. Check that ftrun "

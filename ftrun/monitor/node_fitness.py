@@ -1,7 +1,7 @@
 """Judges whether a node is fit to run ranks, by its own measurements and against other nodes.
 
 Runs in:  each agent (its own measurements), the agent that leads (those of all nodes), cli. Pure.
-Takes in: `NodeMeasurements` of one check, `Floors` of the profile.
+Takes in: `NodeMeasurements` of one check, the section `preflight` of the profile.
 Gives:    a `NodeFitness` with texts for people; nodes that are far below the others.
 Source:   the warm-up stage of TRANSOM's task life cycle (arXiv 2310.10046): a node tests itself
           before it may join, and a spare replaces a node that fails.
@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from enum import Enum
 
 import msgspec
+
+from ftrun.config.profile import PreflightConfig
 
 MIN_OTHERS = 2
 """With fewer other nodes, the comparison cannot show which node is the slow one."""
@@ -65,18 +67,6 @@ MIN_SHARE = 0.7
 used."""
 
 
-class Floors(msgspec.Struct, frozen=True):
-    """Minimum values for a node, from the profile; 0: no minimum."""
-
-    min_memory_gb_s: float = 0.0
-    min_loopback_mb_s: float = 0.0
-    min_link_mb_s: float = 0.0
-    min_free_memory_mb: float = 0.0
-    min_free_disk_mb: float = 0.0
-    min_open_files: int = 0
-    min_processes: int = 0
-
-
 class NodeFitness(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Result of one check of one node."""
 
@@ -99,13 +89,13 @@ class NodeFitness(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def judge(
-    figures: NodeMeasurements, floors: Floors, *, number: int = 1, is_whole: bool = True
+    figures: NodeMeasurements, floors: PreflightConfig, *, number: int = 1, is_whole: bool = True
 ) -> NodeFitness:
     """Judge one node by its own values.
 
     Args:
         figures: of this check.
-        floors: of the profile.
+        floors: the minimum values of the profile; 0: no minimum.
         number: of this check, counted by its agent from 1.
         is_whole: the check included the measurements.
     """

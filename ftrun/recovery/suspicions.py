@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ftrun.monitor.deadlines import HangDeadlines, HangSettings
+from ftrun.config.profile import HangConfig
+from ftrun.monitor.deadlines import HangDeadlines
 from ftrun.monitor.evidence import RankView
 from ftrun.monitor.hang_detector import find_hang
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_in_words
@@ -40,7 +41,7 @@ class HangFinding:
 class HangSuspicions:
     """The suspected hang of one generation."""
 
-    def __init__(self, settings: HangSettings) -> None:
+    def __init__(self, settings: HangConfig) -> None:
         self._settings = settings
         self._is_over = True
         self._told: Verdict | None = None

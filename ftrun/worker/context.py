@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ftrun.config.profile import SnapshotConfig
 from ftrun.ids import Generation, Incarnation, Rank, RunId, Version, version
 from ftrun.wire import environment as env
 from ftrun.wire.shared_memory.pages import SharedPage
@@ -22,18 +23,6 @@ from ftrun.worker.state.unprotected import UnprotectedReasons
 
 if TYPE_CHECKING:
     from ftrun.worker.verify.recording import Recording
-
-
-class SnapshotSettings(msgspec.Struct, frozen=True):
-    """Snapshot section of the profile; `config.SnapshotConfig` describes each field."""
-
-    enabled: bool = True
-    required: bool = False
-    every: int | str = "auto"
-    overhead_budget: float = 0.02
-    commit_wait_s: float = 2.0
-    proof_first: int = 3
-    proof_every: int = 100
 
 
 @dataclass(frozen=True)
@@ -50,7 +39,7 @@ class WorkerContext:
     arena_fd: int | None
     restore: Version | None
     smp_socket: Path
-    settings: SnapshotSettings
+    settings: SnapshotConfig
     restore_world_size: int | None = None
     """World size of the version to restore; None: equal to `world_size`."""
     skip_batches: int = 0
@@ -98,5 +87,5 @@ def worker_context() -> WorkerContext | None:
         smp_socket=Path(os.environ[env.SMP_SOCKET]),
         restore_world_size=int(get(env.RESTORE_WORLD_SIZE) or 0) or None,
         skip_batches=int(get(env.SKIP_BATCHES) or 0),
-        settings=msgspec.json.decode(get(env.SNAPSHOT, "{}"), type=SnapshotSettings),
+        settings=msgspec.json.decode(get(env.SNAPSHOT, "{}"), type=SnapshotConfig),
     )

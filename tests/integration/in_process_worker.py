@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ftrun import clock
+from ftrun.config.profile import SnapshotConfig
 from ftrun.ids import Generation, Incarnation, Rank, RunId, Version, version
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import protected
@@ -24,7 +25,7 @@ from ftrun.wire.shared_memory.pages import (
 )
 from ftrun.wire.transport.channel import ReceivedMessage, connect
 from ftrun.worker.capture.copying import entry_view
-from ftrun.worker.context import SnapshotSettings, WorkerContext
+from ftrun.worker.context import WorkerContext
 from ftrun.worker.restore import early_restore, ready_memory
 from ftrun.worker.session import Session
 from ftrun.worker.state.attached import AttachedState, Skip, by_name
@@ -93,7 +94,7 @@ class Run:
         self.commands, self.page = SharedPage(self.command_fd), SharedPage(create_page("beat"))
         self.ask(smp_messages.BeginGeneration(0, 1, [0]), self.command_fd)
         # A boundary waits for the SMP, however busy the machine is: none is skipped by chance.
-        self.settings = SnapshotSettings(every=1, commit_wait_s=PATIENCE_S)
+        self.settings = SnapshotConfig(every=1, commit_wait_s=PATIENCE_S)
         self.group: list[protected.NodeAddress] = []
 
     def attach(self, **given: object) -> Session:

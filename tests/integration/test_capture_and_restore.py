@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ftrun import clock
+from ftrun.config.profile import SnapshotConfig
 from ftrun.errors import ShapeChanged, SnapshotCorrupt, ValueNotStorable
 from ftrun.ids import Version
 from ftrun.snapshot.layout import PIECE_BYTES
@@ -29,7 +30,6 @@ from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
 from ftrun.wire.transport.channel import ReceivedMessage
 from ftrun.worker import smp_client as memory_link
 from ftrun.worker.capture.copying import SlotCopy
-from ftrun.worker.context import SnapshotSettings
 from ftrun.worker.restore import early_restore, ready_memory
 from ftrun.worker.session import Session
 from tests.integration.in_process_worker import (
@@ -100,7 +100,7 @@ def test_an_smp_that_stands_still_costs_a_moment_once_in_a_while(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = made()
-    run.settings = SnapshotSettings(every=1, commit_wait_s=0.1)
+    run.settings = SnapshotConfig(every=1, commit_wait_s=0.1)
     asks, asked = memory_link.WorkerSmpClient._ask, []
 
     def ask(self: memory_link.WorkerSmpClient, *given: Any, **how: Any) -> ReceivedMessage:
@@ -155,7 +155,7 @@ def test_weights_copied_under_no_grad_before_the_forward_are_found(
         copy(self, table)
 
     monkeypatch.setattr(SlotCopy, "copy_lazy", copy_late)
-    run.settings = SnapshotSettings(every=1, commit_wait_s=PATIENCE_S, proof_first=0)
+    run.settings = SnapshotConfig(every=1, commit_wait_s=PATIENCE_S, proof_first=0)
     train(run, model, optimizer, before=change)
     assert 1 <= run.page.get(HeartbeatField.DISCARDED_COUNT) <= 2
     assert "model.0.weight" in run.page.note
@@ -433,7 +433,7 @@ def test_a_group_that_was_added_later_is_there_again(run: Run) -> None:
 
 
 def test_snapshot_takes_one_whatever_the_interval_says(run: Run) -> None:
-    run.settings = SnapshotSettings(every=100, commit_wait_s=PATIENCE_S)
+    run.settings = SnapshotConfig(every=100, commit_wait_s=PATIENCE_S)
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
     for at in session.steps(4):
@@ -445,7 +445,7 @@ def test_snapshot_takes_one_whatever_the_interval_says(run: Run) -> None:
 
 
 def test_auto_obeys_the_agent_from_the_step_it_names(run: Run) -> None:
-    run.settings = SnapshotSettings(every="auto", commit_wait_s=PATIENCE_S)
+    run.settings = SnapshotConfig(every="auto", commit_wait_s=PATIENCE_S)
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
     run.commands.set(CommandField.EVERY_FROM_STEP, 4)
@@ -457,7 +457,7 @@ def test_auto_obeys_the_agent_from_the_step_it_names(run: Run) -> None:
 
 
 def test_a_stop_takes_a_last_snapshot_and_waits_at_the_boundary(run: Run) -> None:
-    run.settings = SnapshotSettings(every=100, commit_wait_s=PATIENCE_S)
+    run.settings = SnapshotConfig(every=100, commit_wait_s=PATIENCE_S)
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
     run.commands.set(CommandField.STOP_AFTER_STEP, 2)
@@ -478,7 +478,7 @@ def test_a_seal_that_no_other_rank_follows_is_withdrawn_and_not_waited_for(
 ) -> None:
     monkeypatch.setattr(memory_link, "_WITHDRAW_S", PATIENCE_S)  # the SMP does answer
     run.ask(smp_messages.BeginGeneration(0, 2, [0, 1]), run.command_fd)  # rank 1 never seals
-    run.settings = SnapshotSettings(every=1, commit_wait_s=0.01)
+    run.settings = SnapshotConfig(every=1, commit_wait_s=0.01)
     model, optimizer = made()
     loop(run.attach(model=model, optimizer=optimizer), model, optimizer, 4)
     assert run.page.get(HeartbeatField.SEALED_STEP) == 4
@@ -561,7 +561,7 @@ def test_an_arena_that_is_none_costs_the_preparation_and_nothing_else(run: Run) 
 
 
 def test_a_run_that_is_over_before_its_memory_is_made_waits_for_it(run: Run) -> None:
-    run.settings = SnapshotSettings(every=1, commit_wait_s=0)
+    run.settings = SnapshotConfig(every=1, commit_wait_s=0)
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
     loop(session, model, optimizer, 1)
@@ -569,7 +569,7 @@ def test_a_run_that_is_over_before_its_memory_is_made_waits_for_it(run: Run) -> 
 
 
 def test_an_smp_that_is_gone_costs_snapshots_and_not_the_run(run: Run) -> None:
-    run.settings = SnapshotSettings(every=1, commit_wait_s=0.01)
+    run.settings = SnapshotConfig(every=1, commit_wait_s=0.01)
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
     loop(session, model, optimizer, 3)
@@ -585,7 +585,7 @@ def test_what_falls_due_while_a_version_is_protected_is_skipped_and_not_waited_f
     run: Run,
 ) -> None:
     run.be_led()
-    run.settings = SnapshotSettings(every=1, commit_wait_s=60)  # longer than this test may take
+    run.settings = SnapshotConfig(every=1, commit_wait_s=60)  # longer than this test may take
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
     loop(session, model, optimizer, 4)
@@ -604,7 +604,7 @@ def test_a_rank_that_has_skipped_what_others_may_have_taken_waits_for_a_later_st
     run: Run,
 ) -> None:
     run.be_led()
-    run.settings = SnapshotSettings(every=1, commit_wait_s=60)
+    run.settings = SnapshotConfig(every=1, commit_wait_s=60)
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
     loop(session, model, optimizer, 4)

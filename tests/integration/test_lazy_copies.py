@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import nn
 
+from ftrun.config.profile import SnapshotConfig
 from ftrun.snapshot.layout import PIECE_BYTES
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.capture import copying
 from ftrun.worker.capture.accumulation import AccumulationTracker
 from ftrun.worker.capture.laziness import LazyCopyCheck
-from ftrun.worker.context import SnapshotSettings
 from ftrun.worker.process import heartbeat
 from ftrun.worker.session import Session
 from ftrun.worker.state.optimizer_watch import OptimizerWatch
@@ -38,7 +38,7 @@ Tensors = dict[str, torch.Tensor]
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     with closing(Run(tmp_path)) as one:
-        one.settings = SnapshotSettings(every=1, commit_wait_s=PATIENCE_S, proof_first=0)
+        one.settings = SnapshotConfig(every=1, commit_wait_s=PATIENCE_S, proof_first=0)
         yield one
 
 
@@ -426,7 +426,7 @@ def test_a_bug_in_ftrun_ends_protection_and_not_the_training(
 ) -> None:
     break_it(owner, name, monkeypatch)
     model, optimizer = made()
-    run.settings = SnapshotSettings(every=1, commit_wait_s=PATIENCE_S, proof_first=1)
+    run.settings = SnapshotConfig(every=1, commit_wait_s=PATIENCE_S, proof_first=1)
     session = run.attach(model=model, optimizer=optimizer)
     for _ in session.steps(LAST):
         with session.phase("eval"):

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from ftrun import clock
+from ftrun.config.profile import SnapshotConfig
 from ftrun.errors import MemoryTooSmall
 from ftrun.wire.shared_memory.arena import Arena, arena_bytes
 from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
 from ftrun.worker import smp_client as memory_link
 from ftrun.worker.capture import slots
-from ftrun.worker.context import SnapshotSettings
 from ftrun.worker.session import Session
 from tests.integration.conftest import Run as FtrunRun
 from tests.integration.conftest import Start
@@ -193,7 +193,7 @@ def test_a_state_that_fits_again_is_protected_at_once(run: Run) -> None:
 
 
 def test_required_snapshots_end_the_script_at_the_boundary(run: Run) -> None:
-    run.settings = SnapshotSettings(every=1, commit_wait_s=PATIENCE_S, required=True)
+    run.settings = SnapshotConfig(every=1, commit_wait_s=PATIENCE_S, required=True)
     training = Training(run)
 
     def act(at: int) -> None:
@@ -290,7 +290,7 @@ def test_what_will_not_fit_is_told_at_attach_and_protected_when_there_is_room(ru
     with memory_cgroup() as group:
         group.add(run.smp.pid)
         group.limit(group.used_bytes + 16 * MB)
-        wanted, run.settings = run.settings, SnapshotSettings(every=1, required=True)
+        wanted, run.settings = run.settings, SnapshotConfig(every=1, required=True)
         with pytest.raises(MemoryTooSmall, match="two slots for 1 rank"):
             Training(run, width=1200)
         run.settings = wanted
@@ -326,7 +326,7 @@ class Hoarder(torch.optim.SGD):
 
 
 def test_a_state_larger_than_was_guessed_is_told_before_the_first_snapshot(run: Run) -> None:
-    run.settings = SnapshotSettings(every=1000, commit_wait_s=PATIENCE_S)
+    run.settings = SnapshotConfig(every=1000, commit_wait_s=PATIENCE_S)
     with memory_cgroup() as group:
         group.add(run.smp.pid)
         group.limit(group.used_bytes + 8 * MB)

@@ -16,9 +16,9 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader
 
+from ftrun.config.profile import SnapshotConfig
 from ftrun.errors import UsageError, ValueNotStorable
 from ftrun.wire.shared_memory.pages import HeartbeatField
-from ftrun.worker.context import SnapshotSettings
 from ftrun.worker.process import lease
 from ftrun.worker.session import Session
 from ftrun.worker.state.data_position import DataPosition
@@ -307,7 +307,7 @@ def test_an_optimizer_that_was_wrapped_since_the_snapshot_is_restored_without_th
 
 
 def test_gradients_that_stay_while_others_step_are_reported(run: Run) -> None:
-    run.settings = SnapshotSettings(every=1000)
+    run.settings = SnapshotConfig(every=1000)
     model = network()
     first, last = model[0], model[2]  # type: ignore[index]
     optimizers = {"first": adam(first), "last": adam(last)}

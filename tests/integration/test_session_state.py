@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader
 
 import ftrun
 from ftrun import clock
+from ftrun.config.profile import SnapshotConfig
 from ftrun.errors import UsageError
 from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
-from ftrun.worker.context import SnapshotSettings
 from ftrun.worker.session import Session
 from tests.integration.in_process_worker import PATIENCE_S, Run
 
-EVERY_THIRD = SnapshotSettings(every=3, commit_wait_s=PATIENCE_S)
+EVERY_THIRD = SnapshotConfig(every=3, commit_wait_s=PATIENCE_S)
 
 
 @pytest.fixture

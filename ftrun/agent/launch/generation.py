@@ -26,7 +26,7 @@ from ftrun.agent.snapshots.resume import sources_of
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.agent.snapshots.stub_link import StubClient
 from ftrun.agent.snapshots.topology import begin_generation, claim_of, load_order
-from ftrun.config import RunSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.errors import DirectoryTaken, PeerError, SnapshotError
 from ftrun.ids import Version, version
 from ftrun.journal import Journal

@@ -26,7 +26,8 @@ from ftrun.agent.observe.flight_recorder import RecordedCollective, parse_entrie
 from ftrun.agent.observe.introspection import RankStack, take_stack
 from ftrun.agent.observe.process_facts import ProcessState, process_facts
 from ftrun.agent.observe.sampler import Sampler
-from ftrun.monitor.deadlines import HangDeadlines, HangSettings
+from ftrun.config.profile import HangConfig
+from ftrun.monitor.deadlines import HangDeadlines
 from ftrun.monitor.evidence import CollectiveCall, Frame, ProcessGroupView, RankView, own_functions
 from ftrun.monitor.page_values import quantile_s
 from ftrun.monitor.process_groups import decode_groups
@@ -74,7 +75,7 @@ class _Memory:
 class RankObserver:
     """Observes the ranks of one agent."""
 
-    def __init__(self, unused_fds: "SimpleQueue[int]", settings: HangSettings) -> None:
+    def __init__(self, unused_fds: "SimpleQueue[int]", settings: HangConfig) -> None:
         self.p99_s = 0.0
         """Duration of the slowest rank's steps, 99th percentile; 0 before there are any."""
         self.views: tuple[RankView, ...] = ()

@@ -12,7 +12,7 @@ Rule 2: checkpoints of other runs in the directory count with `auto` only, also 
 import os
 from dataclasses import dataclass
 
-from ftrun.config import RunSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.urls import is_url, without_password
 from ftrun.wire.messages.checkpoint import INDEX_NAME
 

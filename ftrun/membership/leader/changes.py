@@ -18,10 +18,10 @@ Rule 4: a node that was asked to leave trains until it is clear that the run doe
 
 from collections.abc import Collection
 
+from ftrun.config.cluster import MembershipSettings
 from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 from ftrun.recovery.generation_monitor import GenerationMonitor
-from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import GenerationPlan
 
 
@@ -57,7 +57,7 @@ class BoundaryReconfiguration:
         """Why to begin a ballot now; empty if there is no reason."""
         if now_s < self._look_s:
             return ""
-        self._look_s = now_s + self._settings.heartbeat_s / 2
+        self._look_s = now_s + self._settings.times.heartbeat_s / 2
         newcomers = [peer for peer in peers if _is_newcomer(peer, plan, aside)]
         oversight.num_spares = len(newcomers)
         if self._boundary >= 0:
@@ -123,7 +123,9 @@ class BoundaryReconfiguration:
     def _wish_to_grow(self, plan: GenerationPlan, newcomers: list[PeerState], now_s: float) -> str:
         if len(plan.members) >= self._settings.wishes.max_nodes or not newcomers:
             return ""
-        has_settled = now_s - max(peer.here_s for peer in newcomers) >= self._settings.settle_s
+        has_settled = (
+            now_s - max(peer.here_s for peer in newcomers) >= self._settings.times.settle_s
+        )
         return self._growth(plan, newcomers) if has_settled else ""
 
     def _growth(self, plan: GenerationPlan, newcomers: list[PeerState]) -> str:
@@ -140,7 +142,7 @@ class BoundaryReconfiguration:
         now_s: float,
     ) -> Verdict | None:
         """The verdict on a node that was slow for `evict_after_s`, if a spare is present."""
-        slow = self._settings.slow
+        slow = self._settings.profile.slow
         if slow.action != "evict" or not newcomers:
             return None
         lasting = oversight.watching.slow.lasting(slow.evict_after_s, now_s=now_s)

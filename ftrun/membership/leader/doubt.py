@@ -10,8 +10,8 @@ Rule 2: if the lease stays expired, only a ballot restores it: the nodes do not 
         agents were restarted and cannot report what their predecessors promised.
 """
 
+from ftrun.config.cluster import MembershipSettings
 from ftrun.membership.leader.failure_detector import FailureDetector
-from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import GenerationPlan
 
 
@@ -39,4 +39,4 @@ class LeadershipLease:
 
     def stays(self, *, now_s: float) -> bool:
         """Whether it has been expired for at least `deadline_s`."""
-        return self.is_on and now_s - self._since_s >= self._settings.deadline_s
+        return self.is_on and now_s - self._since_s >= self._settings.times.deadline_s

@@ -26,11 +26,11 @@ from collections.abc import Collection
 
 import msgspec
 
+from ftrun.config.cluster import MembershipSettings
 from ftrun.membership.ballots import carries, electorate, electorate_of
 from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
 from ftrun.recovery.commands import Command, JournalEntry, Send
 from ftrun.recovery.generation_monitor import GenerationMonitor
-from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import (
     WITNESS,
     Edition,
@@ -93,7 +93,7 @@ class VoterReconfiguration:
         """Starts a change that tolerates more losses; repeats the pending one."""
         if now_s < self._look_s:
             return []
-        self._look_s = now_s + self._settings.heartbeat_s / 2
+        self._look_s = now_s + self._settings.times.heartbeat_s / 2
         spares = self._standing_by(plan, peers, now_s)
         last = self.wanted.roster if self.wanted is not None else plan.roster
         witness = self._witness(plan, peers, len(plan.members) + len(spares), now_s)
@@ -101,7 +101,9 @@ class VoterReconfiguration:
         voters = electorate_of(changed)
         is_same = self.wanted is not None and electorate_of(self.wanted) == voters
         bears_more = _bears(voters, voters) > _bears(electorate_of(plan), _alive(peers, plan))
-        is_bound = not witness and peers.witness.has_been_away(self._settings.settle_s, now_s=now_s)
+        is_bound = not witness and peers.witness.has_been_away(
+            self._settings.times.settle_s, now_s=now_s
+        )
         is_other = voters != electorate_of(plan) and not is_same
         if is_other and (bears_more or (is_bound and plan.witness)):
             self._give_up()
@@ -134,7 +136,7 @@ class VoterReconfiguration:
 
     def _ask(self, peers: FailureDetector, now_s: float) -> list[Command]:
         wanted = self.wanted
-        if wanted is None or now_s - self._asked_s < 2 * self._settings.heartbeat_s:
+        if wanted is None or now_s - self._asked_s < 2 * self._settings.times.heartbeat_s:
             return []
         self._asked_s = now_s
         asked = electorate(wanted.voters) | {
@@ -150,12 +152,12 @@ class VoterReconfiguration:
         self, plan: GenerationPlan, peers: FailureDetector, num_nodes: int, now_s: float
     ) -> int:
         """Incarnation of the witness if it votes next to this number of nodes; else 0."""
-        witness, for_s = peers.witness, self._settings.settle_s
+        witness, for_s = peers.witness, self._settings.times.settle_s
         if num_nodes % 2 or num_nodes < 2:
             return 0
         if plan.witness and plan.witness == witness.life:
             return 0 if witness.has_been_away(for_s, now_s=now_s) else plan.witness
-        holds = witness.holds(witness.life, self._settings.cut_off_s, now_s=now_s)
+        holds = witness.holds(witness.life, self._settings.times.stop_cut_off_s, now_s=now_s)
         return witness.life if holds and witness.has_been_there(for_s, now_s=now_s) else 0
 
     def _standing_by(
@@ -174,7 +176,7 @@ class VoterReconfiguration:
     def _may_vote(self, peer: PeerState, plan: GenerationPlan, now_s: float) -> bool:
         if peer.lost or peer.is_mute or peer.is_leaving or not peer.linked:
             return False
-        has_stayed = now_s - peer.here_s >= self._settings.settle_s
+        has_stayed = now_s - peer.here_s >= self._settings.times.settle_s
         return has_stayed and peer.promised <= plan.generation
 
 

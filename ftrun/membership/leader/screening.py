@@ -18,12 +18,12 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
+from ftrun.config.cluster import MembershipSettings
 from ftrun.membership.ballots import Ballot
 from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
 from ftrun.membership.leader.rank_assignment import RankAssignment, TooFewNodes, assign
 from ftrun.monitor.node_fitness import far_below
 from ftrun.recovery.commands import JournalEntry
-from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
 from ftrun.wire.cluster.heartbeats import LeaderHeartbeat
 
@@ -127,7 +127,7 @@ class Admission:
             for peer in self._peers
             if peer.card.node_id in here and peer.fitness is not None
         }
-        slow = far_below(figures, self._settings.warn_below)
+        slow = far_below(figures, self._settings.profile.preflight.warn_below)
         new = {one: what for one, what in slow.items() if self._slow_told.get(one) != what}
         self._slow_told.update(new)
         return [

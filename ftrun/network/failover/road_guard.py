@@ -9,10 +9,10 @@ Survives: any exception: it is reported once, and this leader monitors no path a
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from ftrun.config.cluster import MembershipSettings
 from ftrun.network.failover.path_monitor import NodesHere, PathMonitor
 from ftrun.recovery.commands import Command, JournalEntry
 from ftrun.recovery.health import HealthMonitor
-from ftrun.recovery.settings import NetworkSettings
 from ftrun.recovery.slow_watch import SlowSuspicions
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
 from ftrun.wire.cluster.messages import ProbeLinkResult, ProbePathResult, RoadWord
@@ -24,7 +24,7 @@ T = TypeVar("T")
 class GuardedPathMonitor:
     """The path monitor of one leader; the leader calls `PathMonitor` only through this class."""
 
-    def __init__(self, me: str, settings: NetworkSettings, peers: NodesHere) -> None:
+    def __init__(self, me: str, settings: MembershipSettings, peers: NodesHere) -> None:
         self._roads = PathMonitor(me, settings, peers)
         self._notes: list[JournalEntry] = []
         self._is_off = False

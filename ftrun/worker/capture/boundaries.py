@@ -16,8 +16,8 @@ turns without snapshot activity. This includes encoding and sending, because the
 import math
 from enum import Enum, auto
 
+from ftrun.config.profile import SnapshotConfig
 from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField, SharedPage
-from ftrun.worker.context import SnapshotSettings
 
 _LONGEST = 10_000
 _WEIGHT = 0.1
@@ -48,7 +48,7 @@ class _Mean:
 class SnapshotSchedule:
     """Snapshot interval of one rank, and the measured cost of a snapshot."""
 
-    def __init__(self, settings: SnapshotSettings, page: SharedPage, commands: SharedPage) -> None:
+    def __init__(self, settings: SnapshotConfig, page: SharedPage, commands: SharedPage) -> None:
         self._settings = settings
         self._page = page
         self._commands = commands

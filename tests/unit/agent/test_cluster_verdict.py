@@ -4,9 +4,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from ftrun.agent.publish.cluster_status import cluster_status
+from ftrun.config.cluster import ClusterSize
 from ftrun.events import ExitKind
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
-from ftrun.recovery.settings import ClusterSize
 from ftrun.recovery.suspicions import HangFinding
 from ftrun.wire.cluster.heartbeats import Heartbeat
 from tests.unit.recovery.agents import Agents

@@ -6,7 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from ftrun.agent.snapshots.resume import CheckpointSource, sources_of
-from ftrun.config import Profile, RunSpec
+from ftrun.config.profile import Profile
+from ftrun.config.run_spec import RunSpec
 
 LIFE = "1f2e3d"
 

@@ -8,7 +8,7 @@ import pytest
 
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.agent.snapshots.topology import begin_generation
-from ftrun.config import RunSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard, PlanMember
 from ftrun.wire.cluster.rails import NetworkPlan, Rail
 from ftrun.wire.messages.smp import BeginGeneration

@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from unit.monitor.ranks import World, play, view, views_of
 
-from ftrun.monitor.deadlines import HangSettings
+from ftrun.config.profile import HangConfig
 from ftrun.monitor.evidence import CollectiveCall, ProcessGroupView, RankView, own_functions
 from ftrun.monitor.hang_detector import find_hang
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 
-SETTINGS = HangSettings()
+SETTINGS = HangConfig()
 LIMIT_S = 8.5
 
 

@@ -1,13 +1,13 @@
 """Growth and eviction: at a step boundary, so that no step is lost."""
 
+from ftrun.config.cluster import ClusterSize, MembershipSettings
 from ftrun.membership.leader.changes import BoundaryReconfiguration
 from ftrun.membership.leader.failure_detector import FailureDetector
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.generation_monitor import GenerationMonitor
-from ftrun.recovery.settings import ClusterSize, MembershipSettings
 from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.cluster.heartbeats import Heartbeat
-from tests.unit.recovery.made import POLICY, card, meet, plan, settings
+from tests.unit.recovery.made import card, meet, plan, settings
 
 SETTINGS = settings(wishes=ClusterSize(2, 4, 0), heartbeat_s=0.5, settle_s=5.0, answer_s=30.0)
 PLAN = plan(1, "ab")
@@ -18,7 +18,7 @@ class Run:
 
     def __init__(self, wishes: MembershipSettings = SETTINGS, *, attached: bool = True) -> None:
         self.peers = FailureDetector(card("a"), wishes)
-        self.oversight = GenerationMonitor(POLICY, wishes, pairs=PairCheck())
+        self.oversight = GenerationMonitor(wishes, pairs=PairCheck())
         self.changes = BoundaryReconfiguration(wishes)
         self.oversight.begin(PLAN, now_s=0.0)
         for one in "ab":

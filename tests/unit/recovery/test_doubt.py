@@ -4,7 +4,7 @@ from ftrun.membership.leader.doubt import LeadershipLease
 from ftrun.membership.leader.failure_detector import FailureDetector
 from tests.unit.recovery.made import card, meet, plan, settings
 
-SETTINGS = settings(deadline_s=3.0, cut_off_s=2.0)
+SETTINGS = settings(deadline_s=3.0, stop_cut_off_s=2.0)
 PLAN = plan(1, "abc")
 
 

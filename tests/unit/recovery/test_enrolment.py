@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
+from ftrun.config.cluster import ClusterSize
 from ftrun.membership.ballots import electorate
 from ftrun.membership.leader.failure_detector import FailureDetector
 from ftrun.membership.leader.reconfiguration import VoterReconfiguration
 from ftrun.recovery.commands import Command, Send
-from ftrun.recovery.settings import ClusterSize
 from ftrun.wire.cluster.generation import FailureHistory, GenerationPlan, VoterSet
 from ftrun.wire.cluster.membership import Accept, Accepted
 from tests.unit.recovery.made import card, meet, plan, settings

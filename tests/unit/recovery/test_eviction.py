@@ -1,26 +1,28 @@
 """A node that holds the others up is replaced on wish: at a boundary, or at once if it hangs."""
 
-from dataclasses import replace
-
 import msgspec
+from made_settings import changed
 from unit.recovery.test_hang_watch import hang
 from unit.recovery.test_watching import beat, sample, slow_link, told
 
+from ftrun.config.cluster import ClusterSize, MembershipSettings
+from ftrun.config.profile import HangConfig, SlowConfig
 from ftrun.membership.leader.changes import BoundaryReconfiguration
 from ftrun.membership.leader.failure_detector import FailureDetector
-from ftrun.monitor.deadlines import HangSettings
 from ftrun.monitor.slow.clock_offsets import ClockOffset
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import Send
 from ftrun.recovery.generation_monitor import GenerationMonitor
-from ftrun.recovery.settings import ClusterSize, MembershipSettings, SlowSettings
 from ftrun.wire.cluster.heartbeats import Heartbeat, RestartTimes
 from ftrun.wire.cluster.messages import ProbeLinkRequest, ProbeLinkResult
-from tests.unit.recovery.made import POLICY, card, meet, plan, settings
+from tests.unit.recovery.made import card, meet, plan, settings
 
 PLAN = plan(1, [card("a", num_ranks=2), card("b", num_ranks=2)], spares="s")
 EVICT = settings(
-    wishes=ClusterSize(2, 2, 1), heartbeat_s=0.5, answer_s=30.0, slow=SlowSettings("evict", 20.0)
+    wishes=ClusterSize(2, 2, 1),
+    heartbeat_s=0.5,
+    answer_s=30.0,
+    slow=SlowConfig(action="evict", evict_after_s=20.0),
 )
 
 
@@ -29,7 +31,7 @@ class Run:
 
     def __init__(self, wishes: MembershipSettings = EVICT, *, spare: bool = True) -> None:
         self.peers = FailureDetector(card("a"), wishes)
-        self.oversight = GenerationMonitor(POLICY, wishes, "a", pairs=PairCheck())
+        self.oversight = GenerationMonitor(wishes, "a", pairs=PairCheck())
         self.changes = BoundaryReconfiguration(wishes)
         self.oversight.begin(PLAN, now_s=0.0)
         clock = ClockOffset()
@@ -101,7 +103,7 @@ def test_the_node_of_a_rank_that_stays_slow_is_evicted_at_a_boundary() -> None:
 
 
 def test_by_default_it_is_only_told() -> None:
-    run = slow_run(replace(EVICT, slow=SlowSettings()))
+    run = slow_run(changed(EVICT, slow=SlowConfig()))
     assert run.boundary == -1
     assert len(told(run.oversight, "Verdict")) == 1
 
@@ -111,7 +113,7 @@ def test_where_nobody_stands_by_it_is_only_told() -> None:
 
 
 def test_what_passes_is_left_alone() -> None:
-    run = Run(replace(EVICT, slow=SlowSettings("evict", 60.0)))
+    run = Run(changed(EVICT, slow=SlowConfig(action="evict", evict_after_s=60.0)))
     run.go(1, 30, 0.0)
     run.go(30, 60, 0.08)
     run.go(60, 150, 0.0)
@@ -158,7 +160,7 @@ def test_a_node_whose_rank_hangs_is_evicted_where_that_is_wished_and_possible() 
         ("evict", False, set()),
         ("restart", True, set()),
     ):
-        run = Run(replace(EVICT, hang=HangSettings(action=action)), spare=spare)
+        run = Run(changed(EVICT, hang=HangConfig(action=action)), spare=spare)
         run.go(1, 5, 0.0)
         for number in range(3):
             views = hang(12.0 + number)

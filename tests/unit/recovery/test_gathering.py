@@ -2,9 +2,9 @@
 
 import msgspec
 
+from ftrun.config.cluster import ClusterSize
 from ftrun.membership.gathering import InitialQuorum
 from ftrun.recovery.commands import Send
-from ftrun.recovery.settings import ClusterSize
 from ftrun.wire.cluster.generation import NodeCard
 from ftrun.wire.cluster.membership import Join, JoinPending, JoinRejected
 from tests.unit.recovery.made import card, settings

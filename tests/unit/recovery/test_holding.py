@@ -2,7 +2,7 @@
 
 import pytest
 
-from ftrun.recovery.settings import ClusterSize
+from ftrun.config.cluster import ClusterSize
 from tests.unit.recovery.agents import STEP_S, Agents
 from tests.unit.recovery.made import settings
 

@@ -7,16 +7,16 @@ import pytest
 from unit.monitor.test_hangs import behind, waiting
 from unit.recovery.test_watching import beat
 
-from ftrun.monitor.deadlines import HangSettings
+from ftrun.config.cluster import ClusterSize
+from ftrun.config.profile import HangConfig
 from ftrun.monitor.evidence import RankView
 from ftrun.monitor.verdicts import VerdictKind
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import StartGeneration
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.recovery.lost_links import lost_links, with_lost_links
-from ftrun.recovery.settings import ClusterSize
 from ftrun.wire.cluster.heartbeats import Heartbeat
-from tests.unit.recovery.made import POLICY, card, plan, settings
+from tests.unit.recovery.made import card, plan, settings
 
 MEMBERS = [card("a"), card("b"), card("c"), card("d")]
 PLAN = plan(1, MEMBERS, spares="s")
@@ -80,8 +80,7 @@ class Run:
 
     def __init__(self, *, spares: int = 1, action: str = "restart") -> None:
         self.oversight = GenerationMonitor(
-            POLICY,
-            settings(wishes=ClusterSize(4, 4, 1), hang=HangSettings(action=action)),
+            settings(wishes=ClusterSize(4, 4, 1), hang=HangConfig(action=action)),
             "a",
             pairs=PairCheck(),
         )

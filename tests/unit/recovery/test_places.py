@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
+from ftrun.config.cluster import ClusterSize
 from ftrun.membership.leader.rank_assignment import RankAssignment, TooFewNodes, assign, first_order
-from ftrun.recovery.settings import ClusterSize
 from ftrun.wire.cluster.generation import NodeCard
 from tests.unit.recovery.made import card, cards, plan
 

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from ftrun.config.cluster import ClusterSize
 from ftrun.events import ExitKind
 from ftrun.membership.events import NodeChecked, RanksStuck
 from ftrun.membership.leader.failure_detector import FailureDetector
@@ -10,7 +11,6 @@ from ftrun.membership.leader.rank_assignment import RankAssignment, TooFewNodes
 from ftrun.membership.leader.screening import Admission
 from ftrun.monitor.node_fitness import CheckOutcome, NodeFitness, NodeMeasurements
 from ftrun.recovery.commands import JournalEntry, RepeatNodeCheck
-from ftrun.recovery.settings import ClusterSize
 from ftrun.wire.cluster.heartbeats import LeaderHeartbeat
 from tests.unit.recovery.agents import Agents
 from tests.unit.recovery.made import card, plan, settings

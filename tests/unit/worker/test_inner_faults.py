@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ftrun import clock
+from ftrun.config.profile import SnapshotConfig
 from ftrun.ids import Generation, Incarnation, Rank, RunId
 from ftrun.wire.fault_orders import FaultOrder, FaultPage, make_order
 from ftrun.wire.shared_memory.pages import (
@@ -18,7 +19,7 @@ from ftrun.wire.shared_memory.pages import (
     create_command_page,
     create_page,
 )
-from ftrun.worker.context import SnapshotSettings, WorkerContext
+from ftrun.worker.context import WorkerContext
 from ftrun.worker.process import in_process_faults as inner_faults
 from ftrun.worker.process.in_process_faults import FaultProgress, InProcessFaults, slow_input
 
@@ -43,7 +44,7 @@ def context(tmp_path: Path) -> WorkerContext:
         arena_fd=None,
         restore=None,
         smp_socket=tmp_path / "smp.sock",
-        settings=SnapshotSettings(),
+        settings=SnapshotConfig(),
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ftrun import clock
+from ftrun.config.profile import SnapshotConfig
 from ftrun.ids import Generation, Incarnation, Rank, RunId
 from ftrun.wire.shared_memory.pages import (
     CommandField,
@@ -21,7 +22,7 @@ from ftrun.wire.shared_memory.pages import (
     create_command_page,
     create_page,
 )
-from ftrun.worker.context import SnapshotSettings, WorkerContext
+from ftrun.worker.context import WorkerContext
 from ftrun.worker.process import lease
 
 WAIT_S = 60.0
@@ -60,7 +61,7 @@ def context() -> WorkerContext:
         arena_fd=None,
         restore=None,
         smp_socket=Path("none"),
-        settings=SnapshotSettings(),
+        settings=SnapshotConfig(),
     )
 
 

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 
+from ftrun.config.profile import SnapshotConfig
 from ftrun.errors import ValueNotStorable
 from ftrun.ids import Generation, Incarnation, Rank, RunId
 from ftrun.wire.shared_memory.pages import (
@@ -14,7 +15,7 @@ from ftrun.wire.shared_memory.pages import (
     create_page,
 )
 from ftrun.worker.capture.copying import CopyThread
-from ftrun.worker.context import SnapshotSettings, WorkerContext
+from ftrun.worker.context import WorkerContext
 from ftrun.worker.process import finite, heartbeat
 from ftrun.worker.state.unprotected import UnprotectedReasons
 
@@ -69,7 +70,7 @@ def test_a_fault_after_an_optimizer_step_stays_within_ftrun(
         arena_fd=None,
         restore=None,
         smp_socket=tmp_path,  # type: ignore[arg-type]
-        settings=SnapshotSettings(),
+        settings=SnapshotConfig(),
     )
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     monkeypatch.setattr(finite, "check", broken)
