@@ -7,7 +7,8 @@ Gives:    each `Problem`: the path, what is allowed, the value, a suggestion for
 `Meta.extra` of a field may hold:
     wanted:   words for what is allowed, if the type does not say it well.
     read:     converts a value before the check; raises ValueError.
-    problems: finds problems that the type cannot express, in a value of the right type.
+    problems: finds problems that the type cannot express, in a value of the right type that is
+              neither a list nor a struct.
 """
 
 import difflib
@@ -110,9 +111,9 @@ def check(value: object, wanted: Any, found: list[Problem], path: Path = ()) -> 
     except msgspec.ValidationError:
         hint = suggestion(str(given), choices_of(wanted))
         found.append(Problem(path, f"should be {allowed(wanted)}, and is {given!r}{hint}"))
-    else:
-        if problems := kind.extra("problems"):
-            found += [Problem(path, text) for text in problems(value)]
+        return value
+    if problems := kind.extra("problems"):
+        found += [Problem(path, text) for text in problems(value)]
     return value
 
 
@@ -189,5 +190,7 @@ def _limits(kind: _FieldType) -> Iterator[str]:
         yield f"above {above:g}"
         if highest is not None:
             yield f"and at most {highest:g}"
+    elif highest is not None:
+        yield f"of at most {highest:g}"
     if kind.limit("min_length"):
         yield "that is not empty"

@@ -53,7 +53,7 @@ def test_a_lost_spare_has_no_vote_and_still_counts_among_all() -> None:
 
 
 def test_a_witness_that_is_away_does_not_vote() -> None:
-    made = protected("ab", 0, least=1, witness=True)
+    made = protected("ab", 0, least=1, etcd=["etcd:2379"])
     assert made.plan("a").witness
     assert "survives any 1 node, back to step 8" in verdict(made)
     made.outside.away.update("ab")
