@@ -6,10 +6,10 @@ Patience: a wait that says what it waits for, and ends with what to check.
 import msgspec
 import pytest
 
+from ftrun.config.cluster import ClusterSize
 from ftrun.errors import ExitCode
 from ftrun.membership.gathering import SAY_EVERY_S, InitialQuorum, JoinTimeout
 from ftrun.recovery.commands import EndRun, JournalEntry, Send
-from ftrun.recovery.settings import ClusterSize
 from ftrun.wire.cluster.generation import NodeCard
 from ftrun.wire.cluster.membership import Join, JoinPending, JoinRejected
 from tests.unit.recovery.made import card, settings

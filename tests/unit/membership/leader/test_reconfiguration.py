@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from unit.recovery.test_health import beat, sample, slow_link, told
 from unit.recovery.test_suspicions import hang
 
+from ftrun.config.cluster import ClusterSize, MembershipSettings
+from ftrun.config.profile import HangConfig, SlowConfig
 from ftrun.membership.ballots import electorate
 from ftrun.membership.leader.failure_detector import FailureDetector
 from ftrun.membership.leader.reconfiguration import BoundaryReconfiguration, VoterReconfiguration
 from ftrun.monitor.slow.samples import ClockOffset
-from ftrun.monitor.wait_graph import HangSettings
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import Command, Send
 from ftrun.recovery.generation_monitor import GenerationMonitor
-from ftrun.recovery.settings import ClusterSize, MembershipSettings, SlowSettings
 from ftrun.wire.cluster.generation import FailureHistory, GenerationPlan, VoterSet
 from ftrun.wire.cluster.membership import Accept, Accepted, Heartbeat, RestartTimes
 from ftrun.wire.cluster.messages import ProbeLinkRequest, ProbeLinkResult
@@ -511,7 +511,7 @@ def test_without_snapshots_a_wish_is_met_at_once() -> None:
 
 PLAN_OF_EVICTION = plan(1, [card("a", num_ranks=2), card("b", num_ranks=2)], spares="s")
 EVICT = settings(
-    wishes=ClusterSize(2, 2, 1), heartbeat_s=0.5, answer_s=30.0, slow=SlowSettings("evict", 20.0)
+    wishes=ClusterSize(2, 2, 1), heartbeat_s=0.5, answer_s=30.0, slow=SlowConfig("evict", 20.0)
 )
 
 
@@ -596,7 +596,7 @@ def test_the_node_of_a_rank_that_stays_slow_is_evicted_at_a_boundary() -> None:
 
 
 def test_by_default_it_is_only_told() -> None:
-    run = slow_run(replace(EVICT, slow=SlowSettings()))
+    run = slow_run(replace(EVICT, slow=SlowConfig()))
     assert run.boundary == -1
     assert len(told(run.oversight, "Verdict")) == 1
 
@@ -606,7 +606,7 @@ def test_where_nobody_stands_by_it_is_only_told() -> None:
 
 
 def test_what_passes_is_left_alone() -> None:
-    run = RunOfEviction(replace(EVICT, slow=SlowSettings("evict", 60.0)))
+    run = RunOfEviction(replace(EVICT, slow=SlowConfig("evict", 60.0)))
     run.go(1, 30, 0.0)
     run.go(30, 60, 0.08)
     run.go(60, 150, 0.0)
@@ -653,7 +653,7 @@ def test_a_node_whose_rank_hangs_is_evicted_where_that_is_wished_and_possible() 
         ("evict", False, set()),
         ("restart", True, set()),
     ):
-        run = RunOfEviction(replace(EVICT, hang=HangSettings(action=action)), spare=spare)
+        run = RunOfEviction(replace(EVICT, hang=HangConfig(action=action)), spare=spare)
         run.go(1, 5, 0.0)
         for number in range(3):
             views = hang(12.0 + number)
