@@ -10,7 +10,7 @@ from ftrun.membership.fencing import SelfFencing
 from tests.unit.membership.agents import STEP_S, Agents
 from tests.unit.recovery.made import settings
 
-SETTINGS = settings(heartbeat_s=0.5, cut_off_s=2.0)
+SETTINGS = settings(heartbeat_s=0.5, stop_cut_off_s=2.0)
 
 
 def waiting() -> SelfFencing:

@@ -191,7 +191,7 @@ def test_a_node_is_heard_for_two_heartbeats_and_this_one_always() -> None:
     assert [one.node_id for one in made.here] == ["a"]
 
 
-SETTINGS_OF_LEASE = settings(deadline_s=3.0, cut_off_s=2.0)
+SETTINGS_OF_LEASE = settings(deadline_s=3.0, stop_cut_off_s=2.0)
 PLAN = plan(1, "abc")
 
 

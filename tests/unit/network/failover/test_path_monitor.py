@@ -72,7 +72,8 @@ class World:
             meet(self.peers, one, now_s=1.0)
         self.watching = HealthMonitor(settings(), "a", PairCheck())
         self.slow = self.watching.slow = Slow()
-        self.roads = road_watch.PathMonitor("a", NetworkConfig(plan=mode, **more), self.peers)
+        wishes = settings(network=NetworkConfig(plan=mode, rails=list(rails)), **more)
+        self.roads = road_watch.PathMonitor("a", wishes, self.peers)
         self.now_s = 1.0
         self.rate: Rate = lambda road: 1e9
         self.asked: list[ProbePathRequest] = []
