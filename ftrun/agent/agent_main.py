@@ -27,7 +27,7 @@ from ftrun.agent.snapshots.retained_memory import (
     newer,
 )
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
-from ftrun.config import RunSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.errors import ExitCode, FtrunError, InternalError, PeerError
 from ftrun.journal import Journal
 from ftrun.wire.run_environment import RunFolder

@@ -8,7 +8,7 @@ Gives:    one block of fewer than 25 lines: first cause, the user's own line, wh
 from dataclasses import dataclass
 
 from ftrun.agent.launch.generation import GenerationRunner
-from ftrun.config import RunSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.errors import ExitCode
 from ftrun.recovery.commands import EndRun
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from msgspec.structs import asdict
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from ftrun import clock
@@ -43,12 +42,10 @@ from ftrun.agent.publish.observers import Observers
 from ftrun.agent.report import NodeReporter
 from ftrun.agent.snapshots.retained_memory import PersistedAgentState, StubClient
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
-from ftrun.config import RunSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.errors import PeerError, UsageError
 from ftrun.journal import Journal
-from ftrun.monitor.wait_graph import HangSettings
 from ftrun.recovery.commands import EndRun
-from ftrun.recovery.supervisor import Policy
 from ftrun.urls import without_password
 from ftrun.wire.messages.agent_start import STUCK_PIDS, decode_numbers
 
@@ -247,7 +244,7 @@ def _assemble(  # noqa: PLR0913 - the parts of a run
         generations=generations,
         when_smp_is_up=lambda: node.introduce(smp),
     )
-    brain = node.brain(_policy(spec), kept)
+    brain = node.brain(kept)
     # Each node has its own journal. The merged journal is next to them, on the leader.
     merged = Path(spec.log_folder).parent
     return _Run(
@@ -259,7 +256,7 @@ def _assemble(  # noqa: PLR0913 - the parts of a run
         brain,
         caretaker,
         desk=None if node.is_alone else ClusterRpc(brain, journal, merged),
-        eyes=RankObserver(workers.unused_fds, HangSettings(**asdict(spec.profile.hang))),
+        eyes=RankObserver(workers.unused_fds, spec.profile.hang),
         signals=RunSignals(spec, journal=journal, workers=workers),
     )
 
@@ -325,21 +322,6 @@ def _faults(run: _Run) -> FaultController:
         injectors=FaultInjectors(run.spec, control=run.brain, workers=run.workers, smp=run.smp),
         wake=run.wake,
         send_lines=run.send_lines,
-    )
-
-
-def _policy(spec: RunSpec) -> Policy:
-    restart, stop = spec.profile.restart, spec.profile.stop
-    return Policy(
-        max_restarts=spec.max_restarts,
-        budget=restart.budget,
-        window_s=restart.window_s,
-        backoff_first_s=restart.backoff_first_s,
-        backoff_limit_s=restart.backoff_limit_s,
-        same_cause_limit=restart.same_cause_limit,
-        grace_s=stop.grace_s,
-        boundary_wait_s=stop.boundary_wait_s,
-        bad_numbers=spec.profile.numbers.policy,
     )
 
 

@@ -32,7 +32,7 @@ from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.maintenance import ChildExits, Maintenance
 from ftrun.agent.report import NodeReporter
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
-from ftrun.config import RunSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.journal import Journal
 from ftrun.linux import name_process
 from ftrun.monitor.worker_exits import signal_name

@@ -18,7 +18,7 @@ from ftrun.agent.launch.rendezvous import StorePool
 from ftrun.agent.launch.warm_start import WorkerStarter, ZygoteClient
 from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.snapshots.smp_client import CHECKPOINT_WAIT_S, AgentSmpClient
-from ftrun.config import RunSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.errors import PeerError
 from ftrun.ids import Version
 from ftrun.journal import Journal

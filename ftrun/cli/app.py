@@ -1,6 +1,6 @@
 """Defines the command line: `ftrun train.py`, `ftrun status` and the other commands.
 
-Runs in: cli. Loads torch, pydantic and rich only when a command needs them.
+Runs in: cli. Loads torch, msgspec and rich only when a command needs them.
 
 `ftrun [options] train.py` means `ftrun run [options] train.py`. A first word that names a command
 selects this command; `ftrun run status` runs a script called status. typer does not parse the

@@ -19,25 +19,29 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
 from ftrun import clock, process_tree
 from ftrun.cli.launch.checkpoint_check import check_there, check_writable
-from ftrun.cli.launch.command_line import CommandLine
+from ftrun.cli.launch.command_line import KEY_OF_FLAG, OWN_FLAGS, CommandLine
 from ftrun.cli.launch.nodes import nodes_of, rdzv_settings
 from ftrun.cli.launch.profiles import (
     ResolvedProfile,
     SettingValue,
+    key_type,
     plain_value,
     resolve,
     setting_from_text,
 )
 from ftrun.cli.launch.slurm import SlurmStep, slurm_step
+from ftrun.cli.launch.torchrun_flags import CliFlag
 from ftrun.cli.runs import is_file_of, sweep
 from ftrun.cli.stub import SHUTDOWN_S, answers, python_command, shut_down_smp
-from ftrun.config import NodesSpec, RunSpec
+from ftrun.config.checks import is_text
+from ftrun.config.cluster import NodesSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.errors import ExitCode, NotSupportedHere, PeerTimeout, RunIdTaken, UsageError
 from ftrun.ids import RunId
 from ftrun.urls import is_url, located
@@ -52,24 +56,7 @@ from ftrun.wire.run_environment import (
     spare_log_folder,
 )
 
-_KEY_OF_FLAG = {
-    "snapshot-every": ("snapshot", "every"),
-    "orphan": ("smp", "orphan_s"),
-    "checkpoint-dir": ("checkpoint", "directory"),
-    "resume": ("checkpoint", "resume"),
-    "checkpoint-every": ("checkpoint", "every_s"),
-    "checkpoint-keep": ("checkpoint", "keep"),
-    "start": ("start", "mode"),
-    "grace": ("stop", "grace_s"),
-    "erasure": ("erasure", "scheme"),
-    "secret-file": ("security", "secret_file"),
-    "pause-limit": ("nodes", "pause_limit_s"),
-    "metrics-port": ("metrics", "port"),
-    "network-plan": ("network", "plan"),
-    "topology": ("network", "topology"),
-}
-_PATH_FLAGS = ("checkpoint-dir", "secret-file", "topology")
-_TEXT_FLAGS = (*_PATH_FLAGS, "start", "erasure", "resume", "network-plan")
+_PATHS = ("DIR", "FILE", "PATH")
 _FAULT_FLAGS = ("allow-faults", "allow-network-faults")
 _LOCK_ATTEMPTS = 100
 _LOOK_AGAIN_S = 0.05
@@ -248,23 +235,27 @@ def settings_of(line: CommandLine) -> list[SettingValue]:
     """Returns ftrun's own flags as profile keys; `--set` comes first, so that flags override it."""
     found = rdzv_settings(line.torchrun_value("rdzv-conf"), "--rdzv-conf")
     found += [setting_from_text(text) for text in line.own.get("set", [])]
-    for flag, (section, key) in _KEY_OF_FLAG.items():
-        text = line.own_value(flag)
-        if text is not None:
-            value = text if flag in _TEXT_FLAGS else plain_value(text)
-            is_path = flag == "resume" and text not in ("auto", "never")
-            if is_path or flag in _PATH_FLAGS:
-                value = located(text, cwd=str(Path.cwd()))
-            found.append(SettingValue(section, key, value, f"--{flag}"))
-    if line.own_value("snapshot-required"):
-        found.append(SettingValue("snapshot", "required", True, "--snapshot-required"))
-    if line.own_value("no-snapshots"):
-        found.append(SettingValue("snapshot", "enabled", False, "--no-snapshots"))
-    if modules := line.own.get("preload"):
-        found.append(SettingValue("start", "preload", modules, "--preload"))
-    if text := line.own_value("forward-signals"):
-        found.append(SettingValue("stop", "forward", _signals(text), "--forward-signals"))
+    for flag in OWN_FLAGS:
+        given = line.own.get(flag.name)
+        if flag.name in KEY_OF_FLAG and given:
+            section, _, key = KEY_OF_FLAG[flag.name].partition(".")
+            value = _flag_value(flag, given, key_type(section, key))
+            found.append(SettingValue(section, key, value, f"--{flag.name}"))
     return found
+
+
+def _flag_value(flag: CliFlag, given: list[str], wanted: Any) -> object:
+    if not flag.takes_value:
+        return not flag.name.startswith("no-")
+    if flag.is_repeatable:
+        return given
+    text = given[-1]
+    if flag.name == "forward-signals":
+        return _signals(text)
+    *words, kind = (flag.metavar or "").split("|")
+    if kind in _PATHS and text not in words:
+        return located(text, cwd=str(Path.cwd()))
+    return text if is_text(wanted) else plain_value(text)
 
 
 def take_folder(run_id: RunId, *, script: str, node_id: str | None = None) -> tuple[RunFolder, int]:
@@ -461,7 +452,7 @@ def _count(text: str, *, what: str) -> int:
 
 def _signals(text: str) -> list[str]:
     names = []
-    for word in text.split(","):
+    for word in text.split(",") if text else []:
         name = f"SIG{word.strip().upper().removeprefix('SIG')}"
         if name not in signal.Signals.__members__:
             raise UsageError(f"--forward-signals knows no signal {word.strip()!r}; try USR1,USR2")

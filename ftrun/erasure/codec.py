@@ -89,7 +89,9 @@ def choose_codec(k: int, m: int) -> Codec:
 
 def check_shape(k: int, m: int) -> None:
     if not (1 <= k <= MAX_DATA and 1 <= m <= MAX_PARITY):
-        raise InternalError(f"{k} data and {m} parity blocks; 1 to {MAX_DATA} of each can be")
+        raise InternalError(
+            f"{k} data and {m} parity blocks; 1 to {MAX_DATA} and 1 to {MAX_PARITY} can be"
+        )
 
 
 def check_counts(codec: Codec, data: Sequence[Buffer], parity: Sequence[Buffer]) -> None:

@@ -24,6 +24,7 @@ Rule 3: every agent has the same order of succession: the voters of the newest p
 from collections.abc import Callable, Mapping
 from enum import Enum
 
+from ftrun.config.cluster import MembershipSettings
 from ftrun.membership.events import WitnessAnswered
 from ftrun.membership.fencing import SelfFencing
 from ftrun.membership.gathering import InitialQuorum, JoinTimeout
@@ -31,7 +32,6 @@ from ftrun.membership.voter import Voter
 from ftrun.membership.witness import WitnessView
 from ftrun.recovery.commands import Command, Connect, JournalEntry, Send, WitnessOperation
 from ftrun.recovery.incidents import IncidentLog
-from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
 from ftrun.wire.cluster.membership import Heartbeat, Join, JoinPending
 
@@ -244,7 +244,7 @@ class LeaderDiscovery:
         is_on_its_way = self.role is MemberRole.JOINING and self.lead_card is not None
         if is_on_its_way and now_s < self._look_s:
             return []  # thousands of nodes may do so at once
-        self._look_s = now_s + self._settings.deadline_s
+        self._look_s = now_s + self._settings.times.deadline_s
         match self.role:
             case MemberRole.JOINING | MemberRole.GATHERING if is_blank:
                 return self._witness.ask(WitnessOperation.CLAIM, now_s=now_s)
@@ -282,7 +282,7 @@ class LeaderDiscovery:
         self._since_s += gap_s
 
     def passing(self, *, now_s: float) -> list[Command]:
-        deadline_s = self._settings.deadline_s
+        deadline_s = self._settings.times.deadline_s
         if self.role is MemberRole.FOLLOWING:
             silent_s = self.waiting.silent_s(now_s=now_s)
             if silent_s < deadline_s or self.lead_card is None:

@@ -13,9 +13,9 @@ Rule 4: the lease of the ranks ends before other ranks can replace them, even if
         no successor starts within 2 s.
 """
 
+from ftrun.config.cluster import MembershipSettings
 from ftrun.membership.voter import Voter
 from ftrun.recovery.commands import Command, JournalEntry, ResumeRanks, SuspendRanks
-from ftrun.recovery.settings import MembershipSettings
 
 
 class SelfFencing:
@@ -43,7 +43,7 @@ class SelfFencing:
         """
         gap_s = now_s - self._last_s
         self._last_s = now_s
-        if gap_s < 2 * self._settings.heartbeat_s:
+        if gap_s < 2 * self._settings.times.heartbeat_s:
             return 0.0
         self._awake_s = now_s
         return gap_s
@@ -63,7 +63,7 @@ class SelfFencing:
         return now_s - max(self.heard_s, self._awake_s)
 
     def is_cut_off(self, *, now_s: float) -> bool:
-        return now_s - self.heard_s >= self._settings.cut_off_s
+        return now_s - self.heard_s >= self._settings.times.stop_cut_off_s
 
     def why(self, *, now_s: float) -> str:
         if self.question:
@@ -100,7 +100,7 @@ class RankSuspension:
     def _lease_s(
         self, waiting: SelfFencing, is_doubtful: bool | None, now_s: float
     ) -> float | None:
-        follower, limit_s = self._follower, self._settings.cut_off_s
+        follower, limit_s = self._follower, self._settings.times.stop_cut_off_s
         if follower.is_in_ballot or self.is_on:
             return 0.0
         if follower.plan is None or follower.plan.is_alone:

@@ -7,9 +7,9 @@ Rule 3: if the witness remembers a run, all nodes that had a vote in it must be 
         have no plan of a run: then it is over.
 """
 
+from ftrun.config.cluster import MembershipSettings
 from ftrun.errors import ExitCode
 from ftrun.recovery.commands import Command, EndRun, JournalEntry, Send
-from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import NodeCard
 from ftrun.wire.cluster.membership import Join, JoinPending, JoinRejected
 
@@ -63,7 +63,9 @@ class InitialQuorum:
         wishes, here = self._settings.wishes, len(self.cards)
         if here >= wishes.max_nodes + wishes.spares:
             return True
-        return here >= wishes.min_nodes and now_s - self._last_came_s >= self._settings.settle_s
+        return (
+            here >= wishes.min_nodes and now_s - self._last_came_s >= self._settings.times.settle_s
+        )
 
     def missing(self) -> str:
         names, wishes = sorted(self.cards), self._settings.wishes
@@ -100,7 +102,7 @@ class JoinTimeout:
 
         `gathers`: this agent is the endpoint that the other nodes join.
         """
-        if waited_s >= self._settings.join_wait_s:
+        if waited_s >= self._settings.times.join_wait_s:
             code = ExitCode.NOT_ENOUGH_NODES if gathers else ExitCode.TRY_AGAIN
             why = self._nobody_comes if gathers else self._nobody_takes_us
             return [EndRun(code, why(waited_s, reach))]
@@ -110,8 +112,8 @@ class JoinTimeout:
         return [JournalEntry("Waiting", f"waiting for {waited_s:.0f} s: {reach}", say=True)]
 
     def _nobody_comes(self, waited_s: float, reach: str) -> str:
-        _, port = self._settings.endpoint
-        if self._settings.witness:
+        port = next((port for _, port in self._settings.endpoints), 0)
+        if self._settings.has_witness:
             return _not_met(f"the run has not begun within {waited_s:.0f} s", reach)
         return (
             f"the run has not begun within {waited_s:.0f} s: {reach}. Check that ftrun runs on the "
@@ -123,7 +125,7 @@ class JoinTimeout:
         endpoints = self._settings.endpoints
         host = " or ".join(host for host, _ in endpoints)
         port = " or ".join(dict.fromkeys(str(port) for _, port in endpoints))
-        if self._settings.witness:
+        if self._settings.has_witness:
             return _not_met(f"no run has taken this node in within {waited_s:.0f} s", reach)
         return (
             f"no run has taken this node in within {waited_s:.0f} s: {reach}. Check that ftrun "

@@ -15,6 +15,7 @@ from typing import assert_never
 
 import msgspec
 
+from ftrun.config.cluster import MembershipSettings
 from ftrun.errors import ExitCode
 from ftrun.membership.discovery import LeaderDiscovery, MemberRole
 from ftrun.membership.events import (
@@ -44,7 +45,6 @@ from ftrun.recovery.commands import (
     StartRanks,
 )
 from ftrun.recovery.generation_monitor import GenerationMonitor
-from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster import membership as say
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
 from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
@@ -73,7 +73,7 @@ class Member:
         self.me = me
         self.follower = Voter(me, kept, took_effect=took_effect)
         self.lead: Leader | None = None
-        self.witness = WitnessView(is_used=settings.witness)
+        self.witness = WitnessView(is_used=settings.has_witness)
         self.holding = RankSuspension(self.follower, settings)
         self._settings = settings
         self._oversight = oversight
@@ -417,7 +417,7 @@ class Member:
             self._dial_due_s = now_s + self._settings.redial_s
             found += self._dial_again()
         if now_s >= self._beat_due_s:
-            self._beat_due_s = now_s + self._settings.heartbeat_s
+            self._beat_due_s = now_s + self._settings.times.heartbeat_s
             found += self._tell(now_s)
             found += (self.lead or self._allegiance).ask_witness(now_s=now_s)
         return found

@@ -10,6 +10,7 @@ Rule 2: A verdict states what cannot be determined: several culprits, and `possi
 
 from collections.abc import Mapping, Sequence
 
+from ftrun.config.profile import HangConfig
 from ftrun.monitor.verdicts import (
     COMPUTES,
     Confidence,
@@ -21,13 +22,7 @@ from ftrun.monitor.verdicts import (
     ranks_in_words,
     short,
 )
-from ftrun.monitor.wait_graph import (
-    CollectiveMismatch,
-    HangSettings,
-    WaitGraph,
-    mismatches,
-    waits_of,
-)
+from ftrun.monitor.wait_graph import CollectiveMismatch, WaitGraph, mismatches, waits_of
 
 _MANY = 3
 """Maximum number of culprits that are described individually."""
@@ -42,7 +37,7 @@ OWN_TIME = ("checkpoint", "compile", "data", "outside")
 def find_hang(
     views: Mapping[int, RankView],
     node_of: Mapping[int, str],
-    settings: HangSettings,
+    settings: HangConfig,
     *,
     limit_s: float,
 ) -> Verdict | None:
@@ -90,7 +85,7 @@ def _not_entered(
     culprits: Sequence[RankView],
     waits: WaitGraph,
     node_of: Mapping[int, str],
-    settings: HangSettings,
+    settings: HangConfig,
 ) -> Verdict:
     ranks = tuple(view.rank for view in culprits)
     victims = tuple(sorted(waits.waiting - set(ranks)))
@@ -121,7 +116,7 @@ def _has_leave(view: RankView) -> bool:
     return view.has_said or view.activity in OWN_TIME
 
 
-def _kind_of(view: RankView, settings: HangSettings) -> tuple[VerdictKind, bool]:
+def _kind_of(view: RankView, settings: HangConfig) -> tuple[VerdictKind, bool]:
     if view.is_finished:
         return VerdictKind.HANG_IN_COMPUTATION, True
     if view.process in ("T", "t"):
@@ -212,7 +207,7 @@ def _of_waiting(waits: WaitGraph, culprits: Sequence[int]) -> list[str]:
     return lines
 
 
-def _of_state(view: RankView, settings: HangSettings) -> list[str]:
+def _of_state(view: RankView, settings: HangConfig) -> list[str]:
     who = f"rank {view.rank}"
     if view.is_finished:
         return [f"{who} ended with exit code 0 after step {view.step:,}"]
@@ -345,7 +340,7 @@ def _sides(sides: Mapping[str, Sequence[int]]) -> str:
     return " and ".join(f"{what} on {ranks_in_words(ranks)}" for what, ranks in sides.items())
 
 
-def _deadlock(waits: WaitGraph, node_of: Mapping[int, str], settings: HangSettings) -> Verdict:
+def _deadlock(waits: WaitGraph, node_of: Mapping[int, str], settings: HangConfig) -> Verdict:
     ranks = tuple(sorted(waits.circle()))
     are_still = all(waits.views[rank].still_s >= settings.still_s for rank in ranks)
     evidence = [

@@ -13,6 +13,8 @@ from enum import Enum
 
 import msgspec
 
+from ftrun.config.profile import PreflightConfig
+
 MIN_OTHERS = 2
 """With fewer other nodes, the comparison cannot show which node is the slow one."""
 
@@ -62,18 +64,6 @@ MIN_SHARE = 0.7
 used."""
 
 
-class Floors(msgspec.Struct, frozen=True):
-    """Minimum values for a node, from the profile; 0: no minimum."""
-
-    min_memory_gb_s: float = 0.0
-    min_loopback_mb_s: float = 0.0
-    min_link_mb_s: float = 0.0
-    min_free_memory_mb: float = 0.0
-    min_free_disk_mb: float = 0.0
-    min_open_files: int = 0
-    min_processes: int = 0
-
-
 class NodeFitness(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Result of one check of one node."""
 
@@ -96,7 +86,7 @@ class NodeFitness(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def judge(
-    figures: NodeMeasurements, floors: Floors, *, number: int = 1, is_whole: bool = True
+    figures: NodeMeasurements, floors: PreflightConfig, *, number: int = 1, is_whole: bool = True
 ) -> NodeFitness:
     """Judge one node by its own values; `is_whole`: the check included the measurements."""
     problems = [

@@ -14,23 +14,11 @@ Rule 2: A rank that waits itself, in any group, is a victim.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ftrun.config.profile import HangConfig
 from ftrun.monitor.verdicts import CollectiveCall, ProcessGroupView, RankView
 
 _LOOK_AT = 0.5
 _NAME_AT = 0.85
-
-
-@dataclass(frozen=True, slots=True)
-class HangSettings:
-    """The profile's `hang` section; config.py documents each value."""
-
-    suspect_s: float = 10.0
-    suspect_factor: float = 3.0
-    kill_after_s: float = 120.0
-    kill_factor: float = 10.0
-    phase_limit_s: float = 1800.0
-    still_s: float = 3.0
-    action: str = "restart"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +37,7 @@ class HangDeadlines:
     """A hang is acted on even if its culprit runs a phase that may take long."""
 
     @staticmethod
-    def of(p99_s: float, settings: HangSettings) -> "HangDeadlines":
+    def of(p99_s: float, settings: HangConfig) -> "HangDeadlines":
         limit_s = max(settings.suspect_s, settings.suspect_factor * p99_s)
         kill_s = max(settings.kill_after_s, settings.kill_factor * p99_s, limit_s)
         leave_s = max(settings.phase_limit_s, kill_s)

@@ -18,6 +18,7 @@ from typing import assert_never
 
 import msgspec
 
+from ftrun.config.cluster import MembershipSettings
 from ftrun.errors import ExitCode
 from ftrun.events import (
     AllAtBoundary,
@@ -46,9 +47,8 @@ from ftrun.recovery.health import HealthMonitor
 from ftrun.recovery.incidents import IncidentLog
 from ftrun.recovery.lost_links import PairFinder
 from ftrun.recovery.past import NodeFailures, Past
-from ftrun.recovery.settings import MembershipSettings
 from ftrun.recovery.snapshot_coordination import MemberReports, SnapshotAlignment
-from ftrun.recovery.supervisor import STOPPING, Policy, Supervisor, SupervisorState
+from ftrun.recovery.supervisor import STOPPING, Supervisor, SupervisorState
 from ftrun.wire.cluster.generation import Edition, FailureHistory, GenerationPlan
 from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 
@@ -69,16 +69,16 @@ _SIGTERM = 15
 class GenerationMonitor:
     """One run, as its leader sees it."""
 
-    def __init__(
-        self, policy: Policy, settings: MembershipSettings, me: str = "", *, pairs: PairFinder
-    ) -> None:
-        self.supervisor = Supervisor(policy, world_size=0)
+    def __init__(self, settings: MembershipSettings, me: str = "", *, pairs: PairFinder) -> None:
+        self.supervisor = Supervisor(
+            settings.profile, max_restarts=settings.max_restarts, world_size=0
+        )
         self.orders = LeaderHeartbeat(generation=-1)
         self.stop_signal = 0
         """The signal that requested the end of the run; 0: none."""
         self.past = Past()
         self.reports = MemberReports()
-        self.watching = HealthMonitor(settings, policy.bad_numbers, me, pairs)
+        self.watching = HealthMonitor(settings, me, pairs)
         self.num_spares = 0
         """Nodes that could replace a member."""
         self.asked_to_leave: frozenset[str] = frozenset()
@@ -93,7 +93,7 @@ class GenerationMonitor:
         self._waiting: list[WorkerExit] = []
         self._waits_until_s = 0.0
         self._stops_handled = 0
-        self._failures = NodeFailures(settings.failures_per_hour)
+        self._failures = NodeFailures(settings.profile.nodes.failures_per_hour)
         self._problems: set[str] = set()
         self._at_boundary_told = False
         self._rate = self._checkpoint_s = 0.0
@@ -429,13 +429,13 @@ class GenerationMonitor:
     def name_checkpoint(self, *, now_s: float) -> None:
         """Orders the newest committed version to be written, if a checkpoint directory exists."""
         committed = self.orders.committed
-        is_wished = self._settings.checkpoint_every_s > 0
+        is_wished = self._settings.orders_checkpoints
         if is_wished and committed is not None and committed != self.orders.checkpoint:
             self._checkpoint_s = now_s
             self._order(checkpoint=committed)
 
     def _look_at_checkpoint(self, now_s: float) -> None:
-        if now_s - self._checkpoint_s >= self._settings.checkpoint_every_s:
+        if now_s - self._checkpoint_s >= self._settings.profile.checkpoint.every_s:
             self.name_checkpoint(now_s=now_s)
 
     def _note_port(self, plan: GenerationPlan, node_id: str, port: int) -> None:
@@ -454,7 +454,7 @@ class GenerationMonitor:
         if self._rate_from is None:
             self._rate_from = (now_s, step)
         since_s, first = self._rate_from
-        if now_s - since_s >= self._settings.heartbeat_s:
+        if now_s - since_s >= self._settings.times.heartbeat_s:
             self._rate = max(0.0, (step - first) / (now_s - since_s))
             self._rate_from = (now_s, step)
             self.look_at_interval()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ftrun.config.cluster import MembershipSettings
 from ftrun.errors import ExitCode
 from ftrun.events import ExitKind, Progress, WorkerExit
 from ftrun.ids import Rank
@@ -18,7 +19,6 @@ from ftrun.monitor.worker_exits import first_cause, hidden_cause
 from ftrun.recovery.commands import Send
 from ftrun.recovery.incidents import IncidentLog
 from ftrun.recovery.lost_links import HungLinks, PairFinder
-from ftrun.recovery.settings import MembershipSettings
 from ftrun.recovery.snapshot_coordination import MemberReports
 from ftrun.recovery.suspicions import HangSuspicions, SlowSuspicions
 from ftrun.wire.cluster.generation import GenerationPlan, VersionPair
@@ -33,9 +33,7 @@ _STOP = ". It is only reported: numbers.policy=stop would end the run"
 class HealthMonitor:
     """The health of one run, as one leader sees it."""
 
-    def __init__(
-        self, settings: MembershipSettings, bad_numbers: str, me: str, pairs: PairFinder
-    ) -> None:
+    def __init__(self, settings: MembershipSettings, me: str, pairs: PairFinder) -> None:
         self.incidents = IncidentLog()
         self.slow = SlowSuspicions()
         self.spoiled: VersionPair | None = None
@@ -46,17 +44,17 @@ class HealthMonitor:
         """The node to replace for a hang: see `HungLinks`, and `hang.action: evict`."""
         self.can_replace = False
         """The run could continue without one of its nodes."""
-        self.hung = HungLinks(settings.hang)
+        self.hung = HungLinks(settings.profile.hang)
         self.pairs = pairs
-        self._first_step_s = settings.hang.suspect_s
-        self._evicts_hung = settings.hang.action == "evict"
-        self._bad_numbers = bad_numbers
+        self._first_step_s = settings.profile.hang.suspect_s
+        self._evicts_hung = settings.profile.hang.action == "evict"
+        self._bad_numbers = settings.profile.numbers.policy
         self._me = me
-        self._hangs = HangSuspicions(settings.hang)
+        self._hangs = HangSuspicions(settings.profile.hang)
         self._numbers = NumericsDetector()
         self._is_blind = self._has_told_of_replicas = self._is_stuck = False
         self._due_s = 0.0
-        self._every_s = settings.heartbeat_s / 2
+        self._every_s = settings.times.heartbeat_s / 2
 
     def begin(self, plan: GenerationPlan) -> None:
         self.spoiled = None

@@ -9,9 +9,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ftrun.config.profile import HangConfig
 from ftrun.events import Progress
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_in_words
-from ftrun.monitor.wait_graph import HangSettings
 from ftrun.recovery.commands import Send
 from ftrun.recovery.snapshot_coordination import MemberReports
 from ftrun.wire.cluster.generation import GenerationPlan
@@ -104,7 +104,7 @@ def _is_explained(verdict: Verdict, lost: LostLinks) -> bool:
 class HungLinks:
     """Hangs in communication across generations, as one leader sees them."""
 
-    def __init__(self, settings: HangSettings) -> None:
+    def __init__(self, settings: HangConfig) -> None:
         self._settings = settings
         self.nodes: tuple[str, ...] = ()
         """Nodes named by the last hang in communication, until a step is made."""

@@ -21,6 +21,7 @@ from enum import Enum, auto
 from signal import SIGTERM, Signals
 from typing import assert_never
 
+from ftrun.config.profile import Profile
 from ftrun.errors import ExitCode
 from ftrun.events import (
     AllAtBoundary,
@@ -109,35 +110,24 @@ class SupervisorState(Enum):
 STOPPING = (SupervisorState.LAST_SNAPSHOT, SupervisorState.SIGNALLED, SupervisorState.KILLED)
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """The profile's settings for restarts and stops; see ftrun/config.py."""
-
-    max_restarts: int | None
-    budget: int
-    window_s: float
-    backoff_first_s: float
-    backoff_limit_s: float
-    same_cause_limit: int
-    grace_s: float
-    boundary_wait_s: float
-    bad_numbers: str = "report"
-
-
 class Supervisor:
     """State of one run, from the first generation to the last step."""
 
-    def __init__(self, policy: Policy, *, world_size: int) -> None:
+    def __init__(
+        self, profile: Profile, *, max_restarts: int | None = None, world_size: int
+    ) -> None:
         self.state = SupervisorState.STARTING
         self.world_size = world_size
         self.bad_checkpoints: dict[str, str] = {}
         """See `FailureHistory.bad_checkpoints`."""
         self.restarts = 0
-        self._policy = policy
-        if policy.max_restarts is None:
-            self.budget = RestartBudget(policy.budget, policy.window_s)
+        self._restart, self._stop = profile.restart, profile.stop
+        self._bad_numbers = profile.numbers.policy
+        self._is_explicit = max_restarts is not None
+        if max_restarts is None:
+            self.budget = RestartBudget(profile.restart.budget, profile.restart.window_s)
         else:
-            self.budget = RestartBudget(policy.max_restarts, None)
+            self.budget = RestartBudget(max_restarts, None)
         self._finished: set[Rank] = set()
         self._best_step = -1
         self._steps_seen = False
@@ -235,11 +225,10 @@ class Supervisor:
         """Why this failure is not retried; None if it is. Counts causes and progress."""
         self._steps_seen |= progress.steps_here > 0
         own_code = cause.code if cause.code > 0 else 128 - cause.code
-        explicit = self._policy.max_restarts is not None
-        if cause.kind in _ENDS_ITSELF and not self._steps_seen and not explicit:
+        if cause.kind in _ENDS_ITSELF and not self._steps_seen and not self._is_explicit:
             advice = "Nothing was retried: the program ended by itself before its first step."
             return EndRun(own_code, cause.text, cause, advice)
-        if cause.kind is ExitKind.BAD_NUMBERS and self._policy.bad_numbers == "stop":
+        if cause.kind is ExitKind.BAD_NUMBERS and self._bad_numbers == "stop":
             advice = (
                 "numbers.policy is stop. The last snapshots and checkpoints are from before it."
             )
@@ -252,7 +241,7 @@ class Supervisor:
             return EndRun(ExitCode.DO_NOT_RESTART, cause.text, cause, advice)
         if self.budget.is_spent(now_s=now_s):
             advice = f"The budget is used up: {self.budget}."
-            if not explicit:
+            if not self._is_explicit:
                 advice += " Raise restart.budget in the profile, or give --max-restarts."
             return EndRun(own_code, cause.text, cause, advice)
         return None
@@ -272,14 +261,14 @@ class Supervisor:
             return False  # only the budget bounds these
         count = self._same_cause[1] + 1 if key == self._same_cause[0] and not advanced else 1
         self._same_cause = (key, count)
-        return count >= self._policy.same_cause_limit
+        return count >= self._restart.same_cause_limit
 
     def _pause_s(self) -> float:
         """Seconds to wait before a restart: 0 after progress, then doubling."""
         if self._without_progress <= 1:
             return 0.0
-        pause_s = self._policy.backoff_first_s * 2.0 ** (self._without_progress - 2)
-        return min(pause_s, self._policy.backoff_limit_s)
+        pause_s = self._restart.backoff_first_s * 2.0 ** (self._without_progress - 2)
+        return min(pause_s, self._restart.backoff_limit_s)
 
     def _stop_asked(self, event: StopRequested, now_s: float) -> list[SupervisorCommand]:
         if self.state is SupervisorState.ENDED:
@@ -289,12 +278,12 @@ class Supervisor:
             return [KillWorkers(f"{event.by}, for the second time")]
         was_backing_off = self.state is SupervisorState.BACKING_OFF
         self._stop_signal = Signals(event.signal)
-        self._grace_ends_s = now_s + self._policy.grace_s
+        self._grace_ends_s = now_s + self._stop.grace_s
         if was_backing_off:
             return self._end(self._stopped())
-        if event.attached and self._policy.boundary_wait_s > 0:
+        if event.attached and self._stop.boundary_wait_s > 0:
             self.state = SupervisorState.LAST_SNAPSHOT
-            self._deadline_s = now_s + min(self._policy.boundary_wait_s, self._policy.grace_s)
+            self._deadline_s = now_s + min(self._stop.boundary_wait_s, self._stop.grace_s)
             return [RequestFinalSnapshot(event.by)]
         return self._signal_workers(event.by)
 
@@ -320,11 +309,11 @@ class Supervisor:
             self.state = SupervisorState.STARTING
             return [StartGeneration(self._resume_why)]
         if self.state is SupervisorState.LAST_SNAPSHOT:
-            wait_s = self._policy.boundary_wait_s
+            wait_s = self._stop.boundary_wait_s
             return self._signal_workers(f"not every rank came to a boundary within {wait_s:.0f} s")
         if self.state is SupervisorState.SIGNALLED:
             self.state = SupervisorState.KILLED
-            return [KillWorkers(f"the grace of {self._policy.grace_s:.0f} s is over")]
+            return [KillWorkers(f"the grace of {self._stop.grace_s:.0f} s is over")]
         return []
 
     def _end(self, command: EndRun) -> list[SupervisorCommand]:

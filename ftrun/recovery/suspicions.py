@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from ftrun.config.profile import HangConfig
 from ftrun.monitor.hang_detector import find_hang
 from ftrun.monitor.page_values import decode_groups
 from ftrun.monitor.slow.delay_matrix import NodeTraffic
@@ -25,7 +26,7 @@ from ftrun.monitor.slow.samples import ClockOffset, NodeSample
 from ftrun.monitor.slow.skipped_collectives import CollectiveCounts
 from ftrun.monitor.slow.stragglers import RankObservation, StragglerDetector
 from ftrun.monitor.verdicts import Confidence, RankView, Verdict, VerdictKind, ranks_in_words
-from ftrun.monitor.wait_graph import HangDeadlines, HangSettings
+from ftrun.monitor.wait_graph import HangDeadlines
 from ftrun.recovery.commands import Send
 from ftrun.recovery.lost_links import Pair, lost_links, with_lost_links
 from ftrun.wire.cluster.generation import GenerationPlan
@@ -48,7 +49,7 @@ class HangFinding:
 class HangSuspicions:
     """The suspected hang of one generation."""
 
-    def __init__(self, settings: HangSettings) -> None:
+    def __init__(self, settings: HangConfig) -> None:
         self._settings = settings
         self._is_over = True
         self._told: Verdict | None = None

@@ -11,7 +11,7 @@ Without this check, a node that is late or was partitioned finds no other node. 
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ftrun.config import RunSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.urls import is_url
 from ftrun.wire.checkpoint_owner import OWNER_NAME, CheckpointOwner, decode_owner
 from ftrun.wire.messages.checkpoint import INDEX_NAME

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ftrun.config import SnapshotConfig
+from ftrun.config.profile import SnapshotConfig
 from ftrun.ids import Generation, Rank, RunId, Version
 from ftrun.wire import run_environment as env
 from ftrun.wire.messages.worker import LaunchRequest, decode_launch

@@ -9,8 +9,10 @@ import msgspec
 import pytest
 
 from ftrun import events
-from ftrun.cli.launch.command_line import OWN_FLAGS
-from ftrun.config import Profile
+from ftrun.cli.launch.command_line import KEY_OF_FLAG, OWN_FLAGS
+from ftrun.cli.launch.profiles import key_type
+from ftrun.config.checks import allowed, description_of
+from ftrun.config.profile import Profile
 from ftrun.errors import ExitCode
 from ftrun.monitor.verdicts import VerdictKind
 from ftrun.recovery import commands
@@ -147,12 +149,22 @@ def test_every_exit_code_is_explained() -> None:
     assert told == {(str(int(code)), code.name) for code in ExitCode}
 
 
-def test_every_key_of_a_profile_is_there_with_its_default() -> None:
-    told = {c[0].strip("`"): words(c[1]) for c in rows(DOCS["operations.md"]) if len(c) == 4}
+def rows_of_settings() -> list[str]:
+    """The table of operations.md, which is made from the definition of the settings."""
+    found = []
     for section, about in msgspec.to_builtins(Profile()).items():
         for key, default in about.items():
             shown = json.dumps(default) if isinstance(default, bool | None) else str(default)
-            assert told.get(f"{section}.{key}") == [shown], f"{section}.{key}"
+            kind = key_type(section, key)
+            cells = (f"`{section}.{key}`", f"`{shown}`", allowed(kind), description_of(kind))
+            found.append(f"| {' | '.join(cells)} |")
+    return found
+
+
+def test_the_table_of_settings_is_made_from_their_definition() -> None:
+    _, _, rest = DOCS["operations.md"].partition("| key | default | value | meaning |\n")
+    table, _, _ = rest.partition("\n\n")
+    assert table.splitlines()[1:] == rows_of_settings()
 
 
 def test_every_variable_is_there() -> None:
@@ -165,6 +177,9 @@ def test_every_variable_is_there() -> None:
 def test_every_flag_of_its_own_is_there() -> None:
     told = DOCS["operations.md"]
     assert [f.name for f in OWN_FLAGS if not re.search(rf"`--{f.name}[` ]", told)] == []
+    keys = {word.split()[0][2:]: words(c[2]) for c in rows(told) if len(c) == 4
+            for word in words(c[1]) if word.startswith("--")}  # fmt: skip
+    assert {name: keys[name] for name in KEY_OF_FLAG} == {n: [k] for n, k in KEY_OF_FLAG.items()}
 
 
 def test_every_kind_of_journal_line_is_there() -> None:

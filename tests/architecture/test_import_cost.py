@@ -48,7 +48,7 @@ def test_help_of_a_command_loads_little() -> None:
             "ftrun.wire.transport.channel",
         ),
         *(
-            "ftrun.config",
+            "ftrun.config.run_spec",
             "ftrun.tools.checkpoints.snapshots_export",
             "ftrun.tools.export.__main__",
         ),

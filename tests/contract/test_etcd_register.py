@@ -22,7 +22,7 @@ from ftrun.agent.cluster import etcd_witness as etcd_register
 from ftrun.agent.cluster import witness_thread
 from ftrun.agent.cluster.etcd_witness import ANSWER_S, TRY_S, EtcdUnreachable, EtcdWitness
 from ftrun.agent.cluster.witness_thread import WitnessClient
-from ftrun.config import EtcdTls
+from ftrun.config.cluster import EtcdTls
 from ftrun.errors import ExitCode, UsageError
 from ftrun.membership.events import WitnessAnswered
 from ftrun.recovery.commands import QueryWitness, WitnessOperation

@@ -15,14 +15,14 @@ from itertools import permutations
 from typing import TypeVar
 
 import pytest
+from made_settings import made_settings
 
 from ftrun.agent.cluster.cluster_brain import ClusterControlLoop
 from ftrun.agent.cluster.connections import ClusterConnections
 from ftrun.agent.cluster.other_ways import YOUNG_S, ConnectionFailover
+from ftrun.config.cluster import ClusterSize
 from ftrun.errors import PeerError
 from ftrun.recovery.commands import Connect, JournalEntry
-from ftrun.recovery.settings import ClusterSize, MembershipSettings
-from ftrun.recovery.supervisor import Policy
 from ftrun.wire.cluster.generation import NodeCard, Rail
 from ftrun.wire.cluster.membership import Heartbeat, JoinRejected, Prepare
 from ftrun.wire.cluster.messages import ClusterEnvelope, JournalLines
@@ -185,10 +185,14 @@ def made_agent(
 ) -> Agent:
     listener = listen_tcp(ME.host, 0)
     endpoint = (FIRST, lead.port(FIRST))
-    settings = MembershipSettings(ClusterSize(2, 2, 0), endpoint, deadline_s=60.0, cut_off_s=30.0)
-    brain = ClusterControlLoop(
-        ME, settings, Policy(None, 3, 3600.0, 0.5, 60.0, 3, 30.0, 2.0), kept=None, took_effect=False
+    settings = made_settings(
+        ClusterSize(2, 2, 0),
+        endpoint_host=endpoint[0],
+        endpoint_port=endpoint[1],
+        deadline_s=60.0,
+        stop_cut_off_s=30.0,
     )
+    brain = ClusterControlLoop(ME, settings, kept=None, took_effect=False)
     asides: list[object] = []
     dialled: list[Callable[..., None]] = []
     thread = brain.thread = ClusterConnections(
@@ -380,7 +384,7 @@ def test_whoever_else_listens_at_the_other_address_is_passed_over(
 
 # --- the choice between two connections ---------------------------------------------------------
 
-SETTINGS = MembershipSettings(ClusterSize(2, 2, 0))
+SETTINGS = made_settings(ClusterSize(2, 2, 0))
 
 
 @pytest.mark.parametrize("at_a", list(permutations("ab")))

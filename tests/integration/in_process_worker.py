@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ftrun import clock
-from ftrun.config import SnapshotConfig
+from ftrun.config.profile import SnapshotConfig
 from ftrun.ids import RunId, Version, version
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ftrun import clock
-from ftrun.config import SnapshotConfig
+from ftrun.config.profile import SnapshotConfig
 from ftrun.errors import ShapeChanged, SnapshotCorrupt, ValueNotStorable
 from ftrun.ids import Version
 from ftrun.snapshot.layout import PIECE_BYTES

@@ -75,7 +75,7 @@ def test_unknown_profile_key(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     (tmp_path / "mine.yaml").write_text("snapshot:\n  evry: 1\nsmp:\n  orphan_s: soon\n")
     text = refused(ftrun("--profile", "mine.yaml", "train.py", cwd=tmp_path))
-    assert "mine.yaml:2: evry is not a key of snapshot; did you mean every?" in text
+    assert "mine.yaml:2: snapshot.evry: there is no such key; did you mean every?" in text
     assert "mine.yaml:4: smp.orphan_s" in text
     assert nothing_started(tmp_path)
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from ftrun.config import SnapshotConfig
+from ftrun.config.profile import SnapshotConfig
 from ftrun.snapshot.layout import PIECE_BYTES
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.capture import copying

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ftrun import clock
-from ftrun.config import SnapshotConfig
+from ftrun.config.profile import SnapshotConfig
 from ftrun.errors import MemoryTooSmall
 from ftrun.wire.shared_memory.arena import Arena, arena_bytes
 from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField

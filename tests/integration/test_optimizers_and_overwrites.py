@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader
 
-from ftrun.config import SnapshotConfig
+from ftrun.config.profile import SnapshotConfig
 from ftrun.errors import UsageError, ValueNotStorable
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.process import lease

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ftrun import clock
-from ftrun.config import SnapshotConfig
+from ftrun.config.profile import SnapshotConfig
 from ftrun.errors import PeerError
 from ftrun.ids import RunId, Version, version
 from ftrun.wire.messages import envelope as messages

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ftrun import clock
-from ftrun.config import SnapshotConfig
+from ftrun.config.profile import SnapshotConfig
 from ftrun.ids import Version, version
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages

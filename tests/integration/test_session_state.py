@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import ftrun
 from ftrun import clock
-from ftrun.config import SnapshotConfig
+from ftrun.config.profile import SnapshotConfig
 from ftrun.errors import UsageError
 from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
 from ftrun.worker.session import Session

@@ -26,7 +26,8 @@ from ftrun.agent.launch.warm_start import WorkerStarter
 from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.snapshots.retained_memory import PersistedAgentState, StubClient
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
-from ftrun.config import CheckpointConfig, Profile, RunSpec
+from ftrun.config.profile import CheckpointConfig, Profile
+from ftrun.config.run_spec import RunSpec
 from ftrun.errors import PeerError, PeerLost, PeerTimeout, SnapshotError
 from ftrun.ids import Version, version
 from ftrun.journal import Journal

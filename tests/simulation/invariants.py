@@ -295,7 +295,7 @@ class Invariants:
         return False
 
     def _check_budget(self, plan: GenerationPlan, previous: GenerationPlan) -> None:
-        limit = self.simulation.scenario.policy.budget
+        limit = self.simulation.scenario.settings.profile.restart.budget
         if len(plan.history.spent_ages_s) > limit:
             self.fail(f"{len(plan.history.spent_ages_s)} restarts, and {limit} are allowed")
         if plan.history.restarts < previous.history.restarts:

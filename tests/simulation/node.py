@@ -272,16 +272,16 @@ class Agent:
             incarnation=number,
             host=node.node_id,
             # Only an endpoint's port is there again when its node is.
-            port=29400 + number if scenario.settings.witness else 29400,
+            port=29400 + number if scenario.settings.has_witness else 29400,
             num_ranks=scenario.num_ranks,
-            endpoint=node.is_endpoint and not scenario.settings.witness,
+            endpoint=node.is_endpoint and not scenario.settings.has_witness,
             rails=node.simulation.tries.rails_of(node) if node.simulation.tries else [],
         )
         kept = node.memory.kept
         self.member = Member(
             self.card,
             scenario.settings,
-            lambda: GenerationMonitor(scenario.policy, scenario.settings, pairs=PairCheck()),
+            lambda: GenerationMonitor(scenario.settings, pairs=PairCheck()),
             now_s=self.now_s,
             kept=kept[0] if kept is not None else None,
             took_effect=kept is not None and kept[1],

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, replace
 from random import Random
 
-from ftrun.recovery.settings import ClusterSize, MembershipSettings
-from ftrun.recovery.supervisor import Policy
+from made_settings import changed, made_settings
+
+from ftrun.config.cluster import ClusterSize, MembershipSettings
 from simulation.plots import LASTS_S, PLOTS
 
 MODES = ("safety", "liveness")
@@ -22,7 +23,6 @@ class Scenario:
     """Of these, so many come only after a while."""
     num_ranks: int
     settings: MembershipSettings
-    policy: Policy
     every: int
     transfer_s: float
     """The longest time that a shard takes to another node."""
@@ -61,27 +61,23 @@ def draw(seed: int, mode: str) -> Scenario:
     total = nodes + spares
     late = random.randint(0, nodes - fewest) if is_elastic and random.random() < 0.5 else 0
     late += random.random() < 0.2
-    settings = MembershipSettings(
-        wishes=wishes,
-        endpoint=("n0", 29400),
+    settings = made_settings(
+        wishes,
+        "n0",
         heartbeat_s=0.5,
         pause_limit_s=20.0,
         join_wait_s=60.0,
         settle_s=random.choice((1.0, 3.0)),
         failures_per_hour=3 if is_strict else 1000,
         erasure_data=random.choice((None, None, 1, 2, 3)),
-        erasure_parity=random.choice((0, 1, 2)),
+        erasure_parity=random.choice((None, 1, 2)),
         has_checkpoints=has_checkpoints,
         answer_s=8.0,
-    )
-    policy = Policy(
-        max_restarts=None,
         budget=random.choice((2, 4)) if is_strict else 1000,
         window_s=3600.0,
         backoff_first_s=0.5,
         backoff_limit_s=2.0,
         same_cause_limit=3 if is_strict else 1000,
-        grace_s=5.0,
         boundary_wait_s=2.0,
     )
     scenario = Scenario(
@@ -90,7 +86,6 @@ def draw(seed: int, mode: str) -> Scenario:
         late_nodes=min(late, total - 1),
         num_ranks=random.choice((1, 1, 2)),
         settings=settings,
-        policy=policy,
         every=random.choice((1, 1, 2, 3)),
         transfer_s=random.choice((0.15, 0.15, 0.8)),
         step_s=random.choice((0.3, 0.6, 1.0)),
@@ -124,7 +119,7 @@ def _with_plot(scenario: Scenario, random: Random) -> Scenario:
             ClusterSize(2, 2, 2),
         )
         wishes = random.choice((*choices, ClusterSize(3, 5, 0), ClusterSize(3, 3, 2)))
-    settings = replace(scenario.settings, wishes=wishes, has_checkpoints=has_checkpoints)
+    settings = changed(scenario.settings, wishes=wishes, has_checkpoints=has_checkpoints)
     return replace(
         scenario,
         plot=plot,

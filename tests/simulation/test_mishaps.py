@@ -7,8 +7,10 @@ from dataclasses import replace
 from itertools import islice
 
 import pytest
+from made_settings import changed
 
 from ftrun.agent.snapshots.commands import UnconfirmedCommands
+from ftrun.config.cluster import ClusterSize
 from ftrun.errors import ExitCode
 from ftrun.ids import Version
 from ftrun.membership import ballots
@@ -19,7 +21,6 @@ from ftrun.membership.leader import reconfiguration as enrolment
 from ftrun.membership.leader.checkpoint_agreement import disagreement
 from ftrun.recovery.commands import EndRun
 from ftrun.recovery.restore_point import _Held
-from ftrun.recovery.settings import ClusterSize
 from ftrun.recovery.snapshot_coordination import MemberReports
 from ftrun.smp.memory.commits import CommitCoordinator
 from ftrun.wire.cluster.generation import GenerationPlan
@@ -82,7 +83,7 @@ def quiet(seed: int, wishes: ClusterSize) -> Scenario:
     scenario = draw(seed, "safety")
     # With more spares than members the run goes on from a checkpoint without the members.
     has_checkpoints = wishes.spares > wishes.max_nodes
-    settings = replace(
+    settings = changed(
         scenario.settings,
         wishes=wishes,
         failures_per_hour=1000,

@@ -11,8 +11,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from made_settings import changed
 
-from ftrun.recovery.settings import NetworkSettings
+from ftrun.config.profile import NetworkConfig
 from simulation.plots import PLOTS
 from simulation.roads import Tries
 from simulation.run import Outcome, Simulation, run_seed
@@ -104,8 +105,8 @@ def has_rails(simulation: Simulation) -> None:
     """Two rails, a plan that takes effect, and tries that fail, are late or never end."""
     random = Random(f"{simulation.world.seed}/rails")
     simulation.tries = Tries(random, num_rails=2, misfits=random.choice((0.0, 0.1, 0.5)))
-    network = NetworkSettings(plan=random.choice(("report", "on", "on")))
-    settings = replace(simulation.scenario.settings, network=network)
+    network = NetworkConfig(plan=random.choice(("report", "on", "on")))
+    settings = changed(simulation.scenario.settings, network=network)
     simulation.scenario = replace(simulation.scenario, settings=settings)
 
 

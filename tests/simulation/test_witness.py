@@ -10,12 +10,13 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from made_settings import changed
 
+from ftrun.config.cluster import ClusterSize
 from ftrun.membership import ballots
 from ftrun.membership import witness as witness_rules
 from ftrun.membership.leader import failure_detector as attendance
 from ftrun.recovery.commands import QueryWitness
-from ftrun.recovery.settings import ClusterSize
 from simulation.run import Outcome, Simulation, run_seed
 from simulation.scenario import MODES, Scenario
 from simulation.test_mishaps import BEGINS_S, quiet
@@ -93,11 +94,10 @@ def _changed(scenario: Scenario, random: Random) -> Scenario:
     num_nodes = wishes.max_nodes + wishes.spares
     is_halved = num_nodes % 2 == 0 and not scenario.plot and random.random() < 0.4
     has_checkpoints = scenario.has_checkpoints or is_halved
-    settings = replace(
+    settings = changed(
         scenario.settings,
         wishes=wishes,
-        witness=True,
-        endpoint=("", 0),
+        etcd=["etcd:2379"],
         has_checkpoints=has_checkpoints,
     )
     late_nodes = min(scenario.late_nodes, num_nodes - 1)
@@ -216,9 +216,7 @@ def test_a_lead_that_is_cut_off_from_the_witness_too_is_not_sure(
         found = []
         for seed in range(8):
             scenario = quiet(seed, ClusterSize(1, 1, 1))
-            settings = replace(
-                scenario.settings, witness=True, endpoint=("", 0), has_checkpoints=True
-            )
+            settings = changed(scenario.settings, etcd=["etcd:2379"], has_checkpoints=True)
             scenario = replace(scenario, settings=settings, has_checkpoints=True)
             found.append(run_seed(seed, "safety", prepare=cut_off, scenario=scenario).problem)
         return found

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from made_settings import made_settings
 
-from ftrun.recovery.settings import ClusterSize, MembershipSettings
-from ftrun.recovery.supervisor import Policy
+from ftrun.config.cluster import ClusterSize
 from ftrun.wire.cluster.messages import AnyClusterMessage, ClusterEnvelope
 from ftrun.wire.transport.framing import (
     MAX_FRAME_BYTES,
@@ -186,10 +186,14 @@ def quiet(num_nodes: int) -> Scenario:
         num_nodes=num_nodes,
         late_nodes=0,
         num_ranks=RANKS_PER_NODE,
-        settings=MembershipSettings(
-            ClusterSize(num_nodes, num_nodes, 0), endpoint=("n0", 29400), heartbeat_s=HEARTBEAT_S
+        settings=made_settings(
+            ClusterSize(num_nodes, num_nodes, 0),
+            "n0",
+            heartbeat_s=HEARTBEAT_S,
+            budget=3,
+            backoff_first_s=0.5,
+            boundary_wait_s=2.0,
         ),
-        policy=Policy(None, 3, 3600.0, 0.5, 60.0, 3, 30.0, 2.0),
         every=SNAPSHOT_EVERY,
         transfer_s=0.15,
         step_s=STEP_S,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 from ftrun import clock
+from ftrun.config.cluster import MembershipSettings
 from ftrun.membership.events import Happening, Passing
 from ftrun.membership.member import Member
 from ftrun.network.failover.pair_check import PairCheck
@@ -26,8 +27,6 @@ from ftrun.recovery.commands import (
     Send,
 )
 from ftrun.recovery.generation_monitor import GenerationMonitor
-from ftrun.recovery.settings import MembershipSettings
-from ftrun.recovery.supervisor import Policy
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
 
 NetworkCommand = Connect | Send | Disconnect
@@ -40,14 +39,13 @@ class ControlLoop:
         self,
         me: NodeCard,
         settings: MembershipSettings,
-        policy: Policy,
         *,
         kept: GenerationPlan | None,
         took_effect: bool,
     ) -> None:
         self.settings = settings
         self.orders: SimpleQueue[NodeCommand] = SimpleQueue()
-        self.oversight = GenerationMonitor(policy, settings, me.node_id, pairs=PairCheck())
+        self.oversight = GenerationMonitor(settings, me.node_id, pairs=PairCheck())
         """The newest one; it counts only while this agent leads."""
         self.check_again: Callable[[int], None] = _nobody
         """Starts a check of this node with at least this number; never waits."""
@@ -55,7 +53,6 @@ class ControlLoop:
         """Takes a query for the outside witness; never waits."""
         self.try_road: Callable[[ProbePath], None] = _no_roads
         """Probes a path from this node; never waits."""
-        self._policy = policy
         self._me = me.node_id
         self.member = Member(
             me,
@@ -130,7 +127,7 @@ class ControlLoop:
             self.orders.put(command)
 
     def _new_oversight(self) -> GenerationMonitor:
-        self.oversight = GenerationMonitor(self._policy, self.settings, self._me, pairs=PairCheck())
+        self.oversight = GenerationMonitor(self.settings, self._me, pairs=PairCheck())
         return self.oversight
 
 

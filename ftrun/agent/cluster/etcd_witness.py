@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ftrun import clock
-from ftrun.config import EtcdTls
+from ftrun.config.cluster import EtcdTls
 from ftrun.errors import PeerError, UsageError
 from ftrun.membership.events import WitnessAnswered, WitnessRegister
 from ftrun.membership.witness import WitnessDecision, rule

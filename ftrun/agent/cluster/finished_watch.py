@@ -11,7 +11,7 @@ import logging
 import threading
 
 from ftrun.agent.cluster.control_loop import ControlLoop
-from ftrun.config import RunSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.membership.discovery import MemberRole
 from ftrun.membership.events import RunFinished
 from ftrun.urls import is_url

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from msgspec.structs import asdict
-
 from ftrun import clock
 from ftrun.agent.cluster.cluster_brain import ClusterControlLoop
 from ftrun.agent.cluster.connections import ClusterConnections
@@ -33,12 +31,10 @@ from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.observe.node_check import NodeCheck
 from ftrun.agent.snapshots.retained_memory import PersistedAgentState, last_agent_ended_s
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
-from ftrun.config import NodesSpec, RunSpec
+from ftrun.config.cluster import MembershipSettings, NodesSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.errors import AddressTaken, PeerError, PeerLost, UsageError
-from ftrun.monitor.wait_graph import HangSettings
 from ftrun.network.detect.rails import VARIABLES
-from ftrun.recovery.settings import ClusterSize, MembershipSettings, NetworkSettings, SlowSettings
-from ftrun.recovery.supervisor import Policy
 from ftrun.wire.cluster.generation import NodeCard
 from ftrun.wire.transport.handshake import PeerIdentity
 from ftrun.wire.transport.secret import HOW_TO_MAKE, Secret, load_secret
@@ -109,12 +105,18 @@ class LocalNode:
     def is_alone(self) -> bool:
         return self.spec.nodes is None
 
-    def brain(self, policy: Policy, kept: PersistedAgentState) -> ControlLoop:
+    def brain(self, kept: PersistedAgentState) -> ControlLoop:
+        spec = self.spec
+        settings = MembershipSettings.of(
+            spec.profile,
+            spec.nodes,
+            max_restarts=spec.max_restarts,
+            user_env={name: os.environ[name] for name in VARIABLES if name in os.environ},
+        )
         kind = ControlLoop if self.is_alone else ClusterControlLoop
         brain = kind(
             self.card,
-            _settings(self.spec),
-            policy,
+            settings,
             kept=kept.plan,
             took_effect=kept.took_effect,
         )
@@ -183,7 +185,7 @@ class LocalNode:
     def _say_where(self) -> None:
         nodes = self.spec.nodes
         assert nodes is not None
-        hosts = ", ".join(dict.fromkeys(host for host, _ in _endpoints(nodes)))
+        hosts = ", ".join(dict.fromkeys(host for host, _ in nodes.endpoints))
         role = "the endpoint" if self.card.endpoint else hosts
         role = f"the etcd at {self.register.name}" if self.register is not None else role
         _log.warning(
@@ -215,8 +217,7 @@ def _register(spec: RunSpec, nodes: NodesSpec, kept: PersistedAgentState) -> Etc
     if not nodes.etcd:
         return None
     endpoints = [(host, int(port)) for host, _, port in (at.rpartition(":") for at in nodes.etcd)]
-    wishes = ClusterSize(nodes.min_nodes, nodes.max_nodes, nodes.spares)
-    job = f"{spec.script} with --nnodes/--spares {wishes}"
+    job = f"{spec.script} with --nnodes/--spares {nodes.size}"
     # A job that is queued again may run on other nodes, and the nodes of its last life do not
     # return.
     name = f"{spec.run_id}.{nodes.etcd_life}" if nodes.etcd_life else spec.run_id
@@ -255,12 +256,8 @@ def _find_host(nodes: NodesSpec, wait_s: float) -> str:
         clock.sleep(NAME_CHECK_S)
 
 
-def _endpoints(nodes: NodesSpec) -> list[tuple[str, int]]:
-    return [(nodes.endpoint_host, nodes.endpoint_port), *nodes.more_endpoints]
-
-
 def _bind_address(nodes: NodesSpec) -> str:
-    endpoints = _endpoints(nodes)
+    endpoints = nodes.endpoints
     mine = [one for one in endpoints if is_local_address(one[0])][:1]
     lost: PeerLost | None = None
     for host, port in mine or endpoints:
@@ -274,7 +271,7 @@ def _bind_address(nodes: NodesSpec) -> str:
 
 def _endpoint(nodes: NodesSpec, host: str) -> tuple[int, socket.socket | None]:
     """The endpoint that is this node's address and has a free port: its number, and a listener."""
-    for number, (endpoint_host, port) in enumerate(_endpoints(nodes)):
+    for number, (endpoint_host, port) in enumerate(nodes.endpoints):
         if is_local_address(endpoint_host):
             with suppress(AddressTaken):
                 return number, listen_tcp(host, port)
@@ -290,47 +287,6 @@ def _own_port(host: str, node_id: str, kept: PersistedAgentState) -> socket.sock
         except UsageError:
             pass
     return listen_tcp(host, 0)
-
-
-def _settings(spec: RunSpec) -> MembershipSettings:
-    nodes, profile = spec.nodes, spec.profile
-    has_checkpoints = spec.checkpoint_directory is not None
-    hang = HangSettings(**asdict(profile.hang))
-    if nodes is None:
-        alone = ClusterSize(1, 1, 0)
-        return MembershipSettings(
-            alone, blank_wait_s=0.0, has_checkpoints=has_checkpoints, hang=hang
-        )
-    times = profile.nodes
-    return MembershipSettings(
-        wishes=ClusterSize(nodes.min_nodes, nodes.max_nodes, nodes.spares),
-        endpoint=("", 0) if nodes.etcd else (nodes.endpoint_host, nodes.endpoint_port),
-        more_endpoints=tuple(nodes.more_endpoints),
-        witness=bool(nodes.etcd),
-        heartbeat_s=times.heartbeat_s,
-        deadline_s=times.deadline_s,
-        cut_off_s=times.stop_cut_off_s,
-        pause_limit_s=times.pause_limit_s,
-        join_wait_s=times.join_wait_s,
-        settle_s=times.settle_s,
-        failures_per_hour=times.failures_per_hour,
-        erasure_data=nodes.erasure_data,
-        erasure_parity=nodes.erasure_parity or 0,
-        erasure=nodes.erasure_parity != 0,
-        has_checkpoints=has_checkpoints,
-        hang=hang,
-        slow=SlowSettings(**asdict(profile.slow)),
-        network=NetworkSettings(
-            plan=profile.network.plan,
-            rails=tuple(profile.network.rails),
-            topology=nodes.topology,
-            slurm_topology=nodes.slurm_topology,
-            user_env={name: os.environ[name] for name in VARIABLES if name in os.environ},
-        ),
-        checkpoint_every_s=profile.checkpoint.every_s if has_checkpoints else 0.0,
-        warn_below=profile.preflight.warn_below,
-        leave_s=profile.stop.grace_s / 2,
-    )
 
 
 def _torch_version() -> str:

@@ -19,8 +19,8 @@ Rule 4: a node with one rail is never dialled again here; its kernel handles the
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ftrun.config.cluster import MembershipSettings
 from ftrun.recovery.commands import Connect
-from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import Identity, NodeCard
 from ftrun.wire.cluster.messages import ClusterEnvelope
 from ftrun.wire.transport.address_race import PeerAddress, source_to
@@ -65,10 +65,10 @@ class ConnectionFailover:
     def __init__(self, me: NodeCard, settings: MembershipSettings, card_of: CardOf) -> None:
         self._me = me
         self._card_of = card_of
-        beat_s = settings.heartbeat_s
+        beat_s = settings.times.heartbeat_s
         # Ranks are suspended at `cut_off_s`; by then the other rail must have answered.
-        self._silent_s = min(SILENT_BEATS * beat_s, settings.cut_off_s / 2)
-        self._stuck_s = min(STUCK_BEATS * beat_s, 0.4 * settings.cut_off_s)
+        self._silent_s = min(SILENT_BEATS * beat_s, settings.times.stop_cut_off_s / 2)
+        self._stuck_s = min(STUCK_BEATS * beat_s, 0.4 * settings.times.stop_cut_off_s)
         self._lines: dict[str, _Line] = {}
         self._met: dict[tuple[Identity, str, int], None] = {}
         self._look_s = 0.0

@@ -27,7 +27,7 @@ from ftrun.agent.cluster.control_loop import ControlLoop
 from ftrun.agent.faults.injectors import FaultInjectors
 from ftrun.agent.faults.reverter import FaultAction, RunningFault
 from ftrun.agent.launch.worker_group import WorkerGroup
-from ftrun.config import RunSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.errors import FaultRefused, FtrunError
 from ftrun.journal import Journal
 from ftrun.wire.cluster.generation import GenerationPlan

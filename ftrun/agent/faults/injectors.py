@@ -29,7 +29,7 @@ from ftrun.agent.launch.warm_start import WorkerHandle
 from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.observe.process_facts import cores_used
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
-from ftrun.config import RunSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.errors import FaultRefused
 from ftrun.urls import is_url
 from ftrun.wire.fault_orders import FAULT_PREFIX

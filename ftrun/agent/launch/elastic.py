@@ -30,7 +30,7 @@ from torch.distributed.launcher import api as launcher_api
 
 from ftrun.agent.launch.rendezvous import BACKEND, NodePlacement, PlanRendezvousHandler
 from ftrun.agent.launch.warm_start import WorkerStarter
-from ftrun.config import RunSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.errors import UsageError
 from ftrun.wire.cluster.generation import GenerationPlan
 

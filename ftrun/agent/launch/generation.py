@@ -24,7 +24,7 @@ from ftrun.agent.observe.repeated_steps import RepeatedSteps
 from ftrun.agent.snapshots.retained_memory import PersistedAgentState, StubClient
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.agent.snapshots.topology import begin_generation, claim_of, load_order, sources_of
-from ftrun.config import RunSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.errors import DirectoryTaken, PeerError, SnapshotError
 from ftrun.ids import Generation, Rank, Version, version
 from ftrun.journal import Journal

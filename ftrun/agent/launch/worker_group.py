@@ -22,7 +22,7 @@ from ftrun.agent.launch.process import ChildProcess, has_ended
 from ftrun.agent.launch.warm_start import LaunchSlot, WorkerHandle, WorkerStarter
 from ftrun.agent.observe.introspection import as_traceback, parse_dump
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
-from ftrun.config import RunSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.ids import Rank, Step, Version
 from ftrun.monitor.page_values import quantile_s
 from ftrun.monitor.worker_exits import ExitFacts, explain

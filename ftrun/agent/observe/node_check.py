@@ -29,10 +29,10 @@ from ftrun import clock
 from ftrun.agent.cluster.link_probe import probe
 from ftrun.agent.launch.process import awaited, python_command
 from ftrun.agent.observe.preflight import room
-from ftrun.config import RunSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.journal import Journal
 from ftrun.membership.events import NodeChecked
-from ftrun.monitor.node_fitness import Floors, NodeFitness, NodeMeasurements, judge
+from ftrun.monitor.node_fitness import NodeFitness, NodeMeasurements, judge
 from ftrun.wire.cluster.messages import ProbeLinkRequest, ProbeLinkResult
 from ftrun.wire.transport.handshake import PeerIdentity
 from ftrun.wire.transport.secret import Secret
@@ -55,10 +55,7 @@ class NodeCheck:
     def __init__(self, spec: RunSpec, journal: Journal) -> None:
         self.fitness: NodeFitness | None = None
         """The result of the newest check; None: there is none."""
-        self._settings = settings = spec.profile.preflight
-        self._floors = Floors(
-            **{name: getattr(settings, name) for name in Floors.__struct_fields__}
-        )
+        self._settings = spec.profile.preflight
         self._is_alone = spec.nodes is None
         self._folder = Path(spec.log_folder)
         self._journal = journal
@@ -223,7 +220,7 @@ class NodeCheck:
             not_done=figures.not_done or link.not_done,
         )
         before, self._number = self.fitness, number
-        found = judge(figures, self._floors, number=number, is_whole=is_whole)
+        found = judge(figures, self._settings, number=number, is_whole=is_whole)
         self.fitness = found
         fields = msgspec.to_builtins(found)
         self._journal.write("PreFlight", text=f"this node: {found}", **fields)

@@ -26,10 +26,11 @@ from ftrun.agent.observe.flight_recorder import RecordedCollective, parse_entrie
 from ftrun.agent.observe.introspection import RankStack, take_stack
 from ftrun.agent.observe.process_facts import ProcessState, process_facts
 from ftrun.agent.observe.sampler import Sampler
+from ftrun.config.profile import HangConfig
 from ftrun.monitor.page_values import decode_groups, quantile_s
 from ftrun.monitor.slow.samples import NodeSample
 from ftrun.monitor.verdicts import CollectiveCall, Frame, ProcessGroupView, RankView, own_functions
-from ftrun.monitor.wait_graph import HangDeadlines, HangSettings
+from ftrun.monitor.wait_graph import HangDeadlines
 from ftrun.wire.shared_memory.pages import HeartbeatField, left_calls
 
 _log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class _Memory:
 class RankObserver:
     """Observes the ranks of one agent."""
 
-    def __init__(self, unused_fds: "SimpleQueue[int]", settings: HangSettings) -> None:
+    def __init__(self, unused_fds: "SimpleQueue[int]", settings: HangConfig) -> None:
         self.p99_s = 0.0
         """Duration of the slowest rank's steps, 99th percentile; 0 before there are any."""
         self.views: tuple[RankView, ...] = ()

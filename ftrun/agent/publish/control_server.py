@@ -18,7 +18,7 @@ from ftrun import clock
 from ftrun.agent.faults.controller import NOT_ALLOWED, FaultController
 from ftrun.agent.publish.cluster_status import ControlLoopStatus
 from ftrun.agent.publish.published import Published
-from ftrun.config import RunSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.errors import FtrunError, PeerError
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import faults as fault_messages

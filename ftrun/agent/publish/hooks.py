@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from ftrun import clock
 from ftrun.agent.launch.process import ChildProcess, awaited
-from ftrun.config import HooksConfig
+from ftrun.config.profile import HooksConfig
 from ftrun.journal import Journal
 
 COMMAND_S = 30.0

@@ -13,7 +13,7 @@ from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.maintenance import Maintenance
 from ftrun.agent.observe.ranks import RankObserver
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
-from ftrun.config import RunSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.journal import Journal
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from ftrun import clock
 from ftrun.agent.launch.process import ChildProcess, python_command, spawn
 from ftrun.agent.snapshots.retained_memory import RetainedMemory
-from ftrun.config import CheckpointConfig
+from ftrun.config.profile import CheckpointConfig
 from ftrun.errors import FtrunError, PeerError, PeerLost, PeerTimeout
 from ftrun.ids import Rank, Version, version
 from ftrun.wire.messages import checkpoint as checkpoint_messages

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
-from ftrun.config import RunSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.ids import Rank, Version
 from ftrun.network.detect.rails import match_rails
 from ftrun.snapshot.load_shares import ranks_at

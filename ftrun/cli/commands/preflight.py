@@ -13,9 +13,9 @@ import msgspec
 
 from ftrun.cli.launch.profiles import resolve
 from ftrun.cli.screen import terminal as render
+from ftrun.config.profile import PreflightConfig
 from ftrun.errors import FtrunError
 from ftrun.monitor.node_fitness import (
-    Floors,
     NodeFitness,
     NodeMeasurements,
     judge,
@@ -47,15 +47,14 @@ def check(profile: str | None, *, as_json: bool) -> int:
         FtrunError: the check itself failed.
     """
     settings = resolve(profile, variables=os.environ).profile.preflight
-    floors = Floors(**{name: getattr(settings, name) for name in Floors.__struct_fields__})
-    found = judge(_measure(settings.limit_s * _SLACK), floors)
+    found = judge(_measure(settings.limit_s * _SLACK), settings)
     spy = _spy_fault(settings.limit_s * _SLACK)
     if spy:
         found = msgspec.structs.replace(found, warnings=(*found.warnings, f"{spy}{_SPY_FOR}"))
     if as_json:
         render.write_plain(json.dumps(msgspec.to_builtins(found), indent=1))
     else:
-        render.show_pairs(_rows(found.figures, floors))
+        render.show_pairs(_rows(found.figures, settings))
         for line in _verdict(found):
             render.write_plain(line)
     return 0 if found.is_fit else 1
@@ -87,7 +86,7 @@ def _spy_fault(limit_s: float) -> str:
     return "py-spy has not answered"
 
 
-def _rows(has: NodeMeasurements, least: Floors) -> list[tuple[str, str]]:
+def _rows(has: NodeMeasurements, least: PreflightConfig) -> list[tuple[str, str]]:
     return [
         ("memory copied", _rate(has.memory_bytes_per_s, least.min_memory_gb_s * 1e9)),
         ("loopback", _rate(has.loopback_bytes_per_s, least.min_loopback_mb_s * 1e6)),

@@ -7,8 +7,8 @@ import os
 
 from ftrun.cli.launch.profiles import (
     ResolvedProfile,
-    about_key,
     find_profile,
+    key_type,
     known_keys,
     profile_folder,
     profile_names,
@@ -16,6 +16,7 @@ from ftrun.cli.launch.profiles import (
     shown_path,
 )
 from ftrun.cli.screen import terminal as render
+from ftrun.config.checks import description_of
 
 
 def list_profiles() -> None:
@@ -41,7 +42,7 @@ def _rows(resolved: ResolvedProfile, *, with_origin: bool) -> list[tuple[str, st
     rows = []
     for section, key in known_keys():
         part = getattr(resolved.profile, section)
-        about = about_key(type(part), key)
+        about = description_of(key_type(section, key))
         origin = resolved.origins.get(f"{section}.{key}", "default")
         value = render.value_text(getattr(part, key))
         rows.append((f"{section}.{key}", value, origin if with_origin else "", about))

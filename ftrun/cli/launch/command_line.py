@@ -94,6 +94,28 @@ OWN_FLAGS: tuple[CliFlag, ...] = (
     ),
 )
 
+KEY_OF_FLAG = {
+    "metrics-port": "metrics.port",
+    "snapshot-every": "snapshot.every",
+    "snapshot-required": "snapshot.required",
+    "no-snapshots": "snapshot.enabled",
+    "orphan": "smp.orphan_s",
+    "checkpoint-dir": "checkpoint.directory",
+    "resume": "checkpoint.resume",
+    "checkpoint-every": "checkpoint.every_s",
+    "checkpoint-keep": "checkpoint.keep",
+    "erasure": "erasure.scheme",
+    "secret-file": "security.secret_file",
+    "network-plan": "network.plan",
+    "topology": "network.topology",
+    "pause-limit": "nodes.pause_limit_s",
+    "start": "start.mode",
+    "preload": "start.preload",
+    "grace": "stop.grace_s",
+    "forward-signals": "stop.forward",
+}
+"""Keys of the profile that flags set."""
+
 _SURE_LETTERS = len("--nproc")
 _NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ftrun.config import EtcdTls
+from ftrun.config.cluster import EtcdTls
 from ftrun.errors import UsageError
 
 _NAMES = {"ca": "cacert", "cert": "cert", "key": "key"}

@@ -22,7 +22,8 @@ from ftrun.cli.launch.etcd_files import etcd_tls
 from ftrun.cli.launch.profiles import SettingValue, plain_value
 from ftrun.cli.launch.slurm import SlurmStep, leaf_switch
 from ftrun.cli.launch.topology_files import read_topology
-from ftrun.config import NodesSpec, Profile
+from ftrun.config.cluster import NodesSpec
+from ftrun.config.profile import Profile
 from ftrun.errors import UsageError
 from ftrun.wire.transport.secret import (
     HOW_TO_MAKE,

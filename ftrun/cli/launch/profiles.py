@@ -11,42 +11,23 @@ completely, so that one error lists all problems.
 import difflib
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import msgspec
 import yaml
 
 import ftrun
-from ftrun.config import MAX_DATA, MAX_PARITY, Profile
+from ftrun.config.checks import Problem, check, fields_of, suggestion, unknown_key
+from ftrun.config.profile import Profile
+from ftrun.erasure.codec import MAX_DATA, MAX_PARITY
 from ftrun.errors import ProfileInvalid, UsageError
 from ftrun.wire import run_environment as env
 
 MAX_PROFILE_BYTES = 64 * 1024
 DEFAULT = "default"
-
-_WANTED = {
-    ("snapshot", "every"): "should be auto or a number",
-    ("erasure", "scheme"): "should be auto, none or K+M, such as 4+2",
-    ("hooks", "webhook"): "should be an address that begins with http:// or https://",
-}
-
-_BOUNDS = {
-    " >= ": "greater than or equal to",
-    " <= ": "less than or equal to",
-    " > ": "greater than",
-    " < ": "less than",
-}
-_KINDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "text",
-    "array": "a list",
-}
 
 _SHORT_NAMES = {("security", "secret_file"): ("FTRUN_SECRET_FILE",)}
 """Additional variables of a key, besides `variable_name`."""
@@ -169,29 +150,14 @@ def resolve(
     return ResolvedProfile(msgspec.convert(merged, Profile), origins)
 
 
-@cache
-def section_types() -> dict[str, Any]:
-    return get_type_hints(Profile)
-
-
-@cache
-def key_types(section: Any) -> dict[str, Any]:
-    return get_type_hints(section, include_extras=True)
-
-
-def about_key(section: type, key: str) -> str:
-    found = [
-        one.description
-        for one in get_args(key_types(section)[key])
-        if isinstance(one, msgspec.Meta)
-    ]
-    return found[0] or ""
-
-
 def known_keys() -> Iterator[tuple[str, str]]:
-    for section, keys in section_types().items():
-        for key in key_types(keys):
-            yield section, key
+    for name, section in fields_of(Profile).items():
+        for key in fields_of(section.type):
+            yield name, key
+
+
+def key_type(section: str, key: str) -> Any:
+    return fields_of(fields_of(Profile)[section].type)[key].type
 
 
 def variable_name(section: str, key: str) -> str:
@@ -277,9 +243,9 @@ class _NodeReader:
     def _entries(self, node: yaml.Node, what: str) -> Iterator[tuple[str, yaml.Node]]:
         line = node.start_mark.line + 1
         if not isinstance(node, yaml.MappingNode):
-            known = what in section_types() or what == "a profile"
-            said = f"{what} holds keys with values" if known else _unknown_section(what)
-            self.problems.append(f"line {line}: {said}")
+            known = what in fields_of(Profile) or what == "a profile"
+            said = "should hold keys with values" if known else unknown_key(what, Profile)
+            self.problems.append(f"line {line}: {what}: {said}")
             return
         seen: set[str] = set()
         for key_node, value in node.value:
@@ -302,81 +268,46 @@ def _environment_layer(variables: Mapping[str, str]) -> ProfileLayer:
 
 def _problems(layer: ProfileLayer) -> list[str]:
     nested: dict[str, dict[str, object]] = {}
+    origins: dict[str, str] = {}
     for setting in layer.settings:
         nested.setdefault(setting.section, {})[setting.key] = setting.value
-    found = list(layer.problems)
-    origins = {str(setting): setting.origin for setting in layer.settings}
-    for section, values in nested.items():
-        keys = section_types().get(section)
-        if keys is None:
-            origin = origins[next(name for name in origins if name.split(".")[0] == section)]
-            found.append(f"{origin}: {_unknown_section(section)}")
-            continue
-        for key, value in values.items():
-            found += _problem_of(section, key, value, origins.get(f"{section}.{key}", section))
-    return [*found, *_impossible_values(nested, origins)]
+        origins[str(setting)] = setting.origin
+        origins.setdefault(setting.section, setting.origin)
+    found = profile_problems(nested)
+    return [
+        *layer.problems,
+        *(f"{origins['.'.join(map(str, one.path[:2]))]}: {one}" for one in found),
+    ]
 
 
-def _problem_of(section: str, key: str, value: object, origin: str) -> list[str]:
-    types = key_types(section_types()[section])
-    if key not in types:
-        near = difflib.get_close_matches(key, types, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(types)}"
-        return [f"{origin}: {key} is not a key of {section}{hint}"]
-    try:
-        msgspec.convert(value, types[key])
-    except msgspec.ValidationError as error:
-        said = _WANTED.get((section, key)) or f"should be {_wanted(str(error), types[key])}"
-        return [f"{origin}: {section}.{key} {said}, and is {value!r}"]
-    return []
-
-
-def _wanted(said: str, wanted: Any) -> str:
-    """Rewrites the expectation in a msgspec error as plain words."""
-    choices = [one for part in get_args(wanted)[:1] for one in get_args(part)]
-    if said.startswith("Invalid enum value"):
-        return f"one of {', '.join(map(str, choices))}"
-    text, _, _ = said.removeprefix("Expected ").partition(", got")
-    if " of length " in text:
-        return "a text that is not empty"
-    for sign, words in _BOUNDS.items():
-        if sign in text:
-            return f"{words} {text.partition(sign)[2].removesuffix('.0')}"
-    for name, words in _KINDS.items():
-        text = text.replace(f"`{name}`", words)
-    return text.replace("`", "").replace(" | null", "")
-
-
-def _impossible_values(
-    nested: Mapping[str, Mapping[str, object]], origins: Mapping[str, str]
-) -> list[str]:
-    """Returns problems with values of the right type, such as a signal name that does not exist."""
-    found = []
-    every = nested.get("snapshot", {}).get("every")
-    if isinstance(every, int) and not isinstance(every, bool) and every < 1:
-        found.append(f"{origins['snapshot.every']}: snapshot.every is auto, or 1 and more")
-    scheme = nested.get("erasure", {}).get("scheme")
-    if isinstance(scheme, str) and (match := re.fullmatch(r"(\d+)\+(\d+)", scheme)):
-        data, parity = int(match[1]), int(match[2])
-        if data > MAX_DATA or parity > MAX_PARITY:
-            found.append(
-                f"{origins['erasure.scheme']}: erasure.scheme has at most {MAX_DATA}+{MAX_PARITY}, "
-                f"and is {scheme}"
-            )
-    names = nested.get("stop", {}).get("forward")
-    found.extend(
-        f"{origins['stop.forward']}: {name!r} is no signal; they are written as SIGUSR1"
-        for name in (names if isinstance(names, list) else [])
-        if name not in signal.Signals.__members__
-    )
+def profile_problems(nested: Mapping[str, Mapping[str, object]]) -> list[Problem]:
+    """Returns all problems of settings, which are values by section and key."""
+    found: list[Problem] = []
+    check(nested, Profile, found)
+    for (section, key), rule in _RULES.items():
+        if (value := nested.get(section, {}).get(key)) is not None:
+            found += [Problem((section, key), text) for text in rule(value)]
     return found
 
 
-def _unknown_section(section: str) -> str:
-    names = list(section_types())
-    near = difflib.get_close_matches(section, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
-    return f"{section} is not a section; {hint}"
+def _scheme_problems(scheme: object) -> Iterator[str]:
+    match = re.fullmatch(r"(\d+)\+(\d+)", str(scheme))
+    if match and (int(match[1]) > MAX_DATA or int(match[2]) > MAX_PARITY):
+        yield f"should be at most {MAX_DATA}+{MAX_PARITY}, and is {scheme}"
+
+
+def _signal_problems(names: object) -> Iterator[str]:
+    for name in names if isinstance(names, list) else []:
+        if isinstance(name, str) and name not in signal.Signals.__members__:
+            hint = suggestion(name, list(signal.Signals.__members__))
+            yield f"{name!r} is no signal{hint or '; they are written as SIGUSR1'}"
+
+
+_RULES: Mapping[tuple[str, str], Callable[[object], Iterator[str]]] = {
+    ("erasure", "scheme"): _scheme_problems,
+    ("stop", "forward"): _signal_problems,
+}
+"""Rules that need a module which `ftrun.config` does not import."""
 
 
 def _yaml_problem(error: yaml.YAMLError) -> str:

@@ -28,12 +28,12 @@ Rule 6: a draining node may end only after the leader had time to change the vot
 
 import msgspec
 
+from ftrun.config.cluster import MembershipSettings
 from ftrun.membership.ballots import electorate
 from ftrun.membership.leader.failure_detector import FailureDetector
 from ftrun.membership.leader.reconfiguration import VoterReconfiguration
 from ftrun.recovery.commands import JournalEntry, SupervisorCommand
 from ftrun.recovery.generation_monitor import GenerationMonitor
-from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import GenerationPlan, Identity, NodeCard
 from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 
@@ -148,7 +148,7 @@ class NodeDraining:
             self._safe_s = now_s
         # Rule 6: the voters are re-evaluated twice per heartbeat period.
         has_settled = (
-            self._safe_s is not None and now_s - self._safe_s >= self._settings.heartbeat_s
+            self._safe_s is not None and now_s - self._safe_s >= self._settings.times.heartbeat_s
         )
         limit_s = now_s - self._settings.let_go_s
         free = [who for who in self._leaving if has_settled or self._asked_s[who] <= limit_s]

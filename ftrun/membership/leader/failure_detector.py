@@ -24,11 +24,11 @@ Rule 6: if the lease stays expired, only a ballot restores it: the nodes do not 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ftrun.config.cluster import MembershipSettings
 from ftrun.membership.ballots import electorate_of
 from ftrun.membership.witness import WitnessView
 from ftrun.monitor.node_fitness import NodeFitness
 from ftrun.monitor.slow.samples import ClockOffset
-from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import GenerationPlan, Identity, NodeCard
 from ftrun.wire.cluster.membership import Heartbeat
 
@@ -107,7 +107,7 @@ class FailureDetector:
         peer = self.get(node_id)
         if peer is None or peer.lost:
             return False
-        is_late = now_s - peer.heard_s >= 2 * self.settings.heartbeat_s
+        is_late = now_s - peer.heard_s >= 2 * self.settings.times.heartbeat_s
         return node_id == self.me.node_id or not is_late
 
     def get(self, node_id: str) -> PeerState | None:
@@ -143,7 +143,7 @@ class FailureDetector:
         off, and would look for a run that is over. A node that refuses since `ended_s` has received
         the end.
         """
-        limit_s = 2 * self.settings.deadline_s
+        limit_s = 2 * self.settings.times.deadline_s
         latest_s = ended_s + AWAIT_SILENT_S
         found = set()
         for one in self.by_id.values():
@@ -159,7 +159,7 @@ class FailureDetector:
         return found
 
     def _died(self, peer: PeerState, now_s: float) -> None:
-        if now_s - peer.acked_s < self.settings.cut_off_s:
+        if now_s - peer.acked_s < self.settings.times.stop_cut_off_s:
             self._faithful.add(peer.card.identity)
 
     def opened(self, peer: PeerState, *, now_s: float) -> None:
@@ -198,7 +198,7 @@ class FailureDetector:
     def next_number(self, *, now_s: float) -> int:
         self._number += 1
         self._left_s[self._number] = now_s
-        limit_s = 2 * self.settings.deadline_s
+        limit_s = 2 * self.settings.times.deadline_s
         while now_s - self._left_s[next(iter(self._left_s))] > limit_s:
             del self._left_s[next(iter(self._left_s))]
         return self._number
@@ -229,7 +229,7 @@ class FailureDetector:
 
     def is_member_late(self, plan: GenerationPlan, *, now_s: float) -> bool:
         """Whether a node that runs ranks has missed a heartbeat, and may soon be lost."""
-        late_s = 2 * self.settings.heartbeat_s
+        late_s = 2 * self.settings.times.heartbeat_s
         members = [self.by_id.get(node.node_id) for node in plan.members]
         return any(
             peer is not None
@@ -247,7 +247,7 @@ class FailureDetector:
 
     def may_decide_without_me(self, plan: GenerationPlan, *, now_s: float) -> bool:
         """Whether the voters that may not receive from this leader could replace it."""
-        limit_s = self.settings.cut_off_s
+        limit_s = self.settings.times.stop_cut_off_s
         unheard = 0
         for card in plan.voters:
             if card.node_id == self.me.node_id or card.identity in self._faithful:
@@ -286,4 +286,4 @@ class LeadershipLease:
 
     def stays(self, *, now_s: float) -> bool:
         """Whether it has been expired for at least `deadline_s`."""
-        return self.is_on and now_s - self._since_s >= self._settings.deadline_s
+        return self.is_on and now_s - self._since_s >= self._settings.times.deadline_s

@@ -13,6 +13,7 @@ Rule 4: if the newest commit and nodes that may hold it are missing, the run wai
 
 from collections.abc import Collection, Mapping
 
+from ftrun.config.cluster import MembershipSettings
 from ftrun.errors import ExitCode
 from ftrun.membership.ballots import Ballot, place_of, runs_ranks
 from ftrun.membership.events import WitnessAnswered
@@ -40,7 +41,6 @@ from ftrun.recovery.commands import (
     SupervisorCommand,
 )
 from ftrun.recovery.generation_monitor import GenerationMonitor
-from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
 from ftrun.wire.cluster.membership import (
     Accepted,
@@ -81,13 +81,13 @@ class Leader:
         self.known = FailureDetector(me, settings, witness)
         self._links = links
         oversight.watching.slow.clocks = self.known.clocks
-        self.pause = NodeWait(settings.pause_limit_s)
+        self.pause = NodeWait(settings.times.pause_limit_s)
         self.farewell = RunShutdown(self.known)
         self._election = Proposer(me, settings, self.known)
         self._changes = BoundaryReconfiguration(settings)
         self._enrolment = VoterReconfiguration(settings)
         self.screening = Admission(settings, self.known)
-        self.roads = PathMonitor(me.node_id, settings.network, self.known)
+        self.roads = PathMonitor(me.node_id, settings, self.known)
         self._history_of = -1
         """The newest generation whose failure history this leader has taken over."""
         self._draining = NodeDraining(settings, self.known, oversight, self._enrolment)
@@ -397,7 +397,7 @@ class Leader:
     def passing(self, *, now_s: float) -> list[Command]:
         found: list[Command] = []
         if now_s >= self._look_s:
-            self._look_s = now_s + self.settings.heartbeat_s / 2
+            self._look_s = now_s + self.settings.times.heartbeat_s / 2
             found += self._look_around(now_s)
         again_s = self._election.again_s
         if again_s is not None and now_s >= again_s and self.ending is None:
@@ -437,7 +437,7 @@ class Leader:
     def _watch(self, peer: PeerState, now_s: float) -> list[Command]:
         silent_s = self.known.silent_s(peer, now_s=now_s)
         found: list[Command] = []
-        if not peer.lost and silent_s >= self.settings.deadline_s:
+        if not peer.lost and silent_s >= self.settings.times.deadline_s:
             peer.was_silent = True
             found += self._lose(peer, f"silent for {silent_s:.1f} s", now_s)
         if (not peer.lost or self.pause.is_on) and self.known.is_to_be_dialled(peer, now_s=now_s):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from ftrun.config.cluster import MembershipSettings
 from ftrun.erasure.groups import ProtectionGroup as ErasureGroup
 from ftrun.erasure.groups import default_parity, next_groups
 from ftrun.errors import ExitCode
@@ -14,7 +15,6 @@ from ftrun.network.detect.leaves import group_domains
 from ftrun.network.detect.rails import match_rails, rails_of_node
 from ftrun.recovery.commands import EndRun, JournalEntry
 from ftrun.recovery.restore_point import RestoreChoice, ancestry, choose
-from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import FailureHistory, GenerationPlan, PlanMember
 from ftrun.wire.cluster.membership import Promise
 
@@ -135,12 +135,12 @@ def _cannot_begin(
     run.
     """
     end = _lost(problem)
-    limit_s = 2 * settings.deadline_s + settings.settle_s
+    limit_s = 2 * settings.times.deadline_s + settings.times.settle_s
     is_first = choice.wanted is not None and choice.committed is None
     has_older = choice.version is not None or is_first
     else_from = ""
     if not settings.has_checkpoints:
-        limit_s = max(limit_s, settings.pause_limit_s - limit_s) if has_older else math.inf
+        limit_s = max(limit_s, settings.times.pause_limit_s - limit_s) if has_older else math.inf
         older = "the beginning" if choice.version is None else str(choice.version)
         else_from = f"; without them the run resumes from {older}" if has_older else ""
     if choice.holders and waited_s < limit_s:
@@ -202,13 +202,15 @@ def _groups(
     places: RankAssignment, previous: GenerationPlan | None, settings: MembershipSettings
 ) -> list[ErasureGroup]:
     """Protection groups; a replacement gets the position of the node whose ranks it runs."""
-    node_ids = [card.node_id for card in places.members]
-    if len(node_ids) < 2:
+    node_ids, node = [card.node_id for card in places.members], settings.node
+    if len(node_ids) < 2 or node is None:
         return []
     labels = {card.node_id: card.domain for card in places.members}
     leaves = places.roads.leaves if places.roads is not None else {}
     domains = group_domains(node_ids, labels, leaves)
-    parity = settings.erasure_parity or default_parity(len(node_ids))
+    parity = node.erasure_parity
+    if parity is None:
+        parity = default_parity(len(node_ids))
     before = [node.node_id for node in previous.members] if previous is not None else []
     replaced: dict[str, str] = {}
     if len(before) == len(node_ids):
@@ -221,8 +223,8 @@ def _groups(
         old_groups,
         node_ids,
         replaced=replaced,
-        data=settings.erasure_data,
-        parity=min(parity, len(node_ids) - 1) if settings.erasure else 0,
+        data=node.erasure_data,
+        parity=min(parity, len(node_ids) - 1),
         domains=domains,
     )
 

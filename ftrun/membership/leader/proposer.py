@@ -19,11 +19,11 @@ Rule 5: the witness is asked like a node, but awaited only while it is known to 
 from collections.abc import Collection
 from enum import Enum, auto
 
+from ftrun.config.cluster import MembershipSettings
 from ftrun.membership.ballots import Ballot, electorate_of, runs_ranks
 from ftrun.membership.events import WitnessAnswered
 from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
 from ftrun.recovery.commands import Command, Connect, JournalEntry, Send, WitnessOperation
-from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import Edition, GenerationPlan, NodeCard
 from ftrun.wire.cluster.membership import Accept, Accepted, Prepare, PrepareRejected, Promise
 
@@ -160,7 +160,7 @@ class Proposer:
             self._witness_asked_s = None
         found: list[Command] = self._ask_witness(now_s) if now_s >= self._ask_witness_s else []
         for peer in self._peers:
-            if now_s - peer.asked_s < 2 * self._settings.heartbeat_s:
+            if now_s - peer.asked_s < 2 * self._settings.times.heartbeat_s:
                 continue
             if peer.card.node_id in self._awaited:
                 found += self.ask(peer, now_s=now_s)
@@ -244,7 +244,7 @@ class Proposer:
         """
         ballot, witness = self.ballot, self._peers.witness
         assert ballot is not None
-        self._ask_witness_s = now_s + 2 * self._settings.heartbeat_s
+        self._ask_witness_s = now_s + 2 * self._settings.times.heartbeat_s
         number = ballot.generation
         if ballot.plan is None and not ballot.witness:
             begins = ballot.needs_witness

@@ -22,11 +22,11 @@ from types import MappingProxyType
 
 import msgspec
 
+from ftrun.config.cluster import ClusterSize, MembershipSettings
 from ftrun.membership.ballots import Ballot
 from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
 from ftrun.monitor.node_fitness import far_below
 from ftrun.recovery.commands import JournalEntry
-from ftrun.recovery.settings import ClusterSize, MembershipSettings
 from ftrun.wire.cluster.generation import GenerationPlan, NetworkPlan, NodeCard
 from ftrun.wire.cluster.membership import LeaderHeartbeat
 
@@ -234,7 +234,7 @@ class Admission:
             for peer in self._peers
             if peer.card.node_id in here and peer.fitness is not None
         }
-        slow = far_below(figures, self._settings.warn_below)
+        slow = far_below(figures, self._settings.profile.preflight.warn_below)
         new = {one: what for one, what in slow.items() if self._slow_told.get(one) != what}
         self._slow_told.update(new)
         return [

@@ -38,12 +38,12 @@ from collections.abc import Collection
 
 import msgspec
 
+from ftrun.config.cluster import MembershipSettings
 from ftrun.membership.ballots import carries, electorate, electorate_of
 from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 from ftrun.recovery.commands import Command, JournalEntry, Send
 from ftrun.recovery.generation_monitor import GenerationMonitor
-from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import (
     WITNESS,
     Edition,
@@ -98,7 +98,7 @@ class VoterReconfiguration:
         """Starts a change that tolerates more losses; repeats the pending one."""
         if now_s < self._look_s:
             return []
-        self._look_s = now_s + self._settings.heartbeat_s / 2
+        self._look_s = now_s + self._settings.times.heartbeat_s / 2
         spares = self._standing_by(plan, peers, now_s)
         last = self.wanted.roster if self.wanted is not None else plan.roster
         witness = self._witness(plan, peers, len(plan.members) + len(spares), now_s)
@@ -106,7 +106,9 @@ class VoterReconfiguration:
         voters = electorate_of(changed)
         is_same = self.wanted is not None and electorate_of(self.wanted) == voters
         bears_more = _bears(voters, voters) > _bears(electorate_of(plan), _alive(peers, plan))
-        is_bound = not witness and peers.witness.has_been_away(self._settings.settle_s, now_s=now_s)
+        is_bound = not witness and peers.witness.has_been_away(
+            self._settings.times.settle_s, now_s=now_s
+        )
         is_other = voters != electorate_of(plan) and not is_same
         if is_other and (bears_more or (is_bound and plan.witness)):
             self._give_up()
@@ -132,7 +134,7 @@ class VoterReconfiguration:
 
     def _ask(self, peers: FailureDetector, now_s: float) -> list[Command]:
         wanted = self.wanted
-        if wanted is None or now_s - self._asked_s < 2 * self._settings.heartbeat_s:
+        if wanted is None or now_s - self._asked_s < 2 * self._settings.times.heartbeat_s:
             return []
         self._asked_s = now_s
         asked = electorate(wanted.voters) | {
@@ -148,12 +150,12 @@ class VoterReconfiguration:
         self, plan: GenerationPlan, peers: FailureDetector, num_nodes: int, now_s: float
     ) -> int:
         """Incarnation of the witness if it votes next to this number of nodes; else 0."""
-        witness, for_s = peers.witness, self._settings.settle_s
+        witness, for_s = peers.witness, self._settings.times.settle_s
         if num_nodes % 2 or num_nodes < 2:
             return 0
         if plan.witness and plan.witness == witness.life:
             return 0 if witness.has_been_away(for_s, now_s=now_s) else plan.witness
-        holds = witness.holds(witness.life, self._settings.cut_off_s, now_s=now_s)
+        holds = witness.holds(witness.life, self._settings.times.stop_cut_off_s, now_s=now_s)
         return witness.life if holds and witness.has_been_there(for_s, now_s=now_s) else 0
 
     def _standing_by(
@@ -172,7 +174,7 @@ class VoterReconfiguration:
     def _may_vote(self, peer: PeerState, plan: GenerationPlan, now_s: float) -> bool:
         if peer.lost or peer.is_mute or peer.is_leaving or not peer.linked:
             return False
-        has_stayed = now_s - peer.here_s >= self._settings.settle_s
+        has_stayed = now_s - peer.here_s >= self._settings.times.settle_s
         return has_stayed and peer.promised <= plan.generation
 
 
@@ -236,7 +238,7 @@ class BoundaryReconfiguration:
         """Why to begin a ballot now; empty if there is no reason."""
         if now_s < self._look_s:
             return ""
-        self._look_s = now_s + self._settings.heartbeat_s / 2
+        self._look_s = now_s + self._settings.times.heartbeat_s / 2
         newcomers = [peer for peer in peers if _is_newcomer(peer, plan, aside)]
         oversight.num_spares = len(newcomers)
         if self._boundary >= 0:
@@ -302,7 +304,9 @@ class BoundaryReconfiguration:
     def _wish_to_grow(self, plan: GenerationPlan, newcomers: list[PeerState], now_s: float) -> str:
         if len(plan.members) >= self._settings.wishes.max_nodes or not newcomers:
             return ""
-        has_settled = now_s - max(peer.here_s for peer in newcomers) >= self._settings.settle_s
+        has_settled = (
+            now_s - max(peer.here_s for peer in newcomers) >= self._settings.times.settle_s
+        )
         return self._growth(plan, newcomers) if has_settled else ""
 
     def _growth(self, plan: GenerationPlan, newcomers: list[PeerState]) -> str:
@@ -319,7 +323,7 @@ class BoundaryReconfiguration:
         now_s: float,
     ) -> Verdict | None:
         """The verdict on a node that was slow for `evict_after_s`, if a spare is present."""
-        slow = self._settings.slow
+        slow = self._settings.profile.slow
         if slow.action != "evict" or not newcomers:
             return None
         lasting = oversight.watching.slow.lasting(slow.evict_after_s, now_s=now_s)

@@ -8,6 +8,7 @@ Rule 2: if an interface answers no probe any more, all earlier measurements of i
 
 from collections.abc import Sequence
 
+from ftrun.config.cluster import MembershipSettings
 from ftrun.errors import UsageError
 from ftrun.network.detect.findings import NetworkFindingKind, NetworkFindings
 from ftrun.network.detect.leaves import (
@@ -21,7 +22,6 @@ from ftrun.network.detect.rails import RunRails, match_rails
 from ftrun.network.failover.survey import End, ProbeSurvey, most_kept, newer, worst
 from ftrun.network.plan.planner import PlanningInputs, survey_of
 from ftrun.recovery.commands import JournalEntry
-from ftrun.recovery.settings import NetworkSettings
 from ftrun.wire.cluster.generation import NetworkPlan, NodeCard, PathMeasurement, Rail
 from ftrun.wire.messages.status import NetworkFindingText, NetworkStatus
 
@@ -32,7 +32,7 @@ MOST_TOLD = 1000
 class PathMap:
     """The path map of one leader."""
 
-    def __init__(self, settings: NetworkSettings) -> None:
+    def __init__(self, settings: MembershipSettings) -> None:
         self.cards: dict[str, NodeCard] = {}
         """Cards of the nodes that have rails, by node id."""
         self.rails: dict[str, list[Rail]] = {}
@@ -64,7 +64,7 @@ class PathMap:
         self.rails = rails
 
     def _wanted(self, card: NodeCard) -> list[Rail]:
-        named = self._settings.rails
+        named = self._settings.profile.network.rails
         return [rail for rail in card.rails if not named or rail.name in named] or card.rails[:1]
 
     def lost(self, node_id: str) -> None:
@@ -162,12 +162,12 @@ class PathMap:
         return self._judged[1]
 
     def _leaves(self, ids: Sequence[str]) -> LeafSwitches:
-        settings = self._settings
+        node = self._settings.node
         try:
-            if settings.topology is not None:
-                return leaves_from_file(settings.topology, ids)
-            if settings.slurm_topology:
-                return leaves_from_slurm(settings.slurm_topology, {one: one for one in ids})
+            if node is not None and node.topology is not None:
+                return leaves_from_file(node.topology, ids)
+            if node is not None and node.slurm_topology:
+                return leaves_from_slurm(node.slurm_topology, {one: one for one in ids})
         except UsageError as error:
             return LeafSwitches(words=f"The topology cannot be used: {error}")
         switches = {one: self.cards[one].switch for one in ids if self.cards[one].switch}

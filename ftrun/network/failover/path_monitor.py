@@ -26,6 +26,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import msgspec
 
+from ftrun.config.cluster import MembershipSettings
 from ftrun.network.detect.findings import NetworkFindingKind
 from ftrun.network.detect.localization import slowest_medians
 from ftrun.network.detect.probe_schedule import (
@@ -42,7 +43,6 @@ from ftrun.network.plan.planner import plan_roads
 from ftrun.network.plan.rail_choice import choices_of, keep_rails
 from ftrun.recovery.commands import Command, JournalEntry
 from ftrun.recovery.health import HealthMonitor
-from ftrun.recovery.settings import NetworkSettings
 from ftrun.recovery.suspicions import SlowSuspicions
 from ftrun.wire.cluster.generation import GenerationPlan, Identity, NetworkPlan, NodeCard
 from ftrun.wire.cluster.messages import ProbeLinkResult, ProbePathResult, RailSilent, RoadWord
@@ -112,11 +112,12 @@ def _nothing() -> None:
 class PathMonitor:
     """The path monitor of one leader."""
 
-    def __init__(self, me: str, settings: NetworkSettings, peers: NodesHere) -> None:
+    def __init__(self, me: str, settings: MembershipSettings, peers: NodesHere) -> None:
         self.plan: NetworkPlan | None = None
         """The newest plan, whether it is used or only reported."""
         self._me = me
-        self._settings = settings
+        self._user_env = settings.user_env
+        self._mode = settings.profile.network.plan
         self._peers = peers
         self._map = PathMap(settings)
         self._previous: NetworkPlan | None = None
@@ -146,10 +147,10 @@ class PathMonitor:
 
     @property
     def is_on(self) -> bool:
-        return self._settings.plan == "on"
+        return self._mode == "on"
 
     def _is_off(self, cards: Sequence[NodeCard]) -> bool:
-        return self._settings.plan == "off" or len(cards) < 2 or not all(c.rails for c in cards)
+        return self._mode == "off" or len(cards) < 2 or not all(c.rails for c in cards)
 
     # --- in a ballot --------------------------------------------------------------------------
 
@@ -402,7 +403,7 @@ class PathMonitor:
         if not made.rails or set(before.rails) <= set(made.rails):
             return
         mine = rails_of_node(self._map.matched, self._me)
-        variables = [env_for(one, mine, self._settings.user_env) for one in (before, made)]
+        variables = [env_for(one, mine, self._user_env) for one in (before, made)]
         if variables[0] == variables[1]:
             return
         left = [one for one in before.rails if one not in made.rails]
@@ -428,11 +429,11 @@ class PathMonitor:
     @_guarded(_nothing)
     def status(self, plan: GenerationPlan | None, *, now_s: float) -> NetworkStatus | None:
         """The network part of the status; None if nothing is probed."""
-        if self._settings.plan == "off" or len(self._map.rails) < 2:
+        if self._mode == "off" or len(self._map.rails) < 2:
             return None
         return msgspec.structs.replace(
             self._map.status(now_s=now_s),
-            mode=self._settings.plan,
+            mode=self._mode,
             plan=plan_status(self.plan) if self.plan is not None else None,
             is_applied=plan is not None and plan.roads is not None,
         )

@@ -15,6 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
+from msgspec.structs import replace
+
 from ftrun import __version__, clock
 from ftrun.cli.launch.profiles import shown_path
 from ftrun.cli.screen import terminal as render
@@ -46,12 +48,12 @@ def drill(name: str | None, *, out: str | None, only: list[str], as_markdown: bo
     path = find_drill_plan(name or DEFAULT_PLAN)
     plan = read_drill_plan(path)
     if only:
-        parts = [part.model_copy(update={"faults": [f for f in part.faults if f.kind in only]})
+        parts = [replace(part, faults=[one for one in part.faults if one.kind in only])
                  for part in plan.parts()]  # fmt: skip
         parts = [part for part in parts if part.faults]
         if not parts:
             raise FtrunError(f"{shown_path(path)} has no fault {', '.join(only)}")
-        plan = plan.model_copy(update={"faults": [], "runs": parts})
+        plan = replace(plan, faults=[], runs=parts)
     check(plan)
     signal.signal(signal.SIGTERM, _leave)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # keep the effect of nohup

@@ -9,19 +9,19 @@ import difflib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
-from pydantic import BaseModel, ValidationError
 
 from ftrun.cli.launch.profiles import MAX_PROFILE_BYTES, PlainLoader, profile_folder, shown_path
+from ftrun.config.checks import Problem, check
 from ftrun.errors import ProfileInvalid, UsageError
 from ftrun.tools.drill.expected import CLUSTER
 from ftrun.tools.drill.plan import (
     DrillPlan,
-    ExpectSection,
     FaultSection,
     RunSection,
+    plan_of,
     ranks_of,
     trials_of,
 )
@@ -75,14 +75,11 @@ def plan_from(found: object, source: str) -> DrillPlan:
         raise ProfileInvalid(
             source=source, problems=["a plan holds keys with values, such as faults"]
         )
-    try:
-        plan = DrillPlan.model_validate(found)
-    except ValidationError as error:
-        details: dict[tuple[Any, ...], str] = {}
-        for detail in error.errors(include_url=False):
-            said = _in_words(detail)
-            details.setdefault(tuple(one for one in detail["loc"] if not _is_noise(one)), said)
-        raise ProfileInvalid(source=source, problems=list(details.values())) from None
+    wrong: list[Problem] = []
+    checked = check(found, DrillPlan, wrong)
+    if wrong:
+        raise ProfileInvalid(source=source, problems=[str(one) for one in wrong])
+    plan = plan_of(cast("dict[str, Any]", checked))
     if problems := list(_problems(plan)):
         raise ProfileInvalid(source=source, problems=problems)
     return plan
@@ -121,32 +118,3 @@ def _of_fault(fault: FaultSection, part: RunSection) -> Iterator[str]:
         yield f"{kind.name}: which node?"
     if fault.amount is not None and not kind.unit:
         yield f"{kind.name} takes no amount"
-
-
-def _is_noise(one: object) -> bool:
-    """Returns whether pydantic added this location element for a member of a union."""
-    return isinstance(one, str) and ("[" in one or one in ("int", "bool", "float", "str"))
-
-
-def _in_words(detail: Any) -> str:
-    loc = [one for one in detail["loc"] if not _is_noise(one)]
-    where = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in loc).lstrip(".")
-    if detail["type"] == "value_error":  # raised by a validator of the plan
-        return f"{where}: {detail['ctx']['error']}"
-    if detail["type"] != "extra_forbidden":
-        return f"{where}: {str(detail['msg']).removeprefix('Input ')}, and is {detail['input']!r}"
-    keys = _keys_at(loc[:-1])
-    near = difflib.get_close_matches(str(loc[-1]), keys, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(keys)}"
-    return f"{where}: there is no such key; {hint}"
-
-
-def _keys_at(loc: list[Any]) -> list[str]:
-    names = [one for one in loc if isinstance(one, str)]
-    models: dict[str, type[BaseModel]] = {
-        "runs": RunSection,
-        "faults": FaultSection,
-        "expect": ExpectSection,
-    }
-    model: type[BaseModel] = models.get(names[-1], DrillPlan) if names else DrillPlan
-    return [info.alias or name for name, info in model.model_fields.items()]

@@ -7,27 +7,20 @@ Gives:    a `DrillPlan`; `trials_of` yields the single faults of a part.
 docs/operations.md documents the keys. Every part of a plan may override the plan's own settings.
 """
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-)
+import msgspec
+from msgspec import Meta
 
-from ftrun.cli.launch.profiles import SettingValue, resolve
-from ftrun.errors import ProfileInvalid, UsageError
+from ftrun.cli.launch.profiles import profile_problems
+from ftrun.config.checks import fields_of
+from ftrun.errors import UsageError
 from ftrun.monitor.verdicts import VerdictKind
 from ftrun.tools.drill.expected import CLUSTER, ExpectedOutcome, expected_of
 from ftrun.wire.fault_catalog import FAULTS, fault_kind
 from ftrun.wire.fault_orders import duration_s
-
-_VERDICTS = tuple(kind.value for kind in VerdictKind)
 
 
 def _as_duration(value: object) -> object:
@@ -39,151 +32,156 @@ def _as_duration(value: object) -> object:
         raise ValueError(f"a time is such as 500ms, 5s, 2m or 1h, not {value!r}") from None
 
 
-def _check_ranks(value: object) -> object:
-    """Reports one problem, because a union type would report one per member."""
-    ranks = value if isinstance(value, list) else [value]
-    are_ranks = all(type(one) is int and one >= 0 for one in ranks)
-    if value is None or value == "each" or (ranks and are_ranks):
-        return value
-    raise ValueError(f"is a rank (0 or more), a list of some, or each, not {value!r}")
-
-
-def _check_kind(name: str) -> str:
+def _kind_problems(name: str) -> Iterator[str]:
     if not name.startswith(CLUSTER):
         try:
             fault_kind(name)
         except UsageError as error:
-            raise ValueError(str(error)) from None
-    return name
+            yield str(error)
 
 
-def _check_verdicts(names: list[str]) -> list[str]:
-    said = []
-    for name in names:
-        if name not in _VERDICTS:
-            near = difflib.get_close_matches(name, _VERDICTS, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_VERDICTS)}"
-            said.append(f"there is no verdict {name!r}; {hint}")
-    if said:
-        raise ValueError("; ".join(said))
-    return names
-
-
-def _check_settings(found: dict[str, Any]) -> dict[str, Any]:
+def _settings_problems(found: dict[str, Any]) -> Iterator[str]:
     """Checks that each is a profile key with a valid value."""
-    said, settings = [], []
+    nested: dict[str, dict[str, object]] = {}
     for name, value in found.items():
         section, _, key = name.partition(".")
         if key:
-            settings.append(SettingValue(section, key, value, name))
+            nested.setdefault(section, {})[key] = value
         else:
-            said.append(f"keys are such as hang.kill_after_s, not {name!r}")
-    try:
-        resolve(None, variables={}, flags=settings)
-    except ProfileInvalid as error:
-        said += error.problems
-    if said:
-        raise ValueError("; ".join(said))
-    return found
+            yield f"keys are such as hang.kill_after_s, not {name!r}"
+    yield from map(str, profile_problems(nested))
 
 
 def _as_list(value: object) -> object:
     return [value] if isinstance(value, str | int) and not isinstance(value, bool) else value
 
 
-Seconds = Annotated[float, BeforeValidator(_as_duration), Field(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, extra={"read": _as_duration})]
+RankNumber = Annotated[int, Meta(ge=0)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
+class _PlanSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A section of a plan; an unknown key is an error."""
 
 
-class ExpectSection(_Part):
-    """Overrides of the expected outcome from the catalogue."""
+class ExpectSection(_PlanSection, frozen=True, kw_only=True):
+    """Overrides of the expected outcome; None: as in the catalogue."""
 
-    verdict: (
-        Annotated[list[str], AfterValidator(_check_verdicts), BeforeValidator(_as_list)] | None
-    ) = Field(default=None, description="kinds of verdict, any of them; []: no incident at all")
-    culprits: list[int] | None = Field(default=None, description="ranks that must be named")
-    nodes: list[str] | None = Field(default=None, description="nodes that must be named")
-    action: Annotated[list[str], BeforeValidator(_as_list)] | None = Field(
-        default=None, description="the last action taken is one of these"
-    )
-    within_s: Seconds | None = Field(default=None, description="from the fault to the verdict")
-    within_steps: int | None = Field(
-        default=None, ge=1, description="made from the fault to the verdict, at most"
-    )
-    steps_lost: int | None = Field(default=None, ge=0, description="at most")
-    equal: bool | None = Field(default=None, description="false: the result need not be the same")
-    exit_code: int | None = Field(default=None, description="of the run, where it ends it")
+    verdict: Annotated[
+        list[VerdictKind] | None,
+        Meta(
+            description="kinds of verdict, any of them; []: no incident at all",
+            extra={"read": _as_list},
+        ),
+    ] = None
+    culprits: Annotated[list[int] | None, Meta(description="ranks that must be named")] = None
+    nodes: Annotated[list[str] | None, Meta(description="nodes that must be named")] = None
+    action: Annotated[
+        list[str] | None,
+        Meta(description="the last action taken is one of these", extra={"read": _as_list}),
+    ] = None
+    within_s: Annotated[
+        Seconds | None, Meta(description="longest time from the fault to the verdict")
+    ] = None
+    within_steps: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="most steps from the fault to the verdict"),
+    ] = None
+    steps_lost: Annotated[Annotated[int, Meta(ge=0)] | None, Meta(description="at most")] = None
+    equal: Annotated[bool | None, Meta(description="false: the result may differ")] = None
+    exit_code: Annotated[int | None, Meta(description="of the run, if the fault ends it")] = None
 
 
-class FaultSection(_Part):
+class FaultSection(_PlanSection, frozen=True, kw_only=True):
     """One fault, for one or several ranks."""
 
-    kind: Annotated[str, AfterValidator(_check_kind)] = Field(
-        description="of ftrun inject-fault --list, or cluster:NAME"
+    kind: Annotated[
+        str,
+        Meta(
+            description="of ftrun inject-fault --list, or cluster:NAME",
+            extra={"problems": _kind_problems},
+        ),
+    ]
+    rank: Annotated[
+        RankNumber | Annotated[list[RankNumber], Meta(min_length=1)] | Literal["each"] | None,
+        Meta(
+            description="target; each: every rank, one after the other",
+            extra={"wanted": "a rank (0 or more), a list of ranks, or each"},
+        ),
+    ] = None
+    node: Annotated[
+        Annotated[int, Meta(ge=0)] | None, Meta(description="position of the target node")
+    ] = None
+    step: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="inject at the end of this step; null: now"),
+    ] = None
+    lasts: Annotated[Seconds | None, Meta(description="duration")] = msgspec.field(
+        default=None, name="for"
     )
-    rank: Annotated[int | list[int] | Literal["each"] | None, BeforeValidator(_check_ranks)] = (
-        Field(default=None, description="to whom; each: to every rank, one after the other")
-    )
-    node: int | None = Field(default=None, ge=0, description="to which node, by its place")
-    step: int | None = Field(default=None, ge=1, description="at the end of this step; none: now")
-    lasts: Seconds | None = Field(default=None, alias="for", description="how long")
-    amount: float | None = Field(default=None, description="how much")
-    repeat: int = Field(default=1, ge=1, le=100, description="so often, one after the other")
-    alone: bool | None = Field(default=None, description="in a run of its own")
+    amount: Annotated[float | None, Meta(description="strength")] = None
+    repeat: Annotated[int, Meta(ge=1, le=100, description="times, one after the other")] = 1
+    alone: Annotated[bool | None, Meta(description="in a run of its own")] = None
     expect: ExpectSection = ExpectSection()
 
 
-class RunSection(_Part):
+class RunSection(_PlanSection, frozen=True, kw_only=True):
     """A job on a number of nodes, and the faults to inject into it."""
 
-    name: str | None = Field(default=None, description="for the table")
-    job: Literal["ddp", "fsdp2", "gpt"] = Field(default="ddp", description="a job of ftrun's own")
-    script: str | None = Field(default=None, description="a script of yours instead")
-    args: list[str] = Field(
-        default_factory=list, description="what it is told; or job gpt, beside what it always is"
+    name: Annotated[str | None, Meta(description="for the table")] = None
+    job: Annotated[Literal["ddp", "fsdp2", "gpt"], Meta(description="a job of ftrun")] = "ddp"
+    script: Annotated[str | None, Meta(description="a script of yours instead")] = None
+    args: Annotated[
+        list[str], Meta(description="arguments of that script, or more arguments of job gpt")
+    ] = msgspec.field(default_factory=list)
+    notes: Annotated[
+        str | None,
+        Meta(description="file of JSON lines with step and loss that your script writes"),
+    ] = None
+    nodes: Annotated[int, Meta(ge=1, le=64, description="more than 1: a virtual cluster")] = 1
+    ranks: Annotated[int, Meta(ge=1, le=64, description="on each node")] = 2
+    spares: Annotated[int, Meta(ge=0, le=16, description="nodes that stand by")] = 0
+    pace: Annotated[Seconds, Meta(description="time added to each step of ftrun's jobs")] = 0.03
+    step_s: Annotated[Seconds, Meta(description="duration of a step; 0: as in ftrun's jobs")] = 0.0
+    steps_between: Annotated[int, Meta(ge=1, description="steps from one fault to the next")] = 15
+    most_faults: Annotated[int, Meta(ge=1, description="most faults in one run")] = 30
+    flags: Annotated[list[str], Meta(description="more flags for ftrun")] = msgspec.field(
+        default_factory=list
     )
-    notes: str | None = Field(
-        default=None, description="file of JSON lines with step and loss that your script writes"
+    settings: Annotated[
+        dict[str, Any],
+        Meta(description="keys of the profile", extra={"problems": _settings_problems}),
+    ] = msgspec.field(default_factory=dict, name="set")
+    faults: Annotated[list[FaultSection], Meta(description="in this order")] = msgspec.field(
+        default_factory=list
     )
-    nodes: int = Field(default=1, ge=1, le=64, description="more than 1: a virtual cluster")
-    ranks: int = Field(default=2, ge=1, le=64, description="on each node")
-    spares: int = Field(default=0, ge=0, le=16, description="nodes that stand by")
-    pace: Seconds = Field(default=0.03, description="seconds added to each step of ftrun's jobs")
-    step_s: Seconds = Field(default=0.0, description="what a step takes; 0: as ftrun's jobs do")
-    steps_between: int = Field(default=15, ge=1, description="steps from one fault to the next")
-    most_faults: int = Field(default=30, ge=1, description="in one run, at most")
-    flags: list[str] = Field(default_factory=list, description="more flags for ftrun")
-    settings: Annotated[dict[str, Any], AfterValidator(_check_settings)] = Field(
-        default_factory=dict, alias="set", description="keys of the profile"
-    )
-    faults: list[FaultSection] = Field(default_factory=list, description="in this order")
 
 
-class DrillPlan(RunSection):
+class DrillPlan(RunSection, frozen=True, kw_only=True):
     """The complete file: common settings, and the parts."""
 
-    about: str = Field(default="", description="a sentence for the page")
-    runs: list[RunSection] = Field(default_factory=list, description="parts, one after the other")
-    minutes: float = Field(default=120.0, gt=0, description="all of it takes no longer")
+    about: Annotated[str, Meta(description="a sentence for the page")] = ""
+    runs: Annotated[list[RunSection], Meta(description="parts, one after the other")] = (
+        msgspec.field(default_factory=list)
+    )
+    minutes: Annotated[float, Meta(gt=0, description="time limit of the whole plan")] = 120.0
 
     def parts(self) -> list[RunSection]:
-        """Returns all parts, each completed with the settings of the plan."""
-        own = {name: getattr(self, name) for name in self.model_fields_set if name in _COMMON}
-        found = [self] if self.faults else []
-        return [*found, *(_with_defaults(part, own) for part in self.runs)]
+        return [self, *self.runs] if self.faults else self.runs
 
 
-_COMMON = frozenset(RunSection.model_fields) - {"faults", "name"}
+def plan_of(found: dict[str, Any]) -> DrillPlan:
+    """Makes a plan of checked values; each part takes over what the plan sets."""
+    own = {name: found[name] for name in _COMMON if name in found}
+    settings = found.get("set", {})
+    runs = [
+        {**own, **part, "set": {**settings, **part.get("set", {})}}
+        for part in found.get("runs", [])
+    ]
+    return msgspec.convert({**found, "runs": runs}, DrillPlan)
 
 
-def _with_defaults(part: RunSection, own: dict[str, Any]) -> RunSection:
-    missing = {name: value for name, value in own.items() if name not in part.model_fields_set}
-    if "settings" in own:
-        missing["settings"] = {**own["settings"], **part.settings}
-    return part.model_copy(update=missing)
+_COMMON = fields_of(RunSection).keys() - {"faults", "name"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,16 +249,13 @@ def _trial(fault: FaultSection, rank: int, part: RunSection) -> FaultTrial:
         fault.kind, rank=rank, node=f"node{node}" if part.nodes > 1 and node >= 0 else "",
         nodes=part.nodes,
     )  # fmt: skip
-    given = {
-        key: getattr(fault.expect, key)
-        for key in fault.expect.model_fields_set
-        if getattr(fault.expect, key) is not None
+    given: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in msgspec.structs.asdict(fault.expect).items()
+        if value is not None
     }
-    for key in ("verdict", "culprits", "nodes", "action"):
-        if key in given:
-            given[key] = tuple(given[key])
     if "verdict" in given:
-        given["verdicts"] = given.pop("verdict")
+        given["verdicts"] = tuple(kind.value for kind in given.pop("verdict"))
     if fault.alone is not None:
         given["alone"] = fault.alone
     if "evict" in given.get("action", ()) and fault.kind in ("slow", "slow-link"):

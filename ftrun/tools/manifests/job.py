@@ -16,7 +16,7 @@ from pathlib import PurePath
 from ftrun.cli.launch.command_line import CommandLine, parse
 from ftrun.cli.launch.nodes import OUR_BACKENDS, num_nodes
 from ftrun.cli.run import check_num_ranks, resolve_options
-from ftrun.config import Profile
+from ftrun.config.profile import Profile
 from ftrun.erasure.groups import default_parity, make_groups
 from ftrun.errors import UsageError
 from ftrun.urls import is_url

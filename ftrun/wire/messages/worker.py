@@ -5,7 +5,7 @@ Runs in:  agent, standby, worker and SMP. Pure.
 
 import msgspec
 
-from ftrun.config import SnapshotConfig
+from ftrun.config.profile import SnapshotConfig
 from ftrun.ids import Generation, Rank, Version
 from ftrun.wire.messages.message import Message
 

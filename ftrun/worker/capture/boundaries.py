@@ -16,7 +16,7 @@ turns without snapshot activity. This includes encoding and sending, because the
 import math
 from enum import Enum, auto
 
-from ftrun.config import SnapshotConfig
+from ftrun.config.profile import SnapshotConfig
 from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField, SharedPage
 
 _LONGEST = 10_000

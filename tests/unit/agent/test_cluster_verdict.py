@@ -4,9 +4,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from ftrun.agent.publish.cluster_status import cluster_status
+from ftrun.config.cluster import ClusterSize
 from ftrun.events import ExitKind
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
-from ftrun.recovery.settings import ClusterSize
 from ftrun.recovery.suspicions import HangFinding
 from ftrun.wire.cluster.membership import Heartbeat
 from ftrun.wire.messages.status import ClusterStatus
@@ -54,7 +54,7 @@ def test_a_lost_spare_has_no_vote_and_still_counts_among_all() -> None:
 
 
 def test_a_witness_that_is_away_does_not_vote() -> None:
-    made = protected("ab", 0, least=1, witness=True)
+    made = protected("ab", 0, least=1, etcd=["etcd:2379"])
     assert made.plan("a").witness
     assert "survives any 1 node, back to step 8" in verdict(made)
     made.outside.away.update("ab")

@@ -10,7 +10,7 @@ from ftrun.agent.cluster.witness_thread import WitnessClient
 from ftrun.membership.events import WitnessAnswered
 from ftrun.recovery.commands import QueryWitness, WitnessOperation
 from ftrun.wire.cluster.generation import NodeCard
-from tests.unit.recovery.made import POLICY, SETTINGS, card
+from tests.unit.recovery.made import SETTINGS, card
 
 DEADLINE_S = 60.0
 
@@ -28,7 +28,7 @@ class Register:
 
 def test_an_agent_whose_witness_thread_has_ended_ends_too() -> None:
     register: Any = Register()
-    brain = ClusterControlLoop(card("a"), SETTINGS, POLICY, kept=None, took_effect=False)
+    brain = ClusterControlLoop(card("a"), SETTINGS, kept=None, took_effect=False)
     brain.witness_thread = WitnessClient(register, card("a"), brain.tell)
     brain.witness_thread.start()
     brain.passing()

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from ftrun.agent.launch import elastic
-from ftrun.config import Profile, RunSpec
+from ftrun.config.profile import Profile
+from ftrun.config.run_spec import RunSpec
 from ftrun.errors import UsageError
 
 

@@ -20,7 +20,7 @@ from ftrun.agent.publish.hooks import (
     run_command,
     variables_of,
 )
-from ftrun.config import HooksConfig
+from ftrun.config.profile import HooksConfig
 from ftrun.journal import Journal, read_journal
 
 NASTY = "a'; touch pwned; echo \"$(touch pwned)`touch pwned`\n\0\ud800"

@@ -22,7 +22,9 @@ from ftrun.agent.observe.preflight import (
     measure,
     room,
 )
-from ftrun.config import NodesSpec, Profile, RunSpec
+from ftrun.config.cluster import NodesSpec
+from ftrun.config.profile import Profile
+from ftrun.config.run_spec import RunSpec
 from ftrun.journal import Journal, read_journal
 from ftrun.linux import cgroup_room
 from ftrun.membership.events import NodeChecked

@@ -9,7 +9,8 @@ from msgspec.structs import replace
 
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.agent.snapshots.topology import CheckpointSource, begin_generation, sources_of
-from ftrun.config import Profile, RunSpec
+from ftrun.config.profile import Profile
+from ftrun.config.run_spec import RunSpec
 from ftrun.wire.cluster.generation import GenerationPlan, NetworkPlan, NodeCard, PlanMember, Rail
 from ftrun.wire.messages.smp import BeginGeneration
 from ftrun.wire.run_environment import RunFolder

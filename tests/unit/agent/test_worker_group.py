@@ -20,7 +20,7 @@ from ftrun.agent.launch.process import ChildProcess, spawn
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.launch.warm_start import LaunchSlot, WorkerHandle, WorkerStarter
-from ftrun.config import RunSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.journal import Journal
 from ftrun.linux import become_subreaper
 from ftrun.wire.messages.worker import LaunchRequest, encode_launch

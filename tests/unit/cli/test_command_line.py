@@ -1,10 +1,15 @@
 """Words are taken apart as torch's parser does; the script's own words are never looked at."""
 
+import re
+
 import pytest
 from torch.distributed.run import get_args_parser
 
-from ftrun.cli.launch.command_line import OWN_FLAGS, parse
+from ftrun.cli.launch.command_line import KEY_OF_FLAG, OWN_FLAGS, parse
+from ftrun.cli.launch.profiles import key_type
 from ftrun.cli.launch.torchrun_flags import TORCHRUN_FLAGS
+from ftrun.config.checks import choices_of
+from ftrun.config.profile import Profile
 from ftrun.errors import UsageError
 
 SAME_AS_TORCH = [
@@ -98,6 +103,19 @@ def test_wrong_words_are_named(words: list[str], said: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse(words)
     assert said in str(caught.value)
+
+
+def test_help_of_a_flag_agrees_with_the_key_that_it_sets() -> None:
+    flags = {flag.name: flag for flag in OWN_FLAGS}
+    assert KEY_OF_FLAG.keys() <= flags.keys()
+    for name, text in KEY_OF_FLAG.items():
+        section, _, key = text.partition(".")
+        default = getattr(getattr(Profile(), section), key)
+        if match := re.search(r"\(default ([^)]*)\)", flags[name].help):
+            shown = f"{default:g}" if isinstance(default, float) else str(default)
+            assert match[1] == shown, name
+        choices = choices_of(key_type(section, key))
+        assert flags[name].choices in ((), tuple(choices)), name
 
 
 def test_no_own_flag_hides_one_of_torchrun() -> None:

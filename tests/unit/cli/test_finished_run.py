@@ -7,7 +7,7 @@ import pytest
 
 from ftrun.cli.launch.command_line import parse
 from ftrun.cli.run import build_spec, run
-from ftrun.config import RunSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.wire.checkpoint_owner import OWNER_NAME, CheckpointOwner, encode_owner
 from ftrun.wire.finished_run import has_finished, read_owner
 from ftrun.wire.messages.checkpoint import INDEX_NAME

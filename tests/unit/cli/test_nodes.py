@@ -11,8 +11,8 @@ import pytest
 
 from ftrun.cli.launch.command_line import parse
 from ftrun.cli.run import build_spec, take_folder
-from ftrun.config import MAX_DATA, MAX_PARITY, EtcdTls, NodesSpec, RunSpec
-from ftrun.erasure import codec
+from ftrun.config.cluster import EtcdTls, NodesSpec
+from ftrun.config.run_spec import RunSpec
 from ftrun.errors import FtrunError, UsageError
 from ftrun.ids import RunId
 from ftrun.wire.run_environment import run_folder
@@ -417,10 +417,6 @@ def test_an_erasure_scheme_that_is_none(text: str) -> None:
     said = refused(f"--nnodes 6 {MEET} --erasure {text}")
     assert "erasure.scheme" in said
     assert text in said
-
-
-def test_the_largest_scheme_is_what_the_codec_can_do() -> None:
-    assert (MAX_DATA, MAX_PARITY) == (codec.MAX_DATA, codec.MAX_PARITY)
 
 
 def test_times_must_let_a_node_stop_before_it_is_replaced() -> None:

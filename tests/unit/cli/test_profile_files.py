@@ -9,6 +9,7 @@ from ftrun.cli.launch.profiles import (
     MAX_PROFILE_BYTES,
     SettingValue,
     find_profile,
+    key_type,
     known_keys,
     plain_value,
     profile_names,
@@ -17,7 +18,9 @@ from ftrun.cli.launch.profiles import (
     setting_from_text,
     variable_name,
 )
-from ftrun.config import Profile
+from ftrun.config.checks import description_of
+from ftrun.config.profile import Profile
+from ftrun.erasure.codec import MAX_DATA, MAX_PARITY
 from ftrun.errors import ProfileInvalid, UsageError
 
 
@@ -72,17 +75,17 @@ def test_all_that_is_wrong_is_listed_at_once(tmp_path: Path) -> None:
     )
     text = problems(name, FTRUN_RESTART_BUDGET="many", FTRUN_SNAPSHOT_EVERY="0")
     for said in (
-        f"{name}:2: evry is not a key of snapshot; did you mean every?",
-        f"{name}:3: snapshot.every should be auto or a number, and is 'often'",
-        f"{name}:4: snapshot.enabled",
-        f"{name}:6: restrt is not a section; did you mean restart?",
-        "line 7: smp holds keys with values",
-        f"{name}:9: stop.grace_s should be greater than 0, and is -1",
+        f"{name}:2: snapshot.evry: there is no such key; did you mean every?",
+        f"{name}:3: snapshot.every: should be auto or a whole number of at least 1, and is 'often'",
+        f"{name}:4: snapshot.enabled: should be true or false, and is 3",
+        f"{name}:6: restrt: there is no such section; did you mean restart?",
+        "line 7: smp: should hold keys with values",
+        f"{name}:9: stop.grace_s: should be a number above 0, and is -1",
         "line 11: forward is there twice",
-        "'USR8' is no signal",
-        "line 12: nonsense is not a section",
-        "environment FTRUN_RESTART_BUDGET: restart.budget",
-        "snapshot.every is auto, or 1 and more",
+        f"{name}:11: stop.forward: 'USR8' is no signal",
+        "line 12: nonsense: there is no such section",
+        "environment FTRUN_RESTART_BUDGET: restart.budget: should be a whole number of at least 0",
+        "environment FTRUN_SNAPSHOT_EVERY: snapshot.every: should be auto or a whole number",
     ):
         assert said in text
 
@@ -93,9 +96,9 @@ def test_all_that_is_wrong_is_listed_at_once(tmp_path: Path) -> None:
         ("snapshot: &a\n  every: 3\nstart: *a\n", "line 3: aliases are not allowed"),
         ("snapshot:\n  every: !!python/object:os.system x\n", "line 2: could not determine"),
         ("snapshot: [\n", "line 2"),
-        ("- snapshot\n", "line 1: a profile holds keys"),
+        ("- snapshot\n", "line 1: a profile: should hold keys"),
         ("# " + "x" * MAX_PROFILE_BYTES, "bytes"),
-        ("snapshot:\n  xyzzy: 1\n", "xyzzy is not a key of snapshot; there are enabled,"),
+        ("snapshot:\n  xyzzy: 1\n", "snapshot.xyzzy: there is no such key; there are enabled,"),
     ],
 )
 def test_what_cannot_be_read_is_said(tmp_path: Path, text: str, said: str) -> None:
@@ -130,6 +133,15 @@ def test_set_reads_plain_values() -> None:
 def test_set_of_another_form_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         setting_from_text(text)
+
+
+def test_the_limit_of_a_scheme_is_that_of_the_codec() -> None:
+    most = f"{MAX_DATA}+{MAX_PARITY}"
+    assert most in description_of(key_type("erasure", "scheme"))
+    assert resolve(None, variables={"FTRUN_ERASURE_SCHEME": most}).profile.erasure.scheme == most
+    for scheme in (f"{MAX_DATA + 1}+1", f"1+{MAX_PARITY + 1}"):
+        said = problems("default", FTRUN_ERASURE_SCHEME=scheme)
+        assert said.endswith(f"erasure.scheme: should be at most {most}, and is {scheme}")
 
 
 def test_lines_are_kept(tmp_path: Path) -> None:

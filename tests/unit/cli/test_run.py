@@ -24,7 +24,8 @@ from ftrun.cli.run import (
     with_log_folder,
 )
 from ftrun.cli.runs import sweep
-from ftrun.config import Profile, RunSpec
+from ftrun.config.profile import Profile
+from ftrun.config.run_spec import RunSpec
 from ftrun.errors import FtrunError, RunIdTaken, UsageError
 from ftrun.ids import RunId
 from ftrun.wire.run_environment import RunFolder, run_folder

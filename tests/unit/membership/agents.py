@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
+from made_settings import changed
 
+from ftrun.config.cluster import MembershipSettings
 from ftrun.membership.discovery import MemberRole
 from ftrun.membership.events import (
     ConnectFailed,
@@ -36,11 +38,10 @@ from ftrun.recovery.commands import (
     StartRanks,
 )
 from ftrun.recovery.generation_monitor import GenerationMonitor
-from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
 from ftrun.wire.cluster.membership import Heartbeat
 from ftrun.wire.messages.smp import Inventory
-from tests.unit.recovery.made import POLICY, card, settings
+from tests.unit.recovery.made import card
 
 STEP_S = 0.25
 """Shorter than two heartbeats: an agent that is asked less often has stood still."""
@@ -134,11 +135,11 @@ class Agents:
         self, node_id: str, incarnation: int = 1, *, port: int = 29400, **changes: object
     ) -> Agent:
         """An agent without any memory."""
-        wishes = settings(**{**_fields(self.settings), **changes}) if changes else self.settings
-        is_endpoint = node_id == "a" and not wishes.witness
+        wishes = changed(self.settings, **changes)
+        is_endpoint = node_id == "a" and not wishes.has_witness
         me = card(node_id, incarnation, endpoint=is_endpoint, port=port)
-        if (me.host, port) in wishes.more_endpoints:
-            number = wishes.more_endpoints.index((me.host, port)) + 1
+        if (me.host, port) in wishes.endpoints[1:]:
+            number = wishes.endpoints.index((me.host, port))
             me = msgspec.structs.replace(me, further_endpoint=number)
         self.all[node_id] = Agent(_member(me, wishes, self.now_s), wishes)
         return self.all[node_id]
@@ -333,10 +334,6 @@ class Agents:
         return found
 
 
-def _fields(wishes: MembershipSettings) -> dict[str, object]:
-    return {name: getattr(wishes, name) for name in wishes.__dataclass_fields__}
-
-
 def _member(
     me: NodeCard,
     wishes: MembershipSettings,
@@ -348,7 +345,7 @@ def _member(
     return Member(
         me,
         wishes,
-        lambda: GenerationMonitor(POLICY, wishes, pairs=PairCheck()),
+        lambda: GenerationMonitor(wishes, pairs=PairCheck()),
         now_s=now_s,
         kept=kept,
         took_effect=took_effect,

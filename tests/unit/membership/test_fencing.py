@@ -5,12 +5,12 @@ The lease of ranks ends before other ranks take their place; no node beside: the
 
 import pytest
 
+from ftrun.config.cluster import ClusterSize
 from ftrun.membership.fencing import SelfFencing
-from ftrun.recovery.settings import ClusterSize
 from tests.unit.membership.agents import STEP_S, Agents
 from tests.unit.recovery.made import settings
 
-SETTINGS = settings(heartbeat_s=0.5, cut_off_s=2.0)
+SETTINGS = settings(heartbeat_s=0.5, stop_cut_off_s=2.0)
 
 
 def waiting() -> SelfFencing:

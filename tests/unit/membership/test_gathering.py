@@ -6,10 +6,10 @@ Patience: a wait that says what it waits for, and ends with what to check.
 import msgspec
 import pytest
 
+from ftrun.config.cluster import ClusterSize
 from ftrun.errors import ExitCode
 from ftrun.membership.gathering import SAY_EVERY_S, InitialQuorum, JoinTimeout
 from ftrun.recovery.commands import EndRun, JournalEntry, Send
-from ftrun.recovery.settings import ClusterSize
 from ftrun.wire.cluster.generation import NodeCard
 from ftrun.wire.cluster.membership import Join, JoinPending, JoinRejected
 from tests.unit.recovery.made import card, settings
@@ -119,7 +119,7 @@ def test_no_run_begins_while_one_may_go_on_that_the_witness_remembers() -> None:
     assert made.is_complete(now_s=1e6)
 
 
-SETTINGS_OF_PATIENCE = settings(join_wait_s=100.0, endpoint=("a.local", 29400))
+SETTINGS_OF_PATIENCE = settings(join_wait_s=100.0)
 
 
 def test_it_says_now_and_then_what_is_waited_for() -> None:
@@ -162,7 +162,7 @@ def test_it_gives_up_after_the_limit_with_what_to_check(
 
 @pytest.mark.parametrize("gathers", [True, False])
 def test_where_they_meet_at_a_witness_that_is_what_to_check(gathers: bool) -> None:
-    made = JoinTimeout(settings(join_wait_s=100.0, endpoint=("", 0), witness=True), now_s=0.0)
+    made = JoinTimeout(settings(join_wait_s=100.0, etcd=["etcd:2379"]), now_s=0.0)
     (end,) = made.wait(100.0, "nobody", gathers=gathers, now_s=100.0)
     assert isinstance(end, EndRun)
     assert (

@@ -1,9 +1,9 @@
 """A member: it finds the run, follows its lead, and leads where it is the next in order."""
 
-from dataclasses import replace
-
 import pytest
+from made_settings import changed
 
+from ftrun.config.cluster import ClusterSize
 from ftrun.errors import ExitCode
 from ftrun.membership.discovery import MemberRole
 from ftrun.membership.events import (
@@ -24,7 +24,6 @@ from ftrun.recovery.commands import (
     StartRanks,
     SuspendRanks,
 )
-from ftrun.recovery.settings import ClusterSize
 from ftrun.wire.cluster.membership import (
     Accept,
     Accepted,
@@ -101,7 +100,7 @@ def test_who_was_started_with_other_numbers_is_turned_away() -> None:
 
 def test_a_newcomer_at_any_agent_is_told_who_leads() -> None:
     made = begun(wishes=ClusterSize(2, 3, 1))
-    made.start("d", endpoint=("b.local", 29400))
+    made.start("d", endpoint_host="b.local")
     made.cut("d", "a")
     made.passes(1.0)
     assert Connect("a.local", 29400, "a") in made["d"].sent, "b has told it"
@@ -112,7 +111,7 @@ def test_a_newcomer_at_any_agent_is_told_who_leads() -> None:
     assert made["d"].runs == -1, "it takes part from the next generation on"
 
 
-TWO_ENDPOINTS = replace(SETTINGS, more_endpoints=(("b.local", 29400),))
+TWO_ENDPOINTS = changed(SETTINGS, more_endpoints=[("b.local", 29400)])
 
 
 def test_a_run_with_several_endpoints_begins_at_the_first() -> None:
@@ -127,7 +126,7 @@ def test_a_run_with_several_endpoints_begins_at_the_first() -> None:
 
 
 def test_a_newcomer_finds_the_run_at_another_endpoint_where_the_first_is_dead() -> None:
-    made = begun(more_endpoints=TWO_ENDPOINTS.more_endpoints, wishes=ClusterSize(2, 4, 0))
+    made = begun(more_endpoints=[("b.local", 29400)], wishes=ClusterSize(2, 4, 0))
     made.kill("a")
     made.passes(5.0)
     assert made.lead() == "b"
@@ -137,7 +136,7 @@ def test_a_newcomer_finds_the_run_at_another_endpoint_where_the_first_is_dead() 
 
 
 def test_the_leader_looks_for_newcomers_at_all_endpoints() -> None:
-    made = begun(more_endpoints=TWO_ENDPOINTS.more_endpoints)
+    made = begun(more_endpoints=[("b.local", 29400)])
     made.passes(1.0)
     made["a"].sent.clear()
     made.passes(1.0)
@@ -148,7 +147,7 @@ def test_the_leader_looks_for_newcomers_at_all_endpoints() -> None:
 
 
 def test_a_node_that_gathers_is_not_dialled_in_turn_with_others() -> None:
-    made = Agents("ac", replace(TWO_ENDPOINTS, wishes=ClusterSize(3, 3, 0)))
+    made = Agents("ac", changed(TWO_ENDPOINTS, wishes=ClusterSize(3, 3, 0)))
     made.passes(3.0)
     made["c"].sent.clear()
     made.passes(3.0)

@@ -3,17 +3,18 @@
 import msgspec
 import pytest
 
+from ftrun.config.cluster import ClusterSize
+from ftrun.config.profile import NetworkConfig
 from ftrun.membership.events import MessageReceived
 from ftrun.membership.member import Member
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import Command, JournalEntry, ProbePath, StartRanks
 from ftrun.recovery.generation_monitor import GenerationMonitor
-from ftrun.recovery.settings import ClusterSize, NetworkSettings
 from ftrun.wire.cluster.generation import GenerationPlan, PathMeasurement, Rail
 from ftrun.wire.cluster.membership import Heartbeat
 from ftrun.wire.cluster.messages import ProbePathResult, RailSilent
 from tests.unit.membership.agents import Agent, Agents
-from tests.unit.recovery.made import POLICY, card, settings
+from tests.unit.recovery.made import card, settings
 
 
 class Railed(Agents):
@@ -25,7 +26,7 @@ class Railed(Agents):
         self.dead: set[tuple[str, str]] = set()
         self.tried: list[tuple[str, str, str]] = []
         count = len(node_ids)
-        network = NetworkSettings(plan=mode)
+        network = NetworkConfig(plan=mode)
         super().__init__(node_ids, settings(wishes=ClusterSize(2, count, 0), network=network))
 
     def start(self, node_id: str, incarnation: int = 1, **changes: object) -> Agent:
@@ -37,7 +38,7 @@ class Railed(Agents):
         member = Member(
             me,
             wishes,
-            lambda: GenerationMonitor(POLICY, wishes, node_id, pairs=PairCheck()),
+            lambda: GenerationMonitor(wishes, node_id, pairs=PairCheck()),
             now_s=self.now_s,
         )
         self.all[node_id] = Agent(member, wishes)

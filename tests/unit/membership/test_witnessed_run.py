@@ -2,6 +2,7 @@
 
 import pytest
 
+from ftrun.config.cluster import ClusterSize
 from ftrun.errors import ExitCode
 from ftrun.membership.discovery import MemberRole
 from ftrun.membership.events import NodeReported, WitnessAnswered
@@ -12,14 +13,12 @@ from ftrun.recovery.commands import (
     SuspendRanks,
     WitnessOperation,
 )
-from ftrun.recovery.settings import ClusterSize
 from ftrun.wire.cluster.membership import Heartbeat
 from tests.unit.membership.agents import Agents
 from tests.unit.recovery.made import card, plan, settings
 
 WISHES = {
-    "witness": True,
-    "endpoint": ("", 0),
+    "etcd": ["etcd:2379"],
     "wishes": ClusterSize(1, 2, 0),
     "settle_s": 2.0,
     "blank_wait_s": 1.0,

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from unit.monitor.ranks import World, play, view, views_of
 
+from ftrun.config.profile import HangConfig
 from ftrun.monitor.hang_detector import find_hang
 from ftrun.monitor.verdicts import (
     CollectiveCall,
@@ -16,9 +17,8 @@ from ftrun.monitor.verdicts import (
     VerdictKind,
     own_functions,
 )
-from ftrun.monitor.wait_graph import HangSettings
 
-SETTINGS = HangSettings()
+SETTINGS = HangConfig()
 LIMIT_S = 8.5
 
 

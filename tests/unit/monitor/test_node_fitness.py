@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
+from ftrun.config.profile import PreflightConfig
 from ftrun.monitor.node_fitness import (
     CheckOutcome,
-    Floors,
     NodeFitness,
     NodeMeasurements,
     far_below,
@@ -14,7 +14,7 @@ from ftrun.monitor.node_fitness import (
     size_in_words,
 )
 
-FLOORS = Floors(
+FLOORS = PreflightConfig(
     min_memory_gb_s=1.0,
     min_loopback_mb_s=20.0,
     min_link_mb_s=0.5,
@@ -22,6 +22,9 @@ FLOORS = Floors(
     min_free_disk_mb=64.0,
     min_open_files=256,
     min_processes=64,
+)
+NO_FLOORS = PreflightConfig(
+    **{key: 0 for key in PreflightConfig.__struct_fields__ if key.startswith("min_")}
 )
 GOOD = NodeMeasurements(
     memory_bytes_per_s=8e9,
@@ -111,7 +114,7 @@ def test_what_was_not_measured_says_nothing() -> None:
 
 def test_a_floor_of_nothing_is_none() -> None:
     poor = figures(memory_bytes_per_s=1.0, open_files=0, free_memory_bytes=0)
-    assert judge(poor, Floors()).outcome is CheckOutcome.PASS
+    assert judge(poor, NO_FLOORS).outcome is CheckOutcome.PASS
 
 
 def test_a_node_far_below_the_others_is_told() -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftrun.config.profile import HangConfig
 from ftrun.monitor.page_values import (
     FORGET_AT,
     NUM_BUCKETS,
@@ -18,7 +19,7 @@ from ftrun.monitor.page_values import (
     upper_edge_s,
 )
 from ftrun.monitor.verdicts import RankView, ranks_in_words
-from ftrun.monitor.wait_graph import HangDeadlines, HangSettings
+from ftrun.monitor.wait_graph import HangDeadlines
 from ftrun.wire.shared_memory.pages import SharedPage, create_page
 
 
@@ -56,9 +57,9 @@ def test_a_page_counts_and_forgets() -> None:
 
 
 def test_deadlines_follow_the_steps() -> None:
-    quick = HangDeadlines.of(0.1, HangSettings())
+    quick = HangDeadlines.of(0.1, HangConfig())
     assert (quick.act_s, quick.kill_s) == (10.0, 120.0)
-    slow = HangDeadlines.of(20.0, HangSettings())
+    slow = HangDeadlines.of(20.0, HangConfig())
     assert (slow.act_s, slow.kill_s) == (60.0, 200.0)
     assert quick.look_s < quick.suspect_s < quick.act_s
 

@@ -1,32 +1,21 @@
 """Nodes, generations and answers, as short as the tests of recovery want them."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import msgspec
+from made_settings import changed, made_settings
 
+from ftrun.config.cluster import ClusterSize, MembershipSettings
 from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
-from ftrun.recovery.settings import ClusterSize, MembershipSettings
-from ftrun.recovery.supervisor import Policy
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard, PlanMember, VersionPair
 from ftrun.wire.cluster.membership import Promise
 from ftrun.wire.messages.smp import GroupMember, Inventory, ProtectionPart, ShardOffer
 
-POLICY = Policy(
-    max_restarts=None,
-    budget=5,
-    window_s=3600.0,
-    backoff_first_s=1.0,
-    backoff_limit_s=4.0,
-    same_cause_limit=3,
-    grace_s=30.0,
-    boundary_wait_s=10.0,
-)
-SETTINGS = MembershipSettings(ClusterSize(2, 4, 1), endpoint=("a.local", 29400))
+SETTINGS = made_settings(ClusterSize(2, 4, 1), budget=5, backoff_limit_s=4.0)
 
 
 def settings(**changes: object) -> MembershipSettings:
-    return replace(SETTINGS, **changes)  # type: ignore[arg-type]
+    return changed(SETTINGS, **changes)
 
 
 def card(node_id: str, incarnation: int = 1, **changes: object) -> NodeCard:

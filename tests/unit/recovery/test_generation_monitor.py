@@ -4,6 +4,7 @@ import msgspec
 import pytest
 from unit.recovery.test_suspicions import hang
 
+from ftrun.config.profile import CheckpointConfig
 from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Rank
 from ftrun.network.failover.pair_check import PairCheck
@@ -19,7 +20,7 @@ from ftrun.recovery.generation_monitor import CAUSE_WAIT_S, EVERY_AHEAD_STEPS, G
 from ftrun.recovery.supervisor import SupervisorState
 from ftrun.wire.cluster.generation import FailureHistory, GenerationPlan
 from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
-from tests.unit.recovery.made import POLICY, card, plan, settings
+from tests.unit.recovery.made import card, plan, settings
 
 SETTINGS = settings(heartbeat_s=0.5, same_boundary_s=1.0, failures_per_hour=3)
 TWO = plan(1, [card("a", num_ranks=2), card("b", num_ranks=2)], spares="s", smp_ports={"b": 7})
@@ -27,9 +28,7 @@ ONE = plan(1, "a")
 
 
 def oversight(of: GenerationPlan = TWO, **changes: object) -> GenerationMonitor:
-    made = GenerationMonitor(
-        POLICY, settings(**changes) if changes else SETTINGS, pairs=PairCheck()
-    )
+    made = GenerationMonitor(settings(**changes) if changes else SETTINGS, pairs=PairCheck())
     assert made.begin(of, now_s=0.0) == []
     return made
 
@@ -70,7 +69,7 @@ def test_a_node_that_is_no_member_reports_nothing_of_the_generation() -> None:
 
 
 def test_before_any_generation_nothing_follows_from_a_heartbeat() -> None:
-    made = GenerationMonitor(POLICY, SETTINGS, pairs=PairCheck())
+    made = GenerationMonitor(SETTINGS, pairs=PairCheck())
     assert made.beat("a", beat(ready=(1, 5)), now_s=1.0) == []
     assert made.orders == LeaderHeartbeat(generation=-1)
     assert made.beats == {"a": beat(ready=(1, 5))}
@@ -270,7 +269,7 @@ def test_the_next_snapshot_is_named_where_no_rank_has_been_yet() -> None:
 
 
 def test_now_and_then_the_newest_commit_goes_to_disk() -> None:
-    made = oversight(checkpoint_every_s=10.0)
+    made = oversight(orders_checkpoints=True, checkpoint=CheckpointConfig(every_s=10.0))
     made.begin(TWO, now_s=100.0)
 
     def commits(step: int, now_s: float) -> tuple[int, int] | None:
@@ -286,8 +285,8 @@ def test_now_and_then_the_newest_commit_goes_to_disk() -> None:
     assert commits(7, 136.0) == (1, 7)
 
 
-def test_without_an_interval_no_checkpoint_is_named() -> None:
-    made = oversight(checkpoint_every_s=0.0)
+def test_a_leader_that_orders_no_checkpoint_names_none() -> None:
+    made = oversight(orders_checkpoints=False)
     for node_id in "ab":
         made.beat(node_id, beat(ready=(1, 5)), now_s=1e6)
     assert made.orders.checkpoint is None
@@ -466,7 +465,7 @@ def test_two_signals_that_come_at_once_are_two() -> None:
 
 @pytest.mark.parametrize(("given", "signal"), [(2, 2), (0, 15)])
 def test_a_stop_while_no_rank_runs_is_kept_and_ends_the_run(given: int, signal: int) -> None:
-    made = GenerationMonitor(POLICY, SETTINGS, pairs=PairCheck())
+    made = GenerationMonitor(SETTINGS, pairs=PairCheck())
     made.note("a", beat(generation=-1))
     assert made.stop_signal == 0
     made.note("b", beat(generation=-1, stops=1, stop_signal=given))
@@ -526,7 +525,7 @@ def test_the_next_lead_is_as_strict() -> None:
     told = made.history(now_s=30.0)
     assert told.restarts == 1
     assert told.node_failures == {"b": [10.0]}, "what is older than an hour is forgotten"
-    heir = GenerationMonitor(POLICY, SETTINGS, pairs=PairCheck())
+    heir = GenerationMonitor(SETTINGS, pairs=PairCheck())
     heir.succeed(told, now_s=500.0, known_s=500.0)
     assert heir.history(now_s=500.0) == told
     # Its own count goes on from there, and is not doubled by hearing it again.
@@ -538,7 +537,7 @@ def test_the_next_lead_is_as_strict() -> None:
 
 
 def test_whoever_takes_over_sees_how_far_the_generation_has_come() -> None:
-    made = GenerationMonitor(POLICY, SETTINGS, pairs=PairCheck())
+    made = GenerationMonitor(SETTINGS, pairs=PairCheck())
     made.succeed(FailureHistory(), now_s=0.0, known_s=0.0)
     made.note("a", beat(step=7))
     assert made.progress().step == 0

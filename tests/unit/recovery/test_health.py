@@ -1,7 +1,6 @@
 """What is looked at while a generation runs, and what follows from it: told, or acted on."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -9,6 +8,7 @@ from unit.monitor.ranks import view
 from unit.monitor.test_hang_detector import behind, group, waiting
 from unit.recovery.test_suspicions import hang
 
+from ftrun.config.profile import NumericsConfig
 from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Rank
 from ftrun.monitor.slow.delay_matrix import LinkSample
@@ -19,14 +19,15 @@ from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.recovery.suspicions import SlowSuspicions
 from ftrun.wire.cluster.membership import Heartbeat, RankReport
 from ftrun.wire.cluster.messages import ProbeLinkRequest, ProbeLinkResult
-from tests.unit.recovery.made import POLICY, card, plan, settings
+from tests.unit.recovery.made import card, plan, settings
 
 PLAN = plan(1, [card("a", num_ranks=2), card("b", num_ranks=2)], spares="s")
 SETTINGS = settings(heartbeat_s=0.5)
 
 
 def oversight(policy: str = "report") -> GenerationMonitor:
-    made = GenerationMonitor(replace(POLICY, bad_numbers=policy), SETTINGS, "a", pairs=PairCheck())
+    wishes = settings(heartbeat_s=0.5, numbers=NumericsConfig(policy=policy))
+    made = GenerationMonitor(wishes, "a", pairs=PairCheck())
     made.begin(PLAN, now_s=0.0)
     return made
 
@@ -182,7 +183,7 @@ def slow_link(number: int, *, is_slow: bool) -> NodeSample:
 
 
 def test_a_suspect_link_is_tried_by_the_node_that_does_not_lead() -> None:
-    made = GenerationMonitor(POLICY, SETTINGS, "a", pairs=PairCheck())
+    made = GenerationMonitor(SETTINGS, "a", pairs=PairCheck())
     made.begin(PLAN, now_s=0.0)
     asked: list[Send] = []
     for number in range(1, 60):
@@ -208,7 +209,7 @@ def test_a_suspect_link_is_tried_by_the_node_that_does_not_lead() -> None:
 
 
 def test_without_a_generation_no_link_is_tried() -> None:
-    assert GenerationMonitor(POLICY, SETTINGS, pairs=PairCheck()).probes(now_s=1.0) == []
+    assert GenerationMonitor(SETTINGS, pairs=PairCheck()).probes(now_s=1.0) == []
 
 
 # --- together ---------------------------------------------------------------------------------
@@ -287,7 +288,7 @@ def test_a_rank_that_left_early_is_blamed_for_broken_connections() -> None:
 
 def test_replicas_that_differ_are_told_once_with_the_ranks_of_the_node() -> None:
     three = plan(1, "abc")
-    made = GenerationMonitor(POLICY, SETTINGS, "a", pairs=PairCheck())
+    made = GenerationMonitor(SETTINGS, "a", pairs=PairCheck())
     made.begin(three, now_s=0.0)
     for now_s in (1.0, 2.0):
         for node in "abc":

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from unit.recovery.test_suspicions import hang
 
+from ftrun.config.profile import HangConfig
 from ftrun.events import ExitKind, Progress, WorkerExit
 from ftrun.ids import Rank, Step
 from ftrun.monitor.hang_detector import find_hang
 from ftrun.monitor.numerics import LossContinuity
 from ftrun.monitor.verdicts import Verdict
-from ftrun.monitor.wait_graph import HangSettings
 from ftrun.recovery.incidents import IncidentLog, verdict_of
 from ftrun.recovery.lifecycle import TABLE, Lifecycle, LifecycleState
 from ftrun.recovery.suspicions import HangFinding
@@ -52,7 +52,7 @@ def running(step: int = 10) -> IncidentLog:
 
 
 def verdict() -> Verdict:
-    found = find_hang(hang(12.0), {1: "a"}, HangSettings(), limit_s=8.0)
+    found = find_hang(hang(12.0), {1: "a"}, HangConfig(), limit_s=8.0)
     assert found is not None
     return found
 

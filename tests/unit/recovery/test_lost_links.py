@@ -7,15 +7,15 @@ import pytest
 from unit.monitor.test_hang_detector import behind, waiting
 from unit.recovery.test_health import beat
 
+from ftrun.config.cluster import ClusterSize
+from ftrun.config.profile import HangConfig
 from ftrun.monitor.verdicts import RankView, VerdictKind
-from ftrun.monitor.wait_graph import HangSettings
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import StartGeneration
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.recovery.lost_links import lost_links, with_lost_links
-from ftrun.recovery.settings import ClusterSize
 from ftrun.wire.cluster.membership import Heartbeat
-from tests.unit.recovery.made import POLICY, card, plan, settings
+from tests.unit.recovery.made import card, plan, settings
 
 MEMBERS = [card("a"), card("b"), card("c"), card("d")]
 PLAN = plan(1, MEMBERS, spares="s")
@@ -79,8 +79,7 @@ class Run:
 
     def __init__(self, *, spares: int = 1, action: str = "restart") -> None:
         self.oversight = GenerationMonitor(
-            POLICY,
-            settings(wishes=ClusterSize(4, 4, 1), hang=HangSettings(action=action)),
+            settings(wishes=ClusterSize(4, 4, 1), hang=HangConfig(action=action)),
             "a",
             pairs=PairCheck(),
         )

@@ -5,13 +5,15 @@ RestartBudget: a burst uses it up, time gives it back.
 OwnParts: a dead SMP or zygote is started again, until it has died too often.
 """
 
-from dataclasses import replace
 from signal import SIGINT, SIGTERM
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftrun.config.profile import Profile, RestartConfig
 from ftrun.errors import ExitCode
 from ftrun.events import (
     AllAtBoundary,
@@ -40,23 +42,13 @@ from ftrun.recovery.commands import (
 )
 from ftrun.recovery.supervisor import (
     ComponentRestarts,
-    Policy,
     RestartBudget,
     Supervisor,
     SupervisorState,
     first_cause,
 )
 
-POLICY = Policy(
-    max_restarts=None,
-    budget=5,
-    window_s=3600.0,
-    backoff_first_s=1.0,
-    backoff_limit_s=4.0,
-    same_cause_limit=3,
-    grace_s=30.0,
-    boundary_wait_s=10.0,
-)
+RESTART = RestartConfig(budget=5, backoff_limit_s=4.0)
 
 
 def started(generation: int = 0) -> GenerationStarted:
@@ -85,8 +77,13 @@ def ends(*exits: WorkerExit, at: Progress) -> WorkersExited:
     return WorkersExited(exits, at)
 
 
-def supervisor(policy: Policy = POLICY) -> Supervisor:
-    made = Supervisor(policy, world_size=2)
+def new(max_restarts: int | None = None, **changes: Any) -> Supervisor:
+    profile = Profile(restart=msgspec.structs.replace(RESTART, **changes))
+    return Supervisor(profile, max_restarts=max_restarts, world_size=2)
+
+
+def supervisor(max_restarts: int | None = None, **changes: Any) -> Supervisor:
+    made = new(max_restarts, **changes)
     assert made.handle(started(), now_s=0.0) == []
     return made
 
@@ -149,7 +146,7 @@ def test_kill_before_the_first_step_is_retried() -> None:
 
 
 def test_exception_before_the_first_step_is_retried_when_max_restarts_is_given() -> None:
-    made = supervisor(replace(POLICY, max_restarts=1))
+    made = supervisor(max_restarts=1)
     commands = made.handle(ends(raised(), at=progress(0)), now_s=1.0)
     assert isinstance(commands[1], StartGeneration)
     made.handle(started(1), now_s=1.0)
@@ -160,7 +157,7 @@ def test_exception_before_the_first_step_is_retried_when_max_restarts_is_given()
 
 
 def test_max_restarts_of_zero_is_obeyed() -> None:
-    made = supervisor(replace(POLICY, max_restarts=0))
+    made = supervisor(max_restarts=0)
     last = made.handle(ends(killed(), at=progress(50)), now_s=1.0)[-1]
     assert isinstance(last, EndRun)
     assert last.exit_code == 137
@@ -193,7 +190,7 @@ def test_same_cause_with_progress_each_time_uses_the_budget_only() -> None:
 
 
 def test_without_attach_the_same_step_count_is_no_progress() -> None:
-    made = supervisor(replace(POLICY, backoff_first_s=0.0))
+    made = supervisor(backoff_first_s=0.0)
     at = progress(5, attached=False)
     for generation in (1, 2):
         made.handle(ends(killed(), at=at), now_s=0.0)
@@ -204,7 +201,7 @@ def test_without_attach_the_same_step_count_is_no_progress() -> None:
 
 
 def test_without_attach_another_step_count_counts_as_progress() -> None:
-    made = supervisor(replace(POLICY, backoff_first_s=0.0))
+    made = supervisor(backoff_first_s=0.0)
     for generation in range(1, 5):
         at = progress(generation, attached=False)
         commands = made.handle(ends(killed(), at=at), now_s=0.0)
@@ -213,7 +210,7 @@ def test_without_attach_another_step_count_counts_as_progress() -> None:
 
 
 def test_pause_doubles_up_to_its_limit_while_there_is_no_progress() -> None:
-    made = supervisor(replace(POLICY, same_cause_limit=99, budget=99))
+    made = supervisor(same_cause_limit=99, budget=99)
     pauses: list[float] = []
     made.handle(ends(killed(), at=progress(7)), now_s=0.0)
     made.handle(started(), now_s=0.0)
@@ -230,7 +227,7 @@ def test_pause_doubles_up_to_its_limit_while_there_is_no_progress() -> None:
 
 
 def test_ends_of_workers_between_two_generations_are_not_news() -> None:
-    made = supervisor(replace(POLICY, same_cause_limit=99))
+    made = supervisor(same_cause_limit=99)
     for generation in range(1, 3):
         made.handle(ends(killed(), at=progress(7)), now_s=0.0)
         if made.state is SupervisorState.STARTING:
@@ -249,7 +246,7 @@ def test_nothing_follows_the_end() -> None:
 def test_a_successor_is_as_strict() -> None:
     made = supervisor()
     made.handle(ends(killed(), at=progress(3)), now_s=10.0)
-    heir = Supervisor(made._policy, world_size=2)
+    heir = new()
     heir.succeed(made.history(now_s=30.0), now_s=100.0)
     assert heir.state is SupervisorState.RUNNING
     assert heir.history(now_s=100.0) == made.history(now_s=30.0)
@@ -286,7 +283,7 @@ def test_stop_goes_on_when_no_boundary_comes_and_kills_after_the_grace() -> None
 
 
 def test_stop_asked_for_during_a_start_is_not_forgotten() -> None:
-    made = Supervisor(POLICY, world_size=2)
+    made = new()
     made.handle(StopRequested(SIGTERM, "SIGTERM", attached=False), now_s=0.0)
     made.handle(started(), now_s=0.0)
     assert made.state is SupervisorState.SIGNALLED
@@ -305,7 +302,7 @@ def test_second_signal_kills_at_once() -> None:
 
 
 def test_stop_during_a_pause_ends_the_run() -> None:
-    made = supervisor(replace(POLICY, same_cause_limit=99))
+    made = supervisor(same_cause_limit=99)
     made.handle(ends(killed(), at=progress(7)), now_s=0.0)
     made.handle(started(1), now_s=0.0)
     made.handle(ends(killed(), at=progress(7)), now_s=0.0)
@@ -352,7 +349,7 @@ def test_whatever_happens_the_budget_holds_and_nothing_follows_the_end(events: l
                 generation += 1
                 made.handle(started(generation), now_s=float(now_s))
             has_ended |= isinstance(command, EndRun)
-    assert starts <= POLICY.budget
+    assert starts <= RESTART.budget
 
 
 @pytest.mark.parametrize(
@@ -367,13 +364,13 @@ def test_a_lost_connection_is_not_the_same_cause_and_the_budget_bounds_it(blip: 
     made, now_s = supervisor(), 0.0
     # Steps were made before: what fails before the first step is the program's mistake.
     made.handle(ends(killed(), at=progress(7)), now_s=now_s)
-    for generation in range(1, POLICY.budget):
+    for generation in range(1, RESTART.budget):
         made.handle(started(generation), now_s=now_s)
         commands = made.handle(ends(blip, at=progress(7, here=0)), now_s=now_s)
         while not any(isinstance(found, StartGeneration) for found in commands):
             now_s += 1.0
             commands = made.handle(Tick(), now_s=now_s)
-    made.handle(started(POLICY.budget), now_s=now_s)
+    made.handle(started(RESTART.budget), now_s=now_s)
     last = made.handle(ends(blip, at=progress(7, here=0)), now_s=now_s)[-1]
     assert isinstance(last, EndRun)
     assert last.exit_code == blip.code
@@ -381,7 +378,7 @@ def test_a_lost_connection_is_not_the_same_cause_and_the_budget_bounds_it(blip: 
 
 
 def test_a_lost_connection_between_two_equal_failures_does_not_hide_the_second() -> None:
-    made = supervisor(replace(POLICY, backoff_first_s=0.0))
+    made = supervisor(backoff_first_s=0.0)
     blip = WorkerExit(Rank(0), ExitKind.LINK_LOST, 75, "a fetch failed", "", "restore a")
     for cause in (killed(), blip, killed(), blip):
         made.handle(ends(cause, at=progress(7)), now_s=0.0)

@@ -6,8 +6,8 @@ import msgspec
 from unit.monitor.ranks import view
 from unit.monitor.test_hang_detector import behind, waiting
 
+from ftrun.config.profile import HangConfig
 from ftrun.monitor.verdicts import Confidence, RankView, VerdictKind
-from ftrun.monitor.wait_graph import HangSettings
 from ftrun.recovery.suspicions import HangFinding, HangSuspicions
 from ftrun.wire.cluster.membership import Heartbeat
 from tests.unit.recovery.made import card, plan
@@ -16,7 +16,7 @@ PLAN = plan(1, [card("a", num_ranks=2), card("b", num_ranks=2)])
 
 
 def watch(**changes: object) -> HangSuspicions:
-    made = HangSuspicions(HangSettings(**changes))  # type: ignore[arg-type]
+    made = HangSuspicions(HangConfig(**changes))  # type: ignore[arg-type]
     made.begin()
     return made
 
@@ -143,7 +143,7 @@ def test_views_of_another_generation_do_not_count() -> None:
 
 
 def test_before_a_generation_runs_nothing_is_looked_at() -> None:
-    assert HangSuspicions(HangSettings()).look(beats(hang(60.0)), PLAN) is None
+    assert HangSuspicions(HangConfig()).look(beats(hang(60.0)), PLAN) is None
 
 
 def test_ranks_that_have_not_stepped_are_not_late() -> None:

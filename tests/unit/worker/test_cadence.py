@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ftrun.config import SnapshotConfig
+from ftrun.config.profile import SnapshotConfig
 from ftrun.wire.shared_memory.pages import (
     CommandField,
     HeartbeatField,

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from ftrun.config.cluster import ClusterSize
 from ftrun.events import ExitKind
 from ftrun.ids import version
 from ftrun.membership.discovery import MemberRole
@@ -16,7 +17,6 @@ from ftrun.recovery.commands import (
     SignalWorkers,
     WriteCheckpointPart,
 )
-from ftrun.recovery.settings import ClusterSize
 from ftrun.wire.cluster.generation import VersionPair
 from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 from ftrun.wire.messages.smp import Inventory
@@ -275,7 +275,7 @@ def test_a_node_that_has_left_and_is_back_is_not_let_go_again() -> None:
 
 
 def test_the_others_may_be_asked_while_a_node_leaves() -> None:
-    made = with_spares(checkpoint_every_s=600.0)
+    made = with_spares(orders_checkpoints=True)
     works(made, 5)
     ask(made, "b")
     made.passes(NOTICE_S + 0.5)
@@ -346,7 +346,7 @@ def test_a_script_without_snapshots_is_left_at_once() -> None:
 
 
 def test_a_boundary_that_does_not_come_is_not_waited_for_longer_than_a_node_has_time() -> None:
-    made = with_spares(leave_s=5.0)
+    made = with_spares(grace_s=10.0)
     works(made, 5)
     hold(made, 4, "abc")
     ask(made, "b")
@@ -360,7 +360,7 @@ def test_a_boundary_that_does_not_come_is_not_waited_for_longer_than_a_node_has_
 
 
 def test_after_that_wait_a_node_has_time_to_give_what_it_holds() -> None:
-    made = with_spares(leave_s=6.0)
+    made = with_spares(grace_s=12.0)
     works(made, 5)
     hold(made, 4, "abc")
     ask(made, "b")

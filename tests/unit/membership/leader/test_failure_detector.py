@@ -9,7 +9,7 @@ from ftrun.membership.leader.failure_detector import FailureDetector, Leadership
 from ftrun.wire.cluster.membership import Heartbeat
 from tests.unit.recovery.made import card, meet, plan, settings
 
-SETTINGS = settings(deadline_s=3.0, cut_off_s=2.0, redial_s=0.5)
+SETTINGS = settings(deadline_s=3.0, stop_cut_off_s=2.0, redial_s=0.5)
 
 
 def peers() -> tuple[FailureDetector, PeerState]:
@@ -180,7 +180,7 @@ def test_another_connection_of_the_same_agent_is_no_death() -> None:
 
 def test_a_node_is_heard_for_two_heartbeats_and_this_one_always() -> None:
     made, b = peers()
-    limit_s = 2 * SETTINGS.heartbeat_s
+    limit_s = 2 * SETTINGS.times.heartbeat_s
     assert made.is_heard("b", now_s=100.0 + limit_s - 0.1)
     assert not made.is_heard("b", now_s=100.0 + limit_s)
     assert made.is_heard("a", now_s=200.0)
@@ -191,7 +191,7 @@ def test_a_node_is_heard_for_two_heartbeats_and_this_one_always() -> None:
     assert [one.node_id for one in made.here] == ["a"]
 
 
-SETTINGS_OF_LEASE = settings(deadline_s=3.0, cut_off_s=2.0)
+SETTINGS_OF_LEASE = settings(deadline_s=3.0, stop_cut_off_s=2.0)
 PLAN = plan(1, "abc")
 
 

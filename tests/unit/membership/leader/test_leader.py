@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
+from ftrun.config.cluster import ClusterSize
 from ftrun.errors import ExitCode
 from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Rank
@@ -26,7 +27,6 @@ from ftrun.recovery.commands import (
     SignalWorkers,
     StartRanks,
 )
-from ftrun.recovery.settings import ClusterSize
 from ftrun.wire.cluster.membership import Accepted, Heartbeat, Join, LeaderInfo
 from ftrun.wire.cluster.messages import AnyClusterMessage, JournalLines
 from ftrun.wire.messages.smp import Inventory

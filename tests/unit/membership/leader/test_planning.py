@@ -2,13 +2,13 @@
 
 import pytest
 
+from ftrun.config.cluster import MembershipSettings
 from ftrun.errors import ExitCode
 from ftrun.membership.ballots import Ballot, electorate
 from ftrun.membership.leader import planning
 from ftrun.membership.leader.planning import RestoreStateMissing, make_plan
 from ftrun.membership.leader.rank_assignment import RankAssignment
 from ftrun.recovery.commands import EndRun
-from ftrun.recovery.settings import MembershipSettings
 from ftrun.wire.cluster.generation import (
     FailureHistory,
     GenerationPlan,
@@ -141,7 +141,7 @@ def test_parity_is_chosen_by_the_number_of_nodes_or_by_the_user() -> None:
     assert groups("abcd", wishes=settings(erasure_parity=2)) == ([["a", "b", "c", "d"]], 2)
     # There cannot be more of it than other nodes.
     assert groups("ab", wishes=settings(erasure_parity=3)) == ([["a", "b"]], 1)
-    assert groups("abcd", wishes=settings(erasure=False))[1] == 0
+    assert groups("abcd", wishes=settings(erasure_parity=0))[1] == 0
 
 
 def test_the_user_may_choose_how_large_groups_are() -> None:

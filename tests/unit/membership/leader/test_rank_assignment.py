@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
+from ftrun.config.cluster import ClusterSize
 from ftrun.events import ExitKind
 from ftrun.membership.events import NodeChecked, RanksStuck
 from ftrun.membership.leader.failure_detector import FailureDetector
@@ -21,7 +22,6 @@ from ftrun.membership.leader.rank_assignment import (
 )
 from ftrun.monitor.node_fitness import CheckOutcome, NodeFitness, NodeMeasurements
 from ftrun.recovery.commands import JournalEntry, RepeatNodeCheck
-from ftrun.recovery.settings import ClusterSize
 from ftrun.wire.cluster.generation import NodeCard
 from ftrun.wire.cluster.membership import LeaderHeartbeat
 from tests.unit.membership.agents import Agents

@@ -5,7 +5,6 @@ Growth and eviction: at a step boundary, so that no step is lost.
 A node that holds the others up is replaced on wish: at a boundary, or at once if it hangs.
 """
 
-from dataclasses import replace
 from itertools import combinations
 
 import msgspec
@@ -13,22 +12,23 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
+from made_settings import changed
 from unit.recovery.test_health import beat, sample, slow_link, told
 from unit.recovery.test_suspicions import hang
 
+from ftrun.config.cluster import ClusterSize, MembershipSettings
+from ftrun.config.profile import HangConfig, SlowConfig
 from ftrun.membership.ballots import electorate
 from ftrun.membership.leader.failure_detector import FailureDetector
 from ftrun.membership.leader.reconfiguration import BoundaryReconfiguration, VoterReconfiguration
 from ftrun.monitor.slow.samples import ClockOffset
-from ftrun.monitor.wait_graph import HangSettings
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import Command, Send
 from ftrun.recovery.generation_monitor import GenerationMonitor
-from ftrun.recovery.settings import ClusterSize, MembershipSettings, SlowSettings
 from ftrun.wire.cluster.generation import FailureHistory, GenerationPlan, VoterSet
 from ftrun.wire.cluster.membership import Accept, Accepted, Heartbeat, RestartTimes
 from ftrun.wire.cluster.messages import ProbeLinkRequest, ProbeLinkResult
-from tests.unit.recovery.made import POLICY, card, meet, plan, settings
+from tests.unit.recovery.made import card, meet, plan, settings
 
 SETTINGS = settings(heartbeat_s=0.5, settle_s=5.0, wishes=ClusterSize(1, 4, 9))
 HISTORY = FailureHistory(restarts=2)
@@ -326,7 +326,7 @@ class Run:
         self, wishes: MembershipSettings = SETTINGS_AT_BOUNDARY, *, attached: bool = True
     ) -> None:
         self.peers = FailureDetector(card("a"), wishes)
-        self.oversight = GenerationMonitor(POLICY, wishes, pairs=PairCheck())
+        self.oversight = GenerationMonitor(wishes, pairs=PairCheck())
         self.changes = BoundaryReconfiguration(wishes)
         self.oversight.begin(PLAN, now_s=0.0)
         for one in "ab":
@@ -511,7 +511,10 @@ def test_without_snapshots_a_wish_is_met_at_once() -> None:
 
 PLAN_OF_EVICTION = plan(1, [card("a", num_ranks=2), card("b", num_ranks=2)], spares="s")
 EVICT = settings(
-    wishes=ClusterSize(2, 2, 1), heartbeat_s=0.5, answer_s=30.0, slow=SlowSettings("evict", 20.0)
+    wishes=ClusterSize(2, 2, 1),
+    heartbeat_s=0.5,
+    answer_s=30.0,
+    slow=SlowConfig(action="evict", evict_after_s=20.0),
 )
 
 
@@ -520,7 +523,7 @@ class RunOfEviction:
 
     def __init__(self, wishes: MembershipSettings = EVICT, *, spare: bool = True) -> None:
         self.peers = FailureDetector(card("a"), wishes)
-        self.oversight = GenerationMonitor(POLICY, wishes, "a", pairs=PairCheck())
+        self.oversight = GenerationMonitor(wishes, "a", pairs=PairCheck())
         self.changes = BoundaryReconfiguration(wishes)
         self.oversight.begin(PLAN_OF_EVICTION, now_s=0.0)
         clock = ClockOffset()
@@ -596,7 +599,7 @@ def test_the_node_of_a_rank_that_stays_slow_is_evicted_at_a_boundary() -> None:
 
 
 def test_by_default_it_is_only_told() -> None:
-    run = slow_run(replace(EVICT, slow=SlowSettings()))
+    run = slow_run(changed(EVICT, slow=SlowConfig()))
     assert run.boundary == -1
     assert len(told(run.oversight, "Verdict")) == 1
 
@@ -606,7 +609,7 @@ def test_where_nobody_stands_by_it_is_only_told() -> None:
 
 
 def test_what_passes_is_left_alone() -> None:
-    run = RunOfEviction(replace(EVICT, slow=SlowSettings("evict", 60.0)))
+    run = RunOfEviction(changed(EVICT, slow=SlowConfig(action="evict", evict_after_s=60.0)))
     run.go(1, 30, 0.0)
     run.go(30, 60, 0.08)
     run.go(60, 150, 0.0)
@@ -653,7 +656,7 @@ def test_a_node_whose_rank_hangs_is_evicted_where_that_is_wished_and_possible() 
         ("evict", False, set()),
         ("restart", True, set()),
     ):
-        run = RunOfEviction(replace(EVICT, hang=HangSettings(action=action)), spare=spare)
+        run = RunOfEviction(changed(EVICT, hang=HangConfig(action=action)), spare=spare)
         run.go(1, 5, 0.0)
         for number in range(3):
             views = hang(12.0 + number)

@@ -3,14 +3,14 @@
 import msgspec
 import pytest
 
-from ftrun.monitor.wait_graph import HangSettings
+from ftrun.config.cluster import ClusterSize
+from ftrun.config.profile import HangConfig
 from ftrun.network.failover.pair_check import AGAIN_S, ALL_AGAIN_S, Pair, PairCheck
 from ftrun.recovery.commands import Send
 from ftrun.recovery.generation_monitor import GenerationMonitor
-from ftrun.recovery.settings import ClusterSize
 from ftrun.wire.cluster.generation import PathMeasurement
 from ftrun.wire.cluster.messages import ProbePathRequest, ProbePathResult
-from tests.unit.recovery.made import POLICY, card, plan, settings
+from tests.unit.recovery.made import card, plan, settings
 from tests.unit.recovery.test_lost_links import Run
 
 PLAN = plan(1, "abcd")
@@ -142,7 +142,7 @@ def test_the_next_leader_knows_of_the_hang_and_of_the_longest_start() -> None:
     assert history.hung_nodes
     assert history.longest_start_s == pytest.approx(60.0)
     after = GenerationMonitor(
-        POLICY, settings(wishes=ClusterSize(4, 4, 1), hang=HangSettings()), "b", pairs=PairCheck()
+        settings(wishes=ClusterSize(4, 4, 1), hang=HangConfig()), "b", pairs=PairCheck()
     )
     after.succeed(history, now_s=300.0, known_s=300.0)
     members = [card(one) for one in "bacd"]

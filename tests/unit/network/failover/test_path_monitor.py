@@ -1,10 +1,11 @@
 """The lead probes where it has a reason to, plans by what it finds, and leaves what fails."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import pytest
 
+from ftrun.config.profile import NetworkConfig
 from ftrun.membership.leader.failure_detector import FailureDetector
 from ftrun.membership.leader.rank_assignment import RankAssignment
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
@@ -17,7 +18,6 @@ from ftrun.network.failover.pair_check import PairCheck
 from ftrun.network.plan.planner import PlanningInputs, survey_of
 from ftrun.recovery.commands import Command, JournalEntry, Send
 from ftrun.recovery.health import HealthMonitor
-from ftrun.recovery.settings import NetworkSettings
 from ftrun.recovery.suspicions import SlowSuspicions
 from ftrun.wire.cluster.generation import (
     GenerationPlan,
@@ -58,14 +58,22 @@ class Slow(SlowSuspicions):
 class World:
     """A lead with its nodes, which answer at once."""
 
-    def __init__(self, nodes: str = "abc", mode: str = "on", count: int = 2, **more: Any) -> None:
+    def __init__(
+        self,
+        nodes: str = "abc",
+        mode: Literal["off", "report", "on"] = "on",
+        count: int = 2,
+        rails: Sequence[str] = (),
+        **more: Any,
+    ) -> None:
         self.cards = [railed(one, count) for one in nodes]
         self.peers = FailureDetector(self.cards[0], settings())
         for one in self.cards:
             meet(self.peers, one, now_s=1.0)
-        self.watching = HealthMonitor(settings(), "report", "a", PairCheck())
+        self.watching = HealthMonitor(settings(), "a", PairCheck())
         self.slow = self.watching.slow = Slow()
-        self.roads = road_watch.PathMonitor("a", NetworkSettings(plan=mode, **more), self.peers)
+        wishes = settings(network=NetworkConfig(plan=mode, rails=list(rails)), **more)
+        self.roads = road_watch.PathMonitor("a", wishes, self.peers)
         self.now_s = 1.0
         self.rate: Rate = lambda road: 1e9
         self.asked: list[ProbePathRequest] = []
@@ -379,7 +387,7 @@ def test_ranks_that_the_user_has_numbered_keep_their_order() -> None:
 
 
 def test_named_rails_are_the_only_ones_that_are_probed() -> None:
-    world = World(rails=("eth1",))
+    world = World(rails=["eth1"])
     world.ballot()
     assert {one.rail for one in world.asked} == {"eth1"}
 

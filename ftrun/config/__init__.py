@@ -1,0 +1,1 @@
+"""Settings of a run: the profile, the node, the run; and the check of values against them."""
