@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -552,7 +553,11 @@ def test_an_arena_that_is_none_costs_the_preparation_and_nothing_else(run: Run) 
     model, optimizer = wide()
     loop(run.attach(model=model, optimizer=optimizer), model, optimizer, 1)
     fd = os.memfd_create("no arena")
-    context = dataclasses.replace(run.next_context(), arena_fd=fd)
+    context = run.next_context()
+    launch = msgspec.structs.replace(
+        context.launch, descriptors={**context.launch.descriptors, "arena": fd}
+    )
+    context = dataclasses.replace(context, launch=launch)
     early_restore.begin(context)
     ended("ftrun-early")
     assert early_restore.take(Version(0, 1)) is None
