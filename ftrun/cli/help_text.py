@@ -17,7 +17,7 @@ Usage: ftrun [OPTIONS] SCRIPT [ARGS...]
 
 Run a PyTorch training script so that it outlives its failures. Used in place of torchrun, with
 torchrun's flags and environment. A rank that dies is replaced in a fraction of a second; a script
-that calls ftrun.attach goes on from the last step, any other from its own checkpoint.
+that calls ftrun.attach resumes from the last step, any other from its own checkpoint.
 
 Examples:
   ftrun --nproc-per-node 2 train.py --lr 0.1         two ranks; --lr 0.1 is the script's

@@ -104,14 +104,14 @@ class JoinTimeout:
         """
         if waited_s >= self._settings.times.join_wait_s:
             code = ExitCode.NOT_ENOUGH_NODES if gathers else ExitCode.TRY_AGAIN
-            why = self._nobody_comes if gathers else self._nobody_takes_us
+            why = self._no_node_joins if gathers else self._not_admitted
             return [EndRun(code, why(waited_s, reach))]
         if now_s < self._say_due_s or waited_s < SAY_EVERY_S:
             return []
         self._say_due_s = now_s + SAY_EVERY_S
         return [JournalEntry("Waiting", f"waiting for {waited_s:.0f} s: {reach}", say=True)]
 
-    def _nobody_comes(self, waited_s: float, reach: str) -> str:
+    def _no_node_joins(self, waited_s: float, reach: str) -> str:
         port = next((port for _, port in self._settings.endpoints), 0)
         if self._settings.has_witness:
             return _not_met(f"the run has not begun within {waited_s:.0f} s", reach)
@@ -121,7 +121,7 @@ class JoinTimeout:
             "node is open to them"
         )
 
-    def _nobody_takes_us(self, waited_s: float, reach: str) -> str:
+    def _not_admitted(self, waited_s: float, reach: str) -> str:
         endpoints = self._settings.endpoints
         host = " or ".join(host for host, _ in endpoints)
         port = " or ".join(dict.fromkeys(str(port) for _, port in endpoints))

@@ -313,7 +313,7 @@ class Voter:
         if self.is_in_ballot:
             return found
         if self.me.node_id in body.leave and not self.is_member:
-            why = "this node was asked to leave; the run goes on without it"
+            why = "this node was asked to leave; the run continues without it"
             return [*found, EndRun(_LEFT_CODE, why, goes_on=True)]
         if self.is_member:
             found += self._new_orders(body)

@@ -195,7 +195,7 @@ class WitnessView:
             if not is_news:
                 return []
             self.since_s = now_s
-            text = f"{event.why}; training goes on, and no tie is broken meanwhile"
+            text = f"{event.why}; training continues; until etcd answers, no tie can be broken"
             return [JournalEntry("WitnessLost", text, say=True)]
         self.register, self.lead = event.register, event.lead
         if event.granted and event.asked.wish in (

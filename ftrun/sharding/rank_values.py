@@ -144,7 +144,7 @@ def loader_note(name: str, states: Sequence[Plain], resize: WorldResize) -> str 
     skipped = batches_used(states, resize)
     rest = skipped * resize.size - used
     text = (
-        f"{name}: {ranks(resize.old_size)} have used {used} batches of this pass, so it goes on "
+        f"{name}: {ranks(resize.old_size)} have used {used} batches of this pass, so it continues "
         f"after {skipped} in each of {ranks(resize.size)}"
     )
     if rest:

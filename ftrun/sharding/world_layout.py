@@ -275,7 +275,7 @@ def stored_entries(
         raise RulesMismatch(
             source=source,
             problems=[
-                f"{name} is a DTensor: a run of any layout goes on from it by itself, without "
+                f"{name} is a DTensor: a run of any layout resumes from it by itself, without "
                 "rules and without converting"
                 for name in dict.fromkeys(sharded)
             ],

@@ -99,7 +99,7 @@ class NodeDraining:
             self._leaving = asked
             self._safe_s = None  # Rule 6: a draining node votes until the voters change
             names = ", ".join(sorted(node_id for node_id, _ in new))
-            text = f"asked to leave: {names}; the run goes on without"
+            text = f"asked to leave: {names}; the run continues without them"
             notes.append(JournalEntry("Leaving", text, say=True))
         elif new and now_s - min(self._asked_s[who] for who in new) >= LIMIT_S:
             why = why or "one node after the other is asked to stop"

@@ -279,7 +279,7 @@ class BoundaryReconfiguration:
             why = _eviction(self._out, plan)
         else:
             # The spare is gone. The ranks wait at the boundary, so they are restarted here.
-            why, self._out = "nobody stands by any more for the node that was to be evicted", None
+            why, self._out = "no spare is left for the node that was to be evicted", None
         committed = oversight.orders.committed
         # A single node stops at its own boundary, which may be later.
         is_safe = committed is not None and committed >= (plan.generation, self._boundary)

@@ -410,7 +410,7 @@ class PathMonitor:
         dead = {road.rail for road in self._map.findings.dead}
         over = ", ".join(made.rails)
         why = "; ".join(made.dropped.get(one, "it is slow") for one in left)
-        text = f"the run leaves rail {', '.join(left)} and goes on over {over}: {why}"
+        text = f"the run leaves rail {', '.join(left)} and continues over {over}: {why}"
         if dead.intersection(left):
             self._urgent = text
         else:

@@ -237,7 +237,7 @@ def keep_rails(
     if snapshots in (*dead, *kept):
         snapshots, pace = kept[-1], 0  # the rate of a newly shared rail is unknown
     dropped = {name: text for name, text in before.dropped.items() if name not in kept} | why
-    words = [f"Training goes on over {' and '.join(kept)}; no rate was measured since."]
+    words = [f"Training continues over {' and '.join(kept)}; no rate was measured since."]
     words += [f"Rail {name} is left out: {text.rstrip('.')}." for name, text in why.items()]
     return msgspec.structs.replace(
         before,

@@ -138,13 +138,13 @@ class CodedBlocks:
         """Return the item of a block. Its sources are the reachable nodes with its parity."""
         lost = self._lost
         stripe = self._stripes.stripe_of(lost.place, block)
-        keepers = [at for at in self._stripes.parity_nodes(stripe) if at in lost.alive_places]
+        holders = [at for at in self._stripes.parity_nodes(stripe) if at in lost.alive_places]
         return DownloadItem(
             kind=BLOCK,
             key=stripe,
             num_bytes=sum(map(len, views)),
             views=views,
-            sources=deque(lost.names(_turned(keepers, stripe // self._stripes.n))),
+            sources=deque(lost.names(_turned(holders, stripe // self._stripes.n))),
         )
 
 

@@ -273,7 +273,7 @@ class _ShardWriter:
 
 
 def bits_type(item_bytes: int) -> np.dtype[np.unsignedinteger]:
-    """The dtype of the bits of items of so many bytes: 1, 2, 4 or 8."""
+    """The dtype of the bits of items of 1, 2, 4 or 8 bytes."""
     return np.dtype(f"u{item_bytes}")
 
 

@@ -316,9 +316,9 @@ class RuledState(RankState):
         values = RankValues(parts, before, after)
         self._parts: dict[str, bytes] = plain.decode(values.of(rank))
         self._notes = [
-            f"not bitwise: {self.version} was taken by {before.mesh} and goes on in {after.mesh}; "
-            "parameters and optimizer state are those of that step, what comes after adds up in "
-            "another order",
+            f"not bitwise: {self.version} was taken by {before.mesh} and continues in "
+            f"{after.mesh}; parameters and optimizer state are those of that step, later sums are "
+            "taken in another order",
             *values.notes(),
         ]
 

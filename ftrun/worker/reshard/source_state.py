@@ -150,9 +150,9 @@ class SourceState:
         """Differences from a restore into the same world: one log line each."""
         before, now = self._before, self._seat.mesh
         found = [
-            f"not bitwise: {self.version} was taken by {ranks(before.size)} ({before}) and goes on "
-            f"in {now.size} ({now}); parameters and optimizer state are those of that step, what "
-            "comes after adds up in another order",
+            f"not bitwise: {self.version} was taken by {ranks(before.size)} ({before}) and "
+            f"continues in {now.size} ({now}); parameters and optimizer state are those of that "
+            "step, later sums are taken in another order",
             "buffers that no optimizer owns: a rank has those of the old rank of its coordinates, "
             "counted round where there were fewer",
         ]

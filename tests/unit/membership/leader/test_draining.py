@@ -78,7 +78,7 @@ def test_a_spare_takes_the_ranks_of_a_node_that_leaves_and_no_step_is_lost() -> 
     assert ends(made, "b") == [], "what it holds is needed"
     protected_again(made, "adc", at)
     assert ends(made, "b") == [(TERMINATED, True)]
-    assert notes(made, "a", "Leaving") == ["asked to leave: b; the run goes on without"]
+    assert notes(made, "a", "Leaving") == ["asked to leave: b; the run continues without them"]
     assert notes(made, "a", "Unfit") == ["node b may not run ranks: it was asked to leave"]
     made.kill("b")
     made.passes(5.0)

@@ -622,7 +622,7 @@ def test_who_stood_by_may_be_gone_at_the_boundary() -> None:
     assert spare is not None
     spare.lost = "silent"
     at_the_boundary(run, ready=(1, run.boundary))
-    assert run.look(70.0).startswith("nobody stands by any more")
+    assert run.look(70.0).startswith("no spare is left")
     assert run.is_aside(91.0) == set()
 
 
