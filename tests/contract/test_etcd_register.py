@@ -326,6 +326,14 @@ def test_what_is_no_etcd_v3_is_told_at_once(version: str, said: str, run_id: str
     assert said in str(caught.value)
 
 
+def test_a_port_with_the_digits_of_an_http_status_is_no_status() -> None:
+    error = ConnectionError(
+        "HTTPSConnectionPool(host='127.0.0.1', port=40427): Max retries exceeded with url: /v3 "
+        "(Caused by SSLError(SSLEOFError(8, '[SSL: UNEXPECTED_EOF_WHILE_READING] EOF occurred')))"
+    )
+    assert "as an etcd without TLS does" in etcd_register._in_words(error)
+
+
 def test_run_id_of_a_living_other_run_is_refused(shared: EtcdServer, run_id: str) -> None:
     a = Node("a", register(shared, run_id=run_id))
     assert a.ask(WitnessOperation.CLAIM).granted

@@ -765,7 +765,9 @@ def test_the_process_is_small_and_secluded(world: World) -> None:
     status = dict(
         line.split(":\t", 1) for line in (proc / "status").read_text().splitlines() if ":\t" in line
     )
-    assert int(status["VmRSS"].split()[0]) < 40_000
+    # Pages of files are shared with other processes, and their number depends on the kernel.
+    assert int(status["RssAnon"].split()[0]) < 35_000
+    assert "libtorch" not in (proc / "maps").read_text()
     assert "Max core file size        0 " in (proc / "limits").read_text()
 
 

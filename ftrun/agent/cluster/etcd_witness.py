@@ -317,7 +317,7 @@ def _in_words(error: Exception) -> str:
         ("timed out", "it does not answer in time"),
         ("Name or service", "its name is not known"),
         ("name resolution", "its name is not known"),
-        ("404", "it has no v3 API"),
+        ("Not Found", "it has no v3 API"),
         ("without response", "it ends the connection, as an etcd that speaks TLS only does"),
         ("EOF occurred", "it ends the connection as TLS begins, as an etcd without TLS does"),
         ("EOF_WHILE", "it ends the connection as TLS begins, as an etcd without TLS does"),
