@@ -252,12 +252,12 @@ def filled(
         "conditions": conditions_text(costs["conditions"]),
     }
     for name, block in blocks.items():
-        pattern = rf"(<!-- figures: {name} -->\n).*?(<!-- end -->)"
-        text, count = re.subn(
-            pattern, lambda found, b=block: f"{found[1]}{b}\n{found[2]}", text, flags=re.DOTALL
-        )
+        begin, end = f"<!-- figures: {name} -->\n", "<!-- end -->"
+        count = text.count(begin)
         if count != 1:
             raise BenchError(f"README.md has {count} places for the figures of {name}")
+        before, _, rest = text.partition(begin)
+        text = before + begin + block + "\n" + end + rest.partition(end)[2]
     return text
 
 
