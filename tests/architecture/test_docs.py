@@ -53,6 +53,7 @@ def test_every_page_is_there() -> None:
         "frameworks.md",
         "getting-started.md",
         "glossary.md",
+        "internals.md",
         "layouts.md",
         "many-nodes.md",
         "network.md",
