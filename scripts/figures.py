@@ -105,7 +105,8 @@ def program(*words: object) -> tuple[list[str], dict[str, str]]:
 
 def measured_example(folder: Path) -> dict[str, Any]:
     """Runs the script of README.md, and kills rank 1 once."""
-    (folder / "train.py").write_text(script_of(README.read_text(encoding="utf-8")))
+    script = script_of(README.read_text(encoding="utf-8"))
+    (folder / "train.py").write_text(script)
     words = ["--nproc-per-node", 2, "train.py"]
     command, variables = program("-m", "ftrun", "--run-id", RUN_ID, *words)
     with (folder / "output").open("wb") as output:
@@ -125,6 +126,7 @@ def measured_example(folder: Path) -> dict[str, Any]:
         command, cwd=folder, env=variables, capture_output=True, text=True, check=True, timeout=120
     )
     return {
+        "script": script.splitlines(),
         "command": f"ftrun {' '.join(map(str, words))}",
         "killed": f"kill -9 {pid}",
         "output": (folder / "output").read_text().splitlines(),
