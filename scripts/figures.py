@@ -23,6 +23,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,7 +37,8 @@ FOLDER = ROOT / "docs" / "figures"
 PICTURE = FOLDER / "recovery.svg"
 RUN_ID = f"figures-{os.getpid()}"
 KILL_AT = 500
-WIDE = 100
+EXAMPLE_S = 180.0
+WIDE, WIDE_PROSE = 100, 120
 
 MOMENTS = {
     "detected": "the launcher notices the death",
@@ -115,7 +117,7 @@ def measured_example(folder: Path) -> dict[str, Any]:
         )
         try:
             pid = killed_rank(run)
-            code = run.wait(120)
+            code = run.wait(EXAMPLE_S)
         finally:
             run.terminate()
             run.wait()
@@ -123,7 +125,13 @@ def measured_example(folder: Path) -> dict[str, Any]:
         raise BenchError(f"the example ended with {code}: {(folder / 'output').read_text()}")
     command, variables = program("-m", "torch.distributed.run", "--standalone", *words)
     undisturbed = subprocess.run(
-        command, cwd=folder, env=variables, capture_output=True, text=True, check=True, timeout=120
+        command,
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=EXAMPLE_S,
     )
     return {
         "script": script.splitlines(),
@@ -137,7 +145,7 @@ def measured_example(folder: Path) -> dict[str, Any]:
 def killed_rank(run: "subprocess.Popen[bytes]") -> int:
     """Kills rank 1 at step `KILL_AT` or later, and returns its process id."""
     command, variables = program("-m", "ftrun", "status", RUN_ID, "--json")
-    end_s = time.monotonic() + 60
+    end_s = time.monotonic() + EXAMPLE_S
     while time.monotonic() < end_s and run.poll() is None:
         done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
         with contextlib.suppress(ValueError):
@@ -268,7 +276,10 @@ def example_text(example: Mapping[str, Any]) -> str:
         f"$ {example['command']}",
         f"$ {example['killed']}      # rank 1, from another terminal",
     ]
-    lines += [shortened(line) for line in example["output"]]
+    for line in example["output"]:
+        # The ranks that are left print the error of their collective before they are stopped.
+        shown = "..." if line.startswith("[rank") else shortened(line)
+        lines += [shown] if shown != lines[-1] else []
     return "\n".join(["```", *lines, "```"])
 
 
@@ -279,13 +290,14 @@ def shortened(line: str) -> str:
 
 def recovery_text(recovery: Mapping[str, Any]) -> str:
     ours, theirs = (recovery[name]["median"] for name in ("ftrun", "torchrun"))
-    kills = recovery["ftrun"]["count"]
-    return (
-        f"Medians of {kills} kills each; {recovery['ranks']} ranks, DDP, "
-        f"{recovery['state_mb']:g} MB of state. ftrun: {seconds(ours)}, with a snapshot\n"
-        f"every step, and at most {max(recovery['ftrun']['steps_repeated'])} completed step "
-        f"repeated. torchrun: {seconds(theirs)}, and all steps since the script's\n"
-        "last checkpoint are repeated (here it is read from memory, which is the best case)."
+    most = max(recovery["ftrun"]["steps_repeated"])
+    return textwrap.fill(
+        f"Medians of {recovery['ftrun']['count']} kills each, {recovery['ranks']} ranks, DDP, "
+        f"{recovery['state_mb']:g} MB of state. ftrun: {seconds(ours)}, and at most {most} "
+        f"completed step{'' if most == 1 else 's'} repeated, with a snapshot every step. torchrun: "
+        f"{seconds(theirs)}, and every step since the script's last checkpoint repeated; that "
+        "checkpoint is read from memory here, which is the best case.",
+        WIDE_PROSE,
     )
 
 
@@ -309,10 +321,11 @@ def costs_text(costs: Mapping[str, Any]) -> str:
 
 
 def conditions_text(about: Mapping[str, Any]) -> str:
-    return (
+    return textwrap.fill(
         f"All figures on this page: `scripts/figures.py --measure`, {about['date']}, commit "
-        f"{about['commit']}, {about['cores']} cores\nof {about['cpu']}, no GPU, torch "
-        f"{about['torch']}, Python {about['python']}."
+        f"{about['commit']}, {about['cores']} cores of {about['cpu']}, no GPU, torch "
+        f"{about['torch']}, Python {about['python']}.",
+        WIDE_PROSE,
     )
 
 
