@@ -372,7 +372,7 @@ def test_what_is_there_is_replaced_only_when_it_is_asked_for(
 ) -> None:
     words = (trained.saved("fsdp"), tmp_path / "out", "--format", "safetensors")
     export(*words)
-    assert "is there already" in export(*words, code=2)
+    assert "exists already" in export(*words, code=2)
     before = (tmp_path / "out").stat().st_ino
     export(*words, "--force")
     assert (tmp_path / "out").stat().st_ino != before
@@ -419,7 +419,7 @@ def test_an_export_that_is_killed_is_swept_by_the_next(
         (["HERE", "OUT", "--format", "dcp", "--dtype", "int4"], 2, "bf16, fp16, fp32, fp64"),
         (["HERE", "OUT", "--format", "dcp", "--file-size", "big"], 2, "500MB or 5GB"),
         (["HERE", "OUT", "--format", "dcp", "--writers", "0"], 2, "at least 1"),
-        (["HERE", "HERE", "--format", "dcp"], 2, "is there already"),
+        (["HERE", "HERE", "--format", "dcp"], 2, "exists already"),
     ],
 )
 def test_a_mistake_is_told(tmp_path: Path, words: list[str], code: int, told: str) -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from ftrun.cli.launch.nodes import read_topology
 from ftrun.cli.launch.slurm import leaf_switch
-from ftrun.cli.launch.topology_files import read_topology
 from ftrun.errors import UsageError
 
 

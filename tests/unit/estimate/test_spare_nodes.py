@@ -8,7 +8,7 @@ from failing_run import interval_of, time_without_enough
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrun.tools.estimate.spare_nodes import best_spares, too_few
+from ftrun.tools.estimate.survival import best_spares, too_few
 
 
 @settings(deadline=None)
