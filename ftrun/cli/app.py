@@ -36,7 +36,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "status": ("cli.commands.status", "Show the state of a run."),
     "logs": ("tools.logs.flags", "Show the output of the ranks, if it goes to files."),
     "stop": ("cli.commands.stop", "Stop a run, or free the memory that a lost run still holds."),
-    "check": ("cli.commands.preflight", "Check whether this machine is fit to run ranks."),
+    "preflight": ("cli.commands.preflight", "Check whether this machine is fit to run ranks."),
     "report": ("tools.report.flags", "Write a run, or one incident of it, as one HTML file."),
     "network": ("tools.network_view.command",
                 "Show the paths between a run's nodes, and the network plan."),
@@ -46,14 +46,16 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
               "Inject every fault of a plan into a job, and judge the results."),
     "estimate": ("tools.estimate.command", "Estimate what failures will cost, and what to choose."),
     "profiles": ("cli.commands.profiles", "List profiles, and show where each value comes from."),
-    "snapshots": (
+    "checkpoints": (
         "tools.checkpoints.command",
         "List, verify, prune, export and convert checkpoints, in a directory or at a URL."),
-    "render": ("tools.manifests.command",
-               "Write a batch script for Slurm or a manifest for Kubernetes."),
+    "manifest": ("tools.manifests.command",
+                 "Write a batch script for Slurm or a manifest for Kubernetes."),
 }
 # fmt: on
 """The module of each command, and the line that `ftrun --help` shows."""
+_RENAMED = {"check": "preflight", "snapshots": "checkpoints", "render": "manifest"}
+"""Commands of 0.2, and their new names."""
 _GENERAL_FLAGS = ("--help", "-h", "--version", "--install-completion", "--show-completion")
 
 
@@ -94,6 +96,8 @@ def _refuse_misspelled_command(word: str, commands: Iterable[str]) -> None:
     may_be_script = word.startswith("-") or Path(word).suffix or Path(word).exists()
     if may_be_script or os.environ.keys() & {"PET_MODULE", "PET_NO_PYTHON"}:
         return
+    if word in _RENAMED:
+        raise UsageError(f"ftrun {word} is now ftrun {_RENAMED[word]}")
     for near in difflib.get_close_matches(word, commands, n=1):
         raise UsageError(
             f"{word} is neither a command of ftrun nor a script in {Path.cwd()}. "

@@ -202,7 +202,7 @@ def check_resume(spec: RunSpec) -> None:
         what = "is a file" if found.exists() else "does not exist"
         raise UsageError(
             f"{flag}: {path} {what}. Name a checkpoint (DIR/step-...), a directory of them, or "
-            "auto or never; ftrun snapshots list DIR lists them"
+            "auto or never; ftrun checkpoints list DIR lists them"
         )
     if not (found / INDEX_NAME).exists() and not any(found.glob(f"step-*/{INDEX_NAME}")):
         raise UsageError(

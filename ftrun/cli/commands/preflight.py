@@ -1,4 +1,4 @@
-"""`ftrun check`: the check that a node runs on itself before it joins a run.
+"""`ftrun preflight`: the check that a node runs on itself before it joins a run.
 
 The program that an agent starts for this check makes the measurements.
 """

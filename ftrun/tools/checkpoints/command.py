@@ -1,4 +1,4 @@
-"""`ftrun snapshots`: lists, verifies, prunes, exports and converts checkpoints.
+"""`ftrun checkpoints`: lists, verifies, prunes, exports and converts checkpoints.
 
 Separate processes read and write the files. Only the process of an export may load torch.
 """

@@ -1,4 +1,4 @@
-"""Renders `ftrun render kubernetes`: a JobSet, or a TrainJob and its runtime.
+"""Renders `ftrun manifest kubernetes`: a JobSet, or a TrainJob and its runtime.
 
 Source: JobSet API v1alpha2 and Kubeflow Trainer v1alpha1 (custom resource definitions of August
 2026); the variables of a TrainJob are those that its torch plugin sets. NCCL's user guide requires

@@ -1,4 +1,4 @@
-"""Renders `ftrun render slurm`: a batch script that survives lost nodes, with explanations.
+"""Renders `ftrun manifest slurm`: a batch script that survives lost nodes, with explanations.
 
 Source: the behaviour of Slurm 22.05 when a node dies, with and without --no-kill,
 --kill-on-bad-exit, --signal and --requeue; docs/many-nodes.md has the table.
@@ -70,7 +70,7 @@ def _check(place: SlurmOptions) -> None:
                 f"--sbatch is an option of sbatch, such as --constraint=ib, not {word!r}"
             )
         if flag in _OURS:
-            raise UsageError(f"--sbatch {word}: {flag} is set by ftrun render already")
+            raise UsageError(f"--sbatch {word}: {flag} is set by ftrun manifest already")
 
 
 def _warning_s(job: ManifestJob) -> int:

@@ -36,7 +36,7 @@ FLAGS = (
 
 _REPLACED = (
     *("run-id", "checkpoint-dir", "resume", "checkpoint-every", "checkpoint-keep"),
-    *("snapshot-every", "no-snapshots", "orphan", "metrics-port", "quiet", "grace"),
+    *("snapshot-every", "no-snapshots", "orphan-timeout", "metrics-port", "quiet", "grace"),
 )
 """Flags of a run whose values a verification sets."""
 

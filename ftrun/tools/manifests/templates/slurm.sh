@@ -1,6 +1,6 @@
 % set several, machine = job.nodes > 1, job.machine
 #!/bin/bash
-# Written by ftrun render slurm: {{ job.in_words }}.
+# Written by ftrun manifest slurm: {{ job.in_words }}.
 # Submit it with sbatch. The comment above each line says what happens without it.
 
 # Shown by squeue, and used in file names and in the run id. Without it: the name of this file.
