@@ -325,3 +325,33 @@ def test_files_are_whole_and_need_nothing_else(tmp_path: Path) -> None:
 def test_one_document_can_have_stdout() -> None:
     assert ElementTree.fromstring(run("--nodes", "16", "--svg", "-")).tag == f"{SVG}svg"
     assert run("--nodes", "16", "--html", "-").startswith("<!doctype html>")
+
+
+# --- the axis of the picture ------------------------------------------------------------------
+
+
+class Drawn:
+    """What is drawn at which height."""
+
+    def __init__(self) -> None:
+        self.labels: list[str] = []
+
+    def line(self, *_: Any) -> None:
+        pass
+
+    def text(self, _x: float, _y: float, label: str, *_: Any) -> None:
+        self.labels.append(label)
+
+
+def test_the_axis_begins_at_zero_where_a_value_is_low() -> None:
+    assert words._floor(0.69) == 0.0
+    assert 0.7 < words._floor(0.9) <= 0.9
+
+
+@pytest.mark.parametrize("least", [one / 100 for one in range(0, 99, 3)])
+def test_no_label_is_below_the_axis(least: float) -> None:
+    drawn = Drawn()
+    words._grid(drawn, [], [], least)  # type: ignore[arg-type]
+    shown = [float(label.removesuffix(" %")) for label in drawn.labels if "%" in label]
+    assert shown[0] == 100
+    assert min(shown) >= 100 * least - 1e-6
