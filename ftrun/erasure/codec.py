@@ -47,14 +47,8 @@ class Codec(Protocol):
         """Adds one data block to one parity block.
 
         The blocks of a stripe may be added in any order. A block that is never added counts as
-        zeros, and so do the missing bytes of a block that is shorter than the parity.
-
-        Args:
-            position: of the data block in its stripe, 0 <= position < k.
-            data: at most as long as `parity`.
-            parity_index: 0 <= parity_index < m.
-            parity: writable.
-            first: this is the first block of its stripe, so the old content is overwritten.
+        zeros, and so do the missing bytes of a block that is shorter than the parity. If it is the
+        `first` block of its stripe, it overwrites the old content.
         """
         ...
 
@@ -67,11 +61,7 @@ class Codec(Protocol):
 
 
 def choose_codec(k: int, m: int) -> Codec:
-    """Returns the ISA-L codec, which works in place, or else pyeclib's, which copies.
-
-    Raises:
-        NotSupportedHere: neither library can be loaded.
-    """
+    """The ISA-L codec, or else pyeclib's; raises NotSupportedHere if neither can be loaded."""
     from ftrun.erasure.isal import IsalCodec
     from ftrun.erasure.pyeclib_codec import PyeclibCodec
 
@@ -135,11 +125,9 @@ _POLYNOMIAL = 0x11D
 def self_test(codec: Codec) -> int:
     """Tries all survivor sets on small blocks, or 2,000 of them; returns their number.
 
-    The parity is compared with separate arithmetic, because nodes with different libraries must
-    agree on the matrix.
-
-    Raises:
-        InternalError: a parity or a rebuilt block is wrong; the codec must not be used.
+    Raises InternalError if a parity or a rebuilt block is wrong: the codec must not be used. The
+    parity is compared with separate arithmetic, because nodes with different libraries must agree
+    on the matrix.
     """
     data = [_noise(i) for i in range(codec.k)]
     parity = _parity_by_hand(data, codec.m)

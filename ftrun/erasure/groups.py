@@ -42,7 +42,6 @@ class ProtectionGroup:
 
     @property
     def is_protected(self) -> bool:
-        """Whether parity protects this group. If not, a lost node's state is lost."""
         return self.parity >= 1 and self.data >= 1
 
     @property
@@ -68,7 +67,6 @@ class ProtectionGroup:
 
 
 def default_parity(num_nodes: int) -> int:
-    """Default of m: the number of nodes of a group that may be lost."""
     return 1 if num_nodes < TWO_PARITY_FROM else 2
 
 
@@ -84,7 +82,7 @@ def make_groups(
     Args:
         nodes: in order of their ranks, each once.
         data: k, data blocks of a stripe if the groups have equal sizes; None: chosen here.
-        parity: m, number of nodes of a group that may be lost; 0: no parity.
+        parity: m; 0: no parity.
         domains: fault domain by node; a node without an entry is a domain of its own.
     """
     if len(set(nodes)) != len(nodes):
@@ -133,11 +131,8 @@ def next_groups(
     Args:
         previous: of the generation before; empty at the start of a run.
         nodes: all nodes of the new generation, in order of their ranks.
-        replaced: replacement by lost node; lost nodes without a replacement are not in it. A node
-            that stays keeps its position, even if other ranks now run on it.
-        data: as for `make_groups`.
-        parity: as for `make_groups`.
-        domains: as for `make_groups`.
+        replaced: replacement by lost node; lost nodes without a replacement are not in it. A
+            node that stays keeps its position, even if other ranks now run on it.
     """
     of_previous = {node for group in previous for node in group.nodes}
     mine = {old: new for old, new in replaced.items() if old in of_previous - {*nodes}}

@@ -59,14 +59,7 @@ _release_buffer = ctypes.PYFUNCTYPE(None, ctypes.POINTER(_PyBuffer))(
 
 
 class PinnedBuffers:
-    """Blocks whose addresses stay valid while the `with` block runs.
-
-    Attributes:
-        sources: addresses of the sources.
-        targets: addresses of the targets.
-        num_bytes: length of each target.
-        source_bytes: length of each source.
-    """
+    """Blocks whose addresses stay valid while the `with` block runs."""
 
     __slots__ = ("_held", "_may_be_shorter", "num_bytes", "source_bytes", "sources", "targets")
 
@@ -77,10 +70,7 @@ class PinnedBuffers:
         *,
         may_be_shorter: bool = False,
     ) -> None:
-        """Pins and checks the blocks; if a check fails, nothing stays pinned.
-
-        With `may_be_shorter`, sources may be shorter than the targets.
-        """
+        """Pins and checks the blocks; if a check fails, nothing stays pinned."""
         self._held: list[_PyBuffer] = []
         self._may_be_shorter = may_be_shorter
         try:
@@ -108,7 +98,6 @@ class PinnedBuffers:
         self.release()
 
     def release(self) -> None:
-        """Unpins all blocks; may be called twice."""
         while self._held:
             _release_buffer(self._held.pop())
 

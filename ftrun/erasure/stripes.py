@@ -26,12 +26,8 @@ BLOCK_BYTES = 1 << 20
 class Stripes:
     """The layout of one group. Nodes are numbered 0 to n-1 in the group's order.
 
-    Methods about a stripe take the stripe first, methods about a node take the node first.
-
-    Args:
-        n: nodes of the group.
-        m: nodes with parity in each stripe; 1 <= m < n.
-        block_bytes: length of a whole block.
+    Methods about a stripe take the stripe first, methods about a node take the node first. Each
+    stripe has parity on m nodes; 1 <= m < n.
     """
 
     def __init__(self, n: int, m: int, block_bytes: int = BLOCK_BYTES) -> None:
@@ -54,7 +50,6 @@ class Stripes:
         return tuple((stripe + row) % self.n for row in range(self.m))
 
     def data_nodes(self, stripe: int) -> tuple[int, ...]:
-        """The k nodes with data, in order of position."""
         return tuple((stripe + self.m + position) % self.n for position in range(self.k))
 
     def index(self, stripe: int, node: int) -> int:
@@ -63,11 +58,9 @@ class Stripes:
         return row - self.m if row >= self.m else self.k + row
 
     def node_at(self, stripe: int, index: int) -> int:
-        """The node at that place; the inverse of `index`."""
         return (stripe + (index + self.m) % self.n) % self.n
 
     def position(self, stripe: int, node: int) -> int | None:
-        """Index of the node's data block in the stripe; None if it has parity there."""
         index = self.index(stripe, node)
         return index if index < self.k else None
 
@@ -85,7 +78,6 @@ class Stripes:
     # --- a node's data --------------------------------------------------------------------------
 
     def stripe_of(self, node: int, block: int) -> int:
-        """The stripe of a node's block, counted from 0."""
         turn, at = divmod(block, self.k)
         return turn * self.n + self._data_turns[node][at]
 
@@ -123,11 +115,6 @@ class Stripes:
         return turn * self.n + self._parity_turns[node][at]
 
     def num_parity_blocks(self, node: int, num_stripes: int) -> int:
-        """Length of the node's parity memory, in blocks.
-
-        It is equal for all nodes after whole turns of n stripes. Within a turn nodes differ by at
-        most m.
-        """
         turns, rest = divmod(num_stripes, self.n)
         return turns * self.m + sum(t < rest for t in self._parity_turns[node])
 

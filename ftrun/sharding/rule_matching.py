@@ -40,13 +40,7 @@ class OwningParameter:
 
 @dataclass(frozen=True, slots=True)
 class MatchedRule:
-    """The rule and the placement of one name.
-
-    Args:
-        rule: how ranks share the tensor.
-        home: its placement; None: on all ranks.
-        numbers: the numbers in the name, by word of the placement's pattern.
-    """
+    """The rule and the placement of one name, and the numbers in it by word of the placement."""
 
     rule: ShardingRule
     home: StagePlacement | None = None
@@ -55,8 +49,7 @@ class MatchedRule:
     def homes(self, size: int) -> frozenset[int]:
         """Coordinates of the tensor along the placement's axis, which has `size` coordinates.
 
-        Raises:
-            SplitImpossible: there is no such coordinate or number.
+        Raises SplitImpossible if there is no such coordinate or number.
         """
         assert self.home is not None
         if self.home.at is not None:
@@ -74,14 +67,9 @@ class MatchedRule:
 def match(
     rules: ShardingRules, names: Iterable[tuple[str, OwningParameter | None]]
 ) -> dict[str, MatchedRule]:
-    """The matched rule of each name.
+    """The matched rule of each name, given with its owning parameter.
 
-    Args:
-        rules: of one file.
-        names: each with its owning parameter; in any order.
-
-    Raises:
-        RulesMismatch: no rule matches a name, or two do.
+    Raises RulesMismatch if no rule matches a name, or two do.
     """
     listed = list(names)
     found: dict[str, MatchedRule] = {}

@@ -85,12 +85,10 @@ class GlobalTensor:
 
 @dataclass(frozen=True)
 class WorldLayout:
-    """All entries of a world.
+    """All entries of a world, as its rules describe it.
 
     Args:
-        rules: that describe it.
         wholes: the whole tensors by name, in the order of the ranks' shards.
-        sharing: the matched rule of each name.
         names: each rank's names of its entries.
         entries: of each rank, by name.
     """
@@ -106,7 +104,6 @@ class WorldLayout:
         return self.rules.mesh
 
     def own_name(self, rank: int, name: str) -> str:
-        """The rank's own name of one of its entries."""
         kin = self.wholes[name].kin
         return self.names[rank].own(name, of=None if kin is None else kin.parameter)
 
@@ -115,11 +112,7 @@ class WorldLayout:
         return lives_at(self.rules, self.mesh.coordinates(rank), f"{path}.")
 
     def index(self, entry: Callable[[int, str], LayoutEntry]) -> RegionIndex:
-        """All stored regions as sources of copies.
-
-        Args:
-            entry: the entry of a rank's shard by its own name.
-        """
+        """All stored regions as sources of copies; `entry` finds an entry by a rank's own name."""
         index = RegionIndex()
         for rank, entries in enumerate(self.entries):
             for one in entries.values():
@@ -128,14 +121,9 @@ class WorldLayout:
 
 
 def read_world(rules: ShardingRules, ranks: Sequence[Sequence[StoredEntry]]) -> WorldLayout:
-    """The layout of the stored entries of a world, as rules describe it.
+    """The layout of the stored entries of each rank, from rank 0, as rules describe it.
 
-    Args:
-        rules: of that world.
-        ranks: the entries of each rank, from rank 0.
-
-    Raises:
-        RulesMismatch: the rules describe another world; the problems are listed.
+    Raises RulesMismatch with all problems if the rules describe another world.
     """
     if len(ranks) != rules.mesh.size:
         raise RulesMismatch(
@@ -178,14 +166,9 @@ def read_world(rules: ShardingRules, ranks: Sequence[Sequence[StoredEntry]]) -> 
 
 
 def lay_out(rules: ShardingRules, source: WorldLayout) -> WorldLayout:
-    """The layout of the same tensors in another world.
+    """The layout of the same tensors in the world of other rules.
 
-    Args:
-        rules: of the other world.
-        source: the world that has the tensors.
-
-    Raises:
-        RulesMismatch: the tensors cannot be shared by these rules; the problems are listed.
+    Raises RulesMismatch with all problems if the tensors cannot be shared by these rules.
     """
     kin = [(whole.name, whole.kin) for whole in source.wholes.values()]
     sharing = match(rules, kin)
@@ -249,15 +232,9 @@ class _Problems:
 def stored_entries(
     heads: Sequence[ShardHeader], parts: Sequence[Mapping[str, bytes]], *, source: str
 ) -> list[list[StoredEntry]]:
-    """The entries of each rank.
+    """The entries of each rank, from headers and plain values in order of rank.
 
-    Args:
-        heads: of all ranks, from rank 0.
-        parts: the plain values of each rank: the bytes of each part, by name.
-        source: of the rules, for messages.
-
-    Raises:
-        RulesMismatch: there are DTensors, which rules do not describe; or no session saved them.
+    Raises RulesMismatch for DTensors, which rules do not describe, or if no session saved them.
     """
     if not all("optimizer_state" in one for one in parts):
         problem = (
@@ -315,11 +292,7 @@ def _whole(
     held: Mapping[int, StoredEntry],
     kin: OwningParameter | None,
 ) -> GlobalTensor:
-    """The whole tensor of which ranks hold these parts.
-
-    Raises:
-        SplitImpossible: no tensor has these parts; the text is the reason.
-    """
+    """Raises SplitImpossible with the reason if no tensor has these parts."""
     dtypes = {one.dtype for one in held.values()}
     if len(dtypes) > 1:
         raise SplitImpossible(f"ranks have it as {' and as '.join(sorted(dtypes))}")
@@ -407,13 +380,8 @@ def _laid_out(
 ) -> WorldLayout:
     """Entries for all ranks.
 
-    Args:
-        rules: of this world.
-        wholes: the tensors.
-        sharing: the matched rule of each.
-        names: each rank's names of its entries.
-        copies: whether divergent copies are distinguished.
-        counterpart: the mesh whose ranks' own tensors are taken over; None: this world's.
+    `copies` distinguishes divergent copies. `counterpart` is the mesh whose ranks' own tensors are
+    taken over; None: this world's.
     """
     notes = _Problems(rules)
     entries: tuple[dict[str, PlacedEntry], ...] = tuple({} for _ in range(rules.mesh.size))
@@ -446,7 +414,6 @@ class _Placer:
         self._where = rules.mesh.coordinates(rank)
 
     def key(self, old_rank: int) -> tuple[object, ...]:
-        """Equal for ranks whose entries are equal."""
         if self._rule.kind is SharingKind.OWN:
             return (old_rank,)
         flat = self._rule.flat

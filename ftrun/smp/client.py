@@ -35,11 +35,7 @@ class ClientConnection:
         self.backlog: deque[ReceivedMessage] = deque()
 
     def introduce(self, *, role: str, rank: int) -> None:
-        """Store the role and rank of the client's Hello.
-
-        Raises:
-            ProtocolError: the role is unknown.
-        """
+        """Store the role and rank of the client's Hello; raises ProtocolError for another role."""
         try:
             self.role = ClientRole(role)
         except ValueError as error:

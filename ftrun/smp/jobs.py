@@ -40,12 +40,9 @@ def calm_thread() -> None:
 
 
 def calmly(work: Callable[[], Result]) -> Result:
-    """Run `work` in a new low-priority thread and wait for its result.
+    """Run `work` in a new low-priority thread and wait for its result, or for its error.
 
     If no thread can be started, run it in the calling thread.
-
-    Raises:
-        BaseException: any error that `work` raises.
     """
     done: Future[Result] = Future()
 
@@ -83,10 +80,8 @@ class JobLanes:
     def submit(self, lane: str, work: Work, *, failed: Finish) -> None:
         """Run `work` in the lane's thread, then the function it returns in the server's thread.
 
-        Args:
-            lane: name of the thread.
-            work: must handle every error that it expects.
-            failed: run in the server's thread instead, after an unexpected error.
+        `work` must handle every error that it expects. After an unexpected error, `failed` runs in
+        the server's thread instead.
         """
         if lane not in self._lanes:
             self._lanes[lane] = queue.SimpleQueue()
@@ -103,8 +98,7 @@ class JobLanes:
     def repeat(self, interval_s: float, look: Finish) -> Callable[[], None]:
         """Run `look` in the server's thread at this interval.
 
-        Returns:
-            A function that stops the repetition; it does not wait.
+        Returns a function that stops the repetition; it does not wait.
         """
         end = threading.Event()
         threading.Thread(
@@ -144,12 +138,7 @@ class JobLanes:
 
 
 class IntervalTimer:
-    """A timer with one interval at a time.
-
-    Args:
-        jobs: passes the calls to the server's thread.
-        look: called in the server's thread.
-    """
+    """Calls `look` in the server's thread, at one interval at a time."""
 
     def __init__(self, jobs: JobLanes, look: Callable[[], None]) -> None:
         self._jobs = jobs
@@ -161,7 +150,6 @@ class IntervalTimer:
         self._end = self._jobs.repeat(interval_s, self._look)
 
     def stop(self) -> None:
-        """End the calls without waiting."""
         if self._end is not None:
             self._end()
             self._end = None

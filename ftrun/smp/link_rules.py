@@ -24,12 +24,7 @@ later, and no growing pause follows it."""
 
 
 class LinkRules:
-    """The state of one link.
-
-    Args:
-        dials_again_first: redial before the node is reported lost (rule 1).
-        patience_s: time without a connection after which the node is reported lost.
-    """
+    """The state of one link; `dials_again_first` is rule 1, `patience_s` its patience."""
 
     def __init__(self, *, dials_again_first: bool, patience_s: float) -> None:
         self.dials_again_first = dials_again_first
@@ -50,16 +45,11 @@ class LinkRules:
     def dial_failed(
         self, reason: str, *, is_refused: bool, is_turned_away: bool, now_s: float
     ) -> str:
-        """Handle a failed attempt to connect.
+        """Return the reason if the node is to be reported lost now, else an empty string.
 
         Args:
-            reason: text for the report.
             is_refused: no process listens at the address.
             is_turned_away: another process than the expected one listens at the address.
-            now_s: the present time.
-
-        Returns:
-            The reason if the node is to be reported lost now, else an empty string.
         """
         is_gone = is_refused and self._times > 0 and self.dials_again_first
         is_final = is_gone or is_turned_away or now_s > self._report_s

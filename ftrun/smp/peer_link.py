@@ -70,7 +70,6 @@ class LinkEndpoints:
     Args:
         patience_s: time that a peer may accept no bytes, or pause in the middle of a frame.
         pace_bytes_s: limit of bulk data in bytes per second; 0: no limit.
-        own_rails: rails of this node.
     """
 
     own: PeerIdentity
@@ -91,10 +90,8 @@ class LinkEndpoints:
 class PeerLink:
     """The sending end of a link; its own thread connects and reconnects it.
 
-    Args:
-        ends: the two ends.
-        lost: called in the link's thread with the reason when the node is reported lost.
-        linked: called in the link's thread when a connection is made after a loss.
+    In that thread it calls `lost` with the reason when the node is reported lost, and `linked` when
+    a connection is made after a loss.
     """
 
     def __init__(
@@ -239,11 +236,7 @@ class PeerLink:
                 made.interrupt()
 
     def _send_all(self) -> None:
-        """Send until the link is closed.
-
-        Raises:
-            PeerError: the connection is lost.
-        """
+        """Send until the link is closed; raises PeerError if the connection is lost."""
         made = self._socket
         assert made is not None
         poll = select.poll()

@@ -67,12 +67,9 @@ class PeerSession:
     """The generation and group that links belong to, and their settings.
 
     Args:
-        own: identity of this SMP.
-        generation: the running one.
         number: digest of the group with its positions.
         patience_s: time that a peer may accept no bytes, or pause in the middle of a frame.
         pace_bytes_s: limit of bulk data to protect, in bytes per second and link; 0: no limit.
-        own_rails: rails of this node.
     """
 
     own: PeerIdentity
@@ -109,11 +106,10 @@ class PeerListener:
     def listen(self, hosts: Sequence[str], secret: Secret | None) -> int:
         """Open one port at each of these addresses, unless they are open already.
 
-        Returns:
-            The port number. It is open at the first address. At another address it may be missing.
+        Return its number.
 
-        Raises:
-            UsageError: the first host is no address of this node.
+        It is open at the first address. At another address it may be missing. Raises UsageError if
+        the first host is no address of this node.
         """
         if self._at != (hosts, secret) or not self._listeners:
             self._stop_listening()
@@ -248,8 +244,7 @@ class PeerListener:
     def _greet(self, sock: socket.socket, door: Door) -> IncomingLink | None:
         """Return the incoming link if it belongs to the running session.
 
-        Raises:
-            PeerError: the handshake fails, or the first message is no LinkHello.
+        Raises PeerError if the handshake fails, or the first message is no LinkHello.
         """
         session = self._session
         try:
@@ -329,12 +324,10 @@ class PeerListener:
 
 
 def _opened(hosts: Sequence[str]) -> list[socket.socket]:
-    """Sockets that listen at one port of all addresses, or only of the first.
+    """Sockets that listen at one port of all addresses.
 
-    That happens when `_MAX_PORTS` ports were in use at one of the other addresses.
-
-    Raises:
-        UsageError: the first host is no address of this node.
+    Only the first one, if `_MAX_PORTS` ports were in use at one of the others. Raises UsageError if
+    the first host is no address of this node.
     """
     for _ in range(_MAX_PORTS):
         first = listen_tcp(hosts[0], 0)

@@ -118,7 +118,6 @@ class SmpServer:
         self._watch(sock, wake)
 
     def serve(self) -> None:
-        """Run until the end; then all memory is freed and the socket removed."""
         try:
             while not self._is_ending:
                 for key, _ in self._selector.select(self._timeout_s()):

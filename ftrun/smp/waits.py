@@ -18,12 +18,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The value that a generator yields.
-
-    Args:
-        events: queue of the next event.
-        timeout_s: seconds until None is sent instead; None: no limit.
-    """
+    """The value that a generator yields: a queue of events, and the seconds until None is sent."""
 
     events: "queue.SimpleQueue[Any]"
     timeout_s: float | None = None

@@ -41,12 +41,7 @@ class PieceRun(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReplicatedPieces(msgspec.Struct, frozen=True, array_like=True):
-    """Pieces of one rank that other nodes hold too.
-
-    Args:
-        holders: index into `RedundancyPlan.holders`.
-        runs: the pieces.
-    """
+    """Pieces of one rank that other nodes hold too; `holders` indexes `RedundancyPlan.holders`."""
 
     holders: int
     runs: list[PieceRun]
@@ -70,12 +65,9 @@ class NodeRedundancy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RedundancyPlan(msgspec.Struct, frozen=True, dict=True):
-    """The protection of all nodes of a group.
+    """The protection of all nodes of a group, by position in it.
 
     Args:
-        parity: m.
-        block_bytes: length of a block of a stripe.
-        nodes: by position in the group.
         holders: sets of nodes, by position, that hold the same sections.
     """
 
@@ -95,12 +87,7 @@ class RedundancyPlan(msgspec.Struct, frozen=True, dict=True):
 
 
 class ReplicaSet(msgspec.Struct, frozen=True):
-    """Sections that a set of ranks holds with equal content.
-
-    Args:
-        holders: (position, rank) of each.
-        keys: of the sections, in order.
-    """
+    """Sections that a set of ranks holds with equal content; holders are (position, rank)."""
 
     holders: tuple[tuple[int, int], ...]
     keys: tuple[int, ...]
@@ -120,7 +107,6 @@ def make_plan(
 
     Args:
         manifests: of one version, by position in the group; more than `parity` of them.
-        parity: m; 1 or more.
         small_state_bytes: largest unique state of a rank that is mirrored.
         distrusted: keys of sections that are coded whatever their content.
     """

@@ -20,13 +20,7 @@ Fingerprint = tuple[int, int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """One shard without its data.
-
-    Args:
-        layout: of the shard.
-        start: length of the header; data offsets count from there.
-        digests: u64 for each piece of the layout.
-    """
+    """One shard without its data. Data offsets count from `start`; digests are u64 per piece."""
 
     layout: Layout
     start: int
@@ -76,12 +70,8 @@ _HEAD = struct.Struct("<QQQQQ")
 class PackedShardHeader:
     """Everything known of a shard without its data.
 
-    Args:
-        header: of the image, including its length field.
-        table: one u64 digest per piece.
-        image_bytes: size of the whole shard.
-        layout_id: digest of the header.
-        table_digest: digest of the table.
+    `header` includes its length field; `layout_id` is the digest of the header, `table_digest` that
+    of the table.
     """
 
     header: memoryview
@@ -98,11 +88,7 @@ def pack_head(head: PackedShardHeader) -> list[bytes | memoryview]:
 
 
 def unpack_head(raw: memoryview) -> PackedShardHeader:
-    """Decode a packed header. The reader must check that it is the header that was sealed.
-
-    Raises:
-        LayoutUnknown: the bytes are not a packed header.
-    """
+    """Raises LayoutUnknown; the reader must check that the result is the header that was sealed."""
     try:
         header_bytes, num_pieces, image_bytes, layout_id, digest = _HEAD.unpack_from(raw)
     except struct.error as error:

@@ -34,16 +34,7 @@ class _Stretch:
 
 
 class StripeSpace:
-    """The row of a node's coded bytes.
-
-    Args:
-        plan: the node's.
-        pieces: of each rank's layout.
-        block_bytes: as in the plan of the group.
-
-    Raises:
-        LayoutUnknown: plan and layouts do not belong together.
-    """
+    """The row of a node's coded bytes. Raises LayoutUnknown if plan and layouts do not match."""
 
     def __init__(
         self, plan: NodeRedundancy, pieces: Mapping[int, Sequence[Piece]], block_bytes: int

@@ -34,20 +34,17 @@ _REDONE = "the steps since the last committed snapshot, which are done again"
 
 @dataclass(frozen=True, slots=True)
 class FaultKind:
-    """One kind of fault.
+    """One kind of fault: what it does (`does`), and the expected reaction (`seen`).
 
     Args:
-        name: as typed on the command line.
-        target: what the fault acts on; a "rank" or "data" kind with `by_rank` takes --rank.
-        does: the action.
-        seen: the reaction that is expected.
+        target: what the fault acts on; a "rank" or "data" kind with `by_rank` takes --rank,
+            others --node.
         within_s: maximum seconds from the fault to the expected reaction; 0: no reaction is
             expected.
         lost: state or work that may be lost.
-        needs: requirements; empty: none.
-        by_rank: the kind takes --rank; otherwise --node.
         is_inside: the rank injects the fault into itself, exactly at the end of the named step.
-        for_s: default duration in seconds, without --for; 0: no duration, or until the target ends.
+        for_s: default duration in seconds, without --for; 0: no duration, or until the target
+            ends.
         amount: default without --amount.
         unit: meaning of --amount; empty: the kind takes no --amount.
     """
@@ -394,11 +391,7 @@ FAULTS: dict[str, FaultKind] = {
 
 
 def fault_kind(name: str) -> FaultKind:
-    """Look up a kind by name.
-
-    Raises:
-        UsageError: there is no such kind.
-    """
+    """Raises UsageError with the nearest name if there is no such kind."""
     found = FAULTS.get(name)
     if found is not None:
         return found

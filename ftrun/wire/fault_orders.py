@@ -44,11 +44,7 @@ def make_order(  # noqa: PLR0913 - what can be typed
     amount: float | None = None,
     again: bool = False,
 ) -> FaultOrder:
-    """Validate the command line and build the order.
-
-    Raises:
-        UsageError: the kind is unknown, or an option does not fit the kind.
-    """
+    """Validate the command line and build the order; raises UsageError."""
     kind = fault_kind(kind_name)
     if kind.by_rank and node is not None:
         raise UsageError(f"{kind.name} is done to a rank: --rank R, not --node {node}")
@@ -81,19 +77,12 @@ def make_order(  # noqa: PLR0913 - what can be typed
 
 
 def make_cancel(request_id: str, order_id: str, *, node: str | None = None) -> FaultOrder:
-    """Build a request to cancel an order.
-
-    `node` is the node that carries the order out, if the order was given on another node.
-    """
+    """`node` is the node that carries out the order, if the order was given on another node."""
     return FaultOrder(request_id, "", node=node or "", cancels=order_id)
 
 
 def duration_s(text: str) -> float:
-    """Parse `5`, `5s`, `500ms`, `2m` or `1h` into seconds.
-
-    Raises:
-        UsageError: the text has none of these forms.
-    """
+    """Parse `5`, `5s`, `500ms`, `2m` or `1h` into seconds; raises UsageError for other forms."""
     units = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
     number = text.rstrip("msh")
     unit = text[len(number) :] or "s"
@@ -137,7 +126,6 @@ class FaultPage:
     # --- agent --------------------------------------------------------------------------------
 
     def put(self, order: FaultOrder) -> int:
-        """Write an order for the rank, and return its number."""
         data = msgspec.msgpack.encode(order)
         self._map[_ORDER_AT : _ORDER_AT + len(data)] = data
         self._words[_Word.LENGTH] = len(data)
@@ -197,7 +185,6 @@ class FaultPage:
         return self._words[_Word.CANCELLED] == number
 
     def mark_failed(self, number: int, why: str) -> None:
-        """Record that the order could not be carried out. It is not tried again."""
         text = why.encode()[: PAGE_BYTES - _WHY_AT - 1]
         self._map[_WHY_AT:PAGE_BYTES] = text.ljust(PAGE_BYTES - _WHY_AT, b"\0")
         self._words[_Word.FAILED] = number

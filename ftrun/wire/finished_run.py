@@ -28,12 +28,8 @@ def has_finished(spec: RunSpec, record: CheckpointOwner | None, *, life: str = "
     """Describe the successful end of this run name and command; empty if there was none.
 
     A run id that ftrun derived from the port proves nothing, because the next run on that port
-    would have the same id.
-
-    Args:
-        spec: run spec of this node.
-        record: owner record next to the checkpoints.
-        life: of the run in which this node took part, see `GenerationPlan.life`; empty: none.
+    would have the same id. `life` is that of the run in which this node took part (see
+    `GenerationPlan.life`); empty: none.
     """
     directory, nodes = spec.checkpoint_directory, spec.nodes
     if nodes is None or directory is None or record is None or not record.ended_s:

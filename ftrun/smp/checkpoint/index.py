@@ -93,11 +93,7 @@ def seal(content: CheckpointIndex | CheckpointPart) -> bytes:
 
 
 def read_index(folder: Path) -> CheckpointIndex:
-    """Read the index of one checkpoint.
-
-    Raises:
-        CheckpointError: it is missing, or differs from what was written.
-    """
+    """Raises CheckpointError if it is missing, or differs from what was written."""
     try:
         data = (folder / INDEX_NAME).read_bytes()
     except OSError as error:

@@ -49,7 +49,6 @@ class LoadJob:
 
     Args:
         world_size: of this run.
-        ranks: the node's own.
         check: raises MemoryTooSmall if this number of bytes does not fit.
         only: name of the one checkpoint that may be used; empty: any.
         life: the life that must have written it; empty: any. See `GenerationPlan.life`.
@@ -91,10 +90,7 @@ class LoadedCheckpoint:
 def load_checkpoint(where: str, job: LoadJob, stop: threading.Event) -> LoadedCheckpoint | None:
     """Fill arenas from the newest usable checkpoint; None if there is no checkpoint at all.
 
-    Args:
-        where: a directory or a URL; need not exist.
-        job: what to load; `only` may be `latest`.
-        stop: when set, all waiting ends.
+    `where` need not exist. `only` may be `latest`.
 
     Raises:
         NoUsableCheckpoint: there are checkpoints, and none of them can be used.

@@ -37,11 +37,7 @@ class PieceReplicas:
     ) -> int | None:
         """Fill `room` with a piece; return the rank that has it, or None if no rank has.
 
-        Args:
-            source: the checkpoint.
-            digest: of the piece.
-            room: as long as the piece.
-            but: the rank whose file is damaged.
+        `but` is the rank whose file is damaged.
         """
         others = sorted(set(self._shards) - {but}, key=lambda rank: abs(rank - but))
         for rank in others[:MOST_RANKS]:

@@ -30,14 +30,9 @@ _LONGEST_HEADER = 1 << 30
 
 
 def open_storage(where: str, stop: threading.Event) -> AbstractContextManager[Storage]:
-    """Open a directory or a URL.
+    """Open a directory or a URL, which need not exist; when `stop` is set, all waiting ends.
 
-    Args:
-        where: need not exist.
-        stop: when set, all waiting ends.
-
-    Raises:
-        CheckpointError: the store cannot be reached.
+    Raises CheckpointError if the store cannot be reached.
     """
     if is_url(where):
         return FsspecStorage(where, stop)
@@ -57,7 +52,7 @@ class CheckpointFiles:
         return self.storage.path_of(self.stored.name)
 
     def index(self) -> CheckpointIndex:
-        """Raise CheckpointError if it is missing, or differs from what was written."""
+        """Raises CheckpointError if it is missing, or differs from what was written."""
         if self.stored.index is None:
             raise CheckpointError(self.stored.problem or f"{self.path} has no index")
         return self.stored.index
@@ -76,13 +71,8 @@ class CheckpointFiles:
 class SourceShard:
     """The file of one rank.
 
-    Args:
-        folder: of the checkpoint.
-        shard: its entry in the index.
-
-    Raises:
-        SnapshotCorrupt, LayoutUnknown, CheckpointError: it differs from what was written.
-        OSError: it cannot be read.
+    Raises SnapshotCorrupt, LayoutUnknown or CheckpointError if it differs from what was written,
+    OSError if it cannot be read.
     """
 
     def __init__(self, folder: Path, shard: ShardFile) -> None:
@@ -96,10 +86,9 @@ class SourceShard:
         self._lock = threading.Lock()
 
     def read(self, offset: int, num_bytes: int) -> memoryview:
-        """Return bytes of the shard's data.
+        """Bytes of the shard's data.
 
-        Raises:
-            SnapshotCorrupt: a piece that overlaps them differs from what was written.
+        Raises SnapshotCorrupt if a piece that overlaps them has changed.
         """
         pieces = self.head.pieces_under(offset, num_bytes)
         if not pieces:
@@ -150,14 +139,7 @@ class SourceShard:
 
 
 class CheckpointReader:
-    """All shards of one checkpoint.
-
-    Args:
-        folder: of the checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be used.
-    """
+    """All shards of one checkpoint; raises CheckpointError if it cannot be used."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -189,11 +171,7 @@ class CheckpointReader:
         return self.shards[rank].head.entries[name]
 
     def read(self, rank: int, name: str, first_byte: int, num_bytes: int) -> memoryview:
-        """Return bytes of an entry.
-
-        Raises:
-            CheckpointError: they differ from what was written.
-        """
+        """Return bytes of an entry; raises CheckpointError if they differ from what was written."""
         try:
             return self.shards[rank].read(self.entry(rank, name).offset + first_byte, num_bytes)
         except SnapshotCorrupt as error:

@@ -49,12 +49,8 @@ _BUG = "a bug in ftrun; the SMP's log has it"
 class CheckpointService:
     """Writes and loads on behalf of the agent.
 
-    Args:
-        run_id: recorded in the index of a checkpoint.
-        jobs: has the lane "disk".
-        memory: holds the shards to write, and receives what is loaded.
-        loaded: called with what was loaded, before the agent is answered.
-        is_attended: returns whether the SMP has an agent.
+    `loaded` is called with what was loaded, before the agent is answered. `is_attended` returns
+    whether the SMP has an agent.
     """
 
     def __init__(
@@ -86,12 +82,8 @@ class CheckpointService:
         """Write the named version, limited to the ranks on this node.
 
         Without a name, all ranks of the world are on this node. The version is then the one that
-        they are capturing, or the newest that all hold.
-
-        Args:
-            asker: the agent.
-            body: its request.
-            tracker: the commit tracker; it defines the world, and its generation ends the capture.
+        they are capturing, or the newest that all hold. The generation of `tracker` ends the
+        capture.
         """
         self._throttle.bytes_per_s = body.bytes_per_s
         self._hurries.clear()
@@ -215,10 +207,8 @@ class CheckpointService:
     def _claim(self, claim: CheckpointClaim) -> None:
         """Claim the directory; if the record cannot be written, load without it.
 
-        A failed claim must not leave good checkpoints unread.
-
-        Raises:
-            CheckpointsTaken: another run that is alive owns it.
+        A failed claim must not leave good checkpoints unread. Raises CheckpointsTaken if another
+        run that is alive owns it.
         """
         try:
             self._owner.claim(claim)

@@ -47,9 +47,7 @@ _log = logging.getLogger(__name__)
 class LoadGroup:
     """Nodes that load a checkpoint at the same time.
 
-    Args:
-        ranks: of the new world, by node, in the same order everywhere.
-        node: the index of this node.
+    `ranks` are those of the new world, by node, in the same order everywhere.
     """
 
     ranks: Sequence[Sequence[int]]
@@ -65,11 +63,8 @@ class LoadGroup:
 class SharedLoad:
     """The arenas of one node, some of whose pieces other nodes read.
 
-    Args:
-        source: the checkpoint.
-        shards: the files of this node's ranks, in the order of its arenas.
-        index: of the checkpoint.
-        fds: of new arenas, one for each shard; the caller keeps them.
+    `shards` are the files of this node's ranks, `fds` one new arena for each; the caller keeps
+    them.
     """
 
     def __init__(
@@ -101,11 +96,7 @@ class SharedLoad:
     # --- present pieces --- ------------------------------------------------------------------
 
     def find(self, digest: int) -> memoryview:
-        """Return a piece that this node has loaded.
-
-        Raises:
-            LayoutUnknown: it has not.
-        """
+        """Return a piece that this node has loaded; raises LayoutUnknown if it has not."""
         place = self._here.get(digest)
         if place is None:
             raise LayoutUnknown("no piece with this digest was read here")
@@ -129,13 +120,8 @@ class SharedLoad:
     ) -> None:
         """Read this node's share.
 
-        Args:
-            node: this one.
-            ranks: by node; this node's are those of the arenas.
-            tables: of the ranks of other nodes.
-
-        Raises:
-            CheckpointError, SnapshotCorrupt, LayoutUnknown, OSError: the checkpoint cannot be used.
+        `tables` are those of the ranks of other nodes. Raises CheckpointError, SnapshotCorrupt,
+        LayoutUnknown or OSError if the checkpoint cannot be used.
         """
         for rank in self.ranks:
             self._read_head(rank)
@@ -160,11 +146,7 @@ class SharedLoad:
             self._read(source, places)
 
     def took(self, place: Place) -> None:
-        """Check a piece that has arrived.
-
-        Raises:
-            SnapshotCorrupt: it differs from what was captured.
-        """
+        """Check a piece that has arrived; raises SnapshotCorrupt if it has changed."""
         digest = self.digest(place)
         if xxhash.xxh3_64_intdigest(self.room(place)) != digest:
             rank, index = place
@@ -275,16 +257,8 @@ def load_share(
 ) -> tuple[list[int], SharedLoad | None]:
     """Fill arenas with this node's share; return their descriptors, and the load if incomplete.
 
-    Args:
-        source: the checkpoint.
-        index: of the checkpoint.
-        world_size: of this run.
-        company: the nodes that load it.
-        check: raises MemoryTooSmall if this number of bytes does not fit.
-
-    Raises:
-        CheckpointError, SnapshotCorrupt, LayoutUnknown, OSError: the checkpoint cannot be used.
-        MemoryTooSmall: the arenas do not fit.
+    Raises MemoryTooSmall if the arenas do not fit. Raises CheckpointError, SnapshotCorrupt,
+    LayoutUnknown or OSError if the checkpoint cannot be used.
     """
     node, shards = company.node, {shard.rank: shard for shard in index.shards}
     ranks = {

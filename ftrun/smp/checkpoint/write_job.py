@@ -33,12 +33,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WriterContext:
-    """The resources of a writer.
+    """The resources of a writer: memory for a copy of all shards.
 
-    Args:
-        run_id: recorded in the index of a checkpoint.
-        room: memory for a copy of all shards.
-        throttle: limits the rate; its `stop` cancels a write.
+    `throttle.stop` cancels a write.
     """
 
     run_id: RunId
@@ -59,12 +56,9 @@ class WriteJob:
     Args:
         where: a directory or a URL; the same on all nodes that write together.
         ranks: the node's own.
-        world_size: of the run.
-        retention: which checkpoints are retained.
         version: only this one; None: all ranks are on this node, and it is the newest that all
             hold.
         token: with a version: equal on all nodes that write this together, and on no others.
-        life: of the run, for the index.
         follow: without a version: which running captures are written while they are captured.
     """
 
@@ -114,9 +108,7 @@ class WriteResult:
 class ChosenVersion:
     """A version to write, and the slots that hold it.
 
-    Args:
-        pace: called before each write.
-        is_tight: its slots may be overwritten at any time.
+    If tight, they may be overwritten at any time.
     """
 
     version: Version
@@ -130,11 +122,7 @@ class ChosenVersion:
 
 
 def choose_own(fds: ArenaFds, job: WriteJob, version: Version, throttle: Throttle) -> ChosenVersion:
-    """Return the named version with the slots of this node's ranks.
-
-    Raises:
-        CheckpointError: this node runs no ranks.
-    """
+    """Return the named version with the slots of this node's ranks; raises CheckpointError."""
     if not job.ranks:
         raise CheckpointError("this node runs no ranks, so it has nothing to write")
     own = {rank: fds.get(rank, ()) for rank in job.ranks}
@@ -149,14 +137,8 @@ def write_newest(
 ) -> WriteResult:
     """Write the version that is being captured, or else the newest that all ranks hold.
 
-    Args:
-        fds: of all arenas of each rank.
-        job: names no version.
-        context: the resources.
-        write: raises SlotOverwritten if another attempt may succeed.
-
-    Raises:
-        CheckpointError: the reason why it was not written.
+    `fds` are those of all arenas of each rank. If `write` raises SlotOverwritten, another attempt
+    is made. Raises CheckpointError with the reason if nothing was written.
     """
     throttle = context.throttle
     capturing = _followed(fds, job, context)
@@ -186,11 +168,7 @@ def write_newest(
 
 @contextmanager
 def reported(job: WriteJob) -> Iterator[None]:
-    """Convert an OSError of the file system into a CheckpointError with a readable text.
-
-    Raises:
-        CheckpointError: in place of an OSError.
-    """
+    """Convert an OSError of the file system into a CheckpointError with a readable text."""
     try:
         yield
     except OSError as error:
@@ -209,14 +187,7 @@ def keep(chosen: ChosenVersion, context: WriterContext, *, gap_s: float) -> None
     """Start the copy before overwrite; copy at once if the slots may be overwritten soon.
 
     Each attempt to write begins with this call, because it reuses the copies of the previous one.
-
-    Args:
-        chosen: about to be written.
-        context: the resources.
-        gap_s: see `CopyBeforeOverwrite`.
-
-    Raises:
-        SlotOverwritten: a slot was overwritten already.
+    Raises SlotOverwritten if a slot was overwritten already.
     """
     context.room.begin()
     late = CopyBeforeOverwrite(chosen.version, chosen.shards, context.room, gap_s=gap_s)

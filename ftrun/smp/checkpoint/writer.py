@@ -101,8 +101,7 @@ class CheckpointWriter:
     def write(self, fds: ArenaFds, job: WriteJob) -> WriteResult:
         """Write this node's part of a version, and the checkpoint if all other parts exist.
 
-        Raises:
-            CheckpointError: the reason why it was not written.
+        Raises CheckpointError with the reason if it was not written.
         """
         self._lives.add(job.life)
         context = self._context
@@ -223,9 +222,7 @@ class _Attempt:
     def fill(self) -> CheckpointPart:
         """Write all files of this node durably, then its part.
 
-        Raises:
-            SlotOverwritten: a slot was overwritten.
-            CheckpointError: a slot is damaged, or the storage has failed.
+        Raises SlotOverwritten, or CheckpointError if a slot is damaged or the storage has failed.
         """
         storage, chosen, folder = self.storage, self.chosen, self.folder
         keep(chosen, self._context, gap_s=self.job.gap_s(self._context))
@@ -249,8 +246,7 @@ class _Attempt:
     def merge(self, found: Sequence[StoredCheckpoint]) -> WriteResult:
         """Finish the checkpoint if all parts exist; otherwise return the missing ranks.
 
-        Raises:
-            CheckpointError: two parts disagree about a rank, or the folder was swept.
+        Raises CheckpointError if two parts disagree about a rank, or the folder was swept.
         """
         storage, blank, version = self.storage, self.blank, self.chosen.version
         sizes, path = storage.sizes(self.folder), storage.path_of(self.folder)
@@ -334,11 +330,7 @@ def _known_contents(
 ) -> set[Content]:
     """Return the content of this node's ranks in this version; empty if it is no longer known.
 
-    Args:
-        shards: the shards in memory.
-        ranks: the node's own.
-        blank: the empty part of this version.
-        last: the part that was written last.
+    `blank` is the empty part of this version, `last` the part that was written last.
     """
     if len(shards) == len(ranks):
         return {shard.content for shard in shards}
@@ -377,14 +369,7 @@ def _gather(
 ) -> tuple[dict[int, ShardFile], float, list[str]]:
     """Return the files of each rank, the time of the newest part, and texts about rejected parts.
 
-    Args:
-        storage: has the parts.
-        folder: of the parts.
-        sizes: of the files in it.
-        like: run, token, version and world size that the parts must have.
-
-    Raises:
-        CheckpointError: two parts disagree about a rank.
+    The parts must have the key of `like`. Raises CheckpointError if two disagree about a rank.
     """
     found: dict[int, ShardFile] = {}
     written_s, rejected = 0.0, list[str]()
@@ -407,11 +392,7 @@ def _gather(
 
 
 def _read_part(storage: Storage, name: str) -> CheckpointPart:
-    """Read one node's part.
-
-    Raises:
-        CheckpointError: it is missing, or differs from what was written.
-    """
+    """Raises CheckpointError if the part is missing, or differs from what was written."""
     data, path = storage.read(name), storage.path_of(name)
     if data is None:
         raise CheckpointError(f"{path}: the part is not there")

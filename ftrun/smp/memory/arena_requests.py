@@ -44,11 +44,8 @@ _log = logging.getLogger(__name__)
 class _Making:
     """One arena being allocated.
 
-    Args:
-        shape: of the arena.
-        generation: the newest in which it was requested.
-        askers: all clients that requested it.
-        waiting: requests of the same rank for another shape.
+    `generation` is the newest in which it was requested, `askers` are all clients that requested
+    it, `waiting` are requests of the same rank for another shape.
     """
 
     shape: ArenaShape
@@ -67,10 +64,6 @@ class ArenaRequests:
     """The requests of workers, and the arenas being allocated.
 
     Args:
-        memory: the arenas of this node.
-        jobs: allocate pages.
-        tracker: knows the running generation.
-        tell_agent: sends a message to the agent.
         is_short: called when memory is refused, to give back memory that is not needed.
         vault_bytes: bytes of the parity and mirrors of other nodes that are allocated now.
     """
@@ -96,12 +89,7 @@ class ArenaRequests:
         self._is_parity_told = False
 
     def begin(self, parity_share: float) -> None:
-        """Begin a generation.
-
-        Args:
-            parity_share: largest number of bytes stored here for other nodes, per byte of this
-                node's state.
-        """
+        """Begin a generation; `parity_share` is as in `parity_share` of redundancy/group.py."""
         self._parity_share = parity_share
         self._is_parity_told = False
 

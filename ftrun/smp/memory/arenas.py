@@ -98,19 +98,13 @@ class ArenaStore:
         return self._arenas.get(rank, [])
 
     def fds(self, ranks: Iterable[Rank]) -> dict[Rank, list[int]]:
-        """Descriptors of the arenas of each rank."""
         return {rank: [arena.fd for arena in self.of(rank)] for rank in ranks}
 
     def promise(self, rank: Rank, total_bytes: int, *, image_bytes: int) -> None:
         """Reserve memory in addition to this rank's arenas and to the requests of other ranks.
 
-        Args:
-            rank: the requester; this replaces its earlier request.
-            total_bytes: of the memory to reserve.
-            image_bytes: of one slot, for the error.
-
-        Raises:
-            MemoryTooSmall: the requests of all ranks do not fit together.
+        It replaces the rank's earlier request. Raises MemoryTooSmall if the requests of all ranks
+        do not fit together.
         """
         self._wanted[rank] = total_bytes
         # Read before `_needed_bytes`, because jobs allocate concurrently. In the other order, bytes
@@ -151,12 +145,9 @@ class ArenaStore:
             )
 
     def reserve(self, rank: Rank, image_bytes: int, *, world_size: int) -> None:
-        """Reserve two slots of this size, less the size of the rank's arena.
+        """Reserve two slots of this size, less the size of the rank's arena; raises MemoryTooSmall.
 
         Arenas of another world size do not count, because they are read until the first commit.
-
-        Raises:
-            MemoryTooSmall: the slots do not fit.
         """
         total = arena_bytes(image_bytes, image_bytes // PIECE_BYTES + _SPARE_PIECES)
         shapes = [arena.shape for arena in self.of(rank) if arena.shape.world_size == world_size]
@@ -202,8 +193,7 @@ class ArenaStore:
     def adopt(self, fd: int, *, rank: int, generation: Generation) -> None:
         """Add an arena of an earlier SMP; if it is here already, close the duplicate.
 
-        Raises:
-            LayoutUnknown: the descriptor is no arena of this format; it stays the caller's.
+        Raises LayoutUnknown if the descriptor is no arena of this format; it stays the caller's.
         """
         try:
             shape = read_shape(fd)
@@ -234,7 +224,6 @@ class ArenaStore:
         ]
 
     def held(self, world_size: int) -> dict[Rank, set[Version]]:
-        """Sealed versions by rank, in arenas of a world of this size."""
         found: dict[Rank, set[Version]] = {}
         for arena in self.all():
             if arena.shape.world_size == world_size:
@@ -286,12 +275,10 @@ class ArenaStore:
 def create(shape: ArenaShape, allocated: Callable[[int], object] | None = None) -> int:
     """Allocate a new arena and return its descriptor; `allocated` is as in `create_memfd`.
 
-    The kernel clears a page at its first access, which happens in the worker. Touching the pages
-    here as well made the total slower (1 GiB: fallocate 0.15 s, populate 0.33 s, a second mapping
-    0.13 s more, 2026-11).
-
-    Raises:
-        MemoryTooSmall: the kernel refuses the memory, whatever the limits allow.
+    Raises MemoryTooSmall if the kernel refuses the memory, whatever the limits allow. The kernel
+    clears a page at its first access, which happens in the worker. Touching the pages here as well
+    made the total slower (1 GiB: fallocate 0.15 s, populate 0.33 s, a second mapping 0.13 s more,
+    2026-11).
     """
     try:
         fd = create_memfd(shape, allocated)

@@ -114,15 +114,7 @@ class CommitCoordinator:
         world_size: int,
         start: GenerationStart,
     ) -> None:
-        """Begin a generation: count the seals of these ranks.
-
-        Args:
-            page: where commits are published.
-            generation: seals of other generations do not count.
-            ranks: the local ones.
-            world_size: number of all ranks.
-            start: the restored version, and the group of this node.
-        """
+        """Begin a generation: count the seals of these local ranks; publish commits on the page."""
         if generation > self.tracker.generation:
             self._skipped.clear()
             self._told_skipped = -1
@@ -345,12 +337,7 @@ class ReplicaMonitor:
         self._is_busy = False
 
     def look(self, committed: Version, fds: Descriptors) -> None:
-        """Compare the ranks' digests of this version, at most every `_COMPARE_EVERY_S` seconds.
-
-        Args:
-            committed: a version of the running generation.
-            fds: returns the current descriptors of each rank's arenas.
-        """
+        """Compare the ranks' digests of this version, at most every `_COMPARE_EVERY_S` seconds."""
         if committed.generation != self._generation:
             self._generation, self._replicas = committed.generation, NodeReplicas()
         if self._is_busy or clock.now_s() < self._due_s:

@@ -62,11 +62,9 @@ class ParityStore:
     def adopt(self, fd: int, slot: int) -> None:
         """Add a region of an earlier SMP, and take ownership of its descriptor.
 
-        It keeps its slot, because the agent names its duplicates by slots.
-
-        Raises:
-            LayoutUnknown: the descriptor is no parity region, or the slot is in use; the descriptor
-                stays the caller's.
+        It keeps its slot, because the agent names its duplicates by slots. Raises LayoutUnknown if
+        the descriptor is no parity region, or the slot is in use; the descriptor stays the
+        caller's.
         """
         if any(vault and os.path.sameopenfile(fd, vault.fd) for vault in self._slots):
             os.close(fd)
@@ -123,8 +121,7 @@ class ParityStore:
     def give_up_committed(self) -> bool:
         """Allow the older committed protection to be overwritten if no third region fits.
 
-        Returns:
-            Whether there was one.
+        Returns whether there was one.
         """
         had, self._committed = self._committed is not None, None
         return had
@@ -208,11 +205,7 @@ class ParityStore:
 
 
 def make_vault(record: ParityRecord) -> ParityRegion:
-    """Allocate a region for this record and touch its pages.
-
-    Raises:
-        MemoryTooSmall: it does not fit.
-    """
+    """Allocate a region for this record and touch its pages; raises MemoryTooSmall."""
     needed = vault_bytes(record)
     available = available_memory()
     if needed > available.num_bytes:

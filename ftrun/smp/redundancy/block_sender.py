@@ -26,10 +26,8 @@ from ftrun.wire.transport.bulk_socket import Bytes, digest_of
 class LocalBlocks:
     """The blocks of a node, read in place from its slots.
 
-    Args:
-        of: a stripe id of this version; its stripe number is not used.
-        made_in: the generation in which the version is protected.
-        place: the position of this node in the group.
+    `of` is a stripe id of this version without a stripe number; `made_in` is the generation in
+    which the version is protected, `place` the position of this node in the group.
     """
 
     shards: SealedShards
@@ -42,9 +40,8 @@ class LocalBlocks:
     def read(self, block: int) -> tuple[bytes, list[memoryview]]:
         """Return a block's packed header and views of its bytes, compared with their digests.
 
-        Raises:
-            SnapshotCorrupt: a piece differs from what was captured.
-            LayoutUnknown: the shard of a rank is not on this node.
+        Raises SnapshotCorrupt if a piece has changed, LayoutUnknown if the shard of a rank is not
+        here.
         """
         self.shards.check(self.space.pieces_in(block))
         views = self.shards.views(self.space.extents(block))
@@ -61,10 +58,7 @@ class LocalBlocks:
 class BlockSender:
     """One attempt to send one version. `stop` ends its streams.
 
-    Args:
-        blocks: of this node.
-        attempt: the attempt number in the frames.
-        failed: called at most once, in a link's thread, if local data differs from what was sealed.
+    `failed` is called at most once, in a link's thread, if local data differs from what was sealed.
     """
 
     def __init__(self, blocks: LocalBlocks, *, attempt: int, failed: Callable[[str], None]) -> None:

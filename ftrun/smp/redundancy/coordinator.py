@@ -54,19 +54,7 @@ TellAgent = Callable[..., None]
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """The components that read memory and move bytes; the many-node simulation replaces them.
-
-    Args:
-        peers: the links.
-        maps: of this node's arenas.
-        codecs: one for each k and m.
-        runner: drives work that requests data from other nodes.
-        exchange: moves the bytes of one attempt to protect a version.
-        lost_ranks: fetches slots of the restored version.
-        served: reads the restored version for other nodes.
-        old_shards: reads shards of the restored version for ranks of a resharded run.
-        replica_watch: compares the bytes that ranks of one node hold as replicas.
-    """
+    """The components that read memory and move bytes; the many-node simulation replaces them."""
 
     peers: PeerListener
     maps: ArenaMappings
@@ -153,13 +141,7 @@ class RedundancyCoordinator:
     def begin_generation(
         self, body: smp_messages.BeginGeneration, group: LocalGroup | None, page: SharedPage
     ) -> None:
-        """Begin a generation: protect versions, count commits, and fetch what is restored.
-
-        Args:
-            body: the agent's request.
-            group: the group that `body` names.
-            page: where commits are published.
-        """
+        """Begin a generation: protect versions, count commits, and fetch what is restored."""
         restored = version(*body.restored) if body.restored is not None else None
         is_new = self._begin(body, group, page, restored)
         self._commits.begin(

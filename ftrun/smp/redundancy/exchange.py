@@ -43,8 +43,7 @@ _log = logging.getLogger(__name__)
 class CodecCache:
     """One codec for each k and m. Several threads may use a codec at once.
 
-    Args:
-        jobs: its lane "protect" runs the self-test before any work submitted to that lane later.
+    The jobs' lane "protect" runs the self-test before any work submitted to that lane later.
     """
 
     def __init__(self, jobs: JobLanes) -> None:
@@ -79,18 +78,7 @@ def _test(codec: Codec, tell: "partial[None]") -> Finish:
 
 @dataclass(frozen=True, slots=True)
 class ProtectorTools:
-    """The dependencies of a protector and its exchanges.
-
-    Args:
-        run: `run_digest` of the run.
-        peers: links to the other SMPs.
-        vaults: the parity regions that store received data.
-        jobs: runs work that takes too long for the server thread.
-        maps: mappings of this node's arenas.
-        codecs: one for each k and m.
-        tell_agent: sends a message to the agent.
-        exchange: moves the bytes of one attempt.
-    """
+    """The dependencies of a protector and its exchanges."""
 
     run: int
     peers: PeerListener
@@ -119,13 +107,7 @@ class ExchangeEvents:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The result of the preparation job.
-
-    Args:
-        vault: new memory; None if the slot already has enough.
-        space: the positions of this node's blocks.
-        mirror: the small state of this node.
-    """
+    """The result of the preparation job: new memory (None if the slot already has enough)."""
 
     vault: ParityRegion | None
     space: StripeSpace
@@ -163,8 +145,7 @@ class Exchange:
     def begin(self, rooms: dict[int, int]) -> None:
         """Start the job that allocates memory and describes what this node sends.
 
-        Args:
-            rooms: bytes reserved for each mirror stored on this node, by position.
+        `rooms` are the bytes reserved for each mirror stored on this node, by position.
         """
         self._make_in_slot(record_of(self._shards.version, self._plan, rooms, self._group))
 
@@ -252,9 +233,7 @@ class Exchange:
     def _prepare(self, record: ParityRecord, *, needs_memory: bool) -> Prepared:
         """Allocate memory and build the mirror; runs in a job.
 
-        Raises:
-            MemoryTooSmall: there is no memory for a parity region.
-            LayoutUnknown, SnapshotCorrupt: a slot of this node differs from what was sealed.
+        Raises MemoryTooSmall, or LayoutUnknown or SnapshotCorrupt if a slot has changed.
         """
         shards = self._shards
         pieces = {int(rank): shard.layout.pieces for rank, shard in shards.shards.items()}

@@ -33,14 +33,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LocalGroup:
-    """The protection group of this node in one generation.
+    """The protection group of this node in one generation; m is `parity`.
 
     Args:
-        nodes: in the order of the group.
         place: the position of this node.
-        parity: m.
-        number: digest of the fields except `place` and `patience_s`; identifies the session of the
-            SMPs.
+        number: digest of the fields except `place` and `patience_s`; identifies the session of
+            the SMPs.
     """
 
     generation: Generation
@@ -93,12 +91,7 @@ class LocalGroup:
         return [(self.place + ahead) % count for ahead in range(1, self.parity + 1)]
 
     def whole_part(self, wanted: Version, parts: Iterable[ProtectionPart]) -> int:
-        """Return the generation of the newest complete part of a version's protection, or -1.
-
-        Args:
-            wanted: the version.
-            parts: the contents of this node's parity regions.
-        """
+        """Return the generation of the newest complete part of a version's protection, or -1."""
         mirrors = {self.nodes[at].node_id for at in self.mirrored_here}
         found = [
             part.protected_in
@@ -114,8 +107,7 @@ class LocalGroup:
 def protecting_of(body: smp_messages.BeginGeneration) -> LocalGroup | None:
     """Return the group that a generation begins with; None if this node is alone.
 
-    Raises:
-        ProtocolError: this node is not in its group exactly once.
+    Raises ProtocolError if this node is not in its group exactly once.
     """
     if not body.group:
         return None

@@ -49,14 +49,7 @@ class RankHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MirrorHeader(msgspec.Struct, frozen=True, array_like=True):
-    """What a mirror contains, and how to rebuild what it does not contain.
-
-    Args:
-        members: the group, in order.
-        holders: as in the plan of the group.
-        coded_bytes: of every node, by position.
-        own: the plan of the node at `place`.
-    """
+    """What a mirror contains, and how to rebuild what it does not contain; see `ParityRecord`."""
 
     generation: int
     step: int
@@ -79,11 +72,7 @@ _HEAD = msgspec.msgpack.Decoder(MirrorHeader)
 
 
 class Mirror:
-    """A received mirror: its header, and the bytes of each rank.
-
-    Raises:
-        LayoutUnknown: the bytes are not a valid mirror.
-    """
+    """A received mirror: its header, and the bytes of each rank; raises LayoutUnknown."""
 
     def __init__(self, raw: memoryview) -> None:
         try:
@@ -135,12 +124,7 @@ class Mirror:
 
 
 def mirror_parts(shards: SealedShards, record: ParityRecord) -> list[bytes | memoryview]:
-    """Return the mirror of this node in parts, after checking its pieces.
-
-    Raises:
-        SnapshotCorrupt: a piece differs from what was captured.
-        LayoutUnknown: the shard of a rank is not on this node.
-    """
+    """Return the mirror of this node in parts, after checking its pieces; raises as `manifest`."""
     own = record.own
     manifest = shards.manifest([Rank(one.rank) for one in own.ranks])
     head = MirrorHeader(

@@ -68,15 +68,7 @@ class ParityEvents:
 
 
 class ParityWriter:
-    """Fills one parity region.
-
-    Args:
-        vault: begun with its record.
-        codec: of the group's k and m.
-        run: `run_digest` of the run.
-        group: `ProtectionGroup.id` of the members.
-        events: the callbacks.
-    """
+    """Fills one parity region, which was begun with its record."""
 
     def __init__(
         self, vault: ParityRegion, codec: Codec, *, run: int, group: int, events: ParityEvents
@@ -127,8 +119,6 @@ class ParityWriter:
         Args:
             sender: the position of the sender in the group.
             name: the sender's name, for messages.
-            header: the packed header of the fragment.
-            payload: the bytes of the block.
 
         Raises:
             FragmentRefused: the block is damaged or does not belong here.
@@ -167,8 +157,7 @@ class ParityWriter:
     def _index_from(self, told: FragmentHeader, sender: int, name: str) -> int:
         """Return the index in its stripe that a block from this sender must have.
 
-        Raises:
-            FragmentRefused: this sender must not send such a block to this node.
+        Raises FragmentRefused if this sender must not send such a block to this node.
         """
         stripe, own = told.of.stripe, self._record.place
         what = f"a block from {name} for stripe {stripe}"

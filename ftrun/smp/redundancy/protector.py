@@ -54,10 +54,8 @@ _LINKS_EVERY_S = 1.0
 class Protector:
     """All versions of one generation that are being protected.
 
-    Args:
-        tools: its dependencies.
-        corrupt: reports that a slot of this version differs from what was sealed, with the reason;
-            returns whether the version was abandoned because of it.
+    `corrupt` reports that a slot of a version differs from what was sealed, with the reason. It
+    returns whether the version was abandoned because of it.
     """
 
     def __init__(self, tools: ProtectorTools, *, corrupt: Callable[[Version, str], bool]) -> None:
@@ -119,9 +117,8 @@ class Protector:
     def protect(self, wanted: Version, fds: Mapping[Rank, Sequence[int]]) -> None:
         """Protect this version, which every local rank has sealed or holds.
 
-        Args:
-            wanted: newer than all earlier versions of this generation.
-            fds: descriptors of the local ranks' arenas.
+        It is newer than all earlier versions of this generation. `fds` are those of the ranks'
+        arenas.
         """
         group = self.group
         assert group is not None
@@ -150,7 +147,6 @@ class Protector:
         )
 
     def is_ready(self, wanted: Version) -> bool:
-        """True if VersionReady was sent."""
         round_ = self._rounds.find(wanted)
         return round_ is not None and round_.was_ready
 

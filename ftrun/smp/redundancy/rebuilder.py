@@ -53,10 +53,7 @@ class _BlockResponse(WholeResponse):
 class Rebuilder:
     """Rebuilds blocks in up to `NUM_THREADS` threads.
 
-    Args:
-        served: this node's slots and parity regions.
-        codec_for: returns the codec of a k and m.
-        patience_s: seconds that a node may take for one block; below the requester's own timeout.
+    A node may take `patience_s` for one block, which is below the requester's own timeout.
     """
 
     def __init__(
@@ -113,9 +110,8 @@ class Rebuilder:
     def _rebuild(self, ask: t.RebuildBlock) -> Steps[memoryview]:
         """Return the block of the lost node.
 
-        Raises:
-            LayoutUnknown: too little is left of the stripe, or this node has no part of it.
-            SnapshotCorrupt: this node's own parity is damaged.
+        Raises LayoutUnknown if too little is left of the stripe or this node has no part of it,
+        SnapshotCorrupt if this node's own parity is damaged.
         """
         vault, record = self._served.vault(ask)
         stripes = stripes_of(record)
@@ -167,16 +163,9 @@ class Rebuilder:
         work: StripeWork,
         others: tuple[list[int], int],
     ) -> Steps[None]:
-        """Request fragments from other nodes until the stripe is rebuilt.
+        """Request fragments from other nodes until the stripe is rebuilt; raises LayoutUnknown.
 
-        Args:
-            ask: the block to rebuild.
-            record: of this node's part.
-            work: collects the fragments.
-            others: positions to ask, the best first, and the number of fragments needed.
-
-        Raises:
-            LayoutUnknown: too little of the stripe is left.
+        `others` are the positions to ask, the best first, and the number of fragments needed.
         """
         answers: queue.SimpleQueue[_BlockResponse] = queue.SimpleQueue()
         stripes = stripes_of(record)

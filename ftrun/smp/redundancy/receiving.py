@@ -38,11 +38,7 @@ class PeerDispatch:
         self._jobs = jobs
 
     def received(self, source: IncomingLink, envelope: t.TransferEnvelope) -> None:
-        """Dispatch one frame.
-
-        Raises:
-            PeerError: the link must be closed.
-        """
+        """Dispatch one frame; raises PeerError if the link must be closed."""
         body = envelope.body
         if source.hello.purpose == FETCH:
             self._rpc.received(source, envelope)

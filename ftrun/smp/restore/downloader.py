@@ -34,7 +34,6 @@ class DownloadItem:
 
     Args:
         kind: PIECE or BLOCK.
-        num_bytes: its length.
         views: the destination, `num_bytes` in total.
         sources: node ids, the best first.
         digest: of its bytes, if known.
@@ -101,14 +100,7 @@ class _Question:
 
 
 class Downloader:
-    """Downloads one set of items.
-
-    Args:
-        requests: registers the requests and dispatches their answers.
-        ask: sends a request.
-        patience_s: seconds for which a source may deliver nothing.
-        now_s: returns the present time.
-    """
+    """Downloads one set of items; a source may deliver nothing for `patience_s`."""
 
     def __init__(
         self, requests: PendingRequests, ask: Ask, *, patience_s: float, now_s: Callable[[], float]

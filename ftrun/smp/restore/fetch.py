@@ -49,22 +49,14 @@ class FetchSource(Protocol):
     def next_items(self, failed: Sequence[DownloadItem]) -> Sequence[DownloadItem]:
         """Handle what has arrived, and return what to download next; nothing: all is here.
 
-        Args:
-            failed: the items that no node could deliver.
-
-        Raises:
-            FtrunError: the fetch is not possible.
+        `failed` are the items that no node could deliver. Raises FtrunError if the fetch is not
+        possible.
         """
         ...
 
 
 class Fetch:
-    """The requests of one fetch.
-
-    Args:
-        rpc: sends the requests.
-        patience_s: seconds for which a node may deliver nothing.
-    """
+    """The requests of one fetch; a node may deliver nothing for `patience_s`."""
 
     def __init__(self, rpc: FetchRpc, *, patience_s: float) -> None:
         self.is_cancelled = False
@@ -85,18 +77,14 @@ class Fetch:
         done: Callable[[Result], None],
         failed: Callable[[str], None],
     ) -> None:
-        """Run the work in a thread of its own.
+        """Run the work, which may raise FtrunError, in a thread of its own.
 
-        Args:
-            name: of the thread.
-            work: may raise FtrunError.
-            done: called in the thread with the result.
-            failed: called in the thread with the reason, unless the fetch is cancelled.
+        In that thread it calls `done` with the result, or `failed` with the reason unless the fetch
+        is cancelled.
         """
         self.rpc.runner.start(name, self._run(work, done, failed))
 
     def cancel(self) -> None:
-        """Cancel without waiting."""
         with self._lock:
             self.is_cancelled = True
             for downloader in self._running:
@@ -108,7 +96,6 @@ class Fetch:
             raise FetchFailed("it is not read any more: a generation begins")
 
     def why_lost(self, node_id: str) -> str:
-        """Return the reason why a node is unreachable, or ""."""
         return self._lost.get(node_id, "")
 
     @property
@@ -128,8 +115,7 @@ class Fetch:
     ) -> Steps[bytearray]:
         """Send a request for an answer whose length only the node knows, and wait for it.
 
-        Raises:
-            LayoutUnknown: the request is refused, or no answer arrives.
+        Raises LayoutUnknown if the request is refused, or no answer arrives.
         """
         answers: queue.SimpleQueue[WholeResponse] = queue.SimpleQueue()
         requests, now_s = self.rpc.requests, self.rpc.runner.now_s
@@ -150,12 +136,9 @@ class Fetch:
             requests.close(number)
 
     def download(self, source: FetchSource) -> Steps[None]:
-        """Download items of a source until it needs no more.
+        """Download items of a source until it needs no more; raises FtrunError.
 
         When this returns, no answer is written to the memory of its items any more.
-
-        Raises:
-            FtrunError: the source cannot go on, or the fetch is cancelled.
         """
         items = source.items()
         while True:
@@ -218,12 +201,8 @@ class Fetch:
 class SharedPieces:
     """The `FetchSource` of a load that several nodes share.
 
-    What another node does not deliver is read from storage.
-
-    Args:
-        load: the load.
-        nodes: addresses of all nodes that load, indexed by the reader numbers of the load.
-        notice: called with what other nodes did not deliver.
+    What another node does not deliver is read from storage, and `notice` is called. `nodes` is
+    indexed by the reader numbers of the load.
     """
 
     def __init__(

@@ -35,15 +35,7 @@ _SLOT = 0
 
 @dataclass(frozen=True, slots=True)
 class LostNode:
-    """The node whose state is fetched.
-
-    Args:
-        wanted: the version.
-        group: the group that protected it.
-        place: the position of the lost node in the group.
-        ranks: the requested ranks of that node.
-        own_id: the node that fetches.
-    """
+    """The node at `place` of a group, whose `ranks` are fetched by the node `own_id`."""
 
     wanted: Version
     group: PreviousGroup
@@ -151,15 +143,8 @@ class CodedBlocks:
 class LostNodeRestore:
     """Restores the state of one lost node into arenas; a `FetchSource`.
 
-    Args:
-        lost: the node.
-        mirror: its small state.
-        arenas: new ones, by rank.
-        held: the shards of the version on this node.
-        notice: called with what was rejected on the way.
-
-    Raises:
-        LayoutUnknown: the mirror is not of this node and version.
+    `held` are the shards of the version on this node. `notice` is called with what was rejected on
+    the way. Raises LayoutUnknown if the mirror is not of this node and version.
     """
 
     def __init__(
@@ -196,10 +181,8 @@ class LostNodeRestore:
     def next_items(self, failed: Sequence[DownloadItem]) -> list[DownloadItem]:
         """Return the blocks to request again; raises as `FetchSource.next_items`.
 
-        Raises:
-            FetchFailed: no source can deliver an item.
-            SnapshotCorrupt: a piece is damaged whose digest was checked on arrival, so memory is
-                failing.
+        Raises FetchFailed if no source can deliver an item. Raises SnapshotCorrupt if a piece is
+        damaged whose digest was checked on arrival, so memory is failing.
         """
         if failed:
             if self._blocks or not all(item.is_coded for item in failed):

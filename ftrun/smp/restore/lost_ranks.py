@@ -37,10 +37,8 @@ class FetchJob:
     """What to fetch.
 
     Args:
-        wanted: the version.
         ranks: the local ranks that have no slot of it.
         groups: the groups that protected it; together they contain all these ranks.
-        world_size: of the version.
         own: the address to which other nodes send their answers.
         check: raises MemoryTooSmall if this number of bytes does not fit.
         notice: called with data that was rejected on the way.
@@ -63,10 +61,9 @@ class LostRanks:
         self._fetch = fetch
 
     def steps(self) -> Steps[dict[Rank, int]]:
-        """Return the descriptors of sealed arenas by rank; the caller closes them.
+        """Return the descriptors of sealed arenas by rank, which the caller closes.
 
-        Raises:
-            FtrunError: the fetch is not possible.
+        Raises FtrunError.
         """
         fds: dict[Rank, int] = {}
         try:
@@ -80,11 +77,7 @@ class LostRanks:
         return fds
 
     def _lost_nodes(self) -> list[LostNode]:
-        """Return the nodes whose state is fetched.
-
-        Raises:
-            FetchFailed: no known group has protected one of the ranks.
-        """
+        """Raises FetchFailed if no known group has protected one of the ranks."""
         job = self._job
         found = [
             LostNode(
@@ -133,8 +126,7 @@ class LostRanks:
     def _mirror(self, lost: LostNode) -> Steps[Mirror]:
         """Get the small state of the lost node from one of the nodes that store it.
 
-        Raises:
-            FetchFailed: no node can deliver it.
+        Raises FetchFailed if no node can deliver it.
         """
         problems = []
         for node in lost.mirror_holders:
@@ -152,11 +144,7 @@ class LostRanks:
         return mirror
 
     def _begin(self, lost: LostNode, mirror: Mirror, fds: dict[Rank, int]) -> LostNodeRestore:
-        """Create arenas, put their descriptors into `fds`, and copy into them what is on this node.
-
-        Raises:
-            FtrunError: the fetch is not possible.
-        """
+        """Create arenas, add their descriptors to `fds`, and copy what is on this node."""
         shapes = {Rank(head.rank): head.shape for head in mirror.head.ranks}
         self._job.check(sum(shapes[rank].total_bytes for rank in lost.ranks))
         arenas: dict[Rank, Arena] = {}
@@ -205,9 +193,7 @@ class LostRanks:
 def _copy_slot(shards: PreviousWorldShards, rank: Rank, wanted: Version, arena: Arena) -> None:
     """Fill and seal a slot.
 
-    Raises:
-        LayoutUnknown: no node has a piece.
-        FetchFailed: a piece differs from what was captured.
+    Raises LayoutUnknown if no node has a piece, FetchFailed if a piece has changed.
     """
     head, pieces = shards.head(rank), shards.layout(rank).pieces
     facts = (wanted, head.image_bytes, head.table_digest)

@@ -48,10 +48,7 @@ class _Block:
 class MissingShards:
     """The shards of one lost node.
 
-    Args:
-        lost: the node.
-        mirror: of the lost node.
-        rebuild: rebuilds a block with this node's own parity; None if it has none.
+    `rebuild` rebuilds a block with this node's own parity; None if it has none.
     """
 
     def __init__(self, lost: LostNode, mirror: Mirror, *, rebuild: Rebuild | None) -> None:
@@ -108,9 +105,7 @@ class MissingShards:
 class ShardLocations:
     """The sources of the pieces of one request; a `FetchSource`.
 
-    Args:
-        wanted: the version.
-        alive: other nodes that can be asked for a piece, in any order.
+    `alive` are other nodes that can be asked for a piece, in any order.
     """
 
     def __init__(self, wanted: Version, alive: Sequence[str]) -> None:

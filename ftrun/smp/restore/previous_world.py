@@ -40,11 +40,7 @@ _TIMES = 3
 class PreviousWorld:
     """What is read, and from which nodes.
 
-    Args:
-        wanted: the version.
-        groups: the groups that held it; together they contain all previous ranks.
-        own: the address of this SMP; None if it is alone.
-        own_id: this node.
+    The groups contain all previous ranks. `own` is the address of this SMP; None if it is alone.
     """
 
     wanted: Version
@@ -57,8 +53,7 @@ class PreviousWorld:
 class _Shard:
     """A shard that is not on this node: its header, and the location of its bytes.
 
-    Args:
-        node_id: the node that has the whole shard; empty if it is assembled from parts.
+    `node_id` is the node that has the whole shard; empty if it is assembled from parts.
     """
 
     head: PackedShardHeader
@@ -68,14 +63,7 @@ class _Shard:
 
 
 class PreviousWorldShards:
-    """The shards of one previous world, for one generation. Thread-safe.
-
-    Args:
-        world: what is read.
-        fetch: sends requests to other nodes.
-        served: the data of this node.
-        rebuild: rebuilds a block with this node's own parity.
-    """
+    """The shards of one previous world, for one generation. Thread-safe."""
 
     def __init__(
         self, world: PreviousWorld, fetch: Fetch, served: RestoreServer, rebuild: Rebuild | None
@@ -89,10 +77,9 @@ class PreviousWorldShards:
         self._heads_lock = threading.Lock()
 
     def head(self, rank: Rank) -> PackedShardHeader:
-        """Return the header of a previous rank's shard, compared with what was sealed.
+        """Return the header, compared with what was sealed.
 
-        Raises:
-            LayoutUnknown: no node has it.
+        Raises LayoutUnknown if no node has it.
         """
         with self._heads_lock:
             if rank not in self._shards:
@@ -106,8 +93,7 @@ class PreviousWorldShards:
     def read(self, wanted: Sequence[tuple[Rank, int]], out: memoryview) -> None:
         """Read pieces, given as (rank, index), one after the other; they must fill `out`.
 
-        Raises:
-            LayoutUnknown: no node can deliver one of them.
+        Raises LayoutUnknown if no node can deliver one of them.
         """
         left = self._places(wanted, out)
         for _ in range(_TIMES):
@@ -162,7 +148,6 @@ class PreviousWorldShards:
         return list(dict.fromkeys(found))
 
     def _meet(self) -> None:
-        """Send all nodes the addresses of each other, once, so that each can answer all others."""
         if self._has_met or self.world.own is None:
             return
         self._has_met = True

@@ -36,10 +36,8 @@ from ftrun.wire.transport.bulk_socket import Bytes
 class RestoreServer:
     """Serves one version to other nodes.
 
-    Args:
-        run: `run_digest` of the run.
-        fds: descriptors of this node's arenas; duplicates are kept until `close`.
-        load: what this node has read of a checkpoint; its slots may be incomplete.
+    Duplicates of `fds` are kept until `close`. `load` is what this node has read of a checkpoint;
+    its slots may be incomplete.
     """
 
     def __init__(
@@ -70,11 +68,7 @@ class RestoreServer:
             self._fds = {}
 
     def take_in(self, fds: Mapping[Rank, Sequence[int]]) -> None:
-        """Replace the arenas, after pending ones have arrived.
-
-        Args:
-            fds: by rank; duplicates are kept.
-        """
+        """Replace the arenas, after pending ones have arrived; duplicates are kept."""
         with self._lock:
             for some in self._fds.values():
                 for fd in some:
@@ -90,23 +84,14 @@ class RestoreServer:
             return self._held
 
     def piece(self, digest: int) -> memoryview:
-        """Return a piece with this digest.
-
-        Raises:
-            LayoutUnknown: this node has none.
-            SnapshotCorrupt: it has one that differs from what was captured.
-        """
+        """Raises LayoutUnknown if this node has no such piece, SnapshotCorrupt if it changed."""
         if self._load is not None:
             with suppress(LayoutUnknown):
                 return self._load.find(digest)
         return self.shards.find(digest)
 
     def vault(self, ask: t.FetchRequest) -> tuple[ParityRegion, ParityRecord]:
-        """Return this node's part of a protection.
-
-        Raises:
-            LayoutUnknown: it has none, or only an incomplete one.
-        """
+        """Return this node's complete part of a protection; raises LayoutUnknown if it has none."""
         found = self._vaults.find(version(ask.generation, ask.step), ask.protected_in)
         record = found.record if found is not None else None
         if found is None or record is None or group_of(record).id != ask.group:
@@ -120,10 +105,7 @@ class RestoreServer:
         """Return a node's small state.
 
         A request for this node's own position comes from a node that fetches a rank that has moved.
-
-        Raises:
-            LayoutUnknown: this node does not store it.
-            SnapshotCorrupt: it is damaged.
+        Raises LayoutUnknown if this node does not store it, SnapshotCorrupt if it is damaged.
         """
         vault, record = self.vault(ask)
         if ask.place == record.place:
@@ -139,9 +121,7 @@ class RestoreServer:
     def head(self, ask: t.GetShardHeader) -> Sequence[Bytes]:
         """Return header and digest table of a slot, see snapshot/shard_header.py.
 
-        Raises:
-            LayoutUnknown: this node has no slot of this rank.
-            SnapshotCorrupt: they differ from what was sealed.
+        Raises as `piece`.
         """
         shard = self.shards.shard(ask.rank)
         about = shard.manifest()
@@ -155,9 +135,7 @@ class RestoreServer:
     def unit(self, ask: t.GetBlock) -> tuple[bytes, list[memoryview]]:
         """Return this node's block of a stripe: the fragment's header and its bytes.
 
-        Raises:
-            LayoutUnknown: this node has no such block.
-            SnapshotCorrupt: it is damaged.
+        Raises LayoutUnknown if this node has no such block, SnapshotCorrupt if it is damaged.
         """
         vault, record = self.vault(ask)
         stripes = stripes_of(record)

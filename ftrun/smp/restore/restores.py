@@ -47,11 +47,7 @@ class _Restore:
 class RestoreCoordinator:
     """Runs one restore at a time.
 
-    Args:
-        memory: the arenas of this node.
-        rpc: sends requests to other nodes.
-        here: called when all local ranks have the version.
-        lost_ranks: fetches the version from other nodes.
+    `here` is called when all local ranks have the version.
     """
 
     def __init__(
@@ -90,10 +86,7 @@ class RestoreCoordinator:
         wanted: Version | None,
         own: smp_messages.NodeAddress | None,
     ) -> None:
-        """Fetch what the local ranks do not have of this version.
-
-        If the same restore is running already, it continues.
-        """
+        """Fetch what the local ranks lack of this version; a running equal restore continues."""
         if self._is_under_way(body, wanted):
             return
         self.cancel()
@@ -193,7 +186,6 @@ class RestoreCoordinator:
         self._restore = None
 
     def stop(self) -> None:
-        """Cancel the fetch, and refuse the waiting workers."""
         self.cancel()
         self._refuse(lambda _: True, "the SMP ends")
 
@@ -253,7 +245,6 @@ class RestoreCoordinator:
         self._refuse(lambda _: True, why)
 
     def _refuse(self, chosen: Callable[[Version], bool], why: str) -> None:
-        """Refuse the workers that wait for a chosen version."""
         waiting, self._waiting = self._waiting, []
         for asker, rank, wanted in waiting:
             if chosen(wanted):
@@ -270,9 +261,9 @@ class RestoreCoordinator:
 
 
 def _ranks_of(body: smp_messages.BeginGeneration) -> list[Rank]:
-    """Ranks whose shards must be on this node; none if the world size differs.
+    """Ranks whose shards must be on this node.
 
-    Shards of another world size are read in place.
+    None if the world size differs: shards of another world size are read in place.
     """
     if body.restored_world_size not in (0, body.world_size):
         return []

@@ -117,8 +117,7 @@ class PendingRequests:
     def take(self, source: IncomingLink, envelope: t.TransferEnvelope) -> None:
         """Handle an answer, in its link's thread.
 
-        Raises:
-            PeerError: the link is lost while the answer is read.
+        Raises PeerError if the link is lost meanwhile.
         """
         body = envelope.body
         assert isinstance(body, t.FetchData | t.FetchMissing)
@@ -200,9 +199,7 @@ class PendingRequests:
 class WholeResponse:
     """The `ResponseSink` of one answer whose length only its sender knows.
 
-    Args:
-        answers: gets this object when the answer is here, or refused.
-        max_bytes: limit of its length.
+    `answers` gets this object when the answer is here, or refused.
     """
 
     def __init__(
@@ -236,10 +233,7 @@ class WholeResponse:
 class FetchRpc:
     """The fetch traffic of one generation.
 
-    Args:
-        peers: the links.
-        set_aside: called in a link's thread with an error and its request if data here is damaged.
-        runner: drives work that requests data from other nodes.
+    `set_aside` is called in a link's thread with an error and its request if data here is damaged.
     """
 
     def __init__(self, peers: PeerListener, *, set_aside: SetAside, runner: Runner) -> None:
@@ -261,10 +255,8 @@ class FetchRpc:
     ) -> None:
         """Serve this version from now on; called before a link of its generation is admitted.
 
-        Args:
-            served: the version on this node; None if nothing is served.
-            rebuild: receives the requests to rebuild blocks.
-            own: the address to which other nodes send their answers.
+        `rebuild` receives the requests to rebuild blocks. `own` is the address to which other nodes
+        send their answers.
         """
         before, self.served, self.rebuild = self.served, served, rebuild
         self._on_lost = []
@@ -327,11 +319,7 @@ class FetchRpc:
     # --- threads of links ------------------------------------------------------------------
 
     def received(self, source: IncomingLink, envelope: t.TransferEnvelope) -> None:
-        """Handle one frame.
-
-        Raises:
-            PeerError: the link must be closed.
-        """
+        """Raises PeerError if the link must be closed."""
         body = envelope.body
         self._gone.pop(source.node_id, None)
         if isinstance(body, t.FetchData | t.FetchMissing):
@@ -369,7 +357,6 @@ class FetchRpc:
         return [one for one, link in links.items() if link is not None and not link.is_connected]
 
     def why_gone(self, node_id: str) -> str:
-        """Return the reason why a node is unreachable, or "" if none is known."""
         return self._gone.get(node_id, "")
 
     def lost(self, node_id: str, why: str) -> None:

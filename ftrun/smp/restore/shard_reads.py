@@ -49,7 +49,6 @@ class ShardReads:
         self._shards: PreviousWorldShards | None = None
 
     def begin(self, shards: PreviousWorldShards | None) -> None:
-        """Serve these shards from now on, and cancel running requests."""
         if self._shards is not None:
             self._shards.fetch.cancel()
         self._shards = shards

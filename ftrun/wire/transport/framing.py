@@ -39,11 +39,7 @@ T = TypeVar("T")
 
 
 def encode_body(envelope: msgspec.Struct) -> bytes:
-    """Encode an envelope without the frame's length.
-
-    Raises:
-        ProtocolError: the body is longer than `MAX_FRAME_BYTES`.
-    """
+    """Encode an envelope without the length; raises ProtocolError above `MAX_FRAME_BYTES`."""
     body = _ENCODER.encode(envelope)
     if len(body) > MAX_FRAME_BYTES:
         kind = type(getattr(envelope, "body", envelope)).__name__
@@ -54,11 +50,7 @@ def encode_body(envelope: msgspec.Struct) -> bytes:
 
 
 def decode_body(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
-    """Decode a body.
-
-    Raises:
-        ProtocolError: the bytes are not a message.
-    """
+    """Raises ProtocolError if the bytes are not a message."""
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -79,8 +71,7 @@ class FrameReader:
     def feed(self, data: bytes) -> list[Envelope]:
         """Return the messages that `data` completes.
 
-        Raises:
-            ProtocolError: a length is over the limit, or bytes are not a message.
+        Raises ProtocolError if a length is over the limit, or bytes are not a message.
         """
         self._buffer += data
         found: list[Envelope] = []
@@ -110,11 +101,7 @@ PREFIX_BYTES = _START.size + _CODE_BYTES
 def seal_header(
     key: bytes, sequence: int, body: bytes, *, limit_bytes: int = MAX_HEADER_BYTES
 ) -> bytes:
-    """Return prefix and body. Raw bytes may follow them on the wire.
-
-    Raises:
-        ProtocolError: the body is longer than the other end accepts.
-    """
+    """Return prefix and body. Raw bytes may follow them on the wire."""
     if len(body) > limit_bytes:
         raise ProtocolError(f"{len(body)} bytes are over the limit of {limit_bytes}")
     start = _START.pack(len(body), sequence)
@@ -125,9 +112,8 @@ def body_length(prefix: Bytes, sequence: int, *, limit_bytes: int = MAX_HEADER_B
     """Return the number of body bytes that follow a prefix of `PREFIX_BYTES`.
 
     The length is not authenticated yet. Read exactly that number of bytes, then call `check_body`.
-
-    Raises:
-        ProtocolError: the length is over the limit, or the sequence number is not the next one.
+    Raises ProtocolError if the length is over the limit, or the sequence number is not the next
+    one.
     """
     length, found = _START.unpack_from(prefix)
     if length > limit_bytes:
@@ -140,11 +126,7 @@ def body_length(prefix: Bytes, sequence: int, *, limit_bytes: int = MAX_HEADER_B
 
 
 def check_body(key: bytes, prefix: Bytes, body: Bytes) -> None:
-    """Verify that the other end of this session has sealed prefix and body.
-
-    Raises:
-        ProtocolError: the code does not match.
-    """
+    """Raises ProtocolError unless the other end of this session has sealed prefix and body."""
     view = memoryview(prefix)
     code = _code(key, view[: _START.size], body)
     if not hmac.compare_digest(code, view[_START.size : PREFIX_BYTES]):

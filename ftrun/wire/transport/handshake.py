@@ -128,9 +128,8 @@ def dial_handshake(
 ) -> AuthSession:
     """Run the dialler's side. If it raises, the caller must close the socket.
 
-    Raises:
-        HandshakeRefused: by one of the two sides, with its reason.
-        ProtocolError: the listener does not speak this protocol. PeerLost, PeerTimeout.
+    Raises HandshakeRefused by one of the two sides with its reason, ProtocolError if the listener
+    does not speak this protocol, PeerLost, or PeerTimeout.
     """
     talk = _Talk(sock, deadline_s=deadline_s)
     hello = talk.say(_Kind.HELLO, _hello(secret))
@@ -154,10 +153,7 @@ def accept_handshake(
     deadline_s: float = HANDSHAKE_S,
     hello_s: float = HANDSHAKE_S,
 ) -> AuthSession:
-    """Run the acceptor's side. The first message must arrive within `hello_s`.
-
-    Raises as `dial_handshake`.
-    """
+    """Run the acceptor's side. The first message must arrive within `hello_s`. Raises as above."""
     talk = _Talk(sock, deadline_s=min(hello_s, deadline_s))
     theirs = talk.hear(_Kind.HELLO)
     talk.extend(deadline_s)
@@ -233,9 +229,9 @@ class _Talk:
         return body
 
     def refuse(self, why: str, *, told: str) -> HandshakeRefused:
-        """Send a reason to the other side if possible, and return the error to raise here.
+        """Send the reason `told` to the other side if possible.
 
-        `why` is worded for this side, `told` for the other one.
+        Return the error with `why` for this one.
         """
         body = told[:MAX_REASON_CHARACTERS].encode()
         try:

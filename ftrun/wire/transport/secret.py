@@ -74,8 +74,7 @@ def make_secret() -> Secret:
 def load_secret(path: Path) -> Secret:
     """Read a secret: 64 hexadecimal digits, 32 bytes, or a line of 32 characters or more.
 
-    Raises:
-        UsageError: the file is missing, other users can read it, or its content is too short.
+    Raises UsageError if the file is missing, other users can read it, or its content is too short.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -98,15 +97,9 @@ def load_secret(path: Path) -> Secret:
 def shared_secret_file(folder: Path, key: str, *, deadline_s: float = 10.0) -> Path:
     """Return the secret file for `key` in a shared folder; create it if it is missing.
 
-    Any number of nodes may call this at once with the same key. All get the same secret.
-
-    Args:
-        folder: created with mode 0700 if it is missing.
-        key: names the run, such as `CLUSTER-JOB-STEP`; letters, digits, `._-`.
-        deadline_s: how long to wait for another node that is writing the file.
-
-    Raises:
-        UsageError: the folder is unusable, or the file is not complete within the deadline.
+    Any number of nodes may call this at once with the same key, such as `CLUSTER-JOB-STEP`. All get
+    the same secret. Raises UsageError if the folder is unusable, or if another node has not
+    completed the file within the deadline.
     """
     if not _GOOD_KEY.fullmatch(key):
         raise UsageError(f"{key!r} cannot name a secret file: letters, digits, '.', '_' and '-'")
@@ -173,10 +166,7 @@ def _when_complete(path: Path, deadline_s: float) -> Path:
 
 
 def _check_private(path: Path, found: os.stat_result) -> None:
-    """Require that only the owner can read it, and that the owner is this user or root.
-
-    A mounted secret belongs to root.
-    """
+    """Require an owner who is this user or root (a mounted secret), and no access for others."""
     if found.st_uid not in (os.getuid(), 0):
         raise UsageError(
             f"{path} belongs to user {found.st_uid}, and you are {os.getuid()}: a secret that "

@@ -63,12 +63,7 @@ _log = logging.getLogger(__name__)
 
 
 class LocalStorage:
-    """The checkpoints in a directory.
-
-    Args:
-        directory: need not exist.
-        stop: when set, waiting for a lock ends.
-    """
+    """The checkpoints in a directory, which need not exist; `stop` ends waiting for a lock."""
 
     is_local = True
 

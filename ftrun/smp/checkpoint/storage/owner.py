@@ -127,10 +127,7 @@ class _Url:
 class CheckpointOwnership:
     """This run's right to write checkpoints. Its methods may block for as long as storage does.
 
-    Args:
-        run_id: of this run.
-        stop: when set, all waiting ends.
-        is_attended: returns whether an agent exists. An SMP without one renews nothing.
+    `is_attended` returns whether an agent exists. An SMP without one renews nothing.
     """
 
     def __init__(
@@ -149,9 +146,8 @@ class CheckpointOwnership:
     def claim(self, claim: CheckpointClaim) -> None:
         """Own the directory from now on.
 
-        Raises:
-            CheckpointsTaken: another run that is alive owns it.
-            CheckpointError, OSError: the owner is unknown. `renew` tries again.
+        Raises CheckpointsTaken if another run that is alive owns it. After CheckpointError or
+        OSError the owner is unknown, and `renew` tries again.
         """
         with self._lock:
             try:
@@ -172,12 +168,9 @@ class CheckpointOwnership:
     def check(self, where: str, life: str) -> frozenset[str]:
         """Return the runs whose checkpoints may be removed there.
 
-        Args:
-            where: the directory.
-            life: of this run, see `GenerationPlan.life`. Nodes without rank 0 have made no claim.
+        Raises CheckpointError if taken over.
 
-        Raises:
-            CheckpointError: another run owns the directory now.
+        `life` is that of this run, because nodes without rank 0 have made no claim.
         """
         if self._taken:
             raise CheckpointError(self._taken)
@@ -278,8 +271,7 @@ class CheckpointOwnership:
     def _await_death(self, place: _Place, before: CheckpointOwner) -> None:
         """Wait until the record counts as that of a dead owner.
 
-        Raises:
-            CheckpointsTaken: the record is renewed.
+        Raises CheckpointsTaken if renewed.
         """
         limit_s = STALE_RENEWALS * place.renew_s
         _log.warning(

@@ -108,11 +108,7 @@ class FileSink(Protocol):
     """The newest `room` has the file's bytes already."""
 
     def room(self, source: memoryview | None = None) -> memoryview:
-        """Return memory for the next bytes, at least one.
-
-        Args:
-            source: all bytes of the file, unchanged in memory until it is closed.
-        """
+        """Return memory for the next bytes, at least one; see `DirectFile.room`."""
 
     def take(self, num_bytes: int) -> None:
         """Append the first `num_bytes` of `room` to the file."""
