@@ -47,23 +47,25 @@ def make_order(  # noqa: PLR0913 - what can be typed
     """Validate the command line and build the order; raises UsageError."""
     kind = fault_kind(kind_name)
     if kind.by_rank and node is not None:
-        raise UsageError(f"{kind.name} is done to a rank: --rank R, not --node {node}")
+        raise UsageError(f"{kind.name} acts on a rank: use --rank R, not --node {node}")
     if not kind.by_rank and rank is not None:
-        raise UsageError(f"{kind.name} is done to a node: --node N, not --rank {rank}")
+        raise UsageError(f"{kind.name} acts on a node: use --node N, not --rank {rank}")
     if rank is not None and rank < 0:
-        raise UsageError(f"--rank is 0 or more, not {rank}")
+        raise UsageError(f"--rank must be 0 or more, not {rank}")
     if at_step is not None and at_step < 1:
-        raise UsageError(f"--at-step is 1 or more (the end of the first step), not {at_step}")
+        raise UsageError(f"--at-step must be 1 or more (the end of the first step), not {at_step}")
     if kind.name == "poison-batch" and at_step is None:
-        raise UsageError("poison-batch needs --at-step: the batch of which step is the bad one?")
+        raise UsageError("poison-batch needs --at-step, the step whose batch is bad")
     if for_s is not None and not 0 < for_s <= MAX_FOR_S:
-        raise UsageError(f"--for is above 0 and up to {MAX_FOR_S:.0f} s, not {for_s:g}")
+        raise UsageError(f"--for must be above 0 and at most {MAX_FOR_S:.0f} s, not {for_s:g}")
     if amount is not None and not kind.unit:
         raise UsageError(f"{kind.name} takes no --amount")
     if amount is not None and not math.isfinite(amount):
-        raise UsageError(f"--amount is a number, not {amount}")
+        raise UsageError(f"--amount must be a finite number, not {amount}")
     if again and not (kind.is_inside and kind.by_rank):
-        raise UsageError(f"{kind.name} cannot be repeated: --again goes with what a rank does")
+        raise UsageError(
+            f"{kind.name} cannot be repeated: --again is only for faults that a rank injects"
+        )
     return FaultOrder(
         id=order_id,
         kind=kind.name,
@@ -91,7 +93,7 @@ def duration_s(text: str) -> float:
     except (ValueError, KeyError):
         found = math.nan
     if not math.isfinite(found):
-        raise UsageError(f"--for is a time such as 500ms, 5s, 2m or 1h, not {text!r}")
+        raise UsageError(f"--for must be a time such as 500ms, 5s, 2m or 1h, not {text!r}")
     return found
 
 

@@ -44,12 +44,12 @@ def has_finished(spec: RunSpec, record: CheckpointOwner | None, *, life: str = "
     is_kept = is_url(directory) or any(Path(directory).glob(f"step-*/{INDEX_NAME}"))
     if not is_kept or spec.profile.checkpoint.resume != "auto":
         return ""
-    return f"{_in_words(spec, record)}. To run it again give another --run-id, or --resume never"
+    return f"{_in_words(spec, record)}. To run it again, use another --run-id or --resume never"
 
 
 def _in_words(spec: RunSpec, record: CheckpointOwner) -> str:
     ended = f"{datetime.fromtimestamp(record.ended_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
     return (
-        f"run {spec.run_id} has finished at {ended} with exit code 0, as node {record.node} has "
-        "noted beside its checkpoints; this node ends with the same"
+        f"run {spec.run_id} finished at {ended} with exit code 0, as node {record.node} has "
+        "recorded next to its checkpoints; this node ends with the same exit code"
     )

@@ -89,7 +89,7 @@ def check_run_id(text: str) -> RunId:
     """Raises UsageError if the text cannot be part of a path, or is too long."""
     if not _GOOD_ID.fullmatch(text):
         raise UsageError(
-            f"run id {text!r} is not usable: 1 to 100 letters, digits, '.', '_' or '-', the first "
+            f"run id {text!r} is not valid: 1 to 100 letters, digits, '.', '_' or '-', the first "
             "a letter or a digit"
         )
     return RunId(text)

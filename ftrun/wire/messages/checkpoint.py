@@ -148,6 +148,16 @@ class CheckpointLoaded(Message, frozen=True, tag="CheckpointLoaded"):
     """The problem is that another live run owns the directory."""
 
 
+CheckpointMessage = (
+    CheckpointFailed
+    | CheckpointLoaded
+    | CheckpointWritten
+    | EndCheckpoints
+    | ExpediteCheckpoint
+    | LoadCheckpoint
+    | WriteCheckpoint
+)
+
 Format = Literal["safetensors", "dcp", "state_dict"]
 FORMATS: tuple[Format, ...] = ("safetensors", "dcp", "state_dict")
 

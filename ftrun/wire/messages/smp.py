@@ -308,3 +308,28 @@ class VersionCommitted(Message, frozen=True, tag="VersionCommitted"):
 
 class Shutdown(Message, frozen=True, tag="Shutdown"):
     """Agent or cli -> SMP: free all memory and end. Reply: Done."""
+
+
+SmpMessage = (
+    AbandonVersion
+    | AdoptMemory
+    | BeginGeneration
+    | CommitVersion
+    | HandOverMemory
+    | Inventory
+    | InventoryRequest
+    | ListenForPeers
+    | ListeningForPeers
+    | MemoryHandedOver
+    | ParityRegionCreated
+    | PeersUnreachable
+    | PersistRunState
+    | RestoreFailed
+    | RestoreReady
+    | Shutdown
+    | SmpNotice
+    | VaultFreed
+    | VersionCommitted
+    | VersionReady
+    | VoidAfter
+)

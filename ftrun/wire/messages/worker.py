@@ -199,3 +199,21 @@ class PiecesFetched(Message, frozen=True, tag="PiecesFetched"):
     """SMP -> worker, with one memfd."""
 
     num_bytes: int
+
+
+WorkerMessage = (
+    ArenaGranted
+    | AwaitRestored
+    | FetchPieces
+    | FetchShardHeaders
+    | MemoryRefused
+    | OpenShards
+    | PiecesFetched
+    | RequestArena
+    | ReserveMemory
+    | ShardHeadersFetched
+    | ShardSealed
+    | ShardSkipped
+    | ShardsOpened
+    | WithdrawShard
+)

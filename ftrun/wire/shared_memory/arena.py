@@ -143,7 +143,7 @@ def read_shape(fd: int) -> ArenaShape:
     (check,) = _CHECK.unpack(raw[_ARENA_HEADER.size :])
     magic, page, rank, world_size, image_bytes, num_pieces, layout_id = _ARENA_HEADER.unpack(header)
     if magic != _MAGIC or page != PAGE_BYTES or check != xxhash.xxh3_64_intdigest(header):
-        raise LayoutUnknown("the header of an arena is not one of this version of ftrun")
+        raise LayoutUnknown("the header of an arena is not of this version of ftrun")
     return ArenaShape(rank, world_size, image_bytes, num_pieces, layout_id)
 
 
@@ -206,7 +206,7 @@ class Arena:
 
     def begin_copy(self, slot: int, header: SlotHeader) -> None:
         """Mark a slot as being overwritten, and clear its digest table."""
-        self.write_header(slot, header)
+        self.write_header(slot, header)  # Rule 1: COPYING, before any byte changes
         at = self._slot_offset(slot) + PAGE_BYTES
         num_bytes = 8 * self.shape.num_pieces
         self.memory[at : at + num_bytes] = bytes(num_bytes)
@@ -286,7 +286,7 @@ def _unpack_slot(raw: bytes) -> SlotHeader:
     (check,) = _CHECK.unpack(raw[_SLOT_HEADER.size :])
     magic, state, generation, step, image_bytes, digest, sealed_ns, _ = _SLOT_HEADER.unpack(data)
     if magic != _MAGIC or check != xxhash.xxh3_64_intdigest(data):
-        return EMPTY_HEADER
+        return EMPTY_HEADER  # Rule 2: never written, or torn by a kill
     return SlotHeader(SlotState(state), generation, step, image_bytes, digest, sealed_ns)
 
 

@@ -134,7 +134,7 @@ class ParityRegion:
         self.fd = fd
         self.size = os.fstat(fd).st_size
         if self.size < 2 * PAGE_BYTES:
-            raise LayoutUnknown(f"{self.size} bytes are too few for a vault")
+            raise LayoutUnknown(f"{self.size} bytes are too few for a parity region")
         self._map = mmap.mmap(fd, self.size)
         self._memory = memoryview(self._map)
         self.state = ParityRegionState.EMPTY
@@ -150,7 +150,7 @@ class ParityRegion:
         raw = msgspec.msgpack.encode(record)
         areas = _Areas(record, raw)
         if areas.total > self.size:
-            raise LayoutUnknown(f"{areas.total} bytes do not fit a vault of {self.size}")
+            raise LayoutUnknown(f"{areas.total} bytes do not fit a parity region of {self.size}")
         self.mark(ParityRegionState.EMPTY)
         self.record, self._areas, self._raw = record, areas, raw
         self.is_damaged = False
@@ -216,7 +216,7 @@ class ParityRegion:
 
     def _known(self) -> _Areas:
         if self._areas is None:
-            raise LayoutUnknown("this vault has no record")
+            raise LayoutUnknown("this parity region has no record")
         return self._areas
 
     def _mirror_area(self, place: int) -> tuple[int, int, int]:

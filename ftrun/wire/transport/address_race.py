@@ -204,7 +204,7 @@ def _greeted(greet: Greet[T], sock: socket.socket, way: PeerAddress) -> T:
 
 def _check_connected(sock: socket.socket) -> None:
     if number := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-        raise OSError(number, "it was not connected")
+        raise OSError(number, "not connected")
     check_not_itself(sock)
 
 

@@ -24,7 +24,6 @@ from ftrun import clock
 from ftrun.errors import PeerLost, PeerTimeout, ProtocolError
 from ftrun.wire.cluster.transfer import AnyTransfer, TransferEnvelope
 from ftrun.wire.transport.framing import (
-    MAX_FRAME_BYTES,
     PREFIX_BYTES,
     body_length,
     check_body,
@@ -94,7 +93,7 @@ class BulkSocket:
         size = sum(map(len, raw))
         told = encode_body(TransferEnvelope(generation, body, size, raw_digest))
         key = self._session.send_key
-        head = seal_header(key, self._sequence, told, limit_bytes=MAX_FRAME_BYTES)
+        head = seal_header(key, self._sequence, told)
         self._sequence += 1
         left = [memoryview(part).cast("B") for part in (head, *raw) if len(part)]
         try:
@@ -114,7 +113,7 @@ class BulkSocket:
         self._until_s = None if within_s is None else clock.now_s() + within_s
         prefix = bytearray(PREFIX_BYTES)
         self._read([memoryview(prefix)], may_wait=True)
-        length = body_length(prefix, self._sequence, limit_bytes=MAX_FRAME_BYTES)
+        length = body_length(prefix, self._sequence)
         body = bytearray(length)
         self._read([memoryview(body)])
         check_body(self._session.receive_key, prefix, body)

@@ -181,10 +181,10 @@ class Channel:
         for envelope in self._reader.feed(data):
             if envelope.run_id != self.run_id:
                 raise ProtocolError(
-                    f"{self.peer} speaks for run {envelope.run_id!r}, not {self.run_id!r}"
+                    f"{self.peer} sent a message of run {envelope.run_id!r}, not {self.run_id!r}"
                 )
             if envelope.num_fds > len(self._fds):
-                raise ProtocolError(f"{self.peer} announced descriptors that did not come")
+                raise ProtocolError(f"{self.peer} announced descriptors that are missing")
             fds = tuple(self._fds.popleft() for _ in range(envelope.num_fds))
             self._ready.append(ReceivedMessage(envelope, fds))
 

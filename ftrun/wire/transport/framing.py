@@ -54,12 +54,17 @@ def decode_body(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"{len(body)} bytes are no message: {error}") from error
+        raise ProtocolError(f"{len(body)} bytes are not a message: {error}") from error
 
 
 def encode(envelope: Envelope) -> bytes:
     body = encode_body(envelope)
     return _LENGTH.pack(len(body)) + body
+
+
+def _check_length(length: int) -> None:
+    if length > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
 
 
 class FrameReader:
@@ -77,8 +82,7 @@ class FrameReader:
         found: list[Envelope] = []
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
-            if length > MAX_FRAME_BYTES:
-                raise ProtocolError(f"a frame of {length} bytes is over the limit of 1 MiB")
+            _check_length(length)
             end = _LENGTH.size + length
             if len(self._buffer) < end:
                 break
@@ -88,9 +92,6 @@ class FrameReader:
         return found
 
 
-MAX_HEADER_BYTES = 64 * 1024
-"""Limit for a header of bulk data; a control message may be longer."""
-
 Bytes = bytes | bytearray | memoryview
 
 _START = struct.Struct("<IQ")
@@ -98,17 +99,14 @@ _CODE_BYTES = 16
 PREFIX_BYTES = _START.size + _CODE_BYTES
 
 
-def seal_header(
-    key: bytes, sequence: int, body: bytes, *, limit_bytes: int = MAX_HEADER_BYTES
-) -> bytes:
+def seal_header(key: bytes, sequence: int, body: bytes) -> bytes:
     """Return prefix and body. Raw bytes may follow them on the wire."""
-    if len(body) > limit_bytes:
-        raise ProtocolError(f"{len(body)} bytes are over the limit of {limit_bytes}")
+    _check_length(len(body))
     start = _START.pack(len(body), sequence)
     return b"".join((start, _code(key, start, body), body))
 
 
-def body_length(prefix: Bytes, sequence: int, *, limit_bytes: int = MAX_HEADER_BYTES) -> int:
+def body_length(prefix: Bytes, sequence: int) -> int:
     """Return the number of body bytes that follow a prefix of `PREFIX_BYTES`.
 
     The length is not authenticated yet. Read exactly that number of bytes, then call `check_body`.
@@ -116,11 +114,10 @@ def body_length(prefix: Bytes, sequence: int, *, limit_bytes: int = MAX_HEADER_B
     one.
     """
     length, found = _START.unpack_from(prefix)
-    if length > limit_bytes:
-        raise ProtocolError(f"a frame of {length} bytes is over the limit of {limit_bytes}")
+    _check_length(length)
     if found != sequence:
         raise ProtocolError(
-            f"frame {found} came where frame {sequence} was due: it is repeated, lost or damaged"
+            f"received frame {found} instead of {sequence}: a frame is repeated, lost or damaged"
         )
     return int(length)
 
@@ -130,7 +127,7 @@ def check_body(key: bytes, prefix: Bytes, body: Bytes) -> None:
     view = memoryview(prefix)
     code = _code(key, view[: _START.size], body)
     if not hmac.compare_digest(code, view[_START.size : PREFIX_BYTES]):
-        raise ProtocolError("a frame does not carry the code of this session: it is not genuine")
+        raise ProtocolError("a frame does not have the code of this session: it is not authentic")
 
 
 def _code(key: bytes, start: Bytes, body: Bytes) -> bytes:

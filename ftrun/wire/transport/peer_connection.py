@@ -109,9 +109,7 @@ class PeerConnection(Generic[E]):
         self._check_whole()
         own = self.session.own
         told = encode_body(self._wrap(own.run_id, self.generation, own.incarnation, body))
-        self._out += seal_header(
-            self.session.send_key, self._sent, told, limit_bytes=MAX_FRAME_BYTES
-        )
+        self._out += seal_header(self.session.send_key, self._sent, told)
         self._sent += 1
         if self.is_spoilt:
             self.is_spoilt = False
@@ -169,7 +167,7 @@ class PeerConnection(Generic[E]):
         with memoryview(self._in) as view:
             while len(view) - at >= PREFIX_BYTES:
                 prefix = bytes(view[at : at + PREFIX_BYTES])
-                length = body_length(prefix, self._received, limit_bytes=MAX_FRAME_BYTES)
+                length = body_length(prefix, self._received)
                 if len(view) - at - PREFIX_BYTES < length:
                     break
                 body = bytes(view[at + PREFIX_BYTES : at + PREFIX_BYTES + length])
@@ -183,10 +181,11 @@ class PeerConnection(Generic[E]):
     def _checked(self, envelope: E) -> E:
         if envelope.run_id != self.session.own.run_id:
             raise ProtocolError(
-                f"{self.peer} speaks for run {envelope.run_id!r}, not {self.session.own.run_id!r}"
+                f"{self.peer} sent a message of run {envelope.run_id!r}, not of "
+                f"{self.session.own.run_id!r}"
             )
         if envelope.incarnation != self.peer.incarnation:
-            raise ProtocolError(f"{self.peer} speaks as another incarnation than it was met as")
+            raise ProtocolError(f"{self.peer} sent a message of another incarnation")
         return envelope
 
     def _break(self, why: PeerError) -> PeerError:

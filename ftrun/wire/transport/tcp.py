@@ -54,8 +54,8 @@ def listen_tcp(host: str, port: int, *, any_interface: bool = False) -> socket.s
     family, kind, number, _, address = _addresses(host, port)[0]
     if ipaddress.ip_address(_plain(address[0])).is_unspecified and not any_interface:
         raise UsageError(
-            f"{host or 'an empty host'} means every network of this machine. Name the one address "
-            "that the other nodes reach it by, with --bind"
+            f"{host or 'an empty host'} means every network of this machine. Pass the address "
+            "at which other nodes reach it with --bind"
         )
     sock = socket.socket(family, kind, number)
     try:
@@ -69,8 +69,8 @@ def listen_tcp(host: str, port: int, *, any_interface: bool = False) -> socket.s
         if error.errno == errno.EADDRINUSE:
             raise AddressTaken(host=host, port=port) from error
         raise UsageError(
-            f"cannot listen at {host} port {port}: {error.strerror}. Name an address of this "
-            "machine with --bind, and a port above 1023"
+            f"cannot listen at {host} port {port}: {error.strerror}. Pass an address of this "
+            "machine with --bind, and use a port above 1023"
         ) from error
     return sock
 
@@ -182,7 +182,7 @@ def name_of_peer(sock: socket.socket) -> str:
     try:
         host, port = sock.getpeername()[:2]
     except (OSError, ValueError):
-        return "a process that has gone"
+        return "a disconnected process"
     return f"{host} port {port}"
 
 
