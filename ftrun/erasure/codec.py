@@ -72,15 +72,15 @@ def choose_codec(k: int, m: int) -> Codec:
             return PyeclibCodec(k, m)
         except NotSupportedHere as second:
             raise NotSupportedHere(
-                f"no erasure code can be computed here: {first}; {second}. Install pyeclib 1.8 "
-                "or newer for this Python, or give --erasure none"
+                f"no erasure code library is usable: {first}; {second}. Install pyeclib 1.8 "
+                "or newer for this Python, or use --erasure none"
             ) from second
 
 
 def check_shape(k: int, m: int) -> None:
     if not (1 <= k <= MAX_DATA and 1 <= m <= MAX_PARITY):
         raise InternalError(
-            f"{k} data and {m} parity blocks; 1 to {MAX_DATA} and 1 to {MAX_PARITY} can be"
+            f"{k} data and {m} parity blocks; allowed are 1 to {MAX_DATA} and 1 to {MAX_PARITY}"
         )
 
 
@@ -106,11 +106,13 @@ def sources_of(codec: Codec, have: Mapping[int, object], want: Mapping[int, obje
     wrong = {*have.keys() & want.keys(), *(i for i in (*have, *want) if i not in places)}
     if wrong:
         raise InternalError(
-            f"blocks {sorted(wrong)} are both there and wanted, or not in a stripe of "
+            f"blocks {sorted(wrong)} are both available and wanted, or not in a stripe of "
             f"{codec.k} and {codec.m}"
         )
     if len(have) < codec.k:
-        raise InternalError(f"{len(have)} blocks of a stripe are there and {codec.k} are needed")
+        raise InternalError(
+            f"{len(have)} blocks of a stripe are available and {codec.k} are needed"
+        )
     return sorted(have)[: codec.k]
 
 
@@ -190,8 +192,8 @@ def _compare(codec: Codec, what: str, found: bytearray, right: bytes) -> None:
     if found != right:
         raise InternalError(
             f"{what} is wrong with {codec.name} for {codec.k} data and {codec.m} parity blocks. "
-            "Its library or this processor cannot be trusted with a snapshot: replace pyeclib, "
-            "take the node out, or give --erasure none"
+            "The library or this processor is faulty: replace pyeclib, remove the node, "
+            "or use --erasure none"
         )
 
 

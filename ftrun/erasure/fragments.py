@@ -201,9 +201,9 @@ class FragmentSet:
             return
         first, kept = places[fragment.index]
         if kept is not None and first == header.block:
-            raise FragmentRefused(what=fragment.name(of), why="the same one is there already")
+            raise FragmentRefused(what=fragment.name(of), why="the same one was received before")
         places[fragment.index] = (first, None)
-        why = "two that differ came for one place, so neither counts"
+        why = "two different ones were received for one place; neither is used"
         raise FragmentRefused(what=fragment.name(of), why=why)
 
     def of(self, stripe: StripeId) -> dict[int, Fragment]:

@@ -62,7 +62,7 @@ class ProtectionGroup:
             return ""
         return (
             f"{_named(self.nodes)}: the loss of {domain} takes {count} of {len(self.nodes)} nodes, "
-            f"and any {self.parity} may go"
+            f"and only {self.parity} may be lost"
         )
 
 
@@ -89,7 +89,7 @@ def make_groups(
         raise InternalError(f"a node is named twice among {_named(nodes)}")
     if not (0 <= parity <= MAX_PARITY and (data is None or 1 <= data <= MAX_DATA)):
         raise InternalError(
-            f"{data} data and {parity} parity blocks; 1 to {MAX_DATA} and 0 to {MAX_PARITY} can be"
+            f"{data} data and {parity} parity blocks; limits: 1 to {MAX_DATA}, 0 to {MAX_PARITY}"
         )
     if not nodes:
         return []

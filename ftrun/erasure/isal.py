@@ -127,14 +127,14 @@ class IsalCodec:
 def load_isal(path: str | None) -> ctypes.CDLL:
     """Loads the library that `find_isal` has found; raises NotSupportedHere if it is unusable."""
     if path is None:
-        raise NotSupportedHere("ISA-L is neither in pyeclib's wheel nor among the system's")
+        raise NotSupportedHere("ISA-L is neither in pyeclib's wheel nor on this system")
     try:
         library = ctypes.CDLL(path)
         for name, (arguments, result) in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, result
     except (OSError, AttributeError) as error:
-        raise NotSupportedHere(f"{path} cannot be used: {error}") from error
+        raise NotSupportedHere(f"cannot use {path}: {error}") from error
     return library
 
 

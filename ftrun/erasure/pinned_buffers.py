@@ -108,7 +108,7 @@ class PinnedBuffers:
         except (BufferError, TypeError, ValueError) as error:
             kind = "writable, contiguous" if how == _WRITABLE else "contiguous"
             name = type(block).__name__
-            raise InternalError(f"{what}, a {name}, is no {kind} buffer: {error}") from error
+            raise InternalError(f"{what}, a {name}, is not a {kind} buffer: {error}") from error
         self._held.append(view)
         return view.buf or 0, view.len
 
@@ -117,7 +117,7 @@ class PinnedBuffers:
             raise InternalError("there is no block to write to")
         whole = writes[0][1]
         if not 0 < whole <= MAX_BLOCK_BYTES:
-            raise InternalError(f"a block has 1 to {MAX_BLOCK_BYTES} bytes, and this one {whole}")
+            raise InternalError(f"a block has 1 to {MAX_BLOCK_BYTES} bytes, not {whole}")
         for i, (_, length) in enumerate(writes):
             if length != whole:
                 raise InternalError(f"target {i} has {length} bytes and target 0 has {whole}")

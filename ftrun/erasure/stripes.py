@@ -33,8 +33,8 @@ class Stripes:
     def __init__(self, n: int, m: int, block_bytes: int = BLOCK_BYTES) -> None:
         if not (1 <= m < n and block_bytes > 0):
             raise InternalError(
-                f"a group of {n} nodes cannot keep {m} blocks of parity of {block_bytes} bytes "
-                "for each stripe; at least one of each and one node with data must be"
+                f"a group of {n} nodes cannot store {m} parity blocks of {block_bytes} bytes "
+                "for each stripe; 1 or more of each, and a node with data, are needed"
             )
         self.n, self.m, self.k = n, m, n - m
         self.block_bytes = block_bytes

@@ -42,7 +42,7 @@ def hold(cut: DimensionSplit, size: int, *, count: int, index: int) -> StoredRun
     """
     if cut.size is not None and cut.size != size:
         raise SplitImpossible(
-            f"dimension {cut.dim} has {size} items, and the rule's size {cut.size}"
+            f"dimension {cut.dim} has {size} items, but the rule has size {cut.size}"
         )
     padded = round_up(size, cut.pad_to * count) if cut.pad_to else size
     weights = sum(part.weight for part in cut.parts)
@@ -52,7 +52,7 @@ def hold(cut: DimensionSplit, size: int, *, count: int, index: int) -> StoredRun
         length, rest = divmod(padded * part.weight, weights)
         if rest:
             raise SplitImpossible(
-                f"dimension {cut.dim} has {padded} items, which do not divide by parts of "
+                f"dimension {cut.dim} has {padded} items, which is not a multiple of parts of "
                 f"{' : '.join(str(one.weight) for one in cut.parts)}"
             )
         first, num = share(part, cut.uneven, length, count=count, index=index)
@@ -69,17 +69,19 @@ def share(
     """First item and number of items that a coordinate has of one fused part."""
     units, rest = divmod(length, part.unit)
     if rest:
-        raise SplitImpossible(f"{length} items do not divide by units of {part.unit}")
+        raise SplitImpossible(f"{length} items are not a multiple of units of {part.unit}")
     if part.sizes is not None:
         if len(part.sizes) != count or sum(part.sizes) != units:
             raise SplitImpossible(
                 f"sizes {list(part.sizes)} are {sum(part.sizes)} units for {len(part.sizes)} "
-                f"coordinates, and there are {units} units of {part.unit} for {count}"
+                f"coordinates, but there are {units} units of {part.unit} for {count}"
             )
         low, high = sum(part.sizes[:index]), sum(part.sizes[: index + 1])
     elif part.is_shared and count > units > 0:
         if count % units:
-            raise SplitImpossible(f"{units} units cannot be shared alike by {count} coordinates")
+            raise SplitImpossible(
+                f"{units} units cannot be divided evenly among {count} coordinates"
+            )
         low = index * units // count
         high = low + 1
     else:

@@ -183,8 +183,8 @@ def absent(rules: ShardingRules, names: Iterable[str]) -> list[str]:
             if missing:
                 found.append(
                     f"{home} has {home.count} layers, and {_listed(missing)} on no rank: "
-                    "say how many there are (of:), how many each stage has (sizes:), or which "
-                    "have no tensors (empty:)"
+                    "set their number (of:), the number of each stage (sizes:), or the ones "
+                    "without tensors (empty:)"
                 )
     return found
 

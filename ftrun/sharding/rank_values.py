@@ -137,9 +137,9 @@ def loader_note(name: str, states: Sequence[Plain], resize: WorldResize) -> str 
         f"after {skipped} in each of {ranks(resize.size)}"
     )
     if rest:
-        text += f", so {rest} {'batch is' if rest == 1 else 'batches are'} left out"
+        text += f", so {rest} {'batch is' if rest == 1 else 'batches are'} skipped"
     if any(state["own"] is not None for state in states):
-        text += "; they are loaded and dropped, and a shuffle of its own is begun anew"
+        text += "; they are loaded and dropped, and its own shuffle starts again"
     return text
 
 

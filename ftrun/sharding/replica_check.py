@@ -185,8 +185,8 @@ def differing(shards: Shards, world: WorldLayout) -> list[str]:
         if other is not None:
             found.append(
                 f"{name} is {whole.dtype}{list(whole.shape)} by {world.sharing[name].rule}, and "
-                f"ranks {other[0]} and {other[1]}, which should have the same, do not: say own or "
-                "average, or along which axis it is cut"
+                f"ranks {other[0]} and {other[1]}, which should be equal, differ: use own or "
+                "average, or name the axis along which it is split"
             )
     return found
 

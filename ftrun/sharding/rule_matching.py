@@ -55,7 +55,7 @@ class MatchedRule:
         if self.home.at is not None:
             found = frozenset(at % size if at < 0 else at for at in self.home.at)
             if max(found) >= size:
-                raise SplitImpossible(f"it lives at {max(found)} of {self.home.axis} {size}")
+                raise SplitImpossible(f"it is placed at {max(found)} of {self.home.axis} {size}")
             return found
         number = dict(self.numbers)[self.home.word]
         if number >= self.home.count:
@@ -123,5 +123,5 @@ def _matched_twice(name: str, some: Sequence[object]) -> str:
 
 def _no_rule(name: str, kin: OwningParameter | None) -> str:
     if kin is not None and kin.how is None:
-        return f"{name} is matched by no rule, and has not the shape of {kin.parameter}"
-    return f"{name} is matched by no rule"
+        return f"{name} matches no rule, and does not have the shape of {kin.parameter}"
+    return f"{name} matches no rule"

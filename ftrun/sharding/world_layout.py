@@ -129,7 +129,7 @@ def read_world(rules: ShardingRules, ranks: Sequence[Sequence[StoredEntry]]) -> 
         raise RulesMismatch(
             source=rules.source,
             problems=[
-                f"the mesh has {rules.mesh.size} ranks ({rules.mesh}), and {len(ranks)} ranks took "
+                f"the mesh has {rules.mesh.size} ranks ({rules.mesh}), but {len(ranks)} ranks took "
                 "the checkpoint"
             ],
         )
@@ -177,7 +177,7 @@ def lay_out(rules: ShardingRules, source: WorldLayout) -> WorldLayout:
         before = source.sharing[name].rule
         rows = [rule.flat.tensors if rule.flat else None for rule in (before, one.rule)]
         if rows[0] != rows[1]:
-            notes.add(f"{name} is a flat row of other tensors by {before} than by {one.rule}")
+            notes.add(f"{name} is a flat buffer of other tensors by {before} than by {one.rule}")
         if (before.kind is SharingKind.OWN) != (one.rule.kind is SharingKind.OWN):
             notes.add(f"{name} is each rank's own by only one of {before} and {one.rule}")
     rank_names = notes.names()
@@ -238,8 +238,8 @@ def stored_entries(
     """
     if not all("optimizer_state" in one for one in parts):
         problem = (
-            "it was saved by ftrun.dcp, not by a session of ftrun.attach: dcp.load takes it into "
-            "any layout, without rules and without converting"
+            "it was saved by ftrun.dcp, not by a session of ftrun.attach: dcp.load loads it into "
+            "any layout, without rules and without conversion"
         )
         raise RulesMismatch(source=source, problems=[problem])
     found, sharded = [], []
@@ -252,8 +252,8 @@ def stored_entries(
         raise RulesMismatch(
             source=source,
             problems=[
-                f"{name} is a DTensor: a run of any layout resumes from it by itself, without "
-                "rules and without converting"
+                f"{name} is a DTensor: a run of any layout resumes from it directly, without "
+                "rules and without conversion"
                 for name in dict.fromkeys(sharded)
             ],
         )
@@ -301,13 +301,13 @@ def _whole(
         missing, extra = sorted(expected - held.keys()), sorted(held.keys() - expected)
         told = f"not on ranks {missing[:10]}" if missing else f"also on ranks {extra[:10]}"
         raise SplitImpossible(
-            f"it is {told}; rules under unique say where a tensor lives, and whether each stage "
-            "numbers its layers anew"
+            f"it is {told}; rules under unique define where a tensor is, and whether each stage "
+            "numbers its layers from 0 (numbered: anew)"
         )
     first = next(iter(held.values()))
     rule = sharing.rule
     if rule.kind is SharingKind.AVERAGE and first.dtype not in FLOATS:
-        raise SplitImpossible(f"it is {first.dtype}, and only {', '.join(FLOATS)} have a mean")
+        raise SplitImpossible(f"it is {first.dtype}, but only {', '.join(FLOATS)} have a mean")
     if rule.flat is not None:
         shape: Shape = (sum(math.prod(shape) for _, shape in rule.flat.tensors),)
     elif rule.kind in (SharingKind.SHARD, SharingKind.FRAGMENT):
@@ -337,8 +337,8 @@ def _whole_shape(mesh: Mesh, cuts: Sequence[DimensionSplit], held: Mapping[int, 
             continue
         if any(cut.pad_to or any(part.is_shared for part in cut.parts) for cut in of_dim):
             raise SplitImpossible(
-                f"dimension {dim} is padded or shared, so that its size cannot be told from what "
-                "ranks have: give it as size:"
+                f"dimension {dim} is padded or shared, so that its size does not follow from the "
+                "parts: set size:"
             )
         axes = {cut.axis for cut in of_dim}
         here = mesh.coordinates(first)
@@ -353,9 +353,7 @@ def _whole_shape(mesh: Mesh, cuts: Sequence[DimensionSplit], held: Mapping[int, 
 
 def _check_dim(cut: DimensionSplit, shape: Shape) -> None:
     if not -len(shape) <= cut.dim < len(shape):
-        raise SplitImpossible(
-            f"it has {len(shape)} dimensions, and dimension {cut.dim} is to be cut"
-        )
+        raise SplitImpossible(f"it has {len(shape)} dimensions, but dimension {cut.dim} is split")
 
 
 # --- any world ----------------------------------------------------------------------------------

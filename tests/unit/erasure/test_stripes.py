@@ -1,4 +1,4 @@
-"""Every block lies in one stripe, every stripe on all nodes, and the load is even."""
+"""Every block is in one stripe, every stripe on all nodes, and the load is balanced."""
 
 import pytest
 from hypothesis import given, settings
