@@ -151,7 +151,7 @@ def parse_part(text: str) -> TensorPart:
     """Raises ValueError if the text is not a part."""
     shape, at, offsets = text.partition("@")
     if not at:
-        raise ValueError(f"{text!r} is no part of a tensor")
+        raise ValueError(f"{text!r} is not a part of a tensor")
     return TensorPart(_numbers(shape), None if offsets == "?" else _numbers(offsets))
 
 

@@ -255,7 +255,7 @@ def parse_header(image: memoryview, *, image_bytes: int | None = None) -> tuple[
         _check_parts(entries)
         fits = 8 + length + layout.data_bytes <= (image_bytes or len(image))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise LayoutUnknown(f"the header of a shard is not readable: {error!r}") from error
+        raise LayoutUnknown(f"cannot read the header of a shard: {error!r}") from error
     if not fits or entries[-1].name != PLAIN_NAME:
         raise LayoutUnknown("the header of a shard does not describe the bytes behind it")
     return layout, 8 + length
@@ -274,4 +274,6 @@ def _check_parts(entries: Sequence[LayoutEntry]) -> None:
         reach = (at + size for at, size in zip(offsets, entry.shape, strict=True))
         inside = (end <= size for end, size in zip(reach, entry.part.shape, strict=True))
         if not all(inside) or min(offsets, default=0) < 0:
-            raise ValueError(f"{entry.name} of {list(entry.shape)} is no part {entry.part}")
+            raise ValueError(
+                f"{entry.name} of {list(entry.shape)} does not fit the part {entry.part}"
+            )

@@ -102,7 +102,7 @@ def decode(data: bytes | memoryview, *, deref: Deref | None = None) -> Any:  # t
     try:
         return _unpack(msgspec.msgpack.decode(data), deref)
     except (msgspec.DecodeError, KeyError, ValueError, TypeError) as error:
-        raise LayoutUnknown(f"the plain values of a shard are not readable: {error!r}") from error
+        raise LayoutUnknown(f"cannot decode the plain values of a shard: {error!r}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,11 +92,11 @@ def unpack_head(raw: memoryview) -> PackedShardHeader:
     try:
         header_bytes, num_pieces, image_bytes, layout_id, digest = _HEAD.unpack_from(raw)
     except struct.error as error:
-        raise LayoutUnknown(f"{len(raw)} bytes are too few for the head of a shard") from error
+        raise LayoutUnknown(f"{len(raw)} bytes are too few for the header of a shard") from error
     at = _HEAD.size + header_bytes
     if at + 8 * num_pieces != len(raw):
         raise LayoutUnknown(
-            f"the head of a shard has {len(raw)} bytes and says {at + 8 * num_pieces}"
+            f"the header of a shard has {len(raw)} bytes instead of {at + 8 * num_pieces}"
         )
     table = raw[at:].cast("Q")
     return PackedShardHeader(raw[_HEAD.size : at], table, image_bytes, layout_id, digest)

@@ -128,10 +128,10 @@ class LiveCapture:
         Raises SlotOverwritten if there was none for too long, or the capture is no longer needed.
         """
         if self._stop.wait(_NAP_S) or self._follow.is_over():
-            raise self.lost("its generation is over")
+            raise self.lost("its generation has ended")
         limit_s = HURRIED_S if self._follow.hurries() else PATIENCE_S
         if clock.now_s() - since_s > limit_s:
-            raise self.lost(f"nothing was captured for {limit_s:.0f} s")
+            raise self.lost(f"no capture progress for {limit_s:.0f} s")
 
     def has_sealed(self) -> None:
         """Handle the seal of a rank; copy the rest if all have sealed and time is short.
@@ -178,7 +178,7 @@ class LiveSlot(SealedSlot):
             found = read_slot_headers(self._fd)[self._slot]
             is_it = found.state in (SlotState.COPYING, SlotState.SEALED)
             if not is_it or found.version != self.header.version:
-                raise self._capturing.lost("its capture was given up")
+                raise self._capturing.lost("its capture was abandoned")
             self.header = found
         return self.header.state is SlotState.SEALED
 
@@ -225,7 +225,7 @@ class LiveSlot(SealedSlot):
             or list(table) != self._digests
             or xxhash.xxh3_64_hexdigest(header) != header_digest
         ):
-            raise self._capturing.lost("what was written of it is not what was sealed")
+            raise self._capturing.lost("the written bytes do not match the sealed digests")
         self._is_compared = True
 
     def _count(self) -> int:

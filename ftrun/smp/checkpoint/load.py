@@ -159,12 +159,12 @@ def _load_first(
         return None
     if not left and not has_own:
         raise NoneOfThisRun(
-            f"no checkpoint of this run is in {where}, unless it is one that cannot be read",
+            f"no readable checkpoint in {where} is of this run",
             rejected,
         )
     reasons = "; ".join(f"{name}: {reason}" for name, reason in {**left, **rejected}.items())
     raise NoUsableCheckpoint(
-        f"no checkpoint in {where} can be used: {reasons}. Name another --checkpoint-dir, or start "
+        f"no checkpoint in {where} can be used: {reasons}. Use another --checkpoint-dir, or start "
         "from the beginning with --resume never",
         rejected,
     )
@@ -189,5 +189,5 @@ def _attempt(source: CheckpointFiles, rejected: dict[str, str], job: LoadJob) ->
 
 
 def _say_again(what: str, error: Exception | str) -> None:
-    _log.warning("%s cannot be read, and is tried once more: %s", what, str(error))
+    _log.warning("cannot read %s, trying once more: %s", what, str(error))
     clock.sleep(RETRY_S)

@@ -43,7 +43,7 @@ from ftrun.wire.messages import checkpoint as checkpoint_messages
 from ftrun.wire.messages import envelope as messages
 
 _log = logging.getLogger(__name__)
-_BUG = "a bug in ftrun; the SMP's log has it"
+_BUG = "internal error in ftrun; see the SMP's log"
 
 
 class CheckpointService:
@@ -129,7 +129,7 @@ class CheckpointService:
             try:
                 self._owner.end(body.exit_code, body.reason, body.command)
             except (CheckpointError, OSError) as error:
-                _log.warning("the end of the run is not noted beside its checkpoints: %s", error)
+                _log.warning("cannot record the end of the run next to its checkpoints: %s", error)
             return partial(asker.tell, messages.Done())
 
         self._jobs.submit("disk", ended, failed=partial(asker.tell, messages.Refused(_BUG)))
@@ -216,8 +216,8 @@ class CheckpointService:
             raise
         except (CheckpointError, OSError) as error:
             _log.warning(
-                "%s in %s is not written, so a second run with this directory is not refused; it "
-                "is tried again every %.0f s: %s",
+                "cannot write %s in %s, so a second run with this directory is not refused; "
+                "trying again every %.0f s: %s",
                 OWNER_NAME,
                 without_password(claim.directory),
                 RENEW_S,
@@ -291,13 +291,7 @@ def _free_bytes() -> int:
 
 def check_available(needed_bytes: int) -> None:
     """Raise MemoryTooSmall if this number of bytes does not fit."""
-    available = available_memory()
-    if needed_bytes > available.num_bytes:
-        raise MemoryTooSmall(
-            needed_bytes=needed_bytes,
-            available_bytes=available.num_bytes,
-            limit=available.limit,
-        )
+    available_memory().check(needed_bytes)
 
 
 def _close(some: Iterable[Sequence[int]]) -> None:

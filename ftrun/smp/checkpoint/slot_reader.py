@@ -50,8 +50,8 @@ class SlotOverwritten(CheckpointError):
     def __init__(self, version: Version, reason: str = "") -> None:
         super().__init__(
             f"a slot with {version} was overwritten while it was read"
-            f"{reason and f' ({reason})'}. Ask for a later version; if this comes again and again, "
-            "snapshot less often (--snapshot-every)"
+            f"{reason and f' ({reason})'}. Request a later version; if this repeats, "
+            "take snapshots less often (--snapshot-every)"
         )
 
 

@@ -147,7 +147,7 @@ def write_newest(
         try:
             found = write(ChosenVersion(capturing.version, capturing.shards, pace))
         except SlotOverwritten as error:
-            _log.info("not written while it was captured: %s", error)
+            _log.info("cannot write the snapshot while it is captured: %s", error)
         else:
             return replace(found, ahead_s=capturing.ahead_s)
     for turn in range(TRIES):
@@ -174,12 +174,12 @@ def reported(job: WriteJob) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, FileNotFoundError) and job.version is not None:
             raise CheckpointError(
-                f"{error.filename} went while the checkpoint was written: another node has "
-                "finished or swept it. Ask again"
+                f"{error.filename} disappeared while the checkpoint was written: another node has "
+                "finished or removed it. Request it again"
             ) from error
         raise CheckpointError(
-            f"the checkpoint in {job.where} is not written: {error.strerror or error}. The "
-            "snapshots in memory go on; make room or name another --checkpoint-dir"
+            f"cannot write the checkpoint in {job.where}: {error.strerror or error}. "
+            "Snapshots in memory continue; free space or use another --checkpoint-dir"
         ) from error
 
 

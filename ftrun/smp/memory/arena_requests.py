@@ -35,8 +35,8 @@ from ftrun.wire.shared_memory.arena import ArenaShape
 NUM_LANES = 4
 """Number of arenas that are allocated at a time; the kernel clears pages at memory bandwidth."""
 
-_BUG = messages.Refused("a bug in ftrun; the SMP's log has it")
-_NOT_WANTED = messages.Refused("a later request of this rank has replaced this one")
+_BUG = messages.Refused("internal error in ftrun; see the SMP's log")
+_NOT_WANTED = messages.Refused("replaced by a later request of this rank")
 _log = logging.getLogger(__name__)
 
 
@@ -165,7 +165,7 @@ class ArenaRequests:
                 asker.tell(_NOT_WANTED)
         crash_point("smp.arena.granted")
         if not is_wanted:
-            _log.info("rank %d: an arena was made and is not wanted any more", making.rank)
+            _log.info("rank %d: freed an arena that is no longer requested", making.rank)
             os.close(fd)
         self._end(making)
 
@@ -206,7 +206,7 @@ class ArenaRequests:
         except MemoryTooSmall as error:
             self._is_parity_told = True
             why = (
-                f"the ranks' snapshots fit, and parity for other nodes may not: both need up to "
+                f"the ranks' snapshots fit, but parity for other nodes may not: both need up to "
                 f"{error.needed_bytes / 1e6:,.0f} MB more and {error.available_bytes / 1e6:,.0f} "
                 f"MB are free ({error.limit}). Without parity the loss of a node loses its state. "
                 "Raise this limit, or use --erasure K+M with a larger K or a smaller M"

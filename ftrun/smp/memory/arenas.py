@@ -110,15 +110,8 @@ class ArenaStore:
         # Read before `_needed_bytes`, because jobs allocate concurrently. In the other order, bytes
         # allocated between the two reads would count twice: as needed and as no longer available.
         available = self._available()
-        needed = self._needed_bytes
-        if needed > available.num_bytes:
-            raise MemoryTooSmall(
-                needed_bytes=needed,
-                available_bytes=available.num_bytes,
-                limit=available.limit,
-                state_bytes=image_bytes,
-                num_ranks=sum(1 for wanted in self._wanted.values() if wanted),
-            )
+        num_ranks = sum(1 for wanted in self._wanted.values() if wanted)
+        available.check(self._needed_bytes, state_bytes=image_bytes, num_ranks=num_ranks)
 
     @property
     def known_ranks(self) -> set[Rank]:
@@ -138,11 +131,7 @@ class ArenaStore:
 
     def check(self, more_bytes: int) -> None:
         available = self._available()
-        needed = self._needed_bytes + more_bytes
-        if needed > available.num_bytes:
-            raise MemoryTooSmall(
-                needed_bytes=needed, available_bytes=available.num_bytes, limit=available.limit
-            )
+        available.check(self._needed_bytes + more_bytes)
 
     def reserve(self, rank: Rank, image_bytes: int, *, world_size: int) -> None:
         """Reserve two slots of this size, less the size of the rank's arena; raises MemoryTooSmall.
@@ -199,7 +188,9 @@ class ArenaStore:
             shape = read_shape(fd)
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         except OSError as error:
-            raise LayoutUnknown(f"what came for rank {rank} is no memory: {error}") from error
+            raise LayoutUnknown(
+                f"the descriptor for rank {rank} is not sealed memory: {error}"
+            ) from error
         if not sealed or os.fstat(fd).st_size < shape.total_bytes or shape.rank != rank:
             raise LayoutUnknown(
                 f"the memory for rank {rank} is an arena of rank {shape.rank} of "

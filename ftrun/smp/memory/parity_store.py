@@ -70,7 +70,7 @@ class ParityStore:
             os.close(fd)
             return
         if slot not in range(_MOST_VAULTS) or self._slots[slot] is not None:
-            raise LayoutUnknown(f"there is no free slot {slot} for a vault here")
+            raise LayoutUnknown(f"slot {slot} is not free for a parity region")
         self._slots[slot] = ParityRegion(fd)
 
     def keep(self, version: Version | None, protected_in: int) -> None:
@@ -208,10 +208,7 @@ def make_vault(record: ParityRecord) -> ParityRegion:
     """Allocate a region for this record and touch its pages; raises MemoryTooSmall."""
     needed = vault_bytes(record)
     available = available_memory()
-    if needed > available.num_bytes:
-        raise MemoryTooSmall(
-            needed_bytes=needed, available_bytes=available.num_bytes, limit=available.limit
-        )
+    available.check(needed)
     try:
         return ParityRegion(create_vault(needed))
     except (OSError, OverflowError) as error:

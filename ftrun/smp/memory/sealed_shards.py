@@ -26,8 +26,7 @@ from ftrun.snapshot.manifest import (
     content_digests,
     sections_of,
 )
-from ftrun.snapshot.redundancy import PieceRun
-from ftrun.snapshot.stripe_space import Extent
+from ftrun.snapshot.redundancy import Extent, PieceRun
 from ftrun.wire.shared_memory.arena import Arena, SlotHeader, table_digest
 
 
@@ -197,13 +196,15 @@ class SealedShards:
             }
         found = self._by_digest.get(digest)
         if found is None:
-            raise LayoutUnknown("no piece with this digest is here")
+            raise LayoutUnknown("this node has no piece with this digest")
         shard, index = found
         return shard.piece(index)
 
     def shard(self, rank: int) -> SealedShard:
         shard = self.shards.get(Rank(rank))
         if shard is None:
-            why = self.problems.get(Rank(rank), f"rank {rank} has no slot with {self.version} here")
+            why = self.problems.get(
+                Rank(rank), f"rank {rank} has no slot with {self.version} on this node"
+            )
             raise LayoutUnknown(why)
         return shard

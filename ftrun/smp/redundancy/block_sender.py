@@ -17,8 +17,10 @@ from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Generation
 from ftrun.smp.memory.sealed_shards import SealedShards
 from ftrun.smp.peer_link import OutgoingFrame
-from ftrun.snapshot.stripe_space import StripeSpace
+from ftrun.smp.redundancy.group import group_of, stripes_of
+from ftrun.snapshot.redundancy import StripeSpace
 from ftrun.wire.cluster.transfer import BlockData, MirrorData
+from ftrun.wire.shared_memory.parity_region import ParityRecord
 from ftrun.wire.transport.bulk_socket import Bytes, digest_of
 
 
@@ -53,6 +55,19 @@ class LocalBlocks:
             BlockDigest(sum(map(len, views)), digest_of(views)),
         )
         return pack(header), views
+
+
+def local_blocks(shards: SealedShards, record: ParityRecord, run: int) -> LocalBlocks:
+    """Raises LayoutUnknown if the shards do not match the record."""
+    pieces = {int(rank): shard.layout.pieces for rank, shard in shards.shards.items()}
+    return LocalBlocks(
+        shards=shards,
+        space=StripeSpace(record.own, pieces, record.block_bytes),
+        stripes=stripes_of(record),
+        of=StripeId(run, record.version, group_of(record).id, 0),
+        made_in=Generation(record.protected_in),
+        place=record.place,
+    )
 
 
 class BlockSender:

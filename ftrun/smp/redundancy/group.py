@@ -59,10 +59,6 @@ class LocalGroup:
         return [GroupMember(node.node_id, list(node.ranks)) for node in self.nodes]
 
     @property
-    def group_id(self) -> int:
-        return ProtectionGroup(tuple(node.node_id for node in self.nodes), self.parity).id
-
-    @property
     def others(self) -> list[NodeAddress]:
         return [node for at, node in enumerate(self.nodes) if at != self.place]
 
@@ -114,7 +110,7 @@ def protecting_of(body: smp_messages.BeginGeneration) -> LocalGroup | None:
     places = [at for at, node in enumerate(body.group) if node.node_id == body.node_id]
     if len(places) != 1:
         names = ", ".join(node.node_id for node in body.group)
-        raise ProtocolError(f"node {body.node_id} is not once in its group of {names}")
+        raise ProtocolError(f"node {body.node_id} must be in its group exactly once: {names}")
     told = (body.generation, body.world_size, body.parity, body.small_state_bytes, body.group)
     return LocalGroup(
         generation=Generation(body.generation),
@@ -166,6 +162,18 @@ def record_of(
     )
 
 
+def stripes_of(record: ParityRecord) -> Stripes:
+    return Stripes(len(record.members), record.parity, record.block_bytes)
+
+
+def num_stripes_of(record: ParityRecord) -> int:
+    return stripes_of(record).num_stripes(max(record.coded_bytes))
+
+
+def group_of(record: ParityRecord) -> ProtectionGroup:
+    return ProtectionGroup(tuple(member.node_id for member in record.members), record.parity)
+
+
 class GroupNotices:
     """The notices of one group."""
 
@@ -186,8 +194,8 @@ class GroupNotices:
         nodes = [group.nodes[place].node_id for place in sorted({place for place, _ in holders})]
         self._tell(
             "replicas_differ",
-            f"{at}: what was equal on several nodes is not any more; different on "
-            f"{', '.join(nodes)}. It is encoded from now on",
+            f"{at}: replicas on several nodes are no longer equal; different on "
+            f"{', '.join(nodes)}. They are erasure-coded from now on",
             nodes,
             sorted(rank for _, rank in holders),
         )
@@ -209,7 +217,7 @@ class GroupNotices:
 
     def stalled(self, at: Version, group: LocalGroup, stored: Collection[int]) -> None:
         late = [node.node_id for place, node in enumerate(group.nodes) if place not in stored]
-        why = f"{at}: nothing has come for {group.patience_s:.0f} s; not done: {', '.join(late)}"
+        why = f"{at}: no progress for {group.patience_s:.0f} s; waiting for {', '.join(late)}"
         self._tell("stalled", why, late)
 
     def unprotected(self, at: Version, why: str) -> None:

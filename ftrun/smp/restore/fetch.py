@@ -16,10 +16,10 @@ from typing import Protocol, TypeVar
 
 from ftrun.errors import FetchFailed, FtrunError, LayoutUnknown, SnapshotCorrupt
 from ftrun.smp.checkpoint.shared_load import SharedLoad
+from ftrun.smp.jobs import Steps, Wait
 from ftrun.smp.peer_link import OutgoingFrame
 from ftrun.smp.restore.downloader import PIECE, Downloader, DownloadItem, get_pieces
 from ftrun.smp.restore.rpc import FetchRpc, WholeResponse
-from ftrun.smp.waits import Steps, Wait
 from ftrun.snapshot.load_shares import Place
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.crash_points import crash_point
@@ -93,7 +93,7 @@ class Fetch:
     def check(self) -> None:
         """Raise FetchFailed if the fetch is cancelled."""
         if self.is_cancelled:
-            raise FetchFailed("it is not read any more: a generation begins")
+            raise FetchFailed("cancelled, because a new generation begins")
 
     def why_lost(self, node_id: str) -> str:
         return self._lost.get(node_id, "")
@@ -113,7 +113,7 @@ class Fetch:
     def ask(
         self, node_id: str, question: Callable[[int], t.GetShardHeader | t.GetMirror]
     ) -> Steps[bytearray]:
-        """Send a request for an answer whose length only the node knows, and wait for it.
+        """Send a request, and wait for an answer of unpredictable length.
 
         Raises LayoutUnknown if the request is refused, or no answer arrives.
         """
@@ -123,13 +123,13 @@ class Fetch:
         give_up_s = now_s() + self.patience_s
         try:
             if not self.rpc.tell(node_id, OutgoingFrame(question(number))):
-                raise LayoutUnknown("it cannot be asked")
+                raise LayoutUnknown("its address is unknown")
             while (answer := (yield Wait(answers, _TICK_S))) is None:
                 why = self.why_lost(node_id) or "the fetch was cancelled" * self.is_cancelled
                 if why or now_s() > give_up_s:
-                    raise LayoutUnknown(why or f"silent for {self.patience_s:.0f} s")
+                    raise LayoutUnknown(why or f"no answer for {self.patience_s:.0f} s")
             if answer.problem or answer.digest is None:
-                raise LayoutUnknown(answer.problem or "it has sent no digest")
+                raise LayoutUnknown(answer.problem or "its answer has no digest")
             raw: bytearray = answer.raw
             return raw
         finally:
@@ -161,8 +161,8 @@ class Fetch:
             problem = str(error)
         except Exception:  # noqa: BLE001
             # This is the main loop of a thread, so a bug must give an answer and not a hang.
-            _log.exception("a fetch ended in a bug of ftrun")
-            problem = "a bug in ftrun; the SMP's log has it"
+            _log.exception("internal error in a fetch")
+            problem = "internal error in ftrun; see the SMP's log"
         else:
             done(result)
             return
@@ -236,8 +236,8 @@ class SharedPieces:
         if load.left:
             said = "; ".join(dict.fromkeys(problems))
             self._notice(
-                f"{len(load.left)} pieces of {load.version} that other nodes were to read are read "
-                f"here: {said}"
+                f"other nodes did not deliver {len(load.left)} pieces of {load.version}, which are "
+                f"read here: {said}"
             )
             try:
                 load.read_too(list(load.left))

@@ -17,17 +17,15 @@ from contextlib import suppress
 import xxhash
 
 from ftrun.erasure.fragments import BlockDigest, FragmentHeader, StripeId, pack
-from ftrun.erasure.groups import ProtectionGroup
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Generation, Rank, Version, version
 from ftrun.smp.checkpoint.shared_load import SharedLoad
 from ftrun.smp.memory.parity_store import ParityStore
 from ftrun.smp.memory.sealed_shards import ArenaMappings, SealedShards
-from ftrun.smp.redundancy.block_sender import LocalBlocks
+from ftrun.smp.redundancy.block_sender import LocalBlocks, local_blocks
+from ftrun.smp.redundancy.group import group_of, stripes_of
 from ftrun.smp.redundancy.mirror import mirror_parts
-from ftrun.smp.redundancy.parity_writer import stripes_of
 from ftrun.snapshot.shard_header import PackedShardHeader, pack_head
-from ftrun.snapshot.stripe_space import StripeSpace
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.shared_memory.parity_region import ParityRecord, ParityRegion
 from ftrun.wire.transport.bulk_socket import Bytes
@@ -54,7 +52,8 @@ class RestoreServer:
         self._load = load
         self._run = run
         self._maps = maps
-        self._fds = {rank: [os.dup(fd) for fd in some] for rank, some in fds.items()}
+        self._fds: dict[Rank, list[int]] = {}
+        self._replace(fds)
         self._vaults = vaults
         self._lock = threading.Lock()
         self._held: SealedShards | None = None
@@ -62,19 +61,19 @@ class RestoreServer:
 
     def close(self) -> None:
         with self._lock:
-            for some in self._fds.values():
-                for fd in some:
-                    os.close(fd)
-            self._fds = {}
+            self._replace({})
 
     def take_in(self, fds: Mapping[Rank, Sequence[int]]) -> None:
         """Replace the arenas, after pending ones have arrived; duplicates are kept."""
         with self._lock:
-            for some in self._fds.values():
-                for fd in some:
-                    os.close(fd)
-            self._fds = {rank: [os.dup(fd) for fd in some] for rank, some in fds.items()}
+            self._replace(fds)
             self._held = None
+
+    def _replace(self, fds: Mapping[Rank, Sequence[int]]) -> None:
+        for some in self._fds.values():
+            for fd in some:
+                os.close(fd)
+        self._fds = {rank: [os.dup(fd) for fd in some] for rank, some in fds.items()}
 
     @property
     def shards(self) -> SealedShards:
@@ -96,7 +95,7 @@ class RestoreServer:
         record = found.record if found is not None else None
         if found is None or record is None or group_of(record).id != ask.group:
             raise LayoutUnknown(
-                f"this node has no whole part of {version(ask.generation, ask.step)} as it was "
+                f"this node has no complete part of {version(ask.generation, ask.step)} as "
                 f"protected in generation {ask.protected_in}"
             )
         return found, record
@@ -111,7 +110,7 @@ class RestoreServer:
         if ask.place == record.place:
             return mirror_parts(self.shards, record)
         if ask.place not in vault.mirrored_places():
-            raise LayoutUnknown(f"the mirror of place {ask.place} is not here")
+            raise LayoutUnknown(f"this node has no mirror of place {ask.place}")
         found = vault.mirror(ask.place)
         if found is None:
             what = f"mirror of place {ask.place}, {record.version}"
@@ -172,17 +171,5 @@ class RestoreServer:
         shards = self.shards
         with self._lock:
             if record.protected_in not in self._blocks:
-                pieces = {int(rank): one.layout.pieces for rank, one in shards.shards.items()}
-                self._blocks[record.protected_in] = LocalBlocks(
-                    shards=shards,
-                    space=StripeSpace(record.own, pieces, record.block_bytes),
-                    stripes=stripes_of(record),
-                    of=StripeId(self._run, record.version, group_of(record).id, 0),
-                    made_in=Generation(record.protected_in),
-                    place=record.place,
-                )
+                self._blocks[record.protected_in] = local_blocks(shards, record, self._run)
             return self._blocks[record.protected_in]
-
-
-def group_of(record: ParityRecord) -> ProtectionGroup:
-    return ProtectionGroup(tuple(member.node_id for member in record.members), record.parity)

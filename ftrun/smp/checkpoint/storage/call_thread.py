@@ -94,7 +94,7 @@ class CallThread:
         give_up_s = clock.now_s() + self._answer_s
         while not answer.wait(_NAP_S):
             if self._stop.is_set():
-                self._lose("the checkpoint is given up: the run is being stopped")
+                self._lose("the checkpoint is cancelled: the run is being stopped")
             if clock.now_s() > give_up_s:
                 self._lose(f"{self._where} has not answered for {self._answer_s:.0f} s")
         try:

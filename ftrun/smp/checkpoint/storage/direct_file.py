@@ -77,7 +77,7 @@ class Throttle:
         while True:
             wait_s = self._paid_s - clock.now_s() if self.bytes_per_s else 0.0
             if self.stop.wait(min(max(wait_s, 0.0), _NAP_S)):
-                raise CheckpointError("the checkpoint is given up: the run is being stopped")
+                raise CheckpointError("the checkpoint is cancelled: the run is being stopped")
             if wait_s <= _NAP_S:
                 break
         if self.bytes_per_s:

@@ -178,7 +178,7 @@ class FsspecStorage:
     def describe(self, name: str) -> StoredCheckpoint:
         one = self._stored(name)
         if one.is_incomplete:
-            return replace(one, problem=f"{self.path_of(name)} is not there")
+            return replace(one, problem=f"{self.path_of(name)} does not exist")
         return one
 
     def latest_name(self) -> str:

@@ -223,11 +223,9 @@ class CheckpointOwnership:
                     self._taken = str(error)
                 _log.warning("%s", error)
             except (CheckpointError, OSError) as error:
-                _log.debug("%s is not renewed: %s", OWNER_NAME, error)
+                _log.debug("cannot renew %s: %s", OWNER_NAME, error)
             except Exception:  # noqa: BLE001 - a thread's loop: a bug costs the record, not the run
-                _log.exception(
-                    "a bug of ftrun: the record of the checkpoints' owner is not renewed"
-                )
+                _log.exception("internal error: the owner record of the checkpoints is not renewed")
 
     def _renew(self, claim: CheckpointClaim) -> None:
         if claim is not self._claim:
@@ -275,7 +273,7 @@ class CheckpointOwnership:
         """
         limit_s = STALE_RENEWALS * place.renew_s
         _log.warning(
-            "%s belongs to run %s; looking for up to %.0f s whether that run is alive",
+            "%s belongs to run %s; checking for up to %.0f s whether that run is alive",
             place.shown,
             before.run_id,
             limit_s,
@@ -356,7 +354,7 @@ def _in_words(record: CheckpointOwner, where: str) -> str:
     since = f"{datetime.fromtimestamp(record.since_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
     return (
         f"{where} belongs to run {record.run_id} since {since} (node {record.node}, pid "
-        f"{record.pid}), and that run is alive. Two runs, also of one id, would load and remove "
-        "each other's checkpoints. Name another --checkpoint-dir, or end that run: ftrun stop "
+        f"{record.pid}), and that run is alive. Two runs, even with one id, would load and remove "
+        "each other's checkpoints. Use another --checkpoint-dir, or end that run: ftrun stop "
         f"{record.run_id}"
     )

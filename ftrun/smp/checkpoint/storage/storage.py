@@ -322,7 +322,7 @@ def remove_all(storage: Storage, names: Iterable[str]) -> None:
         try:
             storage.remove(name)
         except (CheckpointError, OSError) as error:
-            _log.warning("%s is not removed: %s", name, str(error))
+            _log.warning("cannot remove %s: %s", name, str(error))
 
 
 def is_stale(changed_s: float | None) -> bool:
