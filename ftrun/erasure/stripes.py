@@ -60,10 +60,6 @@ class Stripes:
     def node_at(self, stripe: int, index: int) -> int:
         return (stripe + (index + self.m) % self.n) % self.n
 
-    def position(self, stripe: int, node: int) -> int | None:
-        index = self.index(stripe, node)
-        return index if index < self.k else None
-
     def senders(self, stripe: int, num_bytes: Sequence[int]) -> tuple[int, ...]:
         """The data nodes that have a block for a stripe, in order of position.
 
@@ -100,11 +96,6 @@ class Stripes:
         return turns * self.n + (rest + self.m if rest else 0)
 
     # --- a node's parity ------------------------------------------------------------------------
-
-    def parity_row(self, node: int, stripe: int) -> int | None:
-        """Index of the node's parity block in the stripe; None if it has data there."""
-        index = self.index(stripe, node)
-        return index - self.k if index >= self.k else None
 
     def parity_block(self, node: int, stripe: int) -> int | None:
         """Index in the node's parity memory of the block of a stripe; None if it has data there."""

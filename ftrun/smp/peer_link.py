@@ -237,7 +237,6 @@ class PeerLink:
         self.wake()
 
     def wake(self) -> None:
-        """Make the link's thread ask the streams for frames again."""
         with self._lock:  # the number of a closed descriptor may be reused
             if self._wake_fd >= 0:
                 os.eventfd_write(self._wake_fd, 1)

@@ -358,8 +358,8 @@ class Served:
         stripes = stripes_of(record)
         codec = Codecs().get(stripes.k, stripes.m)
         row = bytearray(record.block_bytes)
-        parity_row = stripes.parity_row(record.place, stripe)
-        if parity_row is None:
+        parity_row = stripes.index(stripe, record.place) - stripes.k
+        if parity_row < 0:
             raise LayoutUnknown(f"no parity of stripe {stripe} belongs here")
         for at, place in enumerate(stripes.senders(stripe, record.coded_bytes)):
             name = record.members[place].node_id

@@ -74,7 +74,6 @@ class CheckpointPart(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, str, int, int, int]:
-        """Parts are merged only if their keys are equal."""
         return self.run_id, self.token, self.generation, self.step, self.world_size
 
 

@@ -135,7 +135,6 @@ def _list(storage: Storage, only: str) -> list[StoredCheckpoint]:
 def _load_first(
     sources: Sequence[CheckpointFiles], rejected: dict[str, str], job: LoadJob, *, where: str
 ) -> LoadedCheckpoint | None:
-    """Fill arenas from the first usable checkpoint, in the order given."""
     left = {name: job.set_aside[name] for name in rejected if name in job.set_aside}
     for name in left:
         del rejected[name]

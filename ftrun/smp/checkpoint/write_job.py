@@ -76,7 +76,6 @@ class WriteJob:
         return math.inf if is_url(self.where) else context.gap_s
 
     def part(self, run_id: RunId, version: Version) -> CheckpointPart:
-        """Return the part without files."""
         generation, step = version.generation, version.step
         return CheckpointPart(
             FORMAT, run_id, self.token, generation, step, self.world_size, [], life=self.life

@@ -210,7 +210,6 @@ class CommitCoordinator:
     # --- the leader, through the agent -------------------------------------------------------
 
     def commit(self, wanted: Version) -> None:
-        """Commit a version that every node of the run reported as ready."""
         committed = self.tracker.committed
         is_known = committed is not None and wanted <= committed
         if self._page is None:

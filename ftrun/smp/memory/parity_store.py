@@ -56,7 +56,6 @@ class ParityStore:
 
     @property
     def kept(self) -> ParityRegion | None:
-        """The region with the protection that the run would be restored from."""
         return self._slots[self._kept] if self._kept is not None else None
 
     def adopt(self, fd: int, slot: int) -> None:

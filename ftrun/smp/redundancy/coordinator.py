@@ -147,7 +147,6 @@ class RedundancyCoordinator:
     def begin_generation(
         self, body: smp_messages.BeginGeneration, group: LocalGroup | None, page: SharedPage
     ) -> None:
-        """Begin a generation: protect versions, count commits, and fetch what is restored."""
         restored = version(*body.restored) if body.restored is not None else None
         is_new = self._begin(body, group, page, restored)
         self._commits.begin(
@@ -283,7 +282,6 @@ class RedundancyCoordinator:
         return count
 
     def count_again(self) -> None:
-        """Recount the commits because slots have changed."""
         if self._commits.has_begun:
             tracker = self._commits.tracker
             self._commits.begin_again(tracker.generation, tracker.ranks, tracker.world_size)

@@ -227,7 +227,6 @@ class GroupNotices:
             self._tell("unprotected", f"{at}: {why}", [])
 
     def protected(self) -> None:
-        """Record that versions are protected again."""
         self._unprotected = ""
 
     def _tell(self, kind: str, why: str, nodes: list[str], ranks: Sequence[int] = ()) -> None:

@@ -92,10 +92,6 @@ class ParityWriter:
         self._window = -1
         self.num_bytes = 0
 
-    @property
-    def block_bytes(self) -> int:
-        return self._record.block_bytes
-
     def start(self) -> None:
         """Open the window; report `full` at once if nothing is expected."""
         self._move_window()

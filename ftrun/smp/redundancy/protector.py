@@ -80,7 +80,6 @@ class Protector:
     # --- server thread: calls from the coordinator and the commits ---------------------------
 
     def begin(self, group: LocalGroup | None) -> None:
-        """End all work in progress, and continue with this group."""
         self.stop()
         self._is_still = False
         self.group = group
@@ -150,7 +149,6 @@ class Protector:
         return round_ is not None and round_.was_ready
 
     def abandon(self, newest: Version) -> None:
-        """Stop protecting versions of the same generation up to this one."""
         self._rounds.drop(lambda other: other.generation == newest.generation and other <= newest)
 
     def void_after(self, newest: Version) -> None:
@@ -421,7 +419,6 @@ class Protector:
                 self._notices.stalled(round_.version, group, round_.stored)
 
     def _look_at_links(self) -> None:
-        """Report to the agent which nodes are unreachable now, if that has changed."""
         group = self.group
         if group is None:
             return

@@ -104,7 +104,6 @@ class Rebuilder:
                 )
 
     def rebuild(self, ask: t.RebuildBlock) -> memoryview:
-        """Do the same as `_rebuild`, in the calling thread."""
         return drive(self._rebuild(ask))
 
     def _rebuild(self, ask: t.RebuildBlock) -> Steps[memoryview]:

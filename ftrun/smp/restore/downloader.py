@@ -151,7 +151,6 @@ class Downloader:
         return self._failed
 
     def _assign(self, item: DownloadItem) -> None:
-        """Queue an item at its next source that has not failed."""
         while item.sources:
             node = item.sources.popleft()
             if node not in self._bad:

@@ -48,7 +48,6 @@ class LostNode:
 
     @property
     def alive(self) -> list[NodeAddress]:
-        """Nodes of the group that can be reached."""
         return [node for node in self.group.nodes if node.smp_port > 0]
 
     @property
@@ -71,7 +70,6 @@ class LostNode:
 
     @property
     def mirror_holders(self) -> list[NodeAddress]:
-        """Reachable nodes that have the small state of the lost node."""
         found = [node for node in self.mirror_nodes if node.smp_port > 0]
         return found if self.owner is None else [self.owner, *found]
 
@@ -97,7 +95,6 @@ class LostNode:
         return number, at.generation, at.step, group_id, group.generation
 
     def missing(self, what: str, problems: Sequence[str]) -> str:
-        """Return an error text: what cannot be fetched, and why."""
         group = self.group
         gone = [node.node_id for node in group.nodes if node.smp_port <= 0]
         k = len(group.nodes) - group.parity

@@ -149,7 +149,6 @@ class ShardLocations:
         self._next.append(item)
 
     def block(self, lost: MissingShards, number: int) -> _Block:
-        """Return a block of a lost node, which is fetched at most once."""
         key = (id(lost), number)
         if key not in self._blocks:
             made = self._blocks[key] = lost.make_block(number)
@@ -306,7 +305,6 @@ class PreviousWorldShards:
         return found
 
     def _copy_own(self, one: WantedPiece) -> bool:
-        """Copy a piece from any slot of this node that has it."""
         try:
             one.room[:] = self._served.shards.find(one.digest)
         except (LayoutUnknown, SnapshotCorrupt):

@@ -403,7 +403,6 @@ class RestoreCoordinator:
         self._refuse(lambda _: True, "the SMP ends")
 
     def grant(self, asker: Requester, rank: Rank, wanted: Version) -> None:
-        """Send a worker its arena, at once or when it arrives."""
         arena = self._holder(rank, wanted)
         restore = self._restore
         if arena is not None:

@@ -50,7 +50,6 @@ class CallResult(Generic[_T]):
         return self._is_there.wait(limit_s)
 
     def take(self) -> _T:
-        """Return the result, or raise the exception of the call."""
         if self._error is not None:
             try:
                 raise self._error

@@ -118,8 +118,7 @@ class OpenFile(Protocol):
     """A file of a checkpoint that is being read."""
 
     @property
-    def size(self) -> int:
-        """In bytes."""
+    def size(self) -> int: ...
 
     def read(self, at: int, num_bytes: int) -> bytes:
         """Read `num_bytes` from offset `at`, or fewer at the end of the file."""
@@ -135,8 +134,7 @@ class Storage(Protocol):
     """
 
     @property
-    def shown(self) -> str:
-        """The location, for messages."""
+    def shown(self) -> str: ...
 
     @property
     def is_local(self) -> bool:
