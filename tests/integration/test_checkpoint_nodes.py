@@ -407,7 +407,7 @@ def test_what_others_have_left_is_neither_used_nor_in_the_way(make: Make, direct
         shutil.copy(foreign.parent / name, directory / ours / name)
     answer = part(first.write(directory))
     assert answer.missing_ranks == [2, 3]
-    assert "does not count" in answer.note
+    assert "is ignored" in answer.note
     path = finished(second.write(directory))
     check_files(path)
     left = set(listing(directory)) - {"latest", path.name}

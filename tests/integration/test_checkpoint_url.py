@@ -471,5 +471,5 @@ def test_parts_of_two_lives_are_never_put_together(arenas: Arenas, url: str, roo
         (other / file.name).write_bytes(file.read_bytes())
     found = write_part(arenas, url, writer(), 1, 1, token="two")
     assert found.missing_ranks == (0,)
-    assert "does not count" in found.note
+    assert "is ignored" in found.note
     assert load(url) is None

@@ -1026,7 +1026,7 @@ def test_what_cannot_be_written_or_loaded_is_refused_in_words(world: World, tmp_
     bad = checkpoint_messages.WriteCheckpoint(str(tmp_path / "file" / "below"), keep=1)
     assert "Not a directory" in world.ask(agent, bad, checkpoint_messages.CheckpointFailed).why
     full = checkpoint_messages.WriteCheckpoint("/proc/sys/kernel", keep=1)
-    assert "not written" in world.ask(agent, full, checkpoint_messages.CheckpointFailed).why
+    assert "cannot write" in world.ask(agent, full, checkpoint_messages.CheckpointFailed).why
     world.ask(
         agent,
         checkpoint_messages.WriteCheckpoint(str(directory), keep=1),
