@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 from ftrun.errors import ExitCode
 from ftrun.ids import Version
 from ftrun.membership.events import Happening, MessageReceived
+from ftrun.records.incidents import LifecycleChangeRejected
+from ftrun.records.membership import GenerationChosen, VotersChanged
 from ftrun.recovery import commands as do
 from ftrun.wire.cluster.generation import Edition, GenerationPlan
 from ftrun.wire.cluster.membership import Accept, LeaderHeartbeat, Prepare, Promise
@@ -116,13 +118,14 @@ class Invariants:
                 self._notes(agent, command)
 
     def _notes(self, agent: "Agent", command: do.JournalEntry) -> None:
-        if command.kind == "TransitionRefused":
-            self.fail(f"the life of a run goes from state to state only: {command.fields}")
-        if command.kind not in ("Generation", "Roster"):
+        record = command.record
+        if isinstance(record, LifecycleChangeRejected):
+            self.fail(f"the life of a run goes from state to state only: {record}")
+        if not isinstance(record, GenerationChosen | VotersChanged):
             return
         assert agent.member.lead is not None
         assert agent.member.lead.plan is not None
-        if command.kind == "Generation":
+        if isinstance(record, GenerationChosen):
             self._takes_effect(agent.member.lead.plan, agent.node)
         else:
             self._other_voters(agent.member.lead.plan)

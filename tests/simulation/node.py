@@ -427,7 +427,7 @@ class Hands:
         trace = self.node.world.trace
         match command:
             case do.JournalEntry():
-                trace(self.node.node_id, f"note {command.kind}: {command.text}")
+                trace(self.node.node_id, f"note {command.record.kind}: {command.record.text}")
                 return
             case do.SuspendRanks() | do.ResumeRanks():
                 trace(self.node.node_id, type(command).__name__)

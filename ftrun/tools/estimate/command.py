@@ -21,7 +21,7 @@ from ftrun.tools.estimate import text as words
 from ftrun.tools.estimate.assumptions import ABOUT, Assumptions, flag_of, problems
 from ftrun.tools.estimate.estimate_run import measured_in, nothing_measured
 from ftrun.tools.estimate.outlook import MAX_NODES, FixedChoices, Outlook, outlook
-from ftrun.tools.report.report_logs import folder_of, is_alive, raw_lines
+from ftrun.tools.report.command import folder_of, is_alive, raw_lines
 from ftrun.tools.report.run import run_facts
 
 _MOST_POINTS = 64

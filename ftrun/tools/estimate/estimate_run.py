@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from ftrun.cli.screen.text import count
+from ftrun.tools.report.costs import HANGS
 from ftrun.tools.report.facts import IncidentFacts, RunFacts
 from ftrun.tools.report.incident.ranks import slow_kind
-from ftrun.tools.report.report_cost import HANGS
 
 _NODES_LOST = ("node lost", "lead lost")
 

@@ -9,6 +9,7 @@ import pytest
 from ftrun.config.cluster import ClusterSize
 from ftrun.errors import ExitCode
 from ftrun.membership.gathering import SAY_EVERY_S, InitialQuorum, JoinTimeout
+from ftrun.records.membership import WaitingForNodes
 from ftrun.recovery.commands import EndRun, JournalEntry, Send
 from ftrun.wire.cluster.generation import NodeCard
 from ftrun.wire.cluster.membership import Join, JoinPending, JoinRejected
@@ -129,7 +130,7 @@ def test_it_says_now_and_then_what_is_waited_for() -> None:
         found = made.wait(now_s - 50.0, "a is here", gathers=True, now_s=float(now_s))
         if found:
             assert found == [
-                JournalEntry("Waiting", f"waiting for {now_s - 50} s: a is here", say=True)
+                JournalEntry(WaitingForNodes(f"waiting for {now_s - 50} s: a is here"), say=True)
             ]
             said_s.append(now_s - 50)
     assert said_s == [SAY_EVERY_S, 2 * SAY_EVERY_S, 3 * SAY_EVERY_S]

@@ -54,7 +54,7 @@ def begun(node_ids: str = "abc", **changes: object) -> Agents:
 
 
 def notes(made: Agents, node_id: str, kind: str) -> list[str]:
-    return [one.text for one in made[node_id].told(JournalEntry) if one.kind == kind]
+    return [one.record.text for one in made[node_id].told(JournalEntry) if one.record.kind == kind]
 
 
 # --- finding the run --------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_who_finds_nobody_gives_up_in_the_end() -> None:
     made = Agents("b", settings(join_wait_s=60.0))
     made.passes(59.0)
     assert made["b"].told(EndRun) == []
-    assert notes(made, "b", "Waiting")
+    assert notes(made, "b", "waiting_for_nodes")
     made.passes(1.5)
     (end,) = made["b"].told(EndRun)
     assert end.exit_code == ExitCode.TRY_AGAIN
@@ -216,7 +216,7 @@ def test_the_next_in_order_takes_over_at_once_where_the_lead_is_dead() -> None:
     made.passes(1.0)
     assert made.lead() == "b"
     assert made.running() == {"b": 1, "c": 1}
-    assert notes(made, "b", "LeadLost") == ["the lead is lost: a refuses the connection"]
+    assert notes(made, "b", "leader_lost") == ["the lead is lost: a refuses the connection"]
 
 
 def test_the_next_in_order_takes_over_after_the_deadline_where_it_is_silent() -> None:
@@ -226,7 +226,7 @@ def test_the_next_in_order_takes_over_after_the_deadline_where_it_is_silent() ->
     assert made.running() == {"a": 0, "b": 0, "c": 0}
     made.passes(4.0)
     assert [made[one].runs for one in "bc"] == [1, 1]
-    assert notes(made, "b", "LeadLost")
+    assert notes(made, "b", "leader_lost")
 
 
 def test_where_the_next_one_is_gone_too_the_one_after_it_takes_over() -> None:
@@ -409,7 +409,7 @@ def test_a_lead_at_whose_place_another_agent_answers_is_lost() -> None:
     made = begun()
     made.cut("c", "b")
     made.happens("c", ConnectionOpened("a", 2))
-    assert notes(made, "c", "LeadLost") == ["the lead is lost: the agent of a was started again"]
+    assert notes(made, "c", "leader_lost") == ["the lead is lost: the agent of a was started again"]
 
 
 def test_a_dial_that_fails_beside_a_connection_says_nothing() -> None:
@@ -436,7 +436,7 @@ def test_two_nodes_that_refuse_each_other_pause_and_go_on_together() -> None:
     made.passes(8.0)
     assert made.running() == {}
     assert made["a"].told(StartRanks)[1:] == made["b"].told(StartRanks)[1:] == []
-    assert any("PAUSED" in text for text in notes(made, "a", "Paused"))
+    assert any("PAUSED" in text for text in notes(made, "a", "run_paused"))
     made.heal()
     made.passes(15.0)
     assert set(made.running()) == {"a", "b"}
@@ -541,7 +541,7 @@ def test_a_proposer_gives_way_to_a_settled_lead_and_to_no_other_proposer() -> No
     assert made.role("b") is MemberRole.LEADING
     made.happens("b", MessageReceived("c", LeaderInfo(card("c"), 7, True)))
     assert made.role("b") is MemberRole.JOINING
-    assert notes(made, "b", "SteppedDown") == ["node c leads"]
+    assert notes(made, "b", "stepped_down") == ["node c leads"]
 
 
 def test_a_proposer_whose_voter_hears_a_lead_steps_down() -> None:
@@ -549,7 +549,7 @@ def test_a_proposer_whose_voter_hears_a_lead_steps_down() -> None:
     made.cut("a", "b")
     made.passes(5.0)
     assert made["c"].runs == made["a"].runs
-    assert notes(made, "b", "SteppedDown")
+    assert notes(made, "b", "stepped_down")
     assert made["c"].member.lead_card == made["a"].card
 
 

@@ -581,8 +581,8 @@ def test_a_hang_is_named_and_then_acted_on() -> None:
     assert len(whys) == 1
     assert whys[0].startswith("hang in computation: rank 1")
     kinds = [note.kind for note in made.incidents.take_notes()]
-    assert kinds.count("Verdict") == 1
-    assert "TransitionRefused" not in kinds
+    assert kinds.count("verdict") == 1
+    assert "lifecycle_change_rejected" not in kinds
 
 
 def test_a_silence_that_ends_is_not_acted_on() -> None:

@@ -78,8 +78,10 @@ def test_a_spare_takes_the_ranks_of_a_node_that_leaves_and_no_step_is_lost() -> 
     assert ends(made, "b") == [], "what it holds is needed"
     protected_again(made, "adc", at)
     assert ends(made, "b") == [(TERMINATED, True)]
-    assert notes(made, "a", "Leaving") == ["asked to leave: b; the run continues without them"]
-    assert notes(made, "a", "Unfit") == ["node b may not run ranks: it was asked to leave"]
+    assert notes(made, "a", "nodes_draining") == [
+        "asked to leave: b; the run continues without them"
+    ]
+    assert notes(made, "a", "node_unfit") == ["node b may not run ranks: it was asked to leave"]
     made.kill("b")
     made.passes(5.0)
     assert made.running() == {"a": 1, "c": 1, "d": 1}
@@ -103,7 +105,7 @@ def test_where_every_node_is_asked_the_run_stops_at_once() -> None:
         works(made, 7, one, exits=(exited(rank, ExitKind.FINISHED, 0),))
     made.passes(1.0)
     assert ends(made, "abcd") == [(TERMINATED, False)] * 4
-    assert notes(made, "a", "Leaving") == []
+    assert notes(made, "a", "nodes_draining") == []
 
 
 def test_where_too_few_would_be_left_the_run_stops_at_once() -> None:
@@ -405,7 +407,7 @@ def test_who_is_lost_need_not_be_asked() -> None:
     made.kill("b")
     made.passes(NOTICE_S + 1.0)
     assert set(made.running()) == set("acd")
-    assert notes(made, "a", "Leaving") == []
+    assert notes(made, "a", "nodes_draining") == []
 
 
 def test_a_paused_run_whose_last_nodes_are_asked_ends() -> None:

@@ -2,13 +2,14 @@
 
 from ftrun.errors import ExitCode
 from ftrun.membership.leader.pausing import GONE_S, PUT_OFF_S, NodeWait
+from ftrun.records.membership import RunPaused
 from ftrun.recovery.commands import EndRun, JournalEntry
 
 
 def test_it_says_what_is_missing_and_says_it_again_where_that_is_news() -> None:
     made = NodeWait(100.0)
     assert made.begin("b is missing", now_s=0.0) == [
-        JournalEntry("Paused", "PAUSED: b is missing; gives up after 100 s", {}, say=True)
+        JournalEntry(RunPaused("PAUSED: b is missing; gives up after 100 s"), say=True)
     ]
     assert made.begin("b is missing", now_s=1.0) == []
     assert len(made.begin("c is missing", now_s=2.0)) == 1

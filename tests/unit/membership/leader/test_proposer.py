@@ -6,6 +6,7 @@ from ftrun.membership.events import WitnessAnswered, WitnessRegister
 from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
 from ftrun.membership.leader.proposer import WITNESS_WAIT_S, BallotStage, Proposer
 from ftrun.membership.witness import WitnessView
+from ftrun.records.membership import BallotStarted
 from ftrun.recovery.commands import (
     Command,
     Connect,
@@ -75,7 +76,7 @@ def test_everyone_is_asked_for_a_promise_of_the_next_number() -> None:
     made = OneProposer(unlinked="d")
     found = made.begin()
     assert found == [
-        JournalEntry("Ballot", "b was lost", {"generation": 5}),
+        JournalEntry(BallotStarted("b was lost", 5)),
         *(Send(one, Prepare(5, card("a"), "b was lost", (4, 0))) for one in "abc"),
         Connect("d.local", 29400, "d"),
     ]
