@@ -26,7 +26,7 @@ from ftrun.tools.report.incident.timeline import PHASES, IncidentTimes
 MAX_ROWS = 20
 _MAX_FRAMES = 40
 _MAX_NODES = 64
-_SLOW = ("slow computation", "slow communication", "input-bound", "memory creeping")
+_SLOW = ("slow computation", "slow communication", "input-bound", "memory growth")
 
 
 def rows_of(

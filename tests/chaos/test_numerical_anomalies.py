@@ -83,5 +83,5 @@ def test_without_the_policy_it_is_told_and_the_run_goes_on(
     assert run.wait() == 0, run.text
     assert "finite False" in run.text
     (closed,) = run.journal("incident_closed")
-    assert closed["verdict_kind"] == "bad numbers"
+    assert closed["verdict_kind"] == "numerical anomaly"
     assert len(run.journal("generation_started")) == 1
