@@ -488,7 +488,7 @@ class Invariants:
         """An agent ends of itself."""
         self.exits.append((node.node_id, command))
         if command.exit_code in (ExitCode.USAGE, ExitCode.BUG):
-            self.fail(f"{node.node_id} ends with {command.exit_code}: {command.why}")
+            self.fail(f"{node.node_id} ends with {command.exit_code}: {command.reason}")
         if command.exit_code == ExitCode.STATE_LOST:
             self._check_refusal(node, command)
         if command.goes_on:
@@ -542,6 +542,6 @@ class Invariants:
         }
         here = [other.node_id for other in self.simulation.nodes if other.is_on]
         if name := self.simulation.loads_on(here):
-            self.fail(f"{node.node_id} says {command.why!r}, and {name} loads on all nodes")
+            self.fail(f"{node.node_id} says {command.reason!r}, and {name} loads on all nodes")
         if newest is not None and can_have(newest.version, reached):
-            self.fail(f"{node.node_id} says {command.why!r}, and {newest.version} is there")
+            self.fail(f"{node.node_id} says {command.reason!r}, and {newest.version} is there")

@@ -196,7 +196,7 @@ def run_in_circles(now_s, until_s):
 
 
 def _stand_still(how: str, for_s: float, now_s: Callable[[], float]) -> None:
-    """Block this thread: `hang` sleeps, `busy-loop` computes, `gil-hold` sleeps and keeps the GIL."""
+    """Block this thread: asleep (`hang`), asleep with the GIL (`gil-hold`), or in a busy loop."""
     if how == "gil-hold":
         _keep_the_lock(for_s)
         return

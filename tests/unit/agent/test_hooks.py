@@ -56,11 +56,11 @@ def told() -> dict[str, Any]:
 def test_what_a_hook_is_told() -> None:
     first, last = told(), document(CLOSED, FACTS)
     assert first["event"] == "verdict"
-    assert first["culprits"] == [1, 2]
-    assert first["evidence"] == ["it is dead"]
+    assert first["culprits"] == (1, 2)
+    assert first["evidence"] == ("it is dead",)
     assert last["event"] == "closed"
     assert last["verdict_kind"] == first["verdict_kind"] == "crash"
-    assert (first["number"], first["confidence"], first["counter_evidence"]) == (3, "certain", [])
+    assert (first["number"], first["confidence"], first["counter_evidence"]) == (3, "certain", ())
     assert last["recovered_s"] == 0.4
     assert first["run_id"] == last["run_id"] == "r"
     variables = variables_of(first)

@@ -113,13 +113,10 @@ def test_files_of_several_nodes_have_the_ranks_of_their_generation(tmp_path: Pat
              f"{node}/workers/r_x/attempt_0/1/stderr.log")  # fmt: skip
     make(tmp_path, "n1/workers/r_x/attempt_1/0/stdout.log", "n1/workers/r_x/attempt_1/0/error.json")
     lines = [
-        *(
-            line(1.0, "run_started", node, run_id="r", logs=f"/gone/{node}")
-            for node in ("n0", "n1")
-        ),
-        line(2.0, "generation_started", "n0", generation=0, ranks=[0, 1]),
-        line(2.0, "generation_started", "n1", generation=0, ranks=[2, 3]),
-        line(9.0, "generation_started", "n1", generation=1, ranks=[0, 1]),
+        *(line(1.0, RunStarted("r", "", "", f"/gone/{node}"), node) for node in ("n0", "n1")),
+        started(2.0, "n0", 0, 0, 1),
+        started(2.0, "n1", 0, 2, 3),
+        started(9.0, "n1", 1, 0, 1),
     ]
     found = [(one.prefix, one.generation, one.path.name) for one in log_files(tmp_path, lines)]
     assert found == [

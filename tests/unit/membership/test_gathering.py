@@ -157,8 +157,8 @@ def test_it_gives_up_after_the_limit_with_what_to_check(
     (end,) = made.wait(100.0, "nobody", gathers=gathers, now_s=100.0)
     assert isinstance(end, EndRun)
     assert end.exit_code == code
-    assert "within 100 s: nobody" in end.why
-    assert advice in end.why
+    assert "within 100 s: nobody" in end.reason
+    assert advice in end.reason
 
 
 @pytest.mark.parametrize("gathers", [True, False])
@@ -167,5 +167,5 @@ def test_where_they_meet_at_a_witness_that_is_what_to_check(gathers: bool) -> No
     (end,) = made.wait(100.0, "nobody", gathers=gathers, now_s=100.0)
     assert isinstance(end, EndRun)
     assert (
-        "within 100 s: nobody. Check that ftrun runs on the others, with the same etcd" in end.why
+        "within 100 s: nobody. Check that ftrun runs on the others, with the same etcd" in end.reason
     )

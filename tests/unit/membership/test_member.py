@@ -94,7 +94,7 @@ def test_who_was_started_with_other_numbers_is_turned_away() -> None:
     made.passes(1.0)
     (end,) = made["c"].told(EndRun)
     assert end.exit_code == ExitCode.USAGE
-    assert "--nnodes/--spares 2:4+0, and this run with 2:3+0" in end.why
+    assert "--nnodes/--spares 2:4+0, and this run with 2:3+0" in end.reason
     assert made.role("c") is MemberRole.ENDED
 
 
@@ -162,7 +162,7 @@ def test_who_finds_nobody_gives_up_in_the_end() -> None:
     made.passes(1.5)
     (end,) = made["b"].told(EndRun)
     assert end.exit_code == ExitCode.TRY_AGAIN
-    assert "refused" in end.why
+    assert "refused" in end.reason
 
 
 def test_who_waits_for_too_few_gives_up_in_the_end() -> None:
@@ -285,7 +285,7 @@ def test_ranks_wait_before_the_lead_may_have_been_replaced() -> None:
     made.passes(1.5)
     assert made["c"].told(SuspendRanks) == []
     made.passes(1.0)
-    assert [one.why for one in made["c"].told(SuspendRanks)] == ["the lead is not heard"]
+    assert [one.reason for one in made["c"].told(SuspendRanks)] == ["the lead is not heard"]
     assert made["c"].member.is_held
     assert made.running() == {"a": 0, "b": 0, "c": 0}, "nobody has replaced it yet"
 
@@ -296,7 +296,7 @@ def test_a_short_silence_is_over_without_a_new_generation() -> None:
     made.passes(2.5)
     made.heal()
     made.passes(1.0)
-    assert [one.why for one in made["c"].told(ResumeRanks)] == ["the lead is heard again"]
+    assert [one.reason for one in made["c"].told(ResumeRanks)] == ["the lead is heard again"]
     assert not made["c"].member.is_held
     assert made.running() == {"a": 0, "b": 0, "c": 0}
 
@@ -305,7 +305,7 @@ def test_a_lead_that_is_cut_off_has_its_ranks_wait_and_comes_back_beside_the_oth
     made = begun()
     made.cut("a")
     made.passes(3.0)
-    assert [one.why for one in made["a"].told(SuspendRanks)] == [
+    assert [one.reason for one in made["a"].told(SuspendRanks)] == [
         "too few of the other nodes are heard"
     ]
     made.passes(5.0)
@@ -338,7 +338,7 @@ def test_an_agent_that_stood_still_doubts_itself() -> None:
     made.passes(2.5)
     made.cut("c")
     made.thaw("c")
-    assert [one.why for one in made["c"].told(SuspendRanks)] == [
+    assert [one.reason for one in made["c"].told(SuspendRanks)] == [
         "this node stood still, and asks whether the run has gone on without it"
     ]
     made.heal()

@@ -111,5 +111,5 @@ def meet(
 
 def fields(entry: JournalEntry) -> dict[str, Any]:
     """The fields of a journal entry, as in the journal."""
-    found: dict[str, Any] = msgspec.to_builtins(entry.record)
+    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(entry.record))
     return found

@@ -44,7 +44,7 @@ def exited(rank: int, kind: ExitKind = ExitKind.EXCEPTION, code: int = 1) -> Wor
 
 
 def starts(commands: list[SupervisorCommand]) -> list[str]:
-    return [one.why for one in commands if isinstance(one, StartGeneration)]
+    return [one.reason for one in commands if isinstance(one, StartGeneration)]
 
 
 # --- rule 1: of which generation --------------------------------------------------------------

@@ -49,7 +49,7 @@ def told(made: GenerationMonitor, kind: str) -> list[dict[str, Any]]:
 
 
 def whys(commands: list[SupervisorCommand]) -> list[str]:
-    return [one.why for one in commands if isinstance(one, StartGeneration)]
+    return [one.reason for one in commands if isinstance(one, StartGeneration)]
 
 
 # --- numbers ----------------------------------------------------------------------------------

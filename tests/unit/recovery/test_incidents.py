@@ -71,7 +71,7 @@ def test_a_rank_that_is_killed() -> None:
     made.progress(beats(21, loss=0.5), progress(22), now_s=5.9)
     assert made.open is None
     ((closed_s, shown),) = made.closed
-    assert (closed_s, shown["generations"], shown["text"]) == (5.9, [1], KILLED.text)
+    assert (closed_s, shown.generations, shown.text) == (5.9, (1,), KILLED.text)
     notes = made.take_notes()
     verdicts = [note for note in notes if note.record.kind == "verdict"]
     closed = next(fields(note) for note in notes if note.record.kind == "incident_closed")

@@ -134,7 +134,7 @@ def test_a_node_that_is_back_is_taken_in_at_a_step_boundary() -> None:
     works(made, 7, "ab")
     made.passes(8.0)
     (asked,) = made["a"].told(RequestFinalSnapshot)
-    assert asked.why == "grows from 2 to 3 nodes"
+    assert asked.reason == "grows from 2 to 3 nodes"
     hold(made, asked.after_step, "ab", generation=1)
     works(made, asked.after_step, "ab", at_boundary=True, ready=(1, asked.after_step))
     made.passes(2.0)
@@ -362,7 +362,7 @@ def test_a_pause_ends_the_run_after_its_limit() -> None:
     made.passes(2.0)
     end = made["a"].told(EndRun)[0]
     assert end.exit_code == ExitCode.NOT_ENOUGH_NODES
-    assert "too few of the 2 nodes that decide are here; missing: c, for 20 s" in end.why
+    assert "too few of the 2 nodes that decide are here; missing: c, for 20 s" in end.reason
 
 
 def test_fewer_nodes_than_the_run_may_have_pause_it() -> None:
@@ -456,7 +456,7 @@ def test_an_exception_before_the_first_step_ends_the_run_everywhere() -> None:
     made.passes(2.0)
     for one in "abc":
         (end,) = made[one].told(EndRun)
-        assert (end.exit_code, end.why) == (3, "rank 1: exception")
+        assert (end.exit_code, end.reason) == (3, "rank 1: exception")
     # The others end at once; the lead waits until they have heard of it, its ranks do not.
     assert made["a"].told(KillWorkers) == [KillWorkers("rank 1: exception")]
 
@@ -596,7 +596,7 @@ def test_a_checkpoint_that_too_few_nodes_can_read_ends_the_run(by: str) -> None:
     (end,) = made["a"].told(EndRun)
     assert end.exit_code == ExitCode.STATE_LOST
     wanted = {"problem": "b: /saved: stale handle", "difference": "do not read the same checkpoint"}
-    assert wanted[by] in end.why
+    assert wanted[by] in end.reason
 
 
 @pytest.mark.parametrize(
@@ -709,7 +709,7 @@ def test_an_agent_that_comes_back_when_nobody_is_left_ends_after_a_minute() -> N
     made.passes(15.0)
     (end,) = again.told(EndRun)
     assert end.exit_code == ExitCode.TRY_AGAIN
-    assert "nobody of this run is left" in end.why
+    assert "nobody of this run is left" in end.reason
 
 
 def test_who_has_been_with_the_others_waits_for_them() -> None:
