@@ -167,5 +167,6 @@ def test_where_they_meet_at_a_witness_that_is_what_to_check(gathers: bool) -> No
     (end,) = made.wait(100.0, "nobody", gathers=gathers, now_s=100.0)
     assert isinstance(end, EndRun)
     assert (
-        "within 100 s: nobody. Check that ftrun runs on the others, with the same etcd" in end.reason
+        "within 100 s: nobody. Check that ftrun runs on the others, with the same etcd"
+        in end.reason
     )

@@ -133,7 +133,7 @@ def test_a_rail_that_falls_silent_is_left_within_one_generation() -> None:
     host = after.members[0].card.rails[int(after.roads.rails[0][-1])].host
     assert after.store_host == host
     findings = [one for one in made["a"].told(JournalEntry) if one.record.kind == "path_finding"]
-    assert any(one.say and rail in one.text for one in findings)
+    assert any(one.say and rail in one.record.text for one in findings)
 
 
 def test_with_report_a_dead_rail_is_named_and_nothing_else_happens() -> None:

@@ -580,7 +580,7 @@ def test_a_hang_is_named_and_then_acted_on() -> None:
     whys = starts(looked(made, 10.5, 110.5))
     assert len(whys) == 1
     assert whys[0].startswith("hang in computation: rank 1")
-    kinds = [note.kind for note in made.incidents.take_notes()]
+    kinds = [note.record.kind for note in made.incidents.take_notes()]
     assert kinds.count("verdict") == 1
     assert "lifecycle_change_rejected" not in kinds
 

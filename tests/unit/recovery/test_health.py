@@ -202,7 +202,7 @@ def test_a_suspect_link_is_tried_by_the_node_that_does_not_lead() -> None:
     slow.probed(ProbeLinkResult(body.number, "a", 0.001, 1e6, 1e9), now_s=60.0)
     slow.probed(ProbeLinkResult(body.number, "a", 0.001, 1e6, 1e9), now_s=60.0)  # it came twice
     slow.probed(ProbeLinkResult(99, "a", problem="x"), now_s=60.0)
-    assert {cell["sender"] for cell in slow.matrix()} == {"a", "b"}
+    assert {cell.sender for cell in slow.matrix()} == {"a", "b"}
     told_of = told(made, "verdict")
     assert [one["verdict"]["kind"] for one in told_of] == ["slow communication"]
     assert told_of[0]["matrix"]
@@ -225,7 +225,7 @@ def test_what_cards_and_gpus_have_counted_stands_in_the_verdict() -> None:
         made.beat(node.node_id, one, now_s=10.0)
     made.passing(now_s=10.3)
     (verdict,) = [one["verdict"] for one in told(made, "verdict")]
-    assert verdict["nodes"] == ("a",)
+    assert verdict["nodes"] == ["a"]
     assert verdict["evidence"][-1] == "a: GPU 0 of a has reported XID 79"
 
 
@@ -305,7 +305,7 @@ def test_of_two_replicas_that_differ_none_is_named() -> None:
     made.beat("b", beat("b", 5), now_s=1.0)
     made.passing(now_s=1.5)
     (verdict,) = [one["verdict"] for one in told(made, "verdict")]
-    assert (verdict["culprits"], verdict["victims"]) == ((), (0, 2))
+    assert (verdict["culprits"], verdict["victims"]) == ([], [0, 2])
     assert "cannot be told" in verdict["text"]
 
 
@@ -315,7 +315,10 @@ def test_a_bug_in_what_looks_costs_the_looks_and_not_the_run() -> None:
     made.reports._current.add("a")
     assert made.passing(now_s=1.0) == []
     assert made.passing(now_s=2.0) == []
-    assert len([note for note in made.incidents.take_notes() if note.record.kind == "bug"]) == 1
+    assert (
+        len([note for note in made.incidents.take_notes() if note.record.kind == "internal_error"])
+        == 1
+    )
     killed = end(0, ExitKind.SIGNAL, "was killed", -9)
     made._take_exits([killed], 3.0)
     assert len(whys(made.passing(now_s=4.0))) == 1

@@ -108,7 +108,7 @@ class Run:
             self.oversight.beat(one, body, now_s=now_s)
         found = self.oversight.passing(now_s=now_s)
         found += self.oversight.passing(now_s=now_s + 0.7)
-        self.reasons += [one.reason for one in found if isinstance(one, StartGeneration)]
+        self.whys += [one.reason for one in found if isinstance(one, StartGeneration)]
 
     @staticmethod
     def _view(rank: int, silent_s: float, has_not_entered: bool) -> RankView:

@@ -320,7 +320,7 @@ def verdict() -> Verdict:
         culprits=(),
         nodes=("b",),
         text="the link of node b is slow",
-        sure=Confidence.LIKELY,
+        confidence=Confidence.LIKELY,
         fingerprint="slow b",
     )
 
