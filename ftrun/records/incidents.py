@@ -73,7 +73,7 @@ class Downtime(msgspec.Struct, frozen=True):
         )
 
 
-class Verification(msgspec.Struct, frozen=True):
+class IncidentVerification(msgspec.Struct, frozen=True):
     """Whether the run is as before the incident."""
 
     progress: bool
@@ -87,7 +87,7 @@ class IncidentClosed(Note, frozen=True, tag="incident_closed"):
     verdict_kind: str
     culprits: tuple[int, ...]
     nodes: tuple[str, ...]
-    verified: Verification
+    verified: IncidentVerification
     action: str
     """The last one."""
     actions: tuple[str, ...]

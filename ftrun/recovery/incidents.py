@@ -26,7 +26,7 @@ from ftrun.records.incidents import (
     LifecycleChangeRejected,
     SuspicionRaised,
     VerdictRecord,
-    Verification,
+    IncidentVerification,
 )
 from ftrun.records.note import Note
 from ftrun.records.recovery import DowntimeRecord
@@ -303,7 +303,9 @@ class IncidentLog:
             verdict_kind=verdict.kind.value if verdict is not None else incident.kind,
             culprits=verdict.culprits if verdict is not None else (),
             nodes=verdict.nodes if verdict is not None else (),
-            verified=Verification(progress.step > incident.best_step, self._losses.judge(loss)),
+            verified=IncidentVerification(
+                progress.step > incident.best_step, self._losses.judge(loss)
+            ),
             action=incident.actions[-1] if incident.actions else "none",
             actions=tuple(incident.actions),
             open_s=round(now_s - incident.began_s, 3),

@@ -25,7 +25,7 @@ from ftrun.events import Record
 from ftrun.journal import Journal
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 from ftrun.records.decode import decode
-from ftrun.records.incidents import IncidentClosed, VerdictRecord, Verification
+from ftrun.records.incidents import IncidentClosed, VerdictRecord, IncidentVerification
 from ftrun.records.run import HookFailed, ProgressRecord
 
 NASTY = "a'; touch pwned; echo \"$(touch pwned)`touch pwned`\n\0\ud800"
@@ -43,7 +43,7 @@ VERDICT = VerdictRecord(
     ),
 )
 CLOSED = IncidentClosed(
-    "over", 3, "crash", (1,), (), Verification(progress=True, loss="continuous"), "respawn",
+    "over", 3, "crash", (1,), (), IncidentVerification(progress=True, loss="continuous"), "respawn",
     ("kill", "respawn"), 0.5, detected_s=0.1, recovered_s=0.4, steps_lost=1,
 )  # fmt: skip
 FACTS = {"run_id": "r", "script": "train.py", "node": "n0", "generation": 1}

@@ -14,7 +14,7 @@ from dataclasses import replace
 from ftrun.cli.screen.text import clean, count, duration, joined, with_commas
 from ftrun.events import ExitKind, Record, WorkersExited
 from ftrun.ids import Version
-from ftrun.monitor.verdicts import Verdict
+from ftrun.monitor.verdicts import Verdict, VerdictKind
 from ftrun.records.decode import JournalLine
 from ftrun.records.faults import FaultInjected
 from ftrun.records.incidents import (
@@ -49,6 +49,8 @@ from ftrun.tools.report.incident.ranks import (
 from ftrun.tools.report.incident.timeline import IncidentTimes, bars_of, moments_of
 
 _MAX_EVENTS = 80
+_NO_VERDICT = Verdict(VerdictKind.CRASH, (), "")
+"""Used if no line has a verdict; its kind is not shown."""
 
 
 def incident_of(case: IncidentLines, background: RunBackground) -> IncidentFacts:
@@ -59,11 +61,9 @@ def incident_of(case: IncidentLines, background: RunBackground) -> IncidentFacts
     verdict = judged.verdict if judged is not None else None
     closed = closing.record if closing is not None else None
     ended = _first_ended(case, moments)
-    culprits = (verdict.culprits if verdict is not None else ()) or ended
-    victims = verdict.victims if verdict is not None else ()
-    nodes = (verdict.nodes if verdict is not None else ()) or tuple(
-        dict.fromkeys(line.record.node_id for line in case.of(NodeLost))
-    )
+    named = verdict or _NO_VERDICT
+    culprits, victims = named.culprits or ended, named.victims
+    nodes = named.nodes or tuple({line.record.node_id: 0 for line in case.of(NodeLost)})
     step, restored = _step(case), _restored(case)
     kind = _kind(case, verdict, closed, ended)
     world = background.world or culprits
@@ -103,9 +103,8 @@ def incident_of(case: IncidentLines, background: RunBackground) -> IncidentFacts
                            culprits=culprits, victims=victims)),
         stacks=tuple(stacks_of(judged, culprits, victims, case)),
         delays=delays_of(case),
-        evidence=(verdict.evidence if verdict is not None else ())
-        or tuple(evidence_of(case, moments.acted)),
-        counter_evidence=verdict.counter_evidence if verdict is not None else (),
+        evidence=named.evidence or tuple(evidence_of(case, moments.acted)),
+        counter_evidence=named.counter_evidence,
         cost=cost_of(moments, step, steps_lost, background, kind=kind),
         events=tuple(_event(line) for line in case.lines[:_MAX_EVENTS]),
         injected=_injected(case.injected),
@@ -114,7 +113,7 @@ def incident_of(case: IncidentLines, background: RunBackground) -> IncidentFacts
     )  # fmt: skip
     if facts.is_reported and max((bar.took_s for bar in facts.bars), default=0.0) < 1e-3:
         facts = replace(facts, bars=(), rows=())
-    return sentence_of(facts, case, clean(verdict.text, 600) if verdict is not None else "")
+    return sentence_of(facts, case, clean(named.text, 600))
 
 
 def _downtime_s(case: IncidentLines, moments: IncidentTimes) -> float | None:
