@@ -22,11 +22,11 @@ from ftrun.records.incidents import (
     AdditionalFinding,
     Downtime,
     IncidentClosed,
+    IncidentVerification,
     LifecycleChanged,
     LifecycleChangeRejected,
     SuspicionRaised,
     VerdictRecord,
-    IncidentVerification,
 )
 from ftrun.records.note import Note
 from ftrun.records.recovery import DowntimeRecord

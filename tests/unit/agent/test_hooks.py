@@ -25,7 +25,7 @@ from ftrun.events import Record
 from ftrun.journal import Journal
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 from ftrun.records.decode import decode
-from ftrun.records.incidents import IncidentClosed, VerdictRecord, IncidentVerification
+from ftrun.records.incidents import IncidentClosed, IncidentVerification, VerdictRecord
 from ftrun.records.run import HookFailed, ProgressRecord
 
 NASTY = "a'; touch pwned; echo \"$(touch pwned)`touch pwned`\n\0\ud800"
