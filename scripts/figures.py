@@ -196,8 +196,8 @@ def add_training_again(trials: Sequence[dict[str, Any]], out: Path) -> None:
         rows = [one for one in trials if one["run"] == name]
         paths = (out / name / "ftrun-logs").rglob("journal.jsonl")
         lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
-        fired = {line["id"]: line["fired_mono_s"] for line in lines if "fired_mono_s" in line}
-        verdicts = [line["mono_s"] for line in lines if line["kind"] == "Verdict"]
+        fired = {line["id"]: line["fired_s"] for line in lines if "fired_s" in line}
+        verdicts = [line["monotonic_s"] for line in lines if line["kind"] == "verdict"]
         if fired:
             starts = sorted(fired.values())
         elif verdicts:  # no agent has made this fault; its time follows from the verdict
