@@ -23,7 +23,6 @@ from ftrun.errors import ProfileInvalid, UsageError
 from ftrun.wire import run_environment as env
 
 MAX_PROFILE_BYTES = 64 * 1024
-DEFAULT = "default"
 
 _SHORT_NAMES = {("security", "secret_file"): ("FTRUN_SECRET_FILE",)}
 """Additional variables of a key, besides `variable_name`."""
