@@ -229,8 +229,8 @@ class _NodeReader:
         line = node.start_mark.line + 1
         if not isinstance(node, yaml.MappingNode):
             known = what in fields_of(Profile) or what == "a profile"
-            said = "should hold keys with values" if known else unknown_key(what, Profile)
-            self.problems.append(f"line {line}: {what}: {said}")
+            text = "should hold keys with values" if known else unknown_key(what, Profile)
+            self.problems.append(f"line {line}: {what}: {text}")
             return
         seen: set[str] = set()
         for key_node, value in node.value:
