@@ -1,4 +1,4 @@
-"""A probe measures a link over a connection of its own, and gives up in time."""
+"""A probe measures a link over its own connection, within a limit."""
 
 import socket
 import threading
