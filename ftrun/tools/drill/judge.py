@@ -54,6 +54,8 @@ class FaultResult:
     """
     recovered_s: float | None = None
     """From the fault to the end of the incident, when every rank exceeds its earlier progress."""
+    training_again_s: float | None = None
+    """From the fault until every rank has completed its next step; None: training did not stop."""
     culprits: list[int] = field(default_factory=list)
     culprit_right: bool | None = None
     """None if no culprit is expected."""
@@ -154,6 +156,8 @@ def judge(
     _in_effect(trial.expected, row, later, since_s, problems)
     _verdicts(trial.expected, row, later, since_s, problems)
     _ends(trial.expected, row, later, problems)
+    stepped_s = [line["stepped_s"] for line in later if line.get("stepped_s") is not None]
+    row.training_again_s = round(max(stepped_s) - since_s, 3) if stepped_s else None
     row.problem = "; ".join(problems)
     row.passed = not problems
 
