@@ -18,8 +18,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from ftrun import clock
-from ftrun.agent.cluster.control_loop import ControlLoop
-from ftrun.agent.cluster.finished_watch import FinishedWatch
+from ftrun.agent.cluster.control_loop import ControlLoop, FinishedWatch
 from ftrun.agent.cluster.node import LocalNode
 from ftrun.agent.cluster.rpc import ClusterRpc
 from ftrun.agent.ending import Kept, final_block

@@ -30,7 +30,7 @@ from ftrun.worker.state.data_position import DataPosition
 
 if TYPE_CHECKING:
     from ftrun.worker.snapshot_session import SnapshotSession
-    from ftrun.worker.state.declared_layout import DeclaredSharding
+    from ftrun.worker.state.attached import DeclaredSharding
     from ftrun.worker.verify.recording import Recording
 
 _log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def attach(  # noqa: PLR0913 - what a script has
     _sort_in(attached, parts, named)
     context = worker_context()
     if layout is not None or mesh:
-        from ftrun.worker.state.declared_layout import DeclaredSharding, declared
+        from ftrun.worker.state.attached import DeclaredSharding, declared
 
         if not isinstance(layout, DeclaredSharding):
             layout = declared(layout, mesh, context.world_size if context else None)

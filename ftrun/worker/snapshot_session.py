@@ -30,9 +30,9 @@ from ftrun.worker.restore.loader import LocalState, RestorableVersion
 from ftrun.worker.restore.overwritten import RestoredMarks, RestoredSettings
 from ftrun.worker.smp_client import WorkerSmpClient
 from ftrun.worker.state.attached import AttachedState
-from ftrun.worker.state.buckets import DdpWrapperTracker, is_needed, ready_order, warm_buckets
 from ftrun.worker.state.checked_state import CheckedState
-from ftrun.worker.state.optimizer_watch import shown
+from ftrun.worker.state.determinism import DdpWrapperTracker, is_needed, ready_order, warm_buckets
+from ftrun.worker.state.optimizers import shown
 from ftrun.worker.state.state_tree import BoundaryState
 
 _POLL_S = 0.02

@@ -24,7 +24,7 @@ from ftrun.worker.capture.accumulation import AccumulationTracker
 from ftrun.worker.capture.laziness import LazyCopyCheck
 from ftrun.worker.process import heartbeat
 from ftrun.worker.session import Session
-from ftrun.worker.state.optimizer_watch import OptimizerWatch
+from ftrun.worker.state.optimizers import OptimizerWatch
 from tests.integration.in_process_worker import PATIENCE_S, WIDTH, Run, made
 
 AT = 2

@@ -22,8 +22,7 @@ from queue import Empty, SimpleQueue
 import msgspec
 
 from ftrun import clock
-from ftrun.agent.cluster.cluster_brain import ClusterControlLoop
-from ftrun.agent.cluster.control_loop import ControlLoop
+from ftrun.agent.cluster.control_loop import ClusterControlLoop, ControlLoop
 from ftrun.agent.faults.injectors import FaultInjectors
 from ftrun.agent.faults.reverter import FaultAction, RunningFault
 from ftrun.agent.launch.worker_group import WorkerGroup

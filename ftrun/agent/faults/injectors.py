@@ -17,8 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ftrun import clock
-from ftrun.agent.cluster.cluster_brain import ClusterControlLoop
-from ftrun.agent.cluster.control_loop import ControlLoop
+from ftrun.agent.cluster.control_loop import ClusterControlLoop, ControlLoop
 from ftrun.agent.faults import corruption as spoiling
 from ftrun.agent.faults.cgroups import FaultCgroup, check_free, make_group
 from ftrun.agent.faults.machine import clock_jump, cpu_starve, fd_limit, fill, pid_limit

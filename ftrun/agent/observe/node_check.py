@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from ftrun import clock
-from ftrun.agent.cluster.link_probe import probe
+from ftrun.agent.cluster.path_probe import probe
 from ftrun.agent.launch.process import awaited, python_command
 from ftrun.agent.observe.preflight import room
 from ftrun.config.run_spec import RunSpec

@@ -44,14 +44,13 @@ from ftrun.worker.restore import early_restore
 from ftrun.worker.restore.loader import RankState, fill_expanded, put_back_random_states, reload
 from ftrun.worker.restore.shard import check_fits, check_used, fits
 from ftrun.worker.smp_client import WorkerSmpClient
-from ftrun.worker.state.attached import AttachedState
-from ftrun.worker.state.declared_layout import DeclaredSharding
-from ftrun.worker.state.parts import box_of
+from ftrun.worker.state.attached import AttachedState, DeclaredSharding
 from ftrun.worker.state.state_tree import PersistentSources, StateTree
 from ftrun.worker.state.tensors import (
     DTYPE_NAMES,
     DTYPES,
     at_home,
+    box_of,
     is_expanded,
     is_sharded,
     local_tensor,

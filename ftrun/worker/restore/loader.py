@@ -27,8 +27,7 @@ from ftrun.worker.restore.shard import LocalShardReader, check_fits, fits
 from ftrun.worker.state import determinism as rng
 from ftrun.worker.state import module_state
 from ftrun.worker.state.attached import SESSION_STATE, AttachedState, Skip
-from ftrun.worker.state.gradients import put_back_gradients
-from ftrun.worker.state.optimizer_state import groups_for, load_optimizer
+from ftrun.worker.state.optimizer_state import groups_for, load_optimizer, put_back_gradients
 from ftrun.worker.state.state_tree import PersistentSources, StateTree, TensorSource
 from ftrun.worker.state.structure import add_groups, make_fit
 from ftrun.worker.state.tensors import DTYPES, byte_view, is_expanded

@@ -11,8 +11,7 @@ from typing import Any
 
 from ftrun.errors import FtrunError, StructureChanged
 from ftrun.worker.state.attached import AttachedState
-from ftrun.worker.state.inner_optimizers import InnerOptimizers
-from ftrun.worker.state.optimizer_watch import OptimizerWatch
+from ftrun.worker.state.optimizers import InnerOptimizers, OptimizerWatch
 from ftrun.worker.state.state_tree import BoundaryState, StateTree
 from ftrun.worker.state.unprotected import UnprotectedReasons
 

@@ -22,7 +22,8 @@ import xxhash
 from torch import nn
 
 from ftrun.snapshot.plain_values import TensorRef, decode, encode
-from ftrun.worker.state.attached import AttachedState, named_parts
+from ftrun.worker.state.attached import AttachedState
+from ftrun.worker.state.module_state import named_parts
 from ftrun.worker.state.state_tree import BoundaryState, PersistentSources
 from ftrun.worker.state.tensors import is_sharded
 

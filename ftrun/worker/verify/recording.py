@@ -32,7 +32,8 @@ from torch.optim.optimizer import (
 from ftrun import clock
 from ftrun.wire import verify_records as records
 from ftrun.wire.verify_records import VerifyPlan, VerifyRecord, record_path
-from ftrun.worker.state.attached import AttachedState, unwrapped
+from ftrun.worker.state.attached import AttachedState
+from ftrun.worker.state.module_state import unwrapped
 from ftrun.worker.state.state_tree import PersistentSources, StateTree
 from ftrun.worker.verify import record_digests as digests
 

@@ -26,7 +26,7 @@ from torch import nn
 from ftrun.wire import run_environment as env
 from ftrun.wire.verify_records import VerifyPlan
 from ftrun.worker import context as contexts
-from ftrun.worker.state.attached import AttachedState
+from ftrun.worker.state.attached import (AttachedState)
 from ftrun.worker.verify.recording import Recording
 
 def recording(folder, steps=100):
