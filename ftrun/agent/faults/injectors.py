@@ -19,14 +19,22 @@ from pathlib import Path
 from ftrun import clock
 from ftrun.agent.cluster.control_loop import ClusterControlLoop, ControlLoop
 from ftrun.agent.faults import corruption as spoiling
-from ftrun.agent.faults.cgroups import FaultCgroup, check_free, make_group
-from ftrun.agent.faults.machine import clock_jump, cpu_starve, fd_limit, fill, pid_limit
+from ftrun.agent.faults.machine import (
+    FaultCgroup,
+    check_free,
+    clock_jump,
+    cpu_starve,
+    fd_limit,
+    fill,
+    make_group,
+    pid_limit,
+)
 from ftrun.agent.faults.network import link_fault
 from ftrun.agent.faults.reverter import FaultAction, RunningFault
 from ftrun.agent.faults.reverter_process import named
 from ftrun.agent.launch.warm_start import WorkerHandle
 from ftrun.agent.launch.worker_group import WorkerGroup
-from ftrun.agent.observe.process_facts import cores_used
+from ftrun.agent.observe.proc import cores_used
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.config.run_spec import RunSpec
 from ftrun.errors import FaultRefused
