@@ -225,7 +225,6 @@ class _Run:
         self.onlookers.status.publish()
 
     def send_lines(self) -> None:
-        """Send the lines of the journal to the leader now."""
         if self.desk is not None:
             self.desk.pass_lines_on(at_once=True)
 

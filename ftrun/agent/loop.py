@@ -138,11 +138,7 @@ class RunSignals:
 
 @dataclass
 class RunLoop:
-    """One run on one node.
-
-    Args:
-        observers: called at the end of each turn, with the time.
-    """
+    """One run on one node."""
 
     control: ControlLoop
     executor: CommandExecutor

@@ -78,7 +78,6 @@ class Maintenance:
         self._silent_ranks.clear()
 
     def look_after(self, now_s: float) -> None:
-        """Do all work that is due."""
         monitor = self._spec.profile.monitor
         self._workers.kill_long_stopped(now_s, monitor.stopped_kill_s)
         self._generations.measure()

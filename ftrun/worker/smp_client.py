@@ -184,10 +184,6 @@ class WorkerSmpClient:
     def open_images(self, wanted: Version, world_size: int) -> dict[Rank, int]:
         """Return descriptors of a version's shards on this node, by rank; the caller closes them.
 
-        Args:
-            wanted: the version.
-            world_size: world size of that version.
-
         Raises:
             LayoutUnknown: the SMP refuses.
             PeerError: the SMP does not answer.

@@ -363,13 +363,7 @@ class ClusterConnections:
 
 
 def _are_two(old: Connection, new: Connection, hosts: set[str]) -> bool:
-    """Whether two machines use one node id, and it is not one node that was restarted.
-
-    Args:
-        old: the present connection.
-        new: another connection.
-        hosts: all known addresses of the node's machine.
-    """
+    """Whether two machines use one node id, and it is not one node that was restarted."""
     if old.peer.incarnation == new.peer.incarnation or old.address == new.address:
         return False
     return not {old.address, new.address} <= hosts

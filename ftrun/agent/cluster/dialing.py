@@ -94,14 +94,7 @@ Take = Callable[[AuthenticatedConnection | ConnectFailed], None]
 
 
 class Handshakes:
-    """All handshakes in progress at one agent.
-
-    Args:
-        identity: of this agent.
-        secret: of the run.
-        take: receives the result of each handshake, see `Take`.
-        dialled: receives the agents that were reached, see `Dialled`.
-    """
+    """All handshakes in progress at one agent."""
 
     def __init__(
         self, identity: PeerIdentity, secret: Secret | None, *, take: Take, dialled: Dialled
@@ -303,14 +296,7 @@ class ConnectionFailover:
     # --- connections --------------------------------------------------------------------------
 
     def keeps(self, node_id: str, incarnation: int, *, is_ours: bool, now_s: float) -> bool:
-        """Whether the present connection to a node stays, and the new one is closed.
-
-        Args:
-            node_id: the node.
-            incarnation: of the peer of the new connection.
-            is_ours: this side has dialled the new connection.
-            now_s: the time.
-        """
+        """Whether the present connection to a node stays, and the new one is closed."""
         line = self._lines.get(node_id)
         if line is None or line.incarnation != incarnation or now_s - line.made_s >= YOUNG_S:
             return False
@@ -332,12 +318,7 @@ class ConnectionFailover:
     def silent(
         self, connections: Mapping[str, PeerConnection[ClusterEnvelope]], *, now_s: float
     ) -> list[tuple[Connect, list[PeerAddress]]]:
-        """Which nodes to dial again, and at which addresses; the present address is last.
-
-        Args:
-            connections: by node id.
-            now_s: the time; may be called at any rate.
-        """
+        """Which nodes to dial again, and at which addresses; the present address is last."""
         if now_s < self._look_s:
             return []
         self._look_s = now_s + LOOK_S

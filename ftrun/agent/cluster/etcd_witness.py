@@ -103,13 +103,6 @@ class EtcdWitness:
     ) -> None:
         """Load the client library.
 
-        Args:
-            endpoints: host and port of each.
-            run_id: names the keys.
-            job: what the run runs, in words.
-            lease_s: of the leader's lease.
-            tls: None: plain HTTP.
-
         Raises:
             UsageError: the library is not installed.
         """

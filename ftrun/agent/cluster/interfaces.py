@@ -77,9 +77,6 @@ class NetworkInterface:
 def interfaces(system: Path = Path("/sys")) -> list[NetworkInterface]:
     """All interfaces that have an address, in the kernel's order.
 
-    Args:
-        system: /sys, or a tree like it.
-
     Raises:
         OSError: the kernel does not list them.
     """

@@ -134,14 +134,7 @@ class PathProber:
 def try_road(
     order: ProbePathRequest, node_id: str, own: PeerIdentity, secret: Secret | None
 ) -> PathMeasurement:
-    """Probe a path now. A value that was not measured is 0, with `problem`.
-
-    Args:
-        order: the path.
-        node_id: of this node.
-        own: the identity of this agent, with the purpose "road".
-        secret: the run's.
-    """
+    """Probe a path now. A value that was not measured is 0, with `problem`."""
     found = PathMeasurement(node_id, order.destination, order.rail)
     sock: socket.socket | None = None
     try:
@@ -281,10 +274,6 @@ class LinkProber:
     def take(self, order: ProbeLinkRequest, answer: Callable[[ProbeLinkResult], None]) -> bool:
         """Start a probe, from any thread, without waiting.
 
-        Args:
-            order: the agent to probe.
-            answer: takes the result, in a thread of the probe's.
-
         Returns:
             False if another probe is in progress, or has started less than `PAUSE_S` ago.
         """
@@ -314,14 +303,7 @@ class LinkProber:
 def probe(
     order: ProbeLinkRequest, own: PeerIdentity, secret: Secret | None, *, limit_s: float = PROBE_S
 ) -> ProbeLinkResult:
-    """Measure one link, from this node. A value that was not measured is 0, with `problem`.
-
-    Args:
-        order: the agent to probe.
-        own: the identity of this agent, with the purpose "probe".
-        secret: the run's.
-        limit_s: for the measurement after the connection is open.
-    """
+    """Measure one link, from this node. A value that was not measured is 0, with `problem`."""
     found = ProbeLinkResult(number=order.number, receiver=order.receiver)
     sock: socket.socket | None = None
     try:

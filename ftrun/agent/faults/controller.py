@@ -105,17 +105,6 @@ class FaultController:
         wake: Callable[[], None],
         send_lines: Callable[[], None],
     ) -> None:
-        """Create the controller of one node.
-
-        Args:
-            spec: of the run.
-            journal: of this node.
-            control: knows the plan, and the connections to other nodes.
-            workers: of this node.
-            injectors: inject the faults.
-            wake: wakes the main thread.
-            send_lines: sends the lines of the journal to the leader, before this agent ends.
-        """
         self._spec = spec
         self._journal = journal
         self._control = control

@@ -31,11 +31,7 @@ _WORDS = {
 
 
 class DeviceCounters:
-    """The counters of one node; each poll reports what is new since the last one.
-
-    Args:
-        system: /sys, or a tree like it.
-    """
+    """The counters of one node; each poll reports what is new since the last one."""
 
     def __init__(self, system: Path = Path("/sys")) -> None:
         self._system = system
@@ -44,12 +40,7 @@ class DeviceCounters:
         self._gpus: _Gpus | None = None
 
     def look(self, now_s: float, *, on_device: bool) -> tuple[str, ...]:
-        """What was counted since the last poll, if a poll is due.
-
-        Args:
-            now_s: the time.
-            on_device: ranks of this node use a GPU.
-        """
+        """What was counted since the last poll, if a poll is due."""
         if now_s < self._due_s:
             return ()
         is_first = not self._due_s

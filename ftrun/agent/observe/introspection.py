@@ -199,12 +199,7 @@ _decoder = msgspec.json.Decoder(_Trace)
 
 
 def read_entries(path: str, *, deadline_s: float = RECORDER_S) -> list[RecordedCollective] | None:
-    """All entries of a rank; None if it does not answer.
-
-    Args:
-        path: of the rank's socket.
-        deadline_s: for each step of the exchange.
-    """
+    """All entries of a rank; None if it does not answer."""
     try:
         with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as link:
             link.settimeout(deadline_s)

@@ -98,13 +98,7 @@ class NodeCheck:
     def join(
         self, identity: PeerIdentity, secret: Secret | None, tell: Callable[[NodeChecked], None]
     ) -> None:
-        """Report results to the control loop from now on; called before the first connection.
-
-        Args:
-            identity: of this agent.
-            secret: of the run.
-            tell: receives each result, from any thread.
-        """
+        """Report results to the control loop from now on; called before the first connection."""
         self._identity = msgspec.structs.replace(identity, purpose="probe")
         self._secret, self._tell = secret, tell
         if self.fitness is not None:

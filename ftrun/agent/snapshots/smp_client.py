@@ -165,13 +165,7 @@ class AgentSmpClient:
         self._ask(body, fds=(*(fd for _, fd in memory.held), *memory.vault_fds))
 
     def listen_for_peers(self, host: str, secret: Secret | None, others: Sequence[str] = ()) -> int:
-        """Make the SMP open a port for the SMPs of other nodes; return the port.
-
-        Args:
-            host: the address of this node.
-            secret: of the run.
-            others: addresses of its other rails.
-        """
+        """Make the SMP open a port for the SMPs of other nodes; return the port."""
         fds = () if secret is None else (secret.as_memfd(),)
         try:
             answer = self._ask(smp_messages.ListenForPeers(host, list(others)), fds=fds).body

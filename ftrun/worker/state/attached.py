@@ -206,11 +206,7 @@ def held_by(module: nn.Module, prefix: str) -> Iterator[HeldTensor]:
 
 @dataclass(frozen=True)
 class DeclaredSharding:
-    """The declared layout of this run.
-
-    Args:
-        rules: on the mesh of this run.
-    """
+    """The declared layout of this run."""
 
     rules: ShardingRules
 

@@ -85,10 +85,6 @@ class CheckedState:
 class PlainCheck:
     """Without an agent, finds what a snapshot would lose: at `attach` and at the first boundaries.
 
-    Args:
-        attached: the objects to check.
-        extra: ftrun's own plain values.
-
     Raises:
         SnapshotError, UsageError: as under an agent.
     """

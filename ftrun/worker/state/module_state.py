@@ -150,11 +150,6 @@ def put_back_own_keys(
 ) -> None:
     """Call `load_state_dict()` of each module whose additional keys differ from the saved ones.
 
-    Args:
-        saved: by the module's path.
-        submodules: receive them.
-        completed: adds the values that the script skips to a saved tree.
-
     Raises:
         ShapeChanged: a module does not load its additional keys.
     """
@@ -180,10 +175,6 @@ def put_back_own_keys(
 
 def given_by(method: Callable[[], Any], name: str) -> Any:
     """Call a method of an attached object.
-
-    Args:
-        method: its `state_dict` or a similar one.
-        name: under which the object is attached.
 
     Raises:
         StateDictFailed: the method raised; its exception is the cause.

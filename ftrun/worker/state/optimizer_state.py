@@ -363,12 +363,7 @@ def _first(names: list[str]) -> str:
 def present_gradients(
     parameters: Iterable[torch.Tensor], names: Mapping[int, str]
 ) -> dict[str, Any]:
-    """Whether trainable parameters usually have gradients, and the names of the exceptions.
-
-    Args:
-        parameters: of all optimizers.
-        names: of parameters, by id.
-    """
+    """Whether trainable parameters usually have gradients, and the names of the exceptions."""
     have = [(parameter, _has_gradient(parameter)) for parameter in parameters]
     learned = [has for parameter, has in have if parameter.requires_grad]
     usual = sum(learned) * 2 > len(learned)

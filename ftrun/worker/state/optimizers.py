@@ -27,7 +27,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ftrun.errors import UsageError
 from ftrun.worker.state.attached import AttachedState
-from ftrun.worker.state.unprotected import UnprotectedReasons
+from ftrun.worker.state.unprotected import UnprotectedReasons, shown
 
 _REFERRING = ("scheduler", "scaler")
 """Objects in these arguments refer to an optimizer and do not contain it."""
@@ -213,14 +213,7 @@ def _tensors_in(value: object, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 class OptimizerWatch:
-    """Compares the optimizers that step with those that are attached.
-
-    Args:
-        known: all optimizers whose state is captured.
-        names: returns the names of attached tensors by id; called only for a report.
-        reasons: receives the reports.
-        before_first_step: called once, before the first step of a known optimizer.
-    """
+    """Compares the optimizers that step with those that are attached."""
 
     def __init__(
         self,
@@ -294,8 +287,3 @@ class OptimizerWatch:
                     f"optimizer {kind} keeps tensors in {shown(found)}, outside of its state: they "
                     "are in no snapshot; pass them to attach() by name",
                 )
-
-
-def shown(names: list[str], limit: int = 3) -> str:
-    more = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")

@@ -153,9 +153,6 @@ class StateTree:
     def collect(self, extra: dict[str, Any]) -> BoundaryState:
         """The state at this moment.
 
-        Args:
-            extra: ftrun's own plain values: counters, loader positions.
-
         Raises:
             ValueNotStorable: names the key of a value that is neither tensor nor plain.
         """

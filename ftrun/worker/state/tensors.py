@@ -155,12 +155,7 @@ Cut = tuple[Any, int, int]
 
 
 def part_of(tensor: torch.Tensor, local_shape: Shape) -> TensorPart | None:
-    """The part of the global tensor that this rank holds; None if it holds all of it.
-
-    Args:
-        tensor: as the script has it.
-        local_shape: of the local tensor.
-    """
+    """The part of the global tensor that this rank holds; None if it holds all of it."""
     if not is_sharded(tensor):
         return None
     sharded: Any = tensor
@@ -227,3 +222,20 @@ def box_of(tensor: torch.Tensor) -> Box | None:
     if part is None:
         return whole(local)
     return None if part.offsets is None else Box(part.offsets, local)
+
+
+class HostCopy:
+    """Copy of one tensor in host memory; shares the memory of a CPU tensor."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        # torch allocates a pinned target for this copy from CUDA, so the copy is asynchronous.
+        self.tensor = source.detach().to("cpu", non_blocking=True)
+        self._event: torch.cuda.Event | None = None
+        if source.is_cuda:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(source.device))
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the copy is complete; until then the content of `tensor` is undefined."""
+        return self._event is None or self._event.query()  # type: ignore[no-untyped-call]

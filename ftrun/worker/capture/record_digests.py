@@ -265,12 +265,7 @@ def where(frame: types.FrameType | None) -> str:
 def local_variables(
     frame: types.FrameType | None, captured: set[int]
 ) -> Iterator[tuple[str, object]]:
-    """Variables of this frame and of its callers in the script, with their keys.
-
-    Args:
-        frame: the innermost one.
-        captured: ids of objects that snapshots contain; they are left out.
-    """
+    """Variables of this frame and of its callers in the script, with their keys."""
     for _ in range(_MAX_FRAMES):
         if frame is None:
             return
