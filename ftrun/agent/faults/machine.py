@@ -10,10 +10,12 @@ import os
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ftrun.agent.faults.reverter import FaultAction, RunningFault
 from ftrun.agent.faults.reverter_process import named
+from ftrun.agent.observe.preflight import free_memory
 from ftrun.errors import FaultRefused
 from ftrun.wire.fault_orders import FAULT_PREFIX
 from ftrun.wire.messages.faults import FaultOrder
@@ -129,7 +131,7 @@ def fill(order: FaultOrder, folder: Path, what: str) -> FaultAction:
     """
     limit_bytes = MAX_FILL_BYTES
     if order.kind == "shm-full":
-        limit_bytes = min(limit_bytes, _available_bytes() // 4)
+        limit_bytes = min(limit_bytes, max(0, free_memory()) // 4)
     check_may_be_filled(folder, what, limit_bytes)
     path = folder / f"{FAULT_PREFIX}{order.id}"
 
@@ -147,10 +149,8 @@ def fd_limit(order: FaultOrder) -> FaultAction:
     (me,) = named(os.getpid())
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
 
-    def do() -> RunningFault:
-        undo = [["limit", me, resource.RLIMIT_NOFILE, soft]]
-        return RunningFault([["cap files", me]], undo, for_s=order.for_s)
-
+    undo = [["limit", me, resource.RLIMIT_NOFILE, soft]]
+    do = partial(RunningFault, [["cap files", me]], undo, for_s=order.for_s)
     return FaultAction("RLIMIT_NOFILE of the agent at what it has open", do)
 
 
@@ -188,9 +188,7 @@ def cpu_starve(order: FaultOrder) -> FaultAction:
         raise FaultRefused(f"--amount is 1 to {4096 // cores} processes per core")
     count = int(order.amount * cores)
 
-    def do() -> RunningFault:
-        return RunningFault([["burn", count]], [], for_s=order.for_s)
-
+    do = partial(RunningFault, [["burn", count]], [], for_s=order.for_s)
     return FaultAction(f"{count} busy processes on {cores} cores", do)
 
 
@@ -213,10 +211,8 @@ def clock_jump(order: FaultOrder) -> FaultAction:
             "FAKETIME_DONT_FAKE_MONOTONIC=1 is not set: no machine's monotonic clock jumps"
         )
 
-    def do() -> RunningFault:
-        steps = [["write", path, f"{order.amount:+.0f}\n"]]
-        return RunningFault(steps, [["write", path, "+0\n"]], for_s=order.for_s)
-
+    steps = ([["write", path, f"{order.amount:+.0f}\n"]], [["write", path, "+0\n"]])
+    do = partial(RunningFault, *steps, for_s=order.for_s)
     return FaultAction(f"{order.amount:+.0f} s by libfaketime", do)
 
 
@@ -241,10 +237,3 @@ def check_may_be_filled(folder: Path, what: str, limit_bytes: int) -> None:
             f"the file system of {what} has {size_bytes >> 20} MiB, and filling one of more than "
             f"{limit_bytes >> 20} MiB could harm others on this machine. {advice}"
         )
-
-
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 0

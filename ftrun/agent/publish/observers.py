@@ -23,7 +23,6 @@ from ftrun import clock
 from ftrun.agent.launch.worker_group import (
     WorkerGroup,
     blocked_s,
-    committed_in,
     loss_in,
     most,
     step_counts,
@@ -166,7 +165,7 @@ class ProgressLog:
             taken=most(pages, HeartbeatField.SEALED_COUNT),
             skipped=most(pages, HeartbeatField.SKIPPED_COUNT),
             discarded=most(pages, HeartbeatField.DISCARDED_COUNT),
-            committed=committed_in(self._workers.commands),
+            committed=self._workers.committed(),
             loss=loss_in(pages),
             ranks=[
                 [

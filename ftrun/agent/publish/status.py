@@ -16,7 +16,7 @@ from ftrun import clock
 from ftrun.agent.cluster.control_loop import ControlLoop
 from ftrun.agent.cluster.rpc import ClusterRpc
 from ftrun.agent.launch.generation import GenerationRunner
-from ftrun.agent.launch.worker_group import WorkerGroup, blocked_s, committed_in, most
+from ftrun.agent.launch.worker_group import WorkerGroup, blocked_s, most
 from ftrun.agent.maintenance import Maintenance
 from ftrun.agent.observe.ranks import RankObserver
 from ftrun.agent.publish.cluster_status import (
@@ -301,7 +301,7 @@ def _ranks(run: RunView, lateness_s: Mapping[int, float], now_s: float) -> tuple
 def _snapshots(run: RunView, now_s: float) -> SnapshotStatus:
     pages = [place.page for place in run.workers.places]
     commands = run.workers.commands
-    committed = committed_in(commands)
+    committed = run.workers.committed()
     lost = [page.note for page in pages if page.get(HeartbeatField.UNPROTECTED)]
     notes = [*lost, *(page.note for page in pages if page.note)]
     attached = any(page.get(HeartbeatField.ATTACHED) for page in pages)

@@ -31,10 +31,11 @@ import logging
 import queue
 import random
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,14 +86,53 @@ def is_lazy(source: TensorSource, hasty: Collection[str]) -> bool:
     return not tensor.is_inference()  # it has no version counter
 
 
-class _Sampler(Protocol):
-    names: list[str]
+class _Sampler(ABC):
+    """Reads samples of some tensors and of their copies, and compares all of them in one call."""
 
-    def sources(self, where: float) -> object: ...
+    def __init__(
+        self, tensors: Sequence["LazyTensor"], view: Callable[[torch.Tensor], Any]
+    ) -> None:
+        self._names = [one.name for one in tensors]
+        self._sources = [view(one.source) for one in tensors]
+        self._targets = [view(one.target) for one in tensors]
+        self._ends = np.cumsum([len(self.read([one], 0.0)) for one in self._targets])
 
-    def targets(self, where: float) -> object: ...
+    @abstractmethod
+    def read(self, views: Sequence[Any], where: float) -> Any: ...
 
-    def differing(self, one: object, two: object) -> set[str]: ...
+    def sources(self, where: float) -> Any:
+        return self.read(self._sources, where)
+
+    def targets(self, where: float) -> Any:
+        return self.read(self._targets, where)
+
+    def differing(self, one: Any, two: Any) -> set[str]:
+        one, two = _in_memory(one), _in_memory(two)
+        if np.array_equal(one, two):
+            return set()
+        found = np.flatnonzero((one != two).reshape(len(one), -1).any(axis=1))
+        return {self._names[at] for at in np.searchsorted(self._ends, found, side="right")}
+
+
+class _LineSampler(_Sampler):
+    """Reads lines of contiguous tensors in CPU memory."""
+
+    def read(self, views: Sequence[np.ndarray], where: float) -> np.ndarray:
+        parts = []
+        for rows in views:
+            start = int(where * (rows.shape[1] // LINE_BYTES)) * LINE_BYTES
+            parts.append(rows[:, start : start + LINE_BYTES])
+        return np.concatenate(parts)
+
+
+class _ItemSampler(_Sampler):
+    """Reads single items of tensors with other strides or on another device.
+
+    On a device, reads are queued without waiting; `differing` waits for them.
+    """
+
+    def read(self, views: Sequence[torch.Tensor], where: float) -> torch.Tensor:
+        return torch.cat([_taken(bits, where).view(torch.uint8) for bits in views])
 
 
 class LazySamples:
@@ -105,9 +145,9 @@ class LazySamples:
         for one in tensors:
             if not _has_lines(one.source):
                 by_device.setdefault(one.source.device, []).append(one)
-        self.samplers: list[_Sampler] = [_ItemSampler(group) for group in by_device.values()]
+        self.samplers: list[_Sampler] = [_ItemSampler(group, _bits) for group in by_device.values()]
         if in_lines:
-            self.samplers.append(_LineSampler(in_lines))
+            self.samplers.append(_LineSampler(in_lines, _rows))
 
     def versions(self) -> list[int]:
         return [one.source._version for one in self.tensors]
@@ -156,56 +196,6 @@ class LazyCopyCheck:
         return names
 
 
-class _LineSampler:
-    """Reads lines of contiguous tensors in CPU memory, and compares all of them in one call."""
-
-    def __init__(self, tensors: Sequence[LazyTensor]) -> None:
-        self.names = [one.name for one in tensors]
-        self._sources = [_rows(one.source) for one in tensors]
-        self._targets = [_rows(one.target) for one in tensors]
-        self._ends = np.cumsum([len(rows) for rows in self._sources])
-
-    def sources(self, where: float) -> object:
-        return _lines(self._sources, where)
-
-    def targets(self, where: float) -> object:
-        return _lines(self._targets, where)
-
-    def differing(self, one: object, two: object) -> set[str]:
-        assert isinstance(one, np.ndarray)
-        assert isinstance(two, np.ndarray)
-        if np.array_equal(one, two):
-            return set()
-        lines = np.flatnonzero((one != two).any(axis=1))
-        return {self.names[at] for at in np.searchsorted(self._ends, lines, side="right")}
-
-
-class _ItemSampler:
-    """Reads single items of tensors with other strides or on another device.
-
-    On a device, reads are queued without waiting; `differing` waits for them.
-    """
-
-    def __init__(self, tensors: Sequence[LazyTensor]) -> None:
-        self.names = [one.name for one in tensors]
-        self._sources = [_bits(one.source) for one in tensors]
-        self._targets = [_bits(one.target) for one in tensors]
-        counts = [len(_taken(bits, 0.0)) * bits.itemsize for bits in self._targets]
-        self._ends = np.cumsum(counts)
-
-    def sources(self, where: float) -> object:
-        return _items(self._sources, where)
-
-    def targets(self, where: float) -> object:
-        return _items(self._targets, where)
-
-    def differing(self, one: object, two: object) -> set[str]:
-        assert isinstance(one, torch.Tensor)
-        assert isinstance(two, torch.Tensor)
-        found = np.flatnonzero(one.cpu().numpy() != two.cpu().numpy())
-        return {self.names[at] for at in np.searchsorted(self._ends, found, side="right")}
-
-
 def _has_lines(tensor: torch.Tensor) -> bool:
     return can_be_cut(tensor) and tensor.nbytes >= LINE_BYTES
 
@@ -217,12 +207,8 @@ def _rows(tensor: torch.Tensor) -> np.ndarray:
     return array[: len(array) // count * count].reshape(count, -1)
 
 
-def _lines(tensors: Sequence[np.ndarray], where: float) -> np.ndarray:
-    parts = []
-    for rows in tensors:
-        start = int(where * (rows.shape[1] // LINE_BYTES)) * LINE_BYTES
-        parts.append(rows[:, start : start + LINE_BYTES])
-    return np.concatenate(parts)
+def _in_memory(samples: Any) -> np.ndarray:
+    return samples.cpu().numpy() if isinstance(samples, torch.Tensor) else samples
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -237,10 +223,6 @@ def _taken(bits: torch.Tensor, where: float) -> torch.Tensor:
     first = int(where * step)
     index = torch.arange(first, first + count * step, step, device=bits.device)
     return torch.take(bits, index)
-
-
-def _items(tensors: Sequence[torch.Tensor], where: float) -> torch.Tensor:
-    return torch.cat([_taken(bits, where).view(torch.uint8) for bits in tensors])
 
 
 # --- copies -------------------------------------------------------------------------------------
