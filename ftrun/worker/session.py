@@ -131,7 +131,6 @@ def _feeds_of(loader: object) -> dict[str, DataPosition]:
 
 
 def is_attached() -> bool:
-    """Whether this process has an open session."""
     other = _live() if _live is not None else None
     return other is not None and not other.is_closed
 

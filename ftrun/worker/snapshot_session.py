@@ -112,7 +112,6 @@ class SnapshotSession:
         return self._open_other()
 
     def _is_of_this_layout(self, saved: LocalState) -> bool:
-        """Whether this rank's own shard is all that it needs."""
         layout = self._attached.layout
         if layout is not None and (layout.has_rules or not layout.is_that_of(saved.layout)):
             return layout.is_that_of(saved.layout)

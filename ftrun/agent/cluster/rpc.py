@@ -99,7 +99,6 @@ class ClusterRpc:
     # --- control thread -----------------------------------------------------------------------
 
     def whole(self) -> ClusterStatus | None:
-        """The status of the whole run, from the leader on any node."""
         brain = self.brain.read().value
         own = brain.cluster
         if own is None or brain.leads or not brain.lead_id or self.thread is None:

@@ -122,7 +122,6 @@ class FaultController:
     # --- a thread for each order --------------------------------------------------------------
 
     def ask(self, order: FaultOrder) -> messages.AnyMessage:
-        """Execute or forward an order from the operator on this machine; return the answer."""
         try:
             node_id, order = self._resolve(order)
         except FaultRefused as error:
@@ -237,7 +236,6 @@ class FaultController:
                 self._over(running, over if running.has_fired else "its rank has ended before")
 
     def close(self) -> None:
-        """Revert all faults in progress, at the end of the run on this node."""
         self.look()
         for running in list(self._running):
             if running.healing is not None:
@@ -276,7 +274,6 @@ class FaultController:
         self._answer(ticket)
 
     def _cancel(self, ticket: _Ticket) -> None:
-        """Cancel an order that has not fired, or whose fault is in progress."""
         wanted = ticket.order.cancels
         found = next((one for one in self._running if one.order.id == wanted), None)
         try:

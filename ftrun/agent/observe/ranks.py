@@ -110,7 +110,6 @@ class RankObserver:
         self._thread.start()
 
     def look_at(self, handles: list[WorkerHandle]) -> None:
-        """Observe these ranks from now on."""
         self.views, self.sample = (), None
         self._sampler = Sampler()
         self._handles = handles

@@ -127,7 +127,6 @@ class _Line:
 
 
 def document(kind: str, fields: Mapping[str, Any], facts: Mapping[str, object]) -> dict[str, Any]:
-    """Build the document for the hooks from a journal line."""
     verdict = fields.get("verdict") or {}
     found = {
         "event": "verdict" if kind == "Verdict" else "closed",

@@ -75,7 +75,6 @@ def text_of(collector: Collector) -> bytes:
 
 
 def families(node_id: str, status: StatusView, counters: RunCounters) -> Iterator[Metric]:
-    """Yield all metric families."""
     nodes = status.cluster.nodes if status.cluster is not None else ()
     ranks = [(node.node_id, rank) for node in nodes for rank in node.ranks]
     if status.cluster is None:

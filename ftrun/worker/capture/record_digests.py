@@ -265,7 +265,6 @@ def where(frame: types.FrameType | None) -> str:
 def local_variables(
     frame: types.FrameType | None, captured: set[int]
 ) -> Iterator[tuple[str, object]]:
-    """Variables of this frame and of its callers in the script, with their keys."""
     for _ in range(_MAX_FRAMES):
         if frame is None:
             return

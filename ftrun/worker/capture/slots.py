@@ -160,7 +160,6 @@ class SlotProvider:
         return self.current if self._take_made() else None
 
     def begin_copy(self, slots: ArenaSlots, step: int) -> int:
-        """Mark a slot as being copied, and return it."""
         slot = self.settling.slot_to_fill(slots.arena.find)
         slots.arena.begin_copy(slot, self._header(slots, SlotState.COPYING, step, 0))
         crash_point("worker.capture.marked")

@@ -218,7 +218,6 @@ class SavedItems:
             raise
 
     def _copies(self, item: ReadItem, holder: Holder, strides: Shape) -> list[BoxCopy]:
-        """The copies of an item into a tensor with these strides."""
         index = item.storage_index
         if not isinstance(self.metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
             raise ShapeChanged(key=index.fqn, saved="an object", present="a tensor")

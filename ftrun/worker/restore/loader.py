@@ -57,9 +57,7 @@ class SavedState(Parts, Protocol):
         """Dtype and whole shape of a tensor; None if it was not saved."""
         ...
 
-    def groups_among(self, present: Collection[str]) -> dict[str, list[dict[str, Any]]]:
-        """Parameter groups by optimizer, for a rank that has these tensors."""
-        ...
+    def groups_among(self, present: Collection[str]) -> dict[str, list[dict[str, Any]]]: ...
 
     def load_tensors(self, tree: StateTree, lasting: PersistentSources, groups: Named) -> None:
         """Fill all tensors that exist; `groups` names the saved optimizers."""
