@@ -7,7 +7,6 @@ Gives:    killed and started ranks, prepared generations; `RunEnded` at the end 
 
 import logging
 import signal
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -39,6 +38,16 @@ class RunEnded(Exception):
         self.command = command
 
 
+class Publishing(Protocol):
+    """What others see of this node."""
+
+    def publish_status(self) -> None:
+        """Publish before a long operation."""
+
+    def before_end(self) -> None:
+        """Write the last values, while the pages of the ranks exist."""
+
+
 class SignalHandlers(Protocol):
     """The signals of the agent, as far as commands change them."""
 
@@ -52,12 +61,7 @@ class SignalHandlers(Protocol):
 
 @dataclass
 class CommandExecutor:
-    """Executes commands on one node.
-
-    Args:
-        publish_status: publishes before a long operation.
-        before_end: writes the last values of the observers, while the pages of the ranks exist.
-    """
+    """Executes commands on one node."""
 
     journal: Journal
     control: ControlLoop
@@ -68,8 +72,7 @@ class CommandExecutor:
     observer: RankObserver
     report: NodeReporter
     signals: SignalHandlers
-    publish_status: Callable[[], None]
-    before_end: Callable[[], None]
+    publishing: Publishing
     is_done: bool = False
     """Every rank has finished."""
     has_left: bool = False
@@ -199,7 +202,7 @@ class CommandExecutor:
         if self.workers.alive():
             self.journal.write("KillWorkers", why=command.why)
         self._kill()
-        self.publish_status()
+        self.publishing.publish_status()
         self.generations.is_over = True
         holdings, store_port, smp_port = self.maintenance.holdings()
         self.control.tell(Quiesced(command.generation, holdings, store_port, smp_port))
@@ -209,7 +212,7 @@ class CommandExecutor:
         self.report.begin()
         self.workers.awaits_boundary = False
         restored, problem, code = None, "", int(ExitCode.STATE_LOST)
-        self.publish_status()
+        self.publishing.publish_status()
         generations = self.generations
         try:
             restored = generations.adopt(self._agent, plan)
@@ -236,9 +239,9 @@ class CommandExecutor:
     def _end(self, command: commands.EndRun) -> None:
         self.has_left = command.goes_on
         self.workers.kill()
-        self.publish_status()
+        self.publishing.publish_status()
         self.generations.repeats.conclude()
-        self.before_end()
+        self.publishing.before_end()
         self.signals.forget()
         if not command.goes_on:
             self.maintenance.end(command, is_cancelled=lambda: self.signals.is_end_wished)

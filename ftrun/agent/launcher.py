@@ -351,8 +351,7 @@ def _loop(run: _Run) -> RunLoop:
         run.eyes,
         report,
         run.signals,
-        publish_status=run.publish_status,
-        before_end=run.before_end,
+        run,
     )
     faults = _faults(run) if run.spec.allow_faults else None
     if run.desk is not None:
