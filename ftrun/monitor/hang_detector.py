@@ -247,7 +247,7 @@ def _against(view: RankView) -> list[str]:
     elif not view.is_gil_known and view.process == "S":
         found.append(
             f"whether rank {view.rank} holds the interpreter's lock is not known: py-spy is "
-            "missing or may not look (ftrun check says which)"
+            "missing or may not look (ftrun preflight says which)"
         )
     return found
 
