@@ -12,6 +12,8 @@ Without this check an arena beyond the limit would therefore cause an OOM kill i
 from dataclasses import dataclass
 from pathlib import Path
 
+from ftrun.errors import MemoryTooSmall
+
 MARGIN = 0.05
 """Fraction of the free memory that is never promised: page tables, sockets, growth of workers."""
 
@@ -24,6 +26,17 @@ class AvailableMemory:
 
     num_bytes: int
     limit: str
+
+    def check(self, needed_bytes: int, *, state_bytes: int = 0, num_ranks: int = 0) -> None:
+        """Raises MemoryTooSmall, with these values, if this number of bytes does not fit."""
+        if needed_bytes > self.num_bytes:
+            raise MemoryTooSmall(
+                needed_bytes=needed_bytes,
+                available_bytes=self.num_bytes,
+                limit=self.limit,
+                state_bytes=state_bytes,
+                num_ranks=num_ranks,
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A path or a link is probed over a connection of its own, and given up in time."""
+"""A path or a link is measured over its own connection, within a limit."""
 
 import socket
 import threading
@@ -37,7 +37,7 @@ SECRET = make_secret()
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a second is a limit for networks, and not for machines that are busy."""
+    """Raise the limit of half a second, which is for networks and not for busy machines."""
     for name in ("DIAL_S", "SHORT_DIAL_S", "TRY_S", "SHORT_TRY_S", "SERVE_S"):
         monkeypatch.setattr(path_probe, name, WAIT_S)
 
@@ -48,7 +48,7 @@ def who(node_id: str, purpose: Purpose = "agent") -> PeerIdentity:
 
 @contextmanager
 def agent(secret: Secret | None = SECRET, *, is_mute: bool = False) -> Iterator[ProbePathRequest]:
-    """An agent that serves one road."""
+    """An agent that serves one path probe."""
     with answering(who("there"), secret, serve_road, is_mute=is_mute) as (host, port):
         yield ProbePathRequest(3, "there", "rail0", "lo", "127.0.0.1", host, port)
 

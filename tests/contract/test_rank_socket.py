@@ -1,4 +1,4 @@
-"""The agent reads a rank's flight recorder, however long the path of the run folder is."""
+"""The agent reads a rank's flight recorder for run folders with a path of any length."""
 
 import os
 import subprocess

@@ -1,6 +1,6 @@
-"""When a link dials again, when its node counts as lost, and which links a session admits."""
+"""When a link redials, when its node counts as lost, and which links a session admits."""
 
-from ftrun.smp.link_rules import FETCH, FIRST_PAUSE_S, PROTECT, LinkRules, admits
+from ftrun.smp.peer_link import FETCH, FIRST_PAUSE_S, PROTECT, LinkRules, admits
 from ftrun.wire.cluster.transfer import LinkHello
 
 PATIENCE_S = 10.0
