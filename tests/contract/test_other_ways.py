@@ -17,9 +17,9 @@ from typing import TypeVar
 import pytest
 from made_settings import made_settings
 
-from ftrun.agent.cluster.cluster_brain import ClusterControlLoop
 from ftrun.agent.cluster.connections import ClusterConnections
-from ftrun.agent.cluster.other_ways import YOUNG_S, ConnectionFailover
+from ftrun.agent.cluster.control_loop import ClusterControlLoop
+from ftrun.agent.cluster.dialing import YOUNG_S, ConnectionFailover
 from ftrun.config.cluster import ClusterSize
 from ftrun.errors import PeerError
 from ftrun.records.note import Note

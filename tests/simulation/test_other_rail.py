@@ -2,7 +2,7 @@
 
 What was on its way is lost without a word, in both directions and for a second; then there is
 another connection at both ends, and neither was told that the first one was closed. So it is when
-a rail is cut (ftrun/agent/cluster/other_ways.py). The protocol must bear it at any moment, and a
+a rail is cut (ftrun/agent/cluster/dialing.py). The protocol must bear it at any moment, and a
 run in
 which nothing else goes wrong must not notice.
 """

@@ -1,15 +1,48 @@
-"""A node that finds no other node reads the record of the finished run."""
+"""The control loop: a failed thread ends the agent; a node alone reads the finished run."""
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ftrun.agent.cluster import finished_watch
-from ftrun.agent.cluster.finished_watch import LOOK_EVERY_S, FinishedWatch
+from ftrun.agent.cluster import control_loop
+from ftrun.agent.cluster.control_loop import LOOK_EVERY_S, ClusterControlLoop, FinishedWatch
+from ftrun.agent.cluster.etcd_witness import WitnessClient
 from ftrun.membership.discovery import MemberRole
-from ftrun.membership.events import RunFinished
+from ftrun.membership.events import RunFinished, WitnessAnswered
+from ftrun.recovery.commands import QueryWitness, WitnessOperation
+from ftrun.wire.cluster.generation import NodeCard
+from tests.unit.recovery.made import SETTINGS, card
+
+DEADLINE_S = 60.0
+
+
+class Register:
+    """An outside witness that is asked in a way that no release foresees."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+
+    def ask(self, asked: QueryWitness, me: NodeCard) -> WitnessAnswered:
+        self.asked.set()
+        raise KeyError("a bug")
+
+
+def test_an_agent_whose_witness_thread_has_ended_ends_too() -> None:
+    register: Any = Register()
+    brain = ClusterControlLoop(card("a"), SETTINGS, kept=None, took_effect=False)
+    brain.witness_thread = WitnessClient(register, card("a"), brain.tell)
+    brain.witness_thread.start()
+    brain.passing()
+    brain.witness_thread.ask(QueryWitness(WitnessOperation.KEEP, 0.0))
+    assert register.asked.wait(DEADLINE_S)
+    brain.close()
+    with pytest.raises(RuntimeError, match="the witness thread has ended") as found:
+        brain.passing()
+    assert isinstance(found.value.__cause__, KeyError)
+
 
 LIFE = "7f"
 
@@ -23,7 +56,7 @@ def lives(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(life)
         return "it has finished"
 
-    monkeypatch.setattr(finished_watch, "has_finished", has_finished)
+    monkeypatch.setattr(control_loop, "has_finished", has_finished)
     return found
 
 

@@ -32,9 +32,10 @@ from torch.optim.optimizer import (
 from ftrun import clock
 from ftrun.wire import verify_records as records
 from ftrun.wire.verify_records import VerifyPlan, VerifyRecord, record_path
-from ftrun.worker.state.attached import AttachedState, unwrapped
+from ftrun.worker.capture import record_digests as digests
+from ftrun.worker.state.attached import AttachedState
+from ftrun.worker.state.module_state import unwrapped
 from ftrun.worker.state.state_tree import PersistentSources, StateTree
-from ftrun.worker.verify import record_digests as digests
 
 _MAX_FORWARDS = 64
 """Number of forwards recorded in one step."""
@@ -110,14 +111,7 @@ class Recording:
         known: Iterable[object],
         step: int,
     ) -> None:
-        """Record the state when `attach` is about to return, after a restore.
-
-        Args:
-            attached: the attached objects.
-            extra: returns the session's own values.
-            known: other objects whose state snapshots contain.
-            step: number of completed steps.
-        """
+        """Record the state when `attach` is about to return, after a restore."""
         self._attached, self._extra = attached, extra
         self._tree = StateTree(attached)
         self._steps = step

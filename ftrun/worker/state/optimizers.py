@@ -1,26 +1,33 @@
-"""Optimizers inside attached ones, such as in SAM, Lookahead and ZeroRedundancyOptimizer.
+"""Optimizers inside attached ones, such as in SAM and Lookahead, and those that are not attached.
 
-Runs in:  worker, training thread, inside `attach`.
-Takes in: an `AttachedState`.
+Runs in:  worker, training thread.
+Takes in: an `AttachedState`; torch's global hook before each optimizer step.
 Gives:    inner optimizers as attached ones, named by the attribute that holds them, such as
-          `optimizer.base_optimizer`; after a load, groups and state shared as before.
+          `optimizer.base_optimizer`; after a load, groups and state shared as before; reasons for
+          lost protection.
 
 Loading a state gives an optimizer new groups. A wrapper shares its groups with the inner optimizer,
 so that a scheduler of one sets the learning rate of both. This sharing is restored after each load.
+
+An optimizer that is created and used within one turn of the loop, and keeps no state, loses
+nothing. An optimizer is therefore reported at a boundary only if it has state, or if it also
+stepped in an earlier turn.
 """
 
 import logging
-from collections.abc import Container, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ftrun.errors import UsageError
 from ftrun.worker.state.attached import AttachedState
+from ftrun.worker.state.unprotected import UnprotectedReasons, shown
 
 _REFERRING = ("scheduler", "scaler")
 """Objects in these arguments refer to an optimizer and do not contain it."""
@@ -203,3 +210,80 @@ def _tensors_in(value: object, depth: int = 0) -> Iterator[torch.Tensor]:
     elif depth <= _MAX_DEPTH and isinstance(value, Mapping | list | tuple):
         for one in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors_in(one, depth + 1)
+
+
+class OptimizerWatch:
+    """Compares the optimizers that step with those that are attached."""
+
+    def __init__(
+        self,
+        known: Iterable[Optimizer],
+        names: Callable[[], dict[int, str]],
+        reasons: UnprotectedReasons,
+        before_first_step: Callable[[], None],
+    ) -> None:
+        self._known = list(known)
+        self._known_ids = {id(one) for one in self._known}
+        self._names = names
+        self._reasons = reasons
+        self._before_first_step: Callable[[], None] | None = before_first_step
+        self._now: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._before: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._reported: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._has_logged = self._is_checked = False
+        self._hook = register_optimizer_step_pre_hook(reasons.guarded(self._before_step))
+
+    def close(self) -> None:
+        self._hook.remove()
+
+    def boundary(self) -> None:
+        if not self._is_checked:
+            self._is_checked = True
+            self._check_attributes()
+        if self._now:
+            for one in list(self._now):
+                if one in self._before or any(one.state.values()):
+                    self._reported.add(one)
+                    self._report(one)
+            self._before |= self._now
+            self._now.clear()
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if id(optimizer) in self._known_ids:
+            first, self._before_first_step = self._before_first_step, None
+            if first is not None:
+                first()
+        elif optimizer not in self._reported:
+            self._now.add(optimizer)
+
+    def _report(self, optimizer: Optimizer) -> None:
+        kind, names = type(optimizer).__name__, self._names()
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        updated = [names[id(one)] for one in parameters if id(one) in names]
+        if updated:
+            self._reasons.add(
+                f"optimizer {kind} {updated[0]}",
+                f"optimizer {kind}, which updates {shown(updated, limit=1)}, is not attached: its "
+                "state is in no snapshot; pass it to attach(optimizer={...})",
+            )
+        elif not self._has_logged:
+            self._has_logged = True
+            _log.warning(
+                "optimizer %s updates %d parameters that are not attached: a restart begins with "
+                "new ones; pass their model and this optimizer to attach() if the training needs "
+                "them",
+                kind,
+                len(parameters),
+            )
+
+    def _check_attributes(self) -> None:
+        for one in self._known:
+            if found := tensors_outside_state(one):
+                kind = type(one).__name__
+                self._reasons.add(
+                    f"optimizer {kind} attributes",
+                    f"optimizer {kind} keeps tensors in {shown(found)}, outside of its state: they "
+                    "are in no snapshot; pass them to attach() by name",
+                )

@@ -5,8 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from ftrun.agent.cluster.interfaces import NetworkInterface, _device, interfaces
-from ftrun.agent.cluster.own_rails import MAX_RAILS, listen_on, own_rails, rails_among
+from ftrun.agent.cluster.interfaces import (
+    MAX_RAILS,
+    NetworkInterface,
+    _device,
+    interfaces,
+    listen_on,
+    own_rails,
+    rails_among,
+)
 from ftrun.errors import UsageError
 from ftrun.wire.cluster.generation import NodeCard, Rail
 from ftrun.wire.transport.tcp import listen_tcp
@@ -133,7 +140,7 @@ def test_interfaces_that_cannot_be_listed_cost_no_start(
     def fails() -> list[NetworkInterface]:
         raise error
 
-    monkeypatch.setattr("ftrun.agent.cluster.own_rails.interfaces", fails)
+    monkeypatch.setattr("ftrun.agent.cluster.interfaces.interfaces", fails)
     assert own_rails("10.0.0.5") == []
 
 

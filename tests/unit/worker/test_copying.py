@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ftrun.snapshot.layout import CopyTiming
-from ftrun.worker.capture.laziness import (
+from ftrun.worker.capture.copying import (
     BOUNDARY_BYTES,
     ROW_BYTES,
     LazyCopyCheck,

@@ -22,7 +22,8 @@ import xxhash
 from torch import nn
 
 from ftrun.snapshot.plain_values import TensorRef, decode, encode
-from ftrun.worker.state.attached import AttachedState, named_parts
+from ftrun.worker.state.attached import AttachedState
+from ftrun.worker.state.module_state import named_parts
 from ftrun.worker.state.state_tree import BoundaryState, PersistentSources
 from ftrun.worker.state.tensors import is_sharded
 
@@ -264,12 +265,6 @@ def where(frame: types.FrameType | None) -> str:
 def local_variables(
     frame: types.FrameType | None, captured: set[int]
 ) -> Iterator[tuple[str, object]]:
-    """Variables of this frame and of its callers in the script, with their keys.
-
-    Args:
-        frame: the innermost one.
-        captured: ids of objects that snapshots contain; they are left out.
-    """
     for _ in range(_MAX_FRAMES):
         if frame is None:
             return

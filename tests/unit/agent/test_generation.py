@@ -1,10 +1,13 @@
-"""One failure is announced once, however many notes it leads to."""
+"""What a generation prints of its cause, and the variables that set the rails of ranks."""
 
 import pytest
 
-from ftrun.agent.announcements import Announcements
+from ftrun.agent.launch import generation as generations
+from ftrun.agent.launch.generation import Announcements
 from ftrun.records.membership import GenerationChosen, NodeLost
 from ftrun.recovery.commands import JournalEntry
+from ftrun.wire.cluster.generation import NetworkPlan, Rail
+from tests.unit.recovery.made import card, plan
 
 KILLED = "rank 1 (pid 7) was killed by SIGKILL"
 
@@ -39,3 +42,16 @@ def test_a_leader_without_ranks_prints_the_same_loss_again_in_the_next_generatio
     for one in (lost, lost, began, lost):
         announcements.show(one, has_ranks=is_member)
     assert caplog.messages == [text] * count
+
+
+def test_a_bug_costs_the_variables_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    rails = [Rail("eth7", "10.0.0.1", 24)], [Rail("eth7", "10.0.0.2", 24)]
+    cards = [card(one, rails=of) for one, of in zip("ab", rails, strict=True)]
+    running = plan(0, cards, roads=NetworkPlan(order=["a", "b"], rails=["eth7"]))
+    assert generations._road_variables(running, "a")["GLOO_SOCKET_IFNAME"] == "eth7"
+    monkeypatch.setattr(generations, "match_rails", breaks)
+    assert generations._road_variables(running, "a") == {}

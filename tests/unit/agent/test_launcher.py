@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ftrun.agent.ending import Kept
+from ftrun.agent.launcher import Kept
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.wire.messages.checkpoint import CheckpointWritten
 from ftrun.wire.messages.envelope import Envelope

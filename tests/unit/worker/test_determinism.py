@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ftrun.worker.state.buckets import DdpWrapperTracker, ready_order, warm_buckets
+from ftrun.worker.state.determinism import DdpWrapperTracker, ready_order, warm_buckets
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ftrun.worker.state.gradients import present_gradients, put_back_gradients
+from ftrun.worker.state.optimizer_state import present_gradients, put_back_gradients
 
 
 def parameters() -> tuple[list[nn.Parameter], dict[int, str]]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ftrun.agent.snapshots.commands import REPEAT_S, UnconfirmedCommands
+from ftrun.agent.snapshots.smp_client import REPEAT_S, UnconfirmedCommands
 from ftrun.ids import version
 from ftrun.recovery.commands import AbandonStep, CommitSnapshot
 from ftrun.wire.shared_memory.pages import CommandField, SharedPage, create_command_page

@@ -10,18 +10,21 @@ that is left by `break` or `return` is counted if an optimizer has stepped in it
 this way has no further turn after a restart, because only the script has the reason for leaving.
 """
 
+import gc
+import inspect
 import logging
 import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dis import opname
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ftrun.errors import UsageError
-from ftrun.worker.loop.leaving import frames_of_loop, is_left_by_break
 from ftrun.worker.state.data_position import DataPosition
 
 _log = logging.getLogger(__name__)
@@ -209,11 +212,7 @@ class Loops(ABC):
 
     @abstractmethod
     def _boundary(self, *, allowed: bool) -> None:
-        """End a step.
-
-        Args:
-            allowed: a snapshot may be taken at this boundary.
-        """
+        """End a step."""
 
     @abstractmethod
     def _keep(self) -> None:
@@ -292,3 +291,40 @@ def _after_optimizer_step(owner: "weakref.ref[Loops]") -> Callable[..., None]:
             loops._has_stepped = True
 
     return after_step
+
+
+_DROPS = frozenset({"POP_TOP", "POP_ITER", "END_FOR"})
+_YIELDS = frozenset({"YIELD_VALUE", "RESUME"})
+
+
+def frames_of_loop() -> tuple[int, ...]:
+    """Return ids of the frames that request items from the calling generator, nearest first.
+
+    All frames except the last one are generators.
+    """
+    found = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        found.append(id(frame))
+        frame = frame.f_back if frame.f_code.co_flags & inspect.CO_GENERATOR else None
+    return tuple(found)
+
+
+def is_left_by_break(frames: tuple[int, ...]) -> bool:
+    """Whether the calling generator is closed because its loop was left by `break` or `return`.
+
+    Args:
+        frames: result of `frames_of_loop` at the last item.
+    """
+    try:
+        frame: FrameType | None = sys._getframe(2)
+    except ValueError:  # the interpreter is exiting
+        return False
+    while frame is not None and id(frame) in frames:
+        instruction = opname[frame.f_code.co_code[frame.f_lasti]]
+        if instruction == "FOR_ITER":
+            return not any(isinstance(one, TracebackType) for one in gc.get_referrers(frame))
+        if instruction not in _YIELDS:
+            return instruction in _DROPS
+        frame = frame.f_back
+    return False

@@ -6,7 +6,7 @@ import pytest
 
 from ftrun.errors import RulesInvalid, UsageError
 from ftrun.sharding.rule_parser import read_carried
-from ftrun.worker.state.declared_layout import declared
+from ftrun.worker.state.attached import declared
 
 TEXT = "mesh: {dp: 2, tp: 2}\nshard:\n  - {name: model.w, axis: tp, dim: 0}\n"
 
