@@ -119,7 +119,7 @@ class AddressTaken(UsageError):
         self.host = host
         self.port = port
         super().__init__(
-            f"another process listens at {host} port {port} already. End it, or choose another port"
+            f"another process already listens at {host} port {port}. End it, or choose another port"
         )
 
 
@@ -167,9 +167,9 @@ class MemoryTooSmall(SnapshotError):
         help_ = "Raise this limit, start fewer ranks per node (--nproc-per-node)"
         if num_ranks:
             ranks = "1 rank" if num_ranks == 1 else f"each of {num_ranks} ranks"
-            details = f": two slots for {ranks}, {_mb(state_bytes)} of state in the one that asked"
+            details = f": two slots for {ranks}, {_mb(state_bytes)} of state in the requesting one"
         if parity_bytes:
-            details += f"; parity for other nodes needs up to {_mb(parity_bytes)} besides"
+            details += f"; parity for other nodes needs up to {_mb(parity_bytes)} more"
             help_ += ", or use --erasure K+M with a larger K or a smaller M"
         if frozen_bytes:
             help_ += (
@@ -247,10 +247,10 @@ class ShapeChanged(SnapshotError):
         lines = "".join(f"\n  - {one}" for one in told[: self.SHOWN])
         more = len(told) - self.SHOWN
         rest = f"\n  - and {more} more" if more > 0 else ""
-        many = f"{len(told)} things that were saved are others now:{lines}{rest}\n"
+        many = f"{len(told)} saved values do not fit:{lines}{rest}\n"
         super().__init__(
             f"{many if others else told[0] + '. '}Restore with the script that made the snapshot, "
-            "or start anew with another --run-id"
+            "or start a new run with another --run-id"
         )
 
 
@@ -267,10 +267,10 @@ class StructureChanged(SnapshotError):
         self.changes = tuple(changes)
         more = len(changes) - self.SHOWN
         super().__init__(
-            "no new snapshots, because a restart could not restore them into what the script "
-            f"builds before attach: {'; '.join(changes[: self.SHOWN])}"
+            "no new snapshots, because a restart could not restore them into the objects that the "
+            f"script builds before attach: {'; '.join(changes[: self.SHOWN])}"
             + (f"; and {more} more" if more > 0 else "")
-            + ". Older snapshots are kept. Make this change before attach"
+            + ". Older snapshots are retained. Make this change before attach"
         )
 
 
@@ -302,8 +302,8 @@ class TensorIncomplete(SnapshotError):
             else ""
         )
         super().__init__(
-            f"{key} of shape {list(shape)} cannot be put together for another number of ranks: no "
-            f"rank has saved {hole}; saved are {shown or 'none'}.{strided} Start as many ranks as "
+            f"{key} of shape {list(shape)} cannot be assembled for another number of ranks: no "
+            f"rank has saved {hole}; saved: {shown or 'none'}.{strided} Start as many ranks as "
             "took the snapshot"
         )
 
@@ -317,7 +317,7 @@ class RanksDiffer(SnapshotError):
         self.values = values
         super().__init__(
             f"{key} is {values[0]} on rank {ranks[0]} and {values[1]} on rank {ranks[1]} of the "
-            "snapshot, so it cannot be given to another number of ranks. Start as many ranks as "
+            "snapshot, so another number of ranks cannot load it. Start as many ranks as "
             "took it, or shard it as a DTensor"
         )
 
@@ -331,7 +331,7 @@ class SnapshotCorrupt(SnapshotError):
         self.rank = rank
         """Rank that owns the shard, if the bytes are those of another rank or process."""
         super().__init__(
-            f"{what}: the digest of piece {piece} of {pieces} does not match; it is set aside"
+            f"{what}: the digest of piece {piece} of {pieces} does not match; it is rejected"
         )
 
 
@@ -341,7 +341,7 @@ class FragmentRefused(SnapshotError):
     def __init__(self, *, what: str, why: str) -> None:
         self.what = what
         self.why = why
-        super().__init__(f"{what} is set aside: {why}")
+        super().__init__(f"{what} is rejected: {why}")
 
 
 class StripeLost(SnapshotError):
@@ -357,12 +357,12 @@ class StripeLost(SnapshotError):
         lines = "".join(f"\n  - {problem}" for problem in problems)
         named = ", ".join(have) or "none"
         if len(have) < needed:
-            why = f"{len(have)} of {needed} good fragments are there ({named})"
+            why = f"{len(have)} of {needed} good fragments are available ({named})"
         else:
-            why = f"no {needed} of its fragments ({named}) give what was protected"
+            why = f"no {needed} of its fragments ({named}) give the protected bytes"
         super().__init__(
             f"{what} cannot be rebuilt: {why}. Resume from an older version or a checkpoint. "
-            f"What is missing or was set aside:{lines}"
+            f"Missing or rejected:{lines}"
         )
 
 
@@ -410,17 +410,17 @@ class PeerError(FtrunError):
 HowLost = Literal["refused", "reset", "closed", "silent", "unreachable", "unknown"]
 """What the kernel reports of a lost peer.
 
-refused: its kernel answers, and no process listens. reset, closed: its kernel ended the
-connection. silent: the peer sends no answer, or takes no data. unreachable: no known route leads
-there. unknown: its name has no address.
+`refused`: its kernel answers, and no process listens. `reset`, `closed`: its kernel ended the
+connection. `silent`: the peer sends no answer, or takes no data. `unreachable`: no known route
+leads there. `unknown`: its name has no address.
 """
 
 _LOST_IN_WORDS: dict[HowLost, str] = {
     "refused": "refuses the connection: nothing listens there",
     "reset": "has reset the connection: it was killed, or the connection was cut",
-    "closed": "has closed the connection: it has ended, or has given this connection up",
+    "closed": "has closed the connection: it ended, or closed this connection alone",
     "silent": "does not answer: it is frozen, off, or cut off",
-    "unreachable": "cannot be reached: there is no way there in the network",
+    "unreachable": "cannot be reached: the network has no route to it",
     "unknown": "has a name for which there is no address",
 }
 

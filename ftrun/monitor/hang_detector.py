@@ -164,9 +164,9 @@ def _does(view: RankView, kind: VerdictKind) -> str:
         case VerdictKind.FROZEN:
             return "is stopped (SIGSTOP)"
         case VerdictKind.GIL_STUCK:
-            return f"holds the interpreter's lock and does nothing{at}"
+            return f"holds the GIL and makes no progress{at}"
         case VerdictKind.BUSY_LOOP:
-            return f"runs in circles{at}"
+            return f"is in a busy loop{at}"
         case VerdictKind.INPUT_BOUND:
             return f"waits for its data{at}"
         case _ if view.cpu >= COMPUTES:
@@ -203,7 +203,7 @@ def _of_waiting(waits: WaitGraph, culprits: Sequence[int]) -> list[str]:
         for culprit in culprits[:_MANY]:
             own = next((g for g in waits.views[culprit].groups if g.name == group.name), None)
             if own is not None and own.entered < group.waits_seq:
-                lines.append(f"rank {culprit} has entered #{own.entered:,} of that group last")
+                lines.append(f"rank {culprit} entered only #{own.entered:,} of that group")
     return lines
 
 
@@ -219,7 +219,7 @@ def _of_state(view: RankView, settings: HangConfig) -> list[str]:
         found.append(f"{who}'s process is in an uninterruptible sleep (state D){where}")
     if view.still_s >= settings.still_s:
         found.append(
-            f"{who} has used no processor, read and written nothing, and not moved for "
+            f"{who} has used no CPU, read and written nothing, and kept the same stack for "
             f"{view.still_s:.1f} s"
         )
     elif view.spins_s >= settings.still_s:
@@ -246,8 +246,8 @@ def _against(view: RankView) -> list[str]:
         found.append(f"rank {view.rank} computes ({view.cpu:.1f} cores)")
     elif not view.is_gil_known and view.process == "S":
         found.append(
-            f"whether rank {view.rank} holds the interpreter's lock is not known: py-spy is "
-            "missing or may not look (ftrun check says which)"
+            f"whether rank {view.rank} holds the GIL is not known: py-spy is missing or may not "
+            "read the process (see ftrun check)"
         )
     return found
 
@@ -274,7 +274,7 @@ def _not_left(waits: WaitGraph, node_of: Mapping[int, str]) -> Verdict:
         nodes=nodes,
         victims=tuple(sorted(waits.waiting)),
         text=f"all ranks have entered {_call_of(group)} and {ranks_in_words(ranks)} cannot leave "
-        f"it: a connection {where} carries nothing",
+        f"it: a connection {where} carries no data",
         evidence=tuple(evidence),
         sure=Confidence.LIKELY,
         fingerprint=f"{VerdictKind.HANG_IN_COMMUNICATION.value} {' '.join(nodes)}",
@@ -289,9 +289,9 @@ def _all_receive(late: Sequence[RankView], waits: WaitGraph, node_of: Mapping[in
         culprits=(),
         nodes=_nodes(ranks, node_of),
         victims=tuple(sorted(waits.waiting)),
-        text=f"{ranks_in_words(ranks)} wait for messages that do not come",
+        text=f"{ranks_in_words(ranks)} wait for messages that do not arrive",
         evidence=tuple(f"rank {view.rank} is at {short(view.place)}" for view in late[:_MANY]),
-        against=("a message from rank to rank is not recorded, so who owes it is not known",),
+        against=("messages between two ranks are not recorded, so the sender is not known",),
         sure=Confidence.POSSIBLE,
         fingerprint=f"{VerdictKind.HANG_IN_COMMUNICATION.value} messages",
     )
@@ -329,7 +329,7 @@ def _skipped(
         victims=tuple(sorted(set(different.calls) - set(ranks))),
         text=text,
         evidence=tuple(evidence),
-        against=() if is_clear else ("which of them is right cannot be told from outside",),
+        against=() if is_clear else ("which side is correct cannot be determined",),
         sure=Confidence.CERTAIN if is_clear else Confidence.POSSIBLE,
         acts_at_once=True,
         fingerprint=f"{VerdictKind.SKIPPED_COLLECTIVE.value} {_sides(sides)}",

@@ -197,7 +197,7 @@ class UpdatePeerPorts:
 
 @dataclass(frozen=True, slots=True)
 class InspectRanks:
-    """A rank has failed: report quickly what the ranks of this node called last."""
+    """A rank has failed: report the last calls of this node's ranks at once."""
 
 
 @dataclass(frozen=True, slots=True)

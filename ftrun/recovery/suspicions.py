@@ -57,14 +57,10 @@ class HangSuspicions:
         self._now: Verdict | None = None
         """The verdict of the newest observation; `_before` is that of the one before it."""
         self._seen: tuple[object, ...] = ()
-        self._is_suspected = False
+        self.is_suspicious = False
+        """Ranks have made no step for longer than `suspect_s`."""
         self.is_silent = False
         """Ranks have made no step for `look_s`, so their stacks are taken."""
-
-    @property
-    def is_suspicious(self) -> bool:
-        """Whether ranks have made no step for longer than `suspect_s`."""
-        return self._is_suspected
 
     def begin(self) -> None:
         self._is_over = self.is_silent = False
@@ -73,7 +69,7 @@ class HangSuspicions:
     def _forget(self) -> None:
         self._told = self._before = self._now = None
         self._seen = ()
-        self._is_suspected = False
+        self.is_suspicious = False
 
     def look(
         self,
@@ -145,8 +141,8 @@ class HangSuspicions:
         is_same = verdict is None or (
             self._told is not None and _gist(verdict) == _gist(self._told)
         )
-        is_news = acts or not is_same or not self._is_suspected
-        self._is_suspected = True
+        is_news = acts or not is_same or not self.is_suspicious
+        self.is_suspicious = True
         if not is_news:
             return None
         self._told = verdict
@@ -180,9 +176,8 @@ def _unknown(views: Mapping[int, RankView], silent_s: float) -> Verdict:
         kind=VerdictKind.HANG_IN_COMPUTATION,
         culprits=(),
         victims=ranks,
-        text=f"{ranks_in_words(ranks)} have made no step for {silent_s:.0f} s, and who holds them "
-        "up cannot be told",
-        against=("some ranks they wait for were not seen",),
+        text=f"no step for {silent_s:.0f} s on {ranks_in_words(ranks)}; the cause is unknown",
+        against=("some ranks that they wait for were not observed",),
         sure=Confidence.POSSIBLE,
         fingerprint="silence",
     )
@@ -301,14 +296,6 @@ class SlowSuspicions:
 
     def lasting(self, for_s: float, *, now_s: float) -> list[Verdict]:
         return [one for key, one in self._told.items() if now_s - self._since_s[key] >= for_s]
-
-    def slow_links(self, for_s: float, *, now_s: float) -> list[Verdict]:
-        """Lasting verdicts about the network, of any confidence.
-
-        The caller compares rails before it acts on one.
-        """
-        lasting = self.lasting(for_s, now_s=now_s)
-        return [one for one in lasting if one.kind is VerdictKind.SLOW_COMMUNICATION]
 
     def matrix(self) -> list[dict[str, Any]]:
         return [msgspec.to_builtins(cell) for cell in self._links.table()]

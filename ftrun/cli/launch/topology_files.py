@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from ftrun.errors import UsageError
-from ftrun.network.detect.leaves import leaves_from_file, leaves_from_slurm
+from ftrun.network.detect.leaf_switches import leaves_from_file, leaves_from_slurm
 
 _MAX_BYTES = 8 << 20
 _SLURM_WORD = "switchname="

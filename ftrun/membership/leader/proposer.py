@@ -298,7 +298,7 @@ class Proposer:
         peer.promised = promised
         self.highest = max(self.highest, promised)
         if plan is not None and promised > plan.generation and runs_ranks(plan, peer.card):
-            why = f"node {peer.card.node_id} has promised generation {promised} to another"
+            why = f"node {peer.card.node_id} has promised generation {promised}"
             self.begin_again(why, place, now_s=now_s)
         ballot = self.ballot
         is_needed = peer.card.node_id in self._needed
@@ -327,8 +327,8 @@ class Proposer:
         if self.ballot is None or not slow or slow == self._slow:
             return []
         self._slow = slow
-        text = f"generation {self.ballot.generation} waits for {', '.join(slow)} to get ready"
-        return [JournalEntry("Waiting", f"{text}, as where a checkpoint is read", say=True)]
+        text = f"generation {self.ballot.generation} waits for {', '.join(slow)}"
+        return [JournalEntry("Waiting", f"{text}, which may be reading a checkpoint", say=True)]
 
     def lost(self, node_id: str) -> None:
         self._awaited.pop(node_id, None)

@@ -67,11 +67,11 @@ class TooFewNodes:
     """Nodes whose own check failed, each with the reason."""
 
     def __str__(self) -> str:
-        text = f"{self.here} of at least {self.needed} nodes are here"
+        text = f"{self.here} of at least {self.needed} nodes are present"
         if self.set_aside:
-            text += f"; set aside after too many failures: {', '.join(self.set_aside)}"
+            text += f"; excluded after too many failures: {', '.join(self.set_aside)}"
         if self.unfit:
-            text += f"; not fit: {'; '.join(self.unfit)}"
+            text += f"; unfit: {'; '.join(self.unfit)}"
         return text
 
 
@@ -138,7 +138,7 @@ def _natural(text: str) -> tuple[tuple[int, str], ...]:
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in parts)
 
 
-_LEAVES = "it was asked to leave"
+_LEAVES = "it is draining"
 _FIGURE = re.compile(r"[\d.,]*\d")
 _Check = tuple[int, int]
 """Incarnation of an agent, and the number of one of its checks."""
@@ -176,7 +176,7 @@ class Admission:
             elif not fitness.is_fit:
                 found[node_id] = "; ".join(fitness.problems)
             elif self._awaits_check(peer):
-                found[node_id] = "it was set aside, and checks itself again"
+                found[node_id] = "it was excluded, and repeats its check"
             else:
                 self._aside_at.pop(node_id, None)
         return found

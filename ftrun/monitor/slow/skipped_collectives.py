@@ -72,14 +72,14 @@ class CollectiveCounts:
             culprits=ranks,
             nodes=tuple(dict.fromkeys(node_of[rank] for rank in ranks if rank in node_of)),
             victims=tuple(sorted(set(counts) - set(ranks))),
-            text=f"{who} left out collectives between steps {last:,} and {step:,}, and nothing "
-            "hangs: since then sums are made of different steps, and the training is wrong",
+            text=f"{who} skipped collectives between steps {last:,} and {step:,} without a hang: "
+            "since then sums combine different steps, and the training is wrong",
             evidence=(
-                f"by step {last:,} all ranks had called equally many collectives of the default "
-                "group",
-                f"by step {step:,} most had called {usual:,}, and {how}",
+                f"by step {last:,} all ranks had called the same number of collectives of the "
+                "default group",
+                f"by step {step:,} most had called {usual:,}; {how}",
             ),
-            against=() if is_clear else ("with two ranks the other one may have called too many",),
+            against=() if is_clear else ("with two ranks, the other one may have called too many",),
             sure=Confidence.CERTAIN if is_clear else Confidence.LIKELY,
-            fingerprint="skipped in silence",
+            fingerprint="skipped without a hang",
         )

@@ -27,6 +27,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import msgspec
 
 from ftrun.config.cluster import MembershipSettings
+from ftrun.monitor.verdicts import VerdictKind
 from ftrun.network.detect.findings import NetworkFindingKind
 from ftrun.network.detect.localization import slowest_medians
 from ftrun.network.detect.probe_schedule import (
@@ -68,7 +69,7 @@ SLOW_AGAIN_S = 15.0
 BETTER = 3.0
 """Another rail must be more than this factor faster than a rail that the monitor finds slow, to
 replace it."""
-_STAYS = "ranks stay where they are within a run"
+_STAYS = "ranks keep their nodes during a run"
 _NUMBERED = "the user has numbered the nodes"
 
 
@@ -142,7 +143,7 @@ class PathMonitor:
 
     def fail(self, error: Exception) -> None:
         self.has_failed, self._urgent, self.wish = True, "", ""
-        text = f"a bug of ftrun: no plan of roads: {type(error).__name__}: {error}"
+        text = f"no network plan, by a bug in ftrun: {type(error).__name__}: {error}"
         self._notes.append(JournalEntry("RoadsBug", text, say=True))
 
     @property
@@ -314,8 +315,9 @@ class PathMonitor:
     ) -> ProbeSurvey | None:
         if not self.is_on or plan.roads is None or len(self._map.matched) < 2:
             return None
-        for verdict in slow.slow_links(SLOW_FOR_S, now_s=now_s):
-            if now_s - self._slow_seen.get(verdict.fingerprint, -1e9) >= SLOW_AGAIN_S:
+        for verdict in slow.lasting(SLOW_FOR_S, now_s=now_s):
+            is_link = verdict.kind is VerdictKind.SLOW_COMMUNICATION
+            if is_link and now_s - self._slow_seen.get(verdict.fingerprint, -1e9) >= SLOW_AGAIN_S:
                 self._slow_seen[verdict.fingerprint] = now_s
                 self._suspects = dict.fromkeys(plan.roads.rails[:1], verdict.text)
                 return self._beside([*verdict.nodes] or list(self._map.rails), now_s, pause_s=0.0)
@@ -410,7 +412,7 @@ class PathMonitor:
         dead = {road.rail for road in self._map.findings.dead}
         over = ", ".join(made.rails)
         why = "; ".join(made.dropped.get(one, "it is slow") for one in left)
-        text = f"the run leaves rail {', '.join(left)} and continues over {over}: {why}"
+        text = f"the run drops rail {', '.join(left)} and continues over {over}: {why}"
         if dead.intersection(left):
             self._urgent = text
         else:

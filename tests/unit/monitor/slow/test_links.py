@@ -367,7 +367,7 @@ def test_a_node_whose_link_was_slow_from_the_beginning_is_named_with_a_doubt(nod
     assert found
     assert {one.nodes for one in found} == {("n1",)}
     assert {one.sure for one in found} == {Confidence.POSSIBLE}
-    assert "and as at first" not in found[0].text
+    assert "and at first" not in found[0].text
     assert "since the first steps" in found[0].against[0]
 
 

@@ -10,7 +10,7 @@ from ftrun.membership.leader.failure_detector import FailureDetector
 from ftrun.membership.leader.rank_assignment import RankAssignment
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 from ftrun.network.detect.findings import NetworkFindings
-from ftrun.network.detect.leaves import LeafSwitches
+from ftrun.network.detect.leaf_switches import LeafSwitches
 from ftrun.network.detect.probe_schedule import NetworkPath
 from ftrun.network.failover import path_map as road_map
 from ftrun.network.failover import path_monitor as road_watch
