@@ -26,7 +26,7 @@ class ExitKind(Enum):
     HUNG = "hung"
     SKIPPED = "skipped a collective"
     LEFT_EARLY = "left early"
-    BAD_NUMBERS = "bad numbers"
+    NUMERICAL_ANOMALY = "numerical anomaly"
 
 
 @dataclass(frozen=True, slots=True)

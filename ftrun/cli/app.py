@@ -33,35 +33,37 @@ _TOOLS: Mapping[str, tuple[str, str]] = {
     ),
     "logs": (
         "ftrun.tools.logs.flags",
-        "Show what the ranks have written, where it went to files.",
+        "Show the output of the ranks, if it goes to files.",
     ),
     "report": ("ftrun.tools.report.flags", "Write a run, or one incident of it, as one HTML file."),
     "network": (
         "ftrun.tools.network_view.flags",
-        "Show the roads between a run's nodes, and what is planned on them.",
+        "Show the paths between a run's nodes, and the network plan.",
     ),
     "drill": (
         "ftrun.tools.drill.flags",
-        "Break a job in every way of a plan, and judge what it does.",
+        "Inject the faults of a plan into a job, and judge each result.",
     ),
     "estimate": (
         "ftrun.tools.estimate.estimate_flags",
-        "Say on paper what failures will cost, and what to choose.",
+        "Calculate what failures will cost, and which settings to choose.",
     ),
-    "snapshots": (
+    "checkpoints": (
         "ftrun.tools.checkpoints.snapshot_flags",
         "List, verify, prune, export and convert checkpoints, in a directory or at a URL.",
     ),
-    "render": (
+    "manifest": (
         "ftrun.tools.manifests.command",
         "Write a batch script for Slurm or a manifest for Kubernetes.",
     ),
 }
 """Commands loaded by name: the module, and the line that `ftrun --help` shows."""
 _ORDER = (
-    *("run", "verify", "status", "logs", "stop", "check", "report", "network"),
-    *("inject-fault", "drill", "estimate", "profiles", "snapshots", "render"),
+    *("run", "verify", "status", "logs", "stop", "preflight", "report", "network"),
+    *("inject-fault", "drill", "estimate", "profiles", "checkpoints", "manifest"),
 )
+_RENAMED = {"check": "preflight", "snapshots": "checkpoints", "render": "manifest"}
+"""Commands of 0.2, and their names since."""
 _GENERAL_FLAGS = ("--help", "-h", "--version", "--install-completion", "--show-completion")
 
 
@@ -104,6 +106,8 @@ def _refuse_misspelled_command(word: str, commands: Iterable[str]) -> None:
     may_be_script = word.startswith("-") or Path(word).suffix or Path(word).exists()
     if may_be_script or os.environ.keys() & {"PET_MODULE", "PET_NO_PYTHON"}:
         return
+    if word in _RENAMED:
+        raise UsageError(f"ftrun {word} is now ftrun {_RENAMED[word]}")
     for near in difflib.get_close_matches(word, commands, n=1):
         raise UsageError(
             f"{word} is neither a command of ftrun nor a script in {Path.cwd()}. "
@@ -181,11 +185,11 @@ def _stop(run_id: RunIdArgument = None) -> None:
     raise typer.Exit(stop(run_id))
 
 
-@app.command("check")
-def _check(
+@app.command("preflight")
+def _preflight(
     profile: Annotated[
         str | None,
-        typer.Option("--profile", help="whose floors count", autocompletion=profile_names),
+        typer.Option("--profile", help="profile whose limits apply", autocompletion=profile_names),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="as one JSON document")] = False,
 ) -> None:

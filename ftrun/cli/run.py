@@ -212,7 +212,7 @@ def check_resume(spec: RunSpec) -> None:
         what = "is a file" if found.exists() else "is not there"
         raise UsageError(
             f"{wish}: {path} {what}. Name a checkpoint (DIR/step-...), a directory of them, or say "
-            "auto or never; ftrun snapshots list DIR shows what there is"
+            "auto or never; ftrun checkpoints list DIR shows what there is"
         )
     if not (found / INDEX_NAME).exists() and not any(found.glob(f"step-*/{INDEX_NAME}")):
         raise UsageError(

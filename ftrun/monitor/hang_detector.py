@@ -247,7 +247,7 @@ def _against(view: RankView) -> list[str]:
     elif not view.is_gil_known and view.process == "S":
         found.append(
             f"whether rank {view.rank} holds the GIL is not known: py-spy is missing or may not "
-            "read the process (see ftrun check)"
+            "read the process (see ftrun preflight)"
         )
     return found
 

@@ -112,7 +112,7 @@ class NumericsDetector:
         self._is_spike_told = True
         usual = median(self._losses)
         return Verdict(
-            kind=VerdictKind.BAD_NUMBERS,
+            kind=VerdictKind.NUMERICAL_ANOMALY,
             culprits=(),
             text=f"the loss has jumped from about {usual:.4g} to {loss:.4g} by step {step:,}",
             evidence=(
@@ -164,7 +164,7 @@ def _not_finite(
         if _is_bad(one.loss):
             evidence.append(f"rank {one.rank} reports a loss of {one.loss} at step {one.step:,}")
     return Verdict(
-        kind=VerdictKind.BAD_NUMBERS,
+        kind=VerdictKind.NUMERICAL_ANOMALY,
         culprits=ranks if is_one else (),
         nodes=tuple(dict.fromkeys(node_of[rank] for rank in ranks if is_one and rank in node_of)),
         victims=tuple(sorted(set(since) - set(ranks))) if is_one else tuple(sorted(since)),

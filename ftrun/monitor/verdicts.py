@@ -27,8 +27,8 @@ class VerdictKind(Enum):
     INPUT_BOUND = "input-bound"
     SLOW_COMPUTATION = "slow computation"
     SLOW_COMMUNICATION = "slow communication"
-    MEMORY_CREEPING = "memory creeping"
-    BAD_NUMBERS = "bad numbers"
+    MEMORY_GROWTH = "memory growth"
+    NUMERICAL_ANOMALY = "numerical anomaly"
     REPLICAS_DIFFER = "replicas differ"
     FAILING_NODE = "failing node"
 

@@ -130,7 +130,7 @@ _ORDER = {
     ExitKind.SIGNAL: 2,
     ExitKind.STOPPED: 2,
     ExitKind.HUNG: 2,
-    ExitKind.BAD_NUMBERS: 2,
+    ExitKind.NUMERICAL_ANOMALY: 2,
     ExitKind.CORRUPT_SNAPSHOT: 2,
     ExitKind.RESTORE_FAILED: 2,
     ExitKind.LINK_LOST: 2,

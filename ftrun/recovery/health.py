@@ -1,4 +1,4 @@
-"""Monitors a running generation: hangs, bad numbers, slowness; and decides what follows.
+"""Monitors a running generation: hangs, numerical anomalies, slowness; and decides what follows.
 
 Rule 1: a problem that only costs time is reported. A problem that makes a run worthless, or stops
         it, is acted on through a failure like any other: one budget, one count of causes, one way
@@ -37,9 +37,9 @@ class HealthMonitor:
         self.incidents = IncidentLog()
         self.slow = SlowSuspicions()
         self.spoiled: VersionPair | None = None
-        """This version and later ones hold bad numbers; reset with the next generation."""
+        """This version and later ones hold numerical anomalies; reset with the next generation."""
         self.skip_to = -1
-        """Step with which the data that led to bad numbers ends, if it must be skipped; else -1."""
+        """Last step of the data that led to the anomaly, if the data must be skipped; else -1."""
         self.unwanted = ""
         """The node to replace for a hang: see `HungLinks`, and `hang.action: evict`."""
         self.can_replace = False
@@ -48,7 +48,7 @@ class HealthMonitor:
         self.pairs = pairs
         self._first_step_s = settings.profile.hang.suspect_s
         self._evicts_hung = settings.profile.hang.action == "evict"
-        self._bad_numbers = settings.profile.numbers.policy
+        self._numerics_policy = settings.profile.numbers.policy
         self._me = me
         self._hangs = HangSuspicions(settings.profile.hang)
         self._numbers = NumericsDetector()
@@ -157,22 +157,26 @@ class HealthMonitor:
         verdict = self._numbers.look(ranks, plan.node_of, now_s=now_s)
         if verdict is None:
             return []
-        if self._bad_numbers == "report" or not verdict.acts_at_once:
+        if self._numerics_policy == "report" or not verdict.acts_at_once:
             remedy = _BACK if reports.progress.attached else _STOP
             told = verdict.text + (remedy if verdict.acts_at_once else "")
             verdict = msgspec.structs.replace(verdict, text=told)
             self.incidents.reported(verdict, reports.progress, now_s=now_s)
             return []
         self.incidents.found(verdict, (), reports.progress, now_s=now_s)
-        # Only one place was checked, and bad numbers spread per step: one more step is given up.
+        # Only one place was checked, and anomalies spread per step: one more step is given up.
         first = max(0, self._numbers.bad_since - 1)
         has_come_along = plan.restore is not None and first <= plan.restore[1]
         self.spoiled = plan.restore if has_come_along else (plan.generation, first)
-        self.skip_to = self._numbers.bad_since if self._bad_numbers == "skip-data" else -1
+        self.skip_to = self._numbers.bad_since if self._numerics_policy == "skip-data" else -1
         rank = Rank((*verdict.culprits, *verdict.victims, 0)[0])
         text = f"{verdict.kind.value}: {verdict.text}"
         code = ExitCode.DO_NOT_RESTART
-        return [WorkerExit(rank, ExitKind.BAD_NUMBERS, code, text, fingerprint=verdict.fingerprint)]
+        return [
+            WorkerExit(
+                rank, ExitKind.NUMERICAL_ANOMALY, code, text, fingerprint=verdict.fingerprint
+            )
+        ]
 
     def _look_at_replicas(self, plan: GenerationPlan, reports: MemberReports, now_s: float) -> None:
         told = next((beat for beat in reports.current if beat.differs), None)

@@ -200,7 +200,7 @@ class IncidentLog:
         incident = self._incident(cause.text, progress, now_s=now_s)
         if incident.verdict is None:
             self.named(verdict_of(cause, nodes), (), now_s=now_s)
-        elif cause.kind not in (ExitKind.HUNG, ExitKind.SKIPPED, ExitKind.BAD_NUMBERS):
+        elif cause.kind not in (ExitKind.HUNG, ExitKind.SKIPPED, ExitKind.NUMERICAL_ANOMALY):
             self._note("Also", cause.text, incident=incident.number)
 
     def tell_bug(self, text: str) -> None:

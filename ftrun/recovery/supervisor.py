@@ -122,7 +122,7 @@ class Supervisor:
         """See `FailureHistory.bad_checkpoints`."""
         self.restarts = 0
         self._restart, self._stop = profile.restart, profile.stop
-        self._bad_numbers = profile.numbers.policy
+        self._numerics_policy = profile.numbers.policy
         self._is_explicit = max_restarts is not None
         if max_restarts is None:
             self.budget = RestartBudget(profile.restart.budget, profile.restart.window_s)
@@ -230,7 +230,7 @@ class Supervisor:
         if cause.kind in _ENDS_ITSELF and not self._steps_seen and not self._is_explicit:
             advice = "Not retried: the program ended by itself before its first step."
             return EndRun(own_code, cause.text, cause, advice)
-        if cause.kind is ExitKind.BAD_NUMBERS and self._bad_numbers == "stop":
+        if cause.kind is ExitKind.NUMERICAL_ANOMALY and self._numerics_policy == "stop":
             advice = (
                 "numbers.policy is stop. The last snapshots and checkpoints are from before it."
             )

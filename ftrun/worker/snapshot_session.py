@@ -369,10 +369,10 @@ class SnapshotSession:
     def _is_good(self) -> bool:
         """Whether a new snapshot may replace older ones: no parameter is NaN or infinite."""
         page = self._context.page
-        since = page.get(HeartbeatField.BAD_NUMBERS_STEP)
-        if since and "bad numbers" not in self._context.unprotected:
+        since = page.get(HeartbeatField.NUMERICAL_ANOMALY_STEP)
+        if since and "numerical anomaly" not in self._context.unprotected:
             self._context.unprotected.add(
-                "bad numbers",
+                "numerical anomaly",
                 f"a parameter is NaN or infinite since step {since:,}; older snapshots are kept",
             )
         return not since

@@ -100,7 +100,7 @@ def test_what_is_written_while_it_is_captured_is_gone_on_from(start: Start, scri
     one.process.send_signal(signal.SIGTERM)
     assert one.wait() == 143, one.text
     saved = one.journal("CheckpointWritten")[-1]["step"]
-    verify = [sys.executable, "-m", "ftrun", "snapshots", "verify", "saved"]
+    verify = [sys.executable, "-m", "ftrun", "checkpoints", "verify", "saved"]
     verified = subprocess.run(verify, cwd=one.folder, capture_output=True, text=True, check=False)
     assert verified.returncode == 0, verified.stdout + verified.stderr
     two = start("--nproc-per-node", "2", *words, *sure, name, "400", "0")

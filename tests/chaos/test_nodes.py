@@ -304,7 +304,7 @@ def resets(run: NodesRun, change: str) -> None:
 
 
 def test_survivor_of_two_pauses_and_gives_up_with_76(nodes: Start) -> None:
-    run = nodes(2, "--pause-limit", 3)
+    run = nodes(2, "--pause-timeout", 3)
     run.start_all()
     run.wait_for_step(5)
     run.fault("kill", 1)

@@ -151,7 +151,7 @@ def plain_of(folder: Path, rank: int) -> dict[str, Any]:
 
 
 class Converter:
-    """Converts in a folder: in this process, or as `ftrun snapshots convert`."""
+    """Converts in a folder: in this process, or as `ftrun checkpoints convert`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -162,7 +162,7 @@ class Converter:
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "ftrun", "snapshots", "convert", *words],
+            [sys.executable, "-m", "ftrun", "checkpoints", "convert", *words],
             cwd=self.folder,
             capture_output=True,
             text=True,

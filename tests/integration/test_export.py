@@ -50,7 +50,7 @@ each_format = pytest.mark.parametrize("form", ["safetensors", *in_full("dcp", "s
 
 def export(*words: object, code: int = 0, **how: Any) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "ftrun", "snapshots", "export", *map(str, words)],
+        [sys.executable, "-m", "ftrun", "checkpoints", "export", *map(str, words)],
         capture_output=True,
         text=True,
         timeout=90,
@@ -394,7 +394,7 @@ def test_an_export_that_is_killed_is_swept_by_the_next(
     words = ("export", str(folder), str(tmp_path / "out"), "--format", "dcp")
     for number in (signal.SIGKILL, signal.SIGTERM):
         process = subprocess.Popen(
-            [sys.executable, "-m", "ftrun", "snapshots", *words],
+            [sys.executable, "-m", "ftrun", "checkpoints", *words],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -432,7 +432,7 @@ def test_a_mistake_is_told(tmp_path: Path, words: list[str], code: int, told: st
 def test_what_the_page_shows_works(trained: Trainings, tmp_path: Path) -> None:
     """The lines of docs/checkpoints.md, run where its commands have been."""
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
-    commands = re.findall(r"^    (ftrun snapshots export .*)$", page, re.MULTILINE)
+    commands = re.findall(r"^    (ftrun checkpoints export .*)$", page, re.MULTILINE)
     shown = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert (len(commands), len(shown)) == (3, 3)
     for command in commands:

@@ -123,14 +123,14 @@ def test_a_run_with_too_few_fit_nodes_waits_until_one_passes(nodes: Start) -> No
 
 
 def test_ftrun_check_tells_by_its_exit_code() -> None:
-    command = f"ulimit -n 200; exec {shlex.quote(sys.executable)} -m ftrun check"
+    command = f"ulimit -n 200; exec {shlex.quote(sys.executable)} -m ftrun preflight"
     done = subprocess.run(
         ["bash", "-c", command], env=environment(), capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.returncode == 1, done.stderr
     assert "NOT FIT: 200 open files are allowed" in done.stdout
     done = subprocess.run(
-        [sys.executable, "-m", "ftrun", "check", "--json"],
+        [sys.executable, "-m", "ftrun", "preflight", "--json"],
         env=environment({"FTRUN_PREFLIGHT_MIN_MEMORY_GB_S": "0"}),
         capture_output=True,
         text=True,

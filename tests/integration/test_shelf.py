@@ -1,4 +1,4 @@
-"""`ftrun snapshots` says what is on the shelf, finds every damaged byte, and prunes."""
+"""`ftrun checkpoints` says what is on the shelf, finds every damaged byte, and prunes."""
 
 import json
 import os
@@ -18,7 +18,7 @@ NEWEST, OLDER = "step-00000003-g0", "step-00000002-g0"
 
 def ftrun(*words: str, code: int = 0) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "ftrun", "snapshots", *words],
+        [sys.executable, "-m", "ftrun", "checkpoints", *words],
         capture_output=True,
         text=True,
         timeout=60,

@@ -351,11 +351,11 @@ def test_a_job_that_is_out_of_time_goes_on_from_its_checkpoint(step: Step) -> No
     assert "JobState=COMPLETED" in step.slurm.ask("scontrol", "show", "job", job_id)
 
 
-# --- what `ftrun render slurm` writes ------------------------------------------------------------
+# --- what `ftrun manifest slurm` writes ---------------------------------------------------------
 
 
 def rendered(step: Step, options: list[object], words: list[object]) -> Path:
-    command = [sys.executable, "-m", "ftrun", "render", "slurm", *options, "--", *words]
+    command = [sys.executable, "-m", "ftrun", "manifest", "slurm", *options, "--", *words]
     done = subprocess.run(
         [str(word) for word in command],
         cwd=step.folder,

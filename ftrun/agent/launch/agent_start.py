@@ -33,7 +33,7 @@ from ftrun.wire.messages.agent_start import (
 from ftrun.wire.run_environment import RunFolder
 
 KNOWN_TORCH = ((2, 8), (2, 15))
-"""Versions (first, last) whose launcher was read; see docs/architecture.md."""
+"""Versions (first, last) whose launcher was read; see docs/internals.md."""
 
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 

@@ -5,7 +5,7 @@ Takes in: torchrun's arguments.
 Gives:    torch.distributed.run.run(args) with ftrun's agent class, worker starter and rendezvous.
           Everything else stays torch's, in the installed version: flags, log folders, error files,
           macros, environment contract.
-Source:   the names used here exist from torch 2.6 to 2.15; see docs/architecture.md.
+Source:   the names used here exist from torch 2.6 to 2.15; see docs/internals.md.
 """
 
 import signal

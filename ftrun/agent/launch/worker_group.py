@@ -343,7 +343,7 @@ class WorkerGroup:
                 else -1.0,
                 phase=handle.place.page.phase,
                 loss=handle.place.page.loss if handle.place.page.get(HeartbeatField.LOSS) else None,
-                bad_step=handle.place.page.get(HeartbeatField.BAD_NUMBERS_STEP),
+                bad_step=handle.place.page.get(HeartbeatField.NUMERICAL_ANOMALY_STEP),
                 p50_s=quantile_s(handle.place.page.step_times, 0.5),
                 p99_s=quantile_s(handle.place.page.step_times, 0.99),
             )

@@ -1,4 +1,4 @@
-"""Implements `ftrun check`: the check that a node runs on itself before it joins a run.
+"""Implements `ftrun preflight`: the check that a node runs on itself before it joins a run.
 
 Runs in: cli. The program that an agent starts for this check makes the measurements.
 """

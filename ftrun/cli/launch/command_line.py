@@ -37,7 +37,9 @@ OWN_FLAGS: tuple[CliFlag, ...] = (
     ),
     CliFlag("snapshot-required", "stop where memory for them is lacking", group=_SNAPSHOTS),
     CliFlag("no-snapshots", "take none", group=_SNAPSHOTS),
-    CliFlag("orphan", "keep them so long without a launcher", "SECONDS", group=_SNAPSHOTS),
+    CliFlag(
+        "orphan-timeout", "time for which they stay without a launcher", "SECONDS", group=_SNAPSHOTS
+    ),
     CliFlag("checkpoint-dir", "write them there, and resume from there", "DIR", group=_CHECKPOINTS),
     CliFlag(
         "resume",
@@ -68,7 +70,7 @@ OWN_FLAGS: tuple[CliFlag, ...] = (
     ),
     CliFlag("topology", "which nodes share a switch: YAML or topology.conf", "FILE", group=_NODES),
     CliFlag(
-        "pause-limit", "with too few nodes, wait so long (default 900)", "SECONDS", group=_NODES
+        "pause-timeout", "longest wait with too few nodes (default 900)", "SECONDS", group=_NODES
     ),
     CliFlag(
         "start",
@@ -99,7 +101,7 @@ KEY_OF_FLAG = {
     "snapshot-every": "snapshot.every",
     "snapshot-required": "snapshot.required",
     "no-snapshots": "snapshot.enabled",
-    "orphan": "smp.orphan_s",
+    "orphan-timeout": "smp.orphan_s",
     "checkpoint-dir": "checkpoint.directory",
     "resume": "checkpoint.resume",
     "checkpoint-every": "checkpoint.every_s",
@@ -108,7 +110,7 @@ KEY_OF_FLAG = {
     "secret-file": "security.secret_file",
     "network-plan": "network.plan",
     "topology": "network.topology",
-    "pause-limit": "nodes.pause_limit_s",
+    "pause-timeout": "nodes.pause_limit_s",
     "start": "start.mode",
     "preload": "start.preload",
     "grace": "stop.grace_s",

@@ -113,7 +113,7 @@ def _choose(
 def _skipped_batches(
     choice: RestoreChoice, previous: GenerationPlan | None, history: FailureHistory
 ) -> int:
-    """Batches to skip after the version, because they led to bad numbers.
+    """Batches to skip after the version, because they led to numerical anomalies.
 
     If the version is that of the last generation, they are skipped in addition to its skipped
     batches.
@@ -176,7 +176,7 @@ def _what_is_lost(choice: RestoreChoice, ballot: Ballot, previous: GenerationPla
 
 def _nothing_clean(bad: Version) -> EndRun:
     advice = (
-        "Memory holds two versions, and none of them is from before the bad numbers. Restart from "
+        "Memory holds two versions, both from after the numerical anomaly. Restart from "
         "an older checkpoint; a lower learning rate, gradient clipping or other data may help."
     )
     return EndRun(ExitCode.DO_NOT_RESTART, f"no version before {bad} is left", advice=advice)

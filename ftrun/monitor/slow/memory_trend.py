@@ -74,7 +74,7 @@ def _verdict(node: str, sample: NodeSample, rates: dict[int, float]) -> Verdict:
     held = next(one.resident_bytes for one in sample.ranks if one.rank == rank)
     left_s = sample.available_bytes / sum(rates.values())
     return Verdict(
-        kind=VerdictKind.MEMORY_CREEPING,
+        kind=VerdictKind.MEMORY_GROWTH,
         culprits=(rank,),
         nodes=(node,),
         text=f"rank {rank} on {node} grows by {_mb(rates[rank] * 60)} MB per minute; memory is "

@@ -1,4 +1,4 @@
-"""`ftrun snapshots`: the checkpoints in a directory or at a URL, and what can be done with them.
+"""`ftrun checkpoints`: the checkpoints in a directory or at a URL, and what can be done with them.
 
 Runs in:  cli. Reading and removing is done by a process of the SMP's folder, started for it.
 Takes in: what `--checkpoint-dir` was given.

@@ -1,4 +1,4 @@
-"""`ftrun snapshots convert`: a checkpoint of another layout.
+"""`ftrun checkpoints convert`: a checkpoint of another layout.
 
 Runs in:  cli. The work is done by a process of the SMP's folder, started for it.
 Takes in: the words of the command line.

@@ -1,4 +1,4 @@
-"""`ftrun snapshots ...`, as typer reads it.
+"""`ftrun checkpoints ...`, as typer reads it.
 
 Runs in: cli. What a command does is loaded when it is typed.
 """

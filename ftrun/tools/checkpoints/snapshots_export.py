@@ -1,4 +1,4 @@
-"""`ftrun snapshots export`: a checkpoint in a format that others read.
+"""`ftrun checkpoints export`: a checkpoint in a format that others read.
 
 Runs in:  cli. The files are found by a process of the SMP's folder, read and written by one of the
           worker's, which is the one that may load torch.

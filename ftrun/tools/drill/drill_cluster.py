@@ -46,4 +46,4 @@ def cluster_row(trial: FaultTrial, part: RunSection, folder: Path) -> FaultResul
 @functools.cache
 def _undisturbed(folder: Path) -> object:
     """Cached per drill folder, so that each job has one baseline run."""
-    return load_script("drill_nodes", "breaking virtual nodes").Undisturbed(folder)
+    return load_script("drill_nodes", "breaking virtual nodes").BaselineRuns(folder)

@@ -74,14 +74,14 @@ def _unharmed(proof: str = "", proof_text: str = "", *, alone: bool = False) -> 
     return ExpectedOutcome(steps_lost=0, proof=proof, proof_text=proof_text, alone=alone)
 
 
-_BAD_NUMBERS = ExpectedOutcome(  # the rank's replicas differ until the values have spread
-    verdicts=("bad numbers", "replicas differ"),
+_NUMERICAL_ANOMALY = ExpectedOutcome(  # the rank's replicas differ until the values have spread
+    verdicts=("numerical anomaly", "replicas differ"),
     incidents=2,
     steps_lost=None,
     equal=False,
     alone=True,
     proof="Verdict",
-    proof_text="bad numbers",
+    proof_text="numerical anomaly",
 )
 _LOST_NODE = ExpectedOutcome(
     verdicts=("node lost",), action=_LOST, alone=True, proof="NodeLost|LeadLost"
@@ -105,8 +105,8 @@ _TABLE: dict[str, ExpectedOutcome] = {
     ),
     "slow": ExpectedOutcome(verdicts=("slow computation",), action=("report",), steps_lost=0),
     "slow-input": ExpectedOutcome(verdicts=("input-bound",), steps_lost=None),
-    "nan": _BAD_NUMBERS,
-    "spike": _BAD_NUMBERS,
+    "nan": _NUMERICAL_ANOMALY,
+    "spike": _NUMERICAL_ANOMALY,
     "poison-batch": ExpectedOutcome(
         verdicts=("crash",), action=("stop",), steps_lost=None, equal=False, exit_code=93,
         ends=True, alone=True, proof=_EXITED, proof_text="RuntimeError",

@@ -1,6 +1,6 @@
 """What of a version is exported, and under which names: those of the script's own state dicts.
 
-Runs in:  worker-side process of `ftrun snapshots export`. Pure.
+Runs in:  worker-side process of `ftrun checkpoints export`. Pure.
 Takes in: the plain values of a version, with references in place of tensors; patterns.
 Gives:    an `ExportOutline`, and the tree of it that is saved; what is left out, in words.
 

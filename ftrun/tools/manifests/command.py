@@ -1,4 +1,4 @@
-"""Implements `ftrun render`: converts a command line of `ftrun` to a scheduler's input.
+"""Implements `ftrun manifest`: converts a command line of `ftrun` to a scheduler's input.
 
 Runs in:  cli.
 Takes in: its own options, and after `--` the flags, script and arguments for `ftrun`.
@@ -29,7 +29,7 @@ class _Command(TyperCommand):
             flag = word.partition("=")[0]
             if flag not in own and any(flag in known.spellings for known in _OF_FTRUN):
                 raise UsageError(
-                    f"{flag} is an option of ftrun, not of ftrun render. Put -- before the words "
+                    f"{flag} is an option of ftrun, not of ftrun manifest. Put -- before the words "
                     f"that ftrun is to be given: {ctx.command_path} [OPTIONS] {_WORDS}"
                 )
         return super().parse_args(ctx, args)

@@ -170,7 +170,7 @@ def job_of(
     if line.script is None:
         raise UsageError(
             "no script is given. What ftrun would be given stands behind --, such as: "
-            "ftrun render slurm -- --nnodes 4 --nproc-per-node 8 train.py"
+            "ftrun manifest slurm -- --nnodes 4 --nproc-per-node 8 train.py"
         )
     for word in words:
         if any(0xD800 <= ord(letter) < 0xE000 or letter == "\0" for letter in word):

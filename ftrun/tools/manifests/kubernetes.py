@@ -1,4 +1,4 @@
-"""Implements `ftrun render kubernetes`: a JobSet, or a TrainJob and its runtime.
+"""Implements `ftrun manifest kubernetes`: a JobSet, or a TrainJob and its runtime.
 
 Runs in:  cli. Pure.
 Takes in: a `ManifestJob` and a `PodOptions`.
@@ -72,7 +72,7 @@ def _head(pod: PodTemplate, cluster: KubernetesOptions) -> str:
     kind = {"jobset": "a JobSet", "trainjob": "a TrainJob and its runtime"}[cluster.kind]
     where = f" -n {cluster.namespace}" if cluster.namespace else ""
     lines = [
-        f"Written by ftrun render kubernetes: {kind}; {pod.job.in_words}.",
+        f"Written by ftrun manifest kubernetes: {kind}; {pod.job.in_words}.",
         "Above each part stands what happens without it. Once, before it is applied:",
     ]
     secret = pod.volumes.secret

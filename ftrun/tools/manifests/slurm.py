@@ -1,4 +1,4 @@
-"""Implements `ftrun render slurm`: a batch script that survives lost nodes, with explanations.
+"""Implements `ftrun manifest slurm`: a batch script that survives lost nodes, with explanations.
 
 Runs in:  cli. Pure.
 Takes in: a `ManifestJob`, and Slurm options: partition, account, maximum number of requeues.
@@ -67,7 +67,7 @@ def batch_script(job: ManifestJob, place: SlurmOptions) -> str:
 
 def _head(job: ManifestJob) -> str:
     return (
-        f"Written by ftrun render slurm: {job.in_words}.\n"
+        f"Written by ftrun manifest slurm: {job.in_words}.\n"
         "Submit it with sbatch. Above each line stands what happens without it."
     )
 
@@ -171,7 +171,7 @@ def _where(place: SlurmOptions) -> Iterator[_Directives]:
                 f"--sbatch is an option of sbatch, such as --constraint=ib, not {word!r}"
             )
         if flag in _OURS:
-            raise UsageError(f"--sbatch {word}: {flag} is set by ftrun render already")
+            raise UsageError(f"--sbatch {word}: {flag} is set by ftrun manifest already")
     if place.directives:
         yield "As given.", list(place.directives)
 

@@ -188,7 +188,7 @@ class FailureHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     incidents: int = 0
     """Number of incidents opened so far."""
     spoiled: VersionPair | None = None
-    """This version and later ones contain bad numbers, and the run does not resume from them."""
+    """The run does not resume from this version or later ones: they hold numerical anomalies."""
     skip_to: int = -1
     """Batches up to this step are skipped when steps are repeated; -1: none is skipped."""
     hung_nodes: list[str] = []

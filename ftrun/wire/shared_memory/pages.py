@@ -85,7 +85,7 @@ class HeartbeatField(IntEnum):
     WISHED_EVERY = 26  # snapshot interval in steps that this rank's measurements suggest
     CORRUPT_SLOT = 27  # 1 + the slot whose digest did not match at the restore
     CORRUPT_RANK = 28  # 1 + rank of the previous world that owns the slot; 0: this rank
-    BAD_NUMBERS_STEP = 29  # first step after which a parameter was not a finite number
+    NUMERICAL_ANOMALY_STEP = 29  # first step after which a parameter was not a finite number
     HAS_SERVER = 30  # the flight recorder can be read on the agent's named socket
     HAS_DUMPER = 31  # signal number that writes all stacks to the stack file
 

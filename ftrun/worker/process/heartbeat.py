@@ -180,7 +180,7 @@ def check_finite(optimizer: Any, page: SharedPage, step: int) -> None:
         step: the step that has just ended; counts from 1.
     """
     global _turn
-    if page.get(HeartbeatField.BAD_NUMBERS_STEP):
+    if page.get(HeartbeatField.NUMERICAL_ANOMALY_STEP):
         return
     _turn += 1
     groups = optimizer.param_groups
@@ -193,4 +193,4 @@ def check_finite(optimizer: Any, page: SharedPage, step: int) -> None:
         return
     with suppress(RuntimeError, NotImplementedError):  # sparse and quantised ones are not checked
         if not math.isfinite(local[(0,) * local.dim()].item()):
-            page.set(HeartbeatField.BAD_NUMBERS_STEP, step)
+            page.set(HeartbeatField.NUMERICAL_ANOMALY_STEP, step)

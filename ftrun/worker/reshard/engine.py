@@ -301,7 +301,7 @@ class RuledState(RankState):
         if "layout" not in parts[0]:
             raise LayoutUnknown(
                 f"{self.version} was taken by a script that declared no layout: start the ranks "
-                "that took it, or make a checkpoint of it another one by ftrun snapshots convert"
+                "that took it, or make a checkpoint of it another one by ftrun checkpoints convert"
             )
         saved = read_carried(plain.decode(parts[0]["layout"]))
         self.heads = [head for _, head in sorted(shards.heads.items())]

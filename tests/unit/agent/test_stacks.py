@@ -1,4 +1,4 @@
-"""What `ftrun check` says of py-spy, without which a stuck GIL is a hang in computation."""
+"""What `ftrun preflight` says of py-spy, without which a stuck GIL is a hang in computation."""
 
 import subprocess
 import sys

@@ -156,12 +156,12 @@ def test_the_scripts_words_are_given_as_they_were_typed(words: list[str]) -> Non
         (
             "train.py",
             {"place": SlurmOptions(directives=["--nodes=9"])},
-            "is set by ftrun render already",
+            "is set by ftrun manifest already",
         ),
         (
             "train.py",
             {"place": SlurmOptions(directives=["-N 9"])},
-            "is set by ftrun render already",
+            "is set by ftrun manifest already",
         ),
         ("train.py", {"time": "100s"}, "the end of the job takes 130 s"),
         ("--grace 40000 train.py", {}, "and 65535 s are there"),

@@ -1,4 +1,4 @@
-"""`ftrun render` as it is typed; and the page shows just what it prints."""
+"""`ftrun manifest` as it is typed; and the page shows just what it prints."""
 
 import re
 import shlex
@@ -30,8 +30,8 @@ def examples() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("command", "text"), examples())
 def test_the_page_shows_what_is_printed(command: str, text: str) -> None:
-    ftrun, render, *words = shlex.split(command)
-    assert (ftrun, render) == ("ftrun", "render")
+    ftrun, manifest, *words = shlex.split(command)
+    assert (ftrun, manifest) == ("ftrun", "manifest")
     assert rendered(words) == text
 
 

@@ -420,7 +420,7 @@ def test_an_erasure_scheme_that_is_none(text: str) -> None:
 
 
 def test_times_must_let_a_node_stop_before_it_is_replaced() -> None:
-    assert spec(f"--nnodes 2 {MEET} --pause-limit 60").profile.nodes.pause_limit_s == 60
+    assert spec(f"--nnodes 2 {MEET} --pause-timeout 60").profile.nodes.pause_limit_s == 60
     said = refused(f"--nnodes 2 {MEET} --set nodes.deadline_s=1.5")
     assert "nodes.stop_cut_off_s (2)" in said
     assert "nodes.deadline_s (1.5)" in said

@@ -128,7 +128,7 @@ class TestPiped:
         (["estimate", "--nodes", "16"], "each 141 steps (--snapshot-every 141): "),
         (["drill", "--list"], "drill-quick"),
         (["inject-fault", "--list"], "rank-kill"),
-        (["render", "slurm", "--", "--nnodes", "2", "--checkpoint-dir", WORD, "t.py"], WORD),
+        (["manifest", "slurm", "--", "--nnodes", "2", "--checkpoint-dir", WORD, "t.py"], WORD),
         (["--help"], "--snapshot-every"),
         (["status"], "no run of yours is alive on this machine. Start one: ftrun train.py"),
         (["report", "--run", "x" * 200], "x" * 200),

@@ -62,8 +62,8 @@ def test_plain_run(place: Path) -> None:
 
 def test_each_own_flag_sets_its_key(place: Path) -> None:
     made = spec(
-        "--snapshot-every 3 --snapshot-required --orphan 5 --checkpoint-dir c --checkpoint-every 7"
-        " --checkpoint-keep 4 --start fresh --preload a --preload b --grace 9"
+        "--snapshot-every 3 --snapshot-required --orphan-timeout 5 --checkpoint-dir c"
+        " --checkpoint-every 7 --checkpoint-keep 4 --start fresh --preload a --preload b --grace 9"
         " --forward-signals usr1,SIGUSR2 --no-snapshots --set restart.budget=2 -q --debug train.py"
     )
     assert made.profile.snapshot.every == 3

@@ -68,7 +68,11 @@ def test_all_had_it_at_once() -> None:
     assert look(made, 9, [math.nan, math.nan], {}) is None
     found = look(made, 10, [math.nan, math.nan], {})
     assert found is not None
-    assert (found.kind, found.culprits, found.victims) == (VerdictKind.BAD_NUMBERS, (), (0, 1))
+    assert (found.kind, found.culprits, found.victims) == (
+        VerdictKind.NUMERICAL_ANOMALY,
+        (),
+        (0, 1),
+    )
     assert found.text.startswith("all ranks have computed")
     assert found.against
 

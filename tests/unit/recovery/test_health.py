@@ -66,7 +66,7 @@ def bad(
     return found
 
 
-def test_bad_numbers_are_reported() -> None:
+def test_numerical_anomalies_are_reported() -> None:
     made = oversight()
     assert bad(made) == []
     notes = made.incidents.take_notes()
@@ -77,7 +77,7 @@ def test_bad_numbers_are_reported() -> None:
     assert "numbers.policy=rollback would resume from a version before it" in text
 
 
-def test_bad_numbers_of_a_script_without_snapshots_name_the_policy_that_ends_it() -> None:
+def test_numerical_anomalies_of_a_script_without_snapshots_name_the_policy_that_ends_it() -> None:
     made = oversight()
     assert bad(made, attached=False) == []
     notes = made.incidents.take_notes()
@@ -86,7 +86,7 @@ def test_bad_numbers_of_a_script_without_snapshots_name_the_policy_that_ends_it(
     assert "rollback" not in text
 
 
-def test_bad_numbers_are_rolled_back_behind_what_they_have_spoiled() -> None:
+def test_numerical_anomalies_are_rolled_back_behind_what_they_have_spoiled() -> None:
     made = oversight("rollback")
     assert len(whys(bad(made))) == 1
     assert made.history(now_s=12.0).spoiled == (1, 37)
@@ -94,7 +94,7 @@ def test_bad_numbers_are_rolled_back_behind_what_they_have_spoiled() -> None:
     assert made.history(now_s=13.0).spoiled is None
 
 
-def test_the_data_that_led_to_bad_numbers_are_left_out_where_that_is_wished() -> None:
+def test_the_data_that_led_to_numerical_anomalies_are_left_out_where_that_is_wished() -> None:
     made = oversight("skip-data")
     assert len(whys(bad(made))) == 1
     assert made.history(now_s=12.0).spoiled == (1, 37)
@@ -103,7 +103,7 @@ def test_the_data_that_led_to_bad_numbers_are_left_out_where_that_is_wished() ->
     assert made.history(now_s=13.0).skip_to == -1
 
 
-def test_bad_numbers_end_the_run_where_that_is_wished() -> None:
+def test_numerical_anomalies_end_the_run_where_that_is_wished() -> None:
     ends = [one for one in bad(oversight("stop")) if isinstance(one, EndRun)]
     assert [one.exit_code for one in ends] == [93]
 

@@ -72,7 +72,9 @@ def resumed_like_undisturbed(make: Any, *, after: int, passes: int = 2) -> Any:
 
 
 @pytest.mark.parametrize("after", [1, 3])
-def test_batches_that_led_to_bad_numbers_are_left_out_into_the_next_pass_too(after: int) -> None:
+def test_batches_that_led_to_numerical_anomalies_are_left_out_into_the_next_pass_too(
+    after: int,
+) -> None:
     """Passes of four batches; five are left out."""
     data = torch.arange(8)
     feed = DataPosition("loader", DataLoader(data, batch_size=2))

@@ -18,7 +18,7 @@ from ftrun.tools.report.incident.timeline import PHASES, IncidentTimes
 from ftrun.tools.report.journal import JournalLine
 
 MAX_ROWS = 20
-_SLOW = ("slow computation", "slow communication", "input-bound", "memory creeping")
+_SLOW = ("slow computation", "slow communication", "input-bound", "memory growth")
 
 
 def rows_of(

@@ -27,7 +27,7 @@ DRILLS = {
     "input-bound": "slow-input",
     "slow computation": "slow",
     "slow communication": "slow-link",
-    "bad numbers": "nan",
+    "numerical anomaly": "nan",
     "replicas differ": "weight-bitflip",
     "node lost": "node-loss",
     "lead lost": "lead-kill",

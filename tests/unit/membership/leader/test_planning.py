@@ -221,7 +221,7 @@ def test_where_all_who_may_hold_it_are_here_the_older_version_is_gone_on_from() 
     assert "was committed and is lost" in found.restore_why
 
 
-def test_what_bad_numbers_have_spoiled_is_not_gone_on_from() -> None:
+def test_what_numerical_anomalies_have_spoiled_is_not_gone_on_from() -> None:
     promises = [
         promise(
             2,

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from ftrun.monitor.slow.stragglers import RankObservation, StragglerDetector
@@ -192,8 +192,11 @@ def test_lateness_is_given_for_each_rank() -> None:
 
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**9), slow=st.sampled_from([1.5, 2.0, 3.0]))
+@example(seed=14054, slow=2.0)
 def test_a_slow_rank_is_named_and_nobody_else(seed: int, slow: float) -> None:
     world, eyes = any_world(seed, noises=(0.01, 0.05)), StragglerDetector()
+    # With clocks 5 ms wrong, 50 % of a layer of 15 ms (seed 14054) is within the clock error.
+    assume(slow > 1.5 or world.clock_error_s < 0.005)
     assert watched(world, WARM_STEPS, eyes) == []
     culprit = seed % world.ranks
     world.slow[culprit] = slow

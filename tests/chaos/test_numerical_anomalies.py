@@ -81,7 +81,7 @@ def test_without_the_policy_it_is_told_and_the_run_goes_on(
     assert run.wait() == 0, run.text
     assert "finite False" in run.text
     (closed,) = run.journal("IncidentClosed")
-    assert closed["verdict_kind"] == "bad numbers"
+    assert closed["verdict_kind"] == "numerical anomaly"
     assert len(run.journal("StartGeneration")) == 1
 
 
