@@ -21,7 +21,7 @@ def places(made: Agents, node_id: str) -> dict[str, str]:
 
 
 def drained(made: Agents, node_id: str, *, members: str = "abc", after: str = "adc") -> None:
-    """A member is asked to leave, and does so once a spare has its ranks."""
+    """A member drains: it ends once a spare has its ranks."""
     works(made, 5, members)
     ask(made, node_id)
     made.passes(NOTICE_S + 0.5)
