@@ -38,6 +38,7 @@ They are values in `events.py`, because recovery must decide about them, and an 
 unwinds.
 """
 
+import sys
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import ClassVar, Literal
@@ -70,38 +71,29 @@ class UsageError(FtrunError):
     exit_code: ClassVar[int] = ExitCode.USAGE
 
 
-class ProfileInvalid(UsageError):
-    """A profile has unknown keys or values of the wrong kind; all of them are listed."""
+class _InvalidFile(UsageError):
+    """All problems of a source are listed."""
 
     def __init__(self, *, source: str, problems: Sequence[str]) -> None:
-        self.source = source
         self.problems = tuple(problems)
-        lines = "".join(f"\n  - {problem}" for problem in problems)
-        super().__init__(f"{source} has {len(problems)} problem(s):{lines}")
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__(f"{count} in {source}:{_lines(problems)}")
 
 
-class RulesInvalid(UsageError):
-    """A file of layout rules has mistakes; all of them are listed, with line and column."""
+class ProfileInvalid(_InvalidFile):
+    """A profile has unknown keys or values of the wrong kind."""
 
-    def __init__(self, *, source: str, problems: Sequence[str]) -> None:
-        self.source = source
-        self.problems = tuple(problems)
-        lines = "".join(f"\n  - {problem}" for problem in problems)
-        super().__init__(f"{source} has {len(problems)} problem(s):{lines}")
+
+class RulesInvalid(_InvalidFile):
+    """A file of layout rules has mistakes; each problem names line and column."""
 
 
 class RulesMismatch(UsageError):
     """Layout rules do not fit the tensors of a checkpoint; the first ten problems are listed."""
 
-    SHOWN = 10
-
     def __init__(self, *, source: str, problems: Sequence[str]) -> None:
-        self.source = source
         self.problems = tuple(problems)
-        lines = "".join(f"\n  - {problem}" for problem in problems[: self.SHOWN])
-        more = len(problems) - self.SHOWN
-        rest = f"\n  - and {more} more" if more > 0 else ""
-        super().__init__(f"{source} does not fit the checkpoint:{lines}{rest}")
+        super().__init__(f"{source} does not fit the checkpoint:{_lines(problems, most=10)}")
 
 
 class RunIdTaken(UsageError):
@@ -116,8 +108,6 @@ class AddressTaken(UsageError):
     """Another process already listens at the address."""
 
     def __init__(self, *, host: str, port: int) -> None:
-        self.host = host
-        self.port = port
         super().__init__(
             f"another process already listens at {host} port {port}. End it, or choose another port"
         )
@@ -187,6 +177,11 @@ def _mb(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.0f} MB"
 
 
+def _lines(texts: Sequence[str], *, most: int = sys.maxsize) -> str:
+    shown = [*texts[:most], *([f"and {len(texts) - most} more"] if len(texts) > most else [])]
+    return "".join(f"\n  - {one}" for one in shown)
+
+
 class ValueNotStorable(SnapshotError):
     """A value in a state_dict is neither a tensor nor plain data."""
 
@@ -227,27 +222,15 @@ class ShapeChanged(SnapshotError):
         others: key, saved and present of the other mismatches.
     """
 
-    SHOWN = 10
-
     def __init__(
-        self,
-        *,
-        key: str,
-        saved: str,
-        present: str,
-        others: Sequence[tuple[str, str, str]] = (),
+        self, *, key: str, saved: str, present: str, others: Sequence[tuple[str, str, str]] = ()
     ) -> None:
-        self.key = key
-        self.saved = saved
-        self.present = present
+        self.key, self.saved, self.present = key, saved, present
         self.others = tuple(others)
         told = [
             f"{k} was saved as {s} and is {p} now" for k, s, p in [(key, saved, present), *others]
         ]
-        lines = "".join(f"\n  - {one}" for one in told[: self.SHOWN])
-        more = len(told) - self.SHOWN
-        rest = f"\n  - and {more} more" if more > 0 else ""
-        many = f"{len(told)} saved values do not fit:{lines}{rest}\n"
+        many = f"{len(told)} saved values do not fit:{_lines(told, most=10)}\n"
         super().__init__(
             f"{many if others else told[0] + '. '}Restore with the script that made the snapshot, "
             "or start a new run with another --run-id"
@@ -261,14 +244,11 @@ class StructureChanged(SnapshotError):
         changes: one sentence each; the first three are shown.
     """
 
-    SHOWN = 3
-
     def __init__(self, changes: Sequence[str]) -> None:
-        self.changes = tuple(changes)
-        more = len(changes) - self.SHOWN
+        more = len(changes) - 3
         super().__init__(
             "no new snapshots, because a restart could not restore them into the objects that the "
-            f"script builds before attach: {'; '.join(changes[: self.SHOWN])}"
+            f"script builds before attach: {'; '.join(changes[:3])}"
             + (f"; and {more} more" if more > 0 else "")
             + ". Older snapshots are retained. Make this change before attach"
         )
@@ -350,11 +330,7 @@ class StripeLost(SnapshotError):
     def __init__(
         self, *, what: str, have: Sequence[str], needed: int, problems: Sequence[str]
     ) -> None:
-        self.what = what
-        self.have = tuple(have)
-        self.needed = needed
-        self.problems = tuple(problems)
-        lines = "".join(f"\n  - {problem}" for problem in problems)
+        self.have, self.problems = tuple(have), tuple(problems)
         named = ", ".join(have) or "none"
         if len(have) < needed:
             why = f"{len(have)} of {needed} good fragments are available ({named})"
@@ -362,7 +338,7 @@ class StripeLost(SnapshotError):
             why = f"no {needed} of its fragments ({named}) give the protected bytes"
         super().__init__(
             f"{what} cannot be rebuilt: {why}. Resume from an older version or a checkpoint. "
-            f"Missing or rejected:{lines}"
+            f"Missing or rejected:{_lines(problems)}"
         )
 
 
@@ -439,7 +415,6 @@ class PeerTimeout(PeerError):
 
     def __init__(self, *, peer: str, waited_s: float) -> None:
         self.peer = peer
-        self.waited_s = waited_s
         super().__init__(f"{peer} has not answered for {waited_s:.1f} s")
 
 

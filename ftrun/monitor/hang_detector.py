@@ -19,6 +19,8 @@ from ftrun.monitor.verdicts import (
     Verdict,
     VerdictKind,
     function_of,
+    nodes_of,
+    rank_on_node,
     ranks_in_words,
     short,
 )
@@ -100,7 +102,7 @@ def _not_entered(
     return Verdict(
         kind=kind,
         culprits=ranks,
-        nodes=_nodes(ranks, node_of),
+        nodes=nodes_of(sorted(ranks), node_of),
         victims=victims,
         text=_sentence(culprits, kind, waits, node_of),
         evidence=tuple(evidence),
@@ -144,7 +146,7 @@ def _sentence(
             VerdictKind.FROZEN: "are frozen",
         }.get(kind, "have stopped making progress")
     else:
-        who = _who(first, node_of)
+        who = rank_on_node(first.rank, node_of)
         does = _does(first, kind)
     others = sorted(waits.waiting - {view.rank for view in culprits})
     if not others:
@@ -266,7 +268,7 @@ def _not_left(waits: WaitGraph, node_of: Mapping[int, str]) -> Verdict:
     ]
     if left:
         evidence.append(f"{ranks_in_words(left)} {'has' if len(left) == 1 else 'have'} left it")
-    nodes = _nodes(tuple(members), node_of)
+    nodes = nodes_of(sorted(members), node_of)
     where = f"between nodes {', '.join(nodes)}" if len(nodes) > 1 else f"on node {nodes[0]}"
     return Verdict(
         kind=VerdictKind.HANG_IN_COMMUNICATION,
@@ -287,7 +289,7 @@ def _all_receive(late: Sequence[RankView], waits: WaitGraph, node_of: Mapping[in
     return Verdict(
         kind=VerdictKind.HANG_IN_COMMUNICATION,
         culprits=(),
-        nodes=_nodes(ranks, node_of),
+        nodes=nodes_of(sorted(ranks), node_of),
         victims=tuple(sorted(waits.waiting)),
         text=f"{ranks_in_words(ranks)} wait for messages that do not arrive",
         evidence=tuple(f"rank {view.rank} is at {short(view.place)}" for view in late[:_MANY]),
@@ -325,7 +327,7 @@ def _skipped(
     return Verdict(
         kind=VerdictKind.SKIPPED_COLLECTIVE,
         culprits=ranks,
-        nodes=_nodes(ranks, node_of),
+        nodes=nodes_of(sorted(ranks), node_of),
         victims=tuple(sorted(set(different.calls) - set(ranks))),
         text=text,
         evidence=tuple(evidence),
@@ -351,7 +353,7 @@ def _deadlock(waits: WaitGraph, node_of: Mapping[int, str], settings: HangConfig
     return Verdict(
         kind=VerdictKind.DEADLOCK,
         culprits=ranks,
-        nodes=_nodes(ranks, node_of),
+        nodes=nodes_of(sorted(ranks), node_of),
         victims=tuple(sorted(waits.waiting - set(ranks))),
         text=f"{ranks_in_words(ranks)} wait for one another: they call collectives of several "
         "process groups in different orders",
@@ -375,12 +377,3 @@ def _group_name(group: ProcessGroupView) -> str:
     if group.desc in ("", "undefined"):
         return f"group {group.name}"
     return "the default group" if group.desc == "default_pg" else f"group {group.desc}"
-
-
-def _who(view: RankView, node_of: Mapping[int, str]) -> str:
-    node = node_of.get(view.rank, "")
-    return f"rank {view.rank} on {node}" if node else f"rank {view.rank}"
-
-
-def _nodes(ranks: Sequence[int], node_of: Mapping[int, str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(node_of[rank] for rank in sorted(ranks) if rank in node_of))

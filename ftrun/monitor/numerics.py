@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_in_words
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, nodes_of, ranks_in_words
 
 SETTLE_S = 1.5
 """Longer than two heartbeats, so that all ranks have reported their step."""
@@ -166,7 +166,7 @@ def _not_finite(
     return Verdict(
         kind=VerdictKind.NUMERICAL_ANOMALY,
         culprits=ranks if is_one else (),
-        nodes=tuple(dict.fromkeys(node_of[rank] for rank in ranks if is_one and rank in node_of)),
+        nodes=nodes_of(ranks, node_of) if is_one else (),
         victims=tuple(sorted(set(since) - set(ranks))) if is_one else tuple(sorted(since)),
         text=f"{who} {verb} computed NaN or infinity at step {first:,}",
         evidence=tuple(evidence),

@@ -13,7 +13,7 @@ from signal import Signals
 from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Rank
 from ftrun.monitor.hang_detector import find_skipped
-from ftrun.monitor.verdicts import RUNTIME, RankView, Verdict, is_in, ranks_in_words
+from ftrun.monitor.verdicts import RUNTIME, RankView, Verdict, is_in, rank_on_node, ranks_in_words
 
 SIGKILL = 9
 _OUTPUT_LOST = 120
@@ -192,8 +192,7 @@ def hidden_cause(
     if not finished or not all(is_broken_connection(one) for one in failed):
         return None
     left, others = finished[0], ranks_in_words(one.rank for one in failed)
-    node = node_of.get(left.rank)
-    who = f"rank {left.rank} on {node}" if node else f"rank {left.rank}"
+    who = rank_on_node(left.rank, node_of)
     verb = "was" if len(failed) == 1 else "were"
     text = f"{who} exited early (code 0) while {others} {verb} still in a collective"
     detail = failed[0].detail and f"rank {failed[0].rank} failed because of it:\n{failed[0].detail}"

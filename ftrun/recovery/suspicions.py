@@ -25,7 +25,14 @@ from ftrun.monitor.slow.memory_trend import MemoryTrend
 from ftrun.monitor.slow.samples import ClockOffset, NodeSample
 from ftrun.monitor.slow.skipped_collectives import CollectiveCounts
 from ftrun.monitor.slow.stragglers import RankObservation, StragglerDetector
-from ftrun.monitor.verdicts import Confidence, RankView, Verdict, VerdictKind, ranks_in_words
+from ftrun.monitor.verdicts import (
+    Confidence,
+    RankView,
+    Verdict,
+    VerdictKind,
+    nodes_of,
+    ranks_in_words,
+)
 from ftrun.monitor.wait_graph import HangDeadlines
 from ftrun.recovery.commands import Send
 from ftrun.recovery.lost_links import Pair, lost_links, with_lost_links
@@ -268,7 +275,11 @@ class SlowSuspicions:
         told = [(rank.rank, rank.calls) for one in new.values() for rank in one.ranks]
         skipped = self._counts.look(told, plan.world_size, node_of)
         memory = self._memory.look(new.items())
-        found = [_with_nodes(one, node_of) for one in (link, slow) if one is not None]
+        found = [
+            msgspec.structs.replace(one, nodes=one.nodes or nodes_of(one.culprits, node_of))
+            for one in (link, slow)
+            if one is not None
+        ]
         news = [one for one in found if one.fingerprint not in self._told]
         self._told = {one.fingerprint: one for one in found}
         self._since_s = {one: self._since_s.get(one, now_s) for one in self._told}
@@ -321,10 +332,3 @@ class SlowSuspicions:
         asked, other = pair
         self._links.probed(LinkProbeReading(asked, other, now_s, body.rtt_s, body.to_bytes_per_s))
         self._links.probed(LinkProbeReading(other, asked, now_s, body.rtt_s, body.from_bytes_per_s))
-
-
-def _with_nodes(verdict: Verdict, node_of: Mapping[int, str]) -> Verdict:
-    if verdict.nodes:
-        return verdict
-    nodes = tuple(dict.fromkeys(node_of[rank] for rank in verdict.culprits if rank in node_of))
-    return msgspec.structs.replace(verdict, nodes=nodes)

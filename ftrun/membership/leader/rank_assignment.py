@@ -154,13 +154,9 @@ class Admission:
         """The newest check of each excluded node, when it was last seen excluded."""
         self._asked: dict[str, int] = {}
         """The number of the awaited check, by node id."""
-        self._told: dict[str, str] = {}
-        self._slow_told: dict[str, str] = {}
-
-    @property
-    def told(self) -> dict[str, str]:
+        self.told: dict[str, str] = {}
         """Reasons why nodes may not run ranks, with the newest measurements; replaced whole."""
-        return self._told
+        self._slow_told: dict[str, str] = {}
 
     def unfit(self, aside: Collection[str]) -> dict[str, str]:
         """Reasons why nodes that are not excluded must not run ranks, by node id."""
@@ -212,15 +208,15 @@ class Admission:
         found = [
             JournalEntry("Unfit", f"node {one} may not run ranks: {why}", {"about": one}, say=True)
             for one, why in sorted(unfit.items())
-            if _without_figures(self._told.get(one, "")) != _without_figures(why)
+            if _without_figures(self.told.get(one, "")) != _without_figures(why)
         ]
         found += [
             JournalEntry("FitAgain", f"node {one} is fit to run ranks", {"about": one}, say=True)
-            for one in sorted(self._told)
+            for one in sorted(self.told)
             if self._is_fit(one)
         ]
-        kept = {one: why for one, why in self._told.items() if not self._is_fit(one)}
-        self._told = {**kept, **unfit}
+        kept = {one: why for one, why in self.told.items() if not self._is_fit(one)}
+        self.told = {**kept, **unfit}
         return found
 
     def ask(self, body: LeaderHeartbeat) -> LeaderHeartbeat:
@@ -247,7 +243,7 @@ class Admission:
         if peer is None or peer.lost or peer.is_leaving:
             return False
         if peer.fitness is None:
-            return self._told.get(node_id) == _LEAVES
+            return self.told.get(node_id) == _LEAVES
         return peer.fitness.is_fit and not self._awaits_check(peer)
 
     def _awaits_check(self, peer: PeerState) -> bool:

@@ -11,7 +11,7 @@ Rule 1: A difference is reported only if all ranks had equal counts for some ste
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_in_words
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, nodes_of, ranks_in_words
 
 ENOUGH = 3
 """Number of steps with equal counts on all ranks that enable the check."""
@@ -70,7 +70,7 @@ class CollectiveCounts:
         return Verdict(
             kind=VerdictKind.SKIPPED_COLLECTIVE,
             culprits=ranks,
-            nodes=tuple(dict.fromkeys(node_of[rank] for rank in ranks if rank in node_of)),
+            nodes=nodes_of(ranks, node_of),
             victims=tuple(sorted(set(counts) - set(ranks))),
             text=f"{who} skipped collectives between steps {last:,} and {step:,} without a hang: "
             "since then sums combine different steps, and the training is wrong",

@@ -87,7 +87,7 @@ T = TypeVar("T")
 Method = Callable[Concatenate["PathMonitor", P], T]
 
 
-def _guarded(otherwise: Callable[[], Any]) -> Callable[[Method[P, T]], Method[P, T]]:
+def _guarded(otherwise: Callable[[], Any] = lambda: None) -> Callable[[Method[P, T]], Method[P, T]]:
     """Gives what `otherwise` returns after an exception in this or an earlier call; see Rule 4."""
 
     def guard(method: Method[P, T]) -> Method[P, T]:
@@ -104,10 +104,6 @@ def _guarded(otherwise: Callable[[], Any]) -> Callable[[Method[P, T]], Method[P,
         return work
 
     return guard
-
-
-def _nothing() -> None:
-    return None
 
 
 class PathMonitor:
@@ -155,7 +151,7 @@ class PathMonitor:
 
     # --- in a ballot --------------------------------------------------------------------------
 
-    @_guarded(_nothing)
+    @_guarded()
     def hold_up(
         self, cards: Sequence[NodeCard], previous: GenerationPlan | None, *, now_s: float
     ) -> list[Command] | None:
@@ -170,7 +166,7 @@ class PathMonitor:
         found = self._survey.look(now_s=now_s) if self._survey is not None else []
         return None if self._is_done(now_s) else [*found]
 
-    @_guarded(_nothing)
+    @_guarded()
     def decide(
         self,
         members: Sequence[NodeCard],
@@ -196,7 +192,7 @@ class PathMonitor:
         if before is None or choices_of(before) != choices_of(made):
             self._notes.append(_note_of(made, is_on=self.is_on))
 
-    @_guarded(_nothing)
+    @_guarded()
     def begin(self) -> None:
         self._urgent = self.wish = ""
         self._silent.clear()
@@ -222,7 +218,7 @@ class PathMonitor:
         survey = self._survey
         return [*survey.tried(sender, body, now_s=now_s)] if survey is not None else []
 
-    @_guarded(_nothing)
+    @_guarded()
     def lost(self, node_id: str) -> None:
         if self._survey is not None:
             self._survey.lost(node_id)
@@ -260,7 +256,7 @@ class PathMonitor:
         notes, self._notes = self._notes, []
         return notes
 
-    @_guarded(_nothing)
+    @_guarded()
     def know(self, cards: Sequence[NodeCard]) -> None:
         """Marks agents that were present before this leader: they are not probed as new."""
         self._known.update(card.identity for card in cards)
@@ -428,7 +424,7 @@ class PathMonitor:
             if slowest.get(rail, best) * BETTER < best
         }
 
-    @_guarded(_nothing)
+    @_guarded()
     def status(self, plan: GenerationPlan | None, *, now_s: float) -> NetworkStatus | None:
         """The network part of the status; None if nothing is probed."""
         if self._mode == "off" or len(self._map.rails) < 2:
