@@ -519,16 +519,16 @@ def test_ranks_that_should_have_the_same_and_do_not(convert: Converter, name: st
     ("rules", "more", "told"),
     [
         ("mesh: {tp: 2", ["--ranks", "2"], "line 1, column 13"),
-        ("mesh: {tp: 3}", ["--ranks", "2"], "does not go with the mesh"),
+        ("mesh: {tp: 3}", ["--ranks", "2"], "does not fit the mesh"),
         ("mesh: {dp: 3}", ["--ranks", "2"], "4 ranks took"),
         ("mesh: {dp: 4}\nreplicate: [model.norm]", ["--ranks", "2"], "model.wide is matched by no"),
-        (LARGE, [], "say the new layout"),
+        (LARGE, [], "give the new layout"),
         (LARGE, ["--ranks", "3"], "--mesh tp=4,dp=2"),
         (LARGE, ["--ranks", "2", "--mesh", "tp=1"], "--ranks and --mesh both"),
-        (LARGE, ["--mesh", "tp"], "--mesh is axes"),
+        (LARGE, ["--mesh", "tp"], "--mesh has axes"),
         (LARGE, ["--mesh", "pp=2"], "pp is no axis"),
         (LARGE, ["--to", "none.yaml"], "none.yaml: No such file"),
-        (LARGE, ["--dtype", "int4"], "there are f64, f32, f16, bf16"),
+        (LARGE, ["--dtype", "int4"], "it is one of f64, f32, f16, bf16"),
         (LARGE, ["--dtype", "x*=bf16"], "names no floating tensor"),
         (LARGE, ["--ranks", "2", "--workers", "-1"], "at least 1"),
         (LARGE, ["--mesh", "tp=5", "--to", ""], "--to and --mesh"),
@@ -548,7 +548,7 @@ def test_the_command_line_says_why_and_has_the_exit_code(convert: Converter) -> 
     words = ("old", "new", "--rules", convert.rules("large.yaml", LARGE), "--ranks", "3")
     done = convert.command(*words)
     assert done.returncode == 2
-    assert done.stderr.startswith("Error: --ranks 3 does not go with the mesh")
+    assert done.stderr.startswith("Error: --ranks 3 does not fit the mesh")
     done = convert.command(*words, "--json")
     assert done.returncode == 2
     assert json.loads(done.stdout)["exit_code"] == 2

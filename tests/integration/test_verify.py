@@ -411,7 +411,9 @@ def test_script_without_attach(tmp_path: Path, script: Script) -> None:
     done = verify(tmp_path, *FEW, name)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Nothing is attached: the script calls no ftrun.attach" in done.stdout
-    assert "rank 0 killed after step 5, began again, 5 steps repeated" in done.stdout
+    assert (
+        "rank 0 killed after step 5, restarted from the beginning, 5 steps repeated" in done.stdout
+    )
 
 
 @pytest.mark.parametrize(

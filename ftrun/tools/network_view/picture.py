@@ -1,6 +1,6 @@
 """The picture of a network: leaf switches, nodes in ring order, rails, and their bad parts.
 
-Runs in: cli. Pure. Up to `FEW_DRAWN` nodes each have a box; more nodes are squares in leaf boxes.
+Up to `FEW_DRAWN` nodes each have a box; more nodes are squares in boxes of leaf switches.
 """
 
 import math
@@ -59,12 +59,7 @@ class _Places:
 
 
 def picture(facts: NetworkFacts, style_sheet: str = "") -> Markup:
-    """Draws any number of nodes.
-
-    Args:
-        facts: of one survey.
-        style_sheet: for a file of its own.
-    """
+    """Draws any number of nodes; `style_sheet` is embedded in a separate file."""
     if len(facts.nodes) > FEW_DRAWN:
         return many_picture(facts, style_sheet)
     places = _places(facts)

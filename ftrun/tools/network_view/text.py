@@ -1,7 +1,4 @@
-"""Text and tables of a network status.
-
-Runs in: cli. Pure.
-"""
+"""Text and tables of a network status."""
 
 import re
 from collections.abc import Iterator, Sequence

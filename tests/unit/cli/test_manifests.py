@@ -54,7 +54,7 @@ def test_it_is_written_into_a_file_that_is_new(tmp_path: Path) -> None:
     assert path.read_text() == rendered(["slurm", "--", "train.py"])
     assert stat.S_IMODE(path.stat().st_mode) & 0o500 == 0o500
     path.write_text("mine")
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="exists already"):
         rendered(words)
     assert path.read_text() == "mine"
     with pytest.raises(FtrunError, match="cannot be written: No such file"):

@@ -125,7 +125,7 @@ class TestPiped:
         (["profiles"], "single-node-gpu"),
         (["profiles", "show", "laptop"], "snapshot.overhead_budget"),
         (["profiles", "show", "laptop", "--origin"], "laptop.yaml:7"),
-        (["estimate", "--nodes", "16"], "each 141 steps (--snapshot-every 141): "),
+        (["estimate", "--nodes", "16"], "every 141 steps (--snapshot-every 141): "),
         (["drill", "--list"], "drill-quick"),
         (["inject-fault", "--list"], "rank-kill"),
         (["manifest", "slurm", "--", "--nnodes", "2", "--checkpoint-dir", WORD, "t.py"], WORD),
