@@ -45,13 +45,13 @@ def railed(node_id: str, count: int = 2, **changes: object) -> NodeCard:
 
 
 class Slow(SlowSuspicions):
-    """Says what it is told to."""
+    """Reports the given verdicts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.said: list[Verdict] = []
 
-    def slow_links(self, for_s: float, *, now_s: float) -> list[Verdict]:
+    def lasting(self, for_s: float, *, now_s: float) -> list[Verdict]:
         del for_s, now_s
         return self.said
 
