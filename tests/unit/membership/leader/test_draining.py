@@ -79,7 +79,7 @@ def test_a_spare_takes_the_ranks_of_a_node_that_leaves_and_no_step_is_lost() -> 
     protected_again(made, "adc", at)
     assert ends(made, "b") == [(TERMINATED, True)]
     assert notes(made, "a", "nodes_draining") == ["draining b; the run continues without them"]
-    assert notes(made, "a", "node_unfit") == ["node b may not run ranks: it was asked to leave"]
+    assert notes(made, "a", "node_unfit") == ["node b may not run ranks: it is draining"]
     made.kill("b")
     made.passes(5.0)
     assert made.running() == {"a": 1, "c": 1, "d": 1}

@@ -95,7 +95,7 @@ def test_a_silent_node_is_lost_after_the_deadline() -> None:
     assert set(made.running().values()) == {0}
     made.passes(4.0)
     assert [made[one].runs for one in "acd"] == [1, 1, 1]
-    assert "silent for" in notes(made, "a", "node_lost")[0]
+    assert "no heartbeat for" in notes(made, "a", "node_lost")[0]
 
 
 def test_the_loss_of_a_spare_is_no_reason_for_a_new_generation() -> None:
@@ -516,7 +516,7 @@ def finished_without_d() -> Agents:
     works(made, 5)
     made.cut("d")
     made.passes(5.0)
-    assert "silent" in notes(made, "a", "node_lost")[0]
+    assert "no heartbeat" in notes(made, "a", "node_lost")[0]
     for rank, one in enumerate("abc"):
         works(made, 7, one, exits=(exited(rank, ExitKind.FINISHED, 0),))
     made.passes(1.0)
