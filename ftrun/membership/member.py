@@ -274,7 +274,7 @@ class Member:
                 return []
 
     def _gives_way_to(self, lead: Leader, body: say.PrepareRejected) -> NodeCard | None:
-        """The leader that this unsettled proposer yields to; None if its node refuses dials."""
+        """The leader that this proposer yields to; None if its node refuses dials."""
         if body.lead is None or lead.is_settled or lead.known.refuses(body.lead.node_id):
             return None
         return body.lead if body.lead_generation >= self.follower.generation else None
@@ -330,9 +330,8 @@ class Member:
                 accepted = say.JoinAccepted(self.follower.plan, body.number, self.me)
                 found.append(Send(sender, accepted))
             return found
-        known = self.lead_card
-        follows_another = known is not None and known.node_id != sender
-        is_told = follows_another and self.role is MemberRole.FOLLOWING
+        known, follows = self.lead_card, self.role is MemberRole.FOLLOWING
+        is_told = follows and known is not None and known.node_id != sender
         return [self._lead_is(sender, now_s)] if is_told else []
 
     def _told_of_lead(self, sender: str, body: say.LeaderInfo, now_s: float) -> list[Command]:
@@ -381,8 +380,8 @@ class Member:
     def _take_the_lead(self, now_s: float) -> list[Command]:
         plan = self.follower.newest_plan
         cards = plan.voters if plan is not None else []
-        has_lost = bool(self._allegiance.succession.lost)
-        why = "the leader is lost" if has_lost else "the agent was restarted"
+        lost = self._allegiance.succession.lost
+        why = "the leader is lost" if lost else "the agent was restarted"
         return self._lead_from(cards, now_s, why=why)
 
     def _lead_from(self, cards: list[NodeCard], now_s: float, *, why: str) -> list[Command]:
