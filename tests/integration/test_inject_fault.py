@@ -487,7 +487,7 @@ def test_snapshot_and_checkpoint_are_damaged(start: Start, script: Script) -> No
     goes_on(run, 0, 0)
     run.wait_until("on disk", lambda: run.journal("checkpoint_written"))
     fired(run, order(run, "bitflip-shm", rank=0))
-    run.wait_until("set aside", lambda: "does not match; it is set aside" in run.text)
+    run.wait_until("rejected", lambda: "does not match; it is rejected" in run.text)
     # The other slot may be half written just then: it is the version before, or that on disk.
     goes_on(run, 2, 0)
     fired(run, order(run, "corrupt-checkpoint"))
