@@ -156,7 +156,7 @@ def standby(check: Check) -> Figures:
                 found.update(facts_of(child))
             return {"ftrun-zygote", "ftrun-standby"} <= found.keys()
 
-        wait_for("a standby", are_there, [one], Deadline(40))
+        wait_for("a standby", are_there, [one], Deadline(LIMIT_S))
         pause(2.0, [one], Deadline(10))
         are_there()
         used = memory_mib() - before
@@ -212,10 +212,10 @@ def respawn(check: Check) -> Figures:
     shown["phases_s"] = {k: round(statistics.median(p[k] for p in phases), 3) for k in phases[0]}
     pause(1.0, [], deadline)
     shown["left_mib"] = memory_mib() - before
-    shown["status_step"] = [r["step"] for n in status["nodes"] for r in n["ranks"]]
-    shown["unprotected"] = status["unprotected_reason"]
-    shown |= {key: v for key, v in reader.of("facts")[0].items() if key not in ("ns", "kind")}
-    ok = max(shown["kill_to_step_s"]) <= RESPAWN_S and all(shown["status_step"])
+    shown["status"] = [(rank["step"], rank["start"]) for rank in status["ranks"]]
+    shown["unprotected"] = status["snapshots"]["unprotected_reason"]
+    shown |= reader.of("facts")[0]["found"]
+    ok = max(shown["kill_to_step_s"]) <= RESPAWN_S and all(step for step, _ in shown["status"])
     return {"ok": ok and not shown["unprotected"], "shown": shown, "phases": phases}
 
 

@@ -307,7 +307,7 @@ def respawn(device: str, folder: Path, notes: Notes) -> None:
         if asked.exists():
             asked.unlink()
             found = recorder_facts(device) | (capture_facts() if device == "cuda" else {})
-            notes.write("facts", **found)
+            notes.write("facts", generation=generation, found=found)
         time.sleep(0.01)
 
 
@@ -341,7 +341,8 @@ def recorder_facts(device: str) -> dict[str, Any]:
 
 def capture_facts() -> dict[str, Any]:
     """Whether a request to the flight recorder ends the capture of a graph."""
-    found, x = {}, torch.ones(1 << 20, device="cuda")
+    x = torch.ones(1 << 20, device="cuda")
+    found: dict[str, Any] = {"late_loss_pinned": x[0].to("cpu", non_blocking=True).is_pinned()}
     recorder = "dump_nccl_trace_json"
     for request in ("", "fr_trace_json", f"{recorder}?includecollectives=false", recorder):
         graph = torch.cuda.CUDAGraph()

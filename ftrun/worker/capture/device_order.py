@@ -135,7 +135,7 @@ class GraphReplays:
             setattr(kind, name, original)
 
     def _note_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._stepping is not None:
+        if not torch.compiler.is_compiling() and self._stepping is not None:
             self._stepping.append(optimizer)
 
     def _capture_begin(self, original: Callable[..., None]) -> Callable[..., None]:
