@@ -98,7 +98,8 @@ def exact(check: Check) -> Figures:
     if check.args.device == "cuda" and not check.args.variants:
         names = [*ON_A_GPU, *names]
     commands = {}
-    for at in range(3):
+    shares = range(min(3, len(names)))
+    for at in shares:
         part = f"plain{at}"
         commands[part] = check.plain("reference", "--variants", ",".join(names[at::3]), part=part)
     for name in names:
@@ -113,9 +114,9 @@ def exact(check: Check) -> Figures:
         }
         errors = {part: one.result() for part, one in started.items()}
     wanted: dict[str, dict[int, dict[str, str]]] = {name: {} for name in names}
-    for line in [line for at in range(3) for line in check.lines(part=f"plain{at}")]:
+    for line in [line for at in shares for line in check.lines(part=f"plain{at}")]:
         wanted[line["variant"]][line.get("step", -1)] = line["state"]
-    lost = "".join(errors[f"plain{at}"] for at in range(3))
+    lost = "".join(errors[f"plain{at}"] for at in shares)
     found = {n: judged(check.lines(part=n), wanted[n], errors[n] or lost) for n in names}
     pair = [[check.lines("end", p, rank) for rank in (0, 1)] for p in ("pair", "killed-pair")]
     states = [[lines[-1]["state"] for lines in ends if lines] for ends in pair]
