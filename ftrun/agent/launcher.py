@@ -44,6 +44,8 @@ from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.config.run_spec import RunSpec
 from ftrun.errors import ExitCode, PeerError, UsageError
 from ftrun.journal import Journal
+from ftrun.records.run import RunEndedRecord, RunStarted
+from ftrun.records.snapshots import FreshStartUsed, SmpUnavailable, SmpUnreachable
 from ftrun.recovery.commands import EndRun
 from ftrun.urls import without_password
 from ftrun.wire.messages.agent_start import STUCK_PIDS, decode_numbers
@@ -112,11 +114,11 @@ def final_block(
     code = int(command.exit_code)
     lines = [
         f"ftrun: run {spec.run_id} ended with exit code {code} after {restarts} {noun}: "
-        f"{command.why}"
+        f"{command.reason}"
     ]
     if command.goes_on:
         lines = [
-            f"ftrun: this node has left run {spec.run_id} with exit code {code}: {command.why}"
+            f"ftrun: this node has left run {spec.run_id} with exit code {code}: {command.reason}"
         ]
     if command.cause is not None:
         lines.append(f"  first cause  {command.cause.text}")
@@ -177,8 +179,8 @@ def launch(
     run.onlookers.start()
     if one_oom_ends_all():
         _log.warning("memory.oom.group is 1: one rank out of memory ends everything on this node")
-    about = {"logs": os.path.abspath(args.log_dir), "rdzv_id": args.rdzv_id}
-    journal.write("run", run_id=spec.run_id, script=spec.script, torch=torch.__version__, **about)
+    logs = os.path.abspath(args.log_dir)
+    journal.write(RunStarted(spec.run_id, spec.script, torch.__version__, logs, args.rdzv_id))
     preflight.first()
     node.start(run.brain, run.desk, run.workers, preflight, wake=run.wake)
     try:
@@ -195,7 +197,7 @@ def launch(
         preflight.close()
         node.forget_secret(is_over=run.brain.leads and not loop.executor.has_left)
         run.brain.close()
-    journal.write("end", exit_code=0)
+    journal.write(RunEndedRecord(0))
     return 0
 
 
@@ -262,10 +264,10 @@ def _connect_smp(node: LocalNode, run: _Run) -> None:
         node.introduce(smp)
     except PeerError as error:
         if is_new:
-            run.journal.write("smp_not_up", why=str(error))
+            run.journal.write(SmpUnavailable(str(error)))
             maintenance.smp_given_up = f"the snapshot manager does not start: {error}"
             return
-        run.journal.write("smp_not_told", why=str(error))
+        run.journal.write(SmpUnreachable(str(error)))
         smp.lost()
         with suppress(PeerError):
             if smp.reconnect():
@@ -387,7 +389,7 @@ def _fit(zygote: ZygoteClient | None, journal: Journal) -> ZygoteClient | None:
     if zygote is None or not why:
         return zygote
     _log.warning("%s", why)
-    journal.write("fresh_start", why=why)
+    journal.write(FreshStartUsed(why))
     zygote.close()
     return None
 
@@ -408,7 +410,7 @@ def _is_given(args: Namespace) -> bool:
 
 
 def _say_end(command: EndRun, spec: RunSpec, run: _Run) -> None:
-    run.journal.write("end", exit_code=int(command.exit_code), why=command.why)
+    run.journal.write(RunEndedRecord(int(command.exit_code), command.reason))
     cause = command.cause
     path = run.workers.error_file(cause.rank) if cause is not None else ""
     if path and os.path.exists(path) and "TORCHELASTIC_ERROR_FILE" in os.environ:

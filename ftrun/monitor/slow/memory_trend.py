@@ -84,8 +84,8 @@ def _verdict(node: str, sample: NodeSample, rates: dict[int, float]) -> Verdict:
             f"{_mb(sample.available_bytes)} MB are left on {node}",
             *(f"rank {one}: {_mb(rate * 60)} MB a minute" for one, rate in rates.items() if rate),
         ),
-        against=("growth may stop by itself, as a cache that fills does",),
-        sure=Confidence.LIKELY,
+        counter_evidence=("growth may stop by itself, as a cache that fills does",),
+        confidence=Confidence.LIKELY,
         fingerprint=f"memory {node}",
     )
 

@@ -4,6 +4,7 @@ import pytest
 
 from ftrun.agent.launch import generation as generations
 from ftrun.agent.launch.generation import Announcements
+from ftrun.records.membership import GenerationChosen, NodeLost
 from ftrun.recovery.commands import JournalEntry
 from ftrun.wire.cluster.generation import NetworkPlan, Rail
 from tests.unit.recovery.made import card, plan
@@ -34,12 +35,13 @@ def test_a_leader_without_ranks_prints_the_same_loss_again_in_the_next_generatio
     caplog: pytest.LogCaptureFixture, is_member: bool, count: int
 ) -> None:
     """A member prints the cause in front of what begins, which is when it forgets it."""
-    lost = JournalEntry("NodeLost", "node b is lost: the connection is refused", say=True)
-    began = JournalEntry("Generation", "generation 3: 2 nodes, 2 ranks")
+    text = "node b is lost: the connection is refused"
+    lost = JournalEntry(NodeLost(text, "b", was_member=True), say=True)
+    began = JournalEntry(GenerationChosen("generation 3: 2 nodes, 2 ranks", text, 3, 2, None, ""))
     announcements = Announcements()
     for one in (lost, lost, began, lost):
         announcements.show(one, has_ranks=is_member)
-    assert caplog.messages == [lost.text] * count
+    assert caplog.messages == [text] * count
 
 
 def test_a_bug_costs_the_variables_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
