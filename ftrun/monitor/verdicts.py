@@ -4,7 +4,7 @@ A `RankView` combines a heartbeat page, a flight recorder, /proc and a stack, al
 moment. Its times are durations in seconds, because clocks of two nodes are not compared here.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
 
 import msgspec
@@ -74,6 +74,16 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     if len(found) <= 8:
         return f"ranks {', '.join(str(one) for one in found[:-1])} and {found[-1]}"
     return f"{len(found)} ranks"
+
+
+def nodes_of(ranks: Iterable[int], node_of: Mapping[int, str]) -> tuple[str, ...]:
+    """The nodes of these ranks, each once, in the order of the ranks."""
+    return tuple(dict.fromkeys(node_of[rank] for rank in ranks if rank in node_of))
+
+
+def rank_on_node(rank: int, node_of: Mapping[int, str]) -> str:
+    """`rank 3 on node0`."""
+    return f"rank {rank} on {node_of[rank]}" if node_of.get(rank) else f"rank {rank}"
 
 
 Frame = str

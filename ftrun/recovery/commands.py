@@ -105,7 +105,7 @@ class SetSnapshotInterval:
 
 @dataclass(frozen=True, slots=True)
 class InspectRanks:
-    """A rank has failed: report quickly what the ranks of this node called last."""
+    """A rank has failed: report the last calls of this node's ranks at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ class IncidentLog:
     def agent_lost(self, node_id: str, fault_s: float, *, now_s: float) -> None:
         """Opens an incident for the restart of the leader's own agent, which ended its ranks."""
         self.sign(fault_s)
-        text = f"the agent of node {node_id} ended, and another one took over"
+        text = f"the agent of node {node_id} was restarted"
         incident = self._incident(text, Progress(Step(0), 0, attached=False), now_s=now_s)
         incident.kind, incident.best_step = "agent lost", -1
         incident.detected_s, incident.known_s = now_s - incident.began_s, now_s
@@ -126,9 +126,7 @@ class IncidentLog:
         restarted = plan.members if plan.generation > 0 else ()
         self._awaited = frozenset(node.node_id for node in restarted)
         if self.life.state is LifecycleState.LAUNCH:
-            self._go(
-                LifecycleState.CHECK, f"{len(plan.members)} node(s) are here, ranks are starting"
-            )
+            self._go(LifecycleState.CHECK, f"ranks are starting; nodes: {len(plan.members)}")
             return
         self._go(LifecycleState.RECOVER, plan.why)  # without a failure: a reconfiguration
         state = LifecycleState.VERIFY if self.open is not None else LifecycleState.CHECK
@@ -141,8 +139,8 @@ class IncidentLog:
     def suspected(self, finding: HangFinding, progress: Progress, *, now_s: float) -> None:
         ranks = tuple(sorted(view.rank for view in finding.views if view.has_stepped))
         text = (
-            f"no step for {finding.silent_s:.1f} s: a hang is suspected (the limit is "
-            f"{finding.deadline_s:.1f} s, by this run's own steps)"
+            f"no step for {finding.silent_s:.1f} s: a hang is suspected (limit "
+            f"{finding.deadline_s:.1f} s, from the step times of this run)"
         )
         incident = self._incident(text, progress, now_s=now_s - finding.silent_s)
         self._go(LifecycleState.SUSPECT, text)
@@ -175,12 +173,9 @@ class IncidentLog:
         self.named(verdict, views, now_s=now_s)
 
     def cleared(self, progress: Progress, *, now_s: float) -> None:
-        if (
-            self.life.state in (LifecycleState.SUSPECT, LifecycleState.DIAGNOSE)
-            and self.open is not None
-        ):
+        if self.is_suspected and self.open is not None:
             self.open.actions.append("report")
-            self._go(LifecycleState.RUN, "steps are made again")
+            self._go(LifecycleState.RUN, "ranks make steps again")
             self._close(None, progress, now_s=now_s)
 
     def reported(
@@ -198,7 +193,7 @@ class IncidentLog:
         self._matrix = tuple(matrix)
         self.found(verdict, (), progress, now_s=now_s)
         self._incident(verdict.text, progress, now_s=now_s).actions.append("report")
-        self._go(LifecycleState.RUN, "it is reported, and nothing else is done")
+        self._go(LifecycleState.RUN, "it is only reported")
         self._close(None, progress, now_s=now_s)
 
     def failed(self, cause: WorkerExit, nodes: Sequence[str], progress: Progress, *,
@@ -210,7 +205,7 @@ class IncidentLog:
             self._note(AdditionalFinding(cause.text, incident.number))
 
     def tell_bug(self, text: str) -> None:
-        words = f"ranks are not watched until the next restart; this is a bug in ftrun ({text})"
+        words = f"ranks are not monitored until the next restart, by a bug in ftrun ({text})"
         self._note(InternalErrorRecord(words), say=True)
 
     def acted(self, action: str, why: str) -> None:

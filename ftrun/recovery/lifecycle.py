@@ -156,7 +156,7 @@ class TimeAccounting:
         elif life == "verify" and has_stepped:
             found = AGAIN
         elif found == START and self._has_run:
-            found = RECOVERY  # nodes have joined, and the same ranks start once more
+            found = RECOVERY  # a reconfiguration: the ranks start again
         self._last_class = found
         since_s = blocked_s - self._blocked_s if blocked_s >= self._blocked_s else blocked_s
         self._blocked_s = blocked_s

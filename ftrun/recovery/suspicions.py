@@ -24,7 +24,14 @@ from ftrun.monitor.slow.memory_trend import MemoryTrend
 from ftrun.monitor.slow.samples import ClockOffset, NodeSample
 from ftrun.monitor.slow.skipped_collectives import CollectiveCounts
 from ftrun.monitor.slow.stragglers import RankObservation, StragglerDetector
-from ftrun.monitor.verdicts import Confidence, RankView, Verdict, VerdictKind, ranks_in_words
+from ftrun.monitor.verdicts import (
+    Confidence,
+    RankView,
+    Verdict,
+    VerdictKind,
+    nodes_of,
+    ranks_in_words,
+)
 from ftrun.monitor.wait_graph import HangDeadlines
 from ftrun.recovery.commands import Send
 from ftrun.recovery.lost_links import Pair, lost_links, with_lost_links
@@ -56,14 +63,10 @@ class HangSuspicions:
         self._now: Verdict | None = None
         """The verdict of the newest observation; `_before` is that of the one before it."""
         self._seen: tuple[object, ...] = ()
-        self._is_suspected = False
+        self.is_suspicious = False
+        """Ranks have made no step for longer than `suspect_s`."""
         self.is_silent = False
         """Ranks have made no step for `look_s`, so their stacks are taken."""
-
-    @property
-    def is_suspicious(self) -> bool:
-        """Whether ranks have made no step for longer than `suspect_s`."""
-        return self._is_suspected
 
     def begin(self) -> None:
         self._is_over = self.is_silent = False
@@ -72,7 +75,7 @@ class HangSuspicions:
     def _forget(self) -> None:
         self._told = self._before = self._now = None
         self._seen = ()
-        self._is_suspected = False
+        self.is_suspicious = False
 
     def look(
         self,
@@ -144,8 +147,8 @@ class HangSuspicions:
         is_same = verdict is None or (
             self._told is not None and _gist(verdict) == _gist(self._told)
         )
-        is_news = acts or not is_same or not self._is_suspected
-        self._is_suspected = True
+        is_news = acts or not is_same or not self.is_suspicious
+        self.is_suspicious = True
         if not is_news:
             return None
         self._told = verdict
@@ -179,9 +182,8 @@ def _unknown(views: Mapping[int, RankView], silent_s: float) -> Verdict:
         kind=VerdictKind.HANG_IN_COMPUTATION,
         culprits=(),
         victims=ranks,
-        text=f"{ranks_in_words(ranks)} have made no step for {silent_s:.0f} s, and who holds them "
-        "up cannot be told",
-        counter_evidence=("some ranks they wait for were not seen",),
+        text=f"no step for {silent_s:.0f} s on {ranks_in_words(ranks)}; the cause is unknown",
+        counter_evidence=("some ranks that they wait for were not observed",),
         confidence=Confidence.POSSIBLE,
         fingerprint="silence",
     )
@@ -272,7 +274,11 @@ class SlowSuspicions:
         told = [(rank.rank, rank.calls) for one in new.values() for rank in one.ranks]
         skipped = self._counts.look(told, plan.world_size, node_of)
         memory = self._memory.look(new.items())
-        found = [_with_nodes(one, node_of) for one in (link, slow) if one is not None]
+        found = [
+            msgspec.structs.replace(one, nodes=one.nodes or nodes_of(one.culprits, node_of))
+            for one in (link, slow)
+            if one is not None
+        ]
         news = [one for one in found if one.fingerprint not in self._told]
         self._told = {one.fingerprint: one for one in found}
         self._since_s = {one: self._since_s.get(one, now_s) for one in self._told}
@@ -301,14 +307,6 @@ class SlowSuspicions:
     def lasting(self, for_s: float, *, now_s: float) -> list[Verdict]:
         return [one for key, one in self._told.items() if now_s - self._since_s[key] >= for_s]
 
-    def slow_links(self, for_s: float, *, now_s: float) -> list[Verdict]:
-        """Lasting verdicts about the network, of any confidence.
-
-        The caller compares rails before it acts on one.
-        """
-        lasting = self.lasting(for_s, now_s=now_s)
-        return [one for one in lasting if one.kind is VerdictKind.SLOW_COMMUNICATION]
-
     def matrix(self) -> list[DelayTableCell]:
         return self._links.table()
 
@@ -333,10 +331,3 @@ class SlowSuspicions:
         asked, other = pair
         self._links.probed(LinkProbeReading(asked, other, now_s, body.rtt_s, body.to_bytes_per_s))
         self._links.probed(LinkProbeReading(other, asked, now_s, body.rtt_s, body.from_bytes_per_s))
-
-
-def _with_nodes(verdict: Verdict, node_of: Mapping[int, str]) -> Verdict:
-    if verdict.nodes:
-        return verdict
-    nodes = tuple(dict.fromkeys(node_of[rank] for rank in verdict.culprits if rank in node_of))
-    return msgspec.structs.replace(verdict, nodes=nodes)

@@ -80,7 +80,7 @@ def test_an_agent_that_comes_back_to_an_ended_run_ends_too(run: NodesRun) -> Non
     began_s = time.monotonic()
     assert run.wait_for_code(2) == 75
     assert time.monotonic() - began_s < GONE_S + 30.0
-    assert "nobody of this run is left" in run.text(2)
+    assert "no other node of this run is left" in run.text(2)
 
 
 def test_a_node_that_was_cut_off_while_the_others_finished_ends_with_their_result(

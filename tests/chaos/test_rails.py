@@ -174,7 +174,7 @@ def test_a_node_whose_rails_are_all_cut_is_lost_as_ever(start: Start) -> None:
     at_ns = run.fault("cut", 1)
     run.wait_for("the loss", lambda: run.journals("node_lost"))
     (line,) = run.journals("node_lost")
-    assert "node node1 is lost: silent for 3" in line["text"]
+    assert "node node1 is lost: no heartbeat for 3" in line["text"]
     assert 2.5 < line["monotonic_s"] - at_ns / 1e9 < 5.0
     run.fault("heal", 1)
     run.wait_for_generation(1)

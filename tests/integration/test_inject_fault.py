@@ -392,7 +392,7 @@ def test_what_lasts_or_waits_is_taken_back(run: Run) -> None:
     answer = tell(run, InjectFault(make_cancel("cancel", gil)))
     assert isinstance(answer, Refused)
     assert "cannot be taken back" in answer.why
-    assert "goes with --node and the run only" in refused(run, "--cancel", gil, "--rank", 0)
+    assert "it accepts only --node and the run" in refused(run, "--cancel", gil, "--rank", 0)
     ended(run, gil)
     goes_on(run, number, step_of(run))
 
@@ -487,7 +487,7 @@ def test_snapshot_and_checkpoint_are_damaged(start: Start, script: Script) -> No
     goes_on(run, 0, 0)
     run.wait_until("on disk", lambda: run.journal("checkpoint_written"))
     fired(run, order(run, "bitflip-shm", rank=0))
-    run.wait_until("set aside", lambda: "does not match; it is set aside" in run.text)
+    run.wait_until("rejected", lambda: "does not match; it is rejected" in run.text)
     # The other slot may be half written just then: it is the version before, or that on disk.
     goes_on(run, 2, 0)
     fired(run, order(run, "corrupt-checkpoint"))

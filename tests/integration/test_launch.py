@@ -116,7 +116,7 @@ def test_a_rank_that_leaves_early_is_the_first_cause_and_nothing_is_retried(
     assert run.wait() == 1
     block = run.text[run.text.index("ftrun: run") :]
     assert re.search(
-        r"rank 1 on \S+ has ended with exit code 0 while rank 0 still needed it", block
+        r"rank 1 on \S+ exited early \(code 0\) while rank 0 was still in a collective", block
     )
     assert block.index("rank 1 on") < block.index("rank 0 failed because of it")
     assert "after 0 restarts" in block

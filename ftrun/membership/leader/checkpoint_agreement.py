@@ -47,8 +47,8 @@ def disagreement(
         f"{node_id} {version(*has.restored) if has.restored else 'nothing'}"
         for node_id, has in sorted(accepted.items())
     )
-    why = f"the nodes do not read the same checkpoint: {found}"
-    return EndRun(ExitCode.STATE_LOST, f"{why}. Give all the same --checkpoint-dir")
+    why = f"the nodes have loaded different checkpoints: {found}"
+    return EndRun(ExitCode.STATE_LOST, f"{why}. Use the same --checkpoint-dir on all nodes")
 
 
 def blind_nodes(

@@ -19,12 +19,12 @@ GONE_S = 60.0
 """Seconds within which a scheduler that restarts all nodes at once has done so."""
 
 _GONE = (
-    "nobody of this run is left: the machines of all its other nodes refuse the connection. It "
-    "has ended while this node was away"
+    "no other node of this run is left: the machines of all others refuse the connection. The run "
+    "ended while this node was unreachable"
 )
 _GONE_ADVICE = (
-    "If the other nodes have ended well, nothing. Else start all of them again, with this run's "
-    "--run-id; what this node holds is kept for a while."
+    "If the other nodes have finished, do nothing. Otherwise restart all nodes with the --run-id "
+    "of this run: this node retains its snapshots for smp.orphan_s."
 )
 
 
@@ -66,7 +66,7 @@ class NodeWait:
         self._since_s, self.why = None, ""
 
     def given_up(self, *, now_s: float, are_gone: bool = False) -> EndRun | None:
-        """The end of the run, if it has paused for too long, or if all other nodes are gone."""
+        """The end of the run, if it has paused for too long, or if all other nodes have ended."""
         if self._since_s is None:
             return None
         if are_gone and now_s - self._since_s >= min(GONE_S, self._limit_s):

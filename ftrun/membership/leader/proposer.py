@@ -299,7 +299,7 @@ class Proposer:
         peer.promised = promised
         self.highest = max(self.highest, promised)
         if plan is not None and promised > plan.generation and runs_ranks(plan, peer.card):
-            why = f"node {peer.card.node_id} has promised generation {promised} to another"
+            why = f"node {peer.card.node_id} has promised generation {promised}"
             self.begin_again(why, place, now_s=now_s)
         ballot = self.ballot
         is_needed = peer.card.node_id in self._needed
@@ -328,8 +328,8 @@ class Proposer:
         if self.ballot is None or not slow or slow == self._slow:
             return []
         self._slow = slow
-        text = f"generation {self.ballot.generation} waits for {', '.join(slow)} to get ready"
-        text += ", as where a checkpoint is read"
+        text = f"generation {self.ballot.generation} waits for {', '.join(slow)}"
+        text += ", which may be reading a checkpoint"
         return [JournalEntry(WaitingForNodes(text), say=True)]
 
     def lost(self, node_id: str) -> None:

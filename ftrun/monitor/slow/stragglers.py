@@ -243,20 +243,20 @@ class StragglerDetector:
         nodes = self._nodes_of(culprits)
         who = ranks_in_words(culprits)
         where = f" (all of node {' and of node '.join(nodes)})" if nodes else ""
-        is_or_are = "is" if len(culprits) == 1 else "are"
+        is_or_are, pronoun = ("is", "it") if len(culprits) == 1 else ("are", "them")
         worst_s = max(one.now_s for one in late.values())
         is_clear = Confidence.LIKELY in found.values() and how != "added"
-        doubt = "many small waits are added up; where ranks go on beside them, it is less"
+        doubt = "many small waits are added up; if ranks compute during them, the sum is too high"
         if how != "added":
-            doubt = "it has been so since the first steps: the work may be uneven by design"
+            doubt = "late since the first steps: the work may be uneven by design"
         return Verdict(
             kind=VerdictKind.SLOW_COMPUTATION,
             culprits=culprits,
             nodes=nodes,
             victims=tuple(rank for rank in sorted(self._ranks) if rank not in found),
             text=(
-                f"{who}{where} {is_or_are} late by {_short(worst_s)} again and again, and the "
-                f"others wait; a step takes {_short(self.step_s)}"
+                f"{who}{where} {is_or_are} slow: others wait {_short(worst_s)} for {pronoun} in "
+                f"each step (a step takes {_short(self.step_s)})"
             ),
             evidence=tuple(self._evidence(rank, one) for rank, one in late.items()),
             counter_evidence=() if is_clear else (doubt,),
@@ -276,8 +276,8 @@ class StragglerDetector:
     def _evidence(self, rank: int, late: Lateness) -> str:
         before = "" if late.before_s is None else f"; in its first steps {_short(late.before_s)}"
         return (
-            f"rank {rank} comes {_short(late.now_s)} after the others (median of {WINDOWS} "
-            f"windows of some steps{before}; by chance {_short(late.noise_s)})"
+            f"rank {rank} is {_short(late.now_s)} later than the others (median of {WINDOWS} "
+            f"windows{before}; noise {_short(late.noise_s)})"
         )
 
 

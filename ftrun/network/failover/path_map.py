@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ftrun.config.cluster import MembershipSettings
 from ftrun.errors import UsageError
 from ftrun.network.detect.findings import NetworkFindingKind, NetworkFindings
-from ftrun.network.detect.leaves import (
+from ftrun.network.detect.leaf_switches import (
     LeafSwitches,
     leaves_from_file,
     leaves_from_labels,
@@ -107,7 +107,7 @@ class PathMap:
     def _news(self, count: int, previous: NetworkPlan | None) -> list[JournalEntry]:
         ids = list(self.rails)
         self.findings = found = self.judge(self.situation(ids, previous=previous))[0]
-        text = f"{count} roads between {len(ids)} nodes probed in {self._probed_s:.2f} s"
+        text = f"{count} paths between {len(ids)} nodes probed in {self._probed_s:.2f} s"
         notes = [JournalEntry(PathsProbed(text, round(self.coverage, 4), len(found.found)))]
         for one in found.found:
             if (one.kind, one.culprit) not in self._told:
@@ -166,12 +166,10 @@ class PathMap:
             if node is not None and node.slurm_topology:
                 return leaves_from_slurm(node.slurm_topology, {one: one for one in ids})
         except UsageError as error:
-            return LeafSwitches(words=f"The topology cannot be used: {error}")
+            return LeafSwitches(words=f"The topology is invalid: {error}")
         switches = {one: self.cards[one].switch for one in ids if self.cards[one].switch}
         if len(switches) == len(ids):
-            return LeafSwitches(
-                switches, "slurm", words="Leaf switches are those that Slurm tells."
-            )
+            return LeafSwitches(switches, "slurm", words="Leaf switches are those of Slurm.")
         return leaves_from_labels({one: self.cards[one].domain for one in ids})
 
     def status(self, *, now_s: float) -> NetworkStatus:

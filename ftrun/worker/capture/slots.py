@@ -25,7 +25,7 @@ import xxhash
 
 from ftrun import clock
 from ftrun.errors import LayoutUnknown, MemoryTooSmall, PeerError
-from ftrun.free_memory import available_memory
+from ftrun.linux import available_memory
 from ftrun.snapshot.layout import Layout, LayoutEntry, make_layout, parse_header
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.arena import (

@@ -41,8 +41,8 @@ import numpy as np
 import torch
 
 from ftrun.errors import FtrunError
-from ftrun.free_memory import available_memory
 from ftrun.ids import Rank, Version
+from ftrun.linux import available_memory
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.layout import PAGE_BYTES, PLAIN_NAME, Layout, LayoutEntry
 from ftrun.snapshot.plain_values import TensorRef

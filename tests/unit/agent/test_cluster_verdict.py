@@ -118,7 +118,7 @@ def test_nodes_of_a_paused_run_do_not_run() -> None:
     made.cut("c")
     made.passes(10.0)
     found = status(made)
-    assert found.summary.startswith("PAUSED: too few of the 3 nodes")
+    assert found.summary.startswith("PAUSED: too few of the voters (3 nodes)")
     assert {node.node_id: node.state for node in found.nodes} == {
         "a": "idle", "b": "unknown", "c": "unknown",
     }  # fmt: skip

@@ -195,7 +195,7 @@ def test_a_few_nodes_have_every_road() -> None:
     # node2 has the second place of the order: leaf0 holds node0 and node2.
     assert re.search(r"^0 node0 +\d+! \d+ ", told, re.MULTILINE)
     assert "!: slower than similar paths" in told
-    assert "- node3 neither reaches others nor is reached over eth1" in told
+    assert "- node3 cannot reach or be reached by any other node over eth1" in told
 
 
 def test_many_nodes_have_their_worst() -> None:

@@ -64,13 +64,13 @@ def test_with_enough_it_begins_once_nobody_has_come_for_a_while() -> None:
 def test_with_too_few_it_never_begins() -> None:
     made = gatherer()
     assert not made.is_complete(now_s=1e6)
-    assert made.missing() == "a is here, and 2 nodes are needed"
+    assert made.missing() == "a is present, and 2 nodes are needed"
     join(made, card("b"))
     made.gone("b")
     made.gone("b")
     assert not made.is_complete(now_s=1e6)
     join(made, card("b"))
-    assert made.missing() == "a, b are here, and 2 nodes are needed"
+    assert made.missing() == "a, b are present, and 2 nodes are needed"
 
 
 def test_where_one_knows_of_a_run_none_is_begun() -> None:
@@ -114,7 +114,7 @@ def test_no_run_begins_while_one_may_go_on_that_the_witness_remembers() -> None:
     for one in "bc":
         join(made, card(one))
     assert not made.is_complete(now_s=1e6)
-    assert "a run of this id is remembered with which d may go on" in made.missing()
+    assert "A run of this id exists, which d may resume" in made.missing()
     join(made, card("d"))
     assert made.missing().endswith("2 nodes are needed")
     assert made.is_complete(now_s=1e6)
@@ -138,7 +138,7 @@ def test_it_says_now_and_then_what_is_waited_for() -> None:
 
 def test_a_wait_that_has_just_begun_says_nothing() -> None:
     made = JoinTimeout(SETTINGS_OF_PATIENCE, now_s=50.0)
-    assert made.wait(0.0, "4 of 4 nodes are here", gathers=True, now_s=200.0) == []
+    assert made.wait(0.0, "4 of 4 nodes are present", gathers=True, now_s=200.0) == []
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_going_and_coming_are_told_once_and_timed() -> None:
     assert not made.has_been_there(0.0, now_s=13.0)
     (back,) = says(made, asked_s=14.0, now_s=14.5)
     assert isinstance(back, JournalEntry)
-    assert back.record.text == "the witness is reached again, after 3.5 s"
+    assert back.record.text == "the witness is reachable again after 3.5 s"
     assert not made.has_been_away(0.0, now_s=14.5)
 
 

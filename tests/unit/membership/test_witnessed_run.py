@@ -91,7 +91,7 @@ def test_no_run_begins_without_its_promise() -> None:
     made.outside.away = {"a", "b"}
     made.passes(5.0)
     assert made.running() == {}
-    assert "no run begins without it" in notes(made, "a", "run_paused")[-1]
+    assert "no run starts without it" in notes(made, "a", "run_paused")[-1]
     made.outside.away.clear()
     made.passes(3.0)
     assert made.running() == {"a": 0, "b": 0}
@@ -104,7 +104,7 @@ def test_run_that_is_remembered_is_not_begun_anew_by_a_part_of_it() -> None:
     made.passes(20.0)
     assert made.running() == {}
     assert made.role("b") is MemberRole.GATHERING
-    assert "with which a may go on" in made["b"].member.reach
+    assert "which a may resume" in made["b"].member.reach
     made.start("a", 2)
     made.passes(5.0)
     assert made.running() == {"a": 0, "b": 0}

@@ -32,7 +32,7 @@ def test_whoever_had_it_first_is_named() -> None:
     assert found is not None
     assert (found.culprits, found.nodes, found.victims) == ((1,), ("b",), (0,))
     assert found.confidence is Confidence.CERTAIN
-    assert found.text == "rank 1 has computed something that is not a number at step 7"
+    assert found.text == "rank 1 has computed NaN or infinity at step 7"
     assert made.bad_since == 7
     assert look(made, 10, [math.nan, math.nan], {0: 8, 1: 7}) is None, "said once"
     made.begin()
@@ -43,7 +43,7 @@ def test_whoever_had_it_first_is_named() -> None:
 def test_a_parameter_may_be_bad_before_the_loss_is() -> None:
     found = look(NumericsDetector(), 10, [0.5, 0.5], {1: 9})
     assert found is not None
-    assert found.evidence == ("a parameter of rank 1 is not finite since step 9",)
+    assert found.evidence == ("a parameter of rank 1 is NaN or infinite since step 9",)
 
 
 def test_a_single_bad_loss_is_an_overflow_that_a_scaler_skips() -> None:

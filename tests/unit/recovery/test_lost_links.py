@@ -52,7 +52,7 @@ def test_a_link_is_lost_where_both_ends_say_so(
 def test_each_lost_link_is_named() -> None:
     found = lost_links(beats({"b": "ac", "a": "b", "c": "b"}), PLAN)
     assert found is not None
-    assert found.words == "the links between nodes a and b, b and c carry nothing"
+    assert found.words == "the links between nodes a and b, b and c carry no data"
 
 
 def test_reports_of_another_generation_do_not_count() -> None:
@@ -63,7 +63,7 @@ def test_a_rank_with_a_cause_of_its_own_stays_the_culprit() -> None:
     lost = lost_links(beats({"b": "c", "c": "b"}), PLAN)
     assert lost is not None
     made = with_lost_links(None, lost, [0, 1])
-    assert "the link between nodes b and c carries nothing" in made.text
+    assert "the link between nodes b and c carries no data" in made.text
     frozen = msgspec.structs.replace(made, kind=VerdictKind.FROZEN)
     assert with_lost_links(frozen, lost, [0, 1]) is frozen
     elsewhere = msgspec.structs.replace(
@@ -137,7 +137,7 @@ def test_the_link_is_named_and_one_end_replaced_at_the_deadline() -> None:
     run.at(52.0, 40, 11.0)
     assert run.aside() == {"c"}
     assert len(run.whys) == 1
-    assert "the link between nodes b and c carries nothing" in run.whys[0]
+    assert "the link between nodes b and c carries no data" in run.whys[0]
 
 
 def test_ranks_that_wait_on_the_way_to_a_collective_do_not_hide_the_link() -> None:

@@ -95,7 +95,7 @@ def test_a_silent_node_is_lost_after_the_deadline() -> None:
     assert set(made.running().values()) == {0}
     made.passes(4.0)
     assert [made[one].runs for one in "acd"] == [1, 1, 1]
-    assert "silent for" in notes(made, "a", "node_lost")[0]
+    assert "no heartbeat for" in notes(made, "a", "node_lost")[0]
 
 
 def test_the_loss_of_a_spare_is_no_reason_for_a_new_generation() -> None:
@@ -165,7 +165,7 @@ def test_another_process_of_a_member_that_joins_takes_its_place() -> None:
     made.happens("a", ConnectionOpened("z", 1))
     join = Join(card("c", 2), "2:3+0")
     made.happens("a", MessageReceived("c", join))
-    assert notes(made, "a", "node_lost") == ["node c is lost: its agent was started again"]
+    assert notes(made, "a", "node_lost") == ["node c is lost: its agent was restarted"]
 
 
 def test_a_run_that_is_about_to_begin_gives_way_to_one_that_a_newcomer_knows() -> None:
@@ -179,7 +179,7 @@ def test_a_run_that_is_about_to_begin_gives_way_to_one_that_a_newcomer_knows() -
     made.happens("a", ConnectionOpened("z", 1))
     made.happens("a", MessageReceived("z", Join(card("z"), "1:2+0", knows=5)))
     assert lead.ballot.generation == 6
-    assert notes(made, "a", "ballot_started")[-1] == "node z knows of a run"
+    assert notes(made, "a", "ballot_started")[-1] == "node z has the plan of a run"
 
 
 def test_a_connection_of_who_has_not_joined_or_is_lost_is_not_missed() -> None:
@@ -266,7 +266,7 @@ def test_a_spare_takes_over_from_all_before_it_and_waits_for_one_that_ran() -> N
     made.kill("a", "b", "c", "d")
     made.passes(8.0)
     assert made.lead() == "e"
-    assert "no node is here that ran generation 0" in notes(made, "e", "run_paused")[0]
+    assert "no present node has the memory of generation 0" in notes(made, "e", "run_paused")[0]
     made.all["c"] = c
     made.start_again("c")
     made.passes(20.0)
@@ -283,7 +283,7 @@ def test_a_member_that_is_slow_to_get_ready_is_waited_for_by_name() -> None:
     made.passes(40.0)
     assert made["a"].runs == -1
     (said,) = notes(made, "a", "waiting_for_nodes")
-    assert "generation 1 waits for c to get ready" in said
+    assert "generation 1 waits for c, which may be reading a checkpoint" in said
     made.happens("c", GenerationInstalled(1, None))
     made.passes(1.0)
     assert made.running() == {"a": 1, "b": 1, "c": 1}
@@ -309,8 +309,8 @@ def test_a_lead_that_may_be_replaced_for_long_begins_a_ballot() -> None:
     made.cut("a")
     made.passes(12.0)
     assert made["a"].runs == -1
-    assert "too few of the 3 nodes that decide" in notes(made, "a", "run_paused")[0]
-    assert "no node is here that ran generation 0" in notes(made, "b", "run_paused")[0]
+    assert "too few of the voters (3 nodes)" in notes(made, "a", "run_paused")[0]
+    assert "no present node has the memory of generation 0" in notes(made, "b", "run_paused")[0]
     made.heal()
     made.passes(30.0)
     assert made.lead()
@@ -334,7 +334,7 @@ def test_a_run_of_too_few_voters_pauses_and_says_who_is_missing() -> None:
     made.passes(10.0)
     assert made["a"].runs == -1
     (text,) = notes(made, "a", "run_paused")
-    assert "too few of the 3 nodes that decide are here; missing: b, c" in text
+    assert "too few of the voters (3 nodes) are present; missing: b, c" in text
     made.heal()
     made.passes(20.0)
     assert set(made.running()) == set("abc")
@@ -362,14 +362,14 @@ def test_a_pause_ends_the_run_after_its_limit() -> None:
     made.passes(2.0)
     end = made["a"].told(EndRun)[0]
     assert end.exit_code == ExitCode.NOT_ENOUGH_NODES
-    assert "too few of the 2 nodes that decide are here; missing: c, for 20 s" in end.reason
+    assert "too few of the voters (2 nodes) are present; missing: c, for 20 s" in end.reason
 
 
 def test_fewer_nodes_than_the_run_may_have_pause_it() -> None:
     made = begun("abc", wishes=ClusterSize(3, 3, 0))
     made.kill("c")
     made.passes(3.0)
-    assert "2 of at least 3 nodes are here" in notes(made, "a", "run_paused")[0]
+    assert "2 of at least 3 nodes are present" in notes(made, "a", "run_paused")[0]
 
 
 def test_two_nodes_without_a_spare_are_warned() -> None:
@@ -398,7 +398,7 @@ def test_where_the_commit_cannot_be_had_the_run_waits_for_those_who_may_hold_it(
         made.kill(one)
     made.passes(5.0)
     assert made["a"].runs == -1
-    assert "d, e may hold it, and cannot be reached" in notes(made, "a", "run_paused")[-1]
+    assert "d, e may hold it and cannot be reached" in notes(made, "a", "run_paused")[-1]
     made.all["e"] = lost["e"]
     made.start_again("e")
     made.passes(30.0)
@@ -445,7 +445,7 @@ def test_an_exception_waits_for_a_node_that_is_not_heard_just_now() -> None:
     assert made.running() == {"a": 0, "b": 0, "c": 0}
     made.passes(4.0)
     assert made.plan("a").generation == 1
-    assert made.plan("a").why.startswith("node c is lost: silent for")
+    assert made.plan("a").why.startswith("node c is lost: no heartbeat for")
 
 
 def test_an_exception_before_the_first_step_ends_the_run_everywhere() -> None:
@@ -516,7 +516,7 @@ def finished_without_d() -> Agents:
     works(made, 5)
     made.cut("d")
     made.passes(5.0)
-    assert "silent" in notes(made, "a", "node_lost")[0]
+    assert "no heartbeat" in notes(made, "a", "node_lost")[0]
     for rank, one in enumerate("abc"):
         works(made, 7, one, exits=(exited(rank, ExitKind.FINISHED, 0),))
     made.passes(1.0)
@@ -595,7 +595,10 @@ def test_a_checkpoint_that_too_few_nodes_can_read_ends_the_run(by: str) -> None:
     made.passes(10.0)
     (end,) = made["a"].told(EndRun)
     assert end.exit_code == ExitCode.STATE_LOST
-    wanted = {"problem": "b: /saved: stale handle", "difference": "do not read the same checkpoint"}
+    wanted = {
+        "problem": "b: /saved: stale handle",
+        "difference": "have loaded different checkpoints",
+    }
     assert wanted[by] in end.reason
 
 
@@ -709,7 +712,7 @@ def test_an_agent_that_comes_back_when_nobody_is_left_ends_after_a_minute() -> N
     made.passes(15.0)
     (end,) = again.told(EndRun)
     assert end.exit_code == ExitCode.TRY_AGAIN
-    assert "nobody of this run is left" in end.reason
+    assert "no other node of this run is left" in end.reason
 
 
 def test_who_has_been_with_the_others_waits_for_them() -> None:

@@ -51,7 +51,7 @@ def test_where_nobody_is_left_it_waits_a_minute_for_who_may_be_started_again() -
     end = made.given_up(now_s=10.0 + GONE_S, are_gone=True)
     assert end is not None
     assert end.exit_code == ExitCode.TRY_AGAIN
-    assert "nobody of this run is left" in end.reason
+    assert "no other node of this run is left" in end.reason
     short = NodeWait(5.0)
     short.begin("1 of 3 nodes is here", now_s=0.0)
     assert short.given_up(now_s=5.0, are_gone=True) is not None

@@ -277,7 +277,7 @@ def test_it_is_not_carried_while_a_member_is_missing() -> None:
     assert made.election.stage() is BallotStage.ANNOUNCED, "it may be reading a checkpoint"
     (said,) = made.election.hold_up(now_s=300.0)
     assert isinstance(said, JournalEntry)
-    assert said.record.text.startswith("generation 5 waits for c to get ready")
+    assert said.record.text.startswith("generation 5 waits for c, which may be reading")
     assert made.election.hold_up(now_s=301.0) == []
 
 

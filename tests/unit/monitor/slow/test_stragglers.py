@@ -84,7 +84,7 @@ def test_each_rank_in_turn_is_named_within_20_steps(ranks: int, slow: float) -> 
         assert verdict.kind is VerdictKind.SLOW_COMPUTATION
         assert verdict.confidence is Confidence.LIKELY
         assert verdict.victims == tuple(rank for rank in range(ranks) if rank != culprit)
-        assert f"rank {culprit} is late by" in verdict.text
+        assert f"rank {culprit} is slow: others wait" in verdict.text
         assert not verdict.act_immediately
 
 
@@ -121,7 +121,7 @@ def test_a_node_is_named_when_all_its_ranks_are_slow() -> None:
     verdict = watched(world, 30, eyes)[-1][1]
     assert verdict.culprits == (2, 3)
     assert verdict.nodes == ("node1",)
-    assert "ranks 2 and 3 (all of node node1) are late" in verdict.text
+    assert "ranks 2 and 3 (all of node node1) are slow" in verdict.text
 
 
 def test_two_slow_ranks_of_two_nodes_are_both_named() -> None:

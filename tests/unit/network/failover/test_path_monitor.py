@@ -10,7 +10,7 @@ from ftrun.membership.leader.failure_detector import FailureDetector
 from ftrun.membership.leader.rank_assignment import RankAssignment
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 from ftrun.network.detect.findings import NetworkFindings
-from ftrun.network.detect.leaves import LeafSwitches
+from ftrun.network.detect.leaf_switches import LeafSwitches
 from ftrun.network.detect.probe_schedule import NetworkPath
 from ftrun.network.failover import path_map as road_map
 from ftrun.network.failover import path_monitor as road_watch
@@ -45,13 +45,13 @@ def railed(node_id: str, count: int = 2, **changes: object) -> NodeCard:
 
 
 class Slow(SlowSuspicions):
-    """Says what it is told to."""
+    """Reports the given verdicts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.said: list[Verdict] = []
 
-    def slow_links(self, for_s: float, *, now_s: float) -> list[Verdict]:
+    def lasting(self, for_s: float, *, now_s: float) -> list[Verdict]:
         del for_s, now_s
         return self.said
 

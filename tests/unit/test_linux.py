@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ftrun.free_memory import MARGIN, available_memory
+from ftrun.linux import MARGIN, available_memory
 
 GB = 10**9
 
