@@ -34,6 +34,7 @@ from ftrun.membership.fencing import RankSuspension
 from ftrun.membership.leader.leader import Leader
 from ftrun.membership.voter import OwnNews, Voter
 from ftrun.membership.witness import WitnessView
+from ftrun.records.membership import SteppedDown
 from ftrun.recovery.commands import (
     Command,
     Connect,
@@ -176,7 +177,7 @@ class Member:
             return self.lead.opened(node_id, event.incarnation, now_s=now_s)
         if self._follows(node_id):
             if self.lead_card is not None and self.lead_card.incarnation != event.incarnation:
-                why = f"the agent of {node_id} was started again"
+                why = f"the agent of {node_id} was restarted"
                 return self._allegiance.seek(why, now_s=now_s)
             return [Send(node_id, self._beat()), *self._join_if_new(node_id)]
         seeks = self.role in (MemberRole.JOINING, MemberRole.SEEKING)
@@ -229,7 +230,7 @@ class Member:
             case say.JoinAccepted():
                 return self._taken_in(sender, body, now_s)
             case say.JoinRejected():
-                return [EndRun(ExitCode.USAGE, f"{sender} turns this node away: {body.why}")]
+                return [EndRun(ExitCode.USAGE, f"{sender} rejects this node: {body.why}")]
             case say.Prepare():
                 return self._prepare(sender, body, now_s)
             case say.Accept():
@@ -273,7 +274,7 @@ class Member:
                 return []
 
     def _gives_way_to(self, lead: Leader, body: say.PrepareRejected) -> NodeCard | None:
-        """The leader that this unsettled proposer yields to; None if its node refuses dials."""
+        """The leader that this proposer yields to; None if its node refuses dials."""
         if body.lead is None or lead.is_settled or lead.known.refuses(body.lead.node_id):
             return None
         return body.lead if body.lead_generation >= self.follower.generation else None
@@ -329,9 +330,8 @@ class Member:
                 accepted = say.JoinAccepted(self.follower.plan, body.number, self.me)
                 found.append(Send(sender, accepted))
             return found
-        known = self.lead_card
-        follows_another = known is not None and known.node_id != sender
-        is_told = follows_another and self.role is MemberRole.FOLLOWING
+        known, follows = self.lead_card, self.role is MemberRole.FOLLOWING
+        is_told = follows and known is not None and known.node_id != sender
         return [self._lead_is(sender, now_s)] if is_told else []
 
     def _told_of_lead(self, sender: str, body: say.LeaderInfo, now_s: float) -> list[Command]:
@@ -374,13 +374,15 @@ class Member:
 
     def _step_down(self, card: NodeCard, now_s: float) -> list[Command]:
         self.lead = None
-        note = JournalEntry("SteppedDown", f"node {card.node_id} leads")
+        note = JournalEntry(SteppedDown(f"node {card.node_id} leads"))
         return [note, *self._allegiance.go_to(card, now_s=now_s)]
 
     def _take_the_lead(self, now_s: float) -> list[Command]:
         plan = self.follower.newest_plan
         cards = plan.voters if plan is not None else []
-        return self._lead_from(cards, now_s, why="the lead is lost")
+        lost = self._allegiance.succession.lost
+        why = "the leader is lost" if lost else "the agent was restarted"
+        return self._lead_from(cards, now_s, why=why)
 
     def _lead_from(self, cards: list[NodeCard], now_s: float, *, why: str) -> list[Command]:
         follower, succession = self.follower, self._allegiance.succession
@@ -402,7 +404,7 @@ class Member:
             peer = lead.known.put(card, now_s=now_s, linked=linked, has_answered=True)
             peer.refused = card.node_id in succession.refused
             if card.node_id in succession.lost:
-                peer.lost, peer.was_silent = "the lead is lost", not peer.refused
+                peer.lost, peer.was_silent = "the leader is lost", not peer.refused
         lost = set(succession.lost)
         self._allegiance.lead(now_s=now_s)
         return lead.succeed(lost, why, follower.plan_since_s(now_s=now_s), now_s=now_s)
@@ -451,7 +453,7 @@ class Member:
             return []
         if self._allegiance.may_end(beat):
             is_new = self.follower.newest_plan is None
-            why = "before the run had begun" if is_new else "while no generation was running"
+            why = "before the run had started" if is_new else "while no generation was running"
             return [EndRun(128 + (beat.stop_signal or 15), f"stopped {why}")]
         if self.lead is not None:
             return [Send(self.me.node_id, self._beat())]

@@ -96,8 +96,8 @@ _OF_RANKS = (
         5.0,
     ),
     _lasting("hang", "the main thread sleeps", "a hang in computation, with its line", 0.0),
-    _lasting("gil", "sleeps in C while it holds the GIL", "a stuck GIL", 0.0),
-    _lasting("spin", "the main thread loops without progress", "a busy loop, with its line", 0.0),
+    _lasting("gil-hold", "sleeps in C while it holds the GIL", "a stuck GIL", 0.0),
+    _lasting("busy-loop", "the main thread loops forever", "a busy loop, with its line", 0.0),
     _rank(
         "collective-skip",
         "takes no part in one gradient all-reduce (DDP: the next step's; else the next "
@@ -185,7 +185,7 @@ _OF_PARTS = (
         _REDONE,
     ),
     FaultKind(
-        "agent-zombie",
+        "agent-stop",
         "part",
         "SIGSTOP to the agent, SIGCONT after --for",
         "several nodes: lost, and admitted again later; one node: no decisions while it is stopped",
@@ -195,7 +195,7 @@ _OF_PARTS = (
     ),
     FaultKind("zygote-kill", "part", "SIGKILL to the zygote", "a new zygote", 1.0),
     FaultKind(
-        "lead-kill",
+        "leader-kill",
         "part",
         "SIGKILL to the agent that leads, wherever it is",
         "another leader; a new generation if it ran ranks",
@@ -295,7 +295,7 @@ _OF_NETWORK = (
         for_s=15.0,
     ),
     FaultKind(
-        "one-way",
+        "one-way-partition",
         "network",
         "all packets that the node sends are dropped; it still receives",
         "as partition: heartbeats are needed in both directions",
@@ -393,11 +393,23 @@ FAULTS: dict[str, FaultKind] = {
 }
 
 
+_RENAMED = {
+    "lead-kill": "leader-kill",
+    "agent-zombie": "agent-stop",
+    "one-way": "one-way-partition",
+    "gil": "gil-hold",
+    "spin": "busy-loop",
+}
+"""Names in version 0.1, and the names of now."""
+
+
 def fault_kind(name: str) -> FaultKind:
     """Raises UsageError with the nearest name if there is no such kind."""
     found = FAULTS.get(name)
     if found is not None:
         return found
+    if name in _RENAMED:
+        raise UsageError(f"the fault {name} is now {_RENAMED[name]}")
     near = difflib.get_close_matches(name, FAULTS, n=1)
     hint = f"Did you mean {near[0]}?" if near else "ftrun inject-fault --list shows all faults"
     raise UsageError(f"unknown fault {name!r}. {hint}")

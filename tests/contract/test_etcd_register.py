@@ -19,9 +19,13 @@ from etcd_server import Certificates, EtcdServer, available
 
 from ftrun import clock
 from ftrun.agent.cluster import etcd_witness as etcd_register
-from ftrun.agent.cluster import witness_thread
-from ftrun.agent.cluster.etcd_witness import ANSWER_S, TRY_S, EtcdUnreachable, EtcdWitness
-from ftrun.agent.cluster.witness_thread import WitnessClient
+from ftrun.agent.cluster.etcd_witness import (
+    ANSWER_S,
+    TRY_S,
+    EtcdUnreachable,
+    EtcdWitness,
+    WitnessClient,
+)
 from ftrun.config.cluster import EtcdTls
 from ftrun.errors import ExitCode, UsageError
 from ftrun.membership.events import WitnessAnswered
@@ -80,8 +84,7 @@ def own(tmp_path: Path) -> Iterator[EtcdServer]:
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit for an etcd that writes to a busy disk."""
     monkeypatch.setattr(etcd_register, "TRY_S", WAIT_S)
-    for module in (etcd_register, witness_thread):
-        monkeypatch.setattr(module, "ANSWER_S", WAIT_S)
+    monkeypatch.setattr(etcd_register, "ANSWER_S", WAIT_S)
 
 
 @pytest.fixture

@@ -286,7 +286,7 @@ def test_an_endpoint_where_nobody_listens(
     run.start(0, *at(cluster, "--rdzv-conf", "join_timeout=5", node=1))
     assert run.code(0) == 75
     host = cluster.address(1)
-    says = f"no run has taken this node in within 5 s: {host} port 23456 refuses the connection"
+    says = f"no run has accepted this node within 5 s: {host} port 23456 refuses the connection"
     assert says in run.text(0)
     assert f"Check that ftrun runs on {host}" in run.text(0)
 
@@ -337,7 +337,7 @@ def test_two_nodes_of_one_name_at_a_third(
         time.sleep(0.05)
     turned_away, taken = (1, 2) if one.poll() is not None else (2, 1)
     assert run.code(turned_away) == 2
-    assert "turns this node away" in run.text(turned_away)
+    assert "rejects this node" in run.text(turned_away)
     assert run.processes[taken].poll() is None
 
 
@@ -347,7 +347,7 @@ def test_other_numbers_of_nodes(launch: Callable[[str], Launch], cluster: Virtua
     run.start(0, *at(cluster))
     run.start(1, *at(cluster, "--spares=1"))
     assert run.code(1) == 2
-    assert "turns this node away: it was started with --nnodes/--spares" in run.text(1)
+    assert "rejects this node: it was started with --nnodes/--spares" in run.text(1)
     assert "Give the same to every node" in run.text(1)
 
 

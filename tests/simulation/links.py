@@ -1,9 +1,9 @@
 """Links between SMPs, over the network of the simulation.
 
-When a link dials again, when its node is lost and which links a session admits is decided by the
-SMP's own code (`ftrun/smp/peer_link.py`). A dead process on a living kernel refuses, and its
-connections are reset. A node that is off, frozen or cut off is silent: what was sent waits, and is
-lost when the patience is over.
+The SMP's own code (`ftrun/smp/peer_link.py`) decides when a link connects again, when its node is
+lost and which links a session admits. A dead process on a living kernel refuses, and its
+connections are reset. A node that is off, frozen or cut off does not answer: sent data waits, and
+is lost after the timeout.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Incoming:
         self.is_open = True
         self.is_admitted = False
         self.waiting: list[OutgoingFrame] = []
-        """What has come before this side has heard of the session."""
+        """What arrived before this side received the session."""
 
 
 class Envelope:

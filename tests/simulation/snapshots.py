@@ -488,7 +488,7 @@ class Runner:
         self.smp.later(0.001, self._go_on, steps, None)
 
     def look(self) -> None:
-        """Something has happened: go on with what waited for it."""
+        """Something has happened: continue what waited for it."""
         for number, (steps, wait) in list(self.waiting.items()):
             if not wait.events.empty() and self.waiting.pop(number, None) is not None:
                 self._go_on(steps, wait.events.get())
@@ -737,7 +737,7 @@ class Smp:
         return smp if both and smp.generation == self.generation else None
 
     def good_state(self, wanted: Version, rank: int) -> int | None:
-        """What a slot holds, if that is what was sealed; a corrupt one is set aside."""
+        """The content of a slot if it is as sealed; a corrupt one is rejected."""
         for arena in self.memory.arenas:
             slot = arena.find(wanted) if arena.rank == rank else None
             if slot is not None:

@@ -22,7 +22,7 @@ from ftrun.cli.launch.slurm import SlurmStep, leaf_switch
 from ftrun.config.cluster import EtcdTls, NodesSpec
 from ftrun.config.profile import Profile
 from ftrun.errors import UsageError
-from ftrun.network.detect.leaves import leaves_from_file, leaves_from_slurm
+from ftrun.network.detect.leaf_switches import leaves_from_file, leaves_from_slurm
 from ftrun.wire.transport.secret import (
     HOW_TO_MAKE,
     forget_shared_secrets,

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ftrun.errors import UsageError
-from ftrun.network.detect.leaves import names_of_list
+from ftrun.network.detect.leaf_switches import names_of_list
 
 _MAX_STARTS = 10_000
 _FIRST_PORT, _NUM_PORTS = 15000, 10000  # below Linux's ephemeral ports, above the well-known ports

@@ -21,8 +21,8 @@ from ftrun.errors import (
     NoneOfThisRun,
     NoUsableCheckpoint,
 )
-from ftrun.free_memory import available_memory
 from ftrun.ids import Rank, RunId, version
+from ftrun.linux import available_memory
 from ftrun.smp.checkpoint.live_capture import CaptureFilter
 from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob, load_checkpoint
 from ftrun.smp.checkpoint.reader import open_storage

@@ -20,8 +20,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from ftrun.errors import LayoutUnknown, MemoryTooSmall
-from ftrun.free_memory import AvailableMemory, available_memory
 from ftrun.ids import Generation, Rank, Version
+from ftrun.linux import AvailableMemory, available_memory
 from ftrun.snapshot.layout import PIECE_BYTES
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages.smp import ShardOffer

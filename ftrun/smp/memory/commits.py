@@ -17,7 +17,7 @@ Rule 3: a step that a rank here has skipped is abandoned as soon as no older ste
         While an older step is pending, a rank that took the skipped step has seen a commit that
         this node has not received yet. With a group the leader orders the abandonment, on this node
         too. All nodes then receive it at about the same time and take the same step next
-        (`ftrun/worker/capture/settling.py`).
+        (`ftrun/worker/capture/boundaries.py`).
 """
 
 import logging

@@ -16,8 +16,8 @@ import logging
 import os
 
 from ftrun.errors import LayoutUnknown, MemoryTooSmall
-from ftrun.free_memory import available_memory
 from ftrun.ids import Version
+from ftrun.linux import available_memory
 from ftrun.wire.messages.smp import ProtectionPart
 from ftrun.wire.shared_memory.parity_region import (
     ParityRecord,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ftrun.free_memory import AvailableMemory
 from ftrun.ids import Generation, Rank
+from ftrun.linux import AvailableMemory
 from ftrun.smp.jobs import JobLanes
 from ftrun.smp.memory import arena_requests
 from ftrun.smp.memory.arena_requests import ArenaRequests
