@@ -193,7 +193,7 @@ def phases_of(ftrun: Contender, deadline: Deadline) -> dict[str, list[float]]:
     lines: list[dict[str, Any]] = []
 
     def all_there() -> bool:
-        lines[:] = [e for e in read_journal(ftrun.folder, RUN_ID) if e["kind"] == "Recovered"]
+        lines[:] = [e for e in read_journal(ftrun.folder, RUN_ID) if e["kind"] == "recovered"]
         return len(lines) >= len(ftrun.killed)
 
     wait_for("the journal", all_there, [ftrun.launcher], deadline)

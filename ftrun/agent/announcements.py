@@ -8,12 +8,14 @@ Gives:    the lines to print.
 import logging
 from collections import deque
 
+from ftrun.records.incidents import VerdictRecord
+from ftrun.records.membership import GenerationChosen, NodeLost
 from ftrun.recovery.commands import JournalEntry
 
 _log = logging.getLogger(__name__)
 
-_CAUSES = ("NodeLost", "Verdict")
-"""Kinds of journal entries that may repeat one failure. The reason of the next generation may
+_CAUSES = (NodeLost, VerdictRecord)
+"""Records that may repeat one failure. The reason of the next generation may
 repeat it too."""
 
 
@@ -38,10 +40,11 @@ class Announcements:
             has_ranks: this node runs ranks. If not, no ranks start here, and the entry for the new
                 generation clears the causes instead.
         """
-        if entry.kind == "Generation" and not has_ranks:
+        record = entry.record
+        if isinstance(record, GenerationChosen) and not has_ranks:
             self._said.clear()
-        if entry.say and (entry.kind not in _CAUSES or self.is_new(entry.text)):
-            _log.warning("%s", entry.text)
+        if entry.say and (not isinstance(record, _CAUSES) or self.is_new(record.text)):
+            _log.warning("%s", record.text)
 
     def beginning(self, reason: str, generation: int, start: str) -> str:
         """The line for a new generation, without the part of its reason that is already printed."""

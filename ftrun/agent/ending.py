@@ -74,11 +74,11 @@ def final_block(
     code = int(command.exit_code)
     lines = [
         f"ftrun: run {spec.run_id} ended with exit code {code} after {restarts} {noun}: "
-        f"{command.why}"
+        f"{command.reason}"
     ]
     if command.goes_on:
         lines = [
-            f"ftrun: this node has left run {spec.run_id} with exit code {code}: {command.why}"
+            f"ftrun: this node has left run {spec.run_id} with exit code {code}: {command.reason}"
         ]
     if command.cause is not None:
         lines.append(f"  first cause  {command.cause.text}")

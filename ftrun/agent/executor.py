@@ -14,7 +14,6 @@ from typing import Protocol
 
 from ftrun import clock
 from ftrun.agent.cluster.control_loop import ControlLoop
-from ftrun.agent.journal_words import Journaled, fields_of
 from ftrun.agent.launch.elastic import FtrunElasticAgent
 from ftrun.agent.launch.generation import GenerationRunner
 from ftrun.agent.launch.worker_group import WorkerGroup
@@ -26,6 +25,7 @@ from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.errors import ExitCode, PeerError, SnapshotError
 from ftrun.journal import Journal
 from ftrun.membership.events import GenerationInstalled, PlanPersisted, Quiesced, RanksStuck
+from ftrun.records.run import RanksStuckRecord
 from ftrun.recovery import commands
 from ftrun.wire.cluster.generation import GenerationPlan
 
@@ -36,7 +36,7 @@ class RunEnded(Exception):
     """The supervisor has ended the run; this unwinds torch's launcher."""
 
     def __init__(self, command: commands.EndRun) -> None:
-        super().__init__(command.why)
+        super().__init__(command.reason)
         self.command = command
 
 
@@ -88,7 +88,7 @@ class SnapshotExecutor:
             case commands.SetSnapshotInterval():
                 self._workers.set_interval(command.every, command.from_step)
             case commands.UpdatePeerPorts():
-                self._journal.write(command.journal_kind, **fields_of(command))
+                self._journal.write(command)
                 self._generations.move_peers(command.ports)
 
     def repeat(self) -> None:
@@ -164,37 +164,36 @@ class CommandExecutor:
                 self._start_ranks()
             case commands.KillWorkers():
                 if self.workers.alive():
-                    self._note(command)
+                    self.journal.write(command)
                 self._kill()
             case commands.SuspendRanks() | commands.ResumeRanks():
-                self._note(command)  # already done, see ClusterControlLoop
+                self.journal.write(command)  # already done, see ClusterControlLoop
+                if isinstance(command, commands.SuspendRanks):
+                    _log.warning("the ranks of this node wait: %s", command.reason)
             case commands.InspectRanks():
                 self.observer.examine(self.workers.handles)
                 self.report.send(is_urgent=True)
             case commands.RequestFinalSnapshot():
-                self._note(command)
+                self.journal.write(command)
                 self.workers.awaits_boundary = True
                 self.workers.ask_last_snapshot(
                     -1 if self.generations.is_alone else command.after_step
                 )
             case commands.SignalWorkers():
-                self._note(command)
+                self.journal.write(command)
                 self.workers.awaits_boundary = False
                 # Ranks ignore USR1 and USR2 (see linux.ignore_user_signals), so a stop by one of
                 # these signals ends the ranks with SIGTERM.
                 is_user = command.signal in (signal.SIGUSR1, signal.SIGUSR2)
                 self.workers.signal(signal.SIGTERM if is_user else command.signal)
             case commands.JournalEntry():
-                self.journal.write(command.kind, text=command.text, **command.fields)
+                self.journal.write(command.record)
                 self.generations.announcements.show(command, has_ranks=self.generations.is_member)
             case commands.EndRun():
-                self._note(command)
+                self.journal.write(command)
                 self._end(command)
             case _:
                 self.snapshots.execute(command)
-
-    def _note(self, command: Journaled) -> None:
-        self.journal.write(command.journal_kind, **fields_of(command))
 
     def _kill(self) -> None:
         self.observer.look_at([])
@@ -210,14 +209,14 @@ class CommandExecutor:
             return
         self._stuck = reason
         text = reason or "the ranks that did not die of SIGKILL have ended"
-        self.journal.write("RanksStuck", text=text)
+        self.journal.write(RanksStuckRecord(text))
         _log.warning("%s", text)
         self.control.tell(RanksStuck(reason))
         self.report.send(is_urgent=True)
 
     def _quiesce(self, command: commands.Quiesce) -> None:
         if self.workers.alive():
-            self.journal.write("KillWorkers", why=command.why)
+            self.journal.write(commands.KillWorkers(command.why))
         self._kill()
         self.publish_status()
         self.maintenance.await_smp()

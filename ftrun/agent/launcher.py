@@ -45,6 +45,8 @@ from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.config.run_spec import RunSpec
 from ftrun.errors import PeerError, UsageError
 from ftrun.journal import Journal
+from ftrun.records.run import RunEndedRecord, RunStarted
+from ftrun.records.snapshots import FreshStartUsed, SmpUnavailable, SmpUnreachable
 from ftrun.recovery.commands import EndRun
 from ftrun.urls import without_password
 from ftrun.wire.messages.agent_start import STUCK_PIDS, decode_numbers
@@ -90,8 +92,7 @@ def launch(
     if one_oom_ends_all():
         _log.warning("memory.oom.group is 1: one rank out of memory ends everything on this node")
     logs = os.path.abspath(args.log_dir)
-    about = {"logs": logs, "rdzv_id": args.rdzv_id}
-    journal.write("run", run_id=spec.run_id, script=spec.script, torch=torch.__version__, **about)
+    journal.write(RunStarted(spec.run_id, spec.script, torch.__version__, logs, args.rdzv_id))
     preflight.first()
     node.start(run.brain, run.desk, run.workers, preflight, wake=run.wake)
     try:
@@ -108,7 +109,7 @@ def launch(
         preflight.close()
         node.forget_secret(is_over=run.brain.leads and not loop.executor.has_left)
         run.brain.close()
-    journal.write("end", exit_code=0)
+    journal.write(RunEndedRecord(0))
     return 0
 
 
@@ -183,7 +184,7 @@ def _connect_smp(node: LocalNode, run: _Run) -> ChildExits:
         smp.ready()
         node.introduce(smp)
     except PeerError as error:
-        run.journal.write("smp_not_up", why=str(error))
+        run.journal.write(SmpUnavailable(str(error)))
         maintenance.smp_given_up = f"the snapshot manager does not start: {error}"
     return exits
 
@@ -197,7 +198,7 @@ def _meet_again(node: LocalNode, run: _Run, exits: ChildExits) -> None:
     try:
         node.introduce(smp)
     except PeerError as error:
-        run.journal.write("smp_not_told", why=str(error))
+        run.journal.write(SmpUnreachable(str(error)))
         smp.lost()
         with suppress(PeerError):
             if smp.reconnect():
@@ -331,7 +332,7 @@ def _fit(zygote: ZygoteClient | None, journal: Journal) -> ZygoteClient | None:
     if zygote is None or not why:
         return zygote
     _log.warning("%s", why)
-    journal.write("fresh_start", why=why)
+    journal.write(FreshStartUsed(why))
     zygote.close()
     return None
 
@@ -352,7 +353,7 @@ def _is_given(args: Namespace) -> bool:
 
 
 def _say_end(command: EndRun, spec: RunSpec, run: _Run) -> None:
-    run.journal.write("end", exit_code=int(command.exit_code), why=command.why)
+    run.journal.write(RunEndedRecord(int(command.exit_code), command.reason))
     cause = command.cause
     path = run.workers.error_file(cause.rank) if cause is not None else ""
     if path and os.path.exists(path) and "TORCHELASTIC_ERROR_FILE" in os.environ:

@@ -25,7 +25,6 @@ from ftrun import clock, events
 from ftrun.agent.cluster.control_loop import ControlLoop
 from ftrun.agent.executor import CommandExecutor, RunEnded, SnapshotExecutor
 from ftrun.agent.faults.controller import FaultController
-from ftrun.agent.journal_words import fields_of
 from ftrun.agent.launch.elastic import FtrunElasticAgent
 from ftrun.agent.launch.generation import GenerationRunner
 from ftrun.agent.launch.worker_group import WorkerGroup
@@ -36,6 +35,7 @@ from ftrun.config.run_spec import RunSpec
 from ftrun.journal import Journal
 from ftrun.linux import name_process
 from ftrun.monitor.worker_exits import signal_name
+from ftrun.records.run import LeaveRequested, SignalForwarded
 
 TICK_S = 0.25
 EAGER_TICK_S = 0.005
@@ -119,11 +119,11 @@ class RunSignals:
             return
         name = signal_name(number)
         if self._is_for_ranks(number):
-            self._journal.write("forwarded", signal=name)
+            self._journal.write(SignalForwarded(name))
             self._workers.signal(number)
         elif number == signal.SIGTERM and self._spec.nodes is not None and not self.leaves:
             self.leaves = True
-            self._journal.write("LeaveAsked", by=f"{name} to ftrun")
+            self._journal.write(LeaveRequested(f"{name} to ftrun"))
         else:
             self._stop_asked(number, f"{name} to ftrun")
 
@@ -134,8 +134,7 @@ class RunSignals:
     def _stop_asked(self, number: int, by: str) -> None:
         self.stops += 1
         self.stop_signal = number
-        asked = events.StopRequested(number, by, self._workers.progress().attached)
-        self._journal.write(asked.journal_kind, **fields_of(asked))
+        self._journal.write(events.StopRequested(number, by, self._workers.progress().attached))
 
 
 @dataclass

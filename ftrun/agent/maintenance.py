@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Sequence
 
 from ftrun import clock, events
-from ftrun.agent.journal_words import fields_of
 from ftrun.agent.launch.generation import GenerationRunner
 from ftrun.agent.launch.process import ChildProcess, reap_strangers
 from ftrun.agent.launch.rendezvous import StorePool
@@ -23,6 +22,13 @@ from ftrun.errors import PeerError
 from ftrun.ids import Version
 from ftrun.journal import Journal
 from ftrun.monitor.worker_exits import end_in_words
+from ftrun.records.run import RankWithoutProgress
+from ftrun.records.snapshots import (
+    CheckpointFailedRecord,
+    CheckpointWrittenRecord,
+    SmpReady,
+    SmpUnavailable,
+)
 from ftrun.recovery import commands
 from ftrun.recovery.commands import EndRun
 from ftrun.recovery.supervisor import ComponentRestarts
@@ -101,7 +107,7 @@ class Maintenance:
         versions = self._last_versions()
         if versions or self._smp.committed:
             self._write_last(versions, limit_s, is_cancelled)
-        self._smp.end_checkpoints(int(command.exit_code), command.why, self._spec.command_digest)
+        self._smp.end_checkpoints(int(command.exit_code), command.reason, self._spec.command_digest)
 
     def _write_last(
         self, versions: Sequence[Version], limit_s: float, is_cancelled: Callable[[], bool]
@@ -169,7 +175,7 @@ class Maintenance:
                 is_urgent=is_urgent,
             )
         except PeerError as error:
-            self._journal.write("checkpoint_not_written", why=str(error))
+            self._journal.write(CheckpointFailedRecord(str(error)))
 
     def _bring_up_smp(self, *, waits: bool = False) -> bool:
         if not self.smp_is_starting:
@@ -181,10 +187,10 @@ class Maintenance:
             self._smp.ready()
             self._when_smp_is_up()
         except PeerError as error:
-            self._journal.write("smp_not_up", why=str(error))
+            self._journal.write(SmpUnavailable(str(error)))
             return False
         self.smp_is_starting = False
-        self._journal.write("smp_up", arenas=len(self._smp.memory.arenas))
+        self._journal.write(SmpReady(len(self._smp.memory.arenas)))
         return True
 
     def _refill(self, now_s: float) -> None:
@@ -213,25 +219,26 @@ class Maintenance:
             try:
                 self._smp.begin_checkpoint(directory, settings, life=self._generations.life)
             except PeerError as error:
-                self._journal.write("checkpoint_not_written", why=str(error))
+                self._journal.write(CheckpointFailedRecord(str(error)))
         self._tell_checkpoint()
 
     def _tell_checkpoint(self) -> None:
         written = self._smp.last_checkpoint
         if self._smp.refused:
-            self._journal.write("checkpoint_not_written", why=self._smp.refused)
+            self._journal.write(CheckpointFailedRecord(self._smp.refused))
             _log.warning("no checkpoint was written: %s", self._smp.refused)
             self.not_written, self._smp.refused = self._smp.refused, ""
         if written is not None and self._smp.num_checkpoints != self._checkpoints_seen:
             self._checkpoints_seen, self.not_written = self._smp.num_checkpoints, ""
             self._journal.write(
-                "CheckpointWritten",
-                generation=written.generation,
-                step=written.step,
-                path=written.path,
-                total_bytes=written.total_bytes,
-                seconds=written.seconds,
-                ahead_s=written.ahead_s,
+                CheckpointWrittenRecord(
+                    written.generation,
+                    written.step,
+                    written.path,
+                    written.total_bytes,
+                    written.seconds,
+                    written.ahead_s,
+                )
             )
 
     def _report_silence(self, now_s: float, limit_s: float) -> None:
@@ -244,12 +251,11 @@ class Maintenance:
                 self._silent_ranks.discard(place.rank)
             elif place.rank not in self._silent_ranks:
                 self._silent_ranks.add(place.rank)
-                self._journal.write(
-                    "silent",
-                    rank=place.rank,
-                    text=f"rank {place.rank} silent for {silent_s:.0f} s (reported after "
-                    f"{limit_s:.0f} s, phase {place.page.phase or 'train'})",
+                text = (
+                    f"rank {place.rank} silent for {silent_s:.0f} s (reported after "
+                    f"{limit_s:.0f} s, phase {place.page.phase or 'train'})"
                 )
+                self._journal.write(RankWithoutProgress(text, place.rank))
 
 
 class ChildExits:
@@ -276,11 +282,11 @@ class ChildExits:
 
     def look(self) -> None:
         for event in self._exits():
-            self._journal.write(event.journal_kind, **fields_of(event))
+            self._journal.write(event)
             self._execute(self._restarts.handle(event, now_s=clock.now_s()))
 
     def _execute(self, command: commands.PartCommand) -> None:
-        self._journal.write(command.journal_kind, **fields_of(command))
+        self._journal.write(command)
         match command:
             case commands.RespawnSmp():
                 self._smp.start()
@@ -291,8 +297,8 @@ class ChildExits:
             case commands.DisableComponent(part="zygote"):
                 self._starter.zygote = None
             case commands.DisableComponent():
-                self._maintenance.smp_given_up = command.why
-                _log.warning("no more snapshots: %s", command.why)
+                self._maintenance.smp_given_up = command.reason
+                _log.warning("no more snapshots: %s", command.reason)
 
     def _exits(self) -> list[events.PartEvent]:
         smp, found = self._smp, list[events.PartEvent]()

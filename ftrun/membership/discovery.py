@@ -30,6 +30,7 @@ from ftrun.membership.fencing import SelfFencing
 from ftrun.membership.gathering import InitialQuorum, JoinTimeout
 from ftrun.membership.voter import Voter
 from ftrun.membership.witness import WitnessView
+from ftrun.records.membership import LeaderLost
 from ftrun.recovery.commands import Command, Connect, JournalEntry, Send, WitnessOperation
 from ftrun.recovery.incidents import IncidentLog
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
@@ -204,7 +205,7 @@ class LeaderDiscovery:
         return self._reach_out(card)
 
     def seek(self, why: str, *, now_s: float, refused: bool = False) -> list[Command]:
-        note = JournalEntry("LeadLost", f"the leader is lost: {why}", say=True)
+        note = JournalEntry(LeaderLost(f"the leader is lost: {why}"), say=True)
         self.role = MemberRole.SEEKING
         self.answer = "no new leader yet"
         self._apart_s = now_s

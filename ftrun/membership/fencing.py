@@ -15,7 +15,7 @@ Rule 4: the lease of the ranks ends before other ranks can replace them, even if
 
 from ftrun.config.cluster import MembershipSettings
 from ftrun.membership.voter import Voter
-from ftrun.recovery.commands import Command, JournalEntry, ResumeRanks, SuspendRanks
+from ftrun.recovery.commands import Command, ResumeRanks, SuspendRanks
 
 
 class SelfFencing:
@@ -120,10 +120,7 @@ class RankSuspension:
             why = "heartbeats from too few of the other nodes" if is_doubtful else ""
         if why and not self.is_on:
             self.is_on = True
-            return [
-                SuspendRanks(why),
-                JournalEntry("Held", f"the ranks of this node are suspended: {why}", say=True),
-            ]
+            return [SuspendRanks(why)]
         if self.is_on and not why:
             self.is_on = False
             return [ResumeRanks("the leader is reachable again")]

@@ -9,6 +9,7 @@ Rule 3: if the witness remembers a run, all nodes that had a vote in it must be 
 
 from ftrun.config.cluster import MembershipSettings
 from ftrun.errors import ExitCode
+from ftrun.records.membership import WaitingForNodes
 from ftrun.recovery.commands import Command, EndRun, JournalEntry, Send
 from ftrun.wire.cluster.generation import NodeCard
 from ftrun.wire.cluster.membership import Join, JoinPending, JoinRejected
@@ -109,7 +110,7 @@ class JoinTimeout:
         if now_s < self._say_due_s or waited_s < SAY_EVERY_S:
             return []
         self._say_due_s = now_s + SAY_EVERY_S
-        return [JournalEntry("Waiting", f"waiting for {waited_s:.0f} s: {reach}", say=True)]
+        return [JournalEntry(WaitingForNodes(f"waiting for {waited_s:.0f} s: {reach}"), say=True)]
 
     def _no_node_joins(self, waited_s: float, reach: str) -> str:
         port = next((port for _, port in self._settings.endpoints), 0)

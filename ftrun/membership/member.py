@@ -34,6 +34,7 @@ from ftrun.membership.fencing import RankSuspension
 from ftrun.membership.leader.leader import Leader
 from ftrun.membership.voter import OwnNews, Voter
 from ftrun.membership.witness import WitnessView
+from ftrun.records.membership import SteppedDown
 from ftrun.recovery.commands import (
     Command,
     Connect,
@@ -371,7 +372,7 @@ class Member:
 
     def _step_down(self, card: NodeCard, now_s: float) -> list[Command]:
         self.lead = None
-        note = JournalEntry("SteppedDown", f"node {card.node_id} leads")
+        note = JournalEntry(SteppedDown(f"node {card.node_id} leads"))
         return [note, *self._allegiance.go_to(card, now_s=now_s)]
 
     def _take_the_lead(self, now_s: float) -> list[Command]:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ftrun.membership.events import WitnessAnswered, WitnessRegister
+from ftrun.records.membership import WitnessReachable, WitnessUnreachable
 from ftrun.recovery.commands import Command, JournalEntry, QueryWitness, WitnessOperation
 from ftrun.wire.cluster.generation import GenerationPlan, Identity, NodeCard
 
@@ -186,7 +187,7 @@ class WitnessView:
                 return []
             self.since_s = now_s
             text = f"{event.why}; training continues, but no tie can be broken until etcd answers"
-            return [JournalEntry("WitnessLost", text, say=True)]
+            return [JournalEntry(WitnessUnreachable(text), say=True)]
         self.register, self.lead = event.register, event.lead
         if event.granted and event.asked.wish in (
             WitnessOperation.KEEP,
@@ -201,7 +202,7 @@ class WitnessView:
         if not was_away:
             return []
         text = f"the witness is reachable again after {away_s:.1f} s"
-        return [JournalEntry("WitnessBack", text, say=True)]
+        return [JournalEntry(WitnessReachable(text), say=True)]
 
     def holds(self, life: int, limit_s: float, *, now_s: float) -> bool:
         """Whether it promises no other proposer anything for at least `limit_s` after a request."""

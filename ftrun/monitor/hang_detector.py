@@ -94,11 +94,11 @@ def _not_entered(
     kinds = [_kind_of(view, settings) for view in culprits]
     kind = kinds[0][0]
     # If no rank waits for the culprits, they may be doing work of their own.
-    acts_at_once = all(at_once for _, at_once in kinds) and bool(victims)
-    evidence, against = _of_waiting(waits, ranks), list[str]()
+    act_immediately = all(at_once for _, at_once in kinds) and bool(victims)
+    evidence, counter_evidence = _of_waiting(waits, ranks), list[str]()
     for view in culprits[:_MANY]:
         evidence += _of_state(view, settings)
-        against += _against(view)
+        counter_evidence += _against(view)
     return Verdict(
         kind=kind,
         culprits=ranks,
@@ -106,10 +106,10 @@ def _not_entered(
         victims=victims,
         text=_sentence(culprits, kind, waits, node_of),
         evidence=tuple(evidence),
-        against=tuple(against),
-        sure=Confidence.CERTAIN if acts_at_once else Confidence.LIKELY,
-        has_leave=any(_has_leave(view) for view in culprits),
-        acts_at_once=acts_at_once,
+        counter_evidence=tuple(counter_evidence),
+        confidence=Confidence.CERTAIN if act_immediately else Confidence.LIKELY,
+        may_take_long=any(_has_leave(view) for view in culprits),
+        act_immediately=act_immediately,
         fingerprint=f"{kind.value} {function_of(culprits[0].place)}",
     )
 
@@ -278,7 +278,7 @@ def _not_left(waits: WaitGraph, node_of: Mapping[int, str]) -> Verdict:
         text=f"all ranks have entered {_call_of(group)} and {ranks_in_words(ranks)} cannot leave "
         f"it: a connection {where} carries no data",
         evidence=tuple(evidence),
-        sure=Confidence.LIKELY,
+        confidence=Confidence.LIKELY,
         fingerprint=f"{VerdictKind.HANG_IN_COMMUNICATION.value} {' '.join(nodes)}",
     )
 
@@ -293,8 +293,10 @@ def _all_receive(late: Sequence[RankView], waits: WaitGraph, node_of: Mapping[in
         victims=tuple(sorted(waits.waiting)),
         text=f"{ranks_in_words(ranks)} wait for messages that do not arrive",
         evidence=tuple(f"rank {view.rank} is at {short(view.place)}" for view in late[:_MANY]),
-        against=("messages between two ranks are not recorded, so the sender is not known",),
-        sure=Confidence.POSSIBLE,
+        counter_evidence=(
+            "messages between two ranks are not recorded, so the sender is not known",
+        ),
+        confidence=Confidence.POSSIBLE,
         fingerprint=f"{VerdictKind.HANG_IN_COMMUNICATION.value} messages",
     )
 
@@ -331,9 +333,9 @@ def _skipped(
         victims=tuple(sorted(set(different.calls) - set(ranks))),
         text=text,
         evidence=tuple(evidence),
-        against=() if is_clear else ("which side is correct cannot be determined",),
-        sure=Confidence.CERTAIN if is_clear else Confidence.POSSIBLE,
-        acts_at_once=True,
+        counter_evidence=() if is_clear else ("which side is correct cannot be determined",),
+        confidence=Confidence.CERTAIN if is_clear else Confidence.POSSIBLE,
+        act_immediately=True,
         fingerprint=f"{VerdictKind.SKIPPED_COLLECTIVE.value} {_sides(sides)}",
     )
 
@@ -358,8 +360,8 @@ def _deadlock(waits: WaitGraph, node_of: Mapping[int, str], settings: HangConfig
         text=f"{ranks_in_words(ranks)} wait for one another: they call collectives of several "
         "process groups in different orders",
         evidence=tuple(evidence),
-        sure=Confidence.CERTAIN if are_still else Confidence.POSSIBLE,
-        acts_at_once=are_still,
+        confidence=Confidence.CERTAIN if are_still else Confidence.POSSIBLE,
+        act_immediately=are_still,
         fingerprint=f"{VerdictKind.DEADLOCK.value} {' '.join(str(rank) for rank in ranks)}",
     )
 

@@ -120,8 +120,8 @@ class NumericsDetector:
                 f"{max(self._losses):.4g}",
                 f"since then: {', '.join(f'{one:.4g}' for one in self._high)}",
             ),
-            against=("a change of the data or of the learning rate has the same effect",),
-            sure=Confidence.POSSIBLE,
+            counter_evidence=("a change of the data or of the learning rate has the same effect",),
+            confidence=Confidence.POSSIBLE,
             fingerprint="loss spike",
         )
 
@@ -170,11 +170,11 @@ def _not_finite(
         victims=tuple(sorted(set(since) - set(ranks))) if is_one else tuple(sorted(since)),
         text=f"{who} {verb} computed NaN or infinity at step {first:,}",
         evidence=tuple(evidence),
-        against=()
+        counter_evidence=()
         if is_one
         else ("all have it since the same step, so the first rank is not known",),
-        sure=Confidence.CERTAIN if is_one else Confidence.LIKELY,
-        acts_at_once=True,
+        confidence=Confidence.CERTAIN if is_one else Confidence.LIKELY,
+        act_immediately=True,
         fingerprint="not finite",
     )
 

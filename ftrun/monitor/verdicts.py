@@ -6,7 +6,6 @@ moment. Its times are durations in seconds, because clocks of two nodes are not 
 
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import Any
 
 import msgspec
 
@@ -54,18 +53,15 @@ class Verdict(msgspec.Struct, frozen=True):
     victims: tuple[int, ...] = ()
     """Ranks that only wait for the culprits."""
     evidence: tuple[str, ...] = ()
-    against: tuple[str, ...] = ()
+    counter_evidence: tuple[str, ...] = ()
     """Counter-evidence: facts that support another explanation."""
-    sure: Confidence = Confidence.LIKELY
-    has_leave: bool = False
+    confidence: Confidence = Confidence.LIKELY
+    may_take_long: bool = False
     """The culprits are in a phase that may take long, by their own report or by their stack."""
-    acts_at_once: bool = False
+    act_immediately: bool = False
     """There is positive evidence, so that a longer wait would not change the diagnosis."""
     fingerprint: str = ""
     """Equal for the same fault at the same location."""
-
-    def as_json(self) -> dict[str, Any]:
-        return msgspec.to_builtins(self)  # type: ignore[no-any-return]
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:

@@ -280,12 +280,12 @@ class GenerationMonitor:
                 case KillWorkers():
                     follows = commands[index + 1 :]
                     if not any(isinstance(one, StartGeneration | EndRun) for one in follows):
-                        self._order(killed=True, why=command.why)
+                        self._order(killed=True, why=command.reason)
                 case RequestFinalSnapshot():
-                    self.stop_at_boundary(command.why)
+                    self.stop_at_boundary(command.reason)
                 case SignalWorkers():
                     count = self.orders.signal_count + 1
-                    self._order(signal=command.signal, signal_count=count, why=command.why)
+                    self._order(signal=command.signal, signal_count=count, why=command.reason)
                 case StartGeneration() | EndRun():
                     left.append(command)
                 case _:
@@ -314,11 +314,11 @@ class GenerationMonitor:
 
     def end(self, command: EndRun, *, now_s: float) -> None:
         is_done = command.exit_code == ExitCode.DONE
-        self.incidents.ended(command.why, self.progress(), is_done=is_done, now_s=now_s)
+        self.incidents.ended(command.reason, self.progress(), is_done=is_done, now_s=now_s)
         self._order(
             ended=True,
             exit_code=int(command.exit_code),
-            why=command.why,
+            why=command.reason,
             advice=command.advice,
             cause=command.cause,
         )
@@ -453,7 +453,7 @@ class GenerationMonitor:
         found = self.supervisor.handle(event, now_s=now_s)
         for command in found:
             if isinstance(command, KillWorkers):
-                self.incidents.acted("kill", command.why)
+                self.incidents.acted("kill", command.reason)
             elif isinstance(command, StartGeneration):
-                self.incidents.acted("respawn", command.why)
+                self.incidents.acted("respawn", command.reason)
         return found

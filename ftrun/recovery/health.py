@@ -157,9 +157,9 @@ class HealthMonitor:
         verdict = self._numbers.look(ranks, plan.node_of, now_s=now_s)
         if verdict is None:
             return []
-        if self._numerics_policy == "report" or not verdict.acts_at_once:
+        if self._numerics_policy == "report" or not verdict.act_immediately:
             remedy = _BACK if reports.progress.attached else _STOP
-            told = verdict.text + (remedy if verdict.acts_at_once else "")
+            told = verdict.text + (remedy if verdict.act_immediately else "")
             verdict = msgspec.structs.replace(verdict, text=told)
             self.incidents.reported(verdict, reports.progress, now_s=now_s)
             return []
@@ -196,8 +196,8 @@ class HealthMonitor:
             if is_vote
             else f"the replicas on {who} differ; which of them is correct is unknown",
             evidence=(told.differs,),
-            against=("ranks that train different values by design have the same effect",),
-            sure=Confidence.LIKELY if is_vote else Confidence.POSSIBLE,
+            counter_evidence=("ranks that train different values by design have the same effect",),
+            confidence=Confidence.LIKELY if is_vote else Confidence.POSSIBLE,
             fingerprint=f"replicas {' '.join(map(str, ranks))}",
         )
         self.incidents.reported(verdict, reports.progress, now_s=now_s)

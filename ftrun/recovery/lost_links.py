@@ -97,7 +97,7 @@ def with_lost_links(verdict: Verdict | None, lost: LostLinks, ranks: Sequence[in
 def _is_explained(verdict: Verdict, lost: LostLinks) -> bool:
     if verdict.kind is VerdictKind.HANG_IN_COMMUNICATION:
         return True
-    is_idle = verdict.kind is VerdictKind.HANG_IN_COMPUTATION and not verdict.against
+    is_idle = verdict.kind is VerdictKind.HANG_IN_COMPUTATION and not verdict.counter_evidence
     return is_idle and set(verdict.nodes) <= {node for pair in lost.pairs for node in pair}
 
 
@@ -199,7 +199,7 @@ def _no_first_step(
         nodes=tuple(node.node_id for node in plan.members),
         victims=ranks,
         text=text,
-        sure=Confidence.POSSIBLE,
+        confidence=Confidence.POSSIBLE,
         fingerprint=f"{kind.value} no first step",
     )
 
@@ -217,8 +217,8 @@ def _verdict(lost: LostLinks, text: str, seen: Sequence[str], ranks: Sequence[in
         victims=tuple(sorted(ranks)),
         text=text,
         evidence=(*said, *seen),
-        sure=Confidence.CERTAIN,
-        acts_at_once=True,
+        confidence=Confidence.CERTAIN,
+        act_immediately=True,
         fingerprint=f"{VerdictKind.HANG_IN_COMMUNICATION.value} {' '.join(nodes)}",
     )
 

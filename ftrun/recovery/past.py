@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ftrun.records.membership import NodeLeft, NodeLost
 from ftrun.recovery.commands import JournalEntry
 from ftrun.wire.cluster.generation import (
     GenerationPlan,
@@ -92,9 +93,10 @@ class Past:
         reason = _LEFT if peer.has_left else reason[:_MAX_TEXT]
         self._keep_gone(Gone(peer.card, reason, now_s, peer.has_left, was_asked))
         if peer.has_left:
-            return JournalEntry("NodeLeft", f"node {node_id} has drained", say=True)
+            text = f"node {node_id} has drained"
+            return JournalEntry(NodeLeft(text, node_id), say=True)
         text = f"node {node_id} is lost: {reason}"
-        return JournalEntry("NodeLost", text, {"member": was_member}, say=True)
+        return JournalEntry(NodeLost(text, node_id, was_member), say=True)
 
     def leaves(self, card: NodeCard, *, now_s: float) -> None:
         """Records a draining node. The next plan names it: its leader may not see the node end."""

@@ -12,7 +12,6 @@ Rule 4: slowness triggers no action here: a slow rank costs time, a wrong verdic
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -20,7 +19,7 @@ from ftrun.config.profile import HangConfig
 from ftrun.monitor.hang_detector import find_hang
 from ftrun.monitor.page_values import decode_groups
 from ftrun.monitor.slow.delay_matrix import NodeTraffic
-from ftrun.monitor.slow.links import LinkProbeReading, SlowLinkDetector
+from ftrun.monitor.slow.links import DelayTableCell, LinkProbeReading, SlowLinkDetector
 from ftrun.monitor.slow.memory_trend import MemoryTrend
 from ftrun.monitor.slow.samples import ClockOffset, NodeSample
 from ftrun.monitor.slow.skipped_collectives import CollectiveCounts
@@ -110,13 +109,13 @@ class HangSuspicions:
             return None
         verdict = find_hang(views, plan.node_of, self._settings, limit_s=deadlines.look_s)
         lost = lost_links(beats, plan, cut)
-        has_leave = verdict is not None and verdict.has_leave
-        if lost is not None and not has_leave:
+        may_take_long = verdict is not None and verdict.may_take_long
+        if lost is not None and not may_take_long:
             late = [rank for rank, view in sorted(views.items()) if _silence(view)]
             verdict = with_lost_links(verdict, lost, late)
             if verdict.kind is VerdictKind.HANG_IN_COMMUNICATION and not can_replace:
-                verdict = msgspec.structs.replace(verdict, acts_at_once=False)
-        is_due = silent_s >= (deadlines.leave_s if has_leave else deadlines.kill_s)
+                verdict = msgspec.structs.replace(verdict, act_immediately=False)
+        is_due = silent_s >= (deadlines.leave_s if may_take_long else deadlines.kill_s)
         if verdict is None and is_due and not _make_steps(views, deadlines.look_s):
             verdict = _unknown(views, silent_s)
         if _looks(views) != self._seen:
@@ -129,9 +128,9 @@ class HangSuspicions:
     def _is_positive_again(self, verdict: Verdict) -> bool:
         before = self._before
         return (
-            verdict.acts_at_once
+            verdict.act_immediately
             and before is not None
-            and before.acts_at_once
+            and before.act_immediately
             and _gist(before) == _gist(verdict)
         )
 
@@ -174,7 +173,7 @@ def _looks(views: Mapping[int, RankView]) -> tuple[object, ...]:
 
 
 def _gist(verdict: Verdict) -> tuple[object, ...]:
-    return (verdict.kind, verdict.culprits, verdict.nodes, verdict.acts_at_once)
+    return (verdict.kind, verdict.culprits, verdict.nodes, verdict.act_immediately)
 
 
 def _unknown(views: Mapping[int, RankView], silent_s: float) -> Verdict:
@@ -184,8 +183,8 @@ def _unknown(views: Mapping[int, RankView], silent_s: float) -> Verdict:
         culprits=(),
         victims=ranks,
         text=f"no step for {silent_s:.0f} s on {ranks_in_words(ranks)}; the cause is unknown",
-        against=("some ranks that they wait for were not observed",),
-        sure=Confidence.POSSIBLE,
+        counter_evidence=("some ranks that they wait for were not observed",),
+        confidence=Confidence.POSSIBLE,
         fingerprint="silence",
     )
 
@@ -308,8 +307,8 @@ class SlowSuspicions:
     def lasting(self, for_s: float, *, now_s: float) -> list[Verdict]:
         return [one for key, one in self._told.items() if now_s - self._since_s[key] >= for_s]
 
-    def matrix(self) -> list[dict[str, Any]]:
-        return [msgspec.to_builtins(cell) for cell in self._links.table()]
+    def matrix(self) -> list[DelayTableCell]:
+        return self._links.table()
 
     # --- probes -------------------------------------------------------------------------------
 

@@ -97,8 +97,8 @@ _OF_RANKS = (
         5.0,
     ),
     _lasting("hang", "the main thread sleeps", "a hang in computation, with its line", 0.0),
-    _lasting("gil", "sleeps in C with the interpreter's lock held", "a stuck GIL", 0.0),
-    _lasting("spin", "the main thread runs in circles", "a busy loop, with its line", 0.0),
+    _lasting("gil-hold", "sleeps in C with the interpreter's lock held", "a stuck GIL", 0.0),
+    _lasting("busy-loop", "the main thread runs in circles", "a busy loop, with its line", 0.0),
     _rank(
         "collective-skip",
         "takes no part in one gradient all-reduce (DDP: the next step's; else the next "
@@ -186,7 +186,7 @@ _OF_PARTS = (
         _REDONE,
     ),
     FaultKind(
-        "agent-zombie",
+        "agent-stop",
         "part",
         "SIGSTOP to the agent, SIGCONT after --for",
         "several nodes: lost, and taken in again later; one node: nothing is decided meanwhile",
@@ -196,7 +196,7 @@ _OF_PARTS = (
     ),
     FaultKind("zygote-kill", "part", "SIGKILL to the zygote", "another zygote", 1.0),
     FaultKind(
-        "lead-kill",
+        "leader-kill",
         "part",
         "SIGKILL to the agent that leads, wherever it is",
         "another lead; where it runs ranks, a new generation",
@@ -296,7 +296,7 @@ _OF_NETWORK = (
         for_s=15.0,
     ),
     FaultKind(
-        "one-way",
+        "one-way-partition",
         "network",
         "all that the node sends gets lost; it still hears",
         "as partition: both sides must be heard",
@@ -393,6 +393,16 @@ FAULTS: dict[str, FaultKind] = {
 }
 
 
+_RENAMED = {
+    "lead-kill": "leader-kill",
+    "agent-zombie": "agent-stop",
+    "one-way": "one-way-partition",
+    "gil": "gil-hold",
+    "spin": "busy-loop",
+}
+"""Names in version 0.1, and the names of now."""
+
+
 def fault_kind(name: str) -> FaultKind:
     """Look up a kind by name.
 
@@ -402,6 +412,8 @@ def fault_kind(name: str) -> FaultKind:
     found = FAULTS.get(name)
     if found is not None:
         return found
+    if name in _RENAMED:
+        raise UsageError(f"the fault {name} is now {_RENAMED[name]}")
     near = difflib.get_close_matches(name, FAULTS, n=1)
     hint = f"Did you mean {near[0]}?" if near else "ftrun inject-fault --list shows them all"
     raise UsageError(f"there is no fault {name!r}. {hint}")

@@ -22,6 +22,7 @@ from ftrun.agent.cluster.connections import ClusterConnections
 from ftrun.agent.cluster.other_ways import YOUNG_S, ConnectionFailover
 from ftrun.config.cluster import ClusterSize
 from ftrun.errors import PeerError
+from ftrun.records.note import Note
 from ftrun.recovery.commands import Connect, JournalEntry
 from ftrun.wire.cluster.generation import NodeCard, Rail
 from ftrun.wire.cluster.membership import Heartbeat, JoinRejected, Prepare
@@ -164,9 +165,10 @@ class Agent:
     dialled: list[Callable[..., None]]
     """Called once each, when another agent was reached."""
 
-    def notes(self, kind: str) -> list[JournalEntry]:
+    def notes(self, kind: str) -> list[Note]:
         self._all.extend(iter(self.brain.next_order, None))
-        return [one for one in self._all if isinstance(one, JournalEntry) and one.kind == kind]
+        entries = [one.record for one in self._all if isinstance(one, JournalEntry)]
+        return [record for record in entries if record.kind == kind]
 
     def __post_init__(self) -> None:
         self._all: list[object] = []
@@ -283,10 +285,10 @@ def test_a_connection_that_is_cut_off_is_made_anew_over_another_rail() -> None:
         took_s = time.monotonic() - begun_s
         heard(second, Heartbeat)
         wait_for("the old one to be closed", lambda: is_closed(followed))
-        (note,) = agent.notes("OtherRail")
+        (note,) = agent.notes("connection_failed_over")
         assert FIRST in note.text
         assert SECOND in note.text
-        assert not agent.notes("LeadLost")
+        assert not agent.notes("leader_lost")
         return took_s
 
     assert quickest(scene, 1.8) < 1.8, "ranks are held after 2 s"
@@ -325,7 +327,7 @@ def test_a_closed_connection_is_dialled_over_any_rail() -> None:
         begun_s = time.monotonic()
         heard(lead.accept(SECOND), Heartbeat)
         took_s = time.monotonic() - begun_s
-        assert not agent.notes("LeadLost")
+        assert not agent.notes("leader_lost")
         return took_s
 
     assert quickest(scene, 0.8) < 0.8
@@ -337,8 +339,8 @@ def test_a_refusal_at_the_address_of_the_card_is_the_death_of_the_agent(
     lead.leave(FIRST)
     lead.leave(SECOND)
     followed.close()
-    wait_for("the lead to be lost", lambda: agent.notes("LeadLost"))
-    assert "refuses the connection" in agent.notes("LeadLost")[0].text
+    wait_for("the lead to be lost", lambda: agent.notes("leader_lost"))
+    assert "refuses the connection" in agent.notes("leader_lost")[0].text
 
 
 @pytest.mark.slow
@@ -350,13 +352,13 @@ def test_a_refusal_elsewhere_is_believed_only_where_the_agent_was_met_there(
     lead.leave(SECOND)  # as where a firewall refuses what never was let through
     followed.close()
     time.sleep(QUIET_S)
-    assert not agent.notes("LeadLost")
+    assert not agent.notes("leader_lost")
     lead.listen(SECOND, port)
     again = lead.accept(SECOND)
     heard(again, Heartbeat)
     lead.leave(SECOND)
     again.close()
-    wait_for("the lead to be lost", lambda: agent.notes("LeadLost"))
+    wait_for("the lead to be lost", lambda: agent.notes("leader_lost"))
 
 
 def test_an_agent_started_again_may_speak_from_another_rail_of_its_machine(

@@ -60,9 +60,9 @@ def test_killed_rank_of_an_unmodified_script_is_respawned(
     assert "begin rank=1 generation=1" in run.text
     assert "end rank=0 generation=1" in run.text
     assert "end rank=1 generation=1" in run.text
-    (recovered,) = run.journal("StartGeneration")[1:]
-    assert "killed by SIGKILL" in str(recovered["why"])
-    assert "does not call ftrun.attach" in str(recovered["why"])
+    (recovered,) = run.journal("generation_started")[1:]
+    assert "killed by SIGKILL" in str(recovered["reason"])
+    assert "does not call ftrun.attach" in str(recovered["reason"])
     assert run.text.count("was killed by SIGKILL") == 1, "announced once"
 
 
@@ -151,22 +151,22 @@ def test_same_failure_again_and_again_ends_with_93(start: Start, script: Script)
     )
     run = start(name)
     assert run.wait() == 93
-    assert len(run.journal("StartGeneration")) == 3
+    assert len(run.journal("generation_started")) == 3
 
 
 def test_max_restarts_zero_restarts_nothing(start: Start, script: Script, tmp_path: Path) -> None:
     (tmp_path / "die-1-0-5").touch()
     run = start("--nproc-per-node", "2", "--max-restarts", "0", script(TRAIN), "100")
     assert run.wait() == 137
-    assert len(run.journal("StartGeneration")) == 1
+    assert len(run.journal("generation_started")) == 1
 
 
 def test_fresh_start_is_the_same_run(start: Start, script: Script, tmp_path: Path) -> None:
     (tmp_path / "die-0-0-5").touch()
     run = start("--start", "fresh", "--nproc-per-node", "2", script(TRAIN), "100")
     assert run.wait() == 0, run.text
-    assert run.journal("fresh_start")
-    assert run.journal("Recovered"), "each rank has reported a step"
+    assert run.journal("fresh_start_used")
+    assert run.journal("recovered"), "each rank has reported a step"
 
 
 def test_module_and_command_start(start: Start, script: Script) -> None:
@@ -334,8 +334,8 @@ def test_stopped_rank_is_acted_on(start: Start, script: Script) -> None:
     )
     run.wait_for_step(5)
     os.kill(run.pids()[0], signal.SIGSTOP)
-    run.wait_until("restarted", lambda: len(run.journal("StartGeneration")) == 2)
-    assert "was stopped (SIGSTOP)" in str(run.journal("StartGeneration")[1]["why"])
+    run.wait_until("restarted", lambda: len(run.journal("generation_started")) == 2)
+    assert "was stopped (SIGSTOP)" in str(run.journal("generation_started")[1]["reason"])
 
 
 def test_data_loader_workers_of_a_killed_rank_die_with_it(start: Start, script: Script) -> None:

@@ -206,7 +206,7 @@ def test_a_job_that_is_queued_again_goes_on_from_its_checkpoint(job: Job) -> Non
     assert job.code() == 0, job.text
     assert (job.folder / "scontrol").read_text() == f"requeue {JOB_ID}\n"
     for node in NODES:  # one run, one journal, two launches
-        assert len(job.journal("run", node)) == 2
+        assert len(job.journal("run_started", node)) == 2
 
 
 @pytest.mark.full

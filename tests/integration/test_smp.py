@@ -714,7 +714,7 @@ def test_only_a_run_without_a_checkpoint_directory_is_advised_to_give_one(
         cwd=where,
         profile=profile,
     )
-    journal = Journal(world.folder, who="agent")
+    journal = Journal(world.folder)
     workers = WorkerGroup(spec, smp=link, starter=WorkerStarter(None, journal))
     stub, kept = StubClient(), PersistedAgentState()
     generations = GenerationRunner(

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 from ftrun.errors import ExitCode
 from ftrun.ids import Version
 from ftrun.membership.events import Happening, MessageReceived
+from ftrun.records.incidents import LifecycleChangeRejected
+from ftrun.records.membership import GenerationChosen, VotersChanged
 from ftrun.recovery import commands as do
 from ftrun.wire.cluster.generation import Edition, GenerationPlan
 from ftrun.wire.cluster.membership import Accept, LeaderHeartbeat, Prepare, Promise
@@ -116,13 +118,14 @@ class Invariants:
                 self._notes(agent, command)
 
     def _notes(self, agent: "Agent", command: do.JournalEntry) -> None:
-        if command.kind == "TransitionRefused":
-            self.fail(f"the life of a run goes from state to state only: {command.fields}")
-        if command.kind not in ("Generation", "Roster"):
+        record = command.record
+        if isinstance(record, LifecycleChangeRejected):
+            self.fail(f"the life of a run goes from state to state only: {record}")
+        if not isinstance(record, GenerationChosen | VotersChanged):
             return
         assert agent.member.lead is not None
         assert agent.member.lead.plan is not None
-        if command.kind == "Generation":
+        if isinstance(record, GenerationChosen):
             self._takes_effect(agent.member.lead.plan, agent.node)
         else:
             self._other_voters(agent.member.lead.plan)
@@ -485,7 +488,7 @@ class Invariants:
         """An agent ends of itself."""
         self.exits.append((node.node_id, command))
         if command.exit_code in (ExitCode.USAGE, ExitCode.BUG):
-            self.fail(f"{node.node_id} ends with {command.exit_code}: {command.why}")
+            self.fail(f"{node.node_id} ends with {command.exit_code}: {command.reason}")
         if command.exit_code == ExitCode.STATE_LOST:
             self._check_refusal(node, command)
         if command.goes_on:
@@ -539,6 +542,6 @@ class Invariants:
         }
         here = [other.node_id for other in self.simulation.nodes if other.is_on]
         if name := self.simulation.loads_on(here):
-            self.fail(f"{node.node_id} says {command.why!r}, and {name} loads on all nodes")
+            self.fail(f"{node.node_id} says {command.reason!r}, and {name} loads on all nodes")
         if newest is not None and can_have(newest.version, reached):
-            self.fail(f"{node.node_id} says {command.why!r}, and {newest.version} is there")
+            self.fail(f"{node.node_id} says {command.reason!r}, and {newest.version} is there")

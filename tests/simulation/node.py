@@ -427,7 +427,7 @@ class Hands:
         trace = self.node.world.trace
         match command:
             case do.JournalEntry():
-                trace(self.node.node_id, f"note {command.kind}: {command.text}")
+                trace(self.node.node_id, f"note {command.record.kind}: {command.record.text}")
                 return
             case do.SuspendRanks() | do.ResumeRanks():
                 trace(self.node.node_id, type(command).__name__)
@@ -724,7 +724,7 @@ class Hands:
     def _end(self, command: do.EndRun) -> None:
         node = self.node
         node.exit = command
-        node.world.trace(node.node_id, f"ends with {int(command.exit_code)}: {command.why}")
+        node.world.trace(node.node_id, f"ends with {int(command.exit_code)}: {command.reason}")
         node.simulation.invariants.ended(node, command)
         node.kill_agent(restart_s=None)
         if node.smp is not None:

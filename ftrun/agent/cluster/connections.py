@@ -35,6 +35,7 @@ from ftrun.membership.events import (
     MessageReceived,
     Passing,
 )
+from ftrun.records.membership import ConnectionFailedOver
 from ftrun.recovery.commands import Connect, JournalEntry, Send
 from ftrun.wire.cluster.membership import JoinRejected
 from ftrun.wire.cluster.messages import (
@@ -293,8 +294,8 @@ class ClusterConnections:
         text = (
             f"node {node_id} does not answer at {call.dial.host}; it is spoken with at {way.host}"
         )
-        fields: dict[str, object] = {"to": node_id, "host": way.host, "instead_of": call.dial.host}
-        self.brain.orders.put(JournalEntry("OtherRail", text, fields, say=True))
+        record = ConnectionFailedOver(text, node_id, way.host, instead_of=call.dial.host)
+        self.brain.orders.put(JournalEntry(record, say=True))
         self._wake_hands()
 
     def _serve(self, connection: Connection, mask: int) -> None:

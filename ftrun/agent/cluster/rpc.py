@@ -137,7 +137,7 @@ class ClusterRpc:
         if not lines:
             return
         if self._merged is None:
-            self._merged = Journal(self._merged_folder, who="agent")
+            self._merged = Journal(self._merged_folder)
         for line in lines:
             self._merged.append(line)
 

@@ -30,6 +30,7 @@ from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.config.run_spec import RunSpec
 from ftrun.errors import FaultRefused, FtrunError
 from ftrun.journal import Journal
+from ftrun.records.faults import FaultAcceptedRecord, FaultInjected, FaultReverted
 from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.fault_catalog import fault_kind
 from ftrun.wire.fault_orders import FaultPage
@@ -52,7 +53,7 @@ _LAST_WORDS_S = 0.2
 """Delay of a fault that ends, stops or cuts off this agent, so that the answer is sent first."""
 
 _ITSELF = "the rank does it itself"
-_LASTS_INSIDE = frozenset({"hang", "spin", "slow-input", "stop"})
+_LASTS_INSIDE = frozenset({"hang", "busy-loop", "slow-input", "stop"})
 """Faults inside a rank that have a duration and can be cancelled."""
 
 _MAX_KNOWN = 1000
@@ -176,7 +177,7 @@ class FaultController:
         kind = fault_kind(order.kind)
         if kind.by_rank:
             return self._of_rank(plan, order)
-        if order.kind == "lead-kill":
+        if order.kind == "leader-kill":
             return plan.lead, order
         if order.node:
             return _node_named(plan, order.node), order
@@ -419,33 +420,27 @@ class FaultController:
 
     def _tell_ordered(self, order: FaultOrder, how: str) -> None:
         self._journal.write(
-            "FaultOrdered",
-            id=order.id,
-            fault=order.kind,
-            rank=order.rank,
-            at_step=order.at_step,
-            for_s=order.for_s,
-            amount=order.amount,
-            again=order.again,
-            how=how,
+            FaultAcceptedRecord(
+                order.id,
+                order.kind,
+                order.rank,
+                at_step=order.at_step,
+                for_s=order.for_s,
+                amount=order.amount,
+                again=order.again,
+                how=how,
+            )
         )
 
     def _tell_fired(self, running: _Running, step: int, at_s: float) -> None:
         order = running.order
         how = running.deed.how if running.deed is not None else _ITSELF
-        self._journal.write(
-            "FaultFired",
-            id=order.id,
-            fault=order.kind,
-            rank=order.rank,
-            step=step,
-            fired_mono_s=round(at_s, 6),
-            how=how,
-        )
+        record = FaultInjected(order.id, order.kind, order.rank, step, round(at_s, 6), how)
+        self._journal.write(record)
 
     def _over(self, running: _Running, why: str) -> None:
         order = running.order
-        self._journal.write("FaultEnded", id=order.id, fault=order.kind, rank=order.rank, why=why)
+        self._journal.write(FaultReverted(order.id, order.kind, order.rank, why))
         if running in self._running:
             self._running.remove(running)
 

@@ -59,8 +59,8 @@ class FaultInjectors:
             "smp-kill": self._smp_kill,
             "smp-stop": self._smp_stop,
             "agent-kill": self._agent_kill,
-            "lead-kill": self._lead_kill,
-            "agent-zombie": self._agent_zombie,
+            "leader-kill": self._lead_kill,
+            "agent-stop": self._agent_zombie,
             "zygote-kill": self._zygote_kill,
             "node-loss": self._node_loss,
             "freeze": self._freeze,
@@ -75,7 +75,9 @@ class FaultInjectors:
             "fragment-truncate": self._fragments,
             "fragment-stale": self._fragments,
             "corrupt-checkpoint": self._corrupt_checkpoint,
-            **dict.fromkeys(("partition", "one-way", "slow-link", "lossy-link"), self._link),
+            **dict.fromkeys(
+                ("partition", "one-way-partition", "slow-link", "lossy-link"), self._link
+            ),
         }
 
     def deed(self, order: FaultOrder) -> FaultAction:
@@ -344,7 +346,9 @@ class FaultInjectors:
         def do() -> RunningFault:
             return RunningFault(fault.do, fault.undo, for_s=order.for_s)
 
-        return FaultAction(fault.how, do, is_answered_first=order.kind in ("partition", "one-way"))
+        return FaultAction(
+            fault.how, do, is_answered_first=order.kind in ("partition", "one-way-partition")
+        )
 
     def _bitflip_wire(self, _: FaultOrder) -> FaultAction:
         control = self._control

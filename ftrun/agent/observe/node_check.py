@@ -33,6 +33,7 @@ from ftrun.config.run_spec import RunSpec
 from ftrun.journal import Journal
 from ftrun.membership.events import NodeChecked
 from ftrun.monitor.node_fitness import NodeFitness, NodeMeasurements, judge
+from ftrun.records.membership import PreflightFinished
 from ftrun.wire.cluster.messages import ProbeLinkRequest, ProbeLinkResult
 from ftrun.wire.transport.handshake import PeerIdentity
 from ftrun.wire.transport.secret import Secret
@@ -222,8 +223,7 @@ class NodeCheck:
         before, self._number = self.fitness, number
         found = judge(figures, self._settings, number=number, is_whole=is_whole)
         self.fitness = found
-        fields = msgspec.to_builtins(found)
-        self._journal.write("PreFlight", text=f"this node: {found}", **fields)
+        self._journal.write(PreflightFinished(f"this node: {found}", found))
         if str(found) != "fit" and (before is None or str(before) != str(found)):
             _log.warning("the check of this node: %s", found)
         if self._tell is not None:

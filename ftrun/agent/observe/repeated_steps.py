@@ -15,12 +15,11 @@ from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.ids import Version
 from ftrun.journal import Journal
 from ftrun.monitor.repeat_check import Execution, RankRecords, Repeat, RepeatCheck
+from ftrun.records.recovery import RepeatedStepsRecord
 from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 
 _log = logging.getLogger(__name__)
-
-JOURNAL_KIND = "RepeatedSteps"
 
 
 class RepeatedSteps:
@@ -146,6 +145,17 @@ class RepeatedSteps:
         self.results[generation] = result
         if len(self.results) > 100:
             del self.results[min(self.results)]
-        self._journal.write(JOURNAL_KIND, generation=generation, **result.as_json())
+        self._journal.write(
+            RepeatedStepsRecord(
+                result.text,
+                generation,
+                result.outcome.value,
+                result.repeated,
+                result.compared,
+                result.step,
+                result.rank,
+                result.what,
+            )
+        )
         if result.is_warning:
             _log.warning("generation %d: %s", generation, result.text)

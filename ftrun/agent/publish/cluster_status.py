@@ -22,6 +22,7 @@ from ftrun.membership.leader.failure_detector import PeerState
 from ftrun.membership.leader.leader import Leader
 from ftrun.monitor.numerics import finite
 from ftrun.monitor.verdicts import RankView
+from ftrun.records.incidents import IncidentClosed
 from ftrun.recovery.incidents import Incident
 from ftrun.recovery.past import Gone
 from ftrun.recovery.supervisor import SupervisorState
@@ -154,7 +155,7 @@ def incidents_of(control_loop: ControlLoop, *, now_s: float) -> tuple[IncidentSt
     """The open incident, then the last closed ones, newest first."""
     known = control_loop.oversight.incidents
     closed = list(known.closed)[-INCIDENTS_SHOWN:][::-1]
-    found = tuple(_closed(at_s, fields, now_s) for at_s, fields in closed)
+    found = tuple(_closed(at_s, one, now_s) for at_s, one in closed)
     if known.open is None:
         return found
     return (_open(known.open, known.life.state.value, now_s), *found)
@@ -168,7 +169,7 @@ def _open(incident: Incident, lifecycle: str, now_s: float) -> IncidentStatus:
         age_s=max(0.0, now_s - incident.began_s),
         text=incident.text,
         verdict_kind=verdict.kind.value if verdict is not None else None,
-        confidence=verdict.sure.value if verdict is not None else None,
+        confidence=verdict.confidence.value if verdict is not None else None,
         culprits=tuple(verdict.culprits) if verdict is not None else (),
         victims=tuple(verdict.victims) if verdict is not None else (),
         nodes=tuple(verdict.nodes) if verdict is not None else (),
@@ -178,20 +179,20 @@ def _open(incident: Incident, lifecycle: str, now_s: float) -> IncidentStatus:
     )
 
 
-def _closed(at_s: float, fields: Mapping[str, Any], now_s: float) -> IncidentStatus:
+def _closed(at_s: float, closed: IncidentClosed, now_s: float) -> IncidentStatus:
     return IncidentStatus(
-        number=fields["incident"],
+        number=closed.incident,
         state=CLOSED,
         age_s=max(0.0, now_s - at_s),
-        text=fields["text"],
-        verdict_kind=fields["verdict_kind"],
-        culprits=tuple(fields["culprits"]),
-        nodes=tuple(fields["nodes"]),
-        actions=tuple(fields["actions"]),
-        generations=tuple(fields["generations"]),
-        detected_s=fields["detected_s"],
-        recovered_s=fields["recovered_s"],
-        steps_lost=fields["steps_lost"],
+        text=closed.text,
+        verdict_kind=closed.verdict_kind,
+        culprits=closed.culprits,
+        nodes=closed.nodes,
+        actions=closed.actions,
+        generations=closed.generations,
+        detected_s=closed.detected_s,
+        recovered_s=closed.recovered_s,
+        steps_lost=closed.steps_lost,
     )
 
 
@@ -358,7 +359,7 @@ def _summary(
     now_s: float,
 ) -> str:
     if lead.ending is not None and plan is None:
-        return f"ending: {lead.ending.why}"
+        return f"ending: {lead.ending.reason}"
     if lead.pause.is_on:
         return f"PAUSED: {lead.pause.why}"
     if (ballot := lead.ballot) is not None or plan is None:

@@ -205,7 +205,7 @@ def _restarts(run: RunView, now_s: float) -> tuple[RestartStatus, ...]:
             generation=one.generation,
             cause=one.cause,
             age_s=now_s - one.noticed_s,
-            restored=one.restored,
+            restored=str(one.restored) if one.restored is not None else None,
             phases_s=dict(one.phases_s) if one.phases_s is not None else None,
             repeated=msgspec.convert(found.as_json(), RepeatStatus)
             if (found := repeats.get(one.generation)) is not None

@@ -32,6 +32,7 @@ from ftrun.config.cluster import MembershipSettings
 from ftrun.membership.ballots import electorate
 from ftrun.membership.leader.failure_detector import FailureDetector
 from ftrun.membership.leader.reconfiguration import VoterReconfiguration
+from ftrun.records.membership import NodesDraining
 from ftrun.recovery.commands import JournalEntry, SupervisorCommand
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.wire.cluster.generation import GenerationPlan, Identity, NodeCard
@@ -100,7 +101,7 @@ class NodeDraining:
             self._safe_s = None  # Rule 6: a draining node votes until the voters change
             names = ", ".join(sorted(node_id for node_id, _ in new))
             text = f"draining {names}; the run continues without them"
-            notes.append(JournalEntry("Leaving", text, say=True))
+            notes.append(JournalEntry(NodesDraining(text), say=True))
         elif new and now_s - min(self._asked_s[who] for who in new) >= LIMIT_S:
             why = why or "the nodes receive SIGTERM one after the other"
         for peer in self._peers:

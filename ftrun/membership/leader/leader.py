@@ -31,6 +31,7 @@ from ftrun.membership.leader.reconfiguration import (
 )
 from ftrun.membership.witness import WitnessView
 from ftrun.network.failover.path_monitor import PathMonitor
+from ftrun.records.membership import NodeJoined
 from ftrun.recovery.commands import (
     Command,
     Connect,
@@ -128,7 +129,7 @@ class Leader:
             self.pause.put_off(now_s=now_s)
             self.oversight.past.returns(card.node_id)
             found.append(
-                JournalEntry("NodeJoined", f"node {card.node_id} has joined", {"host": card.host})
+                JournalEntry(NodeJoined(f"node {card.node_id} has joined", card.node_id, card.host))
             )
             found += self._election.joined(peer, now_s=now_s)
         if self._election.is_beside(knows):
@@ -471,7 +472,7 @@ class Leader:
             if isinstance(command, EndRun):
                 found += self._end(command, now_s)
             else:
-                found += self.propose(command.why, now_s=now_s)
+                found += self.propose(command.reason, now_s=now_s)
         return found + self.oversight.incidents.take_notes() + self._spread(now_s)
 
     def _spread(self, now_s: float) -> list[Command]:
@@ -489,5 +490,5 @@ class Leader:
         self._election.ballot = None
         self.oversight.end(end, now_s=now_s)
         found: list[Command] = [*self.oversight.incidents.take_notes()]
-        found += [KillWorkers(end.why)] if end.exit_code != ExitCode.DONE else []
+        found += [KillWorkers(end.reason)] if end.exit_code != ExitCode.DONE else []
         return [*found, *self.heartbeat(now_s=now_s), *self.farewell.look(now_s=now_s)]

@@ -1,10 +1,12 @@
 """The pause of a run that waits for nodes, and its end, which nodes must acknowledge first."""
 
 from collections.abc import Collection
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ftrun.errors import ExitCode
 from ftrun.membership.leader.failure_detector import FailureDetector
+from ftrun.records.membership import RunPaused
 from ftrun.recovery.commands import Command, EndRun, JournalEntry, WitnessOperation
 
 PUT_OFF_S = 10.0
@@ -50,7 +52,7 @@ class NodeWait:
             return []
         self.why = why
         text = f"PAUSED: {why}; gives up after {self._limit_s:.0f} s"
-        return [JournalEntry("Paused", text, {}, say=True)]
+        return [JournalEntry(RunPaused(text), say=True)]
 
     def put_off(self, *, now_s: float) -> None:
         if self._since_s is not None:
@@ -71,7 +73,7 @@ class NodeWait:
             return EndRun(ExitCode.TRY_AGAIN, _GONE, advice=_GONE_ADVICE)
         if now_s - self._since_s < self._limit_s or now_s < self._not_before_s:
             return None
-        return replace(self._end, why=f"{self.why}, for {now_s - self._since_s:.0f} s")
+        return replace(self._end, reason=f"{self.why}, for {now_s - self._since_s:.0f} s")
 
 
 class RunShutdown:

@@ -13,6 +13,7 @@ from ftrun.membership.ballots import Ballot
 from ftrun.membership.leader.rank_assignment import RankAssignment
 from ftrun.network.detect.leaf_switches import group_domains
 from ftrun.network.detect.rails import match_rails, rails_of_node
+from ftrun.records.membership import GenerationChosen, TwoVotersWarning
 from ftrun.recovery.commands import EndRun, JournalEntry
 from ftrun.recovery.restore_point import RestoreChoice, ancestry, choose
 from ftrun.wire.cluster.generation import FailureHistory, GenerationPlan, PlanMember
@@ -241,13 +242,20 @@ def _lost(problem: str) -> EndRun:
 def notes_of(plan: GenerationPlan) -> list[JournalEntry]:
     """Journal entries for a plan; for the first generation also a warning to the user."""
     text = f"generation {plan.generation}: {len(plan.members)} nodes, {plan.world_size} ranks"
-    why = {"why": plan.why, "restored": str(plan.restore), "restore_why": plan.restore_why}
-    left_out = {"skip_batches": plan.skip_batches} if plan.skip_batches else {}
-    notes = [JournalEntry("Generation", text, {**why, **left_out})]
+    chosen = GenerationChosen(
+        text,
+        reason=plan.why,
+        generation=plan.generation,
+        world_size=plan.world_size,
+        restored=plan.restore,
+        restore_reason=plan.restore_why,
+        skip_batches=plan.skip_batches,
+    )
+    notes = [JournalEntry(chosen)]
     if plan.generation > 0 or len(plan.voters) != 2 or plan.witness:
         return notes
     text = (
         "two nodes and no spare: if one is unreachable, the other cannot determine whether it is "
         "dead or cut off, and pauses. A spare (--spares 1) or an etcd breaks the tie"
     )
-    return [*notes, JournalEntry("TwoVoters", text, {}, say=True)]
+    return [*notes, JournalEntry(TwoVotersWarning(text), say=True)]

@@ -23,6 +23,7 @@ from ftrun.config.cluster import MembershipSettings
 from ftrun.membership.ballots import Ballot, electorate_of, runs_ranks
 from ftrun.membership.events import WitnessAnswered
 from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
+from ftrun.records.membership import BallotStarted, WaitingForNodes
 from ftrun.recovery.commands import Command, Connect, JournalEntry, Send, WitnessOperation
 from ftrun.wire.cluster.generation import Edition, GenerationPlan, NodeCard
 from ftrun.wire.cluster.membership import Accept, Accepted, Prepare, PrepareRejected, Promise
@@ -115,7 +116,7 @@ class Proposer:
         self.again_s = self._witness_asked_s = None
         self._awaited = {peer.card.node_id: now_s for peer in self._peers if not peer.lost}
         self._needed.clear()
-        found: list[Command] = [JournalEntry("Ballot", why, {"generation": self.highest})]
+        found: list[Command] = [JournalEntry(BallotStarted(why, self.highest))]
         for peer in self._peers:
             found += self.ask(peer, now_s=now_s)
         return found + self._ask_witness(now_s, waits=True)
@@ -328,7 +329,8 @@ class Proposer:
             return []
         self._slow = slow
         text = f"generation {self.ballot.generation} waits for {', '.join(slow)}"
-        return [JournalEntry("Waiting", f"{text}, which may be reading a checkpoint", say=True)]
+        text += ", which may be reading a checkpoint"
+        return [JournalEntry(WaitingForNodes(text), say=True)]
 
     def lost(self, node_id: str) -> None:
         self._awaited.pop(node_id, None)

@@ -26,6 +26,7 @@ from ftrun.config.cluster import ClusterSize, MembershipSettings
 from ftrun.membership.ballots import Ballot
 from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
 from ftrun.monitor.node_fitness import far_below
+from ftrun.records.membership import NodeBelowMedian, NodeFit, NodeUnfit
 from ftrun.recovery.commands import JournalEntry
 from ftrun.wire.cluster.generation import GenerationPlan, NetworkPlan, NodeCard
 from ftrun.wire.cluster.membership import LeaderHeartbeat
@@ -206,12 +207,12 @@ class Admission:
             if peer.card.node_id in unfit and self._awaits_check(peer)
         }
         found = [
-            JournalEntry("Unfit", f"node {one} may not run ranks: {why}", {"about": one}, say=True)
+            JournalEntry(NodeUnfit(f"node {one} may not run ranks: {why}", one), say=True)
             for one, why in sorted(unfit.items())
             if _without_figures(self.told.get(one, "")) != _without_figures(why)
         ]
         found += [
-            JournalEntry("FitAgain", f"node {one} is fit to run ranks", {"about": one}, say=True)
+            JournalEntry(NodeFit(f"node {one} is fit to run ranks", one), say=True)
             for one in sorted(self.told)
             if self._is_fit(one)
         ]
@@ -234,7 +235,7 @@ class Admission:
         new = {one: what for one, what in slow.items() if self._slow_told.get(one) != what}
         self._slow_told.update(new)
         return [
-            JournalEntry("SlowNode", f"node {one} is slow: {what}", {"about": one}, say=True)
+            JournalEntry(NodeBelowMedian(f"node {one} is slow: {what}", one), say=True)
             for one, what in sorted(new.items())
         ]
 

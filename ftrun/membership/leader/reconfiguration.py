@@ -42,6 +42,7 @@ from ftrun.config.cluster import MembershipSettings
 from ftrun.membership.ballots import carries, electorate, electorate_of
 from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
+from ftrun.records.membership import VotersChanged
 from ftrun.recovery.commands import Command, JournalEntry, Send
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.wire.cluster.generation import (
@@ -203,7 +204,7 @@ def note_of(plan: GenerationPlan) -> JournalEntry:
     outside = f" and {WITNESS}" if plan.witness else ""
     text = f"voters of the next generation: {len(plan.voters)} nodes{outside}"
     text += f"; spares: {spares}" if spares else ""
-    return JournalEntry("Roster", text, {"roster": plan.roster})
+    return JournalEntry(VotersChanged(text, plan.roster))
 
 
 class BoundaryReconfiguration:
@@ -329,7 +330,9 @@ class BoundaryReconfiguration:
         lasting = oversight.watching.slow.lasting(slow.evict_after_s, now_s=now_s)
         kinds = (VerdictKind.SLOW_COMPUTATION, VerdictKind.SLOW_COMMUNICATION)
         found = [
-            one for one in lasting if one.kind in kinds and one.sure is not Confidence.POSSIBLE
+            one
+            for one in lasting
+            if one.kind in kinds and one.confidence is not Confidence.POSSIBLE
         ]
         return next((one for one in found if _node_out(one, plan)), None)
 

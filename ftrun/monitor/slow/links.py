@@ -231,15 +231,17 @@ class SlowLinkDetector:
         where, nodes = place_of(set(hot), self._telling() | set(hot))
         worst = max(hot.values(), key=lambda cell: self._ratios[cell.pair][-1])
         found = [self._agrees(pair) for pair in hot]
-        sure = Confidence.CERTAIN if True in found else Confidence.LIKELY
-        against: tuple[str, ...] = ()
+        confidence = Confidence.CERTAIN if True in found else Confidence.LIKELY
+        counter_evidence: tuple[str, ...] = ()
         ratio = self._ratios[worst.pair][-1]
         if False in found and True not in found:
-            sure = Confidence.POSSIBLE
-            against = ("a probe between the agents found this link as fast as others",)
+            confidence = Confidence.POSSIBLE
+            counter_evidence = ("a probe between the agents found this link as fast as others",)
         elif _against_past(worst) < SUSPECT:
-            sure = Confidence.LIKELY if True in found else Confidence.POSSIBLE
-            against = ("it has been slow since the first steps: the network may be built this way",)
+            confidence = Confidence.LIKELY if True in found else Confidence.POSSIBLE
+            counter_evidence = (
+                "it has been slow since the first steps: the network may be built this way",
+            )
         return Verdict(
             kind=VerdictKind.SLOW_COMMUNICATION,
             culprits=(),
@@ -249,8 +251,8 @@ class SlowLinkDetector:
                 + (" and at first" if _against_past(worst) >= SUSPECT else "")
             ),
             evidence=tuple(self._evidence(cell) for _, cell in sorted(hot.items())),
-            against=against,
-            sure=sure,
+            counter_evidence=counter_evidence,
+            confidence=confidence,
             fingerprint=f"slow communication {where}",
         )
 
@@ -266,8 +268,8 @@ class SlowLinkDetector:
                 f"{_figures(worst)}, {_against_past(worst):.0f} times the value at first"
             ),
             evidence=tuple(self._evidence(cell) for _, cell in sorted(self._cells.items())),
-            against=("all links are equally slow: it may be a switch, or other traffic",),
-            sure=Confidence.POSSIBLE,
+            counter_evidence=("all links are equally slow: it may be a switch, or other traffic",),
+            confidence=Confidence.POSSIBLE,
             fingerprint="slow communication everywhere",
         )
 

@@ -84,8 +84,8 @@ def _verdict(node: str, sample: NodeSample, rates: dict[int, float]) -> Verdict:
             f"{_mb(sample.available_bytes)} MB are free on {node}",
             *(f"rank {one}: {_mb(rate * 60)} MB per minute" for one, rate in rates.items() if rate),
         ),
-        against=("growth may stop by itself, as when a cache is full",),
-        sure=Confidence.LIKELY,
+        counter_evidence=("growth may stop by itself, as when a cache is full",),
+        confidence=Confidence.LIKELY,
         fingerprint=f"memory {node}",
     )
 

@@ -79,7 +79,9 @@ class CollectiveCounts:
                 "default group",
                 f"by step {step:,} most had called {usual:,}; {how}",
             ),
-            against=() if is_clear else ("with two ranks, the other one may have called too many",),
-            sure=Confidence.CERTAIN if is_clear else Confidence.LIKELY,
+            counter_evidence=()
+            if is_clear
+            else ("with two ranks, the other one may have called too many",),
+            confidence=Confidence.CERTAIN if is_clear else Confidence.LIKELY,
             fingerprint="skipped without a hang",
         )

@@ -21,6 +21,7 @@ from ftrun.network.detect.probe_schedule import NetworkPath
 from ftrun.network.detect.rails import RunRails, match_rails
 from ftrun.network.failover.survey import End, ProbeSurvey, most_kept, newer, worst
 from ftrun.network.plan.planner import PlanningInputs, survey_of
+from ftrun.records.membership import PathFinding, PathsProbed
 from ftrun.recovery.commands import JournalEntry
 from ftrun.wire.cluster.generation import NetworkPlan, NodeCard, PathMeasurement, Rail
 from ftrun.wire.messages.status import NetworkFindingText, NetworkStatus
@@ -107,16 +108,12 @@ class PathMap:
         ids = list(self.rails)
         self.findings = found = self.judge(self.situation(ids, previous=previous))[0]
         text = f"{count} paths between {len(ids)} nodes probed in {self._probed_s:.2f} s"
-        fields: dict[str, object] = {
-            "coverage": round(self.coverage, 4),
-            "findings": len(found.found),
-        }
-        notes = [JournalEntry("RoadsProbed", text, fields)]
+        notes = [JournalEntry(PathsProbed(text, round(self.coverage, 4), len(found.found)))]
         for one in found.found:
             if (one.kind, one.culprit) not in self._told:
-                about: dict[str, object] = {"about": one.culprit, "finding": one.kind.value}
                 says = one.kind is not NetworkFindingKind.SLOW and not one.is_late
-                notes.append(JournalEntry("RoadFinding", one.sentence, about, say=says))
+                finding = PathFinding(one.sentence, one.culprit, one.kind.value)
+                notes.append(JournalEntry(finding, say=says))
         self._told = {(one.kind, one.culprit) for one in found.found}
         return notes
 

@@ -42,6 +42,7 @@ from ftrun.network.failover.path_map import PathMap
 from ftrun.network.failover.survey import ProbeSurvey, most_rounds, roads_to
 from ftrun.network.plan.planner import plan_roads
 from ftrun.network.plan.rail_choice import choices_of, keep_rails
+from ftrun.records.membership import NetworkPlanDisabled, NetworkPlanRecord
 from ftrun.recovery.commands import Command, JournalEntry
 from ftrun.recovery.health import HealthMonitor
 from ftrun.recovery.suspicions import SlowSuspicions
@@ -140,7 +141,7 @@ class PathMonitor:
     def fail(self, error: Exception) -> None:
         self.has_failed, self._urgent, self.wish = True, "", ""
         text = f"no network plan, by a bug in ftrun: {type(error).__name__}: {error}"
-        self._notes.append(JournalEntry("RoadsBug", text, say=True))
+        self._notes.append(JournalEntry(NetworkPlanDisabled(text), say=True))
 
     @property
     def is_on(self) -> bool:
@@ -439,5 +440,4 @@ class PathMonitor:
 
 def _note_of(plan: NetworkPlan, *, is_on: bool) -> JournalEntry:
     text = " ".join(plan.words) or f"rails {', '.join(plan.rails)}"
-    fields = {"in_effect": is_on, "order": plan.order, "rails": plan.rails}
-    return JournalEntry("RoadsPlan", text, fields)
+    return JournalEntry(NetworkPlanRecord(text, is_on, tuple(plan.order), tuple(plan.rails)))

@@ -41,6 +41,6 @@ def drill_command(
 
 
 def _drill_names() -> list[str]:
-    from ftrun.tools.drill.drill_plan_files import drill_plan_names
+    from ftrun.tools.drill.plan import drill_plan_names
 
     return drill_plan_names()

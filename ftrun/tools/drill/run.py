@@ -19,11 +19,13 @@ from types import TracebackType
 
 from ftrun import clock
 from ftrun.cli.screen.text import clean
-from ftrun.errors import FtrunError, InternalError
-from ftrun.tools.drill.drill_outcome import Outcome, outcome_of
+from ftrun.errors import FtrunError
+from ftrun.monitor.verdicts import VerdictKind
+from ftrun.records.decode import decode, of_kinds
+from ftrun.records.incidents import LifecycleChanged, VerdictRecord
 from ftrun.tools.drill.environments import JobHost, end
-from ftrun.tools.drill.jobs import DrillJob
-from ftrun.tools.drill.judge import DecodedLine, FaultResult, is_over, judge
+from ftrun.tools.drill.jobs import DrillJob, Outcome, outcome_of
+from ftrun.tools.drill.judge import FaultResult, Line, is_over, judge
 from ftrun.tools.drill.plan import FaultTrial, RunSection
 
 FIRST_STEP = 12
@@ -181,14 +183,14 @@ class DrillRun:
 
     # --- what it shows ------------------------------------------------------------------------
 
-    def journal(self) -> list[DecodedLine]:
+    def journal(self) -> list[Line]:
         """Returns the lines of all nodes in order of time; the nodes share a clock."""
         logs = self.folder / "ftrun-logs" / self.run_id
         of_nodes = list(logs.glob("*/journal.jsonl"))  # logs/journal.jsonl merges them
         for path in of_nodes if self.place.nodes > 1 else [logs / "journal.jsonl"]:
             self._journals.setdefault(path, _JournalFile(path))
         found = [line for journal in self._journals.values() for line in journal.read()]
-        return sorted(found, key=lambda line: float(line["mono_s"]))
+        return sorted(found, key=lambda line: line.monotonic_s)
 
     def outcomes(self) -> list[Outcome]:
         return [outcome_of(path) for path in self.job.note_files(self.folder)]
@@ -223,8 +225,8 @@ class DrillRun:
         return trial.expected.within_s + min(trial.lasts_s, 3600.0) + kill_after_s + _SPARE_S
 
     def _runs(self) -> bool:
-        states = [line for line in self.journal() if line["kind"] == "Transition"]
-        return bool(states) and states[-1]["new"] == "run"
+        states = of_kinds(self.journal(), LifecycleChanged)
+        return bool(states) and states[-1].record.new == "run"
 
     def has_ended(self) -> bool:
         return all(
@@ -268,10 +270,10 @@ class DrillRun:
         return f"Its last word: {clean(own[-1], 400)}" if own else "It has said nothing"
 
 
-def _lost_nodes(lines: Sequence[DecodedLine]) -> set[int]:
+def _lost_nodes(lines: Sequence[Line]) -> set[int]:
     """Returns nodes that may rejoin after the end of the job and then wait for the others."""
-    verdicts = [line["verdict"] for line in lines if line["kind"] == "Verdict"]
-    lost = [name for one in verdicts if one["kind"] == "node lost" for name in one["nodes"]]
+    verdicts = [line.record.verdict for line in of_kinds(lines, VerdictRecord)]
+    lost = [name for one in verdicts if one.kind is VerdictKind.NODE_LOST for name in one.nodes]
     return {int(name.removeprefix("node")) for name in lost if name[4:].isdigit()}
 
 
@@ -305,9 +307,9 @@ class _JournalFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read_bytes = 0
-        self._lines: list[DecodedLine] = []
+        self._lines: list[Line] = []
 
-    def read(self) -> Sequence[DecodedLine]:
+    def read(self) -> Sequence[Line]:
         if not self._path.exists():
             return self._lines
         with self._path.open("rb") as file:
@@ -315,12 +317,5 @@ class _JournalFile:
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._read_bytes += len(whole)
-        for raw in whole.splitlines():
-            try:
-                line = json.loads(raw)
-            except ValueError:
-                continue
-            if not isinstance(line, dict) or "kind" not in line or "mono_s" not in line:
-                raise InternalError(f"{self._path} holds a line without kind and mono_s")
-            self._lines.append(line)
+        self._lines += filter(None, map(decode, whole.split(b"\n")))
         return self._lines

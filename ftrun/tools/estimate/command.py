@@ -25,11 +25,11 @@ from ftrun.errors import ExitCode, UsageError
 from ftrun.tools.estimate import text as words
 from ftrun.tools.estimate.assumptions import ABOUT, Assumptions, flag_of, problems
 from ftrun.tools.estimate.outlook import MAX_NODES, FixedChoices, Outlook, outlook
+from ftrun.tools.report.command import folder_of, is_alive, raw_lines
+from ftrun.tools.report.costs import HANGS
 from ftrun.tools.report.facts import IncidentFacts, RunFacts
 from ftrun.tools.report.incident.ranks import slow_kind
 from ftrun.tools.report.render.page import fitted_page, picture_style
-from ftrun.tools.report.report_cost import HANGS
-from ftrun.tools.report.report_logs import folder_of, is_alive, raw_lines
 from ftrun.tools.report.run import run_facts
 
 DEFAULT_NODES = "16..16384"

@@ -19,14 +19,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftrun.cli.runs import RunLiveness, choose, look_at
-from ftrun.cli.screen.text import clean, numbers, ranges
+from ftrun.cli.screen.text import clean, ranges
 from ftrun.errors import ExitCode, FtrunError, UsageError
+from ftrun.records.decode import of_kinds
+from ftrun.records.run import RunStarted
 from ftrun.tools.logs.files import LogFile, log_files, parse_ranks, started
-from ftrun.tools.logs.follow import LogFilter, follow, is_run_alive, read_lines, say, say_generation
-from ftrun.tools.logs.log_lines import lines_of
+from ftrun.tools.logs.follow import (
+    LogFilter,
+    follow,
+    is_run_alive,
+    lines_of,
+    read_lines,
+    say,
+    say_generation,
+)
+from ftrun.tools.report.command import folder_of, raw_lines
 from ftrun.tools.report.facts import IncidentFacts
-from ftrun.tools.report.journal import JournalLine
-from ftrun.tools.report.report_logs import folder_of, raw_lines
+from ftrun.tools.report.journal import Line
 from ftrun.tools.report.run import incident_by, run_facts
 from ftrun.wire.run_environment import all_run_folders
 
@@ -78,9 +87,9 @@ def _folder(run_id: str | None) -> Path:
     return folder_of(run_id, below=Path.cwd())
 
 
-def _choice(wanted: LogRequest, lines: Sequence[JournalLine], folder: Path) -> LogFilter:
+def _choice(wanted: LogRequest, lines: Sequence[Line], folder: Path) -> LogFilter:
     ranks = parse_ranks(wanted.ranks) if wanted.ranks is not None else None
-    nodes = sorted({line.node for line in lines if line.kind == "run"})
+    nodes = sorted({line.node for line in of_kinds(lines, RunStarted)})
     if wanted.node is not None and wanted.node not in nodes:
         known = ", ".join(node for node in nodes if node) or "none, it runs on one node"
         raise UsageError(
@@ -106,17 +115,17 @@ def _incident(name: str, folder: Path) -> IncidentFacts:
         raise UsageError(clean(str(error), 500)) from None
 
 
-def _culprits_of(incident: IncidentFacts, lines: Sequence[JournalLine]) -> frozenset[int] | None:
+def _culprits_of(incident: IncidentFacts, lines: Sequence[Line]) -> frozenset[int] | None:
     """Returns the culprit ranks; if only nodes are named, all ranks of these nodes."""
     ranks = set(incident.culprits)
     for node in () if ranks else incident.nodes:
         start = started(lines, generation=incident.generation or 0, node=node)
-        ranks.update(numbers(start.fields.get("ranks")) if start is not None else ())
+        ranks.update(start.record.ranks if start is not None else ())
     return frozenset(ranks) or None
 
 
-def _no_files(lines: Sequence[JournalLine]) -> str:
-    nodes = sorted({line.node for line in lines if line.kind == "run" and line.node})
+def _no_files(lines: Sequence[Line]) -> str:
+    nodes = sorted({line.node for line in of_kinds(lines, RunStarted) if line.node})
     where = f" Each node has its own files: ask on {', '.join(nodes)}." if nodes else ""
     return (
         "no file on this machine holds what the ranks of this run have said: it went to the "
@@ -140,7 +149,7 @@ def _none_of_them(every: Sequence[LogFile], choice: LogFilter) -> str:
 # --- all that is there ------------------------------------------------------------------------
 
 
-def _show(files: Sequence[LogFile], last: int | None, lines: Sequence[JournalLine]) -> None:
+def _show(files: Sequence[LogFile], last: int | None, lines: Sequence[Line]) -> None:
     """Prints generation by generation, each merged by estimated time."""
     width = max((len(file.prefix) for file in files), default=0)
     eras = sorted({file.era for file in files})

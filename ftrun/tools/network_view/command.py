@@ -19,8 +19,8 @@ from ftrun.journal import NETWORK_NAME
 from ftrun.tools.network_view import text as words
 from ftrun.tools.network_view.facts import NetworkFacts, NetworkReport, network_facts
 from ftrun.tools.network_view.picture import FEW_DRAWN, picture
+from ftrun.tools.report.command import folder_of
 from ftrun.tools.report.render.page import fitted_page, picture_style
-from ftrun.tools.report.report_logs import folder_of
 from ftrun.wire.messages.status import NetworkStatus, StatusView, decode_status
 
 _MOST_ROWS = 60

@@ -3,6 +3,7 @@
 import pytest
 
 from ftrun.agent.announcements import Announcements
+from ftrun.records.membership import GenerationChosen, NodeLost
 from ftrun.recovery.commands import JournalEntry
 
 KILLED = "rank 1 (pid 7) was killed by SIGKILL"
@@ -31,9 +32,10 @@ def test_a_leader_without_ranks_prints_the_same_loss_again_in_the_next_generatio
     caplog: pytest.LogCaptureFixture, is_member: bool, count: int
 ) -> None:
     """A member prints the cause in front of what begins, which is when it forgets it."""
-    lost = JournalEntry("NodeLost", "node b is lost: the connection is refused", say=True)
-    began = JournalEntry("Generation", "generation 3: 2 nodes, 2 ranks")
+    text = "node b is lost: the connection is refused"
+    lost = JournalEntry(NodeLost(text, "b", was_member=True), say=True)
+    began = JournalEntry(GenerationChosen("generation 3: 2 nodes, 2 ranks", text, 3, 2, None, ""))
     announcements = Announcements()
     for one in (lost, lost, began, lost):
         announcements.show(one, has_ranks=is_member)
-    assert caplog.messages == [lost.text] * count
+    assert caplog.messages == [text] * count

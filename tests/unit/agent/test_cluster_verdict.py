@@ -98,7 +98,7 @@ def test_a_suspected_hang_is_named_before_and_after_its_verdict() -> None:
         kind=VerdictKind.BUSY_LOOP,
         culprits=(1,),
         text="rank 1 stands still",
-        sure=Confidence.LIKELY,
+        confidence=Confidence.LIKELY,
     )
     incidents.named(found, (), now_s=made.now_s)
     assert "on 3 nodes and 1 spare: rank 1 stands still" in verdict(made)

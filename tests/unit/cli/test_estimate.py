@@ -259,7 +259,9 @@ def test_a_notice_without_a_first_sign_is_no_measurement() -> None:
 
 def test_a_run_that_tells_too_little_says_so() -> None:
     made = long_run()
-    made.entries = [one for one in made.entries if one["kind"] in ("run", "Ballot", "end")]
+    made.entries = [
+        one for one in made.entries if one["kind"] in ("run_started", "ballot_started", "run_ended")
+    ]
     facts = run_facts(made.raw())
     assert measured_in(facts) == {}
     told = nothing_measured(facts, [])

@@ -9,6 +9,7 @@ import pytest
 from ftrun.config.cluster import ClusterSize
 from ftrun.errors import ExitCode
 from ftrun.membership.gathering import SAY_EVERY_S, InitialQuorum, JoinTimeout
+from ftrun.records.membership import WaitingForNodes
 from ftrun.recovery.commands import EndRun, JournalEntry, Send
 from ftrun.wire.cluster.generation import NodeCard
 from ftrun.wire.cluster.membership import Join, JoinPending, JoinRejected
@@ -129,7 +130,7 @@ def test_it_says_now_and_then_what_is_waited_for() -> None:
         found = made.wait(now_s - 50.0, "a is here", gathers=True, now_s=float(now_s))
         if found:
             assert found == [
-                JournalEntry("Waiting", f"waiting for {now_s - 50} s: a is here", say=True)
+                JournalEntry(WaitingForNodes(f"waiting for {now_s - 50} s: a is here"), say=True)
             ]
             said_s.append(now_s - 50)
     assert said_s == [SAY_EVERY_S, 2 * SAY_EVERY_S, 3 * SAY_EVERY_S]
@@ -156,8 +157,8 @@ def test_it_gives_up_after_the_limit_with_what_to_check(
     (end,) = made.wait(100.0, "nobody", gathers=gathers, now_s=100.0)
     assert isinstance(end, EndRun)
     assert end.exit_code == code
-    assert "within 100 s: nobody" in end.why
-    assert advice in end.why
+    assert "within 100 s: nobody" in end.reason
+    assert advice in end.reason
 
 
 @pytest.mark.parametrize("gathers", [True, False])
@@ -166,5 +167,6 @@ def test_where_they_meet_at_a_witness_that_is_what_to_check(gathers: bool) -> No
     (end,) = made.wait(100.0, "nobody", gathers=gathers, now_s=100.0)
     assert isinstance(end, EndRun)
     assert (
-        "within 100 s: nobody. Check that ftrun runs on the others, with the same etcd" in end.why
+        "within 100 s: nobody. Check that ftrun runs on the others, with the same etcd"
+        in end.reason
     )

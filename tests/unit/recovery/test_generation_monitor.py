@@ -44,7 +44,7 @@ def exited(rank: int, kind: ExitKind = ExitKind.EXCEPTION, code: int = 1) -> Wor
 
 
 def starts(commands: list[SupervisorCommand]) -> list[str]:
-    return [one.why for one in commands if isinstance(one, StartGeneration)]
+    return [one.reason for one in commands if isinstance(one, StartGeneration)]
 
 
 # --- rule 1: of which generation --------------------------------------------------------------
@@ -580,9 +580,9 @@ def test_a_hang_is_named_and_then_acted_on() -> None:
     whys = starts(looked(made, 10.5, 110.5))
     assert len(whys) == 1
     assert whys[0].startswith("hang in computation: rank 1")
-    kinds = [note.kind for note in made.incidents.take_notes()]
-    assert kinds.count("Verdict") == 1
-    assert "TransitionRefused" not in kinds
+    kinds = [note.record.kind for note in made.incidents.take_notes()]
+    assert kinds.count("verdict") == 1
+    assert "lifecycle_change_rejected" not in kinds
 
 
 def test_a_silence_that_ends_is_not_acted_on() -> None:

@@ -15,7 +15,7 @@ from ftrun.recovery.commands import StartGeneration
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.recovery.lost_links import lost_links, with_lost_links
 from ftrun.wire.cluster.membership import Heartbeat
-from tests.unit.recovery.made import card, plan, settings
+from tests.unit.recovery.made import card, fields, plan, settings
 
 MEMBERS = [card("a"), card("b"), card("c"), card("d")]
 PLAN = plan(1, MEMBERS, spares="s")
@@ -70,7 +70,9 @@ def test_a_rank_with_a_cause_of_its_own_stays_the_culprit() -> None:
         made, kind=VerdictKind.HANG_IN_COMPUTATION, nodes=("a",), culprits=(0,)
     )
     assert with_lost_links(elsewhere, lost, [0, 1]) is elsewhere
-    computes = msgspec.structs.replace(elsewhere, nodes=("b",), against=("rank 1 computes",))
+    computes = msgspec.structs.replace(
+        elsewhere, nodes=("b",), counter_evidence=("rank 1 computes",)
+    )
     assert with_lost_links(computes, lost, [0, 1]) is computes
 
 
@@ -106,7 +108,7 @@ class Run:
             self.oversight.beat(one, body, now_s=now_s)
         found = self.oversight.passing(now_s=now_s)
         found += self.oversight.passing(now_s=now_s + 0.7)
-        self.whys += [one.why for one in found if isinstance(one, StartGeneration)]
+        self.whys += [one.reason for one in found if isinstance(one, StartGeneration)]
 
     @staticmethod
     def _view(rank: int, silent_s: float, has_not_entered: bool) -> RankView:
@@ -126,9 +128,9 @@ def test_the_link_is_named_and_one_end_replaced_at_the_deadline() -> None:
     run = Run()
     run.at(50.0, 40, 9.0)
     verdict = next(
-        note.fields["verdict"]
+        fields(note)["verdict"]
         for note in run.oversight.incidents.take_notes()
-        if note.kind == "Verdict"
+        if note.record.kind == "verdict"
     )
     assert list(verdict["nodes"]) == ["b", "c"]
     assert not run.whys

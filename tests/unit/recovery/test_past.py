@@ -35,8 +35,8 @@ def drained(made: Agents, node_id: str, *, members: str = "abc", after: str = "a
 def test_a_node_that_was_drained_has_left_and_is_not_lost() -> None:
     made = with_spares()
     drained(made, "b")
-    assert notes(made, "a", "NodeLost") == []
-    assert notes(made, "a", "NodeLeft") == ["node b has drained"]
+    assert notes(made, "a", "node_lost") == []
+    assert notes(made, "a", "node_left") == ["node b has drained"]
     assert places(made, "a")["b"] == "left"
     assert "lost:" not in verdict(made)
     assert made["a"].member.lead is not None
@@ -53,7 +53,7 @@ def test_a_node_that_was_asked_to_leave_and_dies_with_its_ranks_is_lost_but_has_
     made.kill("b")
     made.passes(1.0)
     assert made.running() == {"a": 1, "c": 1, "d": 1}
-    assert len(notes(made, "a", "NodeLost")) == 1
+    assert len(notes(made, "a", "node_lost")) == 1
     assert places(made, "a")["b"] == "lost"
     assert made["a"].member.lead is not None
     assert made["a"].member.lead.oversight.history(now_s=made.now_s).node_failures == {}

@@ -96,7 +96,7 @@ def test_killed_worker_restarts_all_at_once() -> None:
 def test_restart_of_a_script_without_attach_says_where_it_begins() -> None:
     commands = supervisor().handle(ends(killed(), at=progress(5, attached=False)), now_s=1.0)
     assert isinstance(commands[1], StartGeneration)
-    assert "restarts from its beginning" in commands[1].why
+    assert "restarts from its beginning" in commands[1].reason
 
 
 def test_a_rank_that_is_killed_before_it_attaches_again_is_no_script_without_attach() -> None:
@@ -104,7 +104,7 @@ def test_a_rank_that_is_killed_before_it_attaches_again_is_no_script_without_att
         ends(killed(), at=progress(5, here=0, attached=False)), now_s=1.0
     )
     assert isinstance(commands[1], StartGeneration)
-    assert "attach" not in commands[1].why
+    assert "attach" not in commands[1].reason
 
 
 def test_run_ends_when_every_rank_has_finished() -> None:

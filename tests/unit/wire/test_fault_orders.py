@@ -10,9 +10,10 @@ from ftrun.wire.fault_catalog import FAULTS, TARGETS
 from ftrun.wire.fault_orders import FaultOrder, FaultPage, FaultPages, duration_s, make_order
 
 EVERY_KIND = """
-    rank-kill segv abort exception exit0-early stop hang gil spin collective-skip slow nan spike
-    poison-batch oom smp-kill smp-stop agent-kill agent-zombie zygote-kill lead-kill node-loss
-    freeze partition one-way slow-link lossy-link bitflip-shm bitflip-wire fragment-truncate
+    rank-kill segv abort exception exit0-early stop hang gil-hold busy-loop collective-skip slow nan
+    spike poison-batch oom smp-kill smp-stop agent-kill agent-stop zygote-kill leader-kill node-loss
+    freeze partition one-way-partition slow-link lossy-link bitflip-shm bitflip-wire
+    fragment-truncate
     fragment-stale torn-snapshot weight-bitflip corrupt-checkpoint shm-full disk-full fd-limit
     pid-limit cpu-starve clock-jump slow-input
 """

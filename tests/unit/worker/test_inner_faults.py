@@ -217,7 +217,7 @@ def test_an_order_that_is_taken_back_in_time_never_fires(
     assert page.fired == 2, "the next one is another"
 
 
-@pytest.mark.parametrize("kind", ["hang", "spin"])
+@pytest.mark.parametrize("kind", ["hang", "busy-loop"])
 def test_a_rank_that_stands_still_goes_on_once_that_is_taken_back(
     context: WorkerContext, page: FaultPage, kind: str
 ) -> None:

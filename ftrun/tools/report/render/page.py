@@ -75,7 +75,7 @@ def run_page(run: RunFacts, *, source: str, made_t_s: float, links: bool = True)
             "links": links,
             "shares": shares(run),
             "progress": progress(run),
-            "has_pulses": not any("Pulse" in note for note in run.notes),
+            "has_pulses": not any("progress lines" in note for note in run.notes),
             "shown": run.incidents[-max(int(200 * share), 5) :],
             "nodes": _telling(run.nodes, max(int(100 * share), 10)),
             "href_of": incident_name,

@@ -78,8 +78,8 @@ def test_a_spare_takes_the_ranks_of_a_node_that_leaves_and_no_step_is_lost() -> 
     assert ends(made, "b") == [], "what it holds is needed"
     protected_again(made, "adc", at)
     assert ends(made, "b") == [(TERMINATED, True)]
-    assert notes(made, "a", "Leaving") == ["draining b; the run continues without them"]
-    assert notes(made, "a", "Unfit") == ["node b may not run ranks: it is draining"]
+    assert notes(made, "a", "nodes_draining") == ["draining b; the run continues without them"]
+    assert notes(made, "a", "node_unfit") == ["node b may not run ranks: it is draining"]
     made.kill("b")
     made.passes(5.0)
     assert made.running() == {"a": 1, "c": 1, "d": 1}
@@ -103,7 +103,7 @@ def test_where_every_node_is_asked_the_run_stops_at_once() -> None:
         works(made, 7, one, exits=(exited(rank, ExitKind.FINISHED, 0),))
     made.passes(1.0)
     assert ends(made, "abcd") == [(TERMINATED, False)] * 4
-    assert notes(made, "a", "Leaving") == []
+    assert notes(made, "a", "nodes_draining") == []
 
 
 def test_where_too_few_would_be_left_the_run_stops_at_once() -> None:
@@ -112,7 +112,7 @@ def test_where_too_few_would_be_left_the_run_stops_at_once() -> None:
     ask(made, "c")
     made.passes(0.5)
     (asked,) = made["a"].told(RequestFinalSnapshot)
-    assert asked.why == "draining c would leave 2 of at least 3 nodes"
+    assert asked.reason == "draining c would leave 2 of at least 3 nodes"
     works(made, asked.after_step, at_boundary=True)
     assert made["b"].told(SignalWorkers)
 
@@ -216,7 +216,9 @@ def test_a_lead_that_would_leave_too_few_to_decide_stops_the_run() -> None:
     works(made, 5, "ab")
     ask(made, "a")
     made.passes(0.5)
-    assert made["b"].told(RequestFinalSnapshot)[0].why == ("draining a would leave 1 of 2 voters")
+    assert made["b"].told(RequestFinalSnapshot)[0].reason == (
+        "draining a would leave 1 of 2 voters"
+    )
     works(made, 9, "ab", at_boundary=True)
     assert made["b"].told(SignalWorkers)
 
@@ -298,7 +300,7 @@ def test_notices_that_keep_coming_are_those_of_a_job_that_is_deleted() -> None:
         made.passes(NOTICE_S - 0.25)
     assert set(made.running().values()) == {0}
     assert 6 * (NOTICE_S - 0.25) > LIMIT_S
-    (why,) = {told.why for told in made["a"].told(RequestFinalSnapshot)}
+    (why,) = {told.reason for told in made["a"].told(RequestFinalSnapshot)}
     assert why == "the nodes receive SIGTERM one after the other"
     works(made, 99, "abcdefghijkl", at_boundary=True)
     assert made["b"].told(SignalWorkers)
@@ -403,7 +405,7 @@ def test_who_is_lost_need_not_be_asked() -> None:
     made.kill("b")
     made.passes(NOTICE_S + 1.0)
     assert set(made.running()) == set("acd")
-    assert notes(made, "a", "Leaving") == []
+    assert notes(made, "a", "nodes_draining") == []
 
 
 def test_a_paused_run_whose_last_nodes_are_asked_ends() -> None:
@@ -431,7 +433,7 @@ def test_growth_that_is_under_way_gives_way_to_a_departure() -> None:
     works(made, 5)
     made.start("d")
     made.passes(6.0)
-    assert made["a"].told(RequestFinalSnapshot)[0].why == "grows from 3 to 4 nodes"
+    assert made["a"].told(RequestFinalSnapshot)[0].reason == "grows from 3 to 4 nodes"
     ask(made, "c")
     made.passes(NOTICE_S + 0.5)
     at = at_boundary(made, "abc", "c")

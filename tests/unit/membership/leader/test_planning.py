@@ -242,7 +242,7 @@ def test_what_numerical_anomalies_have_spoiled_is_not_gone_on_from() -> None:
     nothing = planned(promises, "abc", RAN, spoiled=(1, 8))
     assert isinstance(nothing, EndRun)
     assert nothing.exit_code == ExitCode.DO_NOT_RESTART
-    assert "no version before step 8 (generation 1) is left" in nothing.why
+    assert "no version before step 8 (generation 1) is left" in nothing.reason
 
 
 def test_batches_stay_left_out_until_a_later_version_is_gone_on_from() -> None:
@@ -268,7 +268,7 @@ def test_where_nobody_holds_it_any_more_the_run_ends() -> None:
     found = planned(here, "abc", RAN)
     assert isinstance(found, EndRun)
     assert found.exit_code == ExitCode.STATE_LOST
-    assert found.why.startswith("the state of the run is lost: step 8 (generation 1)")
+    assert found.reason.startswith("the state of the run is lost: step 8 (generation 1)")
 
 
 def test_where_there_are_checkpoints_the_others_have_a_while_to_come_back() -> None:

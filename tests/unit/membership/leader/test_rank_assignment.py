@@ -171,7 +171,7 @@ def made_of(**checks: NodeFitness | None) -> tuple[Admission, FailureDetector]:
 
 
 def texts(notes: list[JournalEntry]) -> list[tuple[str, str]]:
-    return [(one.kind, one.text) for one in notes]
+    return [(one.record.kind, one.record.text) for one in notes]
 
 
 def test_who_has_failed_its_check_is_left_out_and_named() -> None:
@@ -197,13 +197,13 @@ def test_too_few_fit_nodes_are_told_with_the_check() -> None:
 def test_it_is_said_once_and_so_is_that_it_is_over() -> None:
     screening, peers = made_of(a=FIT, b=UNFIT)
     why = "node b may not run ranks: memory is copied at 3 MB/s"
-    assert texts(screening.look(set())) == [("Unfit", why)]
+    assert texts(screening.look(set())) == [("node_unfit", why)]
     assert screening.look(set()) == []
     assert screening.told == {"b": "memory is copied at 3 MB/s"}
     peers.by_id["b"].lost = "gone"
     assert screening.look(set()) == []
     peers.by_id["b"].lost, peers.by_id["b"].fitness = "", FIT
-    assert texts(screening.look(set())) == [("FitAgain", "node b is fit to run ranks")]
+    assert texts(screening.look(set())) == [("node_fit", "node b is fit to run ranks")]
     assert screening.look(set()) == []
     assert screening.told == {}
 
@@ -236,13 +236,13 @@ def test_whoever_was_set_aside_makes_another_check_first() -> None:
     assert screening.ask(beat) is beat
     notes = screening.look(set())
     why = "node b may not run ranks: it was excluded, and repeats its check"
-    assert texts(notes) == [("Unfit", why)]
+    assert texts(notes) == [("node_unfit", why)]
     assert screening.ask(beat).checks == {"b": 2}
     peers.by_id["b"].fitness = fit(2, is_whole=False)
     screening.look(set())
     assert screening.ask(beat).checks == {"b": 3}
     peers.by_id["b"].fitness = fit(3)
-    assert texts(screening.look(set())) == [("FitAgain", "node b is fit to run ranks")]
+    assert texts(screening.look(set())) == [("node_fit", "node b is fit to run ranks")]
     assert screening.ask(beat) is beat
     assert screening.unfit(set()) == {}
 
@@ -270,7 +270,7 @@ def test_slow_nodes_are_told_once() -> None:
     screening, _ = made_of(**checks, b=fit(1, rate=1e9), e=None)
     found = screening.compare(plan(0, "abc", "d"))
     text = "node b is slow: memory is copied at 1.0 GB/s (other nodes 8.0 GB/s)"
-    assert texts(found) == [("SlowNode", text)]
+    assert texts(found) == [("node_below_median", text)]
     assert screening.compare(plan(1, "abc", "d")) == []
     assert screening.compare(plan(1, "ac", "d")) == []
 
@@ -291,7 +291,9 @@ def test_a_spare_runs_in_place_of_an_unfit_node_from_the_beginning() -> None:
     made = started("abcd", "b", ClusterSize(3, 3, 1))
     assert made.running() == {"a": 0, "c": 0, "d": 0}
     assert [one.node_id for one in made.plan("a").spares] == ["b"]
-    notes = [one.text for one in made["a"].told(JournalEntry) if one.kind == "Unfit"]
+    notes = [
+        one.record.text for one in made["a"].told(JournalEntry) if one.record.kind == "node_unfit"
+    ]
     assert notes == ["node b may not run ranks: memory is copied at 3 MB/s"]
 
 
@@ -353,10 +355,10 @@ def test_a_node_whose_ranks_do_not_die_runs_none_until_they_have(
     works(made, 5, "b", exits=(exited(1, ExitKind.SIGNAL, -9),))
     made.passes(5.0)
     assert made.running() == {"a": 1, "c": 1}
-    assert notes(made, "a", "Unfit") == [f"node b may not run ranks: {STUCK}"]
+    assert notes(made, "a", "node_unfit") == [f"node b may not run ranks: {STUCK}"]
     made.happens("b", RanksStuck(""))
     made.passes(5.0)
-    assert notes(made, "a", "FitAgain") == ["node b is fit to run ranks"]
+    assert notes(made, "a", "node_fit") == ["node b is fit to run ranks"]
 
 
 def test_who_makes_no_checks_is_asked_for_none() -> None:
