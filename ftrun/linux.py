@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftrun import clock
+from ftrun.errors import MemoryTooSmall
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
@@ -151,6 +152,17 @@ class AvailableMemory:
 
     num_bytes: int
     limit: str
+
+    def check(self, needed_bytes: int, *, state_bytes: int = 0, num_ranks: int = 0) -> None:
+        """Raises MemoryTooSmall, with these values, if this number of bytes does not fit."""
+        if needed_bytes > self.num_bytes:
+            raise MemoryTooSmall(
+                needed_bytes=needed_bytes,
+                available_bytes=self.num_bytes,
+                limit=self.limit,
+                state_bytes=state_bytes,
+                num_ranks=num_ranks,
+            )
 
 
 def available_memory(root: Path = Path("/")) -> AvailableMemory:

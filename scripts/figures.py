@@ -165,7 +165,6 @@ def measured_costs(folder: Path) -> list[dict[str, Any]]:
     failed = [one["problem"] for one in trials if not one["passed"]]
     if done.returncode != 0 or failed:
         raise BenchError(f"the drill ended with {done.returncode}: {failed}")
-    add_training_again(trials, out)
     found = []
     for (kind, nodes), name in FAILURES.items():
         rows = [one for one in trials if (one["kind"], one["nodes"]) == (kind, nodes)]
@@ -183,56 +182,32 @@ def measured_costs(folder: Path) -> list[dict[str, Any]]:
                 "action": actions.pop(),
                 "detected_s": median_of(rows, "detected_s"),
                 "training_again_s": median_of(rows, "training_again_s"),
-                "steps_repeated": max(one["steps_repeated"] for one in rows),
+                "steps_repeated": max(steps_repeated(one, out) for one in rows),
                 "is_equal": all(one["equal"] for one in rows),
             }
         )
     return found
 
 
-def add_training_again(trials: Sequence[dict[str, Any]], out: Path) -> None:
-    """Adds, to each trial, the time from the fault to the next step, and the steps repeated."""
-    for name in dict.fromkeys(one["run"] for one in trials):
-        rows = [one for one in trials if one["run"] == name]
-        paths = (out / name / "ftrun-logs").rglob("journal.jsonl")
-        lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
-        fired = {line["id"]: line["fired_mono_s"] for line in lines if "fired_mono_s" in line}
-        verdicts = [line["mono_s"] for line in lines if line["kind"] == "Verdict"]
-        if fired:
-            starts = sorted(fired.values())
-        elif verdicts:  # no agent has made this fault; its time follows from the verdict
-            starts = [min(verdicts) - rows[0]["detected_s"]]
-        else:
-            starts = [0.0]
-        notes = [
-            [json.loads(line) for line in path.read_text().splitlines()]
-            for path in sorted((out / name).glob("rank*.jsonl"))
+def steps_repeated(trial: Mapping[str, Any], out: Path) -> int:
+    """Of a trial; if its leader has not counted them, from the notes of its run's ranks."""
+    if trial["steps_lost"] is not None:
+        return int(trial["steps_lost"])
+    lost, done = 0, -1
+    for generation in range(2):
+        steps = [
+            [note["step"] for note in rank if note["generation"] == generation]
+            for rank in notes_of(out / trial["run"])
         ]
-        for row, start, end in zip(rows, starts, [*starts[1:], float("inf")], strict=True):
-            stepped = [
-                line["stepped_s"] for line in lines if start <= line.get("stepped_s", -1) < end
-            ]
-            row["training_again_s"] = round(max(stepped) - start, 3) if stepped else None
-            row["steps_repeated"] = steps_repeated(notes, start, end)
-
-
-def steps_repeated(
-    notes: Sequence[Sequence[Mapping[str, Any]]], start_s: float, end_s: float
-) -> int:
-    """Steps that every rank had completed before the end of a time, and repeated in it."""
-    steps = [[line for line in rank if line["kind"] == "step"] for rank in notes]
-    here = {line["generation"] for rank in steps for line in rank
-            if start_s <= line["ns"] / 1e9 < end_s}  # fmt: skip
-    lost = 0
-    for generation in sorted(here):
-        before = [[s["step"] for s in rank if s["generation"] < generation] for rank in steps]
-        first = min(s["step"] for rank in steps for s in rank if s["generation"] == generation)
-        began_s = min(
-            s["ns"] / 1e9 for rank in steps for s in rank if s["generation"] == generation
-        )
-        if all(before) and began_s >= start_s:
-            lost += max(0, min(max(rank) for rank in before) + 1 - first)
+        lost += max(0, done + 1 - min(min(rank) for rank in steps))
+        done = min(max(rank) for rank in steps)
     return lost
+
+
+def notes_of(folder: Path) -> list[list[dict[str, Any]]]:
+    """The steps of each rank, as the job has noted them."""
+    lines = [path.read_text().splitlines() for path in sorted(folder.glob("rank*.jsonl"))]
+    return [[note for note in map(json.loads, rank) if note["kind"] == "step"] for rank in lines]
 
 
 def median_of(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:

@@ -35,12 +35,7 @@ class ReceivedSignals(Protocol):
 
 @dataclass
 class NodeReporter:
-    """Reports the state of one node to the leader.
-
-    Args:
-        tell: passes the report to the control loop.
-        is_cluster: the run has several nodes.
-    """
+    """Reports the state of one node to the leader."""
 
     tell: Callable[[NodeReported], None]
     journal: Journal

@@ -234,8 +234,13 @@ class Stub:
         for number in numbers:
             if number != signal.SIGCHLD:
                 self._take(signal.Signals(number))
-        self._reap()
-        self._pass_on_held()
+        for pid, status in process_tree.reap_all():
+            if pid == self._agent:
+                self._agent, self._status = None, status
+        if self._agent is not None and self._folder.agent_socket.exists():
+            for number in self._held:
+                os.kill(self._agent, number)
+            self._held.clear()
 
     def _take(self, number: signal.Signals) -> None:
         if number in ENDING and self._asked is None:
@@ -244,17 +249,6 @@ class Stub:
             self._held.append(number)  # sent in the same turn if an agent listens
         elif self._agent is not None:
             os.kill(self._agent, number)
-
-    def _pass_on_held(self) -> None:
-        if self._agent is not None and self._folder.agent_socket.exists():
-            for number in self._held:
-                os.kill(self._agent, number)
-            self._held.clear()
-
-    def _reap(self) -> None:
-        for pid, status in process_tree.reap_all():
-            if pid == self._agent:
-                self._agent, self._status = None, status
 
     def _decide(self) -> int | None:
         """Handles the end of the agent: returns the exit code, or None if another agent starts."""

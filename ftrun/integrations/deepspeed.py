@@ -30,8 +30,7 @@ from ftrun.integrations.libraries import require
 from ftrun.sharding.rule_parser import read_rules
 from ftrun.worker.session import Session
 from ftrun.worker.session import attach as attach_parts
-from ftrun.worker.state.attached import held_by
-from ftrun.worker.state.declared_layout import DeclaredSharding
+from ftrun.worker.state.attached import DeclaredSharding, held_by
 
 require("deepspeed", at_least="0.19")
 

@@ -19,21 +19,21 @@ from ftrun.errors import MemoryTooSmall, PeerError
 from ftrun.ids import Version
 from ftrun.wire.shared_memory.arena import Arena
 from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
-from ftrun.worker.capture.accumulation import AccumulationTracker
+from ftrun.worker.capture.boundaries import AccumulationTracker
 from ftrun.worker.capture.boundary_digests import BoundaryDigests
 from ftrun.worker.capture.capture import Capture
 from ftrun.worker.capture.slots import frozen_bytes, needed_bytes
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.process import heartbeat, lease
 from ftrun.worker.restore import early_restore
-from ftrun.worker.restore.loader import LocalState, RestorableVersion
+from ftrun.worker.restore.loader import LocalState, SavedState, put_back_random_states, reload
 from ftrun.worker.restore.overwritten import RestoredMarks, RestoredSettings
 from ftrun.worker.smp_client import WorkerSmpClient
 from ftrun.worker.state.attached import AttachedState
-from ftrun.worker.state.buckets import DdpWrapperTracker, is_needed, ready_order, warm_buckets
 from ftrun.worker.state.checked_state import CheckedState
-from ftrun.worker.state.optimizer_watch import shown
+from ftrun.worker.state.determinism import DdpWrapperTracker, is_needed, ready_order, warm_buckets
 from ftrun.worker.state.state_tree import BoundaryState
+from ftrun.worker.state.unprotected import shown
 
 _POLL_S = 0.02
 _STOP_WAIT_S = 600.0
@@ -54,16 +54,16 @@ class SnapshotSession:
         self._attached = attached
         self._warmup = warmup
         self._checked = CheckedState(attached, context.unprotected, self._check_overwritten)
-        self._inner, self._tree = self._checked.inner, self._checked.tree
+        self.inner, self._tree = self._checked.inner, self._checked.tree
         self._link = WorkerSmpClient(context)
-        stepping = [*attached.optimizers.values(), *self._inner.covered]
+        stepping = [*attached.optimizers.values(), *self.inner.covered]
         self._accumulation = AccumulationTracker(
             stepping, attached.stateful.values(), context.unprotected.guarded
         )
         self._watch = DdpWrapperTracker()
         self.digests = BoundaryDigests(context.page, attached)
         self._capture: Capture | None = None
-        self._saved: RestorableVersion | None = None
+        self._saved: SavedState | None = None
         self._inherited: Arena | None = None
         self._marks: RestoredMarks | None = None
         self._settings: RestoredSettings | None = None
@@ -95,7 +95,7 @@ class SnapshotSession:
         self._load()
         return own
 
-    def _open_own(self, wanted: Version) -> RestorableVersion:
+    def _open_own(self, wanted: Version) -> SavedState:
         """Open this rank's shard, or the shards of all ranks if they had another layout."""
         ahead = early_restore.take(wanted)
         if ahead is None:
@@ -112,7 +112,6 @@ class SnapshotSession:
         return self._open_other()
 
     def _is_of_this_layout(self, saved: LocalState) -> bool:
-        """Whether this rank's own shard is all that it needs."""
         layout = self._attached.layout
         if layout is not None and (layout.has_rules or not layout.is_that_of(saved.layout)):
             return layout.is_that_of(saved.layout)
@@ -124,7 +123,7 @@ class SnapshotSession:
         held = set(lasting.names.values())
         return saved.is_cut_like([one for one in lasting.entries if one.name in held])
 
-    def _open_other(self) -> RestorableVersion:
+    def _open_other(self) -> SavedState:
         # Imported here, because most runs are restored into the same layout.
         from ftrun.worker.reshard.engine import open_resharded
 
@@ -157,12 +156,9 @@ class SnapshotSession:
         if self._inherited is not None:
             self._capture.warm(self._inherited)
 
-    def known_optimizers(self) -> list[torch.optim.Optimizer]:
-        return list(self._inner.every())
-
     def put_back_random_states(self) -> None:
         if self._saved is not None:
-            self._saved.put_back_random_states(self._attached)
+            put_back_random_states(self._saved, self._attached)
 
     def _load(self) -> None:
         assert self._saved is not None
@@ -178,12 +174,12 @@ class SnapshotSession:
         # The script may hold references to dict items from attach. A second load keeps those items.
         dicts = () if self._marks is None else (attached.state, *attached.dicts.values())
         items = [dict(one) for one in dicts]
-        with self._inner.leaving_out(self._saved.part("groups")):
-            self._saved.load(self._tree, self._context)
+        with self.inner.leaving_out(self._saved.part("groups")):
+            reload(self._saved, self._tree, self._context)
         for one, its in zip(dicts, items, strict=True):
             one.clear()
             one.update(its)
-        self._inner.share_again()
+        self.inner.share_again()
         self._accumulation.restored()
         early_restore.release()
 
@@ -217,7 +213,7 @@ class SnapshotSession:
             self._put_back_settings()
             if self._wrapped_since_load():
                 # DDP's constructor has broadcast the buffers of rank 0.
-                self._finish_capture()
+                self.finish()
                 self._load()
             else:
                 self._load_if_overwritten()
@@ -239,7 +235,7 @@ class SnapshotSession:
         found = self._marks.compare()
         if not found.touched:
             return
-        self._finish_capture()
+        self.finish()
         self._put_in_place()
         if found.changed:
             _log.warning(
@@ -256,7 +252,7 @@ class SnapshotSession:
         SAM, or a script that normalizes a layer, also changes weights before the step. Therefore
         the report requires that most weights, or most optimizer state, differ.
         """
-        if self._marks is None or self._inner.has_wrappers or self._wrapped_since_load():
+        if self._marks is None or self.inner.has_wrappers or self._wrapped_since_load():
             return
         if changed := self._marks.mostly_overwritten():
             self._context.unprotected.add(
@@ -287,12 +283,6 @@ class SnapshotSession:
         self, step: int, extra: Callable[[], dict[str, Any]], *, force: bool, allowed: bool
     ) -> None:
         """Process a step boundary.
-
-        Args:
-            step: number of boundaries passed, including this one.
-            extra: returns the session's own values; called only if a snapshot is taken.
-            force: take a snapshot regardless of the interval.
-            allowed: the script permits a snapshot at this boundary.
 
         Raises:
             MemoryTooSmall: there is no memory for snapshots, and the profile requires them.
@@ -377,18 +367,15 @@ class SnapshotSession:
             )
         return not since
 
-    def _finish_capture(self) -> None:
-        if self._capture is not None:
-            self._capture.finish()
-
     def settle(self) -> None:
         """Wait for the copy in progress, before the script begins another phase."""
         if self._capture is not None:
             self._capture.settle()
 
     def finish(self) -> None:
-        """Wait until the last snapshot is sealed, at the end of the loop."""
-        self._finish_capture()
+        """Wait until the last snapshot is sealed."""
+        if self._capture is not None:
+            self._capture.finish()
 
     def close(self) -> None:
         self._watch.close()

@@ -1,8 +1,8 @@
-"""An agent that is cut off on one rail is spoken with over another before anybody misses it.
+"""An agent whose connection over one rail is cut uses another rail before it counts as lost.
 
-A real cluster thread with its brain, on loopback addresses as rails. The test plays the lead over
-real connections: what it does not read any more, with its buffers full, is to the other side as if
-the rail was cut.
+A real cluster thread with its control loop uses loopback addresses as rails. The test plays the
+leader over real connections. If it stops reading and its buffers are full, the other side sees a
+cut rail.
 """
 
 import select
@@ -17,9 +17,9 @@ from typing import TypeVar
 import pytest
 from made_settings import made_settings
 
-from ftrun.agent.cluster.cluster_brain import ClusterControlLoop
 from ftrun.agent.cluster.connections import ClusterConnections
-from ftrun.agent.cluster.other_ways import YOUNG_S, ConnectionFailover
+from ftrun.agent.cluster.control_loop import ClusterControlLoop
+from ftrun.agent.cluster.dialing import YOUNG_S, ConnectionFailover
 from ftrun.config.cluster import ClusterSize
 from ftrun.errors import PeerError
 from ftrun.records.note import Note
@@ -65,7 +65,7 @@ def wait_for(what: str, is_so: Callable[[], object]) -> None:
 
 @dataclass
 class Lead:
-    """The other agent, as the test plays it: it listens on two rails."""
+    """The other agent, played by the test; it listens on two rails."""
 
     stack: ExitStack
     incarnation: int = 5
@@ -106,7 +106,7 @@ class Lead:
         return connection
 
     def leave(self, host: str) -> socket.socket:
-        """Nobody listens there any more; the port is kept from other processes."""
+        """Stop listening; the port stays reserved."""
         port = self.port(host)
         self.listeners[host].close()
         sock = self.stack.enter_context(socket.socket())
@@ -115,7 +115,7 @@ class Lead:
         return sock
 
     def cut(self, host: str) -> None:
-        """No answer comes from there: the queue of connections is full."""
+        """Give no answer there: the queue of connections is full."""
         port = self.port(host)
         sock = self.leave(host)
         sock.listen(0)
@@ -156,7 +156,7 @@ def lead(stack: ExitStack) -> Lead:
 
 @dataclass
 class Agent:
-    """The one that is tested."""
+    """The agent under test."""
 
     brain: ClusterControlLoop
     thread: ClusterConnections
@@ -216,7 +216,7 @@ def made_agent(
 
 @pytest.fixture
 def followed(agent: Agent, lead: Lead) -> Connection:
-    """The lead's connection to the agent, which follows it and knows its rails."""
+    """The leader's connection to the agent, which follows it and has its rails."""
     return follower_of(lead)
 
 
@@ -228,7 +228,7 @@ def follower_of(lead: Lead) -> Connection:
 
 
 def stop_reading(agent: Agent) -> float:
-    """From now on the agent's kernel hears no more of what was sent; when that began."""
+    """Make the agent's kernel acknowledge nothing from now on; return the time."""
     agent.thread.send("lead", JournalLines(["x" * 200_000] * 4))
     return time.monotonic()
 
@@ -266,7 +266,7 @@ def test_a_bug_in_the_thread_suspends_the_ranks_and_ends_the_agent(
 
 
 def quickest(scene: Callable[[ExitStack], float], enough_s: float) -> float:
-    """How long it takes, in seconds; once more where that is too long."""
+    """The seconds that an action takes; tried once more if that is too long."""
     took_s: list[float] = []
     while not took_s or (min(took_s) >= enough_s and len(took_s) < TRIES):
         with ExitStack() as stack:
@@ -394,7 +394,7 @@ SETTINGS = made_settings(ClusterSize(2, 2, 0))
 def test_both_sides_keep_the_same_of_two_connections(
     at_a: tuple[str, ...], at_b: tuple[str, ...]
 ) -> None:
-    """Each side dials the other at once; who has dialled names the connection."""
+    """Both sides dial each other at once; a connection is named by its dialler."""
     kept = {}
     for me, other, order in (("a", "b", at_a), ("b", "a", at_b)):
         ways = ConnectionFailover(NodeCard(me, 1, "127.0.0.1", 1, 1), SETTINGS, lambda _: None)

@@ -1,4 +1,4 @@
-"""One address is listened at; what became of a peer that does not answer is told apart."""
+"""A socket listens at one address, and the states of a silent peer are distinguished."""
 
 import errno
 import socket
@@ -32,7 +32,7 @@ def listener() -> Iterator[socket.socket]:
 
 @pytest.fixture
 def full() -> Iterator[int]:
-    """A port whose kernel answers no more: its queue of connections is full."""
+    """A port whose kernel gives no answer, because its queue of connections is full."""
     with socket.socket() as sock, socket.socket() as one, socket.socket() as two:
         sock.bind(("127.0.0.1", 0))
         sock.listen(0)

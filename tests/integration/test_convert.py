@@ -18,7 +18,7 @@ import pytest
 import xxhash
 
 from ftrun.ids import Rank, RunId
-from ftrun.smp.checkpoint.index import read_index
+from ftrun.smp.checkpoint.index import parse_index
 from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle
 from ftrun.smp.checkpoint.storage.local import LocalStorage
 from ftrun.smp.checkpoint.storage.storage import Retention
@@ -29,6 +29,7 @@ from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, LayoutEntry, make_layo
 from ftrun.snapshot.plain_values import TensorRef
 from ftrun.tools.checkpoints.catalog import find_damage
 from ftrun.tools.checkpoints.convert import convert as converted
+from ftrun.wire.messages.checkpoint import INDEX_NAME
 from ftrun.wire.shared_memory.arena import (
     Arena,
     ArenaShape,
@@ -127,7 +128,7 @@ class World:
 def arrays_of(folder: Path) -> list[dict[str, Array]]:
     """What each rank of a checkpoint has."""
     found = []
-    for shard in read_index(folder).shards:
+    for shard in parse_index((folder / INDEX_NAME).read_bytes(), what="it").shards:
         data = (folder / shard.file).read_bytes()
         layout, start = parse_header(memoryview(data))
         held = {}
@@ -142,7 +143,9 @@ def arrays_of(folder: Path) -> list[dict[str, Array]]:
 
 
 def plain_of(folder: Path, rank: int) -> dict[str, Any]:
-    data = (folder / read_index(folder).shards[rank].file).read_bytes()
+    data = (
+        folder / parse_index((folder / INDEX_NAME).read_bytes(), what="it").shards[rank].file
+    ).read_bytes()
     layout, start = parse_header(memoryview(data))
     at = start + layout.entries[-1].offset
     length = int.from_bytes(data[at : at + 8], "little")

@@ -362,7 +362,7 @@ def test_another_secret_or_none(
     assert run.code(1) == 2
     why = "the secret differs" if has_one else "this side has no secret, and the other has one"
     assert f"{cluster.address(0)} port 23456 refuses us: {why}" in run.text(1)
-    assert "Give the same --secret-file to every node" in run.text(1)
+    assert "Use the same --secret-file on every node" in run.text(1)
     run.wait_for_text(0, f"{cluster.address(1)} port \\d+ is refused: ")
 
 
@@ -388,7 +388,7 @@ def test_what_is_told_before_anything_is_started(
         (["--bind", "0.0.0.0"], "--bind is '0.0.0.0', which stands for every address"),
         (["--bind", "10.9.9.9"], "which is no address of this machine (node0)"),
         (["--rdzv-endpoint", "[::]:23456"], "stands for every address of a machine"),
-        (["--secret-file", "nowhere"], "the secret file .*nowhere cannot be read"),
+        (["--secret-file", "nowhere"], "cannot read the secret file .*nowhere"),
         (["--set", "security.require_secret=true"], "require_secret is set, and no --secret-file"),
         (["--rdzv-backend", "etcd-v2"], "Other backends are not in this version"),
     ):

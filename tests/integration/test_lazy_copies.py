@@ -20,11 +20,11 @@ from ftrun.config.profile import SnapshotConfig
 from ftrun.snapshot.layout import PIECE_BYTES
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.capture import copying
-from ftrun.worker.capture.accumulation import AccumulationTracker
-from ftrun.worker.capture.laziness import LazyCopyCheck
+from ftrun.worker.capture.boundaries import AccumulationTracker
+from ftrun.worker.capture.copying import LazyCopyCheck
 from ftrun.worker.process import heartbeat
 from ftrun.worker.session import Session
-from ftrun.worker.state.optimizer_watch import OptimizerWatch
+from ftrun.worker.state.optimizers import OptimizerWatch
 from tests.integration.in_process_worker import PATIENCE_S, WIDTH, Run, made
 
 AT = 2

@@ -475,7 +475,7 @@ def test_time_is_bounded(tmp_path: Path, script: Script) -> None:
     name = script("import time\nprint('begun')\ntime.sleep(600)\n")
     done = verify(tmp_path, "--timeout", "30", name)
     assert done.returncode == 3
-    assert "the time of this run is used up (--timeout)" in done.stdout
+    assert "the time of this run is over (--timeout)" in done.stdout
     assert "it has made 0 steps" in done.stdout
     assert "begun" in done.stdout
     assert "ftrun-verify-" not in done.stdout, "the folder is removed"

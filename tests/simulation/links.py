@@ -1,6 +1,6 @@
 """Links between SMPs, over the network of the simulation.
 
-The SMP's own code (`ftrun/smp/link_rules.py`) decides when a link connects again, when its node is
+The SMP's own code (`ftrun/smp/peer_link.py`) decides when a link connects again, when its node is
 lost and which links a session admits. A dead process on a living kernel refuses, and its
 connections are reset. A node that is off, frozen or cut off does not answer: sent data waits, and
 is lost after the timeout.
@@ -9,8 +9,7 @@ is lost after the timeout.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ftrun.smp.link_rules import FETCH, PROTECT, LinkRules, admits
-from ftrun.smp.peer_link import SILENT_S, OutgoingFrame
+from ftrun.smp.peer_link import FETCH, PROTECT, SILENT_S, LinkRules, OutgoingFrame, admits
 from ftrun.wire.cluster.transfer import LinkHello
 from ftrun.wire.messages.smp import NodeAddress
 
@@ -284,9 +283,6 @@ class Peers:
         self._incoming: dict[tuple[str, str], Incoming] = {}
         self._parked: list[Incoming] = []
         self._seen: set[tuple[str, str]] = set()
-
-    def tell(self, events: "PeerEvents") -> None:
-        self.events = events
 
     def begin(self, session: "PeerSession") -> None:
         if self.session == session:

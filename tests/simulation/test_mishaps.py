@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 from made_settings import changed
 
-from ftrun.agent.snapshots.commands import UnconfirmedCommands
+from ftrun.agent.snapshots.smp_client import UnconfirmedCommands
 from ftrun.config.cluster import ClusterSize
 from ftrun.errors import ExitCode
 from ftrun.ids import Version

@@ -2,7 +2,7 @@
 
 Data in transit is lost without notice, in both directions and for a second; then both ends have
 another connection, and neither received the end of the first one. This happens when a rail is cut
-(ftrun/agent/cluster/other_ways.py). The protocol must tolerate it at any moment, and a run without
+(ftrun/agent/cluster/dialing.py). The protocol must tolerate it at any moment, and a run without
 other faults must not be affected.
 """
 

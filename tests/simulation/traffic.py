@@ -16,7 +16,6 @@ from made_settings import made_settings
 from ftrun.config.cluster import ClusterSize
 from ftrun.wire.cluster.messages import AnyClusterMessage, ClusterEnvelope
 from ftrun.wire.transport.framing import (
-    MAX_FRAME_BYTES,
     PREFIX_BYTES,
     body_length,
     check_body,
@@ -119,7 +118,7 @@ class MeteredNetwork(Network):
         began_s = meter.clock()
         generation = max(0, agent.member.follower.generation)
         told = encode_body(ClusterEnvelope("run", generation, agent.card.incarnation, body))
-        data = seal_header(_KEY, 1, told, limit_bytes=MAX_FRAME_BYTES)
+        data = seal_header(_KEY, 1, told)
         meter.coded(agent, began_s)
         return data
 
@@ -129,7 +128,7 @@ class MeteredNetwork(Network):
         assert self.meter is not None
         began_s = self.meter.clock()
         prefix, told = data[:PREFIX_BYTES], data[PREFIX_BYTES:]
-        body_length(prefix, 1, limit_bytes=MAX_FRAME_BYTES)
+        body_length(prefix, 1)
         check_body(_KEY, prefix, told)
         body = decode_body(_decoder, told).body
         self.meter.coded(agent, began_s)

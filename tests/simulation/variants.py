@@ -34,7 +34,7 @@ from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 from ftrun.wire.cluster.transfer import RoundMessage
 from ftrun.wire.messages.smp import Inventory, ProtectionPart
 from ftrun.wire.shared_memory.pages import CommandField as Word
-from ftrun.worker.capture.settling import CommitWait
+from ftrun.worker.capture.boundaries import CommitWait
 from simulation import memory, training
 from simulation.memory import Arena, Vault
 from simulation.training import Ranks

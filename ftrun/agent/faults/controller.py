@@ -22,8 +22,7 @@ from queue import Empty, SimpleQueue
 import msgspec
 
 from ftrun import clock
-from ftrun.agent.cluster.cluster_brain import ClusterControlLoop
-from ftrun.agent.cluster.control_loop import ControlLoop
+from ftrun.agent.cluster.control_loop import ClusterControlLoop, ControlLoop
 from ftrun.agent.faults.injectors import FaultInjectors
 from ftrun.agent.faults.reverter import FaultAction, RunningFault
 from ftrun.agent.launch.worker_group import WorkerGroup
@@ -107,17 +106,6 @@ class FaultController:
         wake: Callable[[], None],
         send_lines: Callable[[], None],
     ) -> None:
-        """Create the controller of one node.
-
-        Args:
-            spec: of the run.
-            journal: of this node.
-            control: knows the plan, and the connections to other nodes.
-            workers: of this node.
-            injectors: inject the faults.
-            wake: wakes the main thread.
-            send_lines: sends the lines of the journal to the leader, before this agent ends.
-        """
         self._spec = spec
         self._journal = journal
         self._control = control
@@ -135,7 +123,6 @@ class FaultController:
     # --- a thread for each order --------------------------------------------------------------
 
     def ask(self, order: FaultOrder) -> messages.AnyMessage:
-        """Execute or forward an order from the operator on this machine; return the answer."""
         try:
             node_id, order = self._resolve(order)
         except FaultRefused as error:
@@ -250,7 +237,6 @@ class FaultController:
                 self._over(running, over if running.has_fired else "its rank has ended before")
 
     def close(self) -> None:
-        """Revert all faults in progress, at the end of the run on this node."""
         self.look()
         for running in list(self._running):
             if running.healing is not None:
@@ -289,7 +275,6 @@ class FaultController:
         self._answer(ticket)
 
     def _cancel(self, ticket: _Ticket) -> None:
-        """Cancel an order that has not fired, or whose fault is in progress."""
         wanted = ticket.order.cancels
         found = next((one for one in self._running if one.order.id == wanted), None)
         try:

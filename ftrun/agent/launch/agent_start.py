@@ -83,11 +83,7 @@ def begin() -> Begun | None:
 
 
 def set_thread_count(argv: list[str]) -> None:
-    """Set OMP_NUM_THREADS as torchrun does in its own process, but early enough for OpenMP.
-
-    Args:
-        argv: torchrun's arguments.
-    """
+    """Set OMP_NUM_THREADS as torchrun does in its own process, but early enough for OpenMP."""
     if "OMP_NUM_THREADS" in os.environ:
         return
     value = os.environ.get("PET_NPROC_PER_NODE", "1")

@@ -156,14 +156,7 @@ def run(
     starter: WorkerStarter,
     drive: Callable[[Any], None],
 ) -> None:
-    """Run torchrun's launcher with ftrun's parts; return when the run has ended well.
-
-    Args:
-        args: of `parse`.
-        config: of `launch_config`.
-        starter: starts the workers.
-        drive: the loop; receives torch's agent.
-    """
+    """Run torchrun's launcher with ftrun's parts; return when the run has ended well."""
     FtrunElasticAgent.drive = staticmethod(drive)
     # Torch looks these names up at each use. `setattr` is needed because mypy rejects a direct
     # assignment to names that the module does not export.

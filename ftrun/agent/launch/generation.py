@@ -16,7 +16,6 @@ import msgspec
 import xxhash
 
 from ftrun import clock
-from ftrun.agent.announcements import Announcements
 from ftrun.agent.launch.elastic import FtrunElasticAgent
 from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.observe.repeated_steps import RepeatedSteps
@@ -28,8 +27,11 @@ from ftrun.errors import DirectoryTaken, PeerError, SnapshotError
 from ftrun.ids import Generation, Rank, Version, version
 from ftrun.journal import Journal
 from ftrun.network.detect.rails import env_for, match_rails, rails_of_node
+from ftrun.records.incidents import VerdictRecord
+from ftrun.records.membership import GenerationChosen, NodeLost
 from ftrun.records.recovery import GenerationStartedRecord, Recovered, RestorePointChosen
 from ftrun.records.snapshots import CheckpointRejected, SmpUnreachable
+from ftrun.recovery.commands import JournalEntry
 from ftrun.urls import without_password
 from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.cluster.membership import RestartTimes
@@ -389,3 +391,47 @@ def _road_variables(plan: GenerationPlan, node_id: str) -> dict[str, str]:
     except Exception:  # noqa: BLE001 - a bug costs the plan of roads, never the run
         _log.exception("a bug in ftrun: ranks use the rails that their libraries choose")
         return {}
+
+
+_log = logging.getLogger(__name__)
+
+_CAUSES = (NodeLost, VerdictRecord)
+"""Records that may repeat one failure. The reason of the next generation may
+repeat it too."""
+
+
+class Announcements:
+    """The causes since the last generation started."""
+
+    def __init__(self) -> None:
+        self._said: deque[str] = deque(maxlen=20)
+
+    def is_new(self, cause: str) -> bool:
+        """Return whether this cause is not printed yet, and count it as printed."""
+        if cause in self._said:
+            return False
+        self._said.append(cause)
+        return True
+
+    def show(self, entry: JournalEntry, *, has_ranks: bool) -> None:
+        """Print an entry, unless it names a cause that is printed already.
+
+        Args:
+            entry: from the leader.
+            has_ranks: this node runs ranks. If not, no ranks start here, and the entry for the new
+                generation clears the causes instead.
+        """
+        record = entry.record
+        if isinstance(record, GenerationChosen) and not has_ranks:
+            self._said.clear()
+        if entry.say and (not isinstance(record, _CAUSES) or self.is_new(record.text)):
+            _log.warning("%s", record.text)
+
+    def beginning(self, reason: str, generation: int, start: str) -> str:
+        """The line for a new generation, without the part of its reason that is already printed."""
+        said = next((one for one in self._said if reason.startswith(one)), "")
+        self._said.clear()
+        rest = reason.removeprefix(said).lstrip("; ")
+        return "; ".join(
+            [*([rest] if rest else []), f"generation {generation} starts from {start}"]
+        )

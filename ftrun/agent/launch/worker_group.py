@@ -474,11 +474,3 @@ def blocked_s(pages: Sequence[SharedPage]) -> float:
 
 def loss_in(pages: Sequence[SharedPage]) -> float | None:
     return next((page.loss for page in pages if page.get(HeartbeatField.LOSS)), None)
-
-
-def committed_in(commands: SharedPage | None) -> tuple[int, int] | None:
-    """Generation and step of the newest commit on the command page; None: no commit."""
-    if commands is None or commands.get(CommandField.COMMITTED_GENERATION) < -1:
-        return None
-    step = commands.get(CommandField.COMMITTED_STEP)
-    return (commands.get(CommandField.COMMITTED_GENERATION), step) if step >= 0 else None

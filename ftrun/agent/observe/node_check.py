@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from ftrun import clock
-from ftrun.agent.cluster.link_probe import probe
+from ftrun.agent.cluster.path_probe import probe
 from ftrun.agent.launch.process import awaited, python_command
 from ftrun.agent.observe.preflight import room
 from ftrun.config.run_spec import RunSpec
@@ -99,13 +99,7 @@ class NodeCheck:
     def join(
         self, identity: PeerIdentity, secret: Secret | None, tell: Callable[[NodeChecked], None]
     ) -> None:
-        """Report results to the control loop from now on; called before the first connection.
-
-        Args:
-            identity: of this agent.
-            secret: of the run.
-            tell: receives each result, from any thread.
-        """
+        """Report results to the control loop from now on; called before the first connection."""
         self._identity = msgspec.structs.replace(identity, purpose="probe")
         self._secret, self._tell = secret, tell
         if self.fitness is not None:

@@ -49,14 +49,7 @@ class RepeatedSteps:
     def prepare(
         self, plan: GenerationPlan, ranks: range, restored: Version | None, *, resized: bool
     ) -> None:
-        """Prepare for another generation, which may never be launched.
-
-        Args:
-            plan: the generation.
-            ranks: of this node.
-            restored: the version that they start from.
-            resized: the restored version has another world size.
-        """
+        """Prepare for another generation, which may never be launched."""
         self._next = Execution(
             generation=plan.generation,
             restored=restored,

@@ -23,7 +23,6 @@ from ftrun import clock
 from ftrun.agent.launch.worker_group import (
     WorkerGroup,
     blocked_s,
-    committed_in,
     loss_in,
     most,
     step_counts,
@@ -31,8 +30,7 @@ from ftrun.agent.launch.worker_group import (
 from ftrun.agent.publish.cluster_status import ControlLoopStatus, lateness_of
 from ftrun.agent.publish.hooks import Hooks
 from ftrun.agent.publish.published import Published
-from ftrun.agent.publish.run_view import RunView
-from ftrun.agent.publish.status import StatusDesk
+from ftrun.agent.publish.status import RunView, StatusDesk
 from ftrun.errors import PeerError
 from ftrun.events import Record
 from ftrun.journal import NETWORK_NAME, Journal
@@ -77,10 +75,6 @@ class Observers:
         run.journal.watch(self._hooks.take)
         run.journal.watch(self._network.take)
 
-    @property
-    def metrics_address(self) -> str | None:
-        return self._server.address if self._server is not None else None
-
     def start(self) -> None:
         settings = self._run.spec.profile.metrics
         if not settings.port:
@@ -101,6 +95,7 @@ class Observers:
             _log.warning("no metrics are served at %s: %s", where, error)
             return
         self._server.start()
+        self.status.metrics_address = self._server.address
         if token is None and not _is_loopback(settings.host):
             _log.warning(
                 "any host that reaches %s can read the metrics; set metrics.token_file", where
@@ -175,7 +170,7 @@ class ProgressLog:
                 taken=most(pages, HeartbeatField.SEALED_COUNT),
                 skipped=most(pages, HeartbeatField.SKIPPED_COUNT),
                 discarded=most(pages, HeartbeatField.DISCARDED_COUNT),
-                committed=committed_in(self._workers.commands),
+                committed=self._workers.committed(),
                 loss=loss_in(pages),
                 ranks=tuple(
                     (

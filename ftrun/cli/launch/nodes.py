@@ -82,7 +82,7 @@ def nodes_of(
         etcd_life=step.restarts if step is not None else 0,
         node_id=node_id,
         is_named=is_named,
-        node_rank=_node_rank(given),
+        node_rank=_whole(rank, default=0) if (rank := given.torchrun("node-rank")) else None,
         secret_file=path,
         secret_is_ours=is_ours,
         no_secret=no_secret,
@@ -291,11 +291,6 @@ def _node_id(given: _Given, step: SlurmStep | None) -> tuple[str, bool]:
 
 def _fit_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("._-")[:100] or "node"
-
-
-def _node_rank(given: _Given) -> int | None:
-    rank = given.torchrun("node-rank")
-    return _whole(rank, default=0) if rank else None
 
 
 def _bind(given: _Given) -> str | None:

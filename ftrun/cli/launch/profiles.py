@@ -23,7 +23,6 @@ from ftrun.errors import ProfileInvalid, UsageError
 from ftrun.wire import run_environment as env
 
 MAX_PROFILE_BYTES = 64 * 1024
-DEFAULT = "default"
 
 _SHORT_NAMES = {("security", "secret_file"): ("FTRUN_SECRET_FILE",)}
 """Additional variables of a key, besides `variable_name`."""
@@ -230,8 +229,8 @@ class _NodeReader:
         line = node.start_mark.line + 1
         if not isinstance(node, yaml.MappingNode):
             known = what in fields_of(Profile) or what == "a profile"
-            said = "should hold keys with values" if known else unknown_key(what, Profile)
-            self.problems.append(f"line {line}: {what}: {said}")
+            text = "should hold keys with values" if known else unknown_key(what, Profile)
+            self.problems.append(f"line {line}: {what}: {text}")
             return
         seen: set[str] = set()
         for key_node, value in node.value:

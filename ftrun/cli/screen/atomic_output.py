@@ -140,11 +140,12 @@ def staged_output(out: Path) -> Iterator[Path]:
             fcntl.flock(fd, fcntl.LOCK_EX)
         made = staging / out.name
         yield made
-        _sync(made)
+        for path in [*made.iterdir(), made] if made.is_dir() else [made]:
+            _sync(path)
         if out.is_dir():
             out.rename(staging / _OLD)
         made.rename(out)
-        _sync_one(out.parent)
+        _sync(out.parent)
     finally:
         _put_back(staging, out)
         shutil.rmtree(staging, ignore_errors=True)
@@ -175,12 +176,7 @@ def _put_back(staging: Path, out: Path) -> None:
         old.rename(out)
 
 
-def _sync(made: Path) -> None:
-    for path in [*made.iterdir(), made] if made.is_dir() else [made]:
-        _sync_one(path)
-
-
-def _sync_one(path: Path) -> None:
+def _sync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -22,6 +22,7 @@ from ftrun.monitor.verdicts import Confidence, Verdict
 from ftrun.records.decode import JournalLine, of_kinds
 from ftrun.records.faults import FaultInjected, FaultReverted
 from ftrun.records.incidents import ActionTaken, IncidentClosed, SuspicionRaised, VerdictRecord
+from ftrun.records.recovery import DowntimeRecord
 from ftrun.tools.drill.expected import ExpectedOutcome
 from ftrun.tools.drill.plan import FaultTrial
 
@@ -54,6 +55,8 @@ class FaultResult:
     """
     recovered_s: float | None = None
     """From the fault to the end of the incident, when every rank exceeds its earlier progress."""
+    training_again_s: float | None = None
+    """From the fault until every rank has completed its next step; None: training did not stop."""
     culprits: list[int] = field(default_factory=list)
     culprit_right: bool | None = None
     """None if no culprit is expected."""
@@ -154,6 +157,9 @@ def judge(
     _in_effect(trial.expected, row, later, since_s, problems)
     _verdicts(trial.expected, row, later, since_s, problems)
     _ends(trial.expected, row, later, problems)
+    recovered = [line.record for line in later if isinstance(line.record, DowntimeRecord)]
+    stepped_s = [one.stepped_s for one in recovered if one.stepped_s is not None]
+    row.training_again_s = round(max(stepped_s) - since_s, 3) if stepped_s else None
     row.problem = "; ".join(problems)
     row.passed = not problems
 

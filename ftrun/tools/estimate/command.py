@@ -101,7 +101,10 @@ def estimate(wanted: EstimateRequest) -> int:
     made = estimated(wanted)
     write_outputs(
         files,
-        {"--svg": lambda: _svg(made), "--html": lambda: _html(made)},
+        {
+            "--svg": lambda: f"{words.picture(made.outlooks, picture_style())}\n",
+            "--html": lambda: _html(made),
+        },
         document=(lambda: _document(made)) if wanted.as_json else None,
         show=lambda: _show(made),
     )
@@ -219,7 +222,8 @@ def measured_in(facts: RunFacts) -> dict[str, MeasuredValue]:
     # The restart of a lost node includes the fetch of its state, which is a separate assumption.
     if restarted := ended + hung or lost:
         how = f"median of {count(len(restarted), 'restart')}"
-        found["restart_s"] = MeasuredValue(median(_restart_s(one) for one in restarted), how)
+        took = [(one.recovered_s or 0.0) - one.noticed_s - one.paused_s for one in restarted]
+        found["restart_s"] = MeasuredValue(median(max(one, 0.0) for one in took), how)
         found["restart_more_s"] = MeasuredValue(0.0, "included in --restart of that run")
     return found
 
@@ -227,10 +231,6 @@ def measured_in(facts: RunFacts) -> dict[str, MeasuredValue]:
 def _counts(one: IncidentFacts) -> bool:
     is_over = one.recovered_s is not None and not one.is_reported
     return is_over and not one.is_planned and not slow_kind(one.kind)
-
-
-def _restart_s(one: IncidentFacts) -> float:
-    return max((one.recovered_s or 0.0) - one.noticed_s - one.paused_s, 0.0)
 
 
 def nothing_measured(facts: RunFacts, found: Sequence[str]) -> str:
@@ -267,10 +267,6 @@ def _show(made: Estimate) -> None:
     )
     for note in made.all_notes:
         render.write_plain(f"note: {note}")
-
-
-def _svg(made: Estimate) -> str:
-    return f"{words.picture(made.outlooks, picture_style())}\n"
 
 
 def _html(made: Estimate) -> str:

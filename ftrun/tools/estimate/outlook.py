@@ -132,12 +132,13 @@ def outlook(nodes: int, given: Assumptions, decided: FixedChoices) -> Outlook:
     codes = _codes(nodes, given, m_s, window_s, decided.code)
     code = _chosen(codes, given.risk)
     in_repair = given.node_share * given.repair_s / m_s
+    periodic_s = given.periodic_detect_s + given.periodic_restart_s
     spares = decided.spares if decided.spares is not None else best_spares(nodes, in_repair)
     return Outlook(
         nodes=nodes,
         mtbf_s=m_s,
         failures=given.days * DAY_S / m_s,
-        periodic=_periodic(given, m_s),
+        periodic=_saved_on_disk(given, m_s, [FailureKind(1.0, periodic_s)]),
         noticed=_noticed(given, m_s),
         ftrun=_ftrun(given, m_s, interval_s, code.share),
         every=every,
@@ -154,11 +155,6 @@ def outlook(nodes: int, given: Assumptions, decided: FixedChoices) -> Outlook:
 
 
 # --- strategies -------------------------------------------------------------------------------
-
-
-def _periodic(given: Assumptions, m_s: float) -> RecoveryStrategy:
-    dead_s = given.periodic_detect_s + given.periodic_restart_s
-    return _saved_on_disk(given, m_s, [FailureKind(1.0, dead_s)])
 
 
 def _noticed(given: Assumptions, m_s: float) -> RecoveryStrategy:

@@ -22,7 +22,7 @@ from ftrun.tools.export.selection import ExportOutline, NameFilter, replaced
 from ftrun.tools.export.source import ExportSource
 from ftrun.tools.export.tensor_writer import dtype_out
 from ftrun.wire.messages.checkpoint import ExportJob, ExportReport
-from ftrun.worker.disk_images import DiskImages
+from ftrun.worker.reshard.source import DiskImages
 
 
 def main() -> int:

@@ -27,8 +27,7 @@ from ftrun.snapshot.boxes import Box, cut_to, strides_of, whole
 from ftrun.snapshot.layout import ITEM_BYTES, PLAIN_NAME
 from ftrun.snapshot.plain_values import refs_in
 from ftrun.tools.export.selection import ExportOutline, NameFilter, outline_of
-from ftrun.worker.disk_images import DiskImages
-from ftrun.worker.reshard.source import CheckedShards
+from ftrun.worker.reshard.source import CheckedShards, DiskImages
 
 PART_BYTES = 8 << 20
 """Size of a part; the pieces at its ends are read twice, so that it must not be small."""

@@ -59,7 +59,8 @@ def write_tensors(
         return _write(fds[one.path], one, own.reader, cast, wants_crc=wants_crc)
 
     # The largest first, so that no thread is busy with one after the others have ended.
-    order = sorted(range(len(placed)), key=lambda at: -_num_items(placed[at].tensor))
+    sizes = [sum(chunk.box.num_items for chunk in one.tensor.chunks) for one in placed]
+    order = sorted(range(len(placed)), key=lambda at: -sizes[at])
     pool = ThreadPoolExecutor(num_writers, thread_name_prefix="export")
     try:
         waiting = {at: pool.submit(write, placed[at]) for at in order}
@@ -112,7 +113,3 @@ def _write(
         if wants_crc:
             crc = zlib.crc32(data, crc)
     return crc
-
-
-def _num_items(tensor: WholeTensor) -> int:
-    return sum(chunk.box.num_items for chunk in tensor.chunks)

@@ -152,10 +152,12 @@ class VerifyRun:
         while (code := self._process.poll()) is None:
             now_s = clock.now_s()
             if now_s > give_up_s:
+                lives = [life for lives in self._trace().values() for life in lives]
+                steps = max((life.last_step for life in lives), default=0)
                 raise LimitReached(
-                    f"the time of this run is used up (--timeout): after {now_s - began_s:.0f} s "
-                    f"it has made {_furthest(self._trace())} steps. Raise --timeout or lower "
-                    "--steps. Its last lines:\n"
+                    f"the time of this run is over (--timeout): after {now_s - began_s:.0f} s "
+                    f"it has made {steps} steps. Raise --timeout or lower --steps. Its last "
+                    "lines:\n"
                     f"{self._finished(0, began_s).last_lines}"
                 )
             if now_s - looked_s > _DISK_EVERY_S:
@@ -192,10 +194,6 @@ class VerifyRun:
             rank: [of_rank[generation] for generation in sorted(of_rank)]
             for rank, of_rank in sorted(lives.items())
         }
-
-
-def _furthest(trace: Trace) -> int:
-    return max((life.last_step for lives in trace.values() for life in lives), default=0)
 
 
 def _size(folder: Path) -> int:

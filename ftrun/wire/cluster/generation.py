@@ -106,7 +106,6 @@ class NodeCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
 
     @property
     def identity(self) -> Identity:
-        """Identity of this agent process. The next agent process on the node has another one."""
         return (self.node_id, self.incarnation)
 
 
@@ -256,7 +255,6 @@ class GenerationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def node_of(self) -> dict[int, str]:
-        """Node id of each rank."""
         return {rank: node.node_id for node in self.members for rank in node.ranks}
 
     @property

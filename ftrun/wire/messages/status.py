@@ -322,11 +322,7 @@ T = TypeVar("T", StatusView, SmpStatus, ClusterStatus, NetworkStatus)
 
 
 def decode_status(document: bytes, kind: type[T], *, source: str) -> T:
-    """Decode a status document.
-
-    Raises:
-        ProtocolError: it has another form, such as that of another version of ftrun.
-    """
+    """Raises ProtocolError for another form, such as that of another version of ftrun."""
     try:
         return msgspec.json.decode(document, type=kind)
     except msgspec.DecodeError as error:

@@ -307,9 +307,6 @@ def skip_collective(fired: Callable[[], None]) -> list[Callable[[], None]]:
 
     With DDP, the whole next step has no synchronisation. Without DDP, the next explicit all_reduce
     returns at once.
-
-    Args:
-        fired: called when the skip takes effect.
     """
     wrapped = _live_ddp()
     if wrapped is not None:

@@ -299,7 +299,6 @@ class _InstallingLoader(importlib.abc.Loader):
 
 
 def main() -> None:
-    """Run the program of a fresh start."""
     kind, argv = sys.argv[1], sys.argv[2:]
     offer_to_oom_killer()
     request = decode_launch(os.environ[LAUNCH])

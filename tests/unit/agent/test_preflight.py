@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from ftrun.agent.observe.devices import soundness
 from ftrun.agent.observe.node_check import NodeCheck
-from ftrun.agent.observe.nvidia import soundness
 from ftrun.agent.observe.preflight import (
     clock_fault,
     copy_rate,

@@ -143,7 +143,7 @@ def test_all_mistakes_are_said_at_once_each_with_its_place() -> None:
 def test_what_makes_no_sense_is_said_before_anything_is_started() -> None:
     assert problems({}) == ["it orders nothing: give it faults, or runs with faults"]
     (said,) = problems({"faults": [{"kind": "rank-kil"}]})
-    assert said.endswith("there is no fault 'rank-kil'. Did you mean rank-kill?")
+    assert said.endswith("unknown fault 'rank-kil'. Did you mean rank-kill?")
     (said,) = problems({"faults": [{"kind": "segv", "rank": 2}]})
     assert said.endswith("there is no rank 2 among 2")
     (said,) = problems({"faults": [{"kind": "segv", "node": 0}]})

@@ -461,11 +461,11 @@ def test_a_secret_file_is_named_and_never_shown(place: Path) -> None:
 
 
 def test_a_secret_file_that_is_none_is_refused_before_anything_starts(place: Path) -> None:
-    assert "cannot be read" in refused(f"--nnodes 2 {MEET} --secret-file nothing")
+    assert "cannot read" in refused(f"--nnodes 2 {MEET} --secret-file nothing")
     (private(place / "open")).chmod(0o644)
     assert "chmod 600" in refused(f"--nnodes 2 {MEET} --secret-file open")
     said = refused(f"--nnodes 2 --secret-file {private(place / 'short', 'canary')} {MEET}")
-    assert "holds no secret" in said
+    assert "is not a secret" in said
     assert "canary" not in said
 
 

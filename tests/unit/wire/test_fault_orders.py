@@ -1,4 +1,4 @@
-"""The catalogue of faults is whole, what is typed is checked, and a page tells what has fired."""
+"""The catalogue is complete, options are validated, and a page shows what has fired."""
 
 import os
 
@@ -52,9 +52,9 @@ def test_an_order_has_what_its_kind_has_unless_it_is_typed() -> None:
         ("segv", {"rank": -1}, "0 or more"),
         ("segv", {"at_step": 0}, "1 or more"),
         ("poison-batch", {"rank": 1}, "needs --at-step"),
-        ("hang", {"for_s": 0.0}, "--for is above 0"),
+        ("hang", {"for_s": 0.0}, "--for must be above 0"),
         ("segv", {"amount": 3.0}, "takes no --amount"),
-        ("slow", {"amount": float("nan")}, "is a number"),
+        ("slow", {"amount": float("nan")}, "a finite number"),
         ("smp-kill", {"again": True}, "--again"),
     ],
 )

@@ -66,8 +66,7 @@ def incident_of(case: IncidentLines, background: RunBackground) -> IncidentFacts
     nodes = named.nodes or tuple({line.record.node_id: 0 for line in case.of(NodeLost)})
     step, restored = _step(case), _restored(case)
     kind = _kind(case, verdict, closed, ended)
-    world = background.world or culprits
-    start = case.first(GenerationStartedRecord)
+    world, start = background.world or culprits, case.first(GenerationStartedRecord)
     homes = homes_of(start.t_s if start is not None else math.inf, background, nodes)
     on = dict.fromkeys(homes[one][0] for one in culprits if one in homes)
     nodes = nodes or tuple(node for node in on if node)

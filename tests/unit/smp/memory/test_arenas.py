@@ -1,4 +1,4 @@
-"""Memory that ranks ask for is counted together, and what is being made is counted once."""
+"""The requested memory of all ranks is counted together, and pending allocations only once."""
 
 import os
 from collections.abc import Iterator

@@ -17,7 +17,7 @@ from ftrun.snapshot.boxes import Box, TensorPart, whole
 from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, LayoutEntry, make_layout
 from ftrun.tools.export.source import ExportSource, WholeTensorReader
 from ftrun.wire.messages.checkpoint import ShardFileLocation
-from ftrun.worker.disk_images import DiskImages
+from ftrun.worker.reshard.source import DiskImages
 
 EMPTY = (
     *("groups", "stateful", "dicts", "extra_state", "optimizer_state", "session"),
