@@ -227,7 +227,7 @@ def report(
     if lost_more:
         for event in journal:
             if event["kind"] == "restore_point_chosen":
-                print(f"  {event['version']}: {event['why']}")
+                print(f"  {event['version']}: {event['reason']}")
     for text in checker.torn:
         print(f"  TORN: {text}")
     print(

@@ -270,11 +270,10 @@ class Maintenance:
     def handle_exits(self) -> None:
         for event in self._exits():
             self._journal.write(event)
-            command = self._restarts.handle(event, now_s=clock.now_s())
-            self._journal.write(command)
-            self._execute(command)
+            self._execute(self._restarts.handle(event, now_s=clock.now_s()))
 
     def _execute(self, command: commands.PartCommand) -> None:
+        self._journal.write(command)
         starter = self._workers.starter
         match command:
             case commands.RespawnSmp():

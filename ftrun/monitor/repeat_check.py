@@ -7,9 +7,11 @@ Rule 2: If two repeats from the same version differ, the script is not determini
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
+
+import msgspec
 
 from ftrun.ids import Version
 
@@ -92,8 +94,7 @@ class Execution:
         return max((one.last_step for one in self.ranks.values()), default=0)
 
 
-@dataclass(frozen=True, slots=True)
-class Repeat:
+class Repeat(msgspec.Struct, frozen=True):
     """Result for one generation."""
 
     outcome: Outcome
@@ -109,9 +110,6 @@ class Repeat:
     @property
     def is_warning(self) -> bool:
         return self.outcome in WARNINGS
-
-    def as_json(self) -> dict[str, object]:
-        return {**asdict(self), "outcome": self.outcome.value}
 
 
 class _Compared(NamedTuple):

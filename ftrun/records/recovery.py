@@ -2,6 +2,7 @@
 
 from ftrun.events import Record, WorkerExit
 from ftrun.ids import Version
+from ftrun.monitor.repeat_check import Repeat
 from ftrun.records.note import Note, Seconds, Whole
 
 
@@ -119,13 +120,8 @@ class DowntimeRecord(Note, frozen=True, tag="downtime"):
     stepped_s: Seconds | None = None
 
 
-class RepeatedStepsRecord(Note, frozen=True, tag="repeated_steps"):
+class RepeatedStepsRecord(Record, frozen=True, tag="repeated_steps"):
     """The steps that this node's ranks repeated, compared with the first execution."""
 
     generation: Whole
-    outcome: str
-    repeated: int = 0
-    compared: int = 0
-    step: int | None = None
-    rank: int | None = None
-    what: str = ""
+    result: Repeat

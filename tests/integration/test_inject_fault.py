@@ -392,7 +392,7 @@ def test_what_lasts_or_waits_is_taken_back(run: Run) -> None:
     answer = tell(run, InjectFault(make_cancel("cancel", gil)))
     assert isinstance(answer, Refused)
     assert "cannot be taken back" in answer.why
-    assert "goes with --node and the run only" in refused(run, "--cancel", gil, "--rank", 0)
+    assert "it accepts only --node and the run" in refused(run, "--cancel", gil, "--rank", 0)
     ended(run, gil)
     goes_on(run, number, step_of(run))
 

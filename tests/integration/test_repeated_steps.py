@@ -80,9 +80,13 @@ def train(start: Start, script: Callable[..., str]) -> Callable[..., Run]:
     return run
 
 
+def results(run: Run) -> list[Any]:
+    return [line["result"] for line in run.journal("repeated_steps")]
+
+
 def test_an_exact_repeat_is_reported_as_equal(train: Callable[..., Run]) -> None:
     run = train("exact", "13", ranks=2)
-    lines = run.journal("repeated_steps")
+    lines = results(run)
     assert [line["outcome"] for line in lines] == ["equal"], lines
     count = lines[0]["repeated"]
     both = "losses and parameter samples bitwise equal"
@@ -109,7 +113,7 @@ def test_without_losses_parameters_are_compared_and_without_a_repeat_nothing(
     train: Callable[..., Run],
 ) -> None:
     run = train("silent", "13,16")
-    first, second = run.journal("repeated_steps")
+    first, second = results(run)
     count = first["repeated"]
     assert first["text"] == f"repeated {count} steps: parameter samples bitwise equal", first
     assert (second["outcome"], second["text"]) == (
@@ -122,7 +126,7 @@ def test_a_value_that_no_snapshot_has_is_found(start: Start, script: Callable[..
     name = script(TRAIN.replace("steps(20)", "steps(100000)"))
     run = start("--snapshot-every", "5", name, "hidden", "13,12", env={"OMP_NUM_THREADS": "1"})
     run.wait_until("compared twice", lambda: len(run.journal("repeated_steps")) == 2)
-    first, second = run.journal("repeated_steps")
+    first, second = results(run)
     restored: Any = run.journal("recovered")[0]["restored"]
     assert restored["step"] == int(str(first["step"])) - 1, (restored, first)
     assert (first["outcome"], first["what"], first["rank"]) == ("differs", "loss", 0), first
@@ -151,7 +155,7 @@ def test_a_value_that_no_snapshot_has_is_found(start: Start, script: Callable[..
 
 def test_a_script_that_is_not_deterministic_is_named(train: Callable[..., Run]) -> None:
     run = train("urandom", "13,12")
-    first, second = run.journal("repeated_steps")
+    first, second = results(run)
     assert first["outcome"] == "differs", first
     assert second["outcome"] == "not deterministic", second
     assert "the script is not deterministic" in run.text
@@ -160,6 +164,6 @@ def test_a_script_that_is_not_deterministic_is_named(train: Callable[..., Run]) 
 @pytest.mark.full
 def test_a_script_that_attaches_nothing_is_not_compared(train: Callable[..., Run]) -> None:
     run = train("bare", "5")
-    assert [line["text"] for line in run.journal("repeated_steps")] == [
-        "not compared: nothing attached"
-    ], json.dumps(run.journal("repeated_steps"))
+    assert [line["text"] for line in results(run)] == ["not compared: nothing attached"], (
+        json.dumps(run.journal("repeated_steps"))
+    )

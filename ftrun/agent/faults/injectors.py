@@ -335,10 +335,10 @@ class FaultInjectors:
         if card is None:
             raise FaultRefused("this node takes no part in the run just now; ask again")
         fault = link_fault(order, host=card.host, is_allowed_anywhere=spec.allow_network_faults)
+
         do = partial(RunningFault, fault.do, fault.undo, for_s=order.for_s)
-        return FaultAction(
-            fault.how, do, is_answered_first=order.kind in ("partition", "one-way-partition")
-        )
+        is_cut = order.kind in ("partition", "one-way-partition")
+        return FaultAction(fault.how, do, is_answered_first=is_cut)
 
     def _bitflip_wire(self, _: FaultOrder) -> FaultAction:
         control = self._control

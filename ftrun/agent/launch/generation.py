@@ -396,8 +396,7 @@ def _road_variables(plan: GenerationPlan, node_id: str) -> dict[str, str]:
 _log = logging.getLogger(__name__)
 
 _CAUSES = (NodeLost, VerdictRecord)
-"""Records that may repeat one failure. The reason of the next generation may
-repeat it too."""
+"""Records that may repeat one failure. The reason of the next generation may repeat it too."""
 
 
 class Announcements:

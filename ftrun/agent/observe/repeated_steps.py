@@ -138,17 +138,6 @@ class RepeatedSteps:
         self.results[generation] = result
         if len(self.results) > 100:
             del self.results[min(self.results)]
-        self._journal.write(
-            RepeatedStepsRecord(
-                result.text,
-                generation,
-                result.outcome.value,
-                result.repeated,
-                result.compared,
-                result.step,
-                result.rank,
-                result.what,
-            )
-        )
+        self._journal.write(RepeatedStepsRecord(generation, result))
         if result.is_warning:
             _log.warning("generation %d: %s", generation, result.text)

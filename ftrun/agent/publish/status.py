@@ -40,7 +40,6 @@ from ftrun.wire.messages.status import (
     ClusterStatus,
     ProcessIds,
     RankStatus,
-    RepeatStatus,
     RestartStatus,
     SnapshotStatus,
     StatusView,
@@ -224,9 +223,7 @@ def _restarts(run: RunView, now_s: float) -> tuple[RestartStatus, ...]:
             age_s=now_s - one.noticed_s,
             restored=str(one.restored) if one.restored is not None else None,
             phases_s=dict(one.phases_s) if one.phases_s is not None else None,
-            repeated=msgspec.convert(found.as_json(), RepeatStatus)
-            if (found := repeats.get(one.generation)) is not None
-            else None,
+            repeated=repeats.get(one.generation),
         )
         for one in run.generations.restarts
     )

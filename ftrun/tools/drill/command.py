@@ -1,4 +1,4 @@
-"""Implements `ftrun drill`: injects every fault of a plan and judges how the job handles it.
+"""`ftrun drill`: injects every fault of a plan and judges how the job handles it.
 
 Runs in:  cli.
 Takes in: a drill plan by name or file.
@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from msgspec.structs import replace
 
 from ftrun import __version__, clock
@@ -41,19 +42,39 @@ _FAILED = 1
 _MOST_ROWS = 500
 
 
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def _drill(
+    plan: Annotated[
+        str | None,
+        typer.Argument(help="name or file; see --list", autocompletion=lambda: drill_plan_names()),
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", metavar="DIR", help="results and logs go there")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="KIND", help="only this kind of fault")
+    ] = None,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="the table as Markdown, one line for each kind")
+    ] = False,
+    again: Annotated[
+        str | None, typer.Option("--show", metavar="JSON", help="only print an earlier drill.json")
+    ] = None,
+    wants_list: Annotated[bool, typer.Option("--list", help="show the plans")] = False,
+) -> None:
+    """Inject every fault of a plan into a job, and judge how the job handles it."""
+    if wants_list:
+        raise typer.Exit(list_drills())
+    if again is not None:
+        raise typer.Exit(show_again(again))
+    raise typer.Exit(drill(plan, out=out, only=only or [], as_markdown=as_markdown))
+
+
 def drill(name: str | None, *, out: str | None, only: list[str], as_markdown: bool) -> int:
-    """Executes a plan.
-
-    Args:
-        name: the name or file of the plan; None for the quick plan.
-        out: folder for results, logs and run data; None for a new folder below `ftrun-drills/`.
-        only: kinds of fault to inject; empty for all.
-        as_markdown: print the table as Markdown.
-
-    Raises:
-        UsageError: there is no such plan, or it is invalid.
-        FtrunError: the plan cannot be executed on this machine.
-    """
+    """Executes a plan; without `out`, in a new folder below `ftrun-drills/`."""
     path = find_drill_plan(name or DEFAULT_PLAN)
     plan = read_drill_plan(path)
     if only:
@@ -266,17 +287,7 @@ def drill_page(
     source: str,
     made_t_s: float,
 ) -> str:
-    """Renders the page.
-
-    Args:
-        rows: the results of all faults.
-        name: the name of the plan.
-        about: the plan's description.
-        conditions: short phrases about the machine and versions.
-        took_s: duration of the whole drill.
-        source: the JSON file with the same rows.
-        made_t_s: the current wall time.
-    """
+    """`took_s` is the duration of the whole drill, `source` the JSON file with the same rows."""
     # Imported here, because the template engine takes 0.1 s to import.
     from ftrun.tools.report.render.page import fitted_page
 

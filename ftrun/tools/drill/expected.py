@@ -168,17 +168,7 @@ _OF_CLUSTER: dict[str, ExpectedOutcome] = {
 
 
 def expected_of(kind: str, *, rank: int = -1, node: str = "", nodes: int = 1) -> ExpectedOutcome:
-    """Returns the expected outcome of this fault for this target.
-
-    Args:
-        kind: the kind as in a plan.
-        rank: the target rank; -1 if the target is a node.
-        node: the name of the target node, if the run has several nodes.
-        nodes: number of nodes of the run.
-
-    Raises:
-        UsageError: there is no such kind.
-    """
+    """The expected outcome; `rank` is -1 for a node, `node` is empty in a run on one node."""
     if kind.startswith(CLUSTER):
         return _OF_CLUSTER.get(kind.removeprefix(CLUSTER), _NODE_LOST)
     if kind not in _TABLE or kind not in FAULTS:

@@ -127,11 +127,7 @@ class BaselineRuns:
     _found: dict[tuple[DrillJob, int], list[Outcome]] = field(default_factory=dict)
 
     def of(self, job: DrillJob, ranks: int) -> list[Outcome]:
-        """Returns the outcome of each rank; empty if the job records none.
-
-        Raises:
-            FtrunError: torchrun fails or times out.
-        """
+        """The outcome of each rank, or nothing; FtrunError if torchrun fails or times out."""
         if not job.notes:
             return []
         if (job, ranks) not in self._found:
@@ -172,11 +168,7 @@ class BaselineRuns:
 
 
 def outcome_of(path: Path) -> Outcome:
-    """Reads the outcome of one rank.
-
-    If a repeated step has another result, both are joined to one text, which equals no other
-    outcome.
-    """
+    """If a repeated step has another result, both are joined to a text that equals no outcome."""
     found: Outcome = {}
     for line in notes_of(path):
         at: int | str
@@ -212,10 +204,7 @@ def difference(expected: Sequence[Outcome], found: Sequence[Outcome]) -> str:
 def first_difference(
     expected: Sequence[Outcome], found: Sequence[Outcome]
 ) -> tuple[int | str | None, str]:
-    """Returns the step of the first difference (or `digest`) and its description.
-
-    Returns (None, "") if there is no difference.
-    """
+    """The step of the first difference (or `digest`) and its description; (None, ""): none."""
     differences: list[tuple[int | str, str]] = []
     for rank, (right, is_so) in enumerate(zip(expected, found, strict=True)):
         for at in right:

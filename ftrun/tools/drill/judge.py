@@ -88,14 +88,7 @@ def fired_at(lines: Sequence[Line], order_id: str) -> FaultInjected | None:
 
 
 def is_over(trial: FaultTrial, lines: Sequence[Line], order_id: str, *, more_steps: bool) -> bool:
-    """Returns whether all expected effects of a trial have occurred.
-
-    Args:
-        trial: the ordered fault.
-        lines: journal lines of all nodes, in order of time.
-        order_id: id of the order.
-        more_steps: the steps required between two faults were made after it.
-    """
+    """Whether all expected effects of a trial have occurred, and `more_steps` were made."""
     fired = fired_at(lines, order_id)
     if fired is None:
         return False
@@ -120,10 +113,7 @@ def is_settled(
 
 
 def _is_taken_back(trial: FaultTrial) -> bool:
-    """Returns whether the journal reports the end of this fault.
-
-    A fault inside a rank ends with the rank, and the journal has no line for it.
-    """
+    """A fault inside a rank ends with the rank, and the journal has no line for its end."""
     return trial.rank < 0 or trial.kind == "slow" or not trial.expected.verdicts
 
 
@@ -135,15 +125,7 @@ def judge(
     order_id: str = "",
     hit_s: float | None = None,
 ) -> None:
-    """Fills the row; `passed` does not yet include the result of the run.
-
-    Args:
-        trial: the ordered fault.
-        row: the row to fill.
-        lines: journal lines of all nodes, in order of time, up to the next fault.
-        order_id: id of the order.
-        hit_s: time of a fault that no agent injected.
-    """
+    """Fills the row, without the result of the run; `hit_s`: time of a fault made from outside."""
     problems = [row.problem] if row.problem else []
     fired = fired_at(lines, order_id) if order_id else None
     row.fired = fired is not None or hit_s is not None
@@ -165,14 +147,7 @@ def judge(
 
 
 def compare(row: FaultResult, trial: FaultTrial, *, difference: str, is_compared: bool) -> None:
-    """Records whether the result equals that of an undisturbed run.
-
-    Args:
-        row: the judged row.
-        trial: the ordered fault.
-        difference: description of the first difference; empty if there is none.
-        is_compared: the run is complete, and there was a result to compare.
-    """
+    """Records whether the result equals that of an undisturbed run; empty `difference`: it does."""
     row.equal = not difference if is_compared else None
     if difference and trial.expected.equal:
         row.fail(difference)

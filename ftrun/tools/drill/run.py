@@ -112,11 +112,7 @@ class DrillRun:
         return [str(word) for word in (*words, *part.flags)]
 
     def ready(self) -> None:
-        """Waits until every rank makes steps and the usual step time is known.
-
-        Raises:
-            DrillRunFailed: the run has ended or timed out.
-        """
+        """Waits until every rank makes steps and the usual step time is known."""
         if self.job.notes:
             first = max(FIRST_STEP, self.part.steps_between)
             self._wait(f"step {first}", lambda: self.last_step() >= first, _START_S)
@@ -124,11 +120,7 @@ class DrillRun:
             self._wait("the first step of every rank", self._runs, _START_S)
 
     def perform(self, trial: FaultTrial, row: FaultResult) -> None:
-        """Orders one fault, waits until it is over, and records the result in the row.
-
-        Raises:
-            DrillRunFailed: this run accepts no more faults. The row is judged before.
-        """
+        """Orders one fault, waits for its end, and fills the row, also if the run fails."""
         since = len(self.journal())
         if trial.rank < 0 and trial.node >= 0:
             self._may_end.add(trial.node)
@@ -153,11 +145,7 @@ class DrillRun:
             judge(trial, row, lines, order_id=order_id)
 
     def finish(self, *, exit_code: int = 0) -> None:
-        """Lets the job complete.
-
-        Raises:
-            DrillRunFailed: the run ends with another exit code or times out.
-        """
+        """Lets the job complete; DrillRunFailed at another exit code or a timeout."""
         self.job.let_go(self.folder)
         self._wait(
             "the end of the job",
@@ -238,11 +226,7 @@ class DrillRun:
     def _wait(
         self, what: str, is_so: Callable[[], bool], within_s: float, *, exit_code: int = 0
     ) -> None:
-        """Polls until the condition is true.
-
-        Raises:
-            DrillRunFailed: the run ended unexpectedly or timed out.
-        """
+        """Polls until the condition is true; DrillRunFailed if the run has ended or timed out."""
         give_up_s = clock.now_s() + within_s
         while not is_so():
             codes = [process.poll() for process in self._processes]

@@ -45,11 +45,7 @@ class DrillSeries:
         """Rows of all runs that have ended."""
 
     def carry_out(self) -> None:
-        """Fills `rows` with one row per fault.
-
-        Raises:
-            FtrunError: this machine cannot run the drill: no cluster, no script, or torchrun fails.
-        """
+        """Fills `rows`; FtrunError if this machine cannot run the drill."""
         for part in self.plan.parts():
             for batch in batches(list(trials_of(part)), part.most_faults):
                 self.rows.extend(self._batch(part, batch))
@@ -140,13 +136,10 @@ def compare_all(
     expected: Sequence[Outcome],
     outcomes: Sequence[Outcome],
 ) -> list[FaultResult]:
-    """Records in each row whether the result is equal up to the next fault.
+    """Records in each row whether the result is equal up to the next fault; returns failed rows.
 
     A difference counts against the fault before the first differing step and against all later
     faults.
-
-    Returns:
-        The rows that passed before and fail by the comparison.
     """
     at, said = first_difference(expected, outcomes) if expected else (None, "")
     failed = []
@@ -211,10 +204,6 @@ def cluster_row(trial: FaultTrial, part: RunSection, folder: Path) -> FaultResul
 
     An agent cannot switch off its own node. Each of these faults, which scripts/drill_faults.py
     describes, defines its own number of nodes with one rank each, and has its own cluster.
-    Problems are recorded in the row.
-
-    Raises:
-        FtrunError: the scripts are missing, or the fault does not support the job.
     """
     faults = load_script("drill_faults", "breaking virtual nodes")
     nodes = load_script("drill_nodes", "breaking virtual nodes")

@@ -17,7 +17,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from ftrun.cli.completion import RunIdArgument
 from ftrun.cli.runs import RunLiveness, choose, look_at
 from ftrun.cli.screen.text import clean, ranges
 from ftrun.errors import ExitCode, FtrunError, UsageError
@@ -51,6 +55,33 @@ class LogRequest:
     generation: int | None = None
     incident: str | None = None
     lines: int | None = None
+
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def _logs(
+    run_id: RunIdArgument = None,
+    ranks: Annotated[
+        str | None, typer.Option("-r", "--rank", metavar="RANKS", help="such as 3 or 0-7,12")
+    ] = None,
+    node: Annotated[str | None, typer.Option("--node", help="ranks of this node only")] = None,
+    generation: Annotated[
+        int | None, typer.Option("--generation", metavar="G", help="not given: all")
+    ] = None,
+    incident: Annotated[
+        str | None,
+        typer.Option("--incident", metavar="I", help="last words of its culprit; or last"),
+    ] = None,
+    follows: Annotated[bool, typer.Option("-f", "--follow", help="go on as they write")] = False,
+    last: Annotated[
+        int | None, typer.Option("-n", "--lines", metavar="N", help="so many of each at the end")
+    ] = None,
+) -> None:
+    """Show what the ranks have written, if their output goes to files."""
+    wanted = LogRequest(ranks, node, generation, incident, last)
+    raise typer.Exit(logs(run_id, wanted, follows=follows))
 
 
 def logs(run_id: str | None, wanted: LogRequest, *, follows: bool) -> int:

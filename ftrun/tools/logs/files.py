@@ -49,12 +49,7 @@ class LogFile:
 
 
 def log_files(folder: Path, lines: Sequence[Line]) -> list[LogFile]:
-    """Returns all files visible on this machine, ordered by generation and rank.
-
-    Args:
-        folder: the folder of the run's logs.
-        lines: lines of the run's journals.
-    """
+    """All files visible on this machine, ordered by generation and rank."""
     found: list[LogFile] = []
     for node, root in _roots(folder, lines):
         is_shared = root not in (folder / node / "workers", folder / "workers")
@@ -79,11 +74,7 @@ def started(
 
 
 def parse_ranks(text: str) -> frozenset[int]:
-    """Parses `3`, `0-7` or `1,5-6`.
-
-    Raises:
-        UsageError: the text has none of these forms.
-    """
+    """Parses `3`, `0-7` or `1,5-6`."""
     found: set[int] = set()
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")

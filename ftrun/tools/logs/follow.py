@@ -230,12 +230,7 @@ class LogReader:
 
 
 def lines_of(path: Path, *, last: int | None) -> Iterator[tuple[float, str]]:
-    """Yields each line with its approximate position in the file, from 0 (begin) to 1 (end).
-
-    Args:
-        path: the log file.
-        last: number of lines at the end of the file when the reading begins; None for all.
-    """
+    """Yields each line with its approximate position in the file, from 0 (begin) to 1 (end)."""
     return itertools.islice(_lines_of(path, last), last)
 
 

@@ -67,10 +67,10 @@ def background_of(lines: Sequence[Line]) -> RunBackground:
 def homes_of(
     begin_s: float, background: RunBackground, lost: Sequence[str]
 ) -> dict[int, tuple[str, str]]:
-    """Returns for each rank its node before its generation began at that time, and since.
+    """For each rank: its node before its generation began at that time, and since.
 
-    A lost node often has not named its ranks. If the number of ranks without a known node equals
-    the number that it had started, they were its own.
+    A lost node may not have named its ranks. They are the ranks without a node, if their number
+    equals the number that it started.
     """
     before: dict[int, str] = {}
     after: dict[int, str] = {}
@@ -146,10 +146,7 @@ def _step_s(lines: Sequence[Line]) -> float | None:
 
 
 def start_of(launch: Sequence[Line]) -> tuple[float | None, bool]:
-    """Returns how long a launch took until its first step, and True.
-
-    Without a line that says so, until its ranks were started, and False.
-    """
+    """Seconds until the first step, and True; if not known, until the start of ranks, and False."""
     if not launch:
         return None, False
     begin = launch[0].t_s

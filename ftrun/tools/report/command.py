@@ -12,6 +12,9 @@ import webbrowser
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from ftrun import clock
 from ftrun.cli.screen.atomic_output import is_stdout, write_out
@@ -31,6 +34,25 @@ MAX_PAGES = 200
 """So many pages of incidents are written along with a run's, the newest."""
 
 
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def _report(
+    incident: Annotated[
+        str | None, typer.Argument(help="its number, or last; not given: the whole run")
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="RUN", help="run id, or folder of its logs")
+    ] = None,
+    out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="write it there")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="the facts, as JSON")] = False,
+    opens: Annotated[bool, typer.Option("--open", help="show it in the browser")] = False,
+) -> None:
+    """Write a run, or one incident of it, as one HTML file."""
+    raise typer.Exit(report(incident, run=run, out=out, as_json=as_json, opens=opens))
+
+
 def report(
     incident: str | None,
     *,
@@ -39,19 +61,7 @@ def report(
     as_json: bool = False,
     opens: bool = False,
 ) -> int:
-    """Write the page, and say where it is.
-
-    Args:
-        incident: its number, or `last`; None: the whole run.
-        run: a run id or a folder of logs; None: the one that was written to last.
-        out: the file, or a FIFO or device to write into; `-` for stdout; None: beside the journal.
-        as_json: the facts on stdout instead of a page.
-        opens: show it in a browser.
-
-    Raises:
-        UsageError: there is no such run.
-        FtrunError: there is no such incident; a file cannot be read or written.
-    """
+    """Writes the page, and prints its path. Without `run`, the run with the newest journal."""
     if out is not None and is_stdout(out):
         out = "-"
     folder = folder_of(run, below=Path.cwd())
@@ -121,15 +131,7 @@ def _with_log(facts: RunFacts, chosen: IncidentFacts, folder: Path) -> IncidentF
 
 
 def folder_of(run: str | None, *, below: Path) -> Path:
-    """The folder with the journal of a run.
-
-    Args:
-        run: a run id, or the folder itself; None: the run that was written to last.
-        below: where `ftrun-logs` is looked for.
-
-    Raises:
-        UsageError: there is no such run.
-    """
+    """The folder with the journal of a run id, of a folder, or (None) of the newest run."""
     if run is None:
         return _newest(below)
     for folder in (below / LOGS / run, Path(run)):
@@ -211,11 +213,7 @@ def is_alive(run_id: str) -> bool:
 
 
 def raw_lines(folder: Path) -> Iterator[bytes]:
-    """Every line of the run's journals; one that is far too long is cut.
-
-    Raises:
-        FtrunError: there is none, or it cannot be read.
-    """
+    """Every line of the run's journals; a line that is far too long is cut."""
     paths = _journals(folder)
     if not paths:
         raise FtrunError(f"{folder} has no {FILE_NAME}")
@@ -237,19 +235,7 @@ def last_words(
     generation: int,
     logs: str = "",
 ) -> tuple[str, tuple[str, ...]]:
-    """The end of what a rank has written, where its streams were redirected into files.
-
-    Args:
-        folder: of the run's logs.
-        rank: whose.
-        node: its node, empty on a run of one node.
-        ranks_here: all ranks of that node, so that its local number is known.
-        generation: in which it failed.
-        logs: where its node wrote logs, as the journal says it (`--log-dir`).
-
-    Returns:
-        What the lines are, and the lines.
-    """
+    """A title, and the last lines that a rank wrote to its files; `logs`: its node's --log-dir."""
     local = sorted(ranks_here).index(rank) if rank in ranks_here else rank
     places = [folder / node / "workers" if node else folder / "workers", folder / "workers"]
     places += [Path(logs)] if logs else []

@@ -47,10 +47,7 @@ def wall_of(launches: Sequence[Sequence[Line]]) -> tuple[float, float]:
 
 
 def _away(launches: Sequence[Sequence[Line]]) -> float:
-    """An agent took over memory of one that had said nothing of an end: its launcher was gone.
-
-    From the last word of the one until the other was there; what follows is an incident's.
-    """
+    """Seconds from the last line of a lost launcher until another agent took over its memory."""
     away_s = 0.0
     for launch in launches:
         last: Line | None = None
@@ -102,8 +99,7 @@ def _ending(launch: Sequence[Line]) -> float:
 def snapshots_of(lines: Sequence[Line]) -> SnapshotTotals | None:
     """Sums over the run; the progress lines count within one generation.
 
-    Nodes stand still together, so that of the blocked time the largest counts; snapshots are of
-    all ranks.
+    All nodes are blocked at the same time, so the largest value counts.
     """
     totals: dict[str, dict[str, float]] = {}
     before: dict[tuple[str, str], float] = {}
@@ -152,10 +148,7 @@ def cost_of(
     *,
     kind: str,
 ) -> IncidentCost | None:
-    """What an incident has cost, and what a restart from a checkpoint would have cost.
-
-    The comparison uses only numbers of this run, and names each of them.
-    """
+    """The cost of an incident, and of a restart from a checkpoint by figures of this run alone."""
     if slow_kind(kind) and moments.recovered is None:
         return None
     stood = None if moments.recovered is None else moments.recovered - moments.began

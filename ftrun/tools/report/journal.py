@@ -74,7 +74,7 @@ def _with_clean_texts(value: object) -> object:
 def _steady(lines: list[Line]) -> Iterable[Line]:
     """Lines of one node whose time does not jump when its wall clock is set.
 
-    A monotonic time before the last one is that of another machine, or of one that has rebooted.
+    The monotonic clock restarts on another machine and after a reboot.
     """
     lines.sort(key=lambda line: line.t_s)
     last_at_s, last_s = -math.inf, math.inf
@@ -149,10 +149,9 @@ def first_step_at(line: Line) -> float | None:
 
 
 def newest_run(lines: Sequence[Line]) -> tuple[list[list[Line]], int]:
-    """Returns the launches that make up the newest run, and the number of launches before them.
+    """The launches of the newest run, and the number of launches before them.
 
-    A run id may be used again. A launch that resumed a state belongs to the run before it; one
-    that restored nothing is a run of its own.
+    A run id may be used again. A launch that resumed a state belongs to the run before it.
     """
     launches: list[list[Line]] = [[]]
     has_ended = False

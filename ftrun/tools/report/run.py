@@ -40,16 +40,7 @@ _OWN_DEATHS: dict[type[Record], str] = {
 
 
 def run_facts(raw: Iterable[bytes], *, name: str = "", is_alive: bool = False) -> RunFacts:
-    """Everything a report says.
-
-    Args:
-        raw: lines of one journal, or of several that overlap.
-        name: of the run, where the journal does not say it.
-        is_alive: somebody knows that the run is going on.
-
-    Raises:
-        FtrunError: no line of it can be read.
-    """
+    """All facts of a report; FtrunError if no line can be read."""
     lines, unreadable = parse(raw)
     if not lines:
         raise FtrunError(
@@ -220,11 +211,7 @@ def _notes(
 
 
 def incident_by(facts: RunFacts, wanted: str) -> IncidentFacts:
-    """The incident of this number, or the `last` one.
-
-    Raises:
-        FtrunError: there is none.
-    """
+    """The incident of this number, or the `last` one."""
     known = {one.number: one for one in facts.incidents}
     if not known:
         raise FtrunError(f"run {facts.run_id} has had no incident")

@@ -370,8 +370,8 @@ def test_a_script_that_does_not_attach_has_no_step_and_its_restart_is_told() -> 
 
 
 def repeated(journal: MadeJournal, t: float, text: str, *, node: str) -> None:
-    journal.put(t, "repeated_steps", node=node, generation=journal.generation, outcome="",
-                text=text, repeated=1, compared=1)  # fmt: skip
+    journal.put(t, "repeated_steps", node=node, generation=journal.generation,
+                result={"outcome": "equal", "text": text})  # fmt: skip
 
 
 def test_an_incident_says_what_its_repeated_steps_were() -> None:

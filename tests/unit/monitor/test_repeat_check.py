@@ -95,7 +95,7 @@ def test_equal_steps(node: Node) -> None:
         Outcome.EQUAL, "repeated 2 steps: losses and parameter samples bitwise equal", 2, 2
     )
     assert not node.result.is_warning
-    assert node.result.as_json()["outcome"] == "equal"
+    assert node.result.outcome is Outcome.EQUAL
 
 
 def test_the_first_different_loss_is_named(node: Node) -> None:

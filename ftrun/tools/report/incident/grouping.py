@@ -210,11 +210,7 @@ def begins_trouble(record: Record) -> bool:
 
 
 def cases_of(lines: Iterable[Line]) -> list[IncidentLines]:
-    """Every incident, in the order of its first line, each with a number.
-
-    Where the lead numbers incidents, one that has none begins with `UNNUMBERED`, so that the next
-    one of the lead's does not take its place.
-    """
+    """All incidents in the order of their first lines; those without a number get the next ones."""
     sorting = _Sorting()
     for line in lines:
         sorting.take(line)

@@ -218,7 +218,9 @@ def _generation(case: IncidentLines) -> int | None:
 
 def _repeated(case: IncidentLines) -> tuple[str, ...]:
     """The newest comparison of each node."""
-    newest = {line.node: clean(line.record.text, 400) for line in case.of(RepeatedStepsRecord)}
+    newest = {
+        line.node: clean(line.record.result.text, 400) for line in case.of(RepeatedStepsRecord)
+    }
     if len(set(newest.values())) == 1:
         return tuple(newest.values())[:1]
     return tuple(f"{node}: {text}" for node, text in sorted(newest.items()))

@@ -38,16 +38,7 @@ def rows_of(
     culprits: Sequence[int],
     victims: Sequence[int],
 ) -> list[RankRow]:
-    """One row for ranks that did the same, the culprits' first.
-
-    Args:
-        case: the incident's lines.
-        moments: of it.
-        world: every rank there is.
-        homes: of each rank, its node before and after; empty where it is not known.
-        culprits: ranks of the last verdict, or those that ended by themselves.
-        victims: those that only waited.
-    """
+    """One row for ranks that did the same, the culprits' first; `homes`: node before and after."""
     views = _views(case)
     deaths = {rank: t_s for t_s, rank in reversed(ended_by_themselves(case, moments.acted))}
     # Ranks do not outlive their agent.
