@@ -214,9 +214,7 @@ class Member:
     # --- messages -----------------------------------------------------------------------------
 
     def _hear(self, sender: str, body: AnyClusterMessage, now_s: float) -> list[Command]:
-        found: list[Command] = []
-        if self.lead is not None:
-            found = self._lead_hears(sender, now_s)
+        found = self._lead_hears(sender, now_s) if self.lead is not None else []
         return found + self._take(sender, body, now_s)
 
     def _take(self, sender: str, body: AnyClusterMessage, now_s: float) -> list[Command]:
