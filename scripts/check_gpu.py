@@ -121,8 +121,8 @@ def exact(check: Check) -> Figures:
     pair = [[check.lines("end", p, rank) for rank in (0, 1)] for p in ("pair", "killed-pair")]
     states = [[lines[-1]["state"] for lines in ends if lines] for ends in pair]
     is_equal = len(states[0]) == 2 and states[0] == states[1]
-    why = errors["pair"] + errors["killed pair"]
-    found["gloo, 2 ranks"] = {"result": "equal" if is_equal else f"not equal {why}"}
+    reason = errors["pair"] + errors["killed pair"]
+    found["gloo, 2 ranks"] = {"result": "equal" if is_equal else f"not equal {reason}"}
     bad = {name: one for name, one in found.items() if one["result"] != "equal"}
     text = "".join(f"\n    {name}: {one}" for name, one in bad.items())
     shown = {"equal": f"{len(found) - len(bad)} of {len(found)} variants{text}"}
@@ -130,15 +130,15 @@ def exact(check: Check) -> Figures:
 
 
 def judged(lines: Lines, wanted: dict[int, dict[str, str]], error: str) -> Figures:
-    begun, end = ([line for line in lines if line["kind"] == kind] for kind in ("begun", "end"))
+    started, end = ([line for line in lines if line["kind"] == kind] for kind in ("begun", "end"))
     if error or not end or -1 not in wanted:
         return {"result": f"failed: {error}"}
     facts = {key: end[-1][key] for key in ("note", "SEALED_COUNT", "DISCARDED_COUNT")}
     wrong = differing(end[-1]["state"], wanted[-1])
-    if not begun:
+    if not started:
         return {"result": "no snapshot taken", "wrong": wrong, **facts}
-    step = begun[-1]["step"]
-    at_restore = differing(begun[-1]["state"], wanted[step])
+    step = started[-1]["step"]
+    at_restore = differing(started[-1]["state"], wanted[step])
     result = "not equal" if wrong or at_restore else "equal"
     return {"result": result, "restored": step, "wrong": wrong, "at_restore": at_restore, **facts}
 
@@ -249,7 +249,7 @@ def rates(check: Check) -> Figures:
 
 def main() -> int:
     args = parse_arguments()
-    found, began_s, is_gpu = conditions(), time.monotonic(), args.device == "cuda"
+    found, started_s, is_gpu = conditions(), time.monotonic(), args.device == "cuda"
     checks: dict[str, Callable[[Check], Figures]] = {
         "exact": exact,
         "standby": standby,
@@ -272,7 +272,7 @@ def main() -> int:
             print(f"{verdict} {name}, {time.monotonic() - start_s:.0f} s: {text}", flush=True)
     write_json(args.json, {"conditions": found, "checks": figures})
     show_conditions(found)
-    print(f"  {time.monotonic() - began_s:.0f} s in all")
+    print(f"  {time.monotonic() - started_s:.0f} s in all")
     return 0 if all(one["ok"] for one in figures.values()) else 1
 
 

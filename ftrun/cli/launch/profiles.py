@@ -290,7 +290,7 @@ def _signal_problems(names: object) -> Iterator[str]:
 
 _RULES: Mapping[tuple[str, str], Callable[[object], Iterator[str]]] = {
     ("erasure", "scheme"): _scheme_problems,
-    ("stop", "forward"): _signal_problems,
+    ("stop", "forward_signals"): _signal_problems,
 }
 """Rules that need a module which `ftrun.config` does not import."""
 

@@ -36,7 +36,7 @@ def problems(name: str, **variables: str) -> str:
     return "\n".join(caught.value.problems)
 
 
-def test_default_profile_says_what_holds_without_one() -> None:
+def test_default_profile_reports_what_holds_without_one() -> None:
     resolved = resolve("default", variables={})
     assert resolved.profile == Profile() == resolve(None, variables={}).profile
     assert set(resolved.origins) == {f"{section}.{key}" for section, key in known_keys()}
@@ -52,8 +52,8 @@ def test_packaged_profiles_are_three() -> None:
     assert profile_names() == ["default", "laptop", "single-node-gpu"]
 
 
-def test_later_layer_wins_and_says_so(tmp_path: Path) -> None:
-    name = profile(tmp_path, "restart:\n  budget: 1\n  window_s: 5\nsmp:\n  orphan_s: 9\n")
+def test_later_layer_wins_and_is_reported(tmp_path: Path) -> None:
+    name = profile(tmp_path, "restart:\n  budget: 1\n  window_s: 5\nsmp:\n  orphan_timeout_s: 9\n")
     resolved = resolve(
         name,
         variables={"FTRUN_RESTART_BUDGET": "2", "FTRUN_RESTART_WINDOW_S": "6"},
@@ -61,10 +61,10 @@ def test_later_layer_wins_and_says_so(tmp_path: Path) -> None:
     )
     assert resolved.profile.restart.budget == 3
     assert resolved.profile.restart.window_s == 6
-    assert resolved.profile.smp.orphan_s == 9
+    assert resolved.profile.smp.orphan_timeout_s == 9
     assert resolved.origins["restart.budget"] == "--set"
     assert resolved.origins["restart.window_s"] == "environment FTRUN_RESTART_WINDOW_S"
-    assert resolved.origins["smp.orphan_s"] == f"{name}:5"
+    assert resolved.origins["smp.orphan_timeout_s"] == f"{name}:5"
 
 
 def test_all_that_is_wrong_is_listed_at_once(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_all_that_is_wrong_is_listed_at_once(tmp_path: Path) -> None:
         "line 7: smp: should hold keys with values",
         f"{name}:9: stop.grace_s: should be a number above 0, and is -1",
         "line 11: forward occurs twice",
-        f"{name}:11: stop.forward: 'USR8' is no signal",
+        f"{name}:11: stop.forward_signals: 'USR8' is no signal",
         "line 12: nonsense: there is no such section",
         "environment FTRUN_RESTART_BUDGET: restart.budget: should be a whole number of at least 0",
         "environment FTRUN_SNAPSHOT_EVERY: snapshot.every: should be auto or a whole number",
@@ -101,7 +101,7 @@ def test_all_that_is_wrong_is_listed_at_once(tmp_path: Path) -> None:
         ("snapshot:\n  xyzzy: 1\n", "snapshot.xyzzy: there is no such key; there are enabled,"),
     ],
 )
-def test_what_cannot_be_read_is_said(tmp_path: Path, text: str, said: str) -> None:
+def test_what_cannot_be_read_is_reported(tmp_path: Path, text: str, said: str) -> None:
     assert said in problems(profile(tmp_path, text))
 
 
@@ -145,5 +145,5 @@ def test_the_limit_of_a_scheme_is_that_of_the_codec() -> None:
 
 
 def test_lines_are_kept(tmp_path: Path) -> None:
-    layer = read_profile(Path(profile(tmp_path, "# x\n\nsmp:\n\n  orphan_s: 3\n")))
+    layer = read_profile(Path(profile(tmp_path, "# x\n\nsmp:\n\n  orphan_timeout_s: 3\n")))
     assert [setting.origin.rpartition(":")[2] for setting in layer.settings] == ["5"]

@@ -88,14 +88,14 @@ def _go_on(player: Player, players: dict[int, Player], world: World, stops: dict
 
 
 def views_of(
-    world: World, players: dict[int, Player], *, silent_s: float = 12.0, still_s: float = 6.0
+    world: World, players: dict[int, Player], *, unresponsive_s: float = 12.0, still_s: float = 6.0
 ) -> dict[int, RankView]:
     """What is seen of them."""
     return {
         rank: view(
             rank,
             step=player.done // len(world.own(rank)),
-            silent_s=silent_s,
+            unresponsive_s=unresponsive_s,
             still_s=still_s,
             groups=tuple(_group(world, player, name) for name in player.entered),
         )

@@ -3,7 +3,7 @@
 from ftrun.smp.peer_link import FETCH, FIRST_PAUSE_S, PROTECT, LinkRules, admits
 from ftrun.wire.cluster.transfer import LinkHello
 
-PATIENCE_S = 10.0
+TIMEOUT_S = 10.0
 
 
 def failed(rules: LinkRules, now_s: float, *, refused: bool = False, away: bool = False) -> str:
@@ -11,7 +11,7 @@ def failed(rules: LinkRules, now_s: float, *, refused: bool = False, away: bool 
 
 
 def test_a_node_that_does_not_answer_is_reported_once_when_the_patience_is_over() -> None:
-    rules = LinkRules(dials_again_first=False, patience_s=PATIENCE_S)
+    rules = LinkRules(dials_again_first=False, timeout_s=TIMEOUT_S)
     rules.begin_dialing(5.0)
     assert failed(rules, 14.0, refused=True) == ""
     assert failed(rules, 15.1) == "why"
@@ -22,7 +22,7 @@ def test_a_node_that_does_not_answer_is_reported_once_when_the_patience_is_over(
 
 
 def test_a_link_to_fetch_reports_a_lost_node_only_if_it_refuses_a_new_connection() -> None:
-    rules = LinkRules(dials_again_first=True, patience_s=PATIENCE_S)
+    rules = LinkRules(dials_again_first=True, timeout_s=TIMEOUT_S)
     rules.begin_dialing(0.0)
     assert failed(rules, 0.1, refused=True) == "", "it may not listen yet"
     assert not rules.connected(0.2)
@@ -33,7 +33,7 @@ def test_a_link_to_fetch_reports_a_lost_node_only_if_it_refuses_a_new_connection
 
 
 def test_a_link_to_protect_reports_every_lost_connection() -> None:
-    rules = LinkRules(dials_again_first=False, patience_s=PATIENCE_S)
+    rules = LinkRules(dials_again_first=False, timeout_s=TIMEOUT_S)
     rules.begin_dialing(0.0)
     assert not rules.connected(0.0)
     assert rules.disconnected("reset") == "reset"
@@ -41,13 +41,13 @@ def test_a_link_to_protect_reports_every_lost_connection() -> None:
 
 
 def test_another_process_at_the_address_is_reported_at_once() -> None:
-    rules = LinkRules(dials_again_first=False, patience_s=PATIENCE_S)
+    rules = LinkRules(dials_again_first=False, timeout_s=TIMEOUT_S)
     rules.begin_dialing(0.0)
     assert failed(rules, 0.1, away=True) == "why"
 
 
 def test_pauses_grow_while_connections_are_brief() -> None:
-    rules = LinkRules(dials_again_first=False, patience_s=PATIENCE_S)
+    rules = LinkRules(dials_again_first=False, timeout_s=TIMEOUT_S)
     rules.begin_dialing(0.0)
     assert [rules.pause_s() for _ in range(6)] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0]
     rules.begin_dialing(0.0)
