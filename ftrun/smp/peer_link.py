@@ -213,7 +213,7 @@ class PeerLink:
 
     @property
     def carries_nothing(self) -> bool:
-        """The node was reported lost, or its kernel has acknowledged nothing for `UNRESPONSIVE_S`."""
+        """The node was reported lost, or its kernel acknowledged nothing for `UNRESPONSIVE_S`."""
         made = self._socket
         return self._rules.is_lost if made is None else made.unresponsive_s > UNRESPONSIVE_S
 

@@ -70,11 +70,11 @@ class _Samples:
         self._open.append(kind)
         hints = typing.get_type_hints(kind, include_extras=True)
         names = (
-            kind.__struct_fields__
+            dict(zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True))
             if issubclass(kind, msgspec.Struct)
-            else [field.name for field in dataclasses.fields(kind)]
+            else {field.name: field.name for field in dataclasses.fields(kind)}
         )
-        made = kind(**{name: self.of(hints[name], name) for name in names})
+        made = kind(**{name: self.of(hints[name], encoded) for name, encoded in names.items()})
         self._open.pop()
         return made
 

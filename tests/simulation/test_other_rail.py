@@ -19,7 +19,7 @@ from simulation.world import World
 
 SEEDS = [range(60), pytest.param(range(60, 150), marks=pytest.mark.full)]
 OFTEN_MOVED = (153, 239, 413, 833)
-"""Where connections to newcomers go over another rail more often than every `last_call_timeout_s`."""
+"""Connections to joining nodes go over another rail more often than `last_call_timeout_s`."""
 
 CUT_S = (0.3, 1.1)
 """From the cut until the other rail is in use."""

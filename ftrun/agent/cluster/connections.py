@@ -300,7 +300,7 @@ class ClusterConnections:
         call, address = made.call, made.address
         if call is None or address is None or address.host == call.dial.host:
             return
-        text = f"node {node_id} does not answer at {call.dial.host}; it is spoken with at {address.host}"
+        text = f"node {node_id} does not answer at {call.dial.host}; it answers at {address.host}"
         record = ConnectionFailedOver(text, node_id, address.host, instead_of=call.dial.host)
         self.control_loop.orders.put(JournalEntry(record, announce=True))
         self._wake_executor()

@@ -158,12 +158,9 @@ class Leader:
         self.known.opened(peer, now_s=now_s)
         if peer.lost:
             return self.back_again(peer, now_s=now_s)
-        reported = (
-            [Send(node_id, self._heartbeat(now_s))]
-            if self.shutdown.must_be_notified(node_id)
-            else []
-        )
-        return [*self._election.ask(peer, now_s=now_s), *reported]
+        is_due = self.shutdown.must_be_notified(node_id)
+        end = [Send(node_id, self._heartbeat(now_s))] if is_due else []
+        return [*self._election.ask(peer, now_s=now_s), *end]
 
     def back_again(self, peer: PeerState, *, now_s: float) -> list[Command]:
         """Adds a lost node that sends messages again; the active generation continues."""
@@ -225,9 +222,7 @@ class Leader:
 
     # --- a ballot -----------------------------------------------------------------------------
 
-    def succeed(
-        self, lost: set[str], reason: str, known_s: float, *, now_s: float
-    ) -> list[Command]:
+    def succeed(self, lost: set[str], cause: str, known_s: float, *, now_s: float) -> list[Command]:
         """Takes over after the nodes `lost`, with a plan known since `known_s`, or begins a run."""
         self._take_history(self.unsure or self.plan, now_s, known_s)
         if self.plan is not None:
@@ -235,11 +230,11 @@ class Leader:
             self.monitor.take_over(self.plan, since_s=known_s)
             for node_id in sorted(lost):
                 if was_member := self.plan.member(node_id) is not None:
-                    self._unreported[node_id] = reason
+                    self._unreported[node_id] = cause
                 if (peer := self.known.get(node_id)) is not None:
-                    self.monitor.past.record_loss(peer, reason, was_member=was_member, now_s=now_s)
+                    self.monitor.past.record_loss(peer, cause, was_member=was_member, now_s=now_s)
                 self.monitor.note_failure(node_id, now_s=now_s)
-        return self.propose(reason, now_s=now_s)
+        return self.propose(cause, now_s=now_s)
 
     def propose(self, reason: str, *, now_s: float) -> list[Command]:
         self._changes.reset()
@@ -319,9 +314,8 @@ class Leader:
             return self.pause.begin(str(assignment), now_s=now_s)
         if (postponed := self.paths.postpone(here, previous, now_s=now_s)) is not None:
             return postponed
-        assignment = assignment.along(
-            self.paths.decide(assignment.members, assignment.spares, previous)
-        )
+        network = self.paths.decide(assignment.members, assignment.spares, previous)
+        assignment = assignment.along(network)
         plan = make_plan(
             ballot,
             assignment,

@@ -72,8 +72,8 @@ class CollectiveCounts:
             culprits=ranks,
             nodes=nodes_of(ranks, node_of),
             victims=tuple(sorted(set(counts) - set(ranks))),
-            text=f"{subject} skipped collectives between steps {last:,} and {step:,} without a hang: "
-            "since then sums combine different steps, and the training is wrong",
+            text=f"{subject} skipped collectives between steps {last:,} and {step:,} without a "
+            "hang: since then sums combine different steps, and the training is wrong",
             evidence=(
                 f"by step {last:,} all ranks had called the same number of collectives of the "
                 "default group",

@@ -270,10 +270,11 @@ class _Rail:
         direction = {"": "between {} and others", "out": "from {}", "in": "to {}"}[
             location.direction
         ]
-        takes = f"A round trip {direction.format(node)} over {rail} takes {round_trip_text(mine)} in the median"
+        where, took = direction.format(node), round_trip_text(mine)
+        takes = f"A round trip {where} over {rail} takes {took} in the median"
         if location.path is not None:
             nodes = (location.path.source, location.path.destination)
-            takes = f"A round trip from {nodes[0]} to {nodes[1]} over {rail} takes {round_trip_text(mine)}"
+            takes = f"A round trip from {nodes[0]} to {nodes[1]} over {rail} takes {took}"
         elif not node:
             takes = (
                 f"{len(paths)} of {len(paces)} paths over {rail} have long round trips, and no "

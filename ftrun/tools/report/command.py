@@ -280,7 +280,7 @@ def _tail(path: Path) -> list[str]:
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(file.send() - _TAIL_BYTES, 0))
+            file.seek(max(file.tell() - _TAIL_BYTES, 0))
             text = file.read(_TAIL_BYTES).decode("utf-8", "replace")
     except OSError:
         return []
