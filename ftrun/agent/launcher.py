@@ -179,8 +179,8 @@ def launch(
     run.onlookers.start()
     if one_oom_ends_all():
         _log.warning("memory.oom.group is 1: one rank out of memory ends everything on this node")
-    logs = os.path.abspath(args.log_dir)
-    journal.write(RunStarted(spec.run_id, spec.script, torch.__version__, logs, args.rdzv_id))
+    logs, torch_version = os.path.abspath(args.log_dir), str(torch.__version__)
+    journal.write(RunStarted(spec.run_id, spec.script, torch_version, logs, args.rdzv_id))
     preflight.first()
     node.start(run.brain, run.desk, run.workers, preflight, wake=run.wake)
     try:
