@@ -214,9 +214,7 @@ class Member:
     # --- messages -----------------------------------------------------------------------------
 
     def _hear(self, sender: str, body: AnyClusterMessage, now_s: float) -> list[Command]:
-        found: list[Command] = []
-        if self.lead is not None:
-            found = self._lead_hears(sender, now_s)
+        found = self._lead_hears(sender, now_s) if self.lead is not None else []
         return found + self._take(sender, body, now_s)
 
     def _take(self, sender: str, body: AnyClusterMessage, now_s: float) -> list[Command]:
@@ -396,8 +394,7 @@ class Member:
             witness=self.witness,
         )
         self.lead = lead
-        lead.known.numbers = self._leader_numbers
-        lead.known.has_met = self._allegiance.has_met
+        lead.known.numbers, lead.known.has_met = self._leader_numbers, self._allegiance.has_met
         self._allegiance.hand_over(lead.oversight.incidents, now_s=now_s)
         for card in [*(one for one in cards if one.node_id != self.me.node_id), self.me]:
             linked = lead.has_link(card)
@@ -487,8 +484,8 @@ class Member:
 
     def _lead_is(self, node_id: str, now_s: float) -> Send:
         assert self.lead_card is not None
-        known = self.follower.generation
-        return Send(node_id, say.LeaderInfo(self.lead_card, known, self._hears_lead(now_s)))
+        known, is_led = self.follower.generation, self._hears_lead(now_s)
+        return Send(node_id, say.LeaderInfo(self.lead_card, known, is_led))
 
     def _join_if_new(self, node_id: str) -> list[Command]:
         plan = self.follower.plan

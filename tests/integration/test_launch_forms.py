@@ -385,12 +385,12 @@ def test_what_is_told_before_anything_is_started(
 ) -> None:
     run = launch("run")
     for words, said in (
-        (["--bind", "0.0.0.0"], "--bind is '0.0.0.0', which stands for every address"),
+        (["--bind", "0.0.0.0"], "--bind is '0.0.0.0', which means every address"),
         (["--bind", "10.9.9.9"], "which is no address of this machine (node0)"),
-        (["--rdzv-endpoint", "[::]:23456"], "stands for every address of a machine"),
+        (["--rdzv-endpoint", "[::]:23456"], "means every address of a machine"),
         (["--secret-file", "nowhere"], "cannot read the secret file .*nowhere"),
         (["--set", "security.require_secret=true"], "require_secret is set, and no --secret-file"),
-        (["--rdzv-backend", "etcd-v2"], "Other backends are not in this version"),
+        (["--rdzv-backend", "etcd-v2"], "This version has no others"),
     ):
         run.start(0, *at(cluster, *words))
         assert run.code(0) == 2

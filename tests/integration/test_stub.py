@@ -236,7 +236,7 @@ def test_a_bug_in_the_cluster_thread_ends_the_agent_and_another_one_follows(
     assert (code, out) == (0, "rank 0 generation 1 ends\n")
     assert "the cluster thread has ended" in err
     # The stub says so of exit code 70 only.
-    assert "the agent met a bug in ftrun; starting another" in err
+    assert "the agent ended with a bug in ftrun; starting another" in err
 
 
 def kinds_of_descriptors(pid: int) -> list[str]:

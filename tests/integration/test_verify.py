@@ -457,7 +457,7 @@ def test_script_that_fails(tmp_path: Path, script: Script) -> None:
 @pytest.mark.parametrize(
     ("flag", "value", "said"),
     [
-        ("--timeout", "5", r"the time of this run is used up \(--timeout\): after \d+ s it has"),
+        ("--timeout", "5", r"the time of this run is over \(--timeout\): after \d+ s it has"),
         ("--max-disk", "1", r"records and logs take \d MiB, and --max-disk allows 1\."),
     ],
 )
