@@ -11,6 +11,7 @@ Rule 1: a proposer yields to a settled leader and to its own promise, never to a
 
 from collections import deque
 from collections.abc import Callable
+from itertools import count
 from typing import assert_never
 
 import msgspec
@@ -81,6 +82,7 @@ class Member:
         self._to_self: deque[AnyClusterMessage] = deque()
         self._here = Heartbeat(generation=-1)
         self._beat_number = 0
+        self._leader_numbers = count(1)
         self._now_s = now_s
         self._beat_due_s = self._dial_due_s = now_s
         self._allegiance = LeaderDiscovery(
@@ -392,6 +394,7 @@ class Member:
             witness=self.witness,
         )
         self.lead = lead
+        lead.known.numbers = self._leader_numbers
         lead.known.has_met = self._allegiance.has_met
         self._allegiance.hand_over(lead.oversight.incidents, now_s=now_s)
         for card in [*(one for one in cards if one.node_id != self.me.node_id), self.me]:

@@ -27,6 +27,9 @@ SEEDS = [
     pytest.param(101999, "liveness", id="one node alone waits for the leader to name a step"),
     pytest.param(101203, "liveness", id="a damaged mirror is offered again and again"),
     pytest.param(400454, "liveness", id="a mirror is damaged after a restore"),
+    pytest.param(
+        51328, "liveness", id="a node ignores the heartbeats of a leader that leads again"
+    ),
     pytest.param(700296, "safety", id="one node alone has fetched what it starts from"),
 ]
 WITH_MISHAPS = [

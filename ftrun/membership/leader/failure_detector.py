@@ -23,6 +23,7 @@ Rule 6: if the lease stays expired, only a ballot restores it: the nodes do not 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 
 from ftrun.config.cluster import MembershipSettings
 from ftrun.membership.ballots import electorate_of
@@ -87,7 +88,9 @@ class FailureDetector:
     by_id: dict[str, PeerState] = field(default_factory=dict)
     has_met: bool = True
     """This agent has been connected to others since it started."""
-    _number: int = 0
+    numbers: Iterator[int] = field(default_factory=lambda: count(1))
+    """Numbers of the leader heartbeats. An agent that leads again continues them: a node that did
+    not follow another leader in between ignores heartbeats that are not newer."""
     clocks: dict[str, ClockOffset] = field(default_factory=dict)
     """Clock offset of each node against this one, by node id."""
     _left_s: dict[int, float] = field(default_factory=dict)
@@ -196,12 +199,12 @@ class FailureDetector:
     # --- heartbeats ---------------------------------------------------------------------------
 
     def next_number(self, *, now_s: float) -> int:
-        self._number += 1
-        self._left_s[self._number] = now_s
+        number = next(self.numbers)
+        self._left_s[number] = now_s
         limit_s = 2 * self.settings.times.deadline_s
         while now_s - self._left_s[next(iter(self._left_s))] > limit_s:
             del self._left_s[next(iter(self._left_s))]
-        return self._number
+        return number
 
     def beat(self, peer: PeerState, beat: Heartbeat, *, now_s: float) -> bool:
         """Records a heartbeat; returns whether it is newer than the last one."""

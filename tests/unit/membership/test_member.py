@@ -553,6 +553,16 @@ def test_a_proposer_whose_voter_hears_a_lead_steps_down() -> None:
     assert made["c"].member.lead_card == made["a"].card
 
 
+def test_an_agent_that_leads_again_continues_the_numbers_of_its_heartbeats() -> None:
+    made = begun()
+    made.passes(5.0)
+    received = made["c"].member.follower.heard
+    made["a"].member._take_the_lead(made.now_s)
+    made.passes(5.0)
+    assert made["c"].member.follower.heard > received, "c has followed no other leader in between"
+    assert notes(made, "a", "NodeLost") == []
+
+
 def test_what_only_a_lead_is_told_is_dropped_by_who_is_none() -> None:
     made = begun()
     for body in (
