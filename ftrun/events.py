@@ -5,19 +5,9 @@ The agent gathers them.
 
 from dataclasses import dataclass
 from enum import Enum
-
-import msgspec
+from typing import ClassVar
 
 from ftrun.ids import Generation, Rank, Step, Version
-
-
-class Record(msgspec.Struct, frozen=True, tag_field="kind"):
-    """A fact or a decision that the journal holds as one line; `ftrun.records` has all kinds."""
-
-    @property
-    def kind(self) -> str:
-        """The kind of the line, which the class states as its tag."""
-        return str(self.__struct_config__.tag)
 
 
 class ExitKind(Enum):
@@ -36,7 +26,7 @@ class ExitKind(Enum):
     HUNG = "hung"
     SKIPPED = "skipped a collective"
     LEFT_EARLY = "left early"
-    NUMERICAL_ANOMALY = "numerical anomaly"
+    BAD_NUMBERS = "bad numbers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +66,21 @@ class Progress:
     attached: bool
 
 
-class WorkersExited(Record, frozen=True, tag="workers_exited"):
+@dataclass(frozen=True, slots=True)
+class WorkersExited:
     """Workers that have ended, observed together."""
+
+    journal_kind: ClassVar[str] = "WorkersExited"
 
     exits: tuple[WorkerExit, ...]
     progress: Progress
 
 
-class StopRequested(Record, frozen=True, tag="stop_requested"):
+@dataclass(frozen=True, slots=True)
+class StopRequested:
     """A signal or a command asks the run to end."""
+
+    journal_kind: ClassVar[str] = "StopAsked"
 
     signal: int
     by: str
@@ -101,14 +97,20 @@ class Tick:
     """Time has passed."""
 
 
-class SmpExited(Record, frozen=True, tag="smp_exited"):
+@dataclass(frozen=True, slots=True)
+class SmpExited:
     """The SMP has ended."""
+
+    journal_kind: ClassVar[str] = "SmpExited"
 
     text: str
 
 
-class ZygoteExited(Record, frozen=True, tag="zygote_exited"):
+@dataclass(frozen=True, slots=True)
+class ZygoteExited:
     """The zygote has ended."""
+
+    journal_kind: ClassVar[str] = "ZygoteExited"
 
     text: str
 

@@ -53,7 +53,8 @@ from soak_training import (
 )
 from virtual_cluster import available
 
-from ftrun.tools.drill.jobs import DrillJob, Outcome
+from ftrun.tools.drill.drill_outcome import Outcome
+from ftrun.tools.drill.jobs import DrillJob
 
 Piece = dict[str, Any]
 

@@ -1,4 +1,7 @@
-"""Declares what the shell completes: flags of a run, names of profiles and runs."""
+"""Declares what the shell completes: flags of a run, names of profiles and runs.
+
+Runs in: cli. Profile names and run ids are read only when the shell requests a completion.
+"""
 
 import inspect
 from typing import Annotated, Any

@@ -21,7 +21,11 @@ class PyeclibCodec:
     name = "pyeclib"
 
     def __init__(self, k: int, m: int) -> None:
-        """Raises NotSupportedHere if pyeclib or ISA-L is missing."""
+        """Loads pyeclib.
+
+        Raises:
+            NotSupportedHere: pyeclib or ISA-L is missing.
+        """
         check_shape(k, m)
         self.k, self.m = k, m
         try:

@@ -30,7 +30,8 @@ from ftrun.integrations.libraries import require
 from ftrun.sharding.rule_parser import read_rules
 from ftrun.worker.session import Session
 from ftrun.worker.session import attach as attach_parts
-from ftrun.worker.state.attached import DeclaredSharding, held_by
+from ftrun.worker.state.attached import held_by
+from ftrun.worker.state.declared_layout import DeclaredSharding
 
 require("deepspeed", at_least="0.19")
 
@@ -63,7 +64,7 @@ def attach(
         SnapshotError: the restored state does not fit.
     """
     if refused := next(_refused(engine), None):
-        raise UsageError(f"ftrun.integrations.deepspeed does not support {refused}")
+        raise UsageError(f"ftrun.integrations.deepspeed does not take {refused}")
     named = {"engine": EngineCounters(engine), "loss_scaler": LossScaler(engine.optimizer), **named}
     model: Any = engine.module
     optimizer: Any = engine.optimizer
@@ -176,7 +177,7 @@ class Stage3:
             raise ShapeChanged(
                 key="ZeRO-3",
                 saved=f"partitions of {state['ranks']} ranks",
-                present=f"{self._ranks} ranks; only the same number can resume",
+                present=f"{self._ranks} ranks, and it goes on with the same number only",
             )
         with torch.no_grad():
             for present, saved in (

@@ -55,7 +55,8 @@ class CheckpointManager(titan.CheckpointManager):
             titan.CheckpointManager.Config.__post_init__(self)
             if self.memory_interval < 1:
                 raise UsageError(
-                    f"memory_interval is {self.memory_interval}, and must be at least 1"
+                    f"memory_interval is {self.memory_interval}, and at least one step lies "
+                    "between two snapshots"
                 )
 
     # Class attributes, because torchtitan calls close() also if the constructor has failed.

@@ -62,6 +62,7 @@ EVERY_AHEAD_STEPS = 64
 """Steps ahead at which a new interval begins; ranks drift apart by less."""
 
 _ENDS_ITSELF = (ExitKind.EXCEPTION, ExitKind.EXIT_CODE)
+_NODE_LOST_CODE = 76
 _SIGTERM = 15
 
 
@@ -194,11 +195,8 @@ class GenerationMonitor:
             return found
         self._note_rate(now_s)
         self._commit(beat)
-        if now_s - self._checkpoint_s >= self._settings.profile.checkpoint.every_s:
-            self.name_checkpoint(now_s=now_s)
-        known_port = self.orders.moved.get(node_id) or plan.smp_ports.get(node_id)
-        if beat.smp_port and beat.smp_port != known_port:
-            self._order(moved={**self.orders.moved, node_id: beat.smp_port})
+        self._look_at_checkpoint(now_s)
+        self._note_port(plan, node_id, beat.smp_port)
         if beat.problem and node_id not in self._problems:
             self._problems.add(node_id)
             self._take_restore_failure(node_id, beat, now_s)
@@ -216,14 +214,22 @@ class GenerationMonitor:
 
     def lost(self, nodes: Mapping[str, str], *, now_s: float) -> list[SupervisorCommand]:
         """Reports lost members, each with the reason, and their ranks with them."""
-        kind, code = ExitKind.NODE_LOST, ExitCode.NOT_ENOUGH_NODES
+        if not nodes:
+            return []
         for node_id, why in sorted(nodes.items()):
-            node, mark = self.reports.member(node_id), f"node {node_id}"
+            node = self.reports.member(node_id)
+            text = f"node {node_id} is lost: {why}"
+            mark = f"node {node_id}"
             ranks = [Rank(rank) for rank in node.ranks] if node is not None else []
-            text = f"{mark} is lost: {why}"
-            lost = [WorkerExit(rank, kind, code, text, fingerprint=mark) for rank in ranks]
-            self._take_exits(lost, now_s)
-        return self.passing(now_s=now_s) if nodes else []
+            self._take_exits(
+                [
+                    WorkerExit(rank, ExitKind.NODE_LOST, _NODE_LOST_CODE, text, fingerprint=mark)
+                    for rank in ranks
+                    if rank not in self._exits
+                ],
+                now_s,
+            )
+        return self.passing(now_s=now_s)
 
     def passing(self, *, now_s: float) -> list[SupervisorCommand]:
         """Decides about failures that have waited long enough; advances the supervisor's time."""
@@ -240,9 +246,7 @@ class GenerationMonitor:
     def waits_for_cause(self) -> bool:
         """Whether all failures that wait may be consequences of another failure."""
         failed = [one for one in self._waiting if one.kind is not ExitKind.FINISHED]
-        return bool(failed) and all(
-            one.kind in _ENDS_ITSELF or may_be_a_consequence(one) for one in failed
-        )
+        return bool(failed) and all(_may_follow(one) for one in failed)
 
     def progress(self) -> Progress:
         return self.reports.progress
@@ -280,12 +284,12 @@ class GenerationMonitor:
                 case KillWorkers():
                     follows = commands[index + 1 :]
                     if not any(isinstance(one, StartGeneration | EndRun) for one in follows):
-                        self._order(killed=True, why=command.reason)
+                        self._order(killed=True, why=command.why)
                 case RequestFinalSnapshot():
-                    self.stop_at_boundary(command.reason)
+                    self.stop_at_boundary(command.why)
                 case SignalWorkers():
                     count = self.orders.signal_count + 1
-                    self._order(signal=command.signal, signal_count=count, why=command.reason)
+                    self._order(signal=command.signal, signal_count=count, why=command.why)
                 case StartGeneration() | EndRun():
                     left.append(command)
                 case _:
@@ -314,11 +318,11 @@ class GenerationMonitor:
 
     def end(self, command: EndRun, *, now_s: float) -> None:
         is_done = command.exit_code == ExitCode.DONE
-        self.incidents.ended(command.reason, self.progress(), is_done=is_done, now_s=now_s)
+        self.incidents.ended(command.why, self.progress(), is_done=is_done, now_s=now_s)
         self._order(
             ended=True,
             exit_code=int(command.exit_code),
-            why=command.reason,
+            why=command.why,
             advice=command.advice,
             cause=command.cause,
         )
@@ -336,7 +340,7 @@ class GenerationMonitor:
         self.watching.can_replace = can_replace = self.num_spares > 0 or is_elastic
         try:
             found = self.watching.look(self._plan, self.reports, now_s=now_s)
-        except Exception as error:  # noqa: BLE001 - a bug in the monitor must not end the run
+        except Exception as error:  # noqa: BLE001 - who looks must not end what is looked at
             self.watching.went_wrong(error)
             return
         node_id, self.watching.unwanted = self.watching.unwanted, ""
@@ -360,7 +364,7 @@ class GenerationMonitor:
                 waiting, ended, self._plan, self.reports, now_s=now_s
             )
             self.watching.failed(exits, self._plan, self.reports, now_s=now_s)
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - see above
             self.watching.went_wrong(error)
             return waiting
         return exits
@@ -400,7 +404,7 @@ class GenerationMonitor:
             return  # the supervisor has decided about all of them
         self._waiting = [one for one in self._waiting if one.rank != rank]
         self._exits.pop(rank, None)
-        text = f"node {node_id} could not restore its state: {beat.problem}"
+        text = f"node {node_id} could not get its state back: {beat.problem}"
         mark = f"restore {node_id}"
         kind, code = ExitKind.RESTORE_FAILED, ExitCode.STATE_LOST
         if beat.problem_is_link:
@@ -430,6 +434,15 @@ class GenerationMonitor:
             self._checkpoint_s = now_s
             self._order(checkpoint=committed)
 
+    def _look_at_checkpoint(self, now_s: float) -> None:
+        if now_s - self._checkpoint_s >= self._settings.profile.checkpoint.every_s:
+            self.name_checkpoint(now_s=now_s)
+
+    def _note_port(self, plan: GenerationPlan, node_id: str, port: int) -> None:
+        known = self.orders.moved.get(node_id) or plan.smp_ports.get(node_id)
+        if port and port != known:
+            self._order(moved={**self.orders.moved, node_id: port})
+
     def _ahead(self, steps: int) -> int:
         """`steps` plus the steps made before every node has received an order."""
         if self._plan is None or len(self._plan.members) == 1:
@@ -453,7 +466,11 @@ class GenerationMonitor:
         found = self.supervisor.handle(event, now_s=now_s)
         for command in found:
             if isinstance(command, KillWorkers):
-                self.incidents.acted("kill", command.reason)
+                self.incidents.acted("kill", command.why)
             elif isinstance(command, StartGeneration):
-                self.incidents.acted("respawn", command.reason)
+                self.incidents.acted("respawn", command.why)
         return found
+
+
+def _may_follow(end: WorkerExit) -> bool:
+    return end.kind in _ENDS_ITSELF or may_be_a_consequence(end)

@@ -47,7 +47,15 @@ class _NotThis(Exception):
 
 
 def read_rules(text: str, *, source: str) -> ShardingRules:
-    """Parses YAML; raises RulesInvalid with all mistakes. `source` is for messages."""
+    """Parses rules.
+
+    Args:
+        text: YAML.
+        source: its origin, for messages.
+
+    Raises:
+        RulesInvalid: there are mistakes; all of them are listed.
+    """
     reader = _Reader()
     try:
         found = reader.read(yaml.compose(text, Loader=yaml.SafeLoader), source)
@@ -61,6 +69,7 @@ def read_rules(text: str, *, source: str) -> ShardingRules:
 
 
 def carried(rules: ShardingRules) -> dict[str, object]:
+    """The layout in a snapshot, as plain values."""
     return {"text": rules.text, "source": rules.source, "mesh": dict(rules.mesh.axes)}
 
 
@@ -256,6 +265,7 @@ class _Reader:
             return []
 
     def _wrong(self, node: yaml.Node, expected: str) -> NoReturn:
+        """Records a problem and raises _NotThis."""
         mark = node.start_mark
         self.problems.append(
             f"line {mark.line + 1}, column {mark.column + 1}: expected {expected}, "
@@ -306,6 +316,7 @@ class _Reader:
         return list(node.value) if isinstance(node, yaml.SequenceNode) else [node]
 
     def _plain_names(self, node: yaml.Node) -> list[yaml.Node]:
+        """The nodes of names that are given directly, or under `name`."""
         if not isinstance(node, yaml.MappingNode):
             return self._one_or_more(node)
         return self._one_or_more(self._mapping(node, "a rule", ("name",), ["name"])["name"])

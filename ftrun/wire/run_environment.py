@@ -68,7 +68,10 @@ class RunFolder:
 
     @property
     def keep_mark(self) -> Path:
-        """Created by an agent whose memory must outlive the run: it has the restored version."""
+        """Created by an agent whose memory must outlive the run.
+
+        The version from which the run resumed is intact in that memory.
+        """
         return self.path / "keep-memory"
 
     @property
@@ -86,10 +89,14 @@ class RunFolder:
 
 
 def check_run_id(text: str) -> RunId:
-    """Raises UsageError if the text cannot be part of a path, or is too long."""
+    """Check that a run id can be part of a path.
+
+    Raises:
+        UsageError: the text contains other characters, or is too long.
+    """
     if not _GOOD_ID.fullmatch(text):
         raise UsageError(
-            f"run id {text!r} is not valid: 1 to 100 letters, digits, '.', '_' or '-', the first "
+            f"run id {text!r} is not usable: 1 to 100 letters, digits, '.', '_' or '-', the first "
             "a letter or a digit"
         )
     return RunId(text)
@@ -98,7 +105,8 @@ def check_run_id(text: str) -> RunId:
 def runs_folder() -> Path:
     """The parent folder of all run folders of this user; created if it is missing.
 
-    Raises NotSupportedHere if another user can enter it.
+    Raises:
+        NotSupportedHere: it exists, but is not a folder that only this user can enter.
     """
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and os.access(base, os.W_OK | os.X_OK):
@@ -109,7 +117,10 @@ def runs_folder() -> Path:
 def spare_log_folder() -> Path:
     """Log folder for runs that cannot write to their working directory; created if it is missing.
 
-    It is not inside a run folder, because logs outlive the run. Raises as `runs_folder`.
+    It is not inside a run folder, because logs outlive the run.
+
+    Raises:
+        NotSupportedHere: it exists, but is not a folder that only this user can enter.
     """
     return _own_folder(Path(tempfile.gettempdir()) / f"ftrun-logs-{os.getuid()}")
 

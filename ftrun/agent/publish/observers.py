@@ -3,7 +3,7 @@
 Runs in:  agent, main thread; observers that may block have threads of their own. `RunMetrics.copy`
           runs in threads of the metrics server.
 Takes in: the run, at each turn of its loop; the lines of this node's journal.
-Gives:    `progress` lines, /metrics, incident reports to commands and webhooks, `network.json`.
+Gives:    `Pulse` lines, /metrics, incident reports to commands and webhooks, `network.json`.
 Survives: all failures of observers; they do not affect the run.
 
 All counters begin at 0 in each agent. Prometheus detects such a counter reset.
@@ -15,7 +15,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,6 +23,7 @@ from ftrun import clock
 from ftrun.agent.launch.worker_group import (
     WorkerGroup,
     blocked_s,
+    committed_in,
     loss_in,
     most,
     step_counts,
@@ -30,15 +31,11 @@ from ftrun.agent.launch.worker_group import (
 from ftrun.agent.publish.cluster_status import ControlLoopStatus, lateness_of
 from ftrun.agent.publish.hooks import Hooks
 from ftrun.agent.publish.published import Published
-from ftrun.agent.publish.status import RunView, StatusDesk
+from ftrun.agent.publish.run_view import RunView
+from ftrun.agent.publish.status import StatusDesk
 from ftrun.errors import PeerError
-from ftrun.events import Record
 from ftrun.journal import NETWORK_NAME, Journal
 from ftrun.monitor.page_values import quantile_s
-from ftrun.records.incidents import IncidentClosed, SuspicionRaised
-from ftrun.records.membership import GenerationChosen, NetworkPlanRecord, PathsProbed
-from ftrun.records.recovery import DowntimeRecord, GenerationStartedRecord
-from ftrun.records.run import HookFailed, MetricsDisabled, ProgressRecord
 from ftrun.recovery.incidents import Incident
 from ftrun.recovery.lifecycle import DETECTION, PRODUCTIVE, LifecycleState, TimeAccounting
 from ftrun.wire.shared_memory.pages import HeartbeatField
@@ -47,8 +44,8 @@ if TYPE_CHECKING:
     from ftrun.agent.publish.metrics import MetricsServer
 
 PROGRESS_EVERY_S = 10.0
-_AFTER_WHICH_IT_DIFFERS = (PathsProbed, NetworkPlanRecord, GenerationChosen)
-"""Records after which the network may have changed."""
+_NETWORK_KINDS = ("RoadsProbed", "RoadsPlan", "Generation")
+"""Journal lines after which the network may have changed."""
 
 DOWNTIME_PARTS = ("total", "detection", "restart", "restore", "first_step")
 BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -75,6 +72,10 @@ class Observers:
         run.journal.watch(self._hooks.take)
         run.journal.watch(self._network.take)
 
+    @property
+    def metrics_address(self) -> str | None:
+        return self._server.address if self._server is not None else None
+
     def start(self) -> None:
         settings = self._run.spec.profile.metrics
         if not settings.port:
@@ -91,11 +92,10 @@ class Observers:
                 settings.host, settings.port, text=lambda: text_of(collector), token=token
             )
         except (OSError, ValueError) as error:
-            self._run.journal.write(MetricsDisabled(f"{where}: {error}"))
+            self._run.journal.write("no_metrics", why=f"{where}: {error}")
             _log.warning("no metrics are served at %s: %s", where, error)
             return
         self._server.start()
-        self.status.metrics_address = self._server.address
         if token is None and not _is_loopback(settings.host):
             _log.warning(
                 "any host that reaches %s can read the metrics; set metrics.token_file", where
@@ -161,26 +161,25 @@ class ProgressLog:
         progress = self._workers.progress()
         counts = step_counts(pages)
         self._journal.write(
-            ProgressRecord(
-                step=progress.step,
-                steps_here=progress.steps_here,
-                p50_s=quantile_s(counts, 0.5),
-                p99_s=quantile_s(counts, 0.99),
-                blocked_s=round(blocked_s(pages), 6),
-                taken=most(pages, HeartbeatField.SEALED_COUNT),
-                skipped=most(pages, HeartbeatField.SKIPPED_COUNT),
-                discarded=most(pages, HeartbeatField.DISCARDED_COUNT),
-                committed=self._workers.committed(),
-                loss=loss_in(pages),
-                ranks=tuple(
-                    (
-                        int(place.rank),
-                        place.page.get(HeartbeatField.STEP),
-                        _rounded(lateness_s.get(place.rank)),
-                    )
-                    for place in places
-                ),
-            )
+            "Pulse",
+            step=progress.step,
+            steps_here=progress.steps_here,
+            p50_s=quantile_s(counts, 0.5),
+            p99_s=quantile_s(counts, 0.99),
+            blocked_s=round(blocked_s(pages), 6),
+            taken=most(pages, HeartbeatField.SEALED_COUNT),
+            skipped=most(pages, HeartbeatField.SKIPPED_COUNT),
+            discarded=most(pages, HeartbeatField.DISCARDED_COUNT),
+            committed=committed_in(self._workers.commands),
+            loss=loss_in(pages),
+            ranks=[
+                [
+                    int(place.rank),
+                    place.page.get(HeartbeatField.STEP),
+                    _rounded(lateness_s.get(place.rank)),
+                ]
+                for place in places
+            ],
         )
 
 
@@ -194,8 +193,8 @@ class NetworkFile:
         self._decided = decided
         self._path = folder / NETWORK_NAME
 
-    def take(self, record: Record) -> None:
-        if isinstance(record, _AFTER_WHICH_IT_DIFFERS):
+    def take(self, kind: str, fields: Mapping[str, object]) -> None:
+        if kind in _NETWORK_KINDS:
             self.keep()
 
     def keep(self) -> None:
@@ -256,18 +255,19 @@ class RunMetrics:
         self._began_s: float | None = run.started_s
         """Start of the accounting if this agent leads from the beginning; None after that."""
 
-    def take(self, record: Record) -> None:
+    def take(self, kind: str, fields: Mapping[str, Any]) -> None:
         with self._lock:
-            match record:
-                case GenerationStartedRecord():
-                    self._counters.restarts += record.generation > 0
-                case IncidentClosed(verdict_kind=name):
+            match kind:
+                case "StartGeneration":
+                    self._counters.restarts += fields.get("generation", 0) > 0
+                case "IncidentClosed":
+                    name = str(fields.get("verdict_kind"))
                     self._counters.incidents[name] = self._counters.incidents.get(name, 0) + 1
-                case DowntimeRecord():
-                    self._add_downtime(record)
-                case SuspicionRaised() if self._book is not None:
-                    self._book.move(PRODUCTIVE, DETECTION, record.silent_s)
-                case HookFailed():
+                case "Downtime":
+                    self._add_downtime(fields)
+                case "Suspected" if self._book is not None:
+                    self._book.move(PRODUCTIVE, DETECTION, float(fields.get("silent_s", 0.0)))
+                case "HookFailed":
                     self._counters.hooks_failed += 1
                 case _:
                     pass
@@ -309,9 +309,9 @@ class RunMetrics:
                 goodput=book.goodput(now_s) if book is not None else None,
             )
 
-    def _add_downtime(self, record: DowntimeRecord) -> None:
+    def _add_downtime(self, fields: Mapping[str, Any]) -> None:
         for phase in DOWNTIME_PARTS:
-            if (took_s := getattr(record, f"{phase}_s")) is not None:
+            if (took_s := fields.get(f"{phase}_s")) is not None:
                 self._counters.recovery.setdefault(phase, DurationHistogram()).add(took_s)
 
 

@@ -1,11 +1,12 @@
-"""`ftrun profiles`: lists the profiles, and shows the values of one."""
+"""Implements `ftrun profiles`: lists the profiles, and shows the values of one.
+
+Runs in: cli.
+"""
 
 import os
-from typing import Annotated
-
-import typer
 
 from ftrun.cli.launch.profiles import (
+    ResolvedProfile,
     find_profile,
     key_type,
     known_keys,
@@ -17,17 +18,8 @@ from ftrun.cli.launch.profiles import (
 from ftrun.cli.screen import terminal as render
 from ftrun.config.checks import description_of
 
-app = typer.Typer(
-    help="List profiles, and show where each value comes from.",
-    rich_markup_mode=None,
-    add_completion=False,
-)
 
-
-@app.callback(invoke_without_command=True)
-def _profiles(ctx: typer.Context) -> None:
-    if ctx.invoked_subcommand is not None:
-        return
+def list_profiles() -> None:
     rows = []
     for name in profile_names():
         first = (profile_folder() / f"{name}.yaml").read_text().partition("\n")[0]
@@ -38,19 +30,20 @@ def _profiles(ctx: typer.Context) -> None:
     )
 
 
-@app.command("show")
-def _show(
-    name: Annotated[str, typer.Argument(help="name or file", autocompletion=profile_names)],
-    origin: Annotated[bool, typer.Option("--origin", help="show the origin of each value")] = False,
-) -> None:
-    """Show every value of a profile."""
+def show_profile(name: str, *, with_origin: bool) -> None:
     path = find_profile(name)
     resolved = resolve(name, variables=os.environ)
     # The full path of a packaged profile, so that an operator finds the file.
     render.write_plain(f"# {path if path.parent == profile_folder() else shown_path(path)}")
+    render.show_profile(_rows(resolved, with_origin=with_origin))
+
+
+def _rows(resolved: ResolvedProfile, *, with_origin: bool) -> list[tuple[str, str, str, str]]:
     rows = []
     for section, key in known_keys():
-        value = render.value_text(getattr(getattr(resolved.profile, section), key))
-        source = resolved.origins.get(f"{section}.{key}", "default") if origin else ""
-        rows.append((f"{section}.{key}", value, source, description_of(key_type(section, key))))
-    render.show_profile(rows)
+        part = getattr(resolved.profile, section)
+        about = description_of(key_type(section, key))
+        origin = resolved.origins.get(f"{section}.{key}", "default")
+        value = render.value_text(getattr(part, key))
+        rows.append((f"{section}.{key}", value, origin if with_origin else "", about))
+    return rows

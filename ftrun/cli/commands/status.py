@@ -1,7 +1,10 @@
-"""`ftrun status`: queries the agent, or the SMP if no agent runs.
+"""Implements `ftrun status`: queries the agent, or the SMP if no agent runs.
 
-With --watch it shows a live page on a terminal, and otherwise prints one block per poll. The page
-survives an agent that restarts or does not respond for a while.
+Runs in:  cli.
+Takes in: the status replies of the agent, or of the SMP.
+Gives:    one status, as text or JSON; with --watch a live page on a terminal, otherwise one plain
+          block per poll.
+Survives: an agent that restarts or does not respond for a while; the page shows this.
 """
 
 import json
@@ -10,16 +13,13 @@ import signal
 import sys
 from contextlib import suppress
 from types import FrameType
-from typing import Annotated
 
 import msgspec
-import typer
 
 from ftrun import clock
-from ftrun.cli.completion import RunIdArgument
-from ftrun.cli.runs import FoundRun, RunLiveness, ask, choose, look_at
+from ftrun.cli.runs import FoundRun, RunLiveness, choose, look_at
 from ftrun.cli.screen.status_page import StyledLine, page
-from ftrun.cli.screen.terminal import LiveTerminal, show_status, write_json, write_plain
+from ftrun.cli.screen.terminal import LiveTerminal, show_status, write_plain
 from ftrun.cli.screen.text import duration, size
 from ftrun.errors import ExitCode, FtrunError, PeerError, ProtocolError, UsageError
 from ftrun.wire.messages.envelope import Refused, StatusReply, StatusRequest
@@ -38,32 +38,21 @@ _NO_LIMIT = sys.maxsize
 """Width and height if stdout is not a terminal."""
 
 
-app = typer.Typer(rich_markup_mode=None, add_completion=False)
-
-
-@app.command()
-def _status(
-    run_id: RunIdArgument = None,
-    as_json: Annotated[bool, typer.Option("--json", help="as one JSON document")] = False,
-    watches: Annotated[bool, typer.Option("--watch", help="refresh until ^C")] = False,
-    every_s: Annotated[
-        float, typer.Option("--every", metavar="SECONDS", help="between two polls")
-    ] = 1.0,
-) -> None:
-    """Show the state of a run."""
-    if watches and as_json:
-        raise UsageError("--json and --watch exclude each other: --json prints one document")
-    if watches:
-        raise typer.Exit(_watch(run_id, every_s=every_s))
+def status(run_id: str | None, *, as_json: bool) -> int:
     view = status_of(choose(run_id, command="status"))
     if as_json:
-        write_json(view)
+        write_plain(msgspec.json.format(msgspec.json.encode(view), indent=1).decode())
     else:
         show_status(view)
+    return ExitCode.DONE
 
 
 def status_of(run: FoundRun) -> StatusView:
-    """Queries the status of a run; raises a PeerError if the agent does not answer."""
+    """Queries the status of a run.
+
+    Raises:
+        PeerError: the agent does not answer.
+    """
     if run.life is RunLiveness.RUNNING:
         try:
             document = _ask(run.to_agent())
@@ -78,7 +67,10 @@ def status_of(run: FoundRun) -> StatusView:
 
 
 def _between_agents(run: FoundRun) -> StatusView:
-    """Describes a run whose stub is alive and has not started the first or the next agent yet."""
+    """Describes a run whose launcher is alive but whose agent does not respond.
+
+    Either no agent has started yet, or the stub is about to start the next one.
+    """
     try:
         document = _ask(run.to_smp())
     except PeerError:
@@ -121,7 +113,10 @@ def _held_by_smp(
         summary=summary,
         script=script,
         snapshots=SnapshotStatus(
-            protected=step is not None, generation=generation, step=step, memory_bytes=smp.bytes
+            protected=smp.committed is not None,
+            generation=generation,
+            step=step,
+            memory_bytes=smp.bytes,
         ),
         processes=ProcessIds(smp=smp.pid),
         smp=msgspec.json.decode(document),
@@ -129,7 +124,11 @@ def _held_by_smp(
 
 
 def _ask(channel: Channel) -> bytes:
-    match body := ask(channel, StatusRequest(), deadline_s=_ANSWER_S):
+    try:
+        body = channel.ask(StatusRequest(), deadline_s=_ANSWER_S).body
+    finally:
+        channel.close()
+    match body:
         case StatusReply(document=document):
             return document
         case Refused(why=reason):
@@ -141,17 +140,17 @@ def _ask(channel: Channel) -> bytes:
 # --- ftrun status --watch ---------------------------------------------------------------------
 
 
-def _watch(run_id: str | None, *, every_s: float) -> int:
+def watch(run_id: str | None, *, every_s: float) -> int:
     if not MIN_EVERY_S <= every_s <= MAX_EVERY_S:
         raise UsageError(
             f"--every takes {MIN_EVERY_S} to {MAX_EVERY_S:.0f} seconds, and is {every_s:g}"
         )
     run = choose(run_id, command="status --watch")
     signal.signal(signal.SIGTERM, _leave)
-    poller = StatusPoller(run)
+    last = "the run has ended"
     with suppress(KeyboardInterrupt):
-        (_on_terminal if sys.stdout.isatty() else _plain)(poller, every_s)
-        write_plain(f"run {run.name}: the run has ended. Last status: {poller.summary}")
+        last = _on_terminal(run, every_s) if sys.stdout.isatty() else _plain(run, every_s)
+        write_plain(f"run {run.name}: {last}")
     return ExitCode.DONE
 
 
@@ -189,15 +188,18 @@ class StatusPoller:
         return (max(steps) - before[1]) / (view.uptime_s - before[0])
 
 
-def _on_terminal(poller: StatusPoller, every_s: float) -> None:
+def _on_terminal(run: FoundRun, every_s: float) -> str:
+    poller = StatusPoller(run)
     with LiveTerminal() as screen:
         signal.signal(signal.SIGTSTP, lambda _number, _frame: _step_aside(screen))
         while (lines := poller.next(*screen.size)) is not None:
             screen.show(lines)
             clock.sleep(every_s)
+    return f"the run has ended. Last status: {poller.summary}"
 
 
-def _plain(poller: StatusPoller, every_s: float) -> None:
+def _plain(run: FoundRun, every_s: float) -> str:
+    poller = StatusPoller(run)
     while (lines := poller.next(_NO_LIMIT, _NO_LIMIT)) is not None:
         try:
             write_plain("\n".join([*(line.text for line in lines), ""]))
@@ -206,6 +208,7 @@ def _plain(poller: StatusPoller, every_s: float) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise KeyboardInterrupt from None
         clock.sleep(every_s)
+    return f"the run has ended. Last status: {poller.summary}"
 
 
 def _step_aside(screen: LiveTerminal) -> None:

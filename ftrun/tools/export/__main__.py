@@ -1,9 +1,10 @@
-"""Exports a checkpoint: `python -m ftrun.tools.export.__main__`.
+"""`python -m ftrun.tools.export.__main__`: a checkpoint, written in a format that others read.
 
-Runs in:  a process that the cli starts. torch is loaded only if the format or the dtype needs it.
+Runs in:  a process of its own, started by the cli: what knows tensors is of this folder. torch is
+          loaded only where the format or the dtype needs it.
 Takes in: an `ExportJob` as JSON on stdin.
-Gives:    `ExportReport` as JSON on stdout; a complete directory or file, or nothing.
-Survives: a run that writes to the same directory; files that it removes are already open.
+Gives:    `ExportReport` as JSON on stdout; a directory or a file that is whole, or nothing.
+Survives: the run that writes there meanwhile; files it removes are open already.
 """
 
 import signal
@@ -22,10 +23,11 @@ from ftrun.tools.export.selection import ExportOutline, NameFilter, replaced
 from ftrun.tools.export.source import ExportSource
 from ftrun.tools.export.tensor_writer import dtype_out
 from ftrun.wire.messages.checkpoint import ExportJob, ExportReport
-from ftrun.worker.reshard.source import DiskImages
+from ftrun.worker.disk_images import DiskImages
 
 
 def main() -> int:
+    """Do what is asked; 0 also where it cannot be done: that is said."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=ExportJob)
@@ -37,13 +39,13 @@ def main() -> int:
         facts = msgspec.structs.replace(facts, problem=str(error))
     except ImportError as error:
         problem = (
-            f"this format or dtype needs torch, which cannot be loaded: {error}. --format "
-            "safetensors without --dtype does not need it"
+            f"torch is needed for that, and cannot be loaded: {error}. --format safetensors "
+            "without --dtype does without it"
         )
         facts = msgspec.structs.replace(facts, problem=problem)
     except OSError as error:
         reason = error.strerror or str(error)
-        problem = f"{order.out} is not written: {reason}. Nothing of it remains"
+        problem = f"{order.out} is not written: {reason}. Nothing is left of it"
         facts = msgspec.structs.replace(facts, problem=problem)
     facts = msgspec.structs.replace(facts, seconds=clock.now_s() - began_s)
     sys.stdout.buffer.write(msgspec.json.encode(facts))
@@ -51,7 +53,7 @@ def main() -> int:
 
 
 def _end(number: int, _: object) -> NoReturn:
-    """Exits by an exception, so that incomplete files are removed."""
+    """So that what is half-written is removed on the way."""
     sys.exit(128 + number)
 
 
@@ -82,7 +84,7 @@ def _export(order: ExportJob, facts: ExportReport) -> ExportReport:
 
 
 def _write(made: Path, outline: ExportOutline, world: ExportSource, order: ExportJob) -> int:
-    """Writes the export; returns the number of its tensors."""
+    """Write it; how many tensors there are in it."""
     if order.format == "safetensors":
         return write_safetensors(made, outline, world, order)
     if order.format == "dcp":
@@ -101,9 +103,13 @@ def _write(made: Path, outline: ExportOutline, world: ExportSource, order: Expor
 
 
 class _Filled:
-    """The tree of an outline with a placeholder of the format in place of each reference.
+    """The tree of an outline with something of the format's own in place of each reference.
 
-    `make` returns the placeholder for a name, a tensor and a dtype.
+    Args:
+        outline: what is exported.
+        world: where the tensors are.
+        order: has the dtype for tensors of modules.
+        make: given a name, a tensor and a dtype, gives what stands for it.
     """
 
     def __init__(
@@ -126,7 +132,7 @@ class _Filled:
             tensor = self._world.whole(value.name)
             self.num_tensors += 1
             if value.kind == "array":
-                self._world.note(f"{value.name} is a numpy array; it is written as a tensor")
+                self._world.tell(f"{value.name} is a numpy array; it is written as a tensor")
             wanted = self._dtype if value.name in self._learned else ""
             return self._make(value.name, tensor, dtype_out(tensor, wanted))
         if type(value).__module__ == "numpy":

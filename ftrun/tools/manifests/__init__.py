@@ -1,1 +1,1 @@
-"""`ftrun manifest`: a Slurm batch script, a JobSet or a TrainJob."""
+"""`ftrun render`: a Slurm batch script, a JobSet or a TrainJob."""

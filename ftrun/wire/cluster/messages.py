@@ -3,7 +3,20 @@
 import msgspec
 
 from ftrun.wire.cluster.generation import PathMeasurement
-from ftrun.wire.cluster.membership import MembershipMessage
+from ftrun.wire.cluster.membership import (
+    Accept,
+    Accepted,
+    Heartbeat,
+    Join,
+    JoinAccepted,
+    JoinPending,
+    JoinRejected,
+    LeaderHeartbeat,
+    LeaderInfo,
+    Prepare,
+    PrepareRejected,
+    Promise,
+)
 from ftrun.wire.messages.faults import ForwardFault, ForwardFaultReply
 from ftrun.wire.messages.message import Message
 
@@ -90,7 +103,18 @@ class RailSilent(Message, frozen=True, tag="RoadSilent"):
 RoadWord = ProbeLinkResult | ProbePathResult | RailSilent
 
 AnyClusterMessage = (
-    MembershipMessage
+    Join
+    | JoinPending
+    | LeaderInfo
+    | JoinAccepted
+    | JoinRejected
+    | Prepare
+    | Promise
+    | PrepareRejected
+    | Accept
+    | Accepted
+    | Heartbeat
+    | LeaderHeartbeat
     | JournalLines
     | ClusterStatusRequest
     | ClusterStatusReply

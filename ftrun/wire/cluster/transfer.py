@@ -19,10 +19,12 @@ class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LinkHello(Transfer, frozen=True, tag="LinkHello"):
-    """First message on each link; its purpose is "protect" or "fetch".
+    """First message on each link: its purpose.
 
-    `session` of a "protect" link is the digest of the group with its addresses. It is equal at both
-    ends, unless one end has not received the other's update yet.
+    Args:
+        purpose: "protect" or "fetch".
+        session: of a "protect" link: digest of the group with its addresses. It is equal at both
+            ends, unless one end has not received the other's update yet.
     """
 
     generation: int
@@ -99,7 +101,9 @@ class FetchPeers(Transfer, frozen=True, tag="Meet"):
 class FetchRequest(Transfer, frozen=True):
     """Base of requests about a version as a group protected it; replies have the same `request`.
 
-    `group` is `ProtectionGroup.id`, `protected_in` the generation in which it was protected.
+    Args:
+        group: `ProtectionGroup.id` of its members.
+        protected_in: generation in which it was protected.
     """
 
     request: int
@@ -124,7 +128,8 @@ class GetShardHeader(FetchRequest, frozen=True, tag="AskHead"):
 class GetPieces(FetchRequest, frozen=True, tag="AskPieces"):
     """Pieces by their digests, u64 each, from any slot. Reply per index: FetchData or FetchMissing.
 
-    `settled` are indexes that were answered before a connection was lost; not answered again.
+    Args:
+        settled: indexes that were answered before a connection was lost; not answered again.
     """
 
     digests: bytes
@@ -132,7 +137,10 @@ class GetPieces(FetchRequest, frozen=True, tag="AskPieces"):
 
 
 class GetBlock(FetchRequest, frozen=True, tag="AskUnit"):
-    """The receiver's block of a stripe. Reply: FetchData with the fragment's header."""
+    """The receiver's block of a stripe, data or parity.
+
+    Reply: FetchData with the fragment's header.
+    """
 
     stripe: int
 
@@ -140,8 +148,10 @@ class GetBlock(FetchRequest, frozen=True, tag="AskUnit"):
 class RebuildBlock(FetchRequest, frozen=True, tag="AskRebuilt"):
     """Rebuild a lost block with the receiver's parity. Reply: FetchData or FetchMissing.
 
-    `place` is the position of the node that has lost the block, `alive` are those that can be
-    asked.
+    Args:
+        place: position of the node that has lost the block.
+        stripe: that contains the block.
+        alive: positions of the group that can be asked.
     """
 
     place: int
@@ -189,6 +199,7 @@ class TransferEnvelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A message, and the raw bytes that follow it.
 
     Args:
+        generation: the running one.
         raw_bytes: length of the bytes behind the message.
         raw_digest: their xxh3 digest; None if a fragment's header contains it.
     """

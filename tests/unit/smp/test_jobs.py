@@ -1,4 +1,4 @@
-"""Work at low priority returns its result and its errors."""
+"""What is done calmly gives way, and its result and its errors come back."""
 
 import os
 import threading

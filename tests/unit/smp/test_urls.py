@@ -1,4 +1,4 @@
-"""URLs are distinguished from paths, and their passwords are hidden."""
+"""A URL is told from a path, and its password from everybody."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""All nodes of a group reach the same result, in whatever order messages arrive.
+"""All nodes of a group conclude the same, whoever hears what first.
 
-Ranks of one node whose replicas have diverged are found.
+Ranks of one node that held the same, and do no more.
 """
 
 from collections.abc import Mapping

@@ -81,8 +81,11 @@ class ObjectReader:
 class ObjectWriter:
     """A file with `room` and `take` as in `direct_file.DirectFile`. It always copies.
 
-    `opened` opens the object for writing, in the thread of `calls`; `pace` is called before each
-    block of `size` bytes.
+    Args:
+        calls: makes the calls that send.
+        opened: opens the object for writing; called in the thread of `calls`.
+        size: of a block.
+        pace: called before each block.
     """
 
     is_in_place = False
@@ -96,7 +99,11 @@ class ObjectWriter:
         self._file = calls(opened)
 
     def room(self, source: memoryview | None = None) -> memoryview:
-        """As `DirectFile.room`; raises CheckpointError if an earlier part could not be sent."""
+        """Return memory for the next bytes, at least one; `take` adds those written into it.
+
+        Raises:
+            CheckpointError: an earlier part could not be sent.
+        """
         if self._filled == len(self._block):
             self._send()
         return self._block[self._filled :]
@@ -107,7 +114,8 @@ class ObjectWriter:
     def finish(self) -> None:
         """Send the rest and publish the object.
 
-        Raises CheckpointError if the store does not accept it.
+        Raises:
+            CheckpointError: the store has not accepted it.
         """
         if self._filled:
             self._send()
@@ -134,9 +142,15 @@ class ObjectWriter:
 
 
 class FsspecStorage:
-    """The checkpoints below a URL, which need not exist. Each call may take `answer_s`.
+    """The checkpoints below a URL.
 
-    Raises CheckpointError if the store cannot be reached, or a required package is not installed.
+    Args:
+        url: need not exist.
+        stop: when set, all waiting ends.
+        answer_s: limit of a single call, in seconds.
+
+    Raises:
+        CheckpointError: the store cannot be reached, or a required package is not installed.
     """
 
     is_local = False
@@ -178,7 +192,7 @@ class FsspecStorage:
     def describe(self, name: str) -> StoredCheckpoint:
         one = self._stored(name)
         if one.is_incomplete:
-            return replace(one, problem=f"{self.path_of(name)} does not exist")
+            return replace(one, problem=f"{self.path_of(name)} is not there")
         return one
 
     def latest_name(self) -> str:

@@ -1,0 +1,1 @@
+"""`session.steps`, `epochs` and `batches`: loops that resume at the restored step."""

@@ -1,0 +1,1 @@
+"""Recordings of `ftrun verify` inside a rank."""
