@@ -9,7 +9,7 @@ Survives: see capture.py.
 
 import atexit
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
 from ftrun.worker.capture.accumulation import AccumulationTracker
 from ftrun.worker.capture.boundary_digests import BoundaryDigests
 from ftrun.worker.capture.capture import Capture
+from ftrun.worker.capture.device_order import GraphReplays, StepStreams
 from ftrun.worker.capture.slots import frozen_bytes, needed_bytes
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.process import heartbeat, lease
@@ -56,10 +57,11 @@ class SnapshotSession:
         self._checked = CheckedState(attached, context.unprotected, self._check_overwritten)
         self._inner, self._tree = self._checked.inner, self._checked.tree
         self._link = WorkerSmpClient(context)
+        guarded = context.unprotected.guarded
         stepping = [*attached.optimizers.values(), *self._inner.covered]
-        self._accumulation = AccumulationTracker(
-            stepping, attached.stateful.values(), context.unprotected.guarded
-        )
+        self._accumulation = AccumulationTracker(stepping, attached.stateful.values(), guarded)
+        self._streams = StepStreams(guarded)
+        self._graphs = GraphReplays(guarded(self.settle), guarded(self._before_replay))
         self._watch = DdpWrapperTracker()
         self.digests = BoundaryDigests(context.page, attached)
         self._capture: Capture | None = None
@@ -308,6 +310,7 @@ class SnapshotSession:
     def _end_step(
         self, step: int, extra: Callable[[], dict[str, Any]], *, force: bool, allowed: bool
     ) -> None:
+        self._streams.join()
         self.digests.boundary(step)
         heartbeat.step_done(self._context.page, step)
         is_good = self._is_good()
@@ -386,12 +389,21 @@ class SnapshotSession:
         if self._capture is not None:
             self._capture.settle()
 
+    def _before_replay(self, stepping: Sequence[torch.optim.Optimizer]) -> None:
+        self._streams.note()
+        for optimizer in stepping:
+            self._accumulation.before_step(optimizer)
+        if self._capture is not None:
+            self._capture.before_step()
+
     def finish(self) -> None:
         """Wait until the last snapshot is sealed, at the end of the loop."""
         self._finish_capture()
 
     def close(self) -> None:
         self._watch.close()
+        self._graphs.close()
+        self._streams.close()
         self._accumulation.close()
         self._checked.close()
         if self._capture is not None:

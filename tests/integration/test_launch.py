@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,7 +26,8 @@ torch.manual_seed(0)
 model = DistributedDataParallel(torch.nn.Linear(16, 16))
 optimizer = torch.optim.AdamW(model.parameters())
 generation = os.environ["TORCHELASTIC_RESTART_COUNT"]
-print(f"begin rank={rank} generation={generation} pid={os.getpid()}", flush=True)
+port = os.environ["MASTER_PORT"]
+print(f"begin rank={rank} generation={generation} pid={os.getpid()} port={port}", flush=True)
 for step in range(int(sys.argv[1])):
     optimizer.zero_grad()
     model(torch.randn(4, 16)).pow(2).mean().backward()
@@ -51,11 +53,16 @@ pytestmark = [pytest.mark.launch, pytest.mark.slow, pytest.mark.timeout(300)]
 # between them, is written by itself, and other ranks write in between.
 
 
+@pytest.mark.parametrize("has_port", [False, True])
 def test_killed_rank_of_an_unmodified_script_is_respawned(
-    start: Start, script: Script, tmp_path: Path
+    start: Start, script: Script, tmp_path: Path, has_port: bool
 ) -> None:
+    """With a given port, each generation has its store at that port."""
     (tmp_path / "die-1-0-20").touch()
-    run = start("--nproc-per-node", "2", script(TRAIN), "200")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    flags = ["--master-port", str(port)] if has_port else []
+    run = start("--nproc-per-node", "2", *flags, script(TRAIN), "200")
     assert run.wait() == 0, run.text
     assert "begin rank=1 generation=1" in run.text
     assert "end rank=0 generation=1" in run.text
@@ -64,6 +71,7 @@ def test_killed_rank_of_an_unmodified_script_is_respawned(
     assert "killed by SIGKILL" in str(recovered["why"])
     assert "does not call ftrun.attach" in str(recovered["why"])
     assert run.text.count("was killed by SIGKILL") == 1, "announced once"
+    assert run.text.count(f"port={port}") == (4 if has_port else 0)
 
 
 def test_environment_is_torchruns(start: Start, script: Script, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ class AccumulationTracker:
         self._at_boundary: dict[int, list[tuple[weakref.ref[torch.Tensor], int]]] = {}
         self._at_step: dict[int, Signature] = {}
         self._versions: dict[int, list[int]] = {}
-        self._hook = register_optimizer_step_pre_hook(guarded(self._before_step))
+        self._hook = register_optimizer_step_pre_hook(guarded(self.before_step))
 
     def close(self) -> None:
         self._hook.remove()
@@ -98,7 +98,8 @@ class AccumulationTracker:
         self._stepped.clear()
         return is_pending
 
-    def _before_step(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
+    def before_step(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
+        """Called by torch before a step, and before the replay of a graph that contains it."""
         if torch.compiler.is_compiling():
             return  # see `_has_compiled_step`
         key = id(optimizer)

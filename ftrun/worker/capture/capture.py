@@ -47,6 +47,7 @@ from ftrun.wire.shared_memory.arena import Arena, SlotHeader, SlotState, table_d
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.capture.boundaries import SnapshotSchedule, StepActivity
 from ftrun.worker.capture.copying import CopyThread, SlotCopy
+from ftrun.worker.capture.device_order import CopyStreams
 from ftrun.worker.capture.laziness import LazyCopyCheck
 from ftrun.worker.capture.settling import CommitWait
 from ftrun.worker.capture.slots import ArenaSlots, SlotProvider
@@ -94,7 +95,8 @@ class Capture:
         self._is_patient = True
         self._is_off = False
         self._trouble = ""
-        self._hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
+        self._streams = CopyStreams()
+        self._hook = register_optimizer_step_pre_hook(self.before_step)
 
     # --- training thread -------------------------------------------------------------------
 
@@ -174,7 +176,8 @@ class Capture:
             self._give_up(error)
         self._count_blocked(began_ns)
 
-    def _before_optimizer_step(self, *_: Any) -> None:
+    def before_step(self, *_: Any) -> None:
+        """Called by torch before an optimizer steps, and before the replay of any graph."""
         # A compiled step must not trace the code below; `_end_turn` detects such a step. A process
         # that the script has forked has this hook but no copy thread, so `settle` returns there.
         if torch.compiler.is_compiling():
@@ -271,7 +274,8 @@ class Capture:
             self._is_typical = False
         else:
             self._turn = StepActivity.COPY
-            self._thread.start(lambda: self._copy(slots, slot, copy, check, step))
+            job = lambda: self._copy(slots, slot, copy, check, step)  # noqa: E731
+            self._thread.start(self._streams.after_this(copy.devices, job))
 
     def _is_verified(self) -> bool:
         settings = self._context.settings

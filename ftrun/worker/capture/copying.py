@@ -68,6 +68,11 @@ class SlotCopy:
     def samples(self) -> LazySamples:
         return LazySamples(self.lazy)
 
+    @cached_property
+    def devices(self) -> set[torch.device]:
+        """The devices that lazy copies read; not the CPU."""
+        return {one.source.device for one in self.lazy if not one.source.is_cpu}
+
     def copy_boundary(self) -> None:
         if self.boundary_targets:
             torch._foreach_copy_(self.boundary_targets, self.boundary_sources)
