@@ -62,7 +62,7 @@ from ftrun.worker.reshard.dcp_items import (
     packed_metadata,
     room_for,
 )
-from ftrun.worker.reshard.engine import telling_of_corruption
+from ftrun.worker.restore.loader import telling_of_corruption
 
 WAIT_S = 60.0
 """Default limit of a save for the wait for memory and for its commit."""

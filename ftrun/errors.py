@@ -38,6 +38,7 @@ They are values in `events.py`, because recovery must decide about them, and an 
 unwinds.
 """
 
+import sys
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import ClassVar, Literal
@@ -70,38 +71,29 @@ class UsageError(FtrunError):
     exit_code: ClassVar[int] = ExitCode.USAGE
 
 
-class ProfileInvalid(UsageError):
-    """A profile has unknown keys or values of the wrong kind; all of them are listed."""
+class _InvalidFile(UsageError):
+    """All problems of a source are listed."""
 
     def __init__(self, *, source: str, problems: Sequence[str]) -> None:
-        self.source = source
         self.problems = tuple(problems)
-        lines = "".join(f"\n  - {problem}" for problem in problems)
-        super().__init__(f"{source} has {len(problems)} problem(s):{lines}")
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__(f"{count} in {source}:{_lines(problems)}")
 
 
-class RulesInvalid(UsageError):
-    """A file of layout rules has mistakes; all of them are listed, with line and column."""
+class ProfileInvalid(_InvalidFile):
+    """A profile has unknown keys or values of the wrong kind."""
 
-    def __init__(self, *, source: str, problems: Sequence[str]) -> None:
-        self.source = source
-        self.problems = tuple(problems)
-        lines = "".join(f"\n  - {problem}" for problem in problems)
-        super().__init__(f"{source} has {len(problems)} problem(s):{lines}")
+
+class RulesInvalid(_InvalidFile):
+    """A file of layout rules has mistakes; each problem names line and column."""
 
 
 class RulesMismatch(UsageError):
     """Layout rules do not fit the tensors of a checkpoint; the first ten problems are listed."""
 
-    SHOWN = 10
-
     def __init__(self, *, source: str, problems: Sequence[str]) -> None:
-        self.source = source
         self.problems = tuple(problems)
-        lines = "".join(f"\n  - {problem}" for problem in problems[: self.SHOWN])
-        more = len(problems) - self.SHOWN
-        rest = f"\n  - and {more} more" if more > 0 else ""
-        super().__init__(f"{source} does not fit the checkpoint:{lines}{rest}")
+        super().__init__(f"{source} does not fit the checkpoint:{_lines(problems, most=10)}")
 
 
 class RunIdTaken(UsageError):
@@ -116,10 +108,8 @@ class AddressTaken(UsageError):
     """Another process already listens at the address."""
 
     def __init__(self, *, host: str, port: int) -> None:
-        self.host = host
-        self.port = port
         super().__init__(
-            f"another process listens at {host} port {port} already. End it, or choose another port"
+            f"another process already listens at {host} port {port}. End it, or choose another port"
         )
 
 
@@ -167,9 +157,9 @@ class MemoryTooSmall(SnapshotError):
         help_ = "Raise this limit, start fewer ranks per node (--nproc-per-node)"
         if num_ranks:
             ranks = "1 rank" if num_ranks == 1 else f"each of {num_ranks} ranks"
-            details = f": two slots for {ranks}, {_mb(state_bytes)} of state in the one that asked"
+            details = f": two slots for {ranks}, {_mb(state_bytes)} of state in the requesting one"
         if parity_bytes:
-            details += f"; parity for other nodes needs up to {_mb(parity_bytes)} besides"
+            details += f"; parity for other nodes needs up to {_mb(parity_bytes)} more"
             help_ += ", or use --erasure K+M with a larger K or a smaller M"
         if frozen_bytes:
             help_ += (
@@ -185,6 +175,11 @@ class MemoryTooSmall(SnapshotError):
 
 def _mb(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.0f} MB"
+
+
+def _lines(texts: Sequence[str], *, most: int = sys.maxsize) -> str:
+    shown = [*texts[:most], *([f"and {len(texts) - most} more"] if len(texts) > most else [])]
+    return "".join(f"\n  - {one}" for one in shown)
 
 
 class ValueNotStorable(SnapshotError):
@@ -227,30 +222,18 @@ class ShapeChanged(SnapshotError):
         others: key, saved and present of the other mismatches.
     """
 
-    SHOWN = 10
-
     def __init__(
-        self,
-        *,
-        key: str,
-        saved: str,
-        present: str,
-        others: Sequence[tuple[str, str, str]] = (),
+        self, *, key: str, saved: str, present: str, others: Sequence[tuple[str, str, str]] = ()
     ) -> None:
-        self.key = key
-        self.saved = saved
-        self.present = present
+        self.key, self.saved, self.present = key, saved, present
         self.others = tuple(others)
         told = [
             f"{k} was saved as {s} and is {p} now" for k, s, p in [(key, saved, present), *others]
         ]
-        lines = "".join(f"\n  - {one}" for one in told[: self.SHOWN])
-        more = len(told) - self.SHOWN
-        rest = f"\n  - and {more} more" if more > 0 else ""
-        many = f"{len(told)} things that were saved are others now:{lines}{rest}\n"
+        many = f"{len(told)} saved values do not fit:{_lines(told, most=10)}\n"
         super().__init__(
             f"{many if others else told[0] + '. '}Restore with the script that made the snapshot, "
-            "or start anew with another --run-id"
+            "or start a new run with another --run-id"
         )
 
 
@@ -261,16 +244,13 @@ class StructureChanged(SnapshotError):
         changes: one sentence each; the first three are shown.
     """
 
-    SHOWN = 3
-
     def __init__(self, changes: Sequence[str]) -> None:
-        self.changes = tuple(changes)
-        more = len(changes) - self.SHOWN
+        more = len(changes) - 3
         super().__init__(
-            "no new snapshots, because a restart could not restore them into what the script "
-            f"builds before attach: {'; '.join(changes[: self.SHOWN])}"
+            "no new snapshots, because a restart could not restore them into the objects that the "
+            f"script builds before attach: {'; '.join(changes[:3])}"
             + (f"; and {more} more" if more > 0 else "")
-            + ". Older snapshots are kept. Make this change before attach"
+            + ". Older snapshots are retained. Make this change before attach"
         )
 
 
@@ -302,8 +282,8 @@ class TensorIncomplete(SnapshotError):
             else ""
         )
         super().__init__(
-            f"{key} of shape {list(shape)} cannot be put together for another number of ranks: no "
-            f"rank has saved {hole}; saved are {shown or 'none'}.{strided} Start as many ranks as "
+            f"{key} of shape {list(shape)} cannot be assembled for another number of ranks: no "
+            f"rank has saved {hole}; saved: {shown or 'none'}.{strided} Start as many ranks as "
             "took the snapshot"
         )
 
@@ -317,7 +297,7 @@ class RanksDiffer(SnapshotError):
         self.values = values
         super().__init__(
             f"{key} is {values[0]} on rank {ranks[0]} and {values[1]} on rank {ranks[1]} of the "
-            "snapshot, so it cannot be given to another number of ranks. Start as many ranks as "
+            "snapshot, so another number of ranks cannot load it. Start as many ranks as "
             "took it, or shard it as a DTensor"
         )
 
@@ -331,7 +311,7 @@ class SnapshotCorrupt(SnapshotError):
         self.rank = rank
         """Rank that owns the shard, if the bytes are those of another rank or process."""
         super().__init__(
-            f"{what}: the digest of piece {piece} of {pieces} does not match; it is set aside"
+            f"{what}: the digest of piece {piece} of {pieces} does not match; it is rejected"
         )
 
 
@@ -341,7 +321,7 @@ class FragmentRefused(SnapshotError):
     def __init__(self, *, what: str, why: str) -> None:
         self.what = what
         self.why = why
-        super().__init__(f"{what} is set aside: {why}")
+        super().__init__(f"{what} is rejected: {why}")
 
 
 class StripeLost(SnapshotError):
@@ -350,19 +330,15 @@ class StripeLost(SnapshotError):
     def __init__(
         self, *, what: str, have: Sequence[str], needed: int, problems: Sequence[str]
     ) -> None:
-        self.what = what
-        self.have = tuple(have)
-        self.needed = needed
-        self.problems = tuple(problems)
-        lines = "".join(f"\n  - {problem}" for problem in problems)
+        self.have, self.problems = tuple(have), tuple(problems)
         named = ", ".join(have) or "none"
         if len(have) < needed:
-            why = f"{len(have)} of {needed} good fragments are there ({named})"
+            why = f"{len(have)} of {needed} good fragments are available ({named})"
         else:
-            why = f"no {needed} of its fragments ({named}) give what was protected"
+            why = f"no {needed} of its fragments ({named}) give the protected bytes"
         super().__init__(
             f"{what} cannot be rebuilt: {why}. Resume from an older version or a checkpoint. "
-            f"What is missing or was set aside:{lines}"
+            f"Missing or rejected:{_lines(problems)}"
         )
 
 
@@ -410,17 +386,17 @@ class PeerError(FtrunError):
 HowLost = Literal["refused", "reset", "closed", "silent", "unreachable", "unknown"]
 """What the kernel reports of a lost peer.
 
-refused: its kernel answers, and no process listens. reset, closed: its kernel ended the
-connection. silent: the peer sends no answer, or takes no data. unreachable: no known route leads
-there. unknown: its name has no address.
+`refused`: its kernel answers, and no process listens. `reset`, `closed`: its kernel ended the
+connection. `silent`: the peer sends no answer, or takes no data. `unreachable`: no known route
+leads there. `unknown`: its name has no address.
 """
 
 _LOST_IN_WORDS: dict[HowLost, str] = {
     "refused": "refuses the connection: nothing listens there",
     "reset": "has reset the connection: it was killed, or the connection was cut",
-    "closed": "has closed the connection: it has ended, or has given this connection up",
+    "closed": "has closed the connection: it ended, or closed this connection alone",
     "silent": "does not answer: it is frozen, off, or cut off",
-    "unreachable": "cannot be reached: there is no way there in the network",
+    "unreachable": "cannot be reached: the network has no route to it",
     "unknown": "has a name for which there is no address",
 }
 
@@ -439,7 +415,6 @@ class PeerTimeout(PeerError):
 
     def __init__(self, *, peer: str, waited_s: float) -> None:
         self.peer = peer
-        self.waited_s = waited_s
         super().__init__(f"{peer} has not answered for {waited_s:.1f} s")
 
 

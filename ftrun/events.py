@@ -5,9 +5,19 @@ The agent gathers them.
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
+
+import msgspec
 
 from ftrun.ids import Generation, Rank, Step, Version
+
+
+class Record(msgspec.Struct, frozen=True, tag_field="kind"):
+    """A fact or a decision that the journal holds as one line; `ftrun.records` has all kinds."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of the line, which the class states as its tag."""
+        return str(self.__struct_config__.tag)
 
 
 class ExitKind(Enum):
@@ -26,7 +36,7 @@ class ExitKind(Enum):
     HUNG = "hung"
     SKIPPED = "skipped a collective"
     LEFT_EARLY = "left early"
-    BAD_NUMBERS = "bad numbers"
+    NUMERICAL_ANOMALY = "numerical anomaly"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +76,15 @@ class Progress:
     attached: bool
 
 
-@dataclass(frozen=True, slots=True)
-class WorkersExited:
+class WorkersExited(Record, frozen=True, tag="workers_exited"):
     """Workers that have ended, observed together."""
-
-    journal_kind: ClassVar[str] = "WorkersExited"
 
     exits: tuple[WorkerExit, ...]
     progress: Progress
 
 
-@dataclass(frozen=True, slots=True)
-class StopRequested:
+class StopRequested(Record, frozen=True, tag="stop_requested"):
     """A signal or a command asks the run to end."""
-
-    journal_kind: ClassVar[str] = "StopAsked"
 
     signal: int
     by: str
@@ -97,20 +101,14 @@ class Tick:
     """Time has passed."""
 
 
-@dataclass(frozen=True, slots=True)
-class SmpExited:
+class SmpExited(Record, frozen=True, tag="smp_exited"):
     """The SMP has ended."""
-
-    journal_kind: ClassVar[str] = "SmpExited"
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ZygoteExited:
+class ZygoteExited(Record, frozen=True, tag="zygote_exited"):
     """The zygote has ended."""
-
-    journal_kind: ClassVar[str] = "ZygoteExited"
 
     text: str
 

@@ -23,7 +23,7 @@ Incarnation = NewType("Incarnation", int)
 """Number of processes that filled this role before this one, in this run."""
 
 Step = NewType("Step", int)
-"""Number of step boundaries passed. A snapshot of step 8 is the state after eight whole steps."""
+"""Number of step boundaries passed. A snapshot of step 8 is the state after eight steps."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -1,7 +1,7 @@
 """Writes every event and command of a run as one JSON line each.
 
 Runs in:  agent.
-Takes in: a kind and plain fields.
+Takes in: records; `ftrun.records` has their kinds.
 Gives:    `ftrun-logs/RUN_ID/journal.jsonl`, which is appended to and never rewritten.
 Survives: everything but the loss of the disk: the kernel has an event's line before the agent acts
           on the event.
@@ -10,28 +10,29 @@ A full disk must not end a run: a line that cannot be written is counted and dro
 """
 
 import json
-import math
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from ftrun import clock
+from ftrun.events import Record
 
 FILE_NAME = "journal.jsonl"
 NETWORK_NAME = "network.json"
 """File in the same folder: state of the paths between nodes, on a node that has led the run."""
 
-Watcher = Callable[[str, Mapping[str, object]], None]
-"""Gets the kind and the fields of a line. It runs in the writing thread, so it must not block."""
+Watcher = Callable[[Record], None]
+"""Gets the record of a line. It runs in the writing thread, so it must not block."""
 
 
 class Journal:
     """Appends to the journal of one run."""
 
-    def __init__(self, folder: Path, *, who: str, node: str = "") -> None:
-        self._who = who
-        self._node = node
+    def __init__(self, folder: Path, *, node: str = "") -> None:
+        self._node = {"node": node} if node else {}
         self._copies: deque[str] | None = None
         self._watchers: list[Watcher] = []
         self.dropped = 0
@@ -42,25 +43,20 @@ class Journal:
         except OSError:
             self._fd = -1
 
-    def write(self, kind: str, **fields: object) -> None:
-        """Appends one line: wall time, monotonic time, process, kind and the fields."""
-        line = {
-            "at": round(clock.wall_s(), 6),
-            "mono_s": round(clock.now_s(), 6),
-            "who": self._who,
-            **({"node": self._node} if self._node else {}),
-            "kind": kind,
-            **fields,
-        }
+    def write(self, record: Record) -> None:
+        """Appends one line: wall time, monotonic time, node, kind and the fields."""
+        times = {"time": round(clock.wall_s(), 6), "monotonic_s": round(clock.now_s(), 6)}
         try:
-            text = json.dumps(line, default=str, allow_nan=False)
-        except ValueError:  # NaN and infinity have no form in JSON
-            text = json.dumps(_as_words(line), default=str)
+            text = msgspec.json.encode(record).decode()
+        except UnicodeEncodeError:  # a file name that is not UTF-8 has no form in JSON
+            plain = json.dumps(msgspec.to_builtins(record), ensure_ascii=False)
+            text = plain.encode("utf-8", "replace").decode()
+        line = f"{msgspec.json.encode({**times, **self._node}).decode()[:-1]},{text[1:]}"
         if self._copies is not None:
-            self._copies.append(text)
-        self.append(text)
+            self._copies.append(line)
+        self.append(line)
         for watcher in self._watchers:
-            watcher(kind, fields)
+            watcher(record)
 
     def append(self, line: str) -> None:
         """Appends a line that is encoded already."""
@@ -81,26 +77,3 @@ class Journal:
         """Returns the copied lines since the last call."""
         copies = self._copies
         return [copies.popleft() for _ in range(len(copies))] if copies is not None else []
-
-
-def _as_words(value: object) -> object:
-    """Replaces NaN and infinity by text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: _as_words(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_words(one) for one in value]
-    return value
-
-
-def read_journal(folder: Path) -> list[dict[str, object]]:
-    """Returns every complete line in order, and skips lines that a full disk has truncated."""
-    found: list[dict[str, object]] = []
-    with (folder / FILE_NAME).open(encoding="utf-8") as lines:
-        for line in lines:
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                continue
-    return found

@@ -1,6 +1,6 @@
-"""Calls the Linux functions that Python does not wrap, and reads the limits of cgroups.
+"""Calls the Linux functions that Python does not wrap; measures free memory and cgroup limits.
 
-Linux only: a module imports this one only in processes that need Linux.
+Linux only: a module calls this one only in processes that need Linux.
 """
 
 import contextlib
@@ -9,10 +9,11 @@ import errno
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from ftrun import clock
+from ftrun.errors import MemoryTooSmall
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
@@ -131,63 +132,111 @@ def ignore_user_signals() -> None:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
-ROOT = Path("/sys/fs/cgroup")
+MARGIN = 0.05
+"""Fraction of the free memory that is never promised: page tables, sockets, growth of workers."""
+
 _UNLIMITED = 1 << 60
 _FILES = {
-    ("memory", True): ("memory.max", "memory.current"),
-    ("memory", False): ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ("pids", True): ("pids.max", "pids.current"),
-    ("pids", False): ("pids.max", "pids.current"),
+    ("memory", True): ("memory.max", "memory.current", "inactive_file"),
+    ("memory", False): ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ("pids", True): ("pids.max", "pids.current", ""),
+    ("pids", False): ("pids.max", "pids.current", ""),
 }
-_RECLAIMABLE = ("inactive_file", "total_inactive_file")
+"""By controller and whether it is cgroup v2: files of the limit and the usage, and the line of
+memory.stat that can be reclaimed."""
+
+
+@dataclass(frozen=True, slots=True)
+class AvailableMemory:
+    """Free memory in bytes, less `MARGIN`, and the limit that leaves the least."""
+
+    num_bytes: int
+    limit: str
+
+    def check(self, needed_bytes: int, *, state_bytes: int = 0, num_ranks: int = 0) -> None:
+        """Raises MemoryTooSmall, with these values, if this number of bytes does not fit."""
+        if needed_bytes > self.num_bytes:
+            raise MemoryTooSmall(
+                needed_bytes=needed_bytes,
+                available_bytes=self.num_bytes,
+                limit=self.limit,
+                state_bytes=state_bytes,
+                num_ranks=num_ranks,
+            )
+
+
+def available_memory(root: Path = Path("/")) -> AvailableMemory:
+    """The free memory under the tightest limit on this process.
+
+    A cgroup charges the pages of an arena to the process that touches them first. Without this
+    check an arena beyond the limit would therefore cause an OOM kill instead of an error.
+
+    Args:
+        root: folder that contains proc and sys; for tests.
+    """
+    found = [(_UNLIMITED, "no MemAvailable in /proc/meminfo")]
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            found = [(int(line.split()[1]) * 1024, "MemAvailable of this machine")]
+    num_bytes, limit = min([*found, *_cgroup_limits("memory", root)])
+    return AvailableMemory(int(num_bytes * (1 - MARGIN)), limit)
 
 
 def cgroup_room(controller: str) -> int | None:
-    """The smallest remainder of this cgroup and all above it (v1, v2); None without a limit.
-
-    The kernel counts page cache that it reclaims on demand as used. The inactive part of that
-    cache counts as free here.
+    """The smallest remainder of this cgroup and all above it; None without a limit.
 
     Args:
         controller: `memory` (bytes) or `pids` (processes and threads).
     """
-    found: list[int] = []
-    for folder, is_v2 in _folders(controller):
-        limit_name, used_name = _FILES[controller, is_v2]
-        with suppress(OSError, ValueError):
-            text = (folder / limit_name).read_text(encoding="ascii").strip()
-            if text == "max" or int(text) >= _UNLIMITED:
-                continue
-            used = int((folder / used_name).read_text(encoding="ascii"))
-            found.append(max(0, int(text) - used + _reclaimable(folder, controller)))
-    return min(found, default=None)
+    return min((left for left, _ in _cgroup_limits(controller, Path("/"))), default=None)
 
 
-def _folders(controller: str) -> Iterator[tuple[Path, bool]]:
+def _cgroup_limits(controller: str, root: Path) -> Iterator[tuple[int, str]]:
+    """What the limits of this cgroup and all above it leave, with their names (v1, v2).
+
+    The kernel counts page cache that it reclaims on demand as used. The inactive part of that
+    cache counts as free here.
+    """
+    for mount, inside, is_v2 in _cgroups(controller, root):
+        limit_name, used_name, reclaimable = _FILES[controller, is_v2]
+        # In a container the path is the host's, and the mount is already the container's cgroup.
+        folder = mount / inside.lstrip("/")
+        folder = folder if folder.is_dir() else mount
+        for one in (folder, *folder.parents):
+            try:
+                text = (one / limit_name).read_text(encoding="ascii").strip()
+                limit = _UNLIMITED if text == "max" else int(text)
+                left = limit - int((one / used_name).read_text(encoding="ascii"))
+                left += _stat_bytes(one, reclaimable)
+            except (OSError, ValueError):
+                limit = left = _UNLIMITED
+            if limit < _UNLIMITED:
+                yield max(0, left), f"{limit_name} of cgroup {one}"
+            if one == mount:
+                break
+
+
+def _cgroups(controller: str, root: Path) -> Iterator[tuple[Path, str, bool]]:
+    """Each cgroup of this process for a controller: mount point, path in it, whether it is v2."""
     try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
-    for line in lines:
-        _, names, inside = line.split(":", 2)
-        if names and controller not in names.split(","):
-            continue
-        mount = ROOT / controller if names else ROOT
-        folder = mount / inside.lstrip("/")
-        if not folder.is_dir():
-            # in a container the path is the host's, but the mount is the container's
-            folder = mount
-        while True:
-            yield folder, not names
-            if folder == mount or mount not in folder.parents:
-                break
-            folder = folder.parent
+    for line in mounts:
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.partition(" ")
+        mount = root / before.split()[4].lstrip("/")
+        for group in groups:
+            _, names, inside = group.split(":", 2)
+            is_v2 = kind == "cgroup2" and not names
+            has_both = all(controller in one.split(",") for one in (names, options.split()[-1]))
+            if is_v2 or (kind == "cgroup" and has_both):
+                yield mount, inside, is_v2
 
 
-def _reclaimable(folder: Path, controller: str) -> int:
-    total = 0
-    if controller == "memory":
-        for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines():
-            name, _, count = line.partition(" ")
-            total = max(total, int(count)) if name in _RECLAIMABLE else total
-    return total
+def _stat_bytes(folder: Path, name: str) -> int:
+    if not name:
+        return 0
+    lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.split()[0] == name)

@@ -99,7 +99,7 @@ def _left_behind(folder: Path) -> Callable[[int], bool]:
     """Returns a test whether a process belongs to the run of this folder."""
     try:
         wanted = f"{MARK}={mark_of(folder)}".encode()
-    except OSError:  # the folder is gone
+    except OSError:  # the folder does not exist
         return lambda _pid: False
     sessions = _sessions(folder)
 

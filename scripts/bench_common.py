@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import platform
+import shlex
 import shutil
 import signal
 import statistics
@@ -255,8 +256,23 @@ def conditions() -> dict[str, Any]:
         "python": platform.python_version(),
         "kernel": platform.release(),
         "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
+        "command": shlex.join([shown_path(word) for word in sys.argv]),
         "load_before": round(os.getloadavg()[0], 2),
     }
+
+
+def commit() -> str:
+    """The commit of this checkout; it ends in -dirty if files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def shown_path(word: str) -> str:
+    """A word of a command; a path in this checkout as seen from its root."""
+    path = Path(word).resolve()
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) and path.exists() else word
 
 
 def _cpu_name() -> str:

@@ -209,7 +209,7 @@ def report(
 ) -> None:
     lost_more = sum(lost > 1 for lost in checker.lost)
     counts = collections.Counter(checker.lost)
-    restarts = sum(event["kind"] == "StartGeneration" for event in journal) - 1
+    restarts = sum(event["kind"] == "generation_started" for event in journal) - 1
     times_s = spread(checker.times_s)
     show_table(
         f"{kills} kills at random moments (seed {args.seed}), {args.mb:g} MB per rank saved at "
@@ -226,8 +226,8 @@ def report(
     )
     if lost_more:
         for event in journal:
-            if event["kind"] == "restore_point":
-                print(f"  {event['version']}: {event['why']}")
+            if event["kind"] == "restore_point_chosen":
+                print(f"  {event['version']}: {event['reason']}")
     for text in checker.torn:
         print(f"  TORN: {text}")
     print(

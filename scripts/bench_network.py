@@ -253,7 +253,7 @@ def cut_once(folder: Path, args: argparse.Namespace, deadline: Deadline) -> Figu
             "generations": generation,
             "steps_lost": max(lost_steps(run, rank, at_ns) for rank in range(args.nodes)),
             "named_s": named_s(run, rail, at_ns),
-            "nodes_lost": [line["text"] for line in run.journals("NodeLost")],
+            "nodes_lost": [line["text"] for line in run.journals("node_lost")],
         }
         cluster.heal(STRUCK)
         run.finish()
@@ -275,7 +275,7 @@ def named_s(run: NodesRun, rail: str, at_ns: int) -> float | None:
     """From the cut until a journal names both the node and the rail; None: never."""
     for line in run.journals():
         text = str(line.get("text", ""))
-        after_s = line["mono_s"] - at_ns / 1e9
+        after_s = line["monotonic_s"] - at_ns / 1e9
         if after_s > 0 and f"node{STRUCK}" in text and rail in text:
             return float(after_s)
     return None

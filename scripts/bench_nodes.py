@@ -131,9 +131,9 @@ def measure(name: str, fault: Fault, run: NodesRun, count: int) -> list[float]:
 
 def take_in(run: NodesRun, node: int) -> None:
     """Start it again, and wait until it stands by with a vote."""
-    before = len(run.journals("Roster"))
+    before = len(run.journals("voters_changed"))
     run.bring_back(node)
-    run.wait_for(f"a vote of node{node}", lambda: len(run.journals("Roster")) > before)
+    run.wait_for(f"a vote of node{node}", lambda: len(run.journals("voters_changed")) > before)
 
 
 def next_step_s(run: NodesRun, at_ns: int) -> float:

@@ -238,11 +238,11 @@ def beside_steps(
         (folder / "go").touch()
         wait_for("its end", lambda: launcher.process.poll() is not None, [], deadline)
         written = [
-            one for one in read_journal(folder, run_id) if one["kind"] == "CheckpointWritten"
+            one for one in read_journal(folder, run_id) if one["kind"] == "checkpoint_written"
         ]
     lines = read_lines(folder / "rank0.jsonl")
     at_s = {one["step"]: one["ns"] / 1e9 for one in lines if "step" in one}
-    spans = [(one["mono_s"] - one["seconds"], one["mono_s"]) for one in written]
+    spans = [(one["monotonic_s"] - one["seconds"], one["monotonic_s"]) for one in written]
     gaps = [(one[1], after[0]) for one, after in pairwise(spans)]
     # The first is written while the training gets warm.
     inside = [one for span in spans[1:-1] for one in rounds_s(at_s, *span)]

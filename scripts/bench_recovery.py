@@ -13,16 +13,19 @@ restart, and the state read with torch.load from tmpfs.
 import argparse
 import contextlib
 import os
+import re
 import signal
 import statistics
 import sys
 import time
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench_common import (
+    BenchError,
     Deadline,
     Launcher,
     NotesReader,
@@ -47,6 +50,9 @@ STEPS_BEFORE = 10
 REFILL_S = 2.0
 RUN_ID = f"bench-recovery-{os.getpid()}"
 PHASES = ("detect", "decide", "stop", "fork", "rendezvous", "build", "restore", "first_step")
+MOMENTS = ("detected", "started", "joined", "restored", "stepped")
+"""Of a recovery, in order: the launcher has noticed the death; the script of every rank runs, with
+torch imported; all ranks are in a process group; all have their state; all have made a step."""
 WORKER = Path(__file__).with_name("bench_recovery_worker.py")
 
 
@@ -60,6 +66,8 @@ class Contender:
     times_s: list[float] = field(default_factory=list)
     killed: list[tuple[int, int]] = field(default_factory=list)
     """Of each kill: the generation that was hit, and the time in nanoseconds."""
+    detected_s: list[float] = field(default_factory=list)
+    """From each kill until the launcher has noticed it."""
 
     @property
     def hold(self) -> Path:
@@ -87,6 +95,26 @@ class Contender:
         self.killed.append((generation, time.monotonic_ns()))
         os.kill(pid, signal.SIGKILL)
 
+    def moments(self) -> dict[str, list[float]]:
+        """Seconds from each kill to each of `MOMENTS`, on the last rank."""
+        found = {"detected": self.detected_s}
+        kinds = ("started", "begun", "restored", "step")
+        for moment, kind in zip(MOMENTS[1:], kinds, strict=True):
+            found[moment] = [
+                max(one.of(kind, generation + 1)[0]["ns"] - kill_ns for one in self.readers) / 1e9
+                for generation, kill_ns in self.killed
+            ]
+        return found
+
+    def steps_repeated(self) -> list[int]:
+        """Of each kill: steps that every rank had completed, and that were done again."""
+        found = []
+        for generation, _ in self.killed:
+            done = min(one.of("step", generation)[-1]["step"] for one in self.readers)
+            first = min(one.of("step", generation + 1)[0]["step"] for one in self.readers)
+            found.append(max(0, done + 1 - first))
+        return found
+
     def new_steps(self) -> int | None:
         """The end of the first step after the last kill, on all ranks."""
         now = self.generation()
@@ -103,6 +131,7 @@ def main() -> int:
         }
         measure(contenders, args, deadline)
         phases = phases_of(contenders["ftrun"], deadline)
+        contenders["torchrun"].detected_s = detected_by_torchrun(contenders["torchrun"])
     report(contenders, phases, found, args)
     return 0
 
@@ -164,17 +193,39 @@ def phases_of(ftrun: Contender, deadline: Deadline) -> dict[str, list[float]]:
     lines: list[dict[str, Any]] = []
 
     def all_there() -> bool:
-        lines[:] = [e for e in read_journal(ftrun.folder, RUN_ID) if e["kind"] == "Recovered"]
+        lines[:] = [e for e in read_journal(ftrun.folder, RUN_ID) if e["kind"] == "recovered"]
         return len(lines) >= len(ftrun.killed)
 
     wait_for("the journal", all_there, [ftrun.launcher], deadline)
     by_generation = {line["generation"]: line for line in lines}
+    ftrun.detected_s = [
+        by_generation[generation + 1]["noticed_s"] - kill_ns / 1e9
+        for generation, kill_ns in ftrun.killed
+    ]
     found: dict[str, list[float]] = {phase: [] for phase in PHASES}
-    for generation, kill_ns in ftrun.killed:
-        line = by_generation[generation + 1]
-        measured = {"detect": line["noticed_s"] - kill_ns / 1e9, **line["phases_s"]}
+    for (generation, _), detected_s in zip(ftrun.killed, ftrun.detected_s, strict=True):
+        measured = {"detect": detected_s, **by_generation[generation + 1]["phases_s"]}
         for phase in PHASES:
             found[phase].append(measured[phase])
+    return found
+
+
+def detected_by_torchrun(torchrun: Contender) -> list[float]:
+    """From each kill to torchrun's own log line about it, by the time in that line.
+
+    Raises:
+        BenchError: it has not one such line for each kill.
+    """
+    clock_ns = time.time_ns() - time.monotonic_ns()
+    text = torchrun.launcher.output.read_text(errors="replace")
+    stamps = re.findall(r"^E(\d{4} [\d:.]+) .*failed \(exitcode: -9\)", text, re.MULTILINE)
+    if len(stamps) != len(torchrun.killed):
+        raise BenchError(f"{len(torchrun.killed)} kills, torchrun has logged {len(stamps)}")
+    year = datetime.now(UTC).year
+    found = []
+    for stamp, (_, kill_ns) in zip(stamps, torchrun.killed, strict=True):
+        logged = datetime.strptime(f"{year}{stamp}", "%Y%m%d %H:%M:%S.%f").astimezone()
+        found.append(logged.timestamp() - (kill_ns + clock_ns) / 1e9)
     return found
 
 
@@ -205,6 +256,19 @@ def report(
             for phase, values in phases.items()
         ],
     )
+    moments = {name: one.moments() for name, one in contenders.items()}
+    show_table(
+        "From the kill until, in seconds (medians)",
+        ["launcher", *MOMENTS, "steps repeated"],
+        [
+            [
+                name,
+                *(f"{statistics.median(of[moment]):.3f}" for moment in MOMENTS),
+                statistics.median(contenders[name].steps_repeated()),
+            ]
+            for name, of in moments.items()
+        ],
+    )
     show_conditions(found)
     write_json(
         args.json,
@@ -213,8 +277,17 @@ def report(
             "torchrun_s": times["torchrun"]["median"],
             "ratio": ratio,
             "phases_s": {phase: statistics.median(values) for phase, values in phases.items()},
-            "ftrun": {**times["ftrun"], "all_s": contenders["ftrun"].times_s},
-            "torchrun": {**times["torchrun"], "all_s": contenders["torchrun"].times_s},
+            **{
+                name: {
+                    **times[name],
+                    "all_s": one.times_s,
+                    "moments_s": {
+                        at: statistics.median(all_s) for at, all_s in moments[name].items()
+                    },
+                    "steps_repeated": one.steps_repeated(),
+                }
+                for name, one in contenders.items()
+            },
             "phases": {phase: spread(values) for phase, values in phases.items()},
             "state_mb": args.state_mb,
             "ranks": RANKS,

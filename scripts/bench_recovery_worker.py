@@ -47,10 +47,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--state-mb", type=float, required=True)
     args = parser.parse_args()
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    rank, generation = (int(os.environ[name]) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
     notes = Notes(args.folder / f"rank{rank}.jsonl")
+    notes.write("started", generation=generation)
+    dist.init_process_group("gloo")
     notes.write("begun", generation=generation, pid=os.getpid(), node=socket.gethostname())
 
     layers = Layers(int(args.state_mb * 1e6))
@@ -58,7 +58,11 @@ def main() -> None:
     model = DistributedDataParallel(layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     hold = args.folder / "hold"
+    is_first = True
     for step in steps(model, optimizer, args.folder / f"rank{rank}.pt"):
+        if is_first:
+            notes.write("restored", generation=generation)
+            is_first = False
         loss = model(data)
         optimizer.zero_grad()
         loss.backward()

@@ -68,7 +68,7 @@ class Breaking:
         self._some_steps()
         self.end_ns = time.monotonic_ns()
         if self.run.generation != self.hits[0][0]:
-            whys = [line["why"] for line in self.run.journals("Generation")]
+            whys = [line["reason"] for line in self.run.journals("generation_chosen")]
             raise BenchError(f"the run was started again, and had no reason to: {whys}")
 
     def _some_steps(self) -> None:
@@ -142,7 +142,7 @@ def store_host(it: Breaking) -> None:
 def spare_lost(it: Breaking) -> None:
     it.begin()
     it.hit("kill", 2)
-    it.run.wait_for("the loss to be seen", lambda: it.run.journals("NodeLost"))
+    it.run.wait_for("the loss to be seen", lambda: it.run.journals("node_lost"))
     it.unharmed()
 
 
@@ -179,8 +179,8 @@ def pair_cut(it: Breaking) -> None:
     it.run.wait_for_step(BREAK_AT)
     it.hit("cut", 1, peer=2)
     it.recovered()
-    first = it.run.journals("Verdict")[0]
-    named, named_s = first["verdict"], first["mono_s"] - it.hits[0][1] / 1e9
+    first = it.run.journals("verdict")[0]
+    named, named_s = first["verdict"], first["monotonic_s"] - it.hits[0][1] / 1e9
     if named["kind"] != "hang in communication" or named["nodes"] != ["node1", "node2"]:
         raise BenchError(f"the link between node1 and node2 is cut, and the verdict is {named}")
     if named_s > NAMED_S:
@@ -194,7 +194,7 @@ def lead_cut(it: Breaking) -> None:
     it.begin()
     it.hit("cut", 0)
     it.run.wait_for_generation(1)
-    if not it.run.journal(0, "Held"):
+    if not it.run.journal(0, "ranks_suspended"):
         raise BenchError("the lead that was cut off did not stop its ranks")
     it.run.cluster.heal(0)
     it.joined_again(0)
@@ -221,7 +221,7 @@ def one_after_the_other(it: Breaking) -> None:
     it.hit("kill", 1)
     it.run.wait_for_generation(1)
     it.run.bring_back(1)
-    it.run.wait_for("a vote of node1", lambda: it.run.journals("Roster"))
+    it.run.wait_for("a vote of node1", lambda: it.run.journals("voters_changed"))
     it.hit("kill", 2)
     it.recovered()
     if it.run.node_of(1) != 1:
@@ -339,8 +339,11 @@ def _leaves(it: Breaking, node: int) -> None:
     it.signal(node, "cli.stub", signal.SIGTERM)
     it.recovered()
     it.end_ns = time.monotonic_ns()
-    (told, *_), (stopped, *_) = it.run.journals("LeaveAsked"), it.run.journals("AskLastSnapshot")
-    if stopped["mono_s"] - told["mono_s"] < NOTICE_S / 2:
+    (told, *_), (stopped, *_) = (
+        it.run.journals("leave_requested"),
+        it.run.journals("final_snapshot_requested"),
+    )
+    if stopped["monotonic_s"] - told["monotonic_s"] < NOTICE_S / 2:
         raise BenchError("the ranks were stopped before it was clear that the run goes on")
     if (code := it.run.wait_for_code(node)) != 128 + signal.SIGTERM:
         raise BenchError(f"node{node} has left with {code}:\n{it.run.text(node)}")

@@ -38,12 +38,13 @@ from bench_common import (
     show_table,
 )
 from drill_faults import FAULTS, Breaking, Fault
-from nodes_run import Line, NodesRun
+from nodes_run import NodesRun
 from virtual_cluster import ClusterError, VirtualCluster, available
 
 from ftrun.errors import FtrunError
-from ftrun.tools.drill.drill_outcome import difference, outcome_of
-from ftrun.tools.drill.jobs import BaselineRuns, DrillJob
+from ftrun.events import Record
+from ftrun.records.decode import JournalLine, decode
+from ftrun.tools.drill.jobs import BaselineRuns, DrillJob, difference, outcome_of
 
 __all__ = ["KINDS", "BaselineRuns", "break_in", "drill", "job_words"]
 
@@ -73,7 +74,7 @@ class Row:
 class Broken:
     """A run that was broken, as it is seen by whoever judges it."""
 
-    journal: list[Line] = field(default_factory=list)
+    journal: list[JournalLine[Record]] = field(default_factory=list)
     """Of all nodes, in the order of time."""
     hit_s: float | None = None
     """When the first fault was made, on the clock of the journal."""
@@ -173,7 +174,8 @@ def _break(fault: Fault, kind: str, folder: Path, undisturbed: BaselineRuns, fou
             run.finish()
             found.seconds = round(breaking.seconds(), 3)
         finally:
-            found.journal = run.journals()
+            lines = [decode(json.dumps(line).encode()) for line in run.journals()]
+            found.journal = [line for line in lines if line is not None]
             found.hit_s = breaking.hits[0][1] / 1e9 if breaking.hits else None
     found.recoveries, found.steps_lost, found.is_over = run.generation, steps_lost(run), True
     outcomes = [outcome_of(folder / name) for name in names]

@@ -141,7 +141,7 @@ class NodesRun:
     def times_joined(self, node: int) -> int:
         """How often it has come to a run that had begun, counted by those that led."""
         text = f"node node{node} has come"
-        return sum(line["text"] == text for line in self.journals("NodeJoined"))
+        return sum(line["text"] == text for line in self.journals("node_joined"))
 
     def may_end(self, *nodes: int) -> None:
         """These may end from now on, with whatever code, or not at all."""
@@ -236,8 +236,10 @@ class NodesRun:
 
     def lead(self) -> int:
         """The node that has brought about the newest generation."""
-        newest = self.journals("Generation")[-1]
-        return next(node for node in self.processes if newest in self.journal(node, "Generation"))
+        newest = self.journals("generation_chosen")[-1]
+        return next(
+            node for node in self.processes if newest in self.journal(node, "generation_chosen")
+        )
 
     def journal(self, node: int, kind: str = "") -> list[Line]:
         """What this node has written down."""
@@ -250,7 +252,7 @@ class NodesRun:
     def journals(self, kind: str = "") -> list[Line]:
         """Of all nodes, in the order of time."""
         found = [line for node in self.processes for line in self.journal(node, kind)]
-        return sorted(found, key=lambda line: float(line["mono_s"]))
+        return sorted(found, key=lambda line: float(line["monotonic_s"]))
 
     def text(self, node: int) -> str:
         path = self._output(node)

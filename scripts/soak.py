@@ -53,8 +53,7 @@ from soak_training import (
 )
 from virtual_cluster import available
 
-from ftrun.tools.drill.drill_outcome import Outcome
-from ftrun.tools.drill.jobs import DrillJob
+from ftrun.tools.drill.jobs import DrillJob, Outcome
 
 Piece = dict[str, Any]
 

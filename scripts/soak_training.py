@@ -23,8 +23,7 @@ from soak_run import SoakRun
 from virtual_cluster import ClusterError, VirtualCluster
 
 from ftrun.errors import FtrunError
-from ftrun.tools.drill.drill_outcome import Outcome, difference, outcome_of
-from ftrun.tools.drill.jobs import BaselineRuns
+from ftrun.tools.drill.jobs import BaselineRuns, Outcome, difference, outcome_of
 
 MEMBERS, SPARES = 3, 1
 BUDGETS = {

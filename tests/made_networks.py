@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ftrun.network.detect.findings import judge
-from ftrun.network.detect.leaves import LeafSwitches
+from ftrun.network.detect.leaf_switches import LeafSwitches
 from ftrun.network.plan.planner import PlanningInputs, plan_roads
 from ftrun.wire.cluster.generation import PathMeasurement, Rail
 from ftrun.wire.messages.status import plan_status

@@ -30,6 +30,8 @@ from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.config.run_spec import RunSpec
 from ftrun.errors import ExitCode, FtrunError, InternalError, PeerError
 from ftrun.journal import Journal
+from ftrun.records.run import AgentStarted, ErrorRecord, InternalErrorRecord
+from ftrun.records.snapshots import MemoryAdopted
 from ftrun.wire.run_environment import RunFolder
 
 
@@ -39,8 +41,8 @@ def main(begun: Begun) -> int:
     _set_up_logging(spec)
     folder.keep_mark.unlink(missing_ok=True)
     node_id = spec.nodes.node_id if spec.nodes is not None else ""
-    journal = Journal(Path(spec.log_folder), who="agent", node=node_id)
-    journal.write("agent_started", is_forked=begun.is_forked)
+    journal = Journal(Path(spec.log_folder), node=node_id)
+    journal.write(AgentStarted(begun.is_forked))
     smp = AgentSmpClient(folder, spec.profile.smp.orphan_s)
     zygote: ZygoteClient | None = None
     preflight = None
@@ -61,11 +63,11 @@ def main(begun: Begun) -> int:
         return code
     except KeyboardInterrupt:  # before the run loop handles signals; usually during an import
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        journal.write("error", kind_of="KeyboardInterrupt", text="stopped before the first start")
+        journal.write(ErrorRecord("stopped before the first start", "KeyboardInterrupt"))
         sys.stderr.write("ftrun: stopped by SIGINT before anything was started\n")
         return ExitCode.INTERRUPTED
     except FtrunError as error:
-        journal.write("error", kind_of=type(error).__name__, text=str(error))
+        journal.write(ErrorRecord(str(error), type(error).__name__))
         sys.stderr.write(f"ftrun: {error}\n")
         keep_memory = _keep_what_was_resumed(error.exit_code, folder, spec, smp)
         return error.exit_code
@@ -108,7 +110,7 @@ def _set_up_logging(spec: RunSpec) -> None:
 
 
 def _tell_bug(error: Exception, spec: RunSpec, journal: Journal) -> None:
-    journal.write("bug", text=traceback.format_exc())
+    journal.write(InternalErrorRecord(traceback.format_exc()))
     traceback.print_exc()
     sys.stderr.write(
         f"ftrun: this is a bug in ftrun ({type(error).__name__}); please report it with "
@@ -152,5 +154,5 @@ def _take_over(smp: AgentSmpClient, journal: Journal, spec: RunSpec) -> Persiste
         own = spec.nodes.node_id if spec.nodes is not None else None
         members = [node for node in state.plan.members if own in (None, node.node_id)]
         smp.own(rank for node in members for rank in node.ranks)
-        journal.write("adopted", arenas=len(smp.memory.held), generation=generation)
+        journal.write(MemoryAdopted(len(smp.memory.held), generation))
     return state

@@ -7,25 +7,23 @@ Gives:    killed and started ranks, prepared generations; `RunEnded` at the end 
 
 import logging
 import signal
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ftrun import clock
 from ftrun.agent.cluster.control_loop import ControlLoop
-from ftrun.agent.journal_words import Journaled, fields_of
 from ftrun.agent.launch.elastic import FtrunElasticAgent
 from ftrun.agent.launch.generation import GenerationRunner
 from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.maintenance import Maintenance
 from ftrun.agent.observe.ranks import RankObserver
 from ftrun.agent.report import NodeReporter
-from ftrun.agent.snapshots.commands import UnconfirmedCommands
-from ftrun.agent.snapshots.smp_client import AgentSmpClient
+from ftrun.agent.snapshots.smp_client import AgentSmpClient, UnconfirmedCommands
 from ftrun.errors import ExitCode, PeerError, SnapshotError
 from ftrun.journal import Journal
 from ftrun.membership.events import GenerationInstalled, PlanPersisted, Quiesced, RanksStuck
+from ftrun.records.run import RanksStuckRecord
 from ftrun.recovery import commands
 from ftrun.wire.cluster.generation import GenerationPlan
 
@@ -36,8 +34,18 @@ class RunEnded(Exception):
     """The supervisor has ended the run; this unwinds torch's launcher."""
 
     def __init__(self, command: commands.EndRun) -> None:
-        super().__init__(command.why)
+        super().__init__(command.reason)
         self.command = command
+
+
+class Publishing(Protocol):
+    """What others see of this node."""
+
+    def publish_status(self) -> None:
+        """Publish before a long operation."""
+
+    def before_end(self) -> None:
+        """Write the last values, while the pages of the ranks exist."""
 
 
 class SignalHandlers(Protocol):
@@ -51,83 +59,20 @@ class SignalHandlers(Protocol):
     def is_end_wished(self) -> bool: ...
 
 
-class SnapshotExecutor:
-    """Executes snapshot commands on one node."""
-
-    def __init__(
-        self,
-        journal: Journal,
-        *,
-        smp: AgentSmpClient,
-        workers: WorkerGroup,
-        generations: GenerationRunner,
-        maintenance: Maintenance,
-    ) -> None:
-        self._journal = journal
-        self._smp = smp
-        self._workers = workers
-        self._generations = generations
-        self._maintenance = maintenance
-        self._unconfirmed = UnconfirmedCommands()
-
-    def execute(self, command: commands.SnapshotCommand) -> None:
-        match command:
-            case commands.CommitSnapshot():
-                self._maintenance.last_commit = command.version
-                if not self._generations.is_alone:
-                    self._request(command)
-            case commands.WriteCheckpointPart():
-                self._maintenance.write_part(command.version)
-            case commands.AbandonStep():
-                self._request(command)
-            case commands.SetFirstSnapshotStep():
-                # Alone, the SMP commits by itself. A rank that has skipped a step would wait for a
-                # later step to be named, because no report of the skip reaches the leader.
-                if not self._generations.is_alone:
-                    self._workers.take_from(command.step)
-            case commands.SetSnapshotInterval():
-                self._workers.set_interval(command.every, command.from_step)
-            case commands.UpdatePeerPorts():
-                self._journal.write(command.journal_kind, **fields_of(command))
-                self._generations.move_peers(command.ports)
-
-    def repeat(self) -> None:
-        """Resend commands that the SMP has not executed; called once per turn of the loop."""
-        page, generation = self._workers.commands, self._generations.number
-        if page is not None and self._workers.generation == generation:
-            for command in self._unconfirmed.due(page, generation, now_s=clock.now_s()):
-                self._request(command)
-
-    def _request(self, command: commands.CommitSnapshot | commands.AbandonStep) -> None:
-        generation = self._generations.number
-        self._unconfirmed.add(command, generation, now_s=clock.now_s())
-        with suppress(PeerError):
-            if isinstance(command, commands.CommitSnapshot):
-                self._smp.commit(command.version)
-            else:
-                self._smp.abandon(generation, command.step)
-
-
 @dataclass
 class CommandExecutor:
-    """Executes commands on one node.
-
-    Args:
-        publish_status: publishes before a long operation.
-        before_end: writes the last values of the observers, while the pages of the ranks exist.
-    """
+    """Executes commands on one node."""
 
     journal: Journal
     control: ControlLoop
     workers: WorkerGroup
     generations: GenerationRunner
     maintenance: Maintenance
-    snapshots: SnapshotExecutor
+    smp: AgentSmpClient
     observer: RankObserver
     report: NodeReporter
     signals: SignalHandlers
-    publish_status: Callable[[], None]
-    before_end: Callable[[], None]
+    publishing: Publishing
     is_done: bool = False
     """Every rank has finished."""
     has_left: bool = False
@@ -138,6 +83,7 @@ class CommandExecutor:
     _failed_s: float = 0.0
     _stopped_s: float = 0.0
     _stuck: str = ""
+    _unconfirmed: UnconfirmedCommands = field(default_factory=UnconfirmedCommands)
 
     def begin(self, agent: FtrunElasticAgent) -> None:
         self._agent = agent
@@ -164,37 +110,73 @@ class CommandExecutor:
                 self._start_ranks()
             case commands.KillWorkers():
                 if self.workers.alive():
-                    self._note(command)
+                    self.journal.write(command)
                 self._kill()
             case commands.SuspendRanks() | commands.ResumeRanks():
-                self._note(command)  # already done, see ClusterControlLoop
+                self.journal.write(command)  # already done, see ClusterControlLoop
+                if isinstance(command, commands.SuspendRanks):
+                    _log.warning("the ranks of this node wait: %s", command.reason)
             case commands.InspectRanks():
                 self.observer.examine(self.workers.handles)
                 self.report.send(is_urgent=True)
             case commands.RequestFinalSnapshot():
-                self._note(command)
+                self.journal.write(command)
                 self.workers.awaits_boundary = True
                 self.workers.ask_last_snapshot(
                     -1 if self.generations.is_alone else command.after_step
                 )
             case commands.SignalWorkers():
-                self._note(command)
+                self.journal.write(command)
                 self.workers.awaits_boundary = False
                 # Ranks ignore USR1 and USR2 (see linux.ignore_user_signals), so a stop by one of
                 # these signals ends the ranks with SIGTERM.
                 is_user = command.signal in (signal.SIGUSR1, signal.SIGUSR2)
                 self.workers.signal(signal.SIGTERM if is_user else command.signal)
             case commands.JournalEntry():
-                self.journal.write(command.kind, text=command.text, **command.fields)
+                self.journal.write(command.record)
                 self.generations.announcements.show(command, has_ranks=self.generations.is_member)
             case commands.EndRun():
-                self._note(command)
+                self.journal.write(command)
                 self._end(command)
             case _:
-                self.snapshots.execute(command)
+                self._execute_snapshot(command)
 
-    def _note(self, command: Journaled) -> None:
-        self.journal.write(command.journal_kind, **fields_of(command))
+    def _execute_snapshot(self, command: commands.SnapshotCommand) -> None:
+        match command:
+            case commands.CommitSnapshot():
+                self.maintenance.last_commit = command.version
+                if not self.generations.is_alone:
+                    self._request(command)
+            case commands.WriteCheckpointPart():
+                self.maintenance.write_part(command.version)
+            case commands.AbandonStep():
+                self._request(command)
+            case commands.SetFirstSnapshotStep():
+                # Alone, the SMP commits by itself. A rank that has skipped a step would wait for a
+                # later step to be named, because no report of the skip reaches the leader.
+                if not self.generations.is_alone:
+                    self.workers.take_from(command.step)
+            case commands.SetSnapshotInterval():
+                self.workers.set_interval(command.every, command.from_step)
+            case commands.UpdatePeerPorts():
+                self.journal.write(command)
+                self.generations.move_peers(command.ports)
+
+    def repeat_unconfirmed(self) -> None:
+        """Resend commands that the SMP has not executed; called once per turn of the loop."""
+        page, generation = self.workers.commands, self.generations.number
+        if page is not None and self.workers.generation == generation:
+            for command in self._unconfirmed.due(page, generation, now_s=clock.now_s()):
+                self._request(command)
+
+    def _request(self, command: commands.CommitSnapshot | commands.AbandonStep) -> None:
+        generation = self.generations.number
+        self._unconfirmed.add(command, generation, now_s=clock.now_s())
+        with suppress(PeerError):
+            if isinstance(command, commands.CommitSnapshot):
+                self.smp.commit(command.version)
+            else:
+                self.smp.abandon(generation, command.step)
 
     def _kill(self) -> None:
         self.observer.look_at([])
@@ -210,17 +192,16 @@ class CommandExecutor:
             return
         self._stuck = reason
         text = reason or "the ranks that did not die of SIGKILL have ended"
-        self.journal.write("RanksStuck", text=text)
+        self.journal.write(RanksStuckRecord(text))
         _log.warning("%s", text)
         self.control.tell(RanksStuck(reason))
         self.report.send(is_urgent=True)
 
     def _quiesce(self, command: commands.Quiesce) -> None:
         if self.workers.alive():
-            self.journal.write("KillWorkers", why=command.why)
+            self.journal.write(commands.KillWorkers(command.why))
         self._kill()
-        self.publish_status()
-        self.maintenance.await_smp()
+        self.publishing.publish_status()
         self.generations.is_over = True
         holdings, store_port, smp_port = self.maintenance.holdings()
         self.control.tell(Quiesced(command.generation, holdings, store_port, smp_port))
@@ -230,7 +211,7 @@ class CommandExecutor:
         self.report.begin()
         self.workers.awaits_boundary = False
         restored, problem, code = None, "", int(ExitCode.STATE_LOST)
-        self.publish_status()
+        self.publishing.publish_status()
         generations = self.generations
         try:
             restored = generations.adopt(self._agent, plan)
@@ -257,9 +238,9 @@ class CommandExecutor:
     def _end(self, command: commands.EndRun) -> None:
         self.has_left = command.goes_on
         self.workers.kill()
-        self.publish_status()
+        self.publishing.publish_status()
         self.generations.repeats.conclude()
-        self.before_end()
+        self.publishing.before_end()
         self.signals.forget()
         if not command.goes_on:
             self.maintenance.end(command, is_cancelled=lambda: self.signals.is_end_wished)

@@ -2,7 +2,8 @@
 
 Runs in:  agent, main thread. The first module here that imports torch.
 Takes in: the spec, and what was started before torch was imported.
-Gives:    the run's exit code; its final block on stderr if it did not end well.
+Gives:    the run's exit code. If the run did not end well, one block of fewer than 25 lines on
+          stderr: first cause, the user's own line, what to do.
 """
 
 import logging
@@ -18,12 +19,10 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from ftrun import clock
-from ftrun.agent.cluster.control_loop import ControlLoop
-from ftrun.agent.cluster.finished_watch import FinishedWatch
+from ftrun.agent.cluster.control_loop import ControlLoop, FinishedWatch
 from ftrun.agent.cluster.node import LocalNode
 from ftrun.agent.cluster.rpc import ClusterRpc
-from ftrun.agent.ending import Kept, final_block
-from ftrun.agent.executor import CommandExecutor, RunEnded, SnapshotExecutor
+from ftrun.agent.executor import CommandExecutor, RunEnded
 from ftrun.agent.faults.controller import FaultController
 from ftrun.agent.faults.injectors import FaultInjectors
 from ftrun.agent.launch import elastic
@@ -34,7 +33,7 @@ from ftrun.agent.launch.rendezvous import LOOPBACK, StorePool, register
 from ftrun.agent.launch.warm_start import WorkerStarter, ZygoteClient
 from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.loop import RunLoop, RunSignals
-from ftrun.agent.maintenance import ChildExits, Maintenance
+from ftrun.agent.maintenance import Maintenance
 from ftrun.agent.observe.node_check import NodeCheck
 from ftrun.agent.observe.ranks import RankObserver
 from ftrun.agent.publish.control_server import ControlServer
@@ -43,13 +42,105 @@ from ftrun.agent.report import NodeReporter
 from ftrun.agent.snapshots.retained_memory import PersistedAgentState, StubClient
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.config.run_spec import RunSpec
-from ftrun.errors import PeerError, UsageError
+from ftrun.errors import ExitCode, PeerError, UsageError
 from ftrun.journal import Journal
+from ftrun.records.run import RunEndedRecord, RunStarted
+from ftrun.records.snapshots import FreshStartUsed, SmpUnavailable, SmpUnreachable
 from ftrun.recovery.commands import EndRun
 from ftrun.urls import without_password
 from ftrun.wire.messages.agent_start import STUCK_PIDS, decode_numbers
 
+MAX_TRACE_LINES = 12
+
 _log = logging.getLogger("ftrun")
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What remains of the training after the run."""
+
+    step: int
+    """The last step that any rank completed."""
+    directory: str | None
+    """Where checkpoints are written; None: nowhere."""
+    checkpoint_step: int | None
+    """Step of the last checkpoint that was written."""
+    not_written: str
+    """Why the checkpoint after it was not written."""
+    part_step: int | None = None
+    """Step of the newest checkpoint of which this node has written its part, but not all other
+    nodes."""
+
+    def lines(self) -> list[str]:
+        found = [f"  stopped at   step {self.step}"]
+        if self.directory is None:
+            return [
+                *found,
+                "  kept         nothing: snapshots were in memory only, and are freed",
+                "  to resume    start it with --checkpoint-dir DIR: its last step is then written "
+                "at the end",
+            ]
+        if self.part_step is not None and self.part_step > (self.checkpoint_step or -1):
+            return [
+                *found,
+                f"  kept         this node's part of step {self.part_step} in {self.directory}: a "
+                "checkpoint as soon as all nodes have written theirs",
+                "  to resume    start the same command again",
+            ]
+        if self.checkpoint_step is None:
+            why = self.not_written or "no snapshot was committed yet"
+            return [*found, f"  kept         nothing in {self.directory}: {why}"]
+        found.append(f"  kept         step {self.checkpoint_step} in {self.directory}")
+        if self.checkpoint_step < self.step:
+            why = self.not_written or "no later snapshot was committed"
+            found.append(f"               steps {self.checkpoint_step + 1} to {self.step} are not "
+                         f"kept: {why}")  # fmt: skip
+        return [*found, "  to resume    start the same command again"]
+
+
+def final_block(
+    command: EndRun, spec: RunSpec, generations: GenerationRunner, kept: Kept | None = None
+) -> str:
+    """The text that the operator reads first, and often the only one.
+
+    Args:
+        command: how the run ends.
+        spec: of the run.
+        generations: of this agent.
+        kept: of a run that was stopped; None: the script does not attach, or the run failed.
+    """
+    restarts = len(generations.restarts)
+    noun = "restart" if restarts == 1 else "restarts"
+    code = int(command.exit_code)
+    lines = [
+        f"ftrun: run {spec.run_id} ended with exit code {code} after {restarts} {noun}: "
+        f"{command.reason}"
+    ]
+    if command.goes_on:
+        lines = [
+            f"ftrun: this node has left run {spec.run_id} with exit code {code}: {command.reason}"
+        ]
+    if command.cause is not None:
+        lines.append(f"  first cause  {command.cause.text}")
+        lines += _trace(command.cause.detail)
+    if kept is not None:
+        lines += kept.lines()
+    if command.advice:
+        lines.append(f"  what to do   {command.advice}")
+    if command.exit_code == ExitCode.DO_NOT_RESTART:
+        lines.append("               A scheduler should not start this again (exit code 93).")
+    lines.append(f"  journal      {spec.log_folder}/journal.jsonl")
+    return "\n".join(lines) + "\n"
+
+
+def _trace(detail: str) -> list[str]:
+    if not detail:
+        return []
+    lines = [line for line in detail.rstrip().splitlines() if line.strip()]
+    left_out = len(lines) - MAX_TRACE_LINES
+    shown = lines[-MAX_TRACE_LINES:]
+    head = [f"  where        (the last {len(shown)} of {len(lines)} lines)"] if left_out > 0 else []
+    return head + [f"    {line}" for line in shown]
 
 
 def launch(
@@ -68,8 +159,7 @@ def launch(
         UsageError: torch does not accept the value of a flag; nothing was started.
     """
     args = elastic.parse(spec)
-    num_ranks = elastic.local_world_size(args)
-    config = elastic.launch_config(args)
+    num_ranks, config = elastic.local_world_size(args), elastic.launch_config(args)
     zygote = _fit(zygote, journal)
     if zygote is not None:
         zygote.want(num_ranks)
@@ -77,21 +167,20 @@ def launch(
     stores = _stores(args, node)
     register(stores)
     run = _assemble(spec, journal, smp, zygote, stub, stores, node=node, kept=kept)
-    exits = _connect_smp(node, run)
-    run.onlookers = onlookers = Observers(run)
+    _connect_smp(node, run)
+    run.onlookers = Observers(run)
     run.signals.catch()  # the stub forwards waiting signals as soon as the control server listens
     run.publish_status()
-    loop = _loop(run, exits)
-    server = _control_server(run, onlookers, loop.faults)
+    loop = _loop(run)
+    server = _control_server(run, loop.faults)
     server.start()
     if spec.profile.monitor.enabled:
         run.eyes.start()
-    onlookers.start()
+    run.onlookers.start()
     if one_oom_ends_all():
         _log.warning("memory.oom.group is 1: one rank out of memory ends everything on this node")
     logs = os.path.abspath(args.log_dir)
-    about = {"logs": logs, "rdzv_id": args.rdzv_id}
-    journal.write("run", run_id=spec.run_id, script=spec.script, torch=torch.__version__, **about)
+    journal.write(RunStarted(spec.run_id, spec.script, torch.__version__, logs, args.rdzv_id))
     preflight.first()
     node.start(run.brain, run.desk, run.workers, preflight, wake=run.wake)
     try:
@@ -104,11 +193,11 @@ def launch(
         if loop.faults is not None:
             loop.faults.close()
         run.eyes.close()
-        onlookers.close()
+        run.onlookers.close()
         preflight.close()
         node.forget_secret(is_over=run.brain.leads and not loop.executor.has_left)
         run.brain.close()
-    journal.write("end", exit_code=0)
+    journal.write(RunEndedRecord(0))
     return 0
 
 
@@ -126,12 +215,8 @@ class _Run:
     desk: ClusterRpc | None
     eyes: RankObserver
     signals: RunSignals
-    onlookers: Observers | None = None
+    onlookers: Observers = field(init=False)
     started_s: float = field(default_factory=clock.now_s)
-
-    @property
-    def zygote(self) -> ZygoteClient | None:
-        return self.workers.starter.zygote
 
     def wake(self) -> None:
         """Wake the loop so that it handles what other threads have for it; for those threads."""
@@ -139,71 +224,56 @@ class _Run:
 
     def publish_status(self) -> None:
         """Publish before a long operation, because nothing newer is published until it ends."""
-        if self.onlookers is not None:
-            self.onlookers.status.publish()
+        self.onlookers.status.publish()
 
     def send_lines(self) -> None:
-        """Send the lines of the journal to the leader now."""
         if self.desk is not None:
             self.desk.pass_lines_on(at_once=True)
 
     def before_end(self) -> None:
-        if self.onlookers is not None:
-            self.onlookers.at_end()
+        self.onlookers.at_end()
         self.send_lines()
 
     def observe(self, now_s: float) -> None:
-        if self.onlookers is not None:
-            self.onlookers.look(now_s)
+        self.onlookers.look(now_s)
         if self.desk is not None:
             self.desk.pass_lines_on()
 
 
-def _control_server(
-    run: _Run, onlookers: Observers, faults: FaultController | None
-) -> ControlServer:
+def _control_server(run: _Run, faults: FaultController | None) -> ControlServer:
     return ControlServer(
         run.spec,
         run.smp.folder.agent_socket,
-        status=onlookers.status.document,
+        status=run.onlookers.status.document,
         ask_stop=run.signals.ask_stop,
         decided=run.desk.brain if run.desk is not None else None,
         faults=faults,
     )
 
 
-def _connect_smp(node: LocalNode, run: _Run) -> ChildExits:
-    """Connect to the SMP that was started, or to one that outlived the last agent."""
-    smp, maintenance = run.smp, run.caretaker
-    exits = ChildExits(run.journal, smp=smp, starter=run.workers.starter, maintenance=maintenance)
-    if smp.child is None:
-        _meet_again(node, run, exits)
-        return exits
-    try:
-        smp.ready()
-        node.introduce(smp)
-    except PeerError as error:
-        run.journal.write("smp_not_up", why=str(error))
-        maintenance.smp_given_up = f"the snapshot manager does not start: {error}"
-    return exits
+def _connect_smp(node: LocalNode, run: _Run) -> None:
+    """Connect to the SMP that was started, or to one that outlived the last agent.
 
-
-def _meet_again(node: LocalNode, run: _Run, exits: ChildExits) -> None:
-    """Introduce an SMP that outlived the last agent.
-
-    The SMP may have closed the connection while this agent imported torch.
+    The latter may have closed the connection while this agent imported torch.
     """
-    smp = run.smp
+    smp, maintenance = run.smp, run.caretaker
+    is_new = smp.child is not None
     try:
+        if is_new:
+            smp.ready()
         node.introduce(smp)
     except PeerError as error:
-        run.journal.write("smp_not_told", why=str(error))
+        if is_new:
+            run.journal.write(SmpUnavailable(str(error)))
+            maintenance.smp_given_up = f"the snapshot manager does not start: {error}"
+            return
+        run.journal.write(SmpUnreachable(str(error)))
         smp.lost()
         with suppress(PeerError):
             if smp.reconnect():
                 node.introduce(smp)
         # If the SMP has ended, this starts another one before the first generation.
-        exits.look()
+        maintenance.handle_exits()
 
 
 def _stores(args: Namespace, node: LocalNode) -> StorePool:
@@ -261,7 +331,7 @@ def _assemble(  # noqa: PLR0913 - the parts of a run
     )
 
 
-def _loop(run: _Run, exits: ChildExits) -> RunLoop:
+def _loop(run: _Run) -> RunLoop:
     report = NodeReporter(
         run.brain.tell,
         run.journal,
@@ -273,25 +343,17 @@ def _loop(run: _Run, exits: ChildExits) -> RunLoop:
         run.signals,
         is_cluster=run.desk is not None,
     )
-    snapshots = SnapshotExecutor(
-        run.journal,
-        smp=run.smp,
-        workers=run.workers,
-        generations=run.generations,
-        maintenance=run.caretaker,
-    )
     executor = CommandExecutor(
         run.journal,
         run.brain,
         run.workers,
         run.generations,
         run.caretaker,
-        snapshots,
+        run.smp,
         run.eyes,
         report,
         run.signals,
-        publish_status=run.publish_status,
-        before_end=run.before_end,
+        run,
     )
     faults = _faults(run) if run.spec.allow_faults else None
     if run.desk is not None:
@@ -300,14 +362,10 @@ def _loop(run: _Run, exits: ChildExits) -> RunLoop:
     return RunLoop(
         run.brain,
         executor,
-        snapshots,
         run.signals,
-        exits,
         report,
         run.caretaker,
-        run.generations,
         run.workers,
-        run.smp,
         faults,
         observers=[lambda now_s: finished.look(now_s=now_s), run.observe],
     )
@@ -331,7 +389,7 @@ def _fit(zygote: ZygoteClient | None, journal: Journal) -> ZygoteClient | None:
     if zygote is None or not why:
         return zygote
     _log.warning("%s", why)
-    journal.write("fresh_start", why=why)
+    journal.write(FreshStartUsed(why))
     zygote.close()
     return None
 
@@ -352,7 +410,7 @@ def _is_given(args: Namespace) -> bool:
 
 
 def _say_end(command: EndRun, spec: RunSpec, run: _Run) -> None:
-    run.journal.write("end", exit_code=int(command.exit_code), why=command.why)
+    run.journal.write(RunEndedRecord(int(command.exit_code), command.reason))
     cause = command.cause
     path = run.workers.error_file(cause.rank) if cause is not None else ""
     if path and os.path.exists(path) and "TORCHELASTIC_ERROR_FILE" in os.environ:

@@ -23,19 +23,17 @@ from queue import Empty, SimpleQueue
 
 from ftrun import clock, events
 from ftrun.agent.cluster.control_loop import ControlLoop
-from ftrun.agent.executor import CommandExecutor, RunEnded, SnapshotExecutor
+from ftrun.agent.executor import CommandExecutor, RunEnded
 from ftrun.agent.faults.controller import FaultController
-from ftrun.agent.journal_words import fields_of
 from ftrun.agent.launch.elastic import FtrunElasticAgent
-from ftrun.agent.launch.generation import GenerationRunner
 from ftrun.agent.launch.worker_group import WorkerGroup
-from ftrun.agent.maintenance import ChildExits, Maintenance
+from ftrun.agent.maintenance import Maintenance
 from ftrun.agent.report import NodeReporter
-from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.config.run_spec import RunSpec
 from ftrun.journal import Journal
 from ftrun.linux import name_process
 from ftrun.monitor.worker_exits import signal_name
+from ftrun.records.run import LeaveRequested, SignalForwarded
 
 TICK_S = 0.25
 EAGER_TICK_S = 0.005
@@ -119,11 +117,11 @@ class RunSignals:
             return
         name = signal_name(number)
         if self._is_for_ranks(number):
-            self._journal.write("forwarded", signal=name)
+            self._journal.write(SignalForwarded(name))
             self._workers.signal(number)
         elif number == signal.SIGTERM and self._spec.nodes is not None and not self.leaves:
             self.leaves = True
-            self._journal.write("LeaveAsked", by=f"{name} to ftrun")
+            self._journal.write(LeaveRequested(f"{name} to ftrun"))
         else:
             self._stop_asked(number, f"{name} to ftrun")
 
@@ -134,28 +132,19 @@ class RunSignals:
     def _stop_asked(self, number: int, by: str) -> None:
         self.stops += 1
         self.stop_signal = number
-        asked = events.StopRequested(number, by, self._workers.progress().attached)
-        self._journal.write(asked.journal_kind, **fields_of(asked))
+        self._journal.write(events.StopRequested(number, by, self._workers.progress().attached))
 
 
 @dataclass
 class RunLoop:
-    """One run on one node.
-
-    Args:
-        observers: called at the end of each turn, with the time.
-    """
+    """One run on one node."""
 
     control: ControlLoop
     executor: CommandExecutor
-    snapshots: SnapshotExecutor
     signals: RunSignals
-    exits: ChildExits
     report: NodeReporter
     maintenance: Maintenance
-    generations: GenerationRunner
     workers: WorkerGroup
-    smp: AgentSmpClient
     faults: FaultController | None
     observers: Sequence[Callable[[float], object]]
 
@@ -187,36 +176,27 @@ class RunLoop:
             if self.faults is not None:
                 self.faults.look()
             self._collect()
-            self.snapshots.repeat()
-            if self.maintenance.look_after(clock.now_s()):
-                self.generations.tell_new_smp()
+            self.executor.repeat_unconfirmed()
+            self.maintenance.look_after(clock.now_s())
             for observe in self.observers:
                 observe(clock.now_s())
 
     def _wait(self) -> None:
         poller = select.poll()
-        for fd in self._descriptors():
+        children = [handle.child for handle in self.workers.alive()]
+        running = [child.pidfd for child in children if child.status is None]
+        for fd in (self.signals.fileno(), *running, *self.maintenance.descriptors):
             poller.register(fd, select.POLLIN)
         eager = self.workers.awaits_boundary or self.maintenance.smp_is_starting
         eager |= self.faults is not None and self.faults.is_eager
         poller.poll((EAGER_TICK_S if eager else TICK_S) * 1000)
         self.executor.noticed_s = clock.now_s()
 
-    def _descriptors(self) -> list[int]:
-        found = [self.signals.fileno()]
-        children = [handle.child for handle in self.workers.alive()]
-        found += [child.pidfd for child in children if child.status is None]
-        found += [child.pidfd for child in self.exits.children]
-        if self.smp.channel is not None:
-            found.append(self.smp.channel.fileno())
-        return found
-
     def _collect(self) -> None:
         self.signals.awake()
         self.report.collect_exits()
-        self.exits.look()
+        self.maintenance.handle_exits()
         self.executor.report_stuck()
         self.signals.handle()
         self.report.collect_notices()
-        self.generations.repeats.look()
         self.report.send(is_urgent=False)

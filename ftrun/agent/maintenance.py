@@ -11,11 +11,10 @@ import logging
 from collections.abc import Callable, Sequence
 
 from ftrun import clock, events
-from ftrun.agent.journal_words import fields_of
 from ftrun.agent.launch.generation import GenerationRunner
 from ftrun.agent.launch.process import ChildProcess, reap_strangers
 from ftrun.agent.launch.rendezvous import StorePool
-from ftrun.agent.launch.warm_start import WorkerStarter, ZygoteClient
+from ftrun.agent.launch.warm_start import ZygoteClient
 from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.snapshots.smp_client import CHECKPOINT_WAIT_S, AgentSmpClient
 from ftrun.config.run_spec import RunSpec
@@ -23,6 +22,13 @@ from ftrun.errors import PeerError
 from ftrun.ids import Version
 from ftrun.journal import Journal
 from ftrun.monitor.worker_exits import end_in_words
+from ftrun.records.run import RankWithoutProgress
+from ftrun.records.snapshots import (
+    CheckpointFailedRecord,
+    CheckpointWrittenRecord,
+    SmpReady,
+    SmpUnavailable,
+)
 from ftrun.recovery import commands
 from ftrun.recovery.commands import EndRun
 from ftrun.recovery.supervisor import ComponentRestarts
@@ -71,21 +77,23 @@ class Maintenance:
         self._checkpoints_seen = 0
         self._refill_due_s: float | None = None
         self._silent_ranks: set[int] = set()
+        self._restarts = ComponentRestarts()
 
     def generation_started(self, now_s: float) -> None:
         self._refill_due_s = now_s + REFILL_AFTER_S
         self._silent_ranks.clear()
 
-    def look_after(self, now_s: float) -> bool:
-        """Do all work that is due; return whether a new SMP is up and needs the generation."""
+    def look_after(self, now_s: float) -> None:
         monitor = self._spec.profile.monitor
         self._workers.kill_long_stopped(now_s, monitor.stopped_kill_s)
         self._generations.measure()
         self._generations.keep_arenas()
+        self._generations.repeats.look()
         self._report_silence(now_s, monitor.silence_report_s)
         self._refill(now_s)
         self._checkpoint(now_s)
-        return self._bring_up_smp()
+        if self._bring_up_smp():
+            self._generations.tell_new_smp()
 
     def end(self, command: EndRun, *, is_cancelled: Callable[[], bool]) -> None:
         """Write the committed state and the record of the end, if there is a checkpoint directory.
@@ -101,7 +109,7 @@ class Maintenance:
         versions = self._last_versions()
         if versions or self._smp.committed:
             self._write_last(versions, limit_s, is_cancelled)
-        self._smp.end_checkpoints(int(command.exit_code), command.why, self._spec.command_digest)
+        self._smp.end_checkpoints(int(command.exit_code), command.reason, self._spec.command_digest)
 
     def _write_last(
         self, versions: Sequence[Version], limit_s: float, is_cancelled: Callable[[], bool]
@@ -144,13 +152,12 @@ class Maintenance:
             if not is_over or self._smp.num_checkpoints > written:
                 return
 
-    def await_smp(self) -> None:
-        """If an SMP is starting, wait until it is up, because its inventory is needed next."""
-        if self.smp_is_starting:
-            self._bring_up_smp(waits=True)
-
     def holdings(self) -> tuple[Inventory, int, int]:
-        """What this node holds, and the ports of its next store and of its SMP."""
+        """What this node holds, and the ports of its next store and of its SMP.
+
+        If an SMP is starting, wait until it is up.
+        """
+        self._bring_up_smp(waits=True)
         return self._smp.inventory(), self._stores.next_port, self._smp.port
 
     def write_part(self, wanted: Version, *, is_urgent: bool = False) -> None:
@@ -169,7 +176,7 @@ class Maintenance:
                 is_urgent=is_urgent,
             )
         except PeerError as error:
-            self._journal.write("checkpoint_not_written", why=str(error))
+            self._journal.write(CheckpointFailedRecord(str(error)))
 
     def _bring_up_smp(self, *, waits: bool = False) -> bool:
         if not self.smp_is_starting:
@@ -181,10 +188,10 @@ class Maintenance:
             self._smp.ready()
             self._when_smp_is_up()
         except PeerError as error:
-            self._journal.write("smp_not_up", why=str(error))
+            self._journal.write(SmpUnavailable(str(error)))
             return False
         self.smp_is_starting = False
-        self._journal.write("smp_up", arenas=len(self._smp.memory.arenas))
+        self._journal.write(SmpReady(len(self._smp.memory.arenas)))
         return True
 
     def _refill(self, now_s: float) -> None:
@@ -213,25 +220,26 @@ class Maintenance:
             try:
                 self._smp.begin_checkpoint(directory, settings, life=self._generations.life)
             except PeerError as error:
-                self._journal.write("checkpoint_not_written", why=str(error))
+                self._journal.write(CheckpointFailedRecord(str(error)))
         self._tell_checkpoint()
 
     def _tell_checkpoint(self) -> None:
         written = self._smp.last_checkpoint
         if self._smp.refused:
-            self._journal.write("checkpoint_not_written", why=self._smp.refused)
+            self._journal.write(CheckpointFailedRecord(self._smp.refused))
             _log.warning("no checkpoint was written: %s", self._smp.refused)
             self.not_written, self._smp.refused = self._smp.refused, ""
         if written is not None and self._smp.num_checkpoints != self._checkpoints_seen:
             self._checkpoints_seen, self.not_written = self._smp.num_checkpoints, ""
             self._journal.write(
-                "CheckpointWritten",
-                generation=written.generation,
-                step=written.step,
-                path=written.path,
-                total_bytes=written.total_bytes,
-                seconds=written.seconds,
-                ahead_s=written.ahead_s,
+                CheckpointWrittenRecord(
+                    written.generation,
+                    written.step,
+                    written.path,
+                    written.total_bytes,
+                    written.seconds,
+                    written.ahead_s,
+                )
             )
 
     def _report_silence(self, now_s: float, limit_s: float) -> None:
@@ -244,59 +252,45 @@ class Maintenance:
                 self._silent_ranks.discard(place.rank)
             elif place.rank not in self._silent_ranks:
                 self._silent_ranks.add(place.rank)
-                self._journal.write(
-                    "silent",
-                    rank=place.rank,
-                    text=f"rank {place.rank} silent for {silent_s:.0f} s (reported after "
-                    f"{limit_s:.0f} s, phase {place.page.phase or 'train'})",
+                text = (
+                    f"rank {place.rank} silent for {silent_s:.0f} s (reported after "
+                    f"{limit_s:.0f} s, phase {place.page.phase or 'train'})"
                 )
+                self._journal.write(RankWithoutProgress(text, place.rank))
 
-
-class ChildExits:
-    """Handles the exits of zygote and SMP."""
-
-    def __init__(
-        self,
-        journal: Journal,
-        *,
-        smp: AgentSmpClient,
-        starter: WorkerStarter,
-        maintenance: Maintenance,
-    ) -> None:
-        self._journal = journal
-        self._smp = smp
-        self._starter = starter
-        self._maintenance = maintenance
-        self._restarts = ComponentRestarts()
+    # --- exits of zygote and SMP ------------------------------------------------------------------
 
     @property
-    def children(self) -> list[ChildProcess]:
-        found = [child for child in (self._smp.child, self._zygote()) if child is not None]
-        return [child for child in found if child.status is None]
+    def descriptors(self) -> list[int]:
+        """Readable when zygote or SMP has ended, or when the SMP has sent a message."""
+        children = (self._smp.child, self._zygote_child())
+        found = [one.pidfd for one in children if one is not None and one.status is None]
+        return found if self._smp.channel is None else [*found, self._smp.channel.fileno()]
 
-    def look(self) -> None:
+    def handle_exits(self) -> None:
         for event in self._exits():
-            self._journal.write(event.journal_kind, **fields_of(event))
+            self._journal.write(event)
             self._execute(self._restarts.handle(event, now_s=clock.now_s()))
 
     def _execute(self, command: commands.PartCommand) -> None:
-        self._journal.write(command.journal_kind, **fields_of(command))
+        self._journal.write(command)
+        starter = self._workers.starter
         match command:
             case commands.RespawnSmp():
                 self._smp.start()
-                self._maintenance.smp_is_starting = True
+                self.smp_is_starting = True
             case commands.RespawnZygote():
-                if self._starter.zygote is not None:
-                    self._starter.zygote.start()
+                if starter.zygote is not None:
+                    starter.zygote.start()
             case commands.DisableComponent(part="zygote"):
-                self._starter.zygote = None
+                starter.zygote = None
             case commands.DisableComponent():
-                self._maintenance.smp_given_up = command.why
-                _log.warning("no more snapshots: %s", command.why)
+                self.smp_given_up = command.reason
+                _log.warning("no more snapshots: %s", command.reason)
 
     def _exits(self) -> list[events.PartEvent]:
         smp, found = self._smp, list[events.PartEvent]()
-        zygote = self._zygote()
+        zygote = self._zygote_child()
         if zygote is not None and zygote.status is None and zygote.reap():
             found.append(events.ZygoteExited(f"the zygote {end_in_words(zygote.ended_with)}"))
         try:
@@ -306,7 +300,7 @@ class ChildExits:
         # The exit status of an adopted SMP is unknown here, so its closed connection counts as the
         # exit. The connection may be lost before the loop starts, while this agent imports torch.
         is_lost = smp.child is None and smp.channel is None
-        if is_lost and not self._maintenance.smp_given_up:
+        if is_lost and not self.smp_given_up:
             found.append(events.SmpExited("the SMP has closed its connection"))
         child = smp.child
         if child is not None and child.status is None and child.reap():
@@ -314,5 +308,6 @@ class ChildExits:
             found.append(events.SmpExited(f"the SMP {end_in_words(child.ended_with)}"))
         return found
 
-    def _zygote(self) -> ChildProcess | None:
-        return self._starter.zygote.child if self._starter.zygote is not None else None
+    def _zygote_child(self) -> ChildProcess | None:
+        zygote = self._workers.starter.zygote
+        return zygote.child if zygote is not None else None

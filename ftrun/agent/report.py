@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ftrun import clock, events
-from ftrun.agent.journal_words import fields_of
 from ftrun.agent.launch.generation import GenerationRunner
 from ftrun.agent.launch.process import oom_kills
 from ftrun.agent.launch.worker_group import WorkerGroup
@@ -20,6 +19,8 @@ from ftrun.agent.observe.ranks import RankObserver
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.journal import Journal
 from ftrun.membership.events import NodeReported
+from ftrun.records.run import DeviceError
+from ftrun.records.snapshots import OF_NOTICE
 from ftrun.wire.cluster.generation import VersionPair
 from ftrun.wire.cluster.membership import Heartbeat
 
@@ -34,12 +35,7 @@ class ReceivedSignals(Protocol):
 
 @dataclass
 class NodeReporter:
-    """Reports the state of one node to the leader.
-
-    Args:
-        tell: passes the report to the control loop.
-        is_cluster: the run has several nodes.
-    """
+    """Reports the state of one node to the leader."""
 
     tell: Callable[[NodeReported], None]
     journal: Journal
@@ -71,17 +67,16 @@ class NodeReporter:
         self._oom_kills = kills
         exits = [self.workers.explain(handle, oom_kills=new) for handle in ended]
         self._exits += exits
-        seen = events.WorkersExited(tuple(exits), self.workers.progress())
-        self.journal.write(seen.journal_kind, **fields_of(seen))
+        self.journal.write(events.WorkersExited(tuple(exits), self.workers.progress()))
 
     def collect_notices(self) -> None:
         for text in self.troubles.take(self.observer.troubles, now_s=clock.now_s()):
-            self.journal.write("DeviceTrouble", text=text)
+            self.journal.write(DeviceError(text))
         for notice in self.smp.take_notices():
-            about = {"why": notice.why, "nodes": notice.nodes, "ranks": notice.ranks}
-            self.journal.write("smp_" + notice.kind, **about)
+            nodes, ranks = tuple(notice.nodes), tuple(notice.ranks)
+            self.journal.write(OF_NOTICE[notice.kind](notice.why, nodes, ranks))
             if notice.kind == "replicas_differ":
-                self._differs = (notice.why, tuple(notice.ranks))
+                self._differs = (notice.why, ranks)
 
     def send(self, *, is_urgent: bool) -> None:
         """Report the state of this node; at once if it needs a reaction."""

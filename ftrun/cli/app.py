@@ -1,19 +1,22 @@
 """Defines the command line: `ftrun train.py`, `ftrun status` and the other commands.
 
-Runs in: cli. Loads torch, msgspec and rich only when a command needs them.
-
 `ftrun [options] train.py` means `ftrun run [options] train.py`. A first word that names a command
 selects this command; `ftrun run status` runs a script called status. typer does not parse the
 words after `run`: `command_line.py` parses them as torchrun does. typer receives the flags
 for completion only.
+
+Rule 1: A command is imported only when it is typed, so that `ftrun --help` loads neither torch nor
+msgspec nor rich.
 """
 
 import difflib
 import importlib
 import os
+import shutil
 import sys
+import textwrap
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -21,47 +24,38 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ftrun import __version__
-from ftrun.cli.commands.fault_flags import inject_fault_command
-from ftrun.cli.completion import AsTyped, RunIdArgument, profile_names, with_flags
-from ftrun.cli.launch.command_line import parse
+from ftrun.cli.completion import AsTyped, with_flags
+from ftrun.cli.launch.command_line import OWN_FLAGS, parse
+from ftrun.cli.launch.torchrun_flags import TORCHRUN_FLAGS, CliFlag
 from ftrun.errors import ExitCode, FtrunError, InternalError, UsageError
 
-_TOOLS: Mapping[str, tuple[str, str]] = {
-    "verify": (
-        "ftrun.tools.verify.flags",
-        "Kill ranks of a script, and compare its results bit for bit.",
-    ),
-    "logs": (
-        "ftrun.tools.logs.flags",
-        "Show what the ranks have written, where it went to files.",
-    ),
-    "report": ("ftrun.tools.report.flags", "Write a run, or one incident of it, as one HTML file."),
-    "network": (
-        "ftrun.tools.network_view.flags",
-        "Show the roads between a run's nodes, and what is planned on them.",
-    ),
-    "drill": (
-        "ftrun.tools.drill.flags",
-        "Break a job in every way of a plan, and judge what it does.",
-    ),
-    "estimate": (
-        "ftrun.tools.estimate.estimate_flags",
-        "Say on paper what failures will cost, and what to choose.",
-    ),
-    "snapshots": (
-        "ftrun.tools.checkpoints.snapshot_flags",
-        "List, verify, prune, export and convert checkpoints, in a directory or at a URL.",
-    ),
-    "render": (
-        "ftrun.tools.manifests.command",
-        "Write a batch script for Slurm or a manifest for Kubernetes.",
-    ),
+# fmt: off
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "verify": ("tools.verify.command",
+               "Kill ranks of a script, and compare its results bit for bit."),
+    "status": ("cli.commands.status", "Show the state of a run."),
+    "logs": ("tools.logs.command", "Show the output of the ranks, if it goes to files."),
+    "stop": ("cli.commands.stop", "Stop a run, or free the memory that a lost run still holds."),
+    "preflight": ("cli.commands.preflight", "Check whether this machine is fit to run ranks."),
+    "report": ("tools.report.command", "Write a run, or one incident of it, as one HTML file."),
+    "network": ("tools.network_view.command",
+                "Show the paths between a run's nodes, and the network plan."),
+    "inject-fault": ("cli.commands.inject_fault",
+                     "Inject a fault into a run that was started with --allow-faults."),
+    "drill": ("tools.drill.command",
+              "Inject every fault of a plan into a job, and judge the results."),
+    "estimate": ("tools.estimate.command", "Estimate what failures will cost, and what to choose."),
+    "profiles": ("cli.commands.profiles", "List profiles, and show where each value comes from."),
+    "checkpoints": (
+        "tools.checkpoints.command",
+        "List, verify, prune, export and convert checkpoints, in a directory or at a URL."),
+    "manifest": ("tools.manifests.command",
+                 "Write a batch script for Slurm or a manifest for Kubernetes."),
 }
-"""Commands loaded by name: the module, and the line that `ftrun --help` shows."""
-_ORDER = (
-    *("run", "verify", "status", "logs", "stop", "check", "report", "network"),
-    *("inject-fault", "drill", "estimate", "profiles", "snapshots", "render"),
-)
+# fmt: on
+"""The module of each command, and the line that `ftrun --help` shows."""
+_RENAMED = {"check": "preflight", "snapshots": "checkpoints", "render": "manifest"}
+"""Commands of 0.2, and their new names."""
 _GENERAL_FLAGS = ("--help", "-h", "--version", "--install-completion", "--show-completion")
 
 
@@ -70,15 +64,14 @@ class _Commands(TyperGroup):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        tools = {name: TyperCommand(name, help=line) for name, (_, line) in _TOOLS.items()}
-        known = {**self.commands, **tools}
-        self.commands = {name: known[name] for name in _ORDER}
+        for name, (_, line) in COMMANDS.items():
+            self.commands[name] = TyperCommand(name, help=line)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in _TOOLS:
+        if cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
-        module, _ = _TOOLS[cmd_name]
-        return typer.main.get_command(importlib.import_module(module).app)
+        module, _ = COMMANDS[cmd_name]
+        return typer.main.get_command(importlib.import_module(f"ftrun.{module}").app)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args and not ctx.resilient_parsing:
@@ -91,12 +84,11 @@ class _Commands(TyperGroup):
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         found = super().shell_complete(ctx, incomplete)
         known = {item.value for item in found}
-        run_command = self.commands["run"]
-        extra = run_command.shell_complete(ctx, incomplete)
+        extra = self.commands["run"].shell_complete(ctx, incomplete)
         return [*found, *(item for item in extra if item.value not in known)]
 
     def get_help(self, ctx: Any) -> str:
-        return _help_of(self)
+        return _help(self)
 
 
 def _refuse_misspelled_command(word: str, commands: Iterable[str]) -> None:
@@ -104,6 +96,8 @@ def _refuse_misspelled_command(word: str, commands: Iterable[str]) -> None:
     may_be_script = word.startswith("-") or Path(word).suffix or Path(word).exists()
     if may_be_script or os.environ.keys() & {"PET_MODULE", "PET_NO_PYTHON"}:
         return
+    if word in _RENAMED:
+        raise UsageError(f"ftrun {word} is now ftrun {_RENAMED[word]}")
     for near in difflib.get_close_matches(word, commands, n=1):
         raise UsageError(
             f"{word} is neither a command of ftrun nor a script in {Path.cwd()}. "
@@ -113,7 +107,7 @@ def _refuse_misspelled_command(word: str, commands: Iterable[str]) -> None:
 
 class _RunCommand(AsTyped):
     def get_help(self, ctx: Any) -> str:
-        return _help_of(ctx.parent.command)
+        return _help(ctx.parent.command)
 
 
 app = typer.Typer(
@@ -125,8 +119,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(is_wanted: bool) -> None:
-    if is_wanted:
+def _show_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"ftrun {__version__}")
         raise typer.Exit
 
@@ -154,76 +148,6 @@ def _run(ctx: typer.Context, **_: object) -> None:
 app.command("run", cls=_RunCommand)(with_flags(_run))
 
 
-@app.command("status")
-def _status(
-    run_id: RunIdArgument = None,
-    as_json: Annotated[bool, typer.Option("--json", help="as one JSON document")] = False,
-    watches: Annotated[bool, typer.Option("--watch", help="refresh until ^C")] = False,
-    every_s: Annotated[
-        float, typer.Option("--every", metavar="SECONDS", help="between two polls")
-    ] = 1.0,
-) -> None:
-    """Show the state of a run."""
-    if watches and as_json:
-        raise UsageError("--json and --watch exclude each other: --json prints one document")
-    from ftrun.cli.commands.status import status, watch
-
-    if watches:
-        raise typer.Exit(watch(run_id, every_s=every_s))
-    raise typer.Exit(status(run_id, as_json=as_json))
-
-
-@app.command("stop")
-def _stop(run_id: RunIdArgument = None) -> None:
-    """Stop a run, or free the memory that a lost run still holds."""
-    from ftrun.cli.commands.stop import stop
-
-    raise typer.Exit(stop(run_id))
-
-
-@app.command("check")
-def _check(
-    profile: Annotated[
-        str | None,
-        typer.Option("--profile", help="whose floors count", autocompletion=profile_names),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="as one JSON document")] = False,
-) -> None:
-    """Check whether this machine is fit to run ranks."""
-    from ftrun.cli.commands.preflight import check
-
-    raise typer.Exit(check(profile, as_json=as_json))
-
-
-app.command("inject-fault")(inject_fault_command)
-
-_profiles_app = typer.Typer(
-    help="List profiles, and show where each value comes from.", rich_markup_mode=None
-)
-app.add_typer(_profiles_app, name="profiles", invoke_without_command=True)
-
-
-@_profiles_app.callback()
-def _profiles(ctx: typer.Context) -> None:
-    if ctx.invoked_subcommand is None:
-        from ftrun.cli.commands.profiles import list_profiles
-
-        list_profiles()
-
-
-@_profiles_app.command("show")
-def _show_profile(
-    name: Annotated[str, typer.Argument(help="name or file", autocompletion=profile_names)],
-    origin: Annotated[
-        bool, typer.Option("--origin", help="say where each value comes from")
-    ] = False,
-) -> None:
-    """Show every value of a profile."""
-    from ftrun.cli.commands.profiles import show_profile
-
-    show_profile(name, with_origin=origin)
-
-
 def main() -> NoReturn:
     """Console script entry point; turns an error into a message and an exit code."""
     try:
@@ -240,12 +164,6 @@ def main() -> NoReturn:
     sys.exit(ExitCode.DONE)
 
 
-def _help_of(group: Any) -> str:
-    from ftrun.cli.help_text import help_text
-
-    return help_text({name: c.get_short_help_str(80) for name, c in group.commands.items()})
-
-
 def _wants_traceback(words: list[str]) -> bool:
     if os.environ.get("FTRUN_DEBUG", "0") not in ("", "0"):
         return True
@@ -253,3 +171,93 @@ def _wants_traceback(words: list[str]) -> bool:
         return parse(words[1:] if words[:1] == ["run"] else words).own_value("debug") is not None
     except FtrunError:
         return False
+
+
+# --- help -------------------------------------------------------------------------------------
+
+_INTRO = """\
+Usage: ftrun [OPTIONS] SCRIPT [ARGS...]
+       ftrun COMMAND ...
+
+Run a PyTorch training script that continues after failures. Used in place of torchrun, with
+torchrun's flags and environment. A rank that dies is replaced in a fraction of a second; a script
+that calls ftrun.attach resumes from the last step, any other from its own checkpoint.
+
+Examples:
+  ftrun --nproc-per-node 2 train.py --lr 0.1         two ranks; --lr 0.1 is the script's
+  ftrun --nproc-per-node gpu -m my.training          one rank per GPU, a module
+  ftrun --checkpoint-dir /data/run1 train.py         on disk too, and resume from there
+  ftrun --nnodes 4 --spares 1 --rdzv-endpoint n1 train.py   on each of five nodes
+  ftrun verify --nproc-per-node 2 train.py           once: does a restart change the result
+  ftrun --run-id big1 train.py                       after a lost launcher: the same line again
+  ftrun status --watch                               live status of the run
+  ftrun logs -r 3 -f                                 output of rank 3, over restarts
+"""
+
+_OUTRO = """\
+Each key of a profile is a variable too: snapshot.every is FTRUN_SNAPSHOT_EVERY. torchrun's flags
+are PET_ variables, as with torchrun. Precedence: flag, FTRUN_ variable, PET_ variable, profile,
+default.
+
+Exit codes: the script's own if the script is the cause; 2 usage, 70 a bug in ftrun, 75 try again,
+76 not enough nodes, 77 no state to resume from, 93 the same failure repeatedly, 130 and 143
+stopped by a signal.
+"""
+
+_GENERAL = {
+    "--version": "show ftrun's version",
+    "--install-completion": "let the shell complete flags and commands",
+    "--show-completion": "show what that would install",
+    "-h, --help": "show this",
+}
+_MIN_WIDTH, _MAX_WIDTH, _COLUMN = 60, 100, 34
+
+
+def _help(group: Any) -> str:
+    """Returns plain text, which needs no import of rich and fits any terminal width."""
+    width = help_width()
+    commands = {name: one.get_short_help_str(80) for name, one in group.commands.items()}
+    parts = [
+        *(_INTRO, "Commands (each has its own --help):", *help_rows(commands, width)),
+        *("", "ftrun's own options", *_groups(OWN_FLAGS, width)),
+        *("", "torchrun's options (also with _ for -, and shortened)"),
+        *_groups(TORCHRUN_FLAGS, width),
+        *("", "General", *help_rows(_GENERAL, width), "", _OUTRO.rstrip()),
+    ]
+    return "\n".join(parts)
+
+
+def help_width() -> int:
+    """Returns the terminal width within bounds; the upper bound if stdout is not a terminal."""
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else _MAX_WIDTH
+    return max(_MIN_WIDTH, min(_MAX_WIDTH, columns))
+
+
+def help_rows(rows: Mapping[str, str], width: int) -> Iterator[str]:
+    for left, right in rows.items():
+        lines = textwrap.wrap(right, width - _COLUMN)
+        if len(left) > _COLUMN - 4:
+            yield f"  {left}"
+        else:
+            yield f"  {left:<{_COLUMN - 2}}{lines.pop(0)}"
+        for line in lines:
+            yield " " * _COLUMN + line
+
+
+def _groups(flags: Sequence[CliFlag], width: int) -> Iterator[str]:
+    for group in dict.fromkeys(flag.group for flag in flags):
+        yield f" {group}:"
+        yield from help_rows({_left(f): _right(f) for f in flags if f.group == group}, width)
+
+
+def _left(flag: CliFlag) -> str:
+    value = flag.metavar or "|".join(flag.choices)
+    short = f"-{flag.short}, " if flag.short else ""
+    return f"{short}--{flag.name} {value}".rstrip()
+
+
+def _right(flag: CliFlag) -> str:
+    notes = ["may be repeated"] if flag.is_repeatable else []
+    if flag.since > (2, 8):
+        notes.append(f"torch {flag.since[0]}.{flag.since[1]} and newer")
+    return f"{flag.help} ({'; '.join(notes)})" if notes else flag.help

@@ -1,7 +1,4 @@
-"""Declares what the shell completes: flags of a run, names of profiles and runs.
-
-Runs in: cli. Profile names and run ids are read only when the shell requests a completion.
-"""
+"""Declares what the shell completes: flags of a run, names of profiles and runs."""
 
 import inspect
 from typing import Annotated, Any

@@ -1,9 +1,7 @@
 """Turns the command line of `ftrun train.py` into a run folder and executes the stub.
 
-Runs in:  cli, until its last line.
-Takes in: a `CommandLine` and the environment.
-Gives:    `spec.json` in a locked run folder, and `execv` of the stub. The process id, the
-          terminal and the standard streams stay; the memory of the command line is freed.
+It writes `spec.json` in a locked run folder, and calls `execv`. The process id, the terminal and
+the standard streams stay; the memory of the command line is freed.
 """
 
 import difflib
@@ -59,19 +57,15 @@ from ftrun.wire.run_environment import (
 _PATHS = ("DIR", "FILE", "PATH")
 _FAULT_FLAGS = ("allow-faults", "allow-network-faults")
 _LOCK_ATTEMPTS = 100
-_LOOK_AGAIN_S = 0.05
+_POLL_S = 0.05
 MAX_TEMPORARY_BYTES = 75
 """The path of a unix socket has at most 107 bytes; multiprocessing adds 32 to the folder."""
 
-_KINDS_OF_DEVICE = ("auto", "cpu", "gpu", "xpu")
+_DEVICE_KINDS = ("auto", "cpu", "gpu", "xpu")
 
 
 def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
-    """Starts the run by replacing this process with the stub.
-
-    Raises:
-        UsageError: invalid input; nothing was started.
-    """
+    """Starts the run by replacing this process with the stub; a UsageError starts nothing."""
     if sys.platform != "linux":
         raise NotSupportedHere(
             f"ftrun starts runs on Linux only, and this is {sys.platform}. A script that calls "
@@ -113,8 +107,8 @@ def temporary_folder_warning(folder: str) -> str:
         return ""
     return (
         f"TMPDIR is {folder}, {len(os.fsencode(folder))} bytes long. Python's multiprocessing "
-        f"makes its sockets there, and with more than {MAX_TEMPORARY_BYTES} bytes DataLoader "
-        "workers fail and their rank waits for ever. Set TMPDIR to a shorter path"
+        f"creates its sockets there. With more than {MAX_TEMPORARY_BYTES} bytes DataLoader workers "
+        "fail and their rank waits forever. Set TMPDIR to a shorter path"
     )
 
 
@@ -130,12 +124,12 @@ def with_log_folder(spec: RunSpec, *, is_given: bool) -> RunSpec:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        why = f"the logs cannot be written to {folder}: {error.strerror or error}"
+        reason = f"the logs cannot be written to {folder}: {error.strerror or error}"
         if is_given:
-            raise UsageError(f"{why}. Name another folder in {LOG_FOLDER}") from error
+            raise UsageError(f"{reason}. Name another folder in {LOG_FOLDER}") from error
         nodes = [] if spec.nodes is None else [spec.nodes.node_id]
         other = spare_log_folder().joinpath(spec.run_id, *nodes)
-        sys.stderr.write(f"ftrun: {why}. They are in {other}\n")
+        sys.stderr.write(f"ftrun: {reason}. They are in {other}\n")
         return msgspec.structs.replace(spec, log_folder=str(other))
     return spec
 
@@ -174,11 +168,7 @@ def build_spec(line: CommandLine, *, variables: Mapping[str, str]) -> RunSpec:
 def check_checkpoint_directory(spec: RunSpec) -> CheckpointOwner | None:
     """Tests by a write that the checkpoint directory is writable, before hours of training.
 
-    Returns:
-        The record of the last run that wrote to this directory.
-
-    Raises:
-        UsageError: the directory cannot be written.
+    Returns the record of the last run that wrote to this directory.
     """
     directory = spec.checkpoint_directory
     if directory is None:
@@ -201,22 +191,22 @@ def check_resume(spec: RunSpec) -> None:
     path = spec.resume_path
     if path is None:
         return
-    wish = f"--resume {spec.profile.checkpoint.resume}"
+    flag = f"--resume {spec.profile.checkpoint.resume}"
     if not spec.profile.snapshot.enabled:
-        raise UsageError(f"{wish} needs snapshots, and there are none with --no-snapshots")
+        raise UsageError(f"{flag} needs snapshots, and --no-snapshots disables them")
     if is_url(path):
         check_there(path)
         return
     found = Path(path)
     if not found.is_dir():
-        what = "is a file" if found.exists() else "is not there"
+        what = "is a file" if found.exists() else "does not exist"
         raise UsageError(
-            f"{wish}: {path} {what}. Name a checkpoint (DIR/step-...), a directory of them, or say "
-            "auto or never; ftrun snapshots list DIR shows what there is"
+            f"{flag}: {path} {what}. Name a checkpoint (DIR/step-...), a directory of them, or "
+            "auto or never; ftrun checkpoints list DIR lists them"
         )
     if not (found / INDEX_NAME).exists() and not any(found.glob(f"step-*/{INDEX_NAME}")):
         raise UsageError(
-            f"{wish}: there is no checkpoint of ftrun in {path}, neither {INDEX_NAME} nor "
+            f"{flag}: there is no checkpoint of ftrun in {path}, neither {INDEX_NAME} nor "
             "step-.../. Nothing was started"
         )
 
@@ -282,7 +272,7 @@ def take_folder(run_id: RunId, *, script: str, node_id: str | None = None) -> tu
             os.close(lock_fd)
             is_run = owner.isdigit() and Path(f"/proc/{owner}").exists()
             if not is_run and attempt < _LOCK_ATTEMPTS - 1:
-                clock.sleep(_LOOK_AGAIN_S)  # `sweep` or `ftrun status` holds the lock briefly
+                clock.sleep(_POLL_S)  # `sweep` or `ftrun status` holds the lock briefly
                 continue
             raise RunIdTaken(
                 f"run {folder.name} is alive (pid {owner or 'not known yet'}). Choose another "
@@ -292,7 +282,7 @@ def take_folder(run_id: RunId, *, script: str, node_id: str | None = None) -> tu
             break
         os.close(lock_fd)
     else:
-        raise RunIdTaken(f"{folder.path} is removed as fast as it is made; remove it by hand")
+        raise RunIdTaken(f"{folder.path} is removed repeatedly by another process; remove it")
     try:
         _check_same_script(folder, script)
     except RunIdTaken:
@@ -313,16 +303,15 @@ def forget_earlier_life(folder: RunFolder, spec: RunSpec, step: SlurmStep | None
     Raises:
         PeerTimeout: the memory cannot be freed.
     """
-    if step is None or step.restarts == 0 or spec.checkpoint_directory is None:
-        return
-    if not answers(folder.smp_socket):
+    is_requeued = step is not None and step.restarts > 0
+    if not is_requeued or spec.checkpoint_directory is None or not answers(folder.smp_socket):
         return
     give_up_s = clock.now_s() + SHUTDOWN_S
     is_going = shut_down_smp(folder)
     while answers(folder.smp_socket):  # the agent must find no SMP to take over
         if not is_going or clock.now_s() > give_up_s:
-            raise PeerTimeout(peer="the SMP of the job's life before", waited_s=SHUTDOWN_S)
-        clock.sleep(_LOOK_AGAIN_S)
+            raise PeerTimeout(peer="the SMP of the job's previous start", waited_s=SHUTDOWN_S)
+        clock.sleep(_POLL_S)
 
 
 def _check_same_script(folder: RunFolder, script: str) -> None:
@@ -339,9 +328,7 @@ def _check_same_script(folder: RunFolder, script: str) -> None:
 
 def _check_versions(line: CommandLine) -> None:
     if line.torchrun_value("print-completion") is not None:
-        raise UsageError(
-            "--print-completion is about torchrun; ftrun's own: ftrun --show-completion"
-        )
+        raise UsageError("--print-completion is for torchrun; ftrun's own: ftrun --show-completion")
     newer = [flag for flag, _ in line.torchrun if flag.since > (2, 8)]
     if not newer:
         return
@@ -361,9 +348,9 @@ def check_num_ranks(line: CommandLine, variables: Mapping[str, str]) -> None:
     name, text = "--nproc-per-node", line.torchrun_value("nproc-per-node")
     if text is None:
         name, text = "PET_NPROC_PER_NODE", variables.get("PET_NPROC_PER_NODE", "1")
-    if text not in _KINDS_OF_DEVICE and not re.fullmatch(r"0*[1-9]\d{0,5}", text):
+    if text not in _DEVICE_KINDS and not re.fullmatch(r"0*[1-9]\d{0,5}", text):
         raise UsageError(
-            f"{name} is a whole number, 1 or more, or {', '.join(_KINDS_OF_DEVICE)}, not {text!r}"
+            f"{name} is a whole number, 1 or more, or {', '.join(_DEVICE_KINDS)}, not {text!r}"
         )
 
 
@@ -398,18 +385,10 @@ def _find_script(line: CommandLine, variables: Mapping[str, str]) -> str:
 
 
 def _run_id(
-    line: CommandLine,
-    variables: Mapping[str, str],
-    script: str,
-    common: str | None,
-    *,
+    line: CommandLine, variables: Mapping[str, str], script: str, common: str | None, *,
     is_shared: bool,
-) -> RunId:
-    """Returns the given run id, or a new one; nodes of one run derive the same id.
-
-    Raises:
-        UsageError: the rendezvous serves other runs too (`is_shared`), and no run id is given.
-    """
+) -> RunId:  # fmt: skip
+    """Returns the given run id, or a new one; nodes of one run derive the same id."""
     given = line.own_value("run-id")
     if given is not None:
         return check_run_id(given)
@@ -418,8 +397,8 @@ def _run_id(
         return check_run_id(rendezvous)
     if is_shared and common is None:
         raise UsageError(
-            "--rdzv-backend etcd needs a name for the run, the same on all its nodes: an etcd may "
-            "serve many runs, and tells them apart by it. Give --rdzv-id NAME"
+            "--rdzv-backend etcd needs a name for the run, the same on all its nodes, because an "
+            "etcd may serve many runs. Give --rdzv-id NAME"
         )
     stem = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(script).stem).strip("-_") or "run"
     return check_run_id(f"{stem[:60]}-{common or os.urandom(4).hex()}")
@@ -455,6 +434,8 @@ def _signals(text: str) -> list[str]:
     for word in text.split(",") if text else []:
         name = f"SIG{word.strip().upper().removeprefix('SIG')}"
         if name not in signal.Signals.__members__:
-            raise UsageError(f"--forward-signals knows no signal {word.strip()!r}; try USR1,USR2")
+            raise UsageError(
+                f"--forward-signals: there is no signal {word.strip()!r}; try USR1,USR2"
+            )
         names.append(name)
     return names

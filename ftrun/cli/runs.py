@@ -1,9 +1,4 @@
-"""Finds the runs on this machine and tests which of their processes respond.
-
-Runs in:  cli.
-Takes in: the run folders of this user.
-Gives:    a `FoundRun` per folder.
-"""
+"""Finds the runs of this user on this machine, tests which processes respond, and queries them."""
 
 import fcntl
 import os
@@ -15,7 +10,7 @@ from ftrun import process_tree
 from ftrun.cli.stub import answers
 from ftrun.errors import FtrunError, UsageError
 from ftrun.ids import RunId
-from ftrun.wire.messages.envelope import Hello
+from ftrun.wire.messages.envelope import AnyMessage, Hello
 from ftrun.wire.run_environment import RunFolder, all_run_folders, check_run_id, run_folder
 from ftrun.wire.transport.channel import Channel, connect
 
@@ -23,7 +18,7 @@ _CONNECT_S = 5.0
 
 
 class RunLiveness(Enum):
-    """Which processes of a run are alive."""
+    """Which processes of a run respond."""
 
     RUNNING = "running"
     STARTING = "starting"  # a stub without an agent that responds
@@ -33,7 +28,7 @@ class RunLiveness(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FoundRun:
-    """A run and its liveness."""
+    """A run on this machine, alive or not."""
 
     folder: RunFolder
     life: RunLiveness
@@ -115,7 +110,10 @@ def choose(name: str | None, *, command: str) -> FoundRun:
     if not alive:
         if name is None:
             raise FtrunError("no run of yours is alive on this machine. Start one: ftrun train.py")
-        raise FtrunError(f"no run {name} is alive on this machine{_others()}")
+        names = ", ".join(run.name for run in _alive())
+        raise FtrunError(
+            f"no run {name} is alive on this machine{f'. Alive: {names}' if names else ''}"
+        )
     if len(alive) > 1:
         lines = "".join(f"\n  ftrun {command} {run.name}   ({run.life.value})" for run in alive)
         raise UsageError(f"{len(alive)} runs are alive on this machine; name one:{lines}")
@@ -125,11 +123,6 @@ def choose(name: str | None, *, command: str) -> FoundRun:
 def _alive() -> list[FoundRun]:
     found = [look_at(folder) for folder in all_run_folders()]
     return [run for run in found if run.life is not RunLiveness.GONE]
-
-
-def _others() -> str:
-    alive = _alive()
-    return f". Alive: {', '.join(run.name for run in alive)}" if alive else ""
 
 
 def _lock_owner(folder: RunFolder) -> int | None:
@@ -150,10 +143,12 @@ def _lock_owner(folder: RunFolder) -> int | None:
 
 def _connect(folder: RunFolder, path: Path, peer: str) -> Channel:
     hello = Hello(role="cli", pid=os.getpid())
-    return connect(
-        path,
-        run_id=folder.run_id,
-        peer=peer,
-        hello=hello,
-        deadline_s=_CONNECT_S,
-    )
+    return connect(path, run_id=folder.run_id, peer=peer, hello=hello, deadline_s=_CONNECT_S)
+
+
+def ask(channel: Channel, request: AnyMessage, *, deadline_s: float) -> AnyMessage:
+    """Returns the reply, and closes the channel."""
+    try:
+        return channel.ask(request, deadline_s=deadline_s).body
+    finally:
+        channel.close()

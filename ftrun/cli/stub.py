@@ -31,7 +31,6 @@ from collections import deque
 from pathlib import Path
 
 from ftrun import clock, process_tree
-from ftrun.cli.launch.agent_reserve import ReserveLink
 from ftrun.errors import ExitCode, FtrunError
 from ftrun.linux import become_subreaper
 from ftrun.wire.messages.agent_start import (
@@ -44,36 +43,88 @@ from ftrun.wire.messages.agent_start import (
     STUB_SOCKET,
     STUCK_PIDS,
     encode_numbers,
+    encode_order,
 )
 from ftrun.wire.run_environment import RunFolder
 
-FORWARDED = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGCONT,
-    signal.SIGWINCH,
-)
-ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
-NEEDS_HANDLER = frozenset({signal.SIGUSR1, signal.SIGUSR2})
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+NEEDS_HANDLER = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that kill an agent without handlers; they are held until the agent listens."""
+FORWARDED = (*ENDING, *NEEDS_HANDLER, signal.SIGCONT, signal.SIGWINCH)
 
 MAX_AGENT_STARTS = 5
 AGENT_WINDOW_S = 600.0
 TRUSTED_AFTER_S = 60.0
-"""Seconds; if a forked agent crashes sooner, the reserve forks no other agent.
-
-SIGKILL does not count, because it comes from outside.
-"""
+"""If a forked agent crashes sooner, the reserve is ended, except after a SIGKILL from outside."""
 
 _PAUSES_S = (0.0, 0.1, 0.5, 2.0, 5.0)
 _READY_CHECK_S = 0.05
 SHUTDOWN_S = 5.0
+_RESERVE_ANSWER_S = 5.0
+"""A fork takes 20 ms, so that a slower reserve is stopped or starved."""
 _OLD_RANKS_WAIT_S = 30.0
 """The kernel takes seconds to free the memory of a rank with hundreds of GB or with a GPU."""
+
+
+class ReserveLink:
+    """Link to at most one reserve: a process with torch from which agents are forked.
+
+    An agent that was started as a program leaves it behind.
+    """
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self._pidfd = -1
+
+    def offer(self) -> socket.socket:
+        """Returns the socket that the next program inherits; the caller closes its own copy."""
+        self.end()
+        self._socket, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return there
+
+    def fork_agent(self, folder: str, variables: dict[str, str], fds: list[int]) -> int | None:
+        """Returns the pid of a new agent, or None if the agent must be started as a program.
+
+        Args:
+            folder: the run folder.
+            variables: those that differ from the variables of the program.
+            fds: the agent's end of the stub's socket, then the descriptors of the run's memory.
+        """
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with here, contextlib.suppress(OSError, ValueError):
+            with there:
+                if self._socket is None or not self._is_ready() or len(fds) >= MAX_FDS:
+                    return None
+                order = encode_order(folder, variables)
+                socket.send_fds(self._socket, [order], [there.fileno(), *fds])
+            here.settimeout(_RESERVE_ANSWER_S)
+            pid = int(here.recv(32))
+            here.send(b"\0")
+            return pid
+        self.end()
+        return None
+
+    def end(self) -> None:
+        """Closes the socket and kills the reserve."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _is_ready(self) -> bool:
+        """Reads the pid that a ready reserve sends; False if none came or the reserve has ended."""
+        assert self._socket is not None
+        self._socket.setblocking(False)
+        try:
+            while pid := self._socket.recv(32):
+                self._pidfd = os.pidfd_open(int(pid))
+        except BlockingIOError:
+            return self._pidfd >= 0
+        return False
 
 
 class Stub:
@@ -124,10 +175,8 @@ class Stub:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def _start_agent(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._folder.agent_socket.unlink()
-        with contextlib.suppress(FileNotFoundError):
-            self._folder.crash_mark.unlink()
+        self._folder.agent_socket.unlink(missing_ok=True)
+        self._folder.crash_mark.unlink(missing_ok=True)
         self._starts_s.append(clock.now_s())
         self._take_what_to_keep()
         variables = {
@@ -185,8 +234,13 @@ class Stub:
         for number in numbers:
             if number != signal.SIGCHLD:
                 self._take(signal.Signals(number))
-        self._reap()
-        self._pass_on_held()
+        for pid, status in process_tree.reap_all():
+            if pid == self._agent:
+                self._agent, self._status = None, status
+        if self._agent is not None and self._folder.agent_socket.exists():
+            for number in self._held:
+                os.kill(self._agent, number)
+            self._held.clear()
 
     def _take(self, number: signal.Signals) -> None:
         if number in ENDING and self._asked is None:
@@ -195,17 +249,6 @@ class Stub:
             self._held.append(number)  # sent in the same turn if an agent listens
         elif self._agent is not None:
             os.kill(self._agent, number)
-
-    def _pass_on_held(self) -> None:
-        if self._agent is not None and self._folder.agent_socket.exists():
-            for number in self._held:
-                os.kill(self._agent, number)
-            self._held.clear()
-
-    def _reap(self) -> None:
-        for pid, status in process_tree.reap_all():
-            if pid == self._agent:
-                self._agent, self._status = None, status
 
     def _decide(self) -> int | None:
         """Handles the end of the agent: returns the exit code, or None if another agent starts."""
@@ -218,7 +261,7 @@ class Stub:
         now_s = clock.now_s()
         while self._starts_s and now_s - self._starts_s[0] > AGENT_WINDOW_S:
             self._starts_s.popleft()
-        how = f"was killed by {_signal_name(-code)}" if code < 0 else "met a bug in ftrun"
+        how = f"was killed by {_signal_name(-code)}" if code < 0 else "ended with a bug in ftrun"
         if len(self._starts_s) > MAX_AGENT_STARTS:
             return self._give_up(how)
         self._incarnation += 1
@@ -244,8 +287,8 @@ class Stub:
     def _give_up(self, how: str) -> int:
         _say(
             f"Error: ftrun's agent {how}, for the {len(self._starts_s)}th time within "
-            f"{AGENT_WINDOW_S / 60:.0f} minutes; the run ends here. If something on this "
-            "machine kills it (dmesg says so), give it room; else please report this"
+            f"{AGENT_WINDOW_S / 60:.0f} minutes; the run ends. If this machine kills it for lack "
+            "of memory (see dmesg), give it more; else please report this"
         )
         if self._may_hold_memory and self._folder.smp_socket.exists():
             self._folder.keep_mark.touch()
@@ -287,22 +330,18 @@ def shut_down_smp(folder: RunFolder) -> bool:
     from ftrun.wire.messages.smp import Shutdown
     from ftrun.wire.transport.channel import connect
 
+    hello = Hello(role="cli", pid=os.getpid())
     try:
         channel = connect(
-            folder.smp_socket,
-            run_id=folder.run_id,
-            peer="the SMP",
-            hello=Hello(role="cli", pid=os.getpid()),
+            folder.smp_socket, run_id=folder.run_id, peer="the SMP", hello=hello,
             deadline_s=SHUTDOWN_S,
-        )
+        )  # fmt: skip
+        try:
+            return isinstance(channel.ask(Shutdown(), deadline_s=SHUTDOWN_S).body, Done)
+        finally:
+            channel.close()
     except FtrunError:
         return False
-    try:
-        return isinstance(channel.ask(Shutdown(), deadline_s=SHUTDOWN_S).body, Done)
-    except FtrunError:
-        return False
-    finally:
-        channel.close()
 
 
 def answers(path: Path) -> bool:

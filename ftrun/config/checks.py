@@ -5,7 +5,7 @@ Takes in: values as YAML gives them; a struct whose fields carry `Meta`.
 Gives:    each `Problem`: the path, what is allowed, the value, a suggestion for a typo.
 
 `Meta.extra` of a field may hold:
-    wanted:   words for what is allowed, if the type does not say it well.
+    wanted:   text for the allowed values, if the type does not describe them well.
     read:     converts a value before the check; raises ValueError.
     problems: finds problems that the type cannot express, in a value of the right type that is
               neither a list nor a struct.
@@ -39,7 +39,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _FieldType:
-    """A type without `Annotated` and `| None`, and what these said."""
+    """A type without `Annotated` and `| None`, and the content of these."""
 
     base: Any
     is_optional: bool
@@ -170,7 +170,7 @@ _NOUNS: Mapping[Any, str] = {
 
 
 def allowed(wanted: Any) -> str:
-    """Says in words what a type allows."""
+    """Describes the values that a type allows."""
     kind = _FieldType.of(wanted)
     if words := kind.extra("wanted"):
         return str(words)

@@ -108,7 +108,7 @@ class MembershipSettings(msgspec.Struct, frozen=True, kw_only=True):
     orders_checkpoints: bool = False
     """The leader orders each checkpoint. On one node the SMP decides by itself."""
     blank_wait_s: float = 2.0
-    """Time that a new agent at the endpoint waits for a leader that looks for it."""
+    """Time that a new agent at the endpoint waits for the request of a leader."""
     redial_s: float = 0.5
     answer_s: float = 30.0
     """Time that one connected node that does not answer may delay all others."""
@@ -148,7 +148,7 @@ class MembershipSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def endpoints(self) -> list[tuple[str, int]]:
-        """Where a node looks for the run; empty with a witness, because it looks there."""
+        """Where a node searches for the run; empty with a witness, which is used instead."""
         return self.node.endpoints if self.node is not None and not self.node.etcd else []
 
     @property

@@ -65,7 +65,7 @@ class StartConfig(_Section, frozen=True, kw_only=True):
     ] = "warm"
     preload: Annotated[
         list[str],
-        Meta(description="modules that the warm process imports besides torch; none may use a GPU"),
+        Meta(description="modules that the warm process imports after torch; none may use a GPU"),
     ] = field(default_factory=list)
 
 
@@ -96,7 +96,8 @@ class StopConfig(_Section, frozen=True, kw_only=True):
     """Handling of SIGTERM, SIGINT and SIGUSR1."""
 
     grace_s: Annotated[
-        float, Meta(gt=0, description="time from the first signal to SIGKILL of what is left")
+        float,
+        Meta(gt=0, description="time from the first signal to SIGKILL of the remaining processes"),
     ] = 30.0
     boundary_wait_s: Annotated[
         float,
@@ -260,7 +261,7 @@ class SmpConfig(_Section, frozen=True, kw_only=True):
     """The snapshot management process."""
 
     orphan_s: Annotated[
-        float, Meta(gt=0, description="how long memory is kept after the agent is gone")
+        float, Meta(gt=0, description="how long memory is retained after the agent ended")
     ] = 600.0
 
 
@@ -271,7 +272,7 @@ class NodesConfig(_Section, frozen=True, kw_only=True):
         float, Meta(gt=0, le=60, description="time between two heartbeats of a node")
     ] = 0.5
     deadline_s: Annotated[
-        float, Meta(gt=0, description="a node that is silent for this time counts as lost")
+        float, Meta(gt=0, description="a node without a heartbeat for this time counts as lost")
     ] = 3.0
     stop_cut_off_s: Annotated[
         float,
@@ -320,9 +321,7 @@ class NetworkConfig(_Section, frozen=True, kw_only=True):
     ] = field(default_factory=list)
     topology: Annotated[
         str | None,
-        Meta(
-            description="file that says which nodes share a switch: YAML or Slurm's topology.conf"
-        ),
+        Meta(description="file with the switch of each node: YAML or Slurm's topology.conf"),
     ] = None
 
 
@@ -337,8 +336,8 @@ class PreflightConfig(_Section, frozen=True, kw_only=True):
         Meta(
             gt=0,
             le=60,
-            description="for all checks, without the import of torch; what is not done by then is "
-            "a warning",
+            description="for all checks, without the import of torch; a check that is not done by "
+            "then is a warning",
         ),
     ] = 3.0
     min_memory_gb_s: Annotated[
@@ -398,7 +397,7 @@ class ErasureConfig(_Section, frozen=True, kw_only=True):
         int,
         Meta(
             ge=0,
-            description="state of a rank up to this size is copied whole to M nodes, not encoded",
+            description="state of a rank up to this size is mirrored to M nodes, not encoded",
         ),
     ] = 1 << 20
 

@@ -39,7 +39,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     debug: bool = False
     allow_faults: Annotated[bool, Meta(description="ftrun inject-fault may break this run")] = False
     allow_network_faults: Annotated[
-        bool, Meta(description="it may cut this node's network, whosever namespace that is")
+        bool, Meta(description="it may cut this node's network, also in the host's namespace")
     ] = False
     cwd: str
     profile: Profile = Profile()

@@ -47,14 +47,8 @@ class Codec(Protocol):
         """Adds one data block to one parity block.
 
         The blocks of a stripe may be added in any order. A block that is never added counts as
-        zeros, and so do the missing bytes of a block that is shorter than the parity.
-
-        Args:
-            position: of the data block in its stripe, 0 <= position < k.
-            data: at most as long as `parity`.
-            parity_index: 0 <= parity_index < m.
-            parity: writable.
-            first: this is the first block of its stripe, so the old content is overwritten.
+        zeros, and so do the missing bytes of a block that is shorter than the parity. If it is the
+        `first` block of its stripe, it overwrites the old content.
         """
         ...
 
@@ -67,11 +61,7 @@ class Codec(Protocol):
 
 
 def choose_codec(k: int, m: int) -> Codec:
-    """Returns the ISA-L codec, which works in place, or else pyeclib's, which copies.
-
-    Raises:
-        NotSupportedHere: neither library can be loaded.
-    """
+    """The ISA-L codec, or else pyeclib's; raises NotSupportedHere if neither can be loaded."""
     from ftrun.erasure.isal import IsalCodec
     from ftrun.erasure.pyeclib_codec import PyeclibCodec
 
@@ -82,15 +72,15 @@ def choose_codec(k: int, m: int) -> Codec:
             return PyeclibCodec(k, m)
         except NotSupportedHere as second:
             raise NotSupportedHere(
-                f"no erasure code can be computed here: {first}; {second}. Install pyeclib 1.8 "
-                "or newer for this Python, or give --erasure none"
+                f"no erasure code library is usable: {first}; {second}. Install pyeclib 1.8 "
+                "or newer for this Python, or use --erasure none"
             ) from second
 
 
 def check_shape(k: int, m: int) -> None:
     if not (1 <= k <= MAX_DATA and 1 <= m <= MAX_PARITY):
         raise InternalError(
-            f"{k} data and {m} parity blocks; 1 to {MAX_DATA} and 1 to {MAX_PARITY} can be"
+            f"{k} data and {m} parity blocks; allowed are 1 to {MAX_DATA} and 1 to {MAX_PARITY}"
         )
 
 
@@ -116,11 +106,13 @@ def sources_of(codec: Codec, have: Mapping[int, object], want: Mapping[int, obje
     wrong = {*have.keys() & want.keys(), *(i for i in (*have, *want) if i not in places)}
     if wrong:
         raise InternalError(
-            f"blocks {sorted(wrong)} are both there and wanted, or not in a stripe of "
+            f"blocks {sorted(wrong)} are both available and wanted, or not in a stripe of "
             f"{codec.k} and {codec.m}"
         )
     if len(have) < codec.k:
-        raise InternalError(f"{len(have)} blocks of a stripe are there and {codec.k} are needed")
+        raise InternalError(
+            f"{len(have)} blocks of a stripe are available and {codec.k} are needed"
+        )
     return sorted(have)[: codec.k]
 
 
@@ -135,11 +127,9 @@ _POLYNOMIAL = 0x11D
 def self_test(codec: Codec) -> int:
     """Tries all survivor sets on small blocks, or 2,000 of them; returns their number.
 
-    The parity is compared with separate arithmetic, because nodes with different libraries must
-    agree on the matrix.
-
-    Raises:
-        InternalError: a parity or a rebuilt block is wrong; the codec must not be used.
+    Raises InternalError if a parity or a rebuilt block is wrong: the codec must not be used. The
+    parity is compared with separate arithmetic, because nodes with different libraries must agree
+    on the matrix.
     """
     data = [_noise(i) for i in range(codec.k)]
     parity = _parity_by_hand(data, codec.m)
@@ -202,8 +192,8 @@ def _compare(codec: Codec, what: str, found: bytearray, right: bytes) -> None:
     if found != right:
         raise InternalError(
             f"{what} is wrong with {codec.name} for {codec.k} data and {codec.m} parity blocks. "
-            "Its library or this processor cannot be trusted with a snapshot: replace pyeclib, "
-            "take the node out, or give --erasure none"
+            "The library or this processor is faulty: replace pyeclib, remove the node, "
+            "or use --erasure none"
         )
 
 

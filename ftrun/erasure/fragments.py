@@ -30,14 +30,7 @@ HEADER_BYTES = _FIELDS.size + _CHECK.size
 
 @dataclass(frozen=True, slots=True)
 class StripeId:
-    """Identifies one stripe of one snapshot. Fragments of different stripes are never combined.
-
-    Attributes:
-        run: `run_digest` of the run.
-        version: of the snapshot.
-        group: `ProtectionGroup.id` of the group that stores it.
-        stripe: its number in the layout, from 0.
-    """
+    """Identifies one stripe of one snapshot. Fragments of different stripes are never combined."""
 
     run: int
     version: Version
@@ -50,7 +43,7 @@ class StripeId:
 
 @dataclass(frozen=True, slots=True)
 class BlockDigest:
-    """The length of a block and the xxh3 digest of its bytes."""
+    """Length and xxh3 digest of the bytes of a block."""
 
     num_bytes: int
     digest: int
@@ -79,11 +72,7 @@ class FragmentHeader:
 class Fragment:
     """A received block with its header, both unchecked.
 
-    Attributes:
-        sender: name of the sending node, for messages.
-        index: place of this node in the stripe, by the layout.
-        header: bytes of the header.
-        payload: bytes of the block.
+    `index` is the place of the sending node in the stripe, by the layout.
     """
 
     sender: str
@@ -121,15 +110,7 @@ def pack(header: FragmentHeader) -> bytes:
 
 
 def unpack(raw: Buffer, *, what: str = "a fragment") -> FragmentHeader:
-    """Decodes a header.
-
-    Args:
-        raw: 80 bytes.
-        what: name of the fragment in an error.
-
-    Raises:
-        FragmentRefused: the header is truncated, zeroed, changed, or of another format.
-    """
+    """Raises FragmentRefused if the header is truncated, zeroed, changed, or of another format."""
     view = memoryview(raw).cast("B")
     if len(view) != HEADER_BYTES:
         raise FragmentRefused(what=what, why=f"a header of {len(view)} bytes, not {HEADER_BYTES}")
@@ -153,16 +134,10 @@ def check(
     generation: Generation | None = None,
     known: BlockDigest | None = None,
 ) -> FragmentHeader:
-    """Checks a fragment and returns its header.
+    """Returns the header of a fragment; raises FragmentRefused if a check has failed.
 
     Args:
-        fragment: header and bytes, unchecked.
-        of: the stripe that it must belong to.
         generation: generation that must have made it; None: any.
-        known: the expected length and digest of its bytes, if they are known from elsewhere.
-
-    Raises:
-        FragmentRefused: a check has failed.
     """
     what = fragment.name(of)
     header = unpack(fragment.header, what=what)
@@ -177,7 +152,6 @@ def check(
 def _place_difference(
     header: FragmentHeader, index: int, of: StripeId, generation: Generation | None
 ) -> str:
-    """Why a header is not of this place in this stripe; empty if it is."""
     mine = header.of
     if mine.run != of.run:
         return "it is of another run"
@@ -193,7 +167,6 @@ def _place_difference(
 
 
 def _bytes_difference(block: BlockDigest, payload: Buffer, known: BlockDigest | None) -> str:
-    """Why the bytes do not match their header or the known digest; empty if they do."""
     num_bytes = memoryview(payload).nbytes
     if num_bytes != block.num_bytes or not 0 < num_bytes <= MAX_BLOCK_BYTES:
         return f"it has {num_bytes} bytes, and its header says {block.num_bytes}"
@@ -218,9 +191,8 @@ class FragmentSet:
     ) -> None:
         """Checks a fragment and stores it; arguments as for `check`.
 
-        Raises:
-            FragmentRefused: a check has failed, or the place is taken. If the stored fragment of
-                the place differs, it is removed too, and the place stays empty.
+        Raises FragmentRefused if a check has failed, or the place is taken. If the stored fragment
+        of the place differs, it is removed too, and the place stays empty.
         """
         header = check(fragment, of, generation=generation, known=known)
         places = self._stripes.setdefault(of, {})
@@ -229,9 +201,9 @@ class FragmentSet:
             return
         first, kept = places[fragment.index]
         if kept is not None and first == header.block:
-            raise FragmentRefused(what=fragment.name(of), why="the same one is there already")
+            raise FragmentRefused(what=fragment.name(of), why="the same one was received before")
         places[fragment.index] = (first, None)
-        why = "two that differ came for one place, so neither counts"
+        why = "two different ones were received for one place; neither is used"
         raise FragmentRefused(what=fragment.name(of), why=why)
 
     def of(self, stripe: StripeId) -> dict[int, Fragment]:

@@ -42,7 +42,6 @@ class ProtectionGroup:
 
     @property
     def is_protected(self) -> bool:
-        """Whether parity protects this group. If not, a lost node's state is lost."""
         return self.parity >= 1 and self.data >= 1
 
     @property
@@ -63,12 +62,11 @@ class ProtectionGroup:
             return ""
         return (
             f"{_named(self.nodes)}: the loss of {domain} takes {count} of {len(self.nodes)} nodes, "
-            f"and any {self.parity} may go"
+            f"and only {self.parity} may be lost"
         )
 
 
 def default_parity(num_nodes: int) -> int:
-    """Default of m: the number of nodes of a group that may be lost."""
     return 1 if num_nodes < TWO_PARITY_FROM else 2
 
 
@@ -84,14 +82,14 @@ def make_groups(
     Args:
         nodes: in order of their ranks, each once.
         data: k, data blocks of a stripe if the groups have equal sizes; None: chosen here.
-        parity: m, number of nodes of a group that may be lost; 0: no parity.
+        parity: m; 0: no parity.
         domains: fault domain by node; a node without an entry is a domain of its own.
     """
     if len(set(nodes)) != len(nodes):
         raise InternalError(f"a node is named twice among {_named(nodes)}")
     if not (0 <= parity <= MAX_PARITY and (data is None or 1 <= data <= MAX_DATA)):
         raise InternalError(
-            f"{data} data and {parity} parity blocks; 1 to {MAX_DATA} and 0 to {MAX_PARITY} can be"
+            f"{data} data and {parity} parity blocks; limits: 1 to {MAX_DATA}, 0 to {MAX_PARITY}"
         )
     if not nodes:
         return []
@@ -133,11 +131,8 @@ def next_groups(
     Args:
         previous: of the generation before; empty at the start of a run.
         nodes: all nodes of the new generation, in order of their ranks.
-        replaced: replacement by lost node; lost nodes without a replacement are not in it. A node
-            that stays keeps its position, even if other ranks now run on it.
-        data: as for `make_groups`.
-        parity: as for `make_groups`.
-        domains: as for `make_groups`.
+        replaced: replacement by lost node; lost nodes without a replacement are not in it. A
+            node that stays keeps its position, even if other ranks now run on it.
     """
     of_previous = {node for group in previous for node in group.nodes}
     mine = {old: new for old, new in replaced.items() if old in of_previous - {*nodes}}

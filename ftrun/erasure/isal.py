@@ -42,11 +42,7 @@ class IsalCodec:
     name = "isa-l"
 
     def __init__(self, k: int, m: int) -> None:
-        """Loads the library and expands the tables of this (k, m).
-
-        Raises:
-            NotSupportedHere: the library is not found, or is not the expected ISA-L.
-        """
+        """Raises NotSupportedHere if the library is not found, or is not the expected ISA-L."""
         check_shape(k, m)
         self.k, self.m = k, m
         self._isal = load_isal(find_isal())
@@ -129,20 +125,16 @@ class IsalCodec:
 
 @cache
 def load_isal(path: str | None) -> ctypes.CDLL:
-    """Loads ISA-L at the path from `find_isal`, and declares the functions that are used here.
-
-    Raises:
-        NotSupportedHere: there is no library, or it lacks a function.
-    """
+    """Loads the library that `find_isal` has found; raises NotSupportedHere if it is unusable."""
     if path is None:
-        raise NotSupportedHere("ISA-L is neither in pyeclib's wheel nor among the system's")
+        raise NotSupportedHere("ISA-L is neither in pyeclib's wheel nor on this system")
     try:
         library = ctypes.CDLL(path)
         for name, (arguments, result) in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, result
     except (OSError, AttributeError) as error:
-        raise NotSupportedHere(f"{path} cannot be used: {error}") from error
+        raise NotSupportedHere(f"cannot use {path}: {error}") from error
     return library
 
 

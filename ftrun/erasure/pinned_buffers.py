@@ -59,14 +59,7 @@ _release_buffer = ctypes.PYFUNCTYPE(None, ctypes.POINTER(_PyBuffer))(
 
 
 class PinnedBuffers:
-    """Blocks whose addresses stay valid while the `with` block runs.
-
-    Attributes:
-        sources: addresses of the sources.
-        targets: addresses of the targets.
-        num_bytes: length of each target.
-        source_bytes: length of each source.
-    """
+    """Blocks whose addresses stay valid while the `with` block runs."""
 
     __slots__ = ("_held", "_may_be_shorter", "num_bytes", "source_bytes", "sources", "targets")
 
@@ -77,10 +70,7 @@ class PinnedBuffers:
         *,
         may_be_shorter: bool = False,
     ) -> None:
-        """Pins and checks the blocks; if a check fails, nothing stays pinned.
-
-        With `may_be_shorter`, sources may be shorter than the targets.
-        """
+        """Pins and checks the blocks; if a check fails, nothing stays pinned."""
         self._held: list[_PyBuffer] = []
         self._may_be_shorter = may_be_shorter
         try:
@@ -108,7 +98,6 @@ class PinnedBuffers:
         self.release()
 
     def release(self) -> None:
-        """Unpins all blocks; may be called twice."""
         while self._held:
             _release_buffer(self._held.pop())
 
@@ -119,7 +108,7 @@ class PinnedBuffers:
         except (BufferError, TypeError, ValueError) as error:
             kind = "writable, contiguous" if how == _WRITABLE else "contiguous"
             name = type(block).__name__
-            raise InternalError(f"{what}, a {name}, is no {kind} buffer: {error}") from error
+            raise InternalError(f"{what}, a {name}, is not a {kind} buffer: {error}") from error
         self._held.append(view)
         return view.buf or 0, view.len
 
@@ -128,7 +117,7 @@ class PinnedBuffers:
             raise InternalError("there is no block to write to")
         whole = writes[0][1]
         if not 0 < whole <= MAX_BLOCK_BYTES:
-            raise InternalError(f"a block has 1 to {MAX_BLOCK_BYTES} bytes, and this one {whole}")
+            raise InternalError(f"a block has 1 to {MAX_BLOCK_BYTES} bytes, not {whole}")
         for i, (_, length) in enumerate(writes):
             if length != whole:
                 raise InternalError(f"target {i} has {length} bytes and target 0 has {whole}")

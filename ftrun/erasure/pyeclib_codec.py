@@ -21,11 +21,7 @@ class PyeclibCodec:
     name = "pyeclib"
 
     def __init__(self, k: int, m: int) -> None:
-        """Loads pyeclib.
-
-        Raises:
-            NotSupportedHere: pyeclib or ISA-L is missing.
-        """
+        """Raises NotSupportedHere if pyeclib or ISA-L is missing."""
         check_shape(k, m)
         self.k, self.m = k, m
         try:

@@ -139,7 +139,7 @@ class StripeWork:
     def refusal(self) -> StripeLost:
         """The error: available blocks, missing fragments, and reasons of rejections."""
         nodes = self._facts.nodes
-        silent = [f"nothing came from {nodes[i]} (place {i})" for i in sorted(self._silent)]
+        silent = [f"no fragment from {nodes[i]} (place {i})" for i in sorted(self._silent)]
         return StripeLost(
             what=str(self._facts.of),
             have=[nodes[i] for i in sorted(self._blocks)],
@@ -163,7 +163,9 @@ class StripeWork:
         wrong = [i for i in lost if i in known and not _is(self._wanted[i], known[i])]
         if wrong:
             nodes = ", ".join(self._facts.nodes[i] for i in used)
-            self._problems.append(f"what {nodes} give for place {wrong[0]} has another digest")
+            self._problems.append(
+                f"the block of place {wrong[0]} decoded from {nodes} has another digest"
+            )
         else:
             self.result = RebuiltBlocks(tuple(sorted(used)), frozenset(), ())
         return not wrong
@@ -173,7 +175,7 @@ class StripeWork:
         payload = _bytes_of(fragment.payload)
         lacking = self._block_bytes - len(payload)
         if lacking < 0 or fragment.index in self._facts.empty:
-            why = f"it has {len(payload)} bytes, and {self._block_bytes} are a block"
+            why = f"it has {len(payload)} bytes, more than a block of {self._block_bytes}"
             if lacking >= 0:
                 why = "its node has no block in this stripe"
             raise FragmentRefused(what=fragment.name(self._facts.of), why=why)

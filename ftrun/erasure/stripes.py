@@ -26,19 +26,15 @@ BLOCK_BYTES = 1 << 20
 class Stripes:
     """The layout of one group. Nodes are numbered 0 to n-1 in the group's order.
 
-    Methods about a stripe take the stripe first, methods about a node take the node first.
-
-    Args:
-        n: nodes of the group.
-        m: nodes with parity in each stripe; 1 <= m < n.
-        block_bytes: length of a whole block.
+    Methods about a stripe take the stripe first, methods about a node take the node first. Each
+    stripe has parity on m nodes; 1 <= m < n.
     """
 
     def __init__(self, n: int, m: int, block_bytes: int = BLOCK_BYTES) -> None:
         if not (1 <= m < n and block_bytes > 0):
             raise InternalError(
-                f"a group of {n} nodes cannot keep {m} blocks of parity of {block_bytes} bytes "
-                "for each stripe; at least one of each and one node with data must be"
+                f"a group of {n} nodes cannot store {m} parity blocks of {block_bytes} bytes "
+                "for each stripe; 1 or more of each, and a node with data, are needed"
             )
         self.n, self.m, self.k = n, m, n - m
         self.block_bytes = block_bytes
@@ -54,7 +50,6 @@ class Stripes:
         return tuple((stripe + row) % self.n for row in range(self.m))
 
     def data_nodes(self, stripe: int) -> tuple[int, ...]:
-        """The k nodes with data, in order of position."""
         return tuple((stripe + self.m + position) % self.n for position in range(self.k))
 
     def index(self, stripe: int, node: int) -> int:
@@ -63,13 +58,7 @@ class Stripes:
         return row - self.m if row >= self.m else self.k + row
 
     def node_at(self, stripe: int, index: int) -> int:
-        """The node at that place; the inverse of `index`."""
         return (stripe + (index + self.m) % self.n) % self.n
-
-    def position(self, stripe: int, node: int) -> int | None:
-        """Index of the node's data block in the stripe; None if it has parity there."""
-        index = self.index(stripe, node)
-        return index if index < self.k else None
 
     def senders(self, stripe: int, num_bytes: Sequence[int]) -> tuple[int, ...]:
         """The data nodes that have a block for a stripe, in order of position.
@@ -85,7 +74,6 @@ class Stripes:
     # --- a node's data --------------------------------------------------------------------------
 
     def stripe_of(self, node: int, block: int) -> int:
-        """The stripe of a node's block, counted from 0."""
         turn, at = divmod(block, self.k)
         return turn * self.n + self._data_turns[node][at]
 
@@ -109,11 +97,6 @@ class Stripes:
 
     # --- a node's parity ------------------------------------------------------------------------
 
-    def parity_row(self, node: int, stripe: int) -> int | None:
-        """Index of the node's parity block in the stripe; None if it has data there."""
-        index = self.index(stripe, node)
-        return index - self.k if index >= self.k else None
-
     def parity_block(self, node: int, stripe: int) -> int | None:
         """Index in the node's parity memory of the block of a stripe; None if it has data there."""
         return _dense(stripe, self.n, self._parity_turns[node])
@@ -123,11 +106,6 @@ class Stripes:
         return turn * self.n + self._parity_turns[node][at]
 
     def num_parity_blocks(self, node: int, num_stripes: int) -> int:
-        """Length of the node's parity memory, in blocks.
-
-        It is equal for all nodes after whole turns of n stripes. Within a turn nodes differ by at
-        most m.
-        """
         turns, rest = divmod(num_stripes, self.n)
         return turns * self.m + sum(t < rest for t in self._parity_turns[node])
 

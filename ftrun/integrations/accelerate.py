@@ -52,7 +52,7 @@ def attach(
     """
     is_fsdp2 = getattr(accelerator, "is_fsdp2", False)  # older versions have FSDP1 only
     if reason := refusal(accelerator.distributed_type, is_fsdp2=is_fsdp2):
-        raise UsageError(f"ftrun.integrations.accelerate does not take {reason}")
+        raise UsageError(f"ftrun.integrations.accelerate does not support {reason}")
     if not accelerator._models:
         raise UsageError("this Accelerator has no model yet: call attach() after prepare()")
     loaders = accelerator._dataloaders

@@ -30,8 +30,7 @@ from ftrun.integrations.libraries import require
 from ftrun.sharding.rule_parser import read_rules
 from ftrun.worker.session import Session
 from ftrun.worker.session import attach as attach_parts
-from ftrun.worker.state.attached import held_by
-from ftrun.worker.state.declared_layout import DeclaredSharding
+from ftrun.worker.state.attached import DeclaredSharding, held_by
 
 require("deepspeed", at_least="0.19")
 
@@ -64,7 +63,7 @@ def attach(
         SnapshotError: the restored state does not fit.
     """
     if refused := next(_refused(engine), None):
-        raise UsageError(f"ftrun.integrations.deepspeed does not take {refused}")
+        raise UsageError(f"ftrun.integrations.deepspeed does not support {refused}")
     named = {"engine": EngineCounters(engine), "loss_scaler": LossScaler(engine.optimizer), **named}
     model: Any = engine.module
     optimizer: Any = engine.optimizer
@@ -177,7 +176,7 @@ class Stage3:
             raise ShapeChanged(
                 key="ZeRO-3",
                 saved=f"partitions of {state['ranks']} ranks",
-                present=f"{self._ranks} ranks, and it goes on with the same number only",
+                present=f"{self._ranks} ranks; only the same number can resume",
             )
         with torch.no_grad():
             for present, saved in (

@@ -37,7 +37,7 @@ def is_inside(what: str) -> bool:
     if worker_context() is not None:
         return True
     if os.environ.get("RANK", "0") == "0":
-        _log.warning("%s does nothing: this process was not started by ftrun", what)
+        _log.warning("%s has no effect: ftrun did not start this process", what)
     return False
 
 

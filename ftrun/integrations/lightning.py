@@ -71,9 +71,9 @@ class FtrunCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._has_begun:
-            raise UsageError("FtrunCallback follows one fit(): a run of ftrun holds one training")
+            raise UsageError("FtrunCallback supports one fit() per run of ftrun")
         if reason := refusal(trainer.strategy):
-            raise UsageError(f"FtrunCallback does not take {reason}")
+            raise UsageError(f"FtrunCallback does not support {reason}")
         is_run = is_inside("FtrunCallback")
         feed = _feed_of(trainer) if is_run else None
         session = attach(
@@ -234,7 +234,7 @@ def _feed_of(trainer: Trainer) -> PrefetchingPosition | None:
     if len(loaders) == 1:
         return PrefetchingPosition("loader", loaders[0])
     if trainer.is_global_zero:
-        _log.warning("not bitwise: a restart begins the pass over %d loaders anew", len(loaders))
+        _log.warning("not bitwise: a restart repeats the pass over %d loaders", len(loaders))
     return None
 
 

@@ -127,8 +127,8 @@ class PrefetchingPosition(DataPosition):
     def leave_out(self, count: int) -> None:
         if count:
             _log.warning(
-                "numbers.policy is skip-data, and %d batches were to be left out; but the "
-                "framework takes its batches by itself, so they come again",
+                "numbers.policy is skip-data, but the framework requests its batches by itself: "
+                "%d batches are repeated, not skipped",
                 count,
             )
 

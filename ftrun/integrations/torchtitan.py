@@ -55,8 +55,7 @@ class CheckpointManager(titan.CheckpointManager):
             titan.CheckpointManager.Config.__post_init__(self)
             if self.memory_interval < 1:
                 raise UsageError(
-                    f"memory_interval is {self.memory_interval}, and at least one step lies "
-                    "between two snapshots"
+                    f"memory_interval is {self.memory_interval}, and must be at least 1"
                 )
 
     # Class attributes, because torchtitan calls close() also if the constructor has failed.

@@ -96,7 +96,7 @@ class FtrunCallback(TrainerCallback):
         # found.
         batches_done = trainer.state.global_step % per_epoch if restore is None else 0
         if reason := refusal(trainer, batches_done):
-            raise UsageError(f"FtrunCallback does not take {reason}")
+            raise UsageError(f"FtrunCallback does not support {reason}")
         if restore is None:
             return found
         step = trainer.state.global_step = int(restore.step)
@@ -128,11 +128,11 @@ class FtrunCallback(TrainerCallback):
         trainer = self._trainer
         if trainer is None:
             raise UsageError(
-                "FtrunCallback does not know its Trainer: a subclass overrides "
-                "_init_training_state() without calling it"
+                "FtrunCallback has no Trainer: a subclass overrides _init_training_state() "
+                "without calling it"
             )
         if self._progress is not None and self._progress.is_finished:
-            raise UsageError("FtrunCallback follows one train(): a run of ftrun holds one training")
+            raise UsageError("FtrunCallback supports one train() per run of ftrun")
         if self._session is not None:
             self._session.close()  # the Trainer has restarted, with smaller batches
         feed = None
@@ -256,8 +256,8 @@ def _wrap() -> None:
     missing = [name for name in _WRAPPED if not hasattr(Trainer, name)]
     if missing:
         raise NotSupportedHere(
-            f"this version of transformers has no Trainer.{missing[0]}(), which ftrun needs to go "
-            "on in the middle of an epoch; docs/frameworks.md says which version was tested"
+            f"this version of transformers has no Trainer.{missing[0]}(), which ftrun needs to "
+            "resume within an epoch; docs/frameworks.md names the tested versions"
         )
     for around in (_init_training_state, _run_epoch, _load_rng_state):
         original = getattr(Trainer, around.__name__)
@@ -312,8 +312,8 @@ def refusal(trainer: Any, batches_done: int) -> str | None:
         return reason
     if trainer.args.ignore_data_skip and batches_done:
         return (
-            "ignore_data_skip=True with a checkpoint from within an epoch: the place in the data "
-            "no longer follows from the step; leave ignore_data_skip out"
+            "ignore_data_skip=True with a checkpoint from within an epoch: the position in the "
+            "data no longer follows from the step; leave ignore_data_skip out"
         )
     return None
 

@@ -204,15 +204,15 @@ class Ballot:
 
     def shortage(self) -> str:
         if self.needs_witness and not self.witness:
-            return f"{WITNESS} has not answered, and no run begins without it"
+            return f"{WITNESS} has not answered, and no run starts without it"
         voters = {node_id for node_id, _ in self.needs[max(self.needs)]}
         here = {*self.promises, WITNESS} if self.witness else self.promises.keys()
         missing = sorted(voters - here)
-        beside = f" beside {WITNESS}" if WITNESS in voters else ""
-        of = f"the {len(voters - {WITNESS})} nodes that decide{beside}"
+        outside = f" and {WITNESS}" if WITNESS in voters else ""
+        of = f"the voters ({len(voters - {WITNESS})} nodes{outside})"
         if not missing:
-            return f"too many of {of} have lost their memory"
-        return f"too few of {of} are here; missing: {', '.join(missing)}"
+            return f"too many of {of} were restarted without the plan of the run"
+        return f"too few of {of} are present; missing: {', '.join(missing)}"
 
     def announce(self, plan: GenerationPlan) -> None:
         self.plan = plan

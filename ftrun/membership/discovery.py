@@ -30,6 +30,7 @@ from ftrun.membership.fencing import SelfFencing
 from ftrun.membership.gathering import InitialQuorum, JoinTimeout
 from ftrun.membership.voter import Voter
 from ftrun.membership.witness import WitnessView
+from ftrun.records.membership import LeaderLost
 from ftrun.recovery.commands import Command, Connect, JournalEntry, Send, WitnessOperation
 from ftrun.recovery.incidents import IncidentLog
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
@@ -114,7 +115,7 @@ class LeaderDiscovery:
         self.gatherer: InitialQuorum | None = None
         self.waiting = SelfFencing(settings, now_s=now_s)
         self.succession = LeaderSuccession(me)
-        self.answer = "nobody has answered yet"
+        self.answer = "no node has answered yet"
         self.has_met = follower.newest_plan is None
         """This agent has followed a leader since it started, or knew no plan then."""
         self._me = me
@@ -166,8 +167,9 @@ class LeaderDiscovery:
         """Whether it promised a later generation to a proposer that it still receives from."""
         follower = self._follower
         is_promised = follower.is_in_ballot and follower.vote.promised > generation
-        is_heard = self.follows(follower.proposer_id) and not self.waiting.is_cut_off(now_s=now_s)
-        return is_promised and is_heard
+        proposer = follower.vote.proposer
+        follows = proposer is not None and self.follows(proposer[0])
+        return is_promised and follows and not self.waiting.is_cut_off(now_s=now_s)
 
     # --- the leader ---------------------------------------------------------------------------
 
@@ -203,8 +205,9 @@ class LeaderDiscovery:
         return self._reach_out(card)
 
     def seek(self, why: str, *, now_s: float, refused: bool = False) -> list[Command]:
-        note = JournalEntry("LeadLost", f"the lead is lost: {why}", say=True)
+        note = JournalEntry(LeaderLost(f"the leader is lost: {why}"), say=True)
         self.role = MemberRole.SEEKING
+        self.answer = "no new leader yet"
         self._apart_s = now_s
         self._lead_lost_s = now_s if refused else now_s - self.waiting.silent_s(now_s=now_s)
         return [note, *self.give_up(now_s=now_s, refused=refused)]
@@ -229,7 +232,7 @@ class LeaderDiscovery:
         return []
 
     def gathers(self, body: JoinPending, *, now_s: float) -> list[Command]:
-        self.answer = f"{len(body.here)} of {body.needed} nodes are here"
+        self.answer = f"{len(body.here)} of {body.needed} nodes are present"
         self._is_answered = True
         if self.role is MemberRole.JOINING and self._follower.newest_plan is not None:
             # No agent at the endpoint has a plan of the run, but this agent has.
@@ -287,7 +290,7 @@ class LeaderDiscovery:
             silent_s = self.waiting.silent_s(now_s=now_s)
             if silent_s < deadline_s or self.lead_card is None:
                 return []
-            why = f"{self.lead_card.node_id} is silent for {silent_s:.1f} s"
+            why = f"no heartbeat from {self.lead_card.node_id} for {silent_s:.1f} s"
             return self.seek(why, now_s=now_s)
         gathers = self.gatherer is not None
         waited_s = now_s - self._apart_s

@@ -15,7 +15,7 @@ Rule 4: the lease of the ranks ends before other ranks can replace them, even if
 
 from ftrun.config.cluster import MembershipSettings
 from ftrun.membership.voter import Voter
-from ftrun.recovery.commands import Command, JournalEntry, ResumeRanks, SuspendRanks
+from ftrun.recovery.commands import Command, ResumeRanks, SuspendRanks
 
 
 class SelfFencing:
@@ -67,10 +67,10 @@ class SelfFencing:
 
     def why(self, *, now_s: float) -> str:
         if self.question:
-            return "this node stood still, and asks whether the run has gone on without it"
+            return "this node was paused, and the run may have continued without it"
         if self.lead_says_hold:
-            return "the lead does not hear enough nodes"
-        return "the lead is not heard" if self.is_cut_off(now_s=now_s) else ""
+            return "the leader receives from too few nodes"
+        return "no heartbeat from the leader" if self.is_cut_off(now_s=now_s) else ""
 
 
 class RankSuspension:
@@ -117,14 +117,11 @@ class RankSuspension:
         elif is_doubtful is None:
             why = waiting.why(now_s=now_s)
         else:
-            why = "too few of the other nodes are heard" if is_doubtful else ""
+            why = "heartbeats from too few of the other nodes" if is_doubtful else ""
         if why and not self.is_on:
             self.is_on = True
-            return [
-                SuspendRanks(why),
-                JournalEntry("Held", f"the ranks of this node wait: {why}", say=True),
-            ]
+            return [SuspendRanks(why)]
         if self.is_on and not why:
             self.is_on = False
-            return [ResumeRanks("the lead is heard again")]
+            return [ResumeRanks("the leader is reachable again")]
         return []

@@ -9,6 +9,7 @@ Rule 3: if the witness remembers a run, all nodes that had a vote in it must be 
 
 from ftrun.config.cluster import MembershipSettings
 from ftrun.errors import ExitCode
+from ftrun.records.membership import WaitingForNodes
 from ftrun.recovery.commands import Command, EndRun, JournalEntry, Send
 from ftrun.wire.cluster.generation import NodeCard
 from ftrun.wire.cluster.membership import Join, JoinPending, JoinRejected
@@ -17,8 +18,8 @@ from ftrun.wire.cluster.membership import Join, JoinPending, JoinRejected
 class InitialQuorum:
     """The nodes present so far, this node included.
 
-    It is held by the agent that listens at the rendezvous endpoint, or that holds the claim at the
-    witness, while it has no plan of a run.
+    The agent that listens at the rendezvous endpoint, or that has the claim at the witness, has it
+    while it has no plan of a run.
     """
 
     def __init__(self, me: NodeCard, settings: MembershipSettings, *, now_s: float) -> None:
@@ -73,10 +74,10 @@ class InitialQuorum:
         away = sorted(self.remembered - self.cards.keys())
         if away:
             return (
-                f"{', '.join(names)} {verb} here, and a run of this id is remembered with which "
-                f"{', '.join(away)} may go on. Start it there too, or choose another --rdzv-id"
+                f"{', '.join(names)} {verb} present. A run of this id exists, which "
+                f"{', '.join(away)} may resume. Start ftrun there too, or choose another --rdzv-id"
             )
-        return f"{', '.join(names)} {verb} here, and {wishes.min_nodes} nodes are needed"
+        return f"{', '.join(names)} {verb} present, and {wishes.min_nodes} nodes are needed"
 
 
 def _taken(card: NodeCard, here: NodeCard) -> str:
@@ -109,16 +110,16 @@ class JoinTimeout:
         if now_s < self._say_due_s or waited_s < SAY_EVERY_S:
             return []
         self._say_due_s = now_s + SAY_EVERY_S
-        return [JournalEntry("Waiting", f"waiting for {waited_s:.0f} s: {reach}", say=True)]
+        return [JournalEntry(WaitingForNodes(f"waiting for {waited_s:.0f} s: {reach}"), say=True)]
 
     def _no_node_joins(self, waited_s: float, reach: str) -> str:
         port = next((port for _, port in self._settings.endpoints), 0)
         if self._settings.has_witness:
-            return _not_met(f"the run has not begun within {waited_s:.0f} s", reach)
+            return _not_met(f"the run has not started within {waited_s:.0f} s", reach)
         return (
-            f"the run has not begun within {waited_s:.0f} s: {reach}. Check that ftrun runs on the "
-            f"others, with the same --rdzv-endpoint and --rdzv-id, and that port {port} of this "
-            "node is open to them"
+            f"the run has not started within {waited_s:.0f} s: {reach}. Check that ftrun runs on "
+            f"the others, with the same --rdzv-endpoint and --rdzv-id, and that port {port} of "
+            "this node is open to them"
         )
 
     def _not_admitted(self, waited_s: float, reach: str) -> str:
@@ -126,9 +127,9 @@ class JoinTimeout:
         host = " or ".join(host for host, _ in endpoints)
         port = " or ".join(dict.fromkeys(str(port) for _, port in endpoints))
         if self._settings.has_witness:
-            return _not_met(f"no run has taken this node in within {waited_s:.0f} s", reach)
+            return _not_met(f"no run has accepted this node within {waited_s:.0f} s", reach)
         return (
-            f"no run has taken this node in within {waited_s:.0f} s: {reach}. Check that ftrun "
+            f"no run has accepted this node within {waited_s:.0f} s: {reach}. Check that ftrun "
             f"runs on {host}, that it was given the same --rdzv-endpoint, and that port {port} is "
             "open between the nodes"
         )

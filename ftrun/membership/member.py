@@ -34,6 +34,7 @@ from ftrun.membership.fencing import RankSuspension
 from ftrun.membership.leader.leader import Leader
 from ftrun.membership.voter import OwnNews, Voter
 from ftrun.membership.witness import WitnessView
+from ftrun.records.membership import SteppedDown
 from ftrun.recovery.commands import (
     Command,
     Connect,
@@ -176,7 +177,7 @@ class Member:
             return self.lead.opened(node_id, event.incarnation, now_s=now_s)
         if self._follows(node_id):
             if self.lead_card is not None and self.lead_card.incarnation != event.incarnation:
-                why = f"the agent of {node_id} was started again"
+                why = f"the agent of {node_id} was restarted"
                 return self._allegiance.seek(why, now_s=now_s)
             return [Send(node_id, self._beat()), *self._join_if_new(node_id)]
         seeks = self.role in (MemberRole.JOINING, MemberRole.SEEKING)
@@ -213,9 +214,7 @@ class Member:
     # --- messages -----------------------------------------------------------------------------
 
     def _hear(self, sender: str, body: AnyClusterMessage, now_s: float) -> list[Command]:
-        found: list[Command] = []
-        if self.lead is not None:
-            found = self._lead_hears(sender, now_s)
+        found = self._lead_hears(sender, now_s) if self.lead is not None else []
         return found + self._take(sender, body, now_s)
 
     def _take(self, sender: str, body: AnyClusterMessage, now_s: float) -> list[Command]:
@@ -229,7 +228,7 @@ class Member:
             case say.JoinAccepted():
                 return self._taken_in(sender, body, now_s)
             case say.JoinRejected():
-                return [EndRun(ExitCode.USAGE, f"{sender} turns this node away: {body.why}")]
+                return [EndRun(ExitCode.USAGE, f"{sender} rejects this node: {body.why}")]
             case say.Prepare():
                 return self._prepare(sender, body, now_s)
             case say.Accept():
@@ -273,7 +272,7 @@ class Member:
                 return []
 
     def _gives_way_to(self, lead: Leader, body: say.PrepareRejected) -> NodeCard | None:
-        """The leader that this unsettled proposer yields to; None if its node refuses dials."""
+        """The leader that this proposer yields to; None if its node refuses dials."""
         if body.lead is None or lead.is_settled or lead.known.refuses(body.lead.node_id):
             return None
         return body.lead if body.lead_generation >= self.follower.generation else None
@@ -329,9 +328,8 @@ class Member:
                 accepted = say.JoinAccepted(self.follower.plan, body.number, self.me)
                 found.append(Send(sender, accepted))
             return found
-        known = self.lead_card
-        follows_another = known is not None and known.node_id != sender
-        is_told = follows_another and self.role is MemberRole.FOLLOWING
+        known, follows = self.lead_card, self.role is MemberRole.FOLLOWING
+        is_told = follows and known is not None and known.node_id != sender
         return [self._lead_is(sender, now_s)] if is_told else []
 
     def _told_of_lead(self, sender: str, body: say.LeaderInfo, now_s: float) -> list[Command]:
@@ -374,13 +372,15 @@ class Member:
 
     def _step_down(self, card: NodeCard, now_s: float) -> list[Command]:
         self.lead = None
-        note = JournalEntry("SteppedDown", f"node {card.node_id} leads")
+        note = JournalEntry(SteppedDown(f"node {card.node_id} leads"))
         return [note, *self._allegiance.go_to(card, now_s=now_s)]
 
     def _take_the_lead(self, now_s: float) -> list[Command]:
         plan = self.follower.newest_plan
         cards = plan.voters if plan is not None else []
-        return self._lead_from(cards, now_s, why="the lead is lost")
+        lost = self._allegiance.succession.lost
+        why = "the leader is lost" if lost else "the agent was restarted"
+        return self._lead_from(cards, now_s, why=why)
 
     def _lead_from(self, cards: list[NodeCard], now_s: float, *, why: str) -> list[Command]:
         follower, succession = self.follower, self._allegiance.succession
@@ -394,15 +394,14 @@ class Member:
             witness=self.witness,
         )
         self.lead = lead
-        lead.known.numbers = self._leader_numbers
-        lead.known.has_met = self._allegiance.has_met
+        lead.known.numbers, lead.known.has_met = self._leader_numbers, self._allegiance.has_met
         self._allegiance.hand_over(lead.oversight.incidents, now_s=now_s)
         for card in [*(one for one in cards if one.node_id != self.me.node_id), self.me]:
             linked = lead.has_link(card)
             peer = lead.known.put(card, now_s=now_s, linked=linked, has_answered=True)
             peer.refused = card.node_id in succession.refused
             if card.node_id in succession.lost:
-                peer.lost, peer.was_silent = "the lead is lost", not peer.refused
+                peer.lost, peer.was_silent = "the leader is lost", not peer.refused
         lost = set(succession.lost)
         self._allegiance.lead(now_s=now_s)
         return lead.succeed(lost, why, follower.plan_since_s(now_s=now_s), now_s=now_s)
@@ -451,7 +450,7 @@ class Member:
             return []
         if self._allegiance.may_end(beat):
             is_new = self.follower.newest_plan is None
-            why = "before the run had begun" if is_new else "while no generation was running"
+            why = "before the run had started" if is_new else "while no generation was running"
             return [EndRun(128 + (beat.stop_signal or 15), f"stopped {why}")]
         if self.lead is not None:
             return [Send(self.me.node_id, self._beat())]
@@ -485,8 +484,8 @@ class Member:
 
     def _lead_is(self, node_id: str, now_s: float) -> Send:
         assert self.lead_card is not None
-        known = self.follower.generation
-        return Send(node_id, say.LeaderInfo(self.lead_card, known, self._hears_lead(now_s)))
+        known, is_led = self.follower.generation, self._hears_lead(now_s)
+        return Send(node_id, say.LeaderInfo(self.lead_card, known, is_led))
 
     def _join_if_new(self, node_id: str) -> list[Command]:
         plan = self.follower.plan

@@ -88,7 +88,7 @@ class Voter:
         self.committed: VersionPair | None = None
         """The newest commit known here."""
         self.incidents = 0
-        """Number of incidents opened so far, as the leader reports it."""
+        """Number of incidents opened in this run, as the leader reports it."""
         self._kept = kept
         """The newest plan that an earlier agent of this node accepted."""
         self._quiesced: Quiesced | None = None
@@ -108,22 +108,17 @@ class Voter:
                 self._effective(kept)
 
     @property
-    def generation(self) -> int:
-        return self.plan.generation if self.plan is not None else -1
-
-    @property
     def edition(self) -> Edition:
         return self.plan.edition if self.plan is not None else (-1, 0)
+
+    @property
+    def generation(self) -> int:
+        return self.edition[0]
 
     @property
     def is_in_ballot(self) -> bool:
         """It has promised a generation that is not known to be chosen."""
         return self.vote.promised > self.generation
-
-    @property
-    def proposer_id(self) -> str:
-        """The node that has this agent's newest promise; empty: none since it started."""
-        return self.vote.proposer[0] if self.vote.proposer is not None else ""
 
     @property
     def fitness(self) -> NodeFitness | None:
@@ -137,10 +132,8 @@ class Voter:
     @property
     def knows(self) -> int:
         """The newest generation accepted here, by this agent or an earlier one of this node."""
-        return max(
-            (plan.generation for plan in (self.vote.accepted, self._kept) if plan is not None),
-            default=-1,
-        )
+        plans = (self.vote.accepted, self._kept)
+        return max((plan.generation for plan in plans if plan is not None), default=-1)
 
     @property
     def newest_plan(self) -> GenerationPlan | None:
@@ -313,7 +306,7 @@ class Voter:
         if self.is_in_ballot:
             return found
         if self.me.node_id in body.leave and not self.is_member:
-            why = "this node was asked to leave; the run continues without it"
+            why = "this node has drained; the run continues without it"
             return [*found, EndRun(_LEFT_CODE, why, goes_on=True)]
         if self.is_member:
             found += self._new_orders(body)
@@ -399,6 +392,6 @@ class Voter:
             return self._took_effect(plan)
         found: list[Command] = []
         if self.is_member:
-            found.append(KillWorkers(f"generation {plan.generation} has begun without this node"))
+            found.append(KillWorkers(f"generation {plan.generation} has started without this node"))
         self._effective(plan)
         return found

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ftrun.membership.events import WitnessAnswered, WitnessRegister
+from ftrun.records.membership import WitnessReachable, WitnessUnreachable
 from ftrun.recovery.commands import Command, JournalEntry, QueryWitness, WitnessOperation
 from ftrun.wire.cluster.generation import GenerationPlan, Identity, NodeCard
 
@@ -73,11 +74,8 @@ def rule(
         case WitnessOperation.TELL:
             return _told(register, asked, me, lead, new_life)
         case WitnessOperation.FORGET:
-            return (
-                WitnessDecision(True, None, None)
-                if lead is not None
-                else WitnessDecision(False, register, None)
-            )
+            is_held = lead is not None
+            return WitnessDecision(is_held, None if is_held else register, None)
         case _:
             return WitnessDecision(False, register, lead)
 
@@ -102,10 +100,8 @@ def _promise(
 
 def _is_bound(register: WitnessRegister | None, asked: QueryWitness, who: Identity) -> bool:
     """Whether this number is promised to this proposer, and no later number to any."""
-    is_its = register is not None and (register.promised, register.proposer) == (
-        asked.generation,
-        who,
-    )
+    bound = (asked.generation, who)
+    is_its = register is not None and (register.promised, register.proposer) == bound
     return is_its and asked.plan is not None
 
 
@@ -152,12 +148,8 @@ class WitnessView:
         """Why it is unreachable; empty if it is reachable or no answer is known yet."""
         self.since_s = 0.0
         """Time since which it has been reachable, or unreachable."""
-        self._is_reached = False
+        self.is_reached = False
         self._asked_s = self._held_s = _LONG_AGO_S
-
-    @property
-    def is_reached(self) -> bool:
-        return self._is_reached
 
     @property
     def life(self) -> int:
@@ -178,9 +170,8 @@ class WitnessView:
     def say_who_leads(self, plan: GenerationPlan, *, now_s: float) -> list[Command]:
         """Reports the chosen plan of this leader, or renews its lease."""
         known = self.register
-        is_told = known is not None and known.plan is not None
-        edition = known.plan.edition if known is not None and known.plan is not None else (-1, 0)
-        if is_told and edition >= plan.edition:
+        told = known.plan if known is not None else None
+        if told is not None and told.edition >= plan.edition:
             return self.ask(WitnessOperation.KEEP, generation=plan.generation, now_s=now_s)
         return self.ask(WitnessOperation.TELL, generation=plan.generation, plan=plan, now_s=now_s)
 
@@ -190,13 +181,13 @@ class WitnessView:
             return []  # a later request was answered before
         self._asked_s = event.asked.asked_s
         if not event.is_reached:
-            is_news = self._is_reached or not self.why
-            self._is_reached, self.why = False, event.why
+            is_news = self.is_reached or not self.why
+            self.is_reached, self.why = False, event.why
             if not is_news:
                 return []
             self.since_s = now_s
-            text = f"{event.why}; training continues; until etcd answers, no tie can be broken"
-            return [JournalEntry("WitnessLost", text, say=True)]
+            text = f"{event.why}; training continues, but no tie can be broken until etcd answers"
+            return [JournalEntry(WitnessUnreachable(text), say=True)]
         self.register, self.lead = event.register, event.lead
         if event.granted and event.asked.wish in (
             WitnessOperation.KEEP,
@@ -204,21 +195,21 @@ class WitnessView:
             WitnessOperation.TELL,
         ):
             self._held_s = max(self._held_s, event.asked.asked_s)
-        if self._is_reached:
+        if self.is_reached:
             return []
         was_away, away_s = self.why, now_s - self.since_s
-        self._is_reached, self.why, self.since_s = True, "", now_s
+        self.is_reached, self.why, self.since_s = True, "", now_s
         if not was_away:
             return []
-        text = f"the witness is reached again, after {away_s:.1f} s"
-        return [JournalEntry("WitnessBack", text, say=True)]
+        text = f"the witness is reachable again after {away_s:.1f} s"
+        return [JournalEntry(WitnessReachable(text), say=True)]
 
     def holds(self, life: int, limit_s: float, *, now_s: float) -> bool:
         """Whether it promises no other proposer anything for at least `limit_s` after a request."""
         return life == self.life and now_s - self._held_s < limit_s
 
     def has_been_there(self, for_s: float, *, now_s: float) -> bool:
-        return self._is_reached and now_s - self.since_s >= for_s
+        return self.is_reached and now_s - self.since_s >= for_s
 
     def has_been_away(self, for_s: float, *, now_s: float) -> bool:
         return bool(self.why) and now_s - self.since_s >= for_s

@@ -19,6 +19,8 @@ from ftrun.monitor.verdicts import (
     Verdict,
     VerdictKind,
     function_of,
+    nodes_of,
+    rank_on_node,
     ranks_in_words,
     short,
 )
@@ -92,22 +94,22 @@ def _not_entered(
     kinds = [_kind_of(view, settings) for view in culprits]
     kind = kinds[0][0]
     # If no rank waits for the culprits, they may be doing work of their own.
-    acts_at_once = all(at_once for _, at_once in kinds) and bool(victims)
-    evidence, against = _of_waiting(waits, ranks), list[str]()
+    act_immediately = all(at_once for _, at_once in kinds) and bool(victims)
+    evidence, counter_evidence = _of_waiting(waits, ranks), list[str]()
     for view in culprits[:_MANY]:
         evidence += _of_state(view, settings)
-        against += _against(view)
+        counter_evidence += _against(view)
     return Verdict(
         kind=kind,
         culprits=ranks,
-        nodes=_nodes(ranks, node_of),
+        nodes=nodes_of(sorted(ranks), node_of),
         victims=victims,
         text=_sentence(culprits, kind, waits, node_of),
         evidence=tuple(evidence),
-        against=tuple(against),
-        sure=Confidence.CERTAIN if acts_at_once else Confidence.LIKELY,
-        has_leave=any(_has_leave(view) for view in culprits),
-        acts_at_once=acts_at_once,
+        counter_evidence=tuple(counter_evidence),
+        confidence=Confidence.CERTAIN if act_immediately else Confidence.LIKELY,
+        may_take_long=any(_has_leave(view) for view in culprits),
+        act_immediately=act_immediately,
         fingerprint=f"{kind.value} {function_of(culprits[0].place)}",
     )
 
@@ -144,7 +146,7 @@ def _sentence(
             VerdictKind.FROZEN: "are frozen",
         }.get(kind, "have stopped making progress")
     else:
-        who = _who(first, node_of)
+        who = rank_on_node(first.rank, node_of)
         does = _does(first, kind)
     others = sorted(waits.waiting - {view.rank for view in culprits})
     if not others:
@@ -164,9 +166,9 @@ def _does(view: RankView, kind: VerdictKind) -> str:
         case VerdictKind.FROZEN:
             return "is stopped (SIGSTOP)"
         case VerdictKind.GIL_STUCK:
-            return f"holds the interpreter's lock and does nothing{at}"
+            return f"holds the GIL and makes no progress{at}"
         case VerdictKind.BUSY_LOOP:
-            return f"runs in circles{at}"
+            return f"is in a busy loop{at}"
         case VerdictKind.INPUT_BOUND:
             return f"waits for its data{at}"
         case _ if view.cpu >= COMPUTES:
@@ -203,7 +205,7 @@ def _of_waiting(waits: WaitGraph, culprits: Sequence[int]) -> list[str]:
         for culprit in culprits[:_MANY]:
             own = next((g for g in waits.views[culprit].groups if g.name == group.name), None)
             if own is not None and own.entered < group.waits_seq:
-                lines.append(f"rank {culprit} has entered #{own.entered:,} of that group last")
+                lines.append(f"rank {culprit} entered only #{own.entered:,} of that group")
     return lines
 
 
@@ -219,7 +221,7 @@ def _of_state(view: RankView, settings: HangConfig) -> list[str]:
         found.append(f"{who}'s process is in an uninterruptible sleep (state D){where}")
     if view.still_s >= settings.still_s:
         found.append(
-            f"{who} has used no processor, read and written nothing, and not moved for "
+            f"{who} has used no CPU, read and written nothing, and kept the same stack for "
             f"{view.still_s:.1f} s"
         )
     elif view.spins_s >= settings.still_s:
@@ -246,8 +248,8 @@ def _against(view: RankView) -> list[str]:
         found.append(f"rank {view.rank} computes ({view.cpu:.1f} cores)")
     elif not view.is_gil_known and view.process == "S":
         found.append(
-            f"whether rank {view.rank} holds the interpreter's lock is not known: py-spy is "
-            "missing or may not look (ftrun check says which)"
+            f"whether rank {view.rank} holds the GIL is not known: py-spy is missing or may not "
+            "read the process (see ftrun preflight)"
         )
     return found
 
@@ -266,7 +268,7 @@ def _not_left(waits: WaitGraph, node_of: Mapping[int, str]) -> Verdict:
     ]
     if left:
         evidence.append(f"{ranks_in_words(left)} {'has' if len(left) == 1 else 'have'} left it")
-    nodes = _nodes(tuple(members), node_of)
+    nodes = nodes_of(sorted(members), node_of)
     where = f"between nodes {', '.join(nodes)}" if len(nodes) > 1 else f"on node {nodes[0]}"
     return Verdict(
         kind=VerdictKind.HANG_IN_COMMUNICATION,
@@ -274,9 +276,9 @@ def _not_left(waits: WaitGraph, node_of: Mapping[int, str]) -> Verdict:
         nodes=nodes,
         victims=tuple(sorted(waits.waiting)),
         text=f"all ranks have entered {_call_of(group)} and {ranks_in_words(ranks)} cannot leave "
-        f"it: a connection {where} carries nothing",
+        f"it: a connection {where} carries no data",
         evidence=tuple(evidence),
-        sure=Confidence.LIKELY,
+        confidence=Confidence.LIKELY,
         fingerprint=f"{VerdictKind.HANG_IN_COMMUNICATION.value} {' '.join(nodes)}",
     )
 
@@ -287,12 +289,14 @@ def _all_receive(late: Sequence[RankView], waits: WaitGraph, node_of: Mapping[in
     return Verdict(
         kind=VerdictKind.HANG_IN_COMMUNICATION,
         culprits=(),
-        nodes=_nodes(ranks, node_of),
+        nodes=nodes_of(sorted(ranks), node_of),
         victims=tuple(sorted(waits.waiting)),
-        text=f"{ranks_in_words(ranks)} wait for messages that do not come",
+        text=f"{ranks_in_words(ranks)} wait for messages that do not arrive",
         evidence=tuple(f"rank {view.rank} is at {short(view.place)}" for view in late[:_MANY]),
-        against=("a message from rank to rank is not recorded, so who owes it is not known",),
-        sure=Confidence.POSSIBLE,
+        counter_evidence=(
+            "messages between two ranks are not recorded, so the sender is not known",
+        ),
+        confidence=Confidence.POSSIBLE,
         fingerprint=f"{VerdictKind.HANG_IN_COMMUNICATION.value} messages",
     )
 
@@ -325,13 +329,13 @@ def _skipped(
     return Verdict(
         kind=VerdictKind.SKIPPED_COLLECTIVE,
         culprits=ranks,
-        nodes=_nodes(ranks, node_of),
+        nodes=nodes_of(sorted(ranks), node_of),
         victims=tuple(sorted(set(different.calls) - set(ranks))),
         text=text,
         evidence=tuple(evidence),
-        against=() if is_clear else ("which of them is right cannot be told from outside",),
-        sure=Confidence.CERTAIN if is_clear else Confidence.POSSIBLE,
-        acts_at_once=True,
+        counter_evidence=() if is_clear else ("which side is correct cannot be determined",),
+        confidence=Confidence.CERTAIN if is_clear else Confidence.POSSIBLE,
+        act_immediately=True,
         fingerprint=f"{VerdictKind.SKIPPED_COLLECTIVE.value} {_sides(sides)}",
     )
 
@@ -351,13 +355,13 @@ def _deadlock(waits: WaitGraph, node_of: Mapping[int, str], settings: HangConfig
     return Verdict(
         kind=VerdictKind.DEADLOCK,
         culprits=ranks,
-        nodes=_nodes(ranks, node_of),
+        nodes=nodes_of(sorted(ranks), node_of),
         victims=tuple(sorted(waits.waiting - set(ranks))),
         text=f"{ranks_in_words(ranks)} wait for one another: they call collectives of several "
         "process groups in different orders",
         evidence=tuple(evidence),
-        sure=Confidence.CERTAIN if are_still else Confidence.POSSIBLE,
-        acts_at_once=are_still,
+        confidence=Confidence.CERTAIN if are_still else Confidence.POSSIBLE,
+        act_immediately=are_still,
         fingerprint=f"{VerdictKind.DEADLOCK.value} {' '.join(str(rank) for rank in ranks)}",
     )
 
@@ -375,12 +379,3 @@ def _group_name(group: ProcessGroupView) -> str:
     if group.desc in ("", "undefined"):
         return f"group {group.name}"
     return "the default group" if group.desc == "default_pg" else f"group {group.desc}"
-
-
-def _who(view: RankView, node_of: Mapping[int, str]) -> str:
-    node = node_of.get(view.rank, "")
-    return f"rank {view.rank} on {node}" if node else f"rank {view.rank}"
-
-
-def _nodes(ranks: Sequence[int], node_of: Mapping[int, str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(node_of[rank] for rank in sorted(ranks) if rank in node_of))

@@ -100,8 +100,8 @@ def judge(
             floors.min_link_mb_s * 1e6,
         ),
         *_room("memory", figures.free_memory_bytes, floors.min_free_memory_mb * 1e6),
-        *_few(figures.open_files, floors.min_open_files, "open files are allowed (ulimit -n)"),
-        *_few(figures.processes, floors.min_processes, "more processes can be started (ulimit -u)"),
+        *_few(figures.open_files, floors.min_open_files, "open files are allowed (ulimit -n"),
+        *_few(figures.processes, floors.min_processes, "more processes can be started (ulimit -u"),
         *([figures.clock] if figures.clock else []),
         *figures.gpu_faults,
     ]
@@ -132,7 +132,7 @@ def far_below(found: Mapping[str, NodeMeasurements], part: float) -> dict[str, s
         for node_id, rate in known.items():
             others = [other for one, other in known.items() if one != node_id]
             if len(others) >= MIN_OTHERS and rate < part * (theirs := _median(others)):
-                text = f"{what} {rate_in_words(rate)}, of the other nodes {rate_in_words(theirs)}"
+                text = f"{what} {rate_in_words(rate)} (other nodes {rate_in_words(theirs)})"
                 words.setdefault(node_id, []).append(text)
     return {node_id: "; ".join(texts) for node_id, texts in words.items()}
 
@@ -158,15 +158,14 @@ def size_in_words(num_bytes: float) -> str:
 def _slow(what: str, rate: float, floor: float) -> list[str]:
     if not 0 < rate < floor:
         return []
-    return [f"{what} {rate_in_words(rate)}, and at least {rate_in_words(floor)} are wanted"]
+    return [f"{what} {rate_in_words(rate)} (minimum {rate_in_words(floor)})"]
 
 
 def _few(count: int, floor: int, what: str) -> list[str]:
-    return [f"{count:,} {what}, and at least {floor:,} are wanted"] if 0 <= count < floor else []
+    return [f"{count:,} {what}; minimum {floor:,})"] if 0 <= count < floor else []
 
 
 def _room(what: str, count: int, floor: float) -> list[str]:
     if not 0 <= count < floor:
         return []
-    least = size_in_words(floor)
-    return [f"{size_in_words(count)} of {what} are free, and at least {least} are wanted"]
+    return [f"{size_in_words(count)} of {what} are free (minimum {size_in_words(floor)})"]

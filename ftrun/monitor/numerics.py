@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_in_words
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, nodes_of, ranks_in_words
 
 SETTLE_S = 1.5
 """Longer than two heartbeats, so that all ranks have reported their step."""
@@ -112,7 +112,7 @@ class NumericsDetector:
         self._is_spike_told = True
         usual = median(self._losses)
         return Verdict(
-            kind=VerdictKind.BAD_NUMBERS,
+            kind=VerdictKind.NUMERICAL_ANOMALY,
             culprits=(),
             text=f"the loss has jumped from about {usual:.4g} to {loss:.4g} by step {step:,}",
             evidence=(
@@ -120,8 +120,8 @@ class NumericsDetector:
                 f"{max(self._losses):.4g}",
                 f"since then: {', '.join(f'{one:.4g}' for one in self._high)}",
             ),
-            against=("a change of the data or of the learning rate does the same",),
-            sure=Confidence.POSSIBLE,
+            counter_evidence=("a change of the data or of the learning rate has the same effect",),
+            confidence=Confidence.POSSIBLE,
             fingerprint="loss spike",
         )
 
@@ -159,22 +159,22 @@ def _not_finite(
     evidence = []
     for one in sorted(bad, key=lambda one: since[one.rank])[:4]:
         if one.bad_step:
-            evidence.append(f"a parameter of rank {one.rank} is not finite since step "
+            evidence.append(f"a parameter of rank {one.rank} is NaN or infinite since step "
                             f"{one.bad_step:,}")  # fmt: skip
         if _is_bad(one.loss):
             evidence.append(f"rank {one.rank} reports a loss of {one.loss} at step {one.step:,}")
     return Verdict(
-        kind=VerdictKind.BAD_NUMBERS,
+        kind=VerdictKind.NUMERICAL_ANOMALY,
         culprits=ranks if is_one else (),
-        nodes=tuple(dict.fromkeys(node_of[rank] for rank in ranks if is_one and rank in node_of)),
+        nodes=nodes_of(ranks, node_of) if is_one else (),
         victims=tuple(sorted(set(since) - set(ranks))) if is_one else tuple(sorted(since)),
-        text=f"{who} {verb} computed something that is not a number at step {first:,}",
+        text=f"{who} {verb} computed NaN or infinity at step {first:,}",
         evidence=tuple(evidence),
-        against=()
+        counter_evidence=()
         if is_one
-        else ("all have it since the same step: who had it first is not known",),
-        sure=Confidence.CERTAIN if is_one else Confidence.LIKELY,
-        acts_at_once=True,
+        else ("all have it since the same step, so the first rank is not known",),
+        confidence=Confidence.CERTAIN if is_one else Confidence.LIKELY,
+        act_immediately=True,
         fingerprint="not finite",
     )
 

@@ -7,9 +7,11 @@ Rule 2: If two repeats from the same version differ, the script is not determini
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
+
+import msgspec
 
 from ftrun.ids import Version
 
@@ -92,8 +94,7 @@ class Execution:
         return max((one.last_step for one in self.ranks.values()), default=0)
 
 
-@dataclass(frozen=True, slots=True)
-class Repeat:
+class Repeat(msgspec.Struct, frozen=True):
     """Result for one generation."""
 
     outcome: Outcome
@@ -109,9 +110,6 @@ class Repeat:
     @property
     def is_warning(self) -> bool:
         return self.outcome in WARNINGS
-
-    def as_json(self) -> dict[str, object]:
-        return {**asdict(self), "outcome": self.outcome.value}
 
 
 class _Compared(NamedTuple):
@@ -298,20 +296,20 @@ def _judge(
         text = f"repeated {_steps(again)}{some}: {_kinds(compared)} bitwise equal"
     elif between is not None:
         outcome = Outcome.NOT_DETERMINISTIC
-        text = f"repeated steps differ each time: {found}; the script is not deterministic"
+        text = f"repeated steps differ in each repeat: {found}; the script is not deterministic"
         if now.restored is None:
-            text += ", from its beginning on: no snapshot was restored"
+            text += ", from its beginning: no snapshot was restored"
     elif (found.step, found.rank) in equal:
         outcome = Outcome.STATE_LOST
         text = (
             f"{_DIFFER}: {found}; two repeats are equal, so some state of the script is not "
-            "restored: `ftrun verify` helps to find it"
+            "restored: run `ftrun verify` to find it"
         )
     else:
         outcome = Outcome.DIFFERS
         text = (
             f"{_DIFFER}: {found}; either some state of the script is not restored, or the script "
-            "is not deterministic: `ftrun verify` tells which"
+            "is not deterministic: `ftrun verify` shows which"
         )
     if found is not None and only_losses:
         text += "; the sampled parameters are equal"

@@ -4,9 +4,8 @@ A `RankView` combines a heartbeat page, a flight recorder, /proc and a stack, al
 moment. Its times are durations in seconds, because clocks of two nodes are not compared here.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import Any
 
 import msgspec
 
@@ -27,8 +26,8 @@ class VerdictKind(Enum):
     INPUT_BOUND = "input-bound"
     SLOW_COMPUTATION = "slow computation"
     SLOW_COMMUNICATION = "slow communication"
-    MEMORY_CREEPING = "memory creeping"
-    BAD_NUMBERS = "bad numbers"
+    MEMORY_GROWTH = "memory growth"
+    NUMERICAL_ANOMALY = "numerical anomaly"
     REPLICAS_DIFFER = "replicas differ"
     FAILING_NODE = "failing node"
 
@@ -54,18 +53,15 @@ class Verdict(msgspec.Struct, frozen=True):
     victims: tuple[int, ...] = ()
     """Ranks that only wait for the culprits."""
     evidence: tuple[str, ...] = ()
-    against: tuple[str, ...] = ()
+    counter_evidence: tuple[str, ...] = ()
     """Counter-evidence: facts that support another explanation."""
-    sure: Confidence = Confidence.LIKELY
-    has_leave: bool = False
+    confidence: Confidence = Confidence.LIKELY
+    may_take_long: bool = False
     """The culprits are in a phase that may take long, by their own report or by their stack."""
-    acts_at_once: bool = False
+    act_immediately: bool = False
     """There is positive evidence, so that a longer wait would not change the diagnosis."""
     fingerprint: str = ""
     """Equal for the same fault at the same location."""
-
-    def as_json(self) -> dict[str, Any]:
-        return msgspec.to_builtins(self)  # type: ignore[no-any-return]
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
@@ -78,6 +74,16 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     if len(found) <= 8:
         return f"ranks {', '.join(str(one) for one in found[:-1])} and {found[-1]}"
     return f"{len(found)} ranks"
+
+
+def nodes_of(ranks: Iterable[int], node_of: Mapping[int, str]) -> tuple[str, ...]:
+    """The nodes of these ranks, each once, in the order of the ranks."""
+    return tuple(dict.fromkeys(node_of[rank] for rank in ranks if rank in node_of))
+
+
+def rank_on_node(rank: int, node_of: Mapping[int, str]) -> str:
+    """`rank 3 on node0`."""
+    return f"rank {rank} on {node_of[rank]}" if node_of.get(rank) else f"rank {rank}"
 
 
 Frame = str

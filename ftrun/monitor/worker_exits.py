@@ -13,7 +13,7 @@ from signal import Signals
 from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Rank
 from ftrun.monitor.hang_detector import find_skipped
-from ftrun.monitor.verdicts import RUNTIME, RankView, Verdict, is_in, ranks_in_words
+from ftrun.monitor.verdicts import RUNTIME, RankView, Verdict, is_in, rank_on_node, ranks_in_words
 
 SIGKILL = 9
 _OUTPUT_LOST = 120
@@ -54,7 +54,7 @@ def explain(facts: ExitFacts) -> WorkerExit:
             fingerprint="corrupt",
         )
     if facts.stopped_s is not None:
-        text = f"{who} was stopped (SIGSTOP) for {facts.stopped_s:.0f} s and was killed for it"
+        text = f"{who} was stopped (SIGSTOP) for {facts.stopped_s:.0f} s, and ftrun killed it"
         return WorkerExit(rank, ExitKind.STOPPED, status, text, fingerprint="stopped")
     if status == 0:
         return WorkerExit(rank, ExitKind.FINISHED, 0, f"{who} has finished")
@@ -83,18 +83,13 @@ def _signalled(facts: ExitFacts, who: str) -> WorkerExit:
     name = signal_name(-facts.status)
     if -facts.status == SIGKILL and facts.oom_kills:
         text = (
-            f"{who} was killed by the kernel, which was out of memory ({facts.oom_kills} such "
-            "kill(s) since the last look)"
+            f"{who} was killed by the kernel, which was out of memory ({facts.oom_kills} "
+            f"out-of-memory {'kill' if facts.oom_kills == 1 else 'kills'})"
         )
         return WorkerExit(facts.rank, ExitKind.OUT_OF_MEMORY, facts.status, text, fingerprint="oom")
     text = f"{who} was killed by {name}"
     if -facts.status == SIGKILL:
-        known = (
-            "the kernel has not run out of memory"
-            if facts.oom_kills == 0
-            else "by whom is not known"
-        )
-        text += f" ({known})"
+        text += " (not out of memory)" if facts.oom_kills == 0 else " (sender unknown)"
     elif own := users_place(facts.traceback):
         text += f" at {own}"
     return WorkerExit(
@@ -135,7 +130,7 @@ _ORDER = {
     ExitKind.SIGNAL: 2,
     ExitKind.STOPPED: 2,
     ExitKind.HUNG: 2,
-    ExitKind.BAD_NUMBERS: 2,
+    ExitKind.NUMERICAL_ANOMALY: 2,
     ExitKind.CORRUPT_SNAPSHOT: 2,
     ExitKind.RESTORE_FAILED: 2,
     ExitKind.LINK_LOST: 2,
@@ -196,9 +191,9 @@ def hidden_cause(
     finished = [one for one in ended if one.kind is ExitKind.FINISHED]
     if not finished or not all(is_broken_connection(one) for one in failed):
         return None
-    left, needed = finished[0], ranks_in_words(one.rank for one in failed)
-    node = node_of.get(left.rank)
-    who = f"rank {left.rank} on {node}" if node else f"rank {left.rank}"
-    text = f"{who} has ended with exit code 0 while {needed} still needed it"
+    left, others = finished[0], ranks_in_words(one.rank for one in failed)
+    who = rank_on_node(left.rank, node_of)
+    verb = "was" if len(failed) == 1 else "were"
+    text = f"{who} exited early (code 0) while {others} {verb} still in a collective"
     detail = failed[0].detail and f"rank {failed[0].rank} failed because of it:\n{failed[0].detail}"
     return WorkerExit(left.rank, ExitKind.LEFT_EARLY, 1, text, detail, "left early"), None

@@ -2,14 +2,24 @@
 
 Commands of the supervisor concern a whole run. The leader turns them into ballots and into orders
 in its heartbeat. Commands of a member concern one node; its executor carries them out.
+Commands that the journal holds are records.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
 
-from ftrun.events import WorkerExit
 from ftrun.ids import Version
+from ftrun.records.note import Note
+from ftrun.records.recovery import DisableComponent as DisableComponent
+from ftrun.records.recovery import EndRun as EndRun
+from ftrun.records.recovery import KillWorkers as KillWorkers
+from ftrun.records.recovery import RequestFinalSnapshot as RequestFinalSnapshot
+from ftrun.records.recovery import RespawnSmp as RespawnSmp
+from ftrun.records.recovery import RespawnZygote as RespawnZygote
+from ftrun.records.recovery import ResumeRanks as ResumeRanks
+from ftrun.records.recovery import SignalWorkers as SignalWorkers
+from ftrun.records.recovery import SuspendRanks as SuspendRanks
+from ftrun.records.recovery import UpdatePeerPorts as UpdatePeerPorts
 from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.cluster.messages import AnyClusterMessage, ProbePathRequest
 
@@ -17,85 +27,10 @@ from ftrun.wire.cluster.messages import AnyClusterMessage, ProbePathRequest
 
 
 @dataclass(frozen=True, slots=True)
-class KillWorkers:
-    """Kill every worker of this generation at once."""
-
-    journal_kind: ClassVar[str] = "KillWorkers"
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
 class StartGeneration:
     """Restart all workers from the newest restore point."""
 
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class RequestFinalSnapshot:
-    """Order every rank to take a snapshot at the same next boundary, and to wait there."""
-
-    journal_kind: ClassVar[str] = "AskLastSnapshot"
-
-    why: str
-    after_step: int = -1
-    """The boundary; -1: the next one that no rank of this node has passed."""
-
-
-@dataclass(frozen=True, slots=True)
-class SignalWorkers:
-    """Send a signal to every worker's process group."""
-
-    journal_kind: ClassVar[str] = "SignalWorkers"
-
-    signal: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class EndRun:
-    """End the run."""
-
-    journal_kind: ClassVar[str] = "EndRun"
-
-    exit_code: int
-    why: str
-    cause: WorkerExit | None = None
-    advice: str = ""
-    goes_on: bool = False
-    """Only this node ends: it has drained, or the others have finished."""
-
-
-# --- one node's components --------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class RespawnSmp:
-    """Start another SMP and hand it the memory."""
-
-    journal_kind: ClassVar[str] = "RespawnSmp"
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class RespawnZygote:
-    """Start another zygote."""
-
-    journal_kind: ClassVar[str] = "RespawnZygote"
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class DisableComponent:
-    """Continue without a component that keeps dying: `smp` or `zygote`."""
-
-    journal_kind: ClassVar[str] = "GoOnWithout"
-
-    part: str
-    why: str
+    reason: str
 
 
 # --- one node: a member's ---------------------------------------------------------------------
@@ -130,24 +65,6 @@ class StartRanks:
 
     plan: GenerationPlan
     committed: Version | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SuspendRanks:
-    """Suspend this node's ranks (SIGSTOP), until it is clear which agent leads."""
-
-    journal_kind: ClassVar[str] = "HoldRanks"
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class ResumeRanks:
-    """Resume the suspended ranks."""
-
-    journal_kind: ClassVar[str] = "ReleaseRanks"
-
-    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,17 +104,8 @@ class SetSnapshotInterval:
 
 
 @dataclass(frozen=True, slots=True)
-class UpdatePeerPorts:
-    """Restarted SMPs listen on other ports: the new ones by node id."""
-
-    journal_kind: ClassVar[str] = "MovePeers"
-
-    ports: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
 class InspectRanks:
-    """A rank has failed: report quickly what the ranks of this node called last."""
+    """A rank has failed: report the last calls of this node's ranks at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +120,7 @@ class RepeatNodeCheck:
 class JournalEntry:
     """A line for the journal; with `say` the operator sees it at once."""
 
-    kind: str
-    text: str
-    fields: dict[str, object] = field(default_factory=dict)
+    record: Note
     say: bool = False
 
 

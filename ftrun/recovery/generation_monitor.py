@@ -62,7 +62,6 @@ EVERY_AHEAD_STEPS = 64
 """Steps ahead at which a new interval begins; ranks drift apart by less."""
 
 _ENDS_ITSELF = (ExitKind.EXCEPTION, ExitKind.EXIT_CODE)
-_NODE_LOST_CODE = 76
 _SIGTERM = 15
 
 
@@ -195,8 +194,11 @@ class GenerationMonitor:
             return found
         self._note_rate(now_s)
         self._commit(beat)
-        self._look_at_checkpoint(now_s)
-        self._note_port(plan, node_id, beat.smp_port)
+        if now_s - self._checkpoint_s >= self._settings.profile.checkpoint.every_s:
+            self.name_checkpoint(now_s=now_s)
+        known_port = self.orders.moved.get(node_id) or plan.smp_ports.get(node_id)
+        if beat.smp_port and beat.smp_port != known_port:
+            self._order(moved={**self.orders.moved, node_id: beat.smp_port})
         if beat.problem and node_id not in self._problems:
             self._problems.add(node_id)
             self._take_restore_failure(node_id, beat, now_s)
@@ -214,22 +216,14 @@ class GenerationMonitor:
 
     def lost(self, nodes: Mapping[str, str], *, now_s: float) -> list[SupervisorCommand]:
         """Reports lost members, each with the reason, and their ranks with them."""
-        if not nodes:
-            return []
+        kind, code = ExitKind.NODE_LOST, ExitCode.NOT_ENOUGH_NODES
         for node_id, why in sorted(nodes.items()):
-            node = self.reports.member(node_id)
-            text = f"node {node_id} is lost: {why}"
-            mark = f"node {node_id}"
+            node, mark = self.reports.member(node_id), f"node {node_id}"
             ranks = [Rank(rank) for rank in node.ranks] if node is not None else []
-            self._take_exits(
-                [
-                    WorkerExit(rank, ExitKind.NODE_LOST, _NODE_LOST_CODE, text, fingerprint=mark)
-                    for rank in ranks
-                    if rank not in self._exits
-                ],
-                now_s,
-            )
-        return self.passing(now_s=now_s)
+            text = f"{mark} is lost: {why}"
+            lost = [WorkerExit(rank, kind, code, text, fingerprint=mark) for rank in ranks]
+            self._take_exits(lost, now_s)
+        return self.passing(now_s=now_s) if nodes else []
 
     def passing(self, *, now_s: float) -> list[SupervisorCommand]:
         """Decides about failures that have waited long enough; advances the supervisor's time."""
@@ -246,7 +240,9 @@ class GenerationMonitor:
     def waits_for_cause(self) -> bool:
         """Whether all failures that wait may be consequences of another failure."""
         failed = [one for one in self._waiting if one.kind is not ExitKind.FINISHED]
-        return bool(failed) and all(_may_follow(one) for one in failed)
+        return bool(failed) and all(
+            one.kind in _ENDS_ITSELF or may_be_a_consequence(one) for one in failed
+        )
 
     def progress(self) -> Progress:
         return self.reports.progress
@@ -284,12 +280,12 @@ class GenerationMonitor:
                 case KillWorkers():
                     follows = commands[index + 1 :]
                     if not any(isinstance(one, StartGeneration | EndRun) for one in follows):
-                        self._order(killed=True, why=command.why)
+                        self._order(killed=True, why=command.reason)
                 case RequestFinalSnapshot():
-                    self.stop_at_boundary(command.why)
+                    self.stop_at_boundary(command.reason)
                 case SignalWorkers():
                     count = self.orders.signal_count + 1
-                    self._order(signal=command.signal, signal_count=count, why=command.why)
+                    self._order(signal=command.signal, signal_count=count, why=command.reason)
                 case StartGeneration() | EndRun():
                     left.append(command)
                 case _:
@@ -318,11 +314,11 @@ class GenerationMonitor:
 
     def end(self, command: EndRun, *, now_s: float) -> None:
         is_done = command.exit_code == ExitCode.DONE
-        self.incidents.ended(command.why, self.progress(), is_done=is_done, now_s=now_s)
+        self.incidents.ended(command.reason, self.progress(), is_done=is_done, now_s=now_s)
         self._order(
             ended=True,
             exit_code=int(command.exit_code),
-            why=command.why,
+            why=command.reason,
             advice=command.advice,
             cause=command.cause,
         )
@@ -340,7 +336,7 @@ class GenerationMonitor:
         self.watching.can_replace = can_replace = self.num_spares > 0 or is_elastic
         try:
             found = self.watching.look(self._plan, self.reports, now_s=now_s)
-        except Exception as error:  # noqa: BLE001 - who looks must not end what is looked at
+        except Exception as error:  # noqa: BLE001 - a bug in the monitor must not end the run
             self.watching.went_wrong(error)
             return
         node_id, self.watching.unwanted = self.watching.unwanted, ""
@@ -364,7 +360,7 @@ class GenerationMonitor:
                 waiting, ended, self._plan, self.reports, now_s=now_s
             )
             self.watching.failed(exits, self._plan, self.reports, now_s=now_s)
-        except Exception as error:  # noqa: BLE001 - see above
+        except Exception as error:  # noqa: BLE001 - as above
             self.watching.went_wrong(error)
             return waiting
         return exits
@@ -404,7 +400,7 @@ class GenerationMonitor:
             return  # the supervisor has decided about all of them
         self._waiting = [one for one in self._waiting if one.rank != rank]
         self._exits.pop(rank, None)
-        text = f"node {node_id} could not get its state back: {beat.problem}"
+        text = f"node {node_id} could not restore its state: {beat.problem}"
         mark = f"restore {node_id}"
         kind, code = ExitKind.RESTORE_FAILED, ExitCode.STATE_LOST
         if beat.problem_is_link:
@@ -434,15 +430,6 @@ class GenerationMonitor:
             self._checkpoint_s = now_s
             self._order(checkpoint=committed)
 
-    def _look_at_checkpoint(self, now_s: float) -> None:
-        if now_s - self._checkpoint_s >= self._settings.profile.checkpoint.every_s:
-            self.name_checkpoint(now_s=now_s)
-
-    def _note_port(self, plan: GenerationPlan, node_id: str, port: int) -> None:
-        known = self.orders.moved.get(node_id) or plan.smp_ports.get(node_id)
-        if port and port != known:
-            self._order(moved={**self.orders.moved, node_id: port})
-
     def _ahead(self, steps: int) -> int:
         """`steps` plus the steps made before every node has received an order."""
         if self._plan is None or len(self._plan.members) == 1:
@@ -466,11 +453,7 @@ class GenerationMonitor:
         found = self.supervisor.handle(event, now_s=now_s)
         for command in found:
             if isinstance(command, KillWorkers):
-                self.incidents.acted("kill", command.why)
+                self.incidents.acted("kill", command.reason)
             elif isinstance(command, StartGeneration):
-                self.incidents.acted("respawn", command.why)
+                self.incidents.acted("respawn", command.reason)
         return found
-
-
-def _may_follow(end: WorkerExit) -> bool:
-    return end.kind in _ENDS_ITSELF or may_be_a_consequence(end)

@@ -1,4 +1,4 @@
-"""Monitors a running generation: hangs, bad numbers, slowness; and decides what follows.
+"""Monitors a running generation: hangs, numerical anomalies, slowness; and decides what follows.
 
 Rule 1: a problem that only costs time is reported. A problem that makes a run worthless, or stops
         it, is acted on through a failure like any other: one budget, one count of causes, one way
@@ -24,8 +24,8 @@ from ftrun.recovery.suspicions import HangSuspicions, SlowSuspicions
 from ftrun.wire.cluster.generation import GenerationPlan, VersionPair
 
 _BACK = (
-    ". It is only reported: numbers.policy=rollback would go back to a version from before it, and "
-    "skip-data leave the data out too"
+    ". It is only reported: numbers.policy=rollback would resume from a version before it; "
+    "skip-data would also skip the data"
 )
 _STOP = ". It is only reported: numbers.policy=stop would end the run"
 
@@ -37,9 +37,9 @@ class HealthMonitor:
         self.incidents = IncidentLog()
         self.slow = SlowSuspicions()
         self.spoiled: VersionPair | None = None
-        """This version and later ones hold bad numbers; reset with the next generation."""
+        """This version and later ones hold numerical anomalies; reset with the next generation."""
         self.skip_to = -1
-        """Step with which the data that led to bad numbers ends, if it must be skipped; else -1."""
+        """Last step of the data that led to the anomaly, if the data must be skipped; else -1."""
         self.unwanted = ""
         """The node to replace for a hang: see `HungLinks`, and `hang.action: evict`."""
         self.can_replace = False
@@ -48,7 +48,7 @@ class HealthMonitor:
         self.pairs = pairs
         self._first_step_s = settings.profile.hang.suspect_s
         self._evicts_hung = settings.profile.hang.action == "evict"
-        self._bad_numbers = settings.profile.numbers.policy
+        self._numerics_policy = settings.profile.numbers.policy
         self._me = me
         self._hangs = HangSuspicions(settings.profile.hang)
         self._numbers = NumericsDetector()
@@ -80,7 +80,9 @@ class HealthMonitor:
         if found:
             return found
         self._look_at_replicas(plan, reports, now_s)
-        self._look_at_what_is_slow(plan, reports, now_s)
+        for verdict in self.slow.look(reports.beats, plan, self._me, now_s=now_s):
+            known, matrix = _with_troubles(verdict, reports), self.slow.matrix()
+            self.incidents.reported(known, progress, matrix=matrix, now_s=now_s)
         found = self._look_at_first_step(plan, reports, progress, now_s)
         return found or self._look_at_silence(plan, reports, progress, now_s)
 
@@ -100,18 +102,14 @@ class HealthMonitor:
     def _look_at_first_step(
         self, plan: GenerationPlan, reports: MemberReports, progress: Progress, now_s: float
     ) -> list[WorkerExit]:
+        cut, can_replace = self.pairs.cut, self.can_replace
         verdict = self.hung.look(
-            plan,
-            reports,
-            progress,
-            cut=self.pairs.cut,
-            can_replace=self.can_replace,
-            now_s=now_s,
+            plan, reports, progress, cut=cut, can_replace=can_replace, now_s=now_s
         )
         if verdict is None:
             return []
         self.incidents.found(verdict, (), progress, now_s=now_s)
-        self.unwanted = self.hung.node_out(verdict, plan, reports, self.pairs.cut)
+        self.unwanted = self.hung.node_out(verdict, plan, reports, cut)
         return [_hung(verdict, ())]
 
     def _look_at_silence(
@@ -159,22 +157,26 @@ class HealthMonitor:
         verdict = self._numbers.look(ranks, plan.node_of, now_s=now_s)
         if verdict is None:
             return []
-        if self._bad_numbers == "report" or not verdict.acts_at_once:
+        if self._numerics_policy == "report" or not verdict.act_immediately:
             remedy = _BACK if reports.progress.attached else _STOP
-            told = verdict.text + (remedy if verdict.acts_at_once else "")
+            told = verdict.text + (remedy if verdict.act_immediately else "")
             verdict = msgspec.structs.replace(verdict, text=told)
             self.incidents.reported(verdict, reports.progress, now_s=now_s)
             return []
         self.incidents.found(verdict, (), reports.progress, now_s=now_s)
-        # Only one place was checked, and bad numbers spread per step: one more step is given up.
+        # Only one place was checked, and anomalies spread per step: one more step is given up.
         first = max(0, self._numbers.bad_since - 1)
         has_come_along = plan.restore is not None and first <= plan.restore[1]
         self.spoiled = plan.restore if has_come_along else (plan.generation, first)
-        self.skip_to = self._numbers.bad_since if self._bad_numbers == "skip-data" else -1
+        self.skip_to = self._numbers.bad_since if self._numerics_policy == "skip-data" else -1
         rank = Rank((*verdict.culprits, *verdict.victims, 0)[0])
         text = f"{verdict.kind.value}: {verdict.text}"
         code = ExitCode.DO_NOT_RESTART
-        return [WorkerExit(rank, ExitKind.BAD_NUMBERS, code, text, fingerprint=verdict.fingerprint)]
+        return [
+            WorkerExit(
+                rank, ExitKind.NUMERICAL_ANOMALY, code, text, fingerprint=verdict.fingerprint
+            )
+        ]
 
     def _look_at_replicas(self, plan: GenerationPlan, reports: MemberReports, now_s: float) -> None:
         told = next((beat for beat in reports.current if beat.differs), None)
@@ -190,23 +192,15 @@ class HealthMonitor:
             culprits=ranks if is_vote else (),
             victims=() if is_vote else ranks,
             nodes=nodes if is_vote else (),
-            text=f"what {who} hold as replicas is not what the others hold"
+            text=f"the replicas on {who} differ from those of the other ranks"
             if is_vote
-            else f"{who} held the same, and do no more; which of them is right cannot be told",
+            else f"the replicas on {who} differ; which of them is correct is unknown",
             evidence=(told.differs,),
-            against=("a script that trains something for itself on one rank does the same",),
-            sure=Confidence.LIKELY if is_vote else Confidence.POSSIBLE,
+            counter_evidence=("ranks that train different values by design have the same effect",),
+            confidence=Confidence.LIKELY if is_vote else Confidence.POSSIBLE,
             fingerprint=f"replicas {' '.join(map(str, ranks))}",
         )
         self.incidents.reported(verdict, reports.progress, now_s=now_s)
-
-    def _look_at_what_is_slow(
-        self, plan: GenerationPlan, reports: MemberReports, now_s: float
-    ) -> None:
-        for verdict in self.slow.look(reports.beats, plan, self._me, now_s=now_s):
-            matrix = self.slow.matrix()
-            known = _with_troubles(verdict, reports)
-            self.incidents.reported(known, reports.progress, matrix=matrix, now_s=now_s)
 
     # --- ranks that have ended ----------------------------------------------------------------
 

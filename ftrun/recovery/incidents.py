@@ -7,18 +7,32 @@ Rule 2: an incident is closed when all ranks are past the step they had reached,
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from ftrun.events import ExitKind, Progress, WorkerExit
 from ftrun.ids import Step
 from ftrun.monitor.numerics import LossContinuity
+from ftrun.monitor.slow.links import DelayTableCell
 from ftrun.monitor.verdicts import Confidence, RankView, Verdict, VerdictKind
+from ftrun.records.incidents import (
+    ActionTaken,
+    AdditionalFinding,
+    Downtime,
+    IncidentClosed,
+    IncidentVerification,
+    LifecycleChanged,
+    LifecycleChangeRejected,
+    SuspicionRaised,
+    VerdictRecord,
+)
+from ftrun.records.note import Note
+from ftrun.records.recovery import DowntimeRecord
+from ftrun.records.run import InternalErrorRecord
 from ftrun.recovery.commands import JournalEntry
-from ftrun.recovery.lifecycle import Downtime, Lifecycle, LifecycleState, downtime
+from ftrun.recovery.lifecycle import Lifecycle, LifecycleState, downtime
 from ftrun.recovery.suspicions import HangFinding
 from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.cluster.membership import Heartbeat, RestartTimes
@@ -66,8 +80,8 @@ class IncidentLog:
     def __init__(self) -> None:
         self.count = 0
         self.open: Incident | None = None
-        self.closed: deque[tuple[float, Mapping[str, object]]] = deque(maxlen=KEPT)
-        """The last ones: when each was closed, its text, and the fields of its journal line."""
+        self.closed: deque[tuple[float, IncidentClosed]] = deque(maxlen=KEPT)
+        """The last ones, with the time of the end."""
         self.life = Lifecycle()
         self._losses = LossContinuity()
         self._notes: list[JournalEntry] = []
@@ -77,7 +91,7 @@ class IncidentLog:
         """Nodes whose ranks were restarted."""
         self._stepped: dict[str, tuple[float, RestartTimes]] = {}
         """When the last rank of each of these nodes completed its first step."""
-        self._matrix: list[dict[str, Any]] = []
+        self._matrix: tuple[DelayTableCell, ...] = ()
 
     def take_notes(self) -> list[JournalEntry]:
         notes, self._notes = self._notes, []
@@ -101,7 +115,7 @@ class IncidentLog:
     def agent_lost(self, node_id: str, fault_s: float, *, now_s: float) -> None:
         """Opens an incident for the restart of the leader's own agent, which ended its ranks."""
         self.sign(fault_s)
-        text = f"the agent of node {node_id} ended, and another one took over"
+        text = f"the agent of node {node_id} was restarted"
         incident = self._incident(text, Progress(Step(0), 0, attached=False), now_s=now_s)
         incident.kind, incident.best_step = "agent lost", -1
         incident.detected_s, incident.known_s = now_s - incident.began_s, now_s
@@ -112,9 +126,7 @@ class IncidentLog:
         restarted = plan.members if plan.generation > 0 else ()
         self._awaited = frozenset(node.node_id for node in restarted)
         if self.life.state is LifecycleState.LAUNCH:
-            self._go(
-                LifecycleState.CHECK, f"{len(plan.members)} node(s) are here, ranks are starting"
-            )
+            self._go(LifecycleState.CHECK, f"ranks are starting; nodes: {len(plan.members)}")
             return
         self._go(LifecycleState.RECOVER, plan.why)  # without a failure: a reconfiguration
         state = LifecycleState.VERIFY if self.open is not None else LifecycleState.CHECK
@@ -125,21 +137,15 @@ class IncidentLog:
             self.open.downtime = None
 
     def suspected(self, finding: HangFinding, progress: Progress, *, now_s: float) -> None:
-        ranks = sorted(view.rank for view in finding.views if view.has_stepped)
+        ranks = tuple(sorted(view.rank for view in finding.views if view.has_stepped))
         text = (
-            f"no step for {finding.silent_s:.1f} s: a hang is suspected (the limit is "
-            f"{finding.deadline_s:.1f} s, by this run's own steps)"
+            f"no step for {finding.silent_s:.1f} s: a hang is suspected (limit "
+            f"{finding.deadline_s:.1f} s, from the step times of this run)"
         )
         incident = self._incident(text, progress, now_s=now_s - finding.silent_s)
         self._go(LifecycleState.SUSPECT, text)
-        self._note(
-            "Suspected",
-            text,
-            incident=incident.number,
-            ranks=ranks,
-            silent_s=round(finding.silent_s, 2),
-            deadline_s=round(finding.deadline_s, 2),
-        )
+        silent_s, deadline_s = round(finding.silent_s, 2), round(finding.deadline_s, 2)
+        self._note(SuspicionRaised(text, incident.number, ranks, silent_s, deadline_s))
 
     def named(self, verdict: Verdict, views: Sequence[RankView], *, now_s: float) -> None:
         """Records the verdict of the open incident, or a changed one."""
@@ -151,20 +157,13 @@ class IncidentLog:
             incident.detected_s, incident.known_s = now_s - incident.began_s, now_s
         elif _gist(last) == _gist(verdict):
             return
-        matrix, self._matrix = self._matrix, []
+        matrix, self._matrix = self._matrix, ()
         is_known = last is not None and last.text == verdict.text
         incident.verdict, incident.text = verdict, verdict.text
         self._go(LifecycleState.DIAGNOSE, verdict.text)
-        self._note(
-            "Verdict",
-            verdict.text,
-            say=not is_known,
-            incident=incident.number,
-            step=max(incident.best_step, 0),
-            verdict=verdict.as_json(),
-            matrix=matrix,
-            ranks=[_view_as_json(view, verdict) for view in views],
-        )
+        step, ranks = max(incident.best_step, 0), tuple(_cut(view, verdict) for view in views)
+        record = VerdictRecord(verdict.text, incident.number, verdict, step, ranks, matrix)
+        self._note(record, say=not is_known)
 
     def found(
         self, verdict: Verdict, views: Sequence[RankView], progress: Progress, *, now_s: float
@@ -174,12 +173,9 @@ class IncidentLog:
         self.named(verdict, views, now_s=now_s)
 
     def cleared(self, progress: Progress, *, now_s: float) -> None:
-        if (
-            self.life.state in (LifecycleState.SUSPECT, LifecycleState.DIAGNOSE)
-            and self.open is not None
-        ):
+        if self.is_suspected and self.open is not None:
             self.open.actions.append("report")
-            self._go(LifecycleState.RUN, "steps are made again")
+            self._go(LifecycleState.RUN, "ranks make steps again")
             self._close(None, progress, now_s=now_s)
 
     def reported(
@@ -187,17 +183,17 @@ class IncidentLog:
         verdict: Verdict,
         progress: Progress,
         *,
-        matrix: Sequence[dict[str, Any]] = (),
+        matrix: Sequence[DelayTableCell] = (),
         now_s: float,
     ) -> None:
         """Reports a verdict without an action; adds it to an open incident."""
         if self.open is not None:
-            self._note("Also", verdict.text, say=True, incident=self.open.number)
+            self._note(AdditionalFinding(verdict.text, self.open.number), say=True)
             return
-        self._matrix = list(matrix)
+        self._matrix = tuple(matrix)
         self.found(verdict, (), progress, now_s=now_s)
         self._incident(verdict.text, progress, now_s=now_s).actions.append("report")
-        self._go(LifecycleState.RUN, "it is reported, and nothing else is done")
+        self._go(LifecycleState.RUN, "it is only reported")
         self._close(None, progress, now_s=now_s)
 
     def failed(self, cause: WorkerExit, nodes: Sequence[str], progress: Progress, *,
@@ -205,17 +201,17 @@ class IncidentLog:
         incident = self._incident(cause.text, progress, now_s=now_s)
         if incident.verdict is None:
             self.named(verdict_of(cause, nodes), (), now_s=now_s)
-        elif cause.kind not in (ExitKind.HUNG, ExitKind.SKIPPED, ExitKind.BAD_NUMBERS):
-            self._note("Also", cause.text, incident=incident.number)
+        elif cause.kind not in (ExitKind.HUNG, ExitKind.SKIPPED, ExitKind.NUMERICAL_ANOMALY):
+            self._note(AdditionalFinding(cause.text, incident.number))
 
     def tell_bug(self, text: str) -> None:
-        words = f"ranks are not watched until the next restart; this is a bug in ftrun ({text})"
-        self._note("bug", words, say=True)
+        words = f"ranks are not monitored until the next restart, by a bug in ftrun ({text})"
+        self._note(InternalErrorRecord(words), say=True)
 
     def acted(self, action: str, why: str) -> None:
         if self.open is not None:
             self.open.actions.append(action)
-            self._note("Action", why, incident=self.open.number, action=action, why=why)
+            self._note(ActionTaken(why, self.open.number, action))
         if action in ("respawn", "evict", "rollback"):
             self._go(LifecycleState.RECOVER, why)
 
@@ -233,7 +229,7 @@ class IncidentLog:
         incident = self.open
         if incident is None:  # a reconfiguration
             text = f"training again {last.total_s:.2f} s after the ranks were stopped"
-            self._note("Downtime", text, say=True, incident=None, total_s=round(last.total_s, 3))
+            self._note(DowntimeRecord(text, None, round(last.total_s, 3)), say=True)
             return last.total_s
         fault_s = incident.fault_s
         known_s = fault_s if incident.known_s is None else incident.known_s
@@ -241,8 +237,9 @@ class IncidentLog:
         if incident.downtime_before is not None:
             took = incident.downtime_before.plus(took)
         incident.downtime = took
-        fields = {"incident": incident.number, "fault_s": fault_s, "stepped_s": stepped_s}
-        self._note("Downtime", took.text, say=True, **fields, **took.as_fields())
+        parts = msgspec.structs.asdict(took.rounded())
+        parts |= {"fault_s": fault_s, "stepped_s": stepped_s}
+        self._note(DowntimeRecord(took.text, incident.number, **parts), say=True)
         return took.total_s
 
     def progress(self, beats: Sequence[Heartbeat], progress: Progress, *, now_s: float) -> None:
@@ -294,39 +291,39 @@ class IncidentLog:
         lost = None
         if restored is not None and self._attached and incident.best_step >= 0:
             lost = max(0, incident.best_step - restored)
-        self._note(
-            "IncidentClosed",
+        downtime = incident.downtime.rounded() if incident.downtime is not None else None
+        closed = IncidentClosed(
             incident.text,
-            incident=incident.number,
+            incident.number,
             verdict_kind=verdict.kind.value if verdict is not None else incident.kind,
-            culprits=list(verdict.culprits) if verdict is not None else [],
-            nodes=list(verdict.nodes) if verdict is not None else [],
-            detected_s=_rounded(incident.detected_s),
-            recovered_s=_rounded(incident.downtime.total_s if incident.downtime else None),
-            downtime=incident.downtime.as_fields() if incident.downtime else None,
+            culprits=verdict.culprits if verdict is not None else (),
+            nodes=verdict.nodes if verdict is not None else (),
+            verified=IncidentVerification(
+                progress.step > incident.best_step, self._losses.judge(loss)
+            ),
+            action=incident.actions[-1] if incident.actions else "none",
+            actions=tuple(incident.actions),
+            open_s=round(now_s - incident.began_s, 3),
+            detected_s=None if incident.detected_s is None else round(incident.detected_s, 3),
+            recovered_s=None if downtime is None else downtime.total_s,
+            downtime=downtime,
             steps_lost=lost,
             restored=restored,
-            verified={
-                "progress": progress.step > incident.best_step,
-                "loss": self._losses.judge(loss),
-            },
-            action=incident.actions[-1] if incident.actions else "none",
-            actions=incident.actions,
-            open_s=_rounded(now_s - incident.began_s),
-        )  # fmt: skip
-        shown = {"text": incident.text, "generations": incident.generations}
-        self.closed.append((now_s, {**self._notes[-1].fields, **shown}))
+            generations=tuple(incident.generations),
+        )
+        self._note(closed)
+        self.closed.append((now_s, closed))
 
     def _go(self, new: LifecycleState, why: str) -> None:
         change = self.life.go(new, why)
         if change is None:
             return
         number = self.open.number if self.open is not None else None
-        kind = "TransitionRefused" if change.is_refused else "Transition"
-        self._note(kind, why, incident=number, old=change.old.value, new=change.new.value, why=why)
+        kind = LifecycleChangeRejected if change.is_refused else LifecycleChanged
+        self._note(kind(why, number, change.old.value, change.new.value))
 
-    def _note(self, kind: str, text: str, *, say: bool = False, **fields: object) -> None:
-        self._notes.append(JournalEntry(kind, text, fields, say=say))
+    def _note(self, record: Note, *, say: bool = False) -> None:
+        self._notes.append(JournalEntry(record, say=say))
 
 
 def verdict_of(cause: WorkerExit, nodes: Sequence[str]) -> Verdict:
@@ -342,23 +339,18 @@ def verdict_of(cause: WorkerExit, nodes: Sequence[str]) -> Verdict:
         nodes=tuple(nodes),
         text=cause.text,
         evidence=tuple(evidence),
-        sure=Confidence.LIKELY if cause.kind is ExitKind.LEFT_EARLY else Confidence.CERTAIN,
-        acts_at_once=True,
+        confidence=Confidence.LIKELY if cause.kind is ExitKind.LEFT_EARLY else Confidence.CERTAIN,
+        act_immediately=True,
         fingerprint=cause.fingerprint,
     )
 
 
-def _view_as_json(view: RankView, verdict: Verdict) -> dict[str, Any]:
+def _cut(view: RankView, verdict: Verdict) -> RankView:
     """A rank for the report; whole stacks only of culprits and of one victim."""
-    found: dict[str, Any] = msgspec.to_builtins(view)
-    if view.rank not in (*verdict.culprits, *verdict.victims[:1]):
-        found["stack"] = found["stack"][:1]
-    return found
+    if view.rank in (*verdict.culprits, *verdict.victims[:1]):
+        return view
+    return msgspec.structs.replace(view, stack=view.stack[:1])
 
 
 def _gist(verdict: Verdict) -> tuple[object, ...]:
-    return (verdict.kind, verdict.culprits, verdict.acts_at_once, verdict.sure)
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 3)
+    return (verdict.kind, verdict.culprits, verdict.act_immediately, verdict.confidence)

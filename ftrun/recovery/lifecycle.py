@@ -11,9 +11,10 @@ Rule 2: A second is counted once. A step that is repeated after a failure counte
         first time.
 """
 
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import dataclass
 from enum import Enum
 
+from ftrun.records.incidents import Downtime
 from ftrun.wire.cluster.membership import RestartTimes
 
 
@@ -155,7 +156,7 @@ class TimeAccounting:
         elif life == "verify" and has_stepped:
             found = AGAIN
         elif found == START and self._has_run:
-            found = RECOVERY  # nodes have joined, and the same ranks start once more
+            found = RECOVERY  # a reconfiguration: the ranks start again
         self._last_class = found
         since_s = blocked_s - self._blocked_s if blocked_s >= self._blocked_s else blocked_s
         self._blocked_s = blocked_s
@@ -170,39 +171,6 @@ class TimeAccounting:
         found = dict(self.seconds)
         found[self._last_class] += max(0.0, now_s - self._last_s)
         return found
-
-
-@dataclass(frozen=True, slots=True)
-class Downtime:
-    """The downtime of an incident in seconds, and its four parts, which add up to the total.
-
-    It begins with the fault: the end of a process as the kernel reports it, or the last sign of
-    life of a process that then became unresponsive. It ends when every rank has completed its next
-    step, whether that step is new or repeated.
-    """
-
-    total_s: float
-    detection_s: float
-    """From the fault to the verdict."""
-    restart_s: float
-    """Stop the ranks, choose what to restore, start processes, connect, set up the script."""
-    restore_s: float
-    first_step_s: float
-
-    def as_fields(self) -> dict[str, float]:
-        return {name: round(value, 3) for name, value in asdict(self).items()}
-
-    def plus(self, other: "Downtime") -> "Downtime":
-        parts = zip(astuple(self), astuple(other), strict=True)
-        return Downtime(*(one + another for one, another in parts))
-
-    @property
-    def text(self) -> str:
-        return (
-            f"training again {self.total_s:.2f} s after the fault (detection "
-            f"{self.detection_s:.2f} s, restart {self.restart_s:.2f} s, restore "
-            f"{self.restore_s:.2f} s, first step {self.first_step_s:.2f} s)"
-        )
 
 
 def downtime(*, fault_s: float, known_s: float, stepped_s: float, last: RestartTimes) -> Downtime:

@@ -57,9 +57,9 @@ class LostLinks:
     def words(self) -> str:
         if len(self.pairs) == 1:
             one, other = self.pairs[0]
-            return f"the link between nodes {one} and {other} carries nothing"
+            return f"the link between nodes {one} and {other} carries no data"
         links = ", ".join(f"{one} and {other}" for one, other in self.pairs)
-        return f"the links between nodes {links} carry nothing"
+        return f"the links between nodes {links} carry no data"
 
 
 def lost_links(
@@ -97,7 +97,7 @@ def with_lost_links(verdict: Verdict | None, lost: LostLinks, ranks: Sequence[in
 def _is_explained(verdict: Verdict, lost: LostLinks) -> bool:
     if verdict.kind is VerdictKind.HANG_IN_COMMUNICATION:
         return True
-    is_idle = verdict.kind is VerdictKind.HANG_IN_COMPUTATION and not verdict.against
+    is_idle = verdict.kind is VerdictKind.HANG_IN_COMPUTATION and not verdict.counter_evidence
     return is_idle and set(verdict.nodes) <= {node for pair in lost.pairs for node in pair}
 
 
@@ -156,7 +156,7 @@ class HungLinks:
             if not self.nodes or for_s < limit_s:
                 return None
             nodes = ", ".join(self.nodes)
-            what = f"the restart after a hang between nodes {nodes} changed nothing"
+            what = f"the restart after a hang between nodes {nodes} did not help"
             return _no_first_step(what, plan, for_s, None)
         if self._lost_s is None:
             self._lost_s = now_s
@@ -188,24 +188,25 @@ class HungLinks:
 def _no_first_step(
     what: str, plan: GenerationPlan, for_s: float, lost: LostLinks | None
 ) -> Verdict:
-    ranks = [rank for node in plan.members for rank in node.ranks]
+    ranks = tuple(rank for node in plan.members for rank in node.ranks)
     text = f"{what}, and no rank has made a step in {for_s:.0f} s of generation {plan.generation}"
     if lost is not None:
         return _verdict(lost, text, (), ranks)
+    kind = VerdictKind.HANG_IN_COMMUNICATION
     return Verdict(
-        kind=VerdictKind.HANG_IN_COMMUNICATION,
+        kind=kind,
         culprits=(),
         nodes=tuple(node.node_id for node in plan.members),
-        victims=tuple(ranks),
+        victims=ranks,
         text=text,
-        sure=Confidence.POSSIBLE,
-        fingerprint=f"{VerdictKind.HANG_IN_COMMUNICATION.value} no first step",
+        confidence=Confidence.POSSIBLE,
+        fingerprint=f"{kind.value} no first step",
     )
 
 
 def _verdict(lost: LostLinks, text: str, seen: Sequence[str], ranks: Sequence[int]) -> Verdict:
     said = [
-        f"nodes {one} and {other} cannot reach each other, as both report"
+        f"nodes {one} and {other} both report that they cannot reach each other"
         for one, other in lost.pairs
     ]
     nodes = tuple(dict.fromkeys(node for pair in lost.pairs for node in pair))
@@ -216,8 +217,8 @@ def _verdict(lost: LostLinks, text: str, seen: Sequence[str], ranks: Sequence[in
         victims=tuple(sorted(ranks)),
         text=text,
         evidence=(*said, *seen),
-        sure=Confidence.CERTAIN,
-        acts_at_once=True,
+        confidence=Confidence.CERTAIN,
+        act_immediately=True,
         fingerprint=f"{VerdictKind.HANG_IN_COMMUNICATION.value} {' '.join(nodes)}",
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ftrun.records.membership import NodeLeft, NodeLost
 from ftrun.recovery.commands import JournalEntry
 from ftrun.wire.cluster.generation import (
     GenerationPlan,
@@ -19,7 +20,7 @@ from ftrun.wire.cluster.generation import (
 MAX_RESTARTS = 10
 MAX_GONE = 20
 _MAX_TEXT = 200
-_LEFT = "it was asked to, and the run continues without it"
+_LEFT = "it has drained; the run continues without it"
 
 
 @dataclass(slots=True)
@@ -43,7 +44,7 @@ class Gone:
     at_s: float
     has_left: bool
     was_asked: bool
-    """It was asked to leave, and may have ended before its ranks had moved."""
+    """It was draining, and may have ended before its ranks had moved."""
 
 
 class GoingNode(Protocol):
@@ -51,7 +52,7 @@ class GoingNode(Protocol):
 
     card: NodeCard
     has_left: bool
-    """It was asked to leave, and its ranks had moved."""
+    """It has drained: its ranks had moved."""
 
 
 class Past:
@@ -63,16 +64,13 @@ class Past:
 
     @property
     def restarts(self) -> list[Restart]:
-        """Sorted by generation."""
         return [one for _, one in sorted(self._restarts.items())]
 
     @property
     def gone(self) -> list[Gone]:
-        """Sorted by the time of their end."""
         return sorted(self._gone.values(), key=lambda one: one.at_s)
 
     def was_asked_to_leave(self, node_id: str) -> bool:
-        """Whether the end of this node is no failure."""
         return node_id in self._gone and self._gone[node_id].was_asked
 
     # --- what happens -------------------------------------------------------------------------
@@ -95,11 +93,10 @@ class Past:
         reason = _LEFT if peer.has_left else reason[:_MAX_TEXT]
         self._keep_gone(Gone(peer.card, reason, now_s, peer.has_left, was_asked))
         if peer.has_left:
-            return JournalEntry(
-                "NodeLeft", f"node {node_id} has left, as it was asked to", say=True
-            )
+            text = f"node {node_id} has drained"
+            return JournalEntry(NodeLeft(text, node_id), say=True)
         text = f"node {node_id} is lost: {reason}"
-        return JournalEntry("NodeLost", text, {"member": was_member}, say=True)
+        return JournalEntry(NodeLost(text, node_id, was_member), say=True)
 
     def leaves(self, card: NodeCard, *, now_s: float) -> None:
         """Records a draining node. The next plan names it: its leader may not see the node end."""

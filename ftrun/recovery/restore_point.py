@@ -71,9 +71,6 @@ class _Group:
             )
         ]
 
-    def bears_what_is_missing(self, slots: Slots) -> bool:
-        return len(self.missing(slots)) <= self.name.parity
-
     @property
     def is_committed(self) -> bool:
         """Whether all of its nodes held their parts, including nodes that are missing now."""
@@ -98,10 +95,6 @@ class _Group:
         )
 
 
-def _worth(part: ProtectionPart) -> tuple[bool, bool, int]:
-    return (part.is_complete, part.is_committed, len(part.mirrors))
-
-
 @dataclass
 class _Held:
     """All that the reachable nodes hold of one version."""
@@ -117,7 +110,10 @@ class _Held:
         name = f"{part.protected_in}/{part.parity}/{members}"
         parts = self.groups.setdefault(name, _Group(part)).parts
         # A node that rebuilds its part holds it twice: the complete one counts.
-        parts[node_id] = max((parts.get(node_id, part), part), key=_worth)
+        parts[node_id] = max(
+            (parts.get(node_id, part), part),
+            key=lambda one: (one.is_complete, one.is_committed, len(one.mirrors)),
+        )
         self.is_committed |= part.is_committed
 
     @property
@@ -143,7 +139,7 @@ class _Held:
         is_protected = self.margin >= 0 and (
             committed is None or self.is_committed or self.margin >= committed.margin
         )
-        if is_protected and all(self._has_mirror(rank, groups) for rank in lost):
+        if is_protected and all(any(one.has_mirror_of(rank) for one in groups) for rank in lost):
             return [group.source for group in groups]
         return self._what_is_missing(lost, groups) if lost else self._bare_sources()
 
@@ -176,10 +172,6 @@ class _Held:
                 covered.update(group.ranks)
         return chosen
 
-    @staticmethod
-    def _has_mirror(rank: int, groups: Iterable[_Group]) -> bool:
-        return any(group.has_mirror_of(rank) for group in groups)
-
     def _bare_sources(self) -> list[RestoreSource]:
         """The nodes that hold the slots; their protection is not relied on."""
         held: dict[str, list[int]] = {}
@@ -194,17 +186,17 @@ class _Held:
 
     def _what_is_missing(self, lost: Sequence[int], groups: Sequence[_Group]) -> str:
         names = ", ".join(str(one) for one in lost)
-        ranks, are, it = ("rank", "is", "it") if len(lost) == 1 else ("ranks", "are", "them")
+        ranks, are = ("rank", "is") if len(lost) == 1 else ("ranks", "are")
         group = next((one for one in groups if lost[0] in one.ranks), None)
         if group is None:
-            return f"{ranks} {names} {are} held by no node that is here, and nothing protects {it}"
-        if group.bears_what_is_missing(self.slots):
-            return f"{ranks} {names} cannot be rebuilt: not all nodes have protected this version"
+            return f"no present node holds {ranks} {names}, which {are} not protected"
         gone = group.missing(self.slots)
+        if len(gone) <= group.name.parity:
+            return f"{ranks} {names} cannot be rebuilt: not all nodes have protected this version"
         members = ", ".join(member.node_id for member in group.name.members)
         return (
-            f"{ranks} {names} cannot be rebuilt: of the group {members}, {', '.join(gone)} are "
-            f"missing, and only {group.name.parity} may be"
+            f"{ranks} {names} cannot be rebuilt: missing of the group {members}: "
+            f"{', '.join(gone)}; at most {group.name.parity} may be missing"
         )
 
 
@@ -252,19 +244,16 @@ def choose(
             if missed is None and away and one.may_be_committed:
                 missed = name
             continue
-        why = f"{name}: every rank can be had"
-        if wanted is not None and name < wanted:
-            why += f"; {wanted}, which was committed, is lost: {'; '.join(problems[:2])}"
-            return RestoreChoice(
-                name, why, size, tuple(found), wanted, committed=name, holders=away
-            )
-        if missed is not None:
-            why += f"; {missed}, which may have been committed, is lost: {'; '.join(problems[:2])}"
-            return RestoreChoice(
-                name, why, size, tuple(found), missed, committed=wanted, holders=away
-            )
-        return RestoreChoice(name, why, size, tuple(found), committed=wanted)
-    why = "; ".join(problems[:2]) or "nothing is offered"
+        why = f"{name}: every rank can be restored"
+        is_older = wanted is not None and name < wanted
+        lost = wanted if is_older else missed
+        if lost is None:
+            return RestoreChoice(name, why, size, tuple(found), committed=wanted)
+        was = "was" if is_older else "may have been"
+        why += f"; {lost} {was} committed and is lost: {'; '.join(problems[:2])}"
+        newest = name if is_older else wanted
+        return RestoreChoice(name, why, size, tuple(found), lost, newest, away)
+    why = "; ".join(problems[:2]) or "no node holds a snapshot"
     newest = missed if wanted is None or (missed is not None and missed > wanted) else wanted
     return RestoreChoice(None, why, wanted=newest, committed=wanted, holders=away)
 

@@ -135,12 +135,12 @@ class MemberReports:
         return -1 if is_committed else self.sealed_step - 1
 
     def are_protected(self) -> bool:
-        """Whether any one member can be lost without losing what it is ready with."""
-        return self.all_run and all(self.beats[one].survives > 0 for one in self._current)
+        """Whether any one member can be lost without losing the version it is ready with."""
+        return self.all_run and all(beat.survives > 0 for beat in self.current)
 
     def wished_every(self) -> int:
         """The longest interval in steps that any rank requests."""
-        return max((self.beats[one].wished_every for one in self._current), default=0)
+        return max((beat.wished_every for beat in self.current), default=0)
 
 
 def _ready(beat: Heartbeat) -> VersionPair | None:

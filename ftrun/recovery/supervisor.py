@@ -122,7 +122,7 @@ class Supervisor:
         """See `FailureHistory.bad_checkpoints`."""
         self.restarts = 0
         self._restart, self._stop = profile.restart, profile.stop
-        self._bad_numbers = profile.numbers.policy
+        self._numerics_policy = profile.numbers.policy
         self._is_explicit = max_restarts is not None
         if max_restarts is None:
             self.budget = RestartBudget(profile.restart.budget, profile.restart.window_s)
@@ -185,17 +185,17 @@ class Supervisor:
                 assert_never(event)
 
     def _workers_exited(self, event: WorkersExited, now_s: float) -> list[SupervisorCommand]:
-        if self.state in STOPPING:
-            return self._stopping(event)
+        is_stopping = self.state in STOPPING
         failed = [found for found in event.exits if found.kind is not ExitKind.FINISHED]
-        if self.state is not SupervisorState.RUNNING:
+        if self.state is not SupervisorState.RUNNING and not is_stopping:
             return []
-        if failed:
+        if failed and not is_stopping:
             return self._failed(first_cause(failed), event.progress, now_s)
         self._finished.update(found.rank for found in event.exits)
         if len(self._finished) < self.world_size:
             return []
-        return self._end(EndRun(ExitCode.DONE, "every rank has finished"))
+        done = EndRun(ExitCode.DONE, "every rank has finished")
+        return self._end(self._stopped() if is_stopping else done)
 
     def _failed(
         self, cause: WorkerExit, progress: Progress, now_s: float
@@ -209,8 +209,8 @@ class Supervisor:
         # Before the first step of this generation, the script may not have reached `attach` yet.
         if not progress.attached and progress.steps_here > 0:
             why += (
-                "; the script does not call ftrun.attach, so it begins from its own beginning or "
-                "its own checkpoint"
+                "; the script does not call ftrun.attach, so it restarts from its beginning or "
+                "from its own checkpoint"
             )
         pause_s = self._pause_s()
         if pause_s <= 0:
@@ -218,7 +218,9 @@ class Supervisor:
             return [KillWorkers(cause.text), StartGeneration(why)]
         self.state = SupervisorState.BACKING_OFF
         self._deadline_s = now_s + pause_s
-        self._resume_why = f"{why}; waited {pause_s:.0f} s, as the last restart brought no progress"
+        self._resume_why = (
+            f"{why}; waited {pause_s:.0f} s, because the last restart made no progress"
+        )
         return [KillWorkers(cause.text)]
 
     def _refusal(self, cause: WorkerExit, progress: Progress, now_s: float) -> EndRun | None:
@@ -226,23 +228,23 @@ class Supervisor:
         self._steps_seen |= progress.steps_here > 0
         own_code = cause.code if cause.code > 0 else 128 - cause.code
         if cause.kind in _ENDS_ITSELF and not self._steps_seen and not self._is_explicit:
-            advice = "Nothing was retried: the program ended by itself before its first step."
+            advice = "Not retried: the program ended by itself before its first step."
             return EndRun(own_code, cause.text, cause, advice)
-        if cause.kind is ExitKind.BAD_NUMBERS and self._bad_numbers == "stop":
+        if cause.kind is ExitKind.NUMERICAL_ANOMALY and self._numerics_policy == "stop":
             advice = (
                 "numbers.policy is stop. The last snapshots and checkpoints are from before it."
             )
             return EndRun(ExitCode.DO_NOT_RESTART, cause.text, cause, advice)
         if self._is_the_same_again(cause, progress):
             advice = (
-                f"The same failure came {self._same_cause[1]} times without a step of progress, so "
-                "another restart would not help. Mend the cause, then start again."
+                f"The same failure occurred {self._same_cause[1]} times without a step of "
+                "progress, so another restart would not help. Correct the cause, then start again."
             )
             return EndRun(ExitCode.DO_NOT_RESTART, cause.text, cause, advice)
         if self.budget.is_spent(now_s=now_s):
-            advice = f"The budget is used up: {self.budget}."
+            advice = f"The restart budget is used up: {self.budget}."
             if not self._is_explicit:
-                advice += " Raise restart.budget in the profile, or give --max-restarts."
+                advice += " Raise restart.budget in the profile, or use --max-restarts."
             return EndRun(own_code, cause.text, cause, advice)
         return None
 
@@ -275,11 +277,10 @@ class Supervisor:
             return []
         if self.state in STOPPING:
             self.state = SupervisorState.KILLED
-            return [KillWorkers(f"{event.by}, for the second time")]
-        was_backing_off = self.state is SupervisorState.BACKING_OFF
+            return [KillWorkers(f"{event.by} (second request)")]
         self._stop_signal = Signals(event.signal)
         self._grace_ends_s = now_s + self._stop.grace_s
-        if was_backing_off:
+        if self.state is SupervisorState.BACKING_OFF:
             return self._end(self._stopped())
         if event.attached and self._stop.boundary_wait_s > 0:
             self.state = SupervisorState.LAST_SNAPSHOT
@@ -287,15 +288,8 @@ class Supervisor:
             return [RequestFinalSnapshot(event.by)]
         return self._signal_workers(event.by)
 
-    def _stopping(self, event: WorkersExited) -> list[SupervisorCommand]:
-        self._finished.update(found.rank for found in event.exits)
-        if len(self._finished) < self.world_size:
-            return []
-        return self._end(self._stopped())
-
     def _stopped(self) -> EndRun:
-        name = self._stop_signal.name
-        return EndRun(128 + self._stop_signal, f"stopped by {name}")
+        return EndRun(128 + self._stop_signal, f"stopped by {self._stop_signal.name}")
 
     def _signal_workers(self, why: str) -> list[SupervisorCommand]:
         self.state = SupervisorState.SIGNALLED
@@ -310,10 +304,10 @@ class Supervisor:
             return [StartGeneration(self._resume_why)]
         if self.state is SupervisorState.LAST_SNAPSHOT:
             wait_s = self._stop.boundary_wait_s
-            return self._signal_workers(f"not every rank came to a boundary within {wait_s:.0f} s")
+            return self._signal_workers(f"not every rank reached a boundary in {wait_s:.0f} s")
         if self.state is SupervisorState.SIGNALLED:
             self.state = SupervisorState.KILLED
-            return [KillWorkers(f"the grace of {self._stop.grace_s:.0f} s is over")]
+            return [KillWorkers(f"the grace period of {self._stop.grace_s:.0f} s is over")]
         return []
 
     def _end(self, command: EndRun) -> list[SupervisorCommand]:
@@ -336,6 +330,6 @@ class ComponentRestarts:
         budget = self._smp if is_smp else self._zygote
         if budget.is_spent(now_s=now_s):
             part = "smp" if is_smp else "zygote"
-            return DisableComponent(part, f"{event.text}; it has died too often ({budget})")
+            return DisableComponent(part, f"{event.text}; it died too often ({budget})")
         budget.spend(now_s=now_s)
         return RespawnSmp(event.text) if is_smp else RespawnZygote(event.text)

@@ -12,7 +12,6 @@ Rule 4: slowness triggers no action here: a slow rank costs time, a wrong verdic
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -20,12 +19,19 @@ from ftrun.config.profile import HangConfig
 from ftrun.monitor.hang_detector import find_hang
 from ftrun.monitor.page_values import decode_groups
 from ftrun.monitor.slow.delay_matrix import NodeTraffic
-from ftrun.monitor.slow.links import LinkProbeReading, SlowLinkDetector
+from ftrun.monitor.slow.links import DelayTableCell, LinkProbeReading, SlowLinkDetector
 from ftrun.monitor.slow.memory_trend import MemoryTrend
 from ftrun.monitor.slow.samples import ClockOffset, NodeSample
 from ftrun.monitor.slow.skipped_collectives import CollectiveCounts
 from ftrun.monitor.slow.stragglers import RankObservation, StragglerDetector
-from ftrun.monitor.verdicts import Confidence, RankView, Verdict, VerdictKind, ranks_in_words
+from ftrun.monitor.verdicts import (
+    Confidence,
+    RankView,
+    Verdict,
+    VerdictKind,
+    nodes_of,
+    ranks_in_words,
+)
 from ftrun.monitor.wait_graph import HangDeadlines
 from ftrun.recovery.commands import Send
 from ftrun.recovery.lost_links import Pair, lost_links, with_lost_links
@@ -57,14 +63,10 @@ class HangSuspicions:
         self._now: Verdict | None = None
         """The verdict of the newest observation; `_before` is that of the one before it."""
         self._seen: tuple[object, ...] = ()
-        self._is_suspected = False
+        self.is_suspicious = False
+        """Ranks have made no step for longer than `suspect_s`."""
         self.is_silent = False
         """Ranks have made no step for `look_s`, so their stacks are taken."""
-
-    @property
-    def is_suspicious(self) -> bool:
-        """Whether ranks have made no step for longer than `suspect_s`."""
-        return self._is_suspected
 
     def begin(self) -> None:
         self._is_over = self.is_silent = False
@@ -73,7 +75,7 @@ class HangSuspicions:
     def _forget(self) -> None:
         self._told = self._before = self._now = None
         self._seen = ()
-        self._is_suspected = False
+        self.is_suspicious = False
 
     def look(
         self,
@@ -107,13 +109,13 @@ class HangSuspicions:
             return None
         verdict = find_hang(views, plan.node_of, self._settings, limit_s=deadlines.look_s)
         lost = lost_links(beats, plan, cut)
-        has_leave = verdict is not None and verdict.has_leave
-        if lost is not None and not has_leave:
+        may_take_long = verdict is not None and verdict.may_take_long
+        if lost is not None and not may_take_long:
             late = [rank for rank, view in sorted(views.items()) if _silence(view)]
             verdict = with_lost_links(verdict, lost, late)
             if verdict.kind is VerdictKind.HANG_IN_COMMUNICATION and not can_replace:
-                verdict = msgspec.structs.replace(verdict, acts_at_once=False)
-        is_due = silent_s >= (deadlines.leave_s if has_leave else deadlines.kill_s)
+                verdict = msgspec.structs.replace(verdict, act_immediately=False)
+        is_due = silent_s >= (deadlines.leave_s if may_take_long else deadlines.kill_s)
         if verdict is None and is_due and not _make_steps(views, deadlines.look_s):
             verdict = _unknown(views, silent_s)
         if _looks(views) != self._seen:
@@ -126,9 +128,9 @@ class HangSuspicions:
     def _is_positive_again(self, verdict: Verdict) -> bool:
         before = self._before
         return (
-            verdict.acts_at_once
+            verdict.act_immediately
             and before is not None
-            and before.acts_at_once
+            and before.act_immediately
             and _gist(before) == _gist(verdict)
         )
 
@@ -145,8 +147,8 @@ class HangSuspicions:
         is_same = verdict is None or (
             self._told is not None and _gist(verdict) == _gist(self._told)
         )
-        is_news = acts or not is_same or not self._is_suspected
-        self._is_suspected = True
+        is_news = acts or not is_same or not self.is_suspicious
+        self.is_suspicious = True
         if not is_news:
             return None
         self._told = verdict
@@ -171,7 +173,7 @@ def _looks(views: Mapping[int, RankView]) -> tuple[object, ...]:
 
 
 def _gist(verdict: Verdict) -> tuple[object, ...]:
-    return (verdict.kind, verdict.culprits, verdict.nodes, verdict.acts_at_once)
+    return (verdict.kind, verdict.culprits, verdict.nodes, verdict.act_immediately)
 
 
 def _unknown(views: Mapping[int, RankView], silent_s: float) -> Verdict:
@@ -180,10 +182,9 @@ def _unknown(views: Mapping[int, RankView], silent_s: float) -> Verdict:
         kind=VerdictKind.HANG_IN_COMPUTATION,
         culprits=(),
         victims=ranks,
-        text=f"{ranks_in_words(ranks)} have made no step for {silent_s:.0f} s, and who holds them "
-        "up cannot be told",
-        against=("some ranks they wait for were not seen",),
-        sure=Confidence.POSSIBLE,
+        text=f"no step for {silent_s:.0f} s on {ranks_in_words(ranks)}; the cause is unknown",
+        counter_evidence=("some ranks that they wait for were not observed",),
+        confidence=Confidence.POSSIBLE,
         fingerprint="silence",
     )
 
@@ -273,7 +274,11 @@ class SlowSuspicions:
         told = [(rank.rank, rank.calls) for one in new.values() for rank in one.ranks]
         skipped = self._counts.look(told, plan.world_size, node_of)
         memory = self._memory.look(new.items())
-        found = [_with_nodes(one, node_of) for one in (link, slow) if one is not None]
+        found = [
+            msgspec.structs.replace(one, nodes=one.nodes or nodes_of(one.culprits, node_of))
+            for one in (link, slow)
+            if one is not None
+        ]
         news = [one for one in found if one.fingerprint not in self._told]
         self._told = {one.fingerprint: one for one in found}
         self._since_s = {one: self._since_s.get(one, now_s) for one in self._told}
@@ -302,16 +307,8 @@ class SlowSuspicions:
     def lasting(self, for_s: float, *, now_s: float) -> list[Verdict]:
         return [one for key, one in self._told.items() if now_s - self._since_s[key] >= for_s]
 
-    def slow_links(self, for_s: float, *, now_s: float) -> list[Verdict]:
-        """Lasting verdicts about the network, of any confidence.
-
-        The caller compares rails before it acts on one.
-        """
-        lasting = self.lasting(for_s, now_s=now_s)
-        return [one for one in lasting if one.kind is VerdictKind.SLOW_COMMUNICATION]
-
-    def matrix(self) -> list[dict[str, Any]]:
-        return [msgspec.to_builtins(cell) for cell in self._links.table()]
+    def matrix(self) -> list[DelayTableCell]:
+        return self._links.table()
 
     # --- probes -------------------------------------------------------------------------------
 
@@ -334,10 +331,3 @@ class SlowSuspicions:
         asked, other = pair
         self._links.probed(LinkProbeReading(asked, other, now_s, body.rtt_s, body.to_bytes_per_s))
         self._links.probed(LinkProbeReading(other, asked, now_s, body.rtt_s, body.from_bytes_per_s))
-
-
-def _with_nodes(verdict: Verdict, node_of: Mapping[int, str]) -> Verdict:
-    if verdict.nodes:
-        return verdict
-    nodes = tuple(dict.fromkeys(node_of[rank] for rank in verdict.culprits if rank in node_of))
-    return msgspec.structs.replace(verdict, nodes=nodes)

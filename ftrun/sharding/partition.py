@@ -20,13 +20,7 @@ class SplitImpossible(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class IndexRun:
-    """Neighbouring items of one coordinate.
-
-    Args:
-        start: first item in the whole dimension.
-        size: number of items; at least 1.
-        at: offset in what the coordinate stores.
-    """
+    """Neighbouring items of one coordinate; `at` is their offset in what the coordinate stores."""
 
     start: int
     size: int
@@ -44,12 +38,11 @@ class StoredRuns:
 def hold(cut: DimensionSplit, size: int, *, count: int, index: int) -> StoredRuns:
     """The part of a dimension of `size` items that one of `count` coordinates stores.
 
-    Raises:
-        SplitImpossible: the dimension cannot be split by this rule.
+    Raises SplitImpossible if the rule cannot split the dimension.
     """
     if cut.size is not None and cut.size != size:
         raise SplitImpossible(
-            f"dimension {cut.dim} has {size} items, and the rule's size {cut.size}"
+            f"dimension {cut.dim} has {size} items, but the rule has size {cut.size}"
         )
     padded = round_up(size, cut.pad_to * count) if cut.pad_to else size
     weights = sum(part.weight for part in cut.parts)
@@ -59,7 +52,7 @@ def hold(cut: DimensionSplit, size: int, *, count: int, index: int) -> StoredRun
         length, rest = divmod(padded * part.weight, weights)
         if rest:
             raise SplitImpossible(
-                f"dimension {cut.dim} has {padded} items, which do not divide by parts of "
+                f"dimension {cut.dim} has {padded} items, which is not a multiple of parts of "
                 f"{' : '.join(str(one.weight) for one in cut.parts)}"
             )
         first, num = share(part, cut.uneven, length, count=count, index=index)
@@ -76,17 +69,19 @@ def share(
     """First item and number of items that a coordinate has of one fused part."""
     units, rest = divmod(length, part.unit)
     if rest:
-        raise SplitImpossible(f"{length} items do not divide by units of {part.unit}")
+        raise SplitImpossible(f"{length} items are not a multiple of units of {part.unit}")
     if part.sizes is not None:
         if len(part.sizes) != count or sum(part.sizes) != units:
             raise SplitImpossible(
                 f"sizes {list(part.sizes)} are {sum(part.sizes)} units for {len(part.sizes)} "
-                f"coordinates, and there are {units} units of {part.unit} for {count}"
+                f"coordinates, but there are {units} units of {part.unit} for {count}"
             )
         low, high = sum(part.sizes[:index]), sum(part.sizes[: index + 1])
     elif part.is_shared and count > units > 0:
         if count % units:
-            raise SplitImpossible(f"{units} units cannot be shared alike by {count} coordinates")
+            raise SplitImpossible(
+                f"{units} units cannot be divided evenly among {count} coordinates"
+            )
         low = index * units // count
         high = low + 1
     else:
@@ -97,7 +92,6 @@ def share(
 def divide(
     units: int, count: int, index: int, uneven: UnevenPolicy = UnevenPolicy.BALANCED
 ) -> tuple[int, int]:
-    """Begin and end of one of `count` shares."""
     if uneven is UnevenPolicy.CHUNK:
         step = -(-units // count)
         return min(units, index * step), min(units, (index + 1) * step)
@@ -130,7 +124,6 @@ class StoredRegion:
     """A box of a whole tensor in a stored entry.
 
     Args:
-        tensor: name of the whole tensor.
         box: in the tensor; not empty.
         first: item of the entry that is the first one of the box.
         strides: in the entry, from one index of the box to the next, along each dimension.
@@ -147,16 +140,9 @@ class StoredRegion:
 def view_of(
     shape: Shape, cuts: Sequence[DimensionSplit], mesh: Mesh, where: Mapping[str, int]
 ) -> StoredView:
-    """The part of a tensor that the rank at these coordinates stores, after all cuts in order.
+    """The part of a tensor that the rank at coordinates `where` stores, after all cuts.
 
-    Args:
-        shape: of the whole tensor.
-        cuts: their dimensions exist in `shape`.
-        mesh: of the world.
-        where: coordinates of the rank.
-
-    Raises:
-        SplitImpossible: a dimension cannot be split by its rule.
+    Raises SplitImpossible if a dimension cannot be split by its rule.
     """
     box = whole(shape)
     view = StoredView(shape, () if box.is_empty else (PartBlock(box.offsets, box),))
@@ -213,14 +199,7 @@ class FlatRange:
 def flat_part(
     members: Sequence[tuple[str, StoredView]], flat: FlatBuffer, *, count: int, index: int
 ) -> FlatRange:
-    """One coordinate's range of a flat buffer that stores views one after the other.
-
-    Args:
-        members: name of each whole tensor, and the view of it in this buffer.
-        flat: padding of the buffer.
-        count: number of coordinates that share the buffer.
-        index: of the coordinate.
-    """
+    """One coordinate's range of a flat buffer that stores views one after the other."""
     used = sum(math.prod(view.shape) for _, view in members)
     num_items = round_up(used, max(1, flat.pad_to) * count) // count
     start, end = index * num_items, (index + 1) * num_items
@@ -251,13 +230,7 @@ def _run_patches(name: str, view: StoredView, items: range, shift: int) -> list[
 
 
 def boxes_of_run(shape: Shape, start: int, end: int) -> list[Box]:
-    """A run of the items of a tensor, stored row by row, as boxes in order.
-
-    Args:
-        shape: of the tensor.
-        start: first item.
-        end: after the last item; `start <= end <=` items of the tensor.
-    """
+    """A run of the items of a tensor, stored row by row, as boxes in order."""
     if start >= end:
         return []
     if not shape:

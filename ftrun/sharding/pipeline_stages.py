@@ -24,10 +24,7 @@ from ftrun.sharding.rules import TURN, Mesh, ShardingRules, StagePlacement
 def runs_of(home: StagePlacement, size: int) -> list[range]:
     """The numbers of each run of layers, in the order of the pipeline.
 
-    `size` is the size of the placement's axis.
-
-    Raises:
-        SplitImpossible: the sizes of the placement are for another number of runs.
+    Raises SplitImpossible if the sizes of the placement are for another number of runs.
     """
     count = size * home.turns
     sizes = home.sizes
@@ -43,12 +40,7 @@ def runs_of(home: StagePlacement, size: int) -> list[range]:
 
 
 class FixedStageNames:
-    """Names of tensors at fixed coordinates, at one of them: in the first turn, or the last.
-
-    Args:
-        home: placement with `at`.
-        coordinate: along its axis.
-    """
+    """Names of tensors at fixed coordinates, at one of them: in the first turn, or the last."""
 
     def __init__(self, home: StagePlacement, coordinate: int) -> None:
         self.home = home
@@ -57,11 +49,7 @@ class FixedStageNames:
         self._turn = 0 if is_early else home.turns - 1
 
     def whole(self, name: str) -> str:
-        """The name of a tensor in a pipeline of one stage.
-
-        Raises:
-            SplitImpossible: the name is of another turn.
-        """
+        """As `StageNames.whole`; raises SplitImpossible if the name is of another turn."""
         found = self.home.pattern.match(name)
         assert found is not None, name
         if found[TURN] != self._turn:
@@ -72,23 +60,13 @@ class FixedStageNames:
         return self.home.pattern.with_numbers(name, {**found, TURN: 0})
 
     def own(self, name: str) -> str:
-        """The inverse of `whole`, for a tensor of this coordinate."""
         found = self.home.pattern.match(name)
         assert found is not None, name
         return self.home.pattern.with_numbers(name, {**found, TURN: self._turn})
 
 
 class StageNames:
-    """Names of the layers of one placement at one coordinate.
-
-    Args:
-        home: placement with `count`.
-        size: of its axis.
-        coordinate: along its axis.
-
-    Raises:
-        SplitImpossible: the sizes of the placement are for another number of runs.
-    """
+    """Names of the layers of one placement with `count`, at one coordinate of its axis."""
 
     def __init__(self, home: StagePlacement, size: int, coordinate: int) -> None:
         self.home = home
@@ -97,10 +75,9 @@ class StageNames:
         self._says_turn = TURN in home.pattern.words
 
     def whole(self, name: str) -> str:
-        """The name of a tensor in a pipeline of one stage.
+        """The name in a pipeline of one stage.
 
-        Raises:
-            SplitImpossible: the layer is not at this coordinate.
+        Raises SplitImpossible if the layer is not at this coordinate.
         """
         numbers = self._numbers(name)
         turn, number = numbers.get(TURN, 0), numbers[self.home.word]
@@ -145,22 +122,16 @@ class StageNames:
 
 
 class RankNames:
-    """The names of one rank's tensors.
-
-    Args:
-        stages: the renaming placements, at the coordinates of this rank.
-    """
+    """The names of one rank's tensors, from the renaming placements at its coordinates."""
 
     def __init__(self, stages: Sequence[StageNames | FixedStageNames] = ()) -> None:
         self._stages = stages
 
     def whole(self, name: str, *, of: str | None = None) -> str:
-        """The name of a tensor in a pipeline of one stage.
+        """The name in a pipeline of one stage.
 
-        `of` is this rank's name of the parameter whose optimizer state the tensor is.
-
-        Raises:
-            SplitImpossible: the layer is not on this rank.
+        Raises SplitImpossible if the layer is on other ranks. `of` is this rank's name of the
+        parameter whose optimizer state the tensor is.
         """
         if of is not None:
             return _within(name, of, self.whole(of))
@@ -168,7 +139,6 @@ class RankNames:
         return name if stage is None else stage.whole(name)
 
     def own(self, name: str, *, of: str | None = None) -> str:
-        """The inverse of `whole`, for a layer of this rank."""
         if of is not None:
             return _within(name, of, self.own(of))
         stage = self._stage(name)
@@ -183,8 +153,7 @@ class RankNames:
 def names_of_ranks(rules: ShardingRules) -> list[RankNames]:
     """The names of all ranks' tensors; ranks with equal names share one object.
 
-    Raises:
-        SplitImpossible: the sizes of a placement do not fit the mesh.
+    Raises SplitImpossible if the sizes of a placement do not fit the mesh.
     """
     homes = [home for home in rules.homes if home.renames]
     if not homes:
@@ -214,8 +183,8 @@ def absent(rules: ShardingRules, names: Iterable[str]) -> list[str]:
             if missing:
                 found.append(
                     f"{home} has {home.count} layers, and {_listed(missing)} on no rank: "
-                    "say how many there are (of:), how many each stage has (sizes:), or which "
-                    "have no tensors (empty:)"
+                    "set their number (of:), the number of each stage (sizes:), or the ones "
+                    "without tensors (empty:)"
                 )
     return found
 

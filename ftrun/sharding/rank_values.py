@@ -66,12 +66,7 @@ class WorldResize:
 
 
 def streams(taken: Sequence[Plain], resize: WorldResize) -> Plain:
-    """The random states of one rank, as `determinism.put_back` takes them.
-
-    Args:
-        taken: states of each old rank, from `determinism.take_all`.
-        resize: the rank of the result.
-    """
+    """The random states of one rank, from `determinism.take_all` for `determinism.put_back`."""
     own = taken[resize.old_rank]
     if not resize.is_new:
         return own
@@ -96,12 +91,7 @@ def _is_common(name: str, saved: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def loader(states: Sequence[Plain], resize: WorldResize) -> Plain:
-    """The state of one loader in one rank, as `DataPosition.load_state` takes it.
-
-    Args:
-        states: of each old rank, from `DataPosition.state`.
-        resize: the rank of the result.
-    """
+    """The state of one loader in one rank, from `DataPosition.state` for its `load_state`."""
     own = states[resize.old_rank]
     began = [state["started_with"] for state in states]
     started_with = own["started_with"]
@@ -127,7 +117,6 @@ def derived_seed(state: object, number: int) -> int:
 
 
 def batches_used(states: Sequence[Plain], resize: WorldResize) -> int:
-    """Batches of the pass that count as used in each rank of the new world."""
     used: int = sum(state["handed_out"] for state in states)
     return -(-used // resize.size)
 
@@ -148,20 +137,16 @@ def loader_note(name: str, states: Sequence[Plain], resize: WorldResize) -> str 
         f"after {skipped} in each of {ranks(resize.size)}"
     )
     if rest:
-        text += f", so {rest} {'batch is' if rest == 1 else 'batches are'} left out"
+        text += f", so {rest} {'batch is' if rest == 1 else 'batches are'} skipped"
     if any(state["own"] is not None for state in states):
-        text += "; they are loaded and dropped, and a shuffle of its own is begun anew"
+        text += "; they are loaded and dropped, and its own shuffle starts again"
     return text
 
 
 class DataShares:
     """Data positions and random states of one new rank.
 
-    Args:
-        before: the mesh of the previous world.
-        now: the mesh of the new world.
-        rank: in the new world.
-        part: given an old rank and a name, decodes that part of its plain values.
+    `part`, given an old rank and a name, decodes that part of its plain values.
     """
 
     def __init__(self, before: Mesh, now: Mesh, rank: int, part: Callable[[int, str], Any]) -> None:
@@ -181,7 +166,6 @@ class DataShares:
         return {name: loader(states, self._resize) for name, states in self._loaders.items()}
 
     def notes(self) -> list[str]:
-        """Describes the changes of data positions."""
         if self._resize.size == self._resize.old_size:
             return []
         loaders = self._loaders.items()
@@ -233,7 +217,6 @@ def _state_renamed(key: object, values: Any, rename: RenameParameter) -> tuple[o
 
 
 def modules_renamed(modules: Plain, rename: RenameParameter) -> Plain:
-    """Renames extra state of modules, by their paths."""
     return {
         rename(f"{path}.").removesuffix("."): _renamed(values, rename)
         for path, values in modules.items()
@@ -255,13 +238,7 @@ _NAMING = ("groups", "optimizer_state", "extra_state", "frozen")
 
 
 class RankValues:
-    """Makes the plain values of new ranks.
-
-    Args:
-        parts: of each old rank: the bytes of each part, by name.
-        source: the previous world.
-        target: the new world.
-    """
+    """Makes the plain values of new ranks from the encoded parts of each old rank, by name."""
 
     def __init__(
         self, parts: Sequence[dict[str, bytes]], source: WorldLayout, target: WorldLayout
@@ -298,7 +275,6 @@ class RankValues:
         return plain.encode(made)
 
     def notes(self) -> list[str]:
-        """Describes the changes of data positions."""
         return self._shares(0).notes()
 
     # --- inside ------------------------------------------------------------------------------

@@ -49,7 +49,6 @@ class StateDifference:
 
 
 def difference(one: object, other: object, path: str) -> StateDifference | None:
-    """The first difference of two trees at `path`; None if they are equal."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return _of_mappings(one, other, path)
     if _is_sequence(one) and _is_sequence(other):
@@ -109,19 +108,11 @@ class CheckedReads(Protocol):
 def check_replicas(
     saved: Mapping[str, WholeTensor], boxes: Mapping[str, Box], shards: CheckedReads
 ) -> None:
-    """Compare the holders of all chunks that a rank is about to read.
+    """Compare the holders of all chunks that a rank is about to read, in `boxes` by name.
 
-    One comparison for each chunk is enough, because a tensor that differs by mistake (sharded by
-    hand, or on a rank that trained separately) differs on all holders.
-
-    Args:
-        saved: tensors of the previous world, by name.
-        boxes: that the rank reads, by name; other chunks are not compared.
-        shards: of the previous world.
-
-    Raises:
-        RanksDiffer: two ranks hold different content.
-        SnapshotCorrupt: a piece does not match its digest.
+    Raises RanksDiffer if two ranks hold different content. One comparison for each chunk is enough,
+    because a tensor that differs by mistake (sharded by hand, or on a rank that trained separately)
+    differs on all holders.
     """
     pairs: list[tuple[str, Holder, Holder]] = []
     for name, box in boxes.items():
@@ -194,8 +185,8 @@ def differing(shards: Shards, world: WorldLayout) -> list[str]:
         if other is not None:
             found.append(
                 f"{name} is {whole.dtype}{list(whole.shape)} by {world.sharing[name].rule}, and "
-                f"ranks {other[0]} and {other[1]}, which should have the same, do not: say own or "
-                "average, or along which axis it is cut"
+                f"ranks {other[0]} and {other[1]}, which should be equal, differ: use own or "
+                "average, or name the axis along which it is split"
             )
     return found
 

@@ -40,13 +40,7 @@ class OwningParameter:
 
 @dataclass(frozen=True, slots=True)
 class MatchedRule:
-    """The rule and the placement of one name.
-
-    Args:
-        rule: how ranks share the tensor.
-        home: its placement; None: on all ranks.
-        numbers: the numbers in the name, by word of the placement's pattern.
-    """
+    """The rule and the placement of one name, and the numbers in it by word of the placement."""
 
     rule: ShardingRule
     home: StagePlacement | None = None
@@ -55,14 +49,13 @@ class MatchedRule:
     def homes(self, size: int) -> frozenset[int]:
         """Coordinates of the tensor along the placement's axis, which has `size` coordinates.
 
-        Raises:
-            SplitImpossible: there is no such coordinate or number.
+        Raises SplitImpossible if there is no such coordinate or number.
         """
         assert self.home is not None
         if self.home.at is not None:
             found = frozenset(at % size if at < 0 else at for at in self.home.at)
             if max(found) >= size:
-                raise SplitImpossible(f"it lives at {max(found)} of {self.home.axis} {size}")
+                raise SplitImpossible(f"it is placed at {max(found)} of {self.home.axis} {size}")
             return found
         number = dict(self.numbers)[self.home.word]
         if number >= self.home.count:
@@ -74,14 +67,9 @@ class MatchedRule:
 def match(
     rules: ShardingRules, names: Iterable[tuple[str, OwningParameter | None]]
 ) -> dict[str, MatchedRule]:
-    """The matched rule of each name.
+    """The matched rule of each name, given with its owning parameter.
 
-    Args:
-        rules: of one file.
-        names: each with its owning parameter; in any order.
-
-    Raises:
-        RulesMismatch: no rule matches a name, or two do.
+    Raises RulesMismatch if no rule matches a name, or two do.
     """
     listed = list(names)
     found: dict[str, MatchedRule] = {}
@@ -135,5 +123,5 @@ def _matched_twice(name: str, some: Sequence[object]) -> str:
 
 def _no_rule(name: str, kin: OwningParameter | None) -> str:
     if kin is not None and kin.how is None:
-        return f"{name} is matched by no rule, and has not the shape of {kin.parameter}"
-    return f"{name} is matched by no rule"
+        return f"{name} matches no rule, and does not have the shape of {kin.parameter}"
+    return f"{name} matches no rule"

@@ -47,15 +47,7 @@ class _NotThis(Exception):
 
 
 def read_rules(text: str, *, source: str) -> ShardingRules:
-    """Parses rules.
-
-    Args:
-        text: YAML.
-        source: its origin, for messages.
-
-    Raises:
-        RulesInvalid: there are mistakes; all of them are listed.
-    """
+    """Parses YAML; raises RulesInvalid with all mistakes. `source` is for messages."""
     reader = _Reader()
     try:
         found = reader.read(yaml.compose(text, Loader=yaml.SafeLoader), source)
@@ -69,7 +61,6 @@ def read_rules(text: str, *, source: str) -> ShardingRules:
 
 
 def carried(rules: ShardingRules) -> dict[str, object]:
-    """The layout in a snapshot, as plain values."""
     return {"text": rules.text, "source": rules.source, "mesh": dict(rules.mesh.axes)}
 
 
@@ -265,7 +256,6 @@ class _Reader:
             return []
 
     def _wrong(self, node: yaml.Node, expected: str) -> NoReturn:
-        """Records a problem and raises _NotThis."""
         mark = node.start_mark
         self.problems.append(
             f"line {mark.line + 1}, column {mark.column + 1}: expected {expected}, "
@@ -316,7 +306,6 @@ class _Reader:
         return list(node.value) if isinstance(node, yaml.SequenceNode) else [node]
 
     def _plain_names(self, node: yaml.Node) -> list[yaml.Node]:
-        """The nodes of names that are given directly, or under `name`."""
         if not isinstance(node, yaml.MappingNode):
             return self._one_or_more(node)
         return self._one_or_more(self._mapping(node, "a rule", ("name",), ["name"])["name"])

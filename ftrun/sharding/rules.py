@@ -22,11 +22,9 @@ STAGES = "pp"
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Axes, the slowest first: ranks 0 and 1 differ along the last one.
+    """Axes with their sizes, the slowest first: ranks 0 and 1 differ along the last one.
 
-    Args:
-        axes: name and size of each; sizes are at least 1.
-        batch_axes: axes along which ranks read different data.
+    Ranks read different data along `batch_axes`.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -44,7 +42,6 @@ class Mesh:
         return dict(self.axes)[axis]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The coordinate of a rank along each axis."""
         found = {}
         for name, size in reversed(self.axes):
             rank, found[name] = divmod(rank, size)
@@ -67,7 +64,6 @@ class Mesh:
 
     @property
     def num_batches(self) -> int:
-        """Number of different shares of the data."""
         return math.prod(self.size_of(name) for name in self.batch_axes)
 
     def counterpart(self, other: "Mesh", rank: int) -> int:
@@ -96,12 +92,10 @@ class Mesh:
         return self.having({axis: num_ranks // others})
 
     def having(self, sizes: Mapping[str, int]) -> "Mesh":
-        """This mesh with other sizes of some axes."""
         return Mesh(tuple((n, sizes.get(n, size)) for n, size in self.axes), self.batch_axes)
 
     @property
     def has_stages(self) -> bool:
-        """Whether ranks are stages of a pipeline."""
         return dict(self.axes).get(STAGES, 1) > 1
 
     def __str__(self) -> str:
@@ -124,7 +118,6 @@ class NamePattern:
 
     @cached_property
     def words(self) -> tuple[str, ...]:
-        """The words of its numbers."""
         return tuple(match[1] for match in _SPECIAL.finditer(self.text) if match[1])
 
     def match(self, name: str) -> dict[str, int] | None:
@@ -205,13 +198,11 @@ class DimensionSplit:
     """How a mesh axis splits a dimension.
 
     Args:
-        axis: of the mesh.
         dim: of the tensor; negative ones count from the last.
         parts: the parts that are joined along it; a single part if none are joined.
         size: of the whole dimension, without padding; None: the sum over the ranks.
         pad_to: the dimension is padded to a multiple of this number of items per coordinate; 0: it
             is not padded.
-        uneven: which coordinates get more.
     """
 
     axis: str
@@ -224,13 +215,12 @@ class DimensionSplit:
 
 @dataclass(frozen=True, slots=True)
 class FlatBuffer:
-    """A flat buffer of items that is split along an axis.
+    """A flat buffer of items that is split along an axis of the mesh.
 
     Args:
-        axis: of the mesh.
         pad_to: the buffer is padded to a multiple of this number of items per coordinate.
-        tensors: name and whole shape of the tensors in it, in order. Rules for these names apply
-            within the buffer: each coordinate of another axis has a buffer with its own part.
+        tensors: name and whole shape of the tensors in it, in order. Rules for these names
+            apply within the buffer: each coordinate of another axis has a buffer with its own part.
     """
 
     axis: str
@@ -291,7 +281,6 @@ class StagePlacement:
 
     @property
     def renames(self) -> bool:
-        """Whether a tensor's name depends on its coordinate."""
         return self.is_anew or TURN in self.pattern.words
 
     def __str__(self) -> str:
@@ -300,15 +289,7 @@ class StagePlacement:
 
 @dataclass(frozen=True, slots=True)
 class ShardingRules:
-    """One file of rules.
-
-    Args:
-        source: its name, for messages.
-        mesh: of the world that the rules describe.
-        rules: how tensors are shared.
-        homes: placements of tensors that are not on all ranks.
-        text: of the file.
-    """
+    """One file of rules; `homes` places tensors that are not on all ranks."""
 
     source: str
     mesh: Mesh
@@ -317,7 +298,6 @@ class ShardingRules:
     text: str = ""
 
     def on(self, mesh: Mesh) -> "ShardingRules":
-        """The same rules for another mesh of the same axes."""
         return replace(self, mesh=mesh)
 
     @property

@@ -80,11 +80,7 @@ class ShardSource(Protocol):
         ...
 
     def read(self, rank: Rank, offset: int, num_bytes: int) -> memoryview:
-        """Bytes of a shard's data, not compared with a digest.
-
-        Raises:
-            SnapshotError, PeerError: they are not available.
-        """
+        """Bytes of a shard's data, not compared with a digest; raises SnapshotError, PeerError."""
         ...
 
     def close(self) -> None:
@@ -95,9 +91,7 @@ class ShardSource(Protocol):
 def plain_bytes(head: ShardHeader, read: Callable[[int, int], memoryview]) -> dict[str, bytes]:
     """The plain values of a shard: the bytes of each part, by name.
 
-    Args:
-        head: of the shard.
-        read: given an offset into the shard's data and a number of bytes, returns these bytes.
+    `read` takes an offset into the shard's data and a number of bytes.
     """
     at = head.entries[PLAIN_NAME].offset
     length = int.from_bytes(read(at, 8), "little")
@@ -131,7 +125,6 @@ class Chunk:
 
 
 def chunk_of(box: Box, holders: Sequence[Holder]) -> Chunk:
-    """The chunk of entries that hold exactly a box."""
     return Chunk(box, tuple(holders), 0, strides_of(box.shape))
 
 
@@ -140,12 +133,10 @@ class BoxCopy:
     """A box of items that is copied from an entry to a target.
 
     Args:
-        holders: of the source entry; at least one.
         first: first item in the source entry.
         strides: in the source entry, in items.
         to_first: first item in the target.
         to_strides: in the target, in items.
-        shape: of the box; no dimension is 0.
     """
 
     holders: tuple[Holder, ...]
@@ -165,7 +156,6 @@ class BoxCopy:
 
     @property
     def span(self) -> int:
-        """Items of the source entry from the first to the last one of the box."""
         return span_of(self.shape, self.strides)
 
     def bytes_in(self, holder: Holder) -> ByteRange:
@@ -201,11 +191,7 @@ class RegionMissing(ValueError):
 
 
 def copies_into(wanted: StoredRegion, chunks: Iterable[Chunk]) -> list[BoxCopy]:
-    """The copies that fill a region of a target.
-
-    Raises:
-        RegionMissing: no chunk holds a part of it.
-    """
+    """The copies that fill a region of a target; raises RegionMissing if no chunk holds a part."""
     missing = [wanted.box]
     found: list[BoxCopy] = []
     for chunk in chunks:
@@ -241,11 +227,7 @@ def gathered(
 ) -> Bits:
     """[num_items] with the bits that copies bring, and 0 where they bring none.
 
-    Args:
-        copies: into the result.
-        num_items: of the result.
-        item_bytes: 1, 2, 4 or 8.
-        read: returns the run of bytes of a copy, of at most `MOST_BYTES`.
+    `item_bytes` is 1, 2, 4 or 8; `read` returns the bytes of a copy, at most `MOST_BYTES`.
     """
     kind = np.dtype(f"u{item_bytes}")
     made: Bits = np.zeros(num_items, kind)
@@ -280,11 +262,7 @@ class WholeTensor:
     unplaced: tuple[Rank, ...]
 
     def check_is_whole(self) -> None:
-        """Checks that the chunks cover every item.
-
-        Raises:
-            TensorIncomplete: names a part that no chunk covers.
-        """
+        """Raises TensorIncomplete, which names a part that no chunk covers."""
         hole = first_hole(whole(self.shape), [chunk.box for chunk in self.chunks])
         if hole is not None:
             raise TensorIncomplete(
@@ -296,7 +274,6 @@ class WholeTensor:
             )
 
     def copies_into(self, wanted: StoredRegion) -> list[BoxCopy]:
-        """The copies that fill a region of a target, which the chunks cover."""
         found = copies_into(wanted, self.chunks)
         if self.is_shared:
             return found
@@ -311,12 +288,8 @@ class WholeTensor:
 class SourceIndex:
     """Every tensor of a version by name, from the parts that the headers state.
 
-    Args:
-        heads: of all ranks, from rank 0.
-        prefer: old rank to read from if several hold the same; the others follow in turn.
-
-    Raises:
-        LayoutUnknown: a shard does not state what its tensors are parts of.
+    Raises LayoutUnknown if a shard does not state what its tensors are parts of. If several ranks
+    hold the same, the old rank `prefer` is read; the others follow in turn.
     """
 
     def __init__(self, heads: Mapping[Rank, ShardHeader], *, prefer: Rank) -> None:
@@ -349,11 +322,7 @@ class SourceIndex:
         return [name for name in dict.fromkeys(met) if not name.startswith(OURS)]
 
     def tensor(self, name: str) -> WholeTensor | None:
-        """The whole tensor of this name; None if no rank has one.
-
-        Raises:
-            RanksDiffer: ranks hold parts of different tensors under this name.
-        """
+        """None if no rank has it; raises RanksDiffer if parts are of different tensors."""
         if name not in self._found:
             holders = [
                 Holder(rank, entry)
@@ -412,13 +381,9 @@ class RegionIndex:
             self._chunks[one.tensor][one.copy].append(chunk)
 
     def copies(self, wanted: Sequence[StoredRegion]) -> list[list[BoxCopy]]:
-        """The copies into an entry, for each divergent copy of its tensors.
+        """The copies into an entry, for each divergent copy of its tensors; raises RegionMissing.
 
-        Args:
-            wanted: the regions of the entry, all of tensors with equally many copies.
-
-        Raises:
-            RegionMissing: no rank stores a part.
+        All tensors in `wanted` have equally many copies.
         """
         numbers = sorted({n for one in wanted for n in self._chunks[one.tensor]}) or [0]
         return [

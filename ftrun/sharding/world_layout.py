@@ -85,12 +85,10 @@ class GlobalTensor:
 
 @dataclass(frozen=True)
 class WorldLayout:
-    """All entries of a world.
+    """All entries of a world, as its rules describe it.
 
     Args:
-        rules: that describe it.
         wholes: the whole tensors by name, in the order of the ranks' shards.
-        sharing: the matched rule of each name.
         names: each rank's names of its entries.
         entries: of each rank, by name.
     """
@@ -106,7 +104,6 @@ class WorldLayout:
         return self.rules.mesh
 
     def own_name(self, rank: int, name: str) -> str:
-        """The rank's own name of one of its entries."""
         kin = self.wholes[name].kin
         return self.names[rank].own(name, of=None if kin is None else kin.parameter)
 
@@ -115,11 +112,7 @@ class WorldLayout:
         return lives_at(self.rules, self.mesh.coordinates(rank), f"{path}.")
 
     def index(self, entry: Callable[[int, str], LayoutEntry]) -> RegionIndex:
-        """All stored regions as sources of copies.
-
-        Args:
-            entry: the entry of a rank's shard by its own name.
-        """
+        """All stored regions as sources of copies; `entry` finds an entry by a rank's own name."""
         index = RegionIndex()
         for rank, entries in enumerate(self.entries):
             for one in entries.values():
@@ -128,20 +121,15 @@ class WorldLayout:
 
 
 def read_world(rules: ShardingRules, ranks: Sequence[Sequence[StoredEntry]]) -> WorldLayout:
-    """The layout of the stored entries of a world, as rules describe it.
+    """The layout of the stored entries of each rank, from rank 0, as rules describe it.
 
-    Args:
-        rules: of that world.
-        ranks: the entries of each rank, from rank 0.
-
-    Raises:
-        RulesMismatch: the rules describe another world; the problems are listed.
+    Raises RulesMismatch with all problems if the rules describe another world.
     """
     if len(ranks) != rules.mesh.size:
         raise RulesMismatch(
             source=rules.source,
             problems=[
-                f"the mesh has {rules.mesh.size} ranks ({rules.mesh}), and {len(ranks)} ranks took "
+                f"the mesh has {rules.mesh.size} ranks ({rules.mesh}), but {len(ranks)} ranks took "
                 "the checkpoint"
             ],
         )
@@ -178,14 +166,9 @@ def read_world(rules: ShardingRules, ranks: Sequence[Sequence[StoredEntry]]) -> 
 
 
 def lay_out(rules: ShardingRules, source: WorldLayout) -> WorldLayout:
-    """The layout of the same tensors in another world.
+    """The layout of the same tensors in the world of other rules.
 
-    Args:
-        rules: of the other world.
-        source: the world that has the tensors.
-
-    Raises:
-        RulesMismatch: the tensors cannot be shared by these rules; the problems are listed.
+    Raises RulesMismatch with all problems if the tensors cannot be shared by these rules.
     """
     kin = [(whole.name, whole.kin) for whole in source.wholes.values()]
     sharing = match(rules, kin)
@@ -194,7 +177,7 @@ def lay_out(rules: ShardingRules, source: WorldLayout) -> WorldLayout:
         before = source.sharing[name].rule
         rows = [rule.flat.tensors if rule.flat else None for rule in (before, one.rule)]
         if rows[0] != rows[1]:
-            notes.add(f"{name} is a flat row of other tensors by {before} than by {one.rule}")
+            notes.add(f"{name} is a flat buffer of other tensors by {before} than by {one.rule}")
         if (before.kind is SharingKind.OWN) != (one.rule.kind is SharingKind.OWN):
             notes.add(f"{name} is each rank's own by only one of {before} and {one.rule}")
     rank_names = notes.names()
@@ -249,20 +232,14 @@ class _Problems:
 def stored_entries(
     heads: Sequence[ShardHeader], parts: Sequence[Mapping[str, bytes]], *, source: str
 ) -> list[list[StoredEntry]]:
-    """The entries of each rank.
+    """The entries of each rank, from headers and plain values in order of rank.
 
-    Args:
-        heads: of all ranks, from rank 0.
-        parts: the plain values of each rank: the bytes of each part, by name.
-        source: of the rules, for messages.
-
-    Raises:
-        RulesMismatch: there are DTensors, which rules do not describe; or no session saved them.
+    Raises RulesMismatch for DTensors, which rules do not describe, or if no session saved them.
     """
     if not all("optimizer_state" in one for one in parts):
         problem = (
-            "it was saved by ftrun.dcp, not by a session of ftrun.attach: dcp.load takes it into "
-            "any layout, without rules and without converting"
+            "it was saved by ftrun.dcp, not by a session of ftrun.attach: dcp.load loads it into "
+            "any layout, without rules and without conversion"
         )
         raise RulesMismatch(source=source, problems=[problem])
     found, sharded = [], []
@@ -275,8 +252,8 @@ def stored_entries(
         raise RulesMismatch(
             source=source,
             problems=[
-                f"{name} is a DTensor: a run of any layout resumes from it by itself, without "
-                "rules and without converting"
+                f"{name} is a DTensor: a run of any layout resumes from it directly, without "
+                "rules and without conversion"
                 for name in dict.fromkeys(sharded)
             ],
         )
@@ -315,11 +292,7 @@ def _whole(
     held: Mapping[int, StoredEntry],
     kin: OwningParameter | None,
 ) -> GlobalTensor:
-    """The whole tensor of which ranks hold these parts.
-
-    Raises:
-        SplitImpossible: no tensor has these parts; the text is the reason.
-    """
+    """Raises SplitImpossible with the reason if no tensor has these parts."""
     dtypes = {one.dtype for one in held.values()}
     if len(dtypes) > 1:
         raise SplitImpossible(f"ranks have it as {' and as '.join(sorted(dtypes))}")
@@ -328,13 +301,13 @@ def _whole(
         missing, extra = sorted(expected - held.keys()), sorted(held.keys() - expected)
         told = f"not on ranks {missing[:10]}" if missing else f"also on ranks {extra[:10]}"
         raise SplitImpossible(
-            f"it is {told}; rules under unique say where a tensor lives, and whether each stage "
-            "numbers its layers anew"
+            f"it is {told}; rules under unique define where a tensor is, and whether each stage "
+            "numbers its layers from 0 (numbered: anew)"
         )
     first = next(iter(held.values()))
     rule = sharing.rule
     if rule.kind is SharingKind.AVERAGE and first.dtype not in FLOATS:
-        raise SplitImpossible(f"it is {first.dtype}, and only {', '.join(FLOATS)} have a mean")
+        raise SplitImpossible(f"it is {first.dtype}, but only {', '.join(FLOATS)} have a mean")
     if rule.flat is not None:
         shape: Shape = (sum(math.prod(shape) for _, shape in rule.flat.tensors),)
     elif rule.kind in (SharingKind.SHARD, SharingKind.FRAGMENT):
@@ -364,8 +337,8 @@ def _whole_shape(mesh: Mesh, cuts: Sequence[DimensionSplit], held: Mapping[int, 
             continue
         if any(cut.pad_to or any(part.is_shared for part in cut.parts) for cut in of_dim):
             raise SplitImpossible(
-                f"dimension {dim} is padded or shared, so that its size cannot be told from what "
-                "ranks have: give it as size:"
+                f"dimension {dim} is padded or shared, so that its size does not follow from the "
+                "parts: set size:"
             )
         axes = {cut.axis for cut in of_dim}
         here = mesh.coordinates(first)
@@ -380,9 +353,7 @@ def _whole_shape(mesh: Mesh, cuts: Sequence[DimensionSplit], held: Mapping[int, 
 
 def _check_dim(cut: DimensionSplit, shape: Shape) -> None:
     if not -len(shape) <= cut.dim < len(shape):
-        raise SplitImpossible(
-            f"it has {len(shape)} dimensions, and dimension {cut.dim} is to be cut"
-        )
+        raise SplitImpossible(f"it has {len(shape)} dimensions, but dimension {cut.dim} is split")
 
 
 # --- any world ----------------------------------------------------------------------------------
@@ -407,13 +378,8 @@ def _laid_out(
 ) -> WorldLayout:
     """Entries for all ranks.
 
-    Args:
-        rules: of this world.
-        wholes: the tensors.
-        sharing: the matched rule of each.
-        names: each rank's names of its entries.
-        copies: whether divergent copies are distinguished.
-        counterpart: the mesh whose ranks' own tensors are taken over; None: this world's.
+    `copies` distinguishes divergent copies. `counterpart` is the mesh whose ranks' own tensors are
+    taken over; None: this world's.
     """
     notes = _Problems(rules)
     entries: tuple[dict[str, PlacedEntry], ...] = tuple({} for _ in range(rules.mesh.size))
@@ -446,7 +412,6 @@ class _Placer:
         self._where = rules.mesh.coordinates(rank)
 
     def key(self, old_rank: int) -> tuple[object, ...]:
-        """Equal for ranks whose entries are equal."""
         if self._rule.kind is SharingKind.OWN:
             return (old_rank,)
         flat = self._rule.flat

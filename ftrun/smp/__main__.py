@@ -34,7 +34,7 @@ def main() -> int:
     _seclude()
     path = Path(arguments.socket).absolute()
     if is_served(path):
-        _log.error("another SMP serves %s already", path)
+        _log.error("another SMP already serves %s", path)
         return ExitCode.TRY_AGAIN
     server = SmpServer(
         RunId(arguments.run_id), path, orphan_s=arguments.orphan_s, adopt=arguments.adopt
@@ -48,8 +48,12 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="ftrun.smp", description="the snapshot manager")
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--socket", required=True, help="path to listen at")
-    parser.add_argument("--orphan-s", type=float, required=True, help="patience without an agent")
-    parser.add_argument("--adopt", action="store_true", help="workers wait until memory came")
+    parser.add_argument(
+        "--orphan-s", type=float, required=True, help="seconds without an agent before it ends"
+    )
+    parser.add_argument(
+        "--adopt", action="store_true", help="workers wait until memory was adopted"
+    )
     return parser.parse_args()
 
 

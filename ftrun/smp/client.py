@@ -4,7 +4,7 @@ import logging
 from collections import deque
 from enum import Enum
 
-from ftrun.errors import PeerError, ProtocolError
+from ftrun.errors import PeerError
 from ftrun.wire.messages.envelope import AnyMessage
 from ftrun.wire.transport.channel import Channel, ReceivedMessage
 
@@ -33,19 +33,6 @@ class ClientConnection:
         self.rank = -1
         self.is_gone = False
         self.backlog: deque[ReceivedMessage] = deque()
-
-    def introduce(self, *, role: str, rank: int) -> None:
-        """Store the role and rank of the client's Hello.
-
-        Raises:
-            ProtocolError: the role is unknown.
-        """
-        try:
-            self.role = ClientRole(role)
-        except ValueError as error:
-            raise ProtocolError(f"a client says it is a {role!r}") from error
-        self.rank = rank
-        self.channel.peer = f"the worker of rank {rank}" if role == "worker" else f"the {role}"
 
     def tell(self, body: AnyMessage, *, fds: tuple[int, ...] = (), question: int = 0) -> None:
         """Send a message; on failure mark the client as gone and raise nothing."""

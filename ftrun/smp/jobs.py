@@ -7,6 +7,9 @@ Gives:    the returned functions, run in the server's thread when the descriptor
 A lane runs its jobs in order: "memory-0" and so on allocate arenas, "disk" reads and writes
 checkpoints. The threads are daemons, so an SMP that ends does not wait for a disk.
 
+A generator that waits for events yields `Wait` objects. A thread drives it here, and virtual time
+in tests.
+
 Work that is not urgent runs at low priority. Without CAP_SYS_NICE a thread cannot raise its
 priority again after it was lowered. Work that has low priority only at times therefore gets a
 thread of its own (`calmly`).
@@ -17,10 +20,12 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from ftrun import clock
 
 Finish = Callable[[], None]
 Work = Callable[[], Finish]
@@ -40,12 +45,9 @@ def calm_thread() -> None:
 
 
 def calmly(work: Callable[[], Result]) -> Result:
-    """Run `work` in a new low-priority thread and wait for its result.
+    """Run `work` in a new low-priority thread and wait for its result, or for its error.
 
     If no thread can be started, run it in the calling thread.
-
-    Raises:
-        BaseException: any error that `work` raises.
     """
     done: Future[Result] = Future()
 
@@ -83,10 +85,8 @@ class JobLanes:
     def submit(self, lane: str, work: Work, *, failed: Finish) -> None:
         """Run `work` in the lane's thread, then the function it returns in the server's thread.
 
-        Args:
-            lane: name of the thread.
-            work: must handle every error that it expects.
-            failed: run in the server's thread instead, after an unexpected error.
+        `work` must handle every error that it expects. After an unexpected error, `failed` runs in
+        the server's thread instead.
         """
         if lane not in self._lanes:
             self._lanes[lane] = queue.SimpleQueue()
@@ -103,8 +103,7 @@ class JobLanes:
     def repeat(self, interval_s: float, look: Finish) -> Callable[[], None]:
         """Run `look` in the server's thread at this interval.
 
-        Returns:
-            A function that stops the repetition; it does not wait.
+        Returns a function that stops the repetition; it does not wait.
         """
         end = threading.Event()
         threading.Thread(
@@ -128,7 +127,7 @@ class JobLanes:
             except Exception:  # noqa: BLE001
                 # A bug here must not end the server's thread, because the snapshots would be lost
                 # with it.
-                _log.exception("what a job has found ended in a bug of ftrun")
+                _log.exception("internal error while the result of a job was handled")
 
     def _run(self, lane: queue.SimpleQueue[_Job]) -> None:
         while True:
@@ -138,18 +137,13 @@ class JobLanes:
             except Exception:  # noqa: BLE001
                 # One of the process loops: a bug in a job must not end the SMP and lose the
                 # snapshots.
-                _log.exception("a job of the SMP ended in a bug of ftrun")
+                _log.exception("internal error in a job of the SMP")
                 finish = job.failed
             self.post(finish)
 
 
 class IntervalTimer:
-    """A timer with one interval at a time.
-
-    Args:
-        jobs: passes the calls to the server's thread.
-        look: called in the server's thread.
-    """
+    """Calls `look` in the server's thread, at one interval at a time."""
 
     def __init__(self, jobs: JobLanes, look: Callable[[], None]) -> None:
         self._jobs = jobs
@@ -161,7 +155,40 @@ class IntervalTimer:
         self._end = self._jobs.repeat(interval_s, self._look)
 
     def stop(self) -> None:
-        """End the calls without waiting."""
         if self._end is not None:
             self._end()
             self._end = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The value that a generator yields: a queue of events, and the seconds until None is sent."""
+
+    events: "queue.SimpleQueue[Any]"
+    timeout_s: float | None = None
+
+
+Steps = Generator[Wait, Any, Result]
+
+
+def drive(steps: Steps[Result]) -> Result:
+    event = None
+    while True:
+        try:
+            wait = steps.send(event)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        try:
+            event = wait.events.get(timeout=wait.timeout_s)
+        except queue.Empty:
+            event = None
+
+
+class Runner:
+    """Starts generators, and provides the time that their waits use."""
+
+    def now_s(self) -> float:
+        return clock.now_s()
+
+    def start(self, name: str, steps: Steps[None]) -> None:
+        threading.Thread(target=drive, args=(steps,), name=name, daemon=True).start()

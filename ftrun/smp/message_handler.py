@@ -12,7 +12,7 @@ import logging
 import os
 
 from ftrun.errors import LayoutUnknown, ProtocolError
-from ftrun.ids import Rank, RunId, version
+from ftrun.ids import RunId, version
 from ftrun.smp.checkpoint.load import LoadedCheckpoint
 from ftrun.smp.checkpoint.service import CheckpointService
 from ftrun.smp.client import ClientConnection, Requester
@@ -22,12 +22,10 @@ from ftrun.smp.memory.arenas import ArenaStore
 from ftrun.smp.memory.commits import CommitCoordinator
 from ftrun.smp.redundancy.coordinator import RedundancyCoordinator
 from ftrun.smp.redundancy.group import parity_share, protecting_of
-from ftrun.smp.restore.shard_reads import open_images
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages import checkpoint as checkpoint_messages
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
-from ftrun.wire.messages import worker as worker_messages
 from ftrun.wire.shared_memory.pages import SharedPage
 from ftrun.wire.transport.channel import ReceivedMessage
 
@@ -65,32 +63,9 @@ class MessageHandler:
         self._run_id = run_id
         self._run_state = b""
 
-    @property
-    def has_begun(self) -> bool:
-        return self.commits.has_begun
-
     def is_over(self, envelope: messages.Envelope) -> bool:
         """Whether the message is of an ended generation, whose sender is being killed."""
         return envelope.generation < self.commits.tracker.generation
-
-    # --- worker ----------------------------------------------------------------------------
-
-    def sealed(self, body: worker_messages.ShardSealed) -> None:
-        self.memory.forget_promise(Rank(body.rank))
-        self.commits.sealed(Rank(body.rank), version(body.generation, body.step))
-
-    def read_shards(
-        self,
-        asker: Requester,
-        body: worker_messages.OpenShards
-        | worker_messages.FetchShardHeaders
-        | worker_messages.FetchPieces,
-    ) -> None:
-        """Read shards of a previous world for a worker, from this node or from others."""
-        if isinstance(body, worker_messages.OpenShards):
-            open_images(self.memory, asker, body)
-        else:
-            self.group_work.range_fetches.ask(asker, body)
 
     # --- agent -----------------------------------------------------------------------------
 
@@ -98,10 +73,12 @@ class MessageHandler:
         self, body: smp_messages.BeginGeneration, received: ReceivedMessage
     ) -> messages.AnyMessage:
         if len(received.fds) != 1:
-            raise ProtocolError("BeginGeneration comes with one descriptor, the command page")
+            raise ProtocolError("BeginGeneration needs one descriptor, the command page")
         before = self.commits.tracker.generation
         if body.generation < before:
-            return messages.Refused(f"generation {body.generation} is over, this is {before}")
+            return messages.Refused(
+                f"generation {body.generation} has ended; the current one is {before}"
+            )
         try:
             page = SharedPage(received.fds[0])
         except (OSError, ValueError) as error:
@@ -118,7 +95,7 @@ class MessageHandler:
         newest = version(body.generation, body.step)
         count = self.group_work.void_after(newest)
         if count:
-            _log.info("%d slots and vaults later than %s are void", count, newest)
+            _log.info("discarded %d slots and parity regions later than %s", count, newest)
         return messages.Done()
 
     def hand_over(self, asker: Requester) -> None:
@@ -137,7 +114,7 @@ class MessageHandler:
         num_ranks, num_vaults = len(body.ranks), len(body.vault_slots)
         if len(received.fds) != num_ranks + num_vaults:
             raise ProtocolError(
-                f"Adopt names {num_ranks} ranks and {num_vaults} vaults and brings "
+                f"AdoptMemory names {num_ranks} ranks and {num_vaults} parity regions, with "
                 f"{len(received.fds)} descriptors"
             )
         problems = []
@@ -151,7 +128,7 @@ class MessageHandler:
                     self.group_work.vaults.adopt(ours, body.vault_slots[at - num_ranks])
             except LayoutUnknown as error:
                 os.close(ours)
-                rank = f"rank {body.ranks[at]}" if at < num_ranks else "a vault"
+                rank = f"rank {body.ranks[at]}" if at < num_ranks else "a parity region"
                 problems.append(f"{rank}: {error}")
         self.group_work.count_again()
         crash_point("smp.adopted")
@@ -160,7 +137,7 @@ class MessageHandler:
     def keep_run_state(self, body: smp_messages.PersistRunState) -> messages.AnyMessage:
         if len(body.run_state) > MAX_RUN_STATE_BYTES:
             return messages.Refused(
-                f"{len(body.run_state)} bytes of run state, at most {MAX_RUN_STATE_BYTES} are kept"
+                f"{len(body.run_state)} bytes of run state; the limit is {MAX_RUN_STATE_BYTES}"
             )
         self._run_state = body.run_state
         return messages.Done()

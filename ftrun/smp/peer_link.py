@@ -7,8 +7,12 @@ Gives:    bytes on a socket; reports of a lost link and of a restored one.
 Rule 1: only the link's own thread waits for the network. A sender queues a frame and returns.
 Rule 2: messages precede bulk data, so credits and replies never wait behind bulk data.
 Rule 3: nothing is read from this socket. If it becomes readable, the peer has closed it.
-Rule 4: link_rules.py decides when the link redials, over every rail, and when its node is reported
-        lost. Open requests are repeated over a new connection (requests.py).
+Rule 4: a fetch link whose connection is lost redials over every rail before its node is reported
+        lost. The node is lost if it refuses the new connection or accepts none within the patience.
+        Open requests are repeated over a new connection (restore/rpc.py).
+Rule 5: a protect link reports each lost connection, because the data in flight is lost.
+Rule 6: a session admits links of its own generation. It admits protect links only of its own group.
+        A link of an older generation is rejected. Any other link waits.
 """
 
 import contextlib
@@ -25,7 +29,6 @@ from typing import Protocol
 from ftrun import clock
 from ftrun.errors import HandshakeRefused, PeerError, PeerLost, UsageError
 from ftrun.smp.jobs import calm_thread
-from ftrun.smp.link_rules import FETCH, PROTECT, LinkRules
 from ftrun.wire.cluster.generation import Rail
 from ftrun.wire.cluster.transfer import AnyTransfer, LinkHello
 from ftrun.wire.messages.smp import NodeAddress
@@ -34,6 +37,86 @@ from ftrun.wire.transport.bulk_socket import BulkSocket, Bytes
 from ftrun.wire.transport.handshake import PeerIdentity, dial_handshake
 from ftrun.wire.transport.secret import Secret
 from ftrun.wire.transport.tcp import USER_TIMEOUT_S, pace, tune
+
+PROTECT, FETCH = "protect", "fetch"
+"""Purposes of a link."""
+
+FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+_BRIEF_S = 0.1
+"""A peer of another generation ends a connection within this time. A reset in the network comes
+later, and no growing pause follows it."""
+
+
+class LinkRules:
+    """The state of one link. Pure: time is an argument. `dials_again_first` is rule 4."""
+
+    def __init__(self, *, dials_again_first: bool, patience_s: float) -> None:
+        self.dials_again_first = dials_again_first
+        self.is_lost = False
+        """The node was reported lost, and no connection was made since then."""
+        self._patience_s = patience_s
+        self._times = 0
+        self._connected_s = 0.0
+        self._rest_s = self._pause_s = FIRST_PAUSE_S
+        self._report_s = 0.0
+        self._reported = ""
+
+    def begin_dialing(self, now_s: float) -> None:
+        self._report_s = now_s + self._patience_s
+        self._pause_s = FIRST_PAUSE_S
+        self._reported = ""
+
+    def dial_failed(
+        self, reason: str, *, is_refused: bool, is_turned_away: bool, now_s: float
+    ) -> str:
+        """Return the reason if the node is to be reported lost now, else an empty string.
+
+        Args:
+            is_refused: no process listens at the address.
+            is_turned_away: another process than the expected one listens at the address.
+        """
+        is_gone = is_refused and self._times > 0 and self.dials_again_first
+        is_final = is_gone or is_turned_away or now_s > self._report_s
+        if not is_final or reason == self._reported:
+            return ""
+        self._reported, self.is_lost = reason, True
+        return reason
+
+    def pause_s(self) -> float:
+        """Seconds until the next attempt to connect; each call doubles them, up to 1 s."""
+        pause_s = self._pause_s
+        self._pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return pause_s
+
+    def connected(self, now_s: float) -> bool:
+        """Return whether an earlier connection was lost or the node was reported lost."""
+        self._times += 1
+        was_lost, self.is_lost = self.is_lost, False
+        self._connected_s = now_s
+        return self._times > 1 or was_lost
+
+    def disconnected(self, reason: str) -> str:
+        """Return the reason if the node is to be reported lost now, else an empty string."""
+        if self.dials_again_first:
+            return ""
+        self.is_lost = True
+        return reason
+
+    def rest_s(self, now_s: float) -> float:
+        is_brief = now_s - self._connected_s < _BRIEF_S
+        self._rest_s = min(2 * self._rest_s, _LONGEST_PAUSE_S) if is_brief else FIRST_PAUSE_S
+        return self._rest_s
+
+
+def admits(hello: LinkHello, *, generation: int, session: int) -> bool | None:
+    """Whether a link belongs to the running session; None if it may be of a later one (rule 6)."""
+    if hello.generation < generation:
+        return False
+    if hello.generation > generation:
+        return None
+    return True if hello.purpose == FETCH or hello.session == session else None
+
 
 _NEXT_WAY_S = 0.5
 SILENT_S = 4.0
@@ -70,7 +153,6 @@ class LinkEndpoints:
     Args:
         patience_s: time that a peer may accept no bytes, or pause in the middle of a frame.
         pace_bytes_s: limit of bulk data in bytes per second; 0: no limit.
-        own_rails: rails of this node.
     """
 
     own: PeerIdentity
@@ -91,10 +173,8 @@ class LinkEndpoints:
 class PeerLink:
     """The sending end of a link; its own thread connects and reconnects it.
 
-    Args:
-        ends: the two ends.
-        lost: called in the link's thread with the reason when the node is reported lost.
-        linked: called in the link's thread when a connection is made after a loss.
+    In that thread it calls `lost` with the reason when the node is reported lost, and `linked` when
+    a connection is made after a loss.
     """
 
     def __init__(
@@ -157,7 +237,6 @@ class PeerLink:
         self.wake()
 
     def wake(self) -> None:
-        """Make the link's thread ask the streams for frames again."""
         with self._lock:  # the number of a closed descriptor may be reused
             if self._wake_fd >= 0:
                 os.eventfd_write(self._wake_fd, 1)
@@ -186,8 +265,8 @@ class PeerLink:
                 self._pause(self._rules.rest_s(clock.now_s()))
         except Exception:  # noqa: BLE001
             # One of the process loops: a bug in a stream must be reported as a lost link.
-            _log.exception("the link to %s ended in a bug of ftrun", self.place.node_id)
-            self._lost("a bug in ftrun; the SMP's log has it")
+            _log.exception("internal error in the link to %s", self.place.node_id)
+            self._lost("internal error in ftrun; see the SMP's log")
         finally:
             self._end()
 
@@ -230,7 +309,7 @@ class PeerLink:
         place = self._ends.place
         if (peer.node_id, peer.incarnation) == (place.node_id, place.incarnation):
             return ""
-        return f"node {place.node_id} was to listen here, in another life than this"
+        return f"expected node {place.node_id}, incarnation {place.incarnation}"
 
     def _take_socket(self, made: BulkSocket) -> None:
         with self._lock:
@@ -239,11 +318,7 @@ class PeerLink:
                 made.interrupt()
 
     def _send_all(self) -> None:
-        """Send until the link is closed.
-
-        Raises:
-            PeerError: the connection is lost.
-        """
+        """Send until the link is closed; raises PeerError if the connection is lost."""
         made = self._socket
         assert made is not None
         poll = select.poll()

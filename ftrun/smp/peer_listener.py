@@ -21,8 +21,7 @@ from typing import Protocol
 
 from ftrun.errors import AddressTaken, PeerError, PeerLost, ProtocolError, UsageError
 from ftrun.smp.jobs import calm_thread
-from ftrun.smp.link_rules import FETCH, PROTECT, admits
-from ftrun.smp.peer_link import LinkEndpoints, PeerLink
+from ftrun.smp.peer_link import FETCH, PROTECT, LinkEndpoints, PeerLink, admits
 from ftrun.wire.cluster.generation import Rail
 from ftrun.wire.cluster.transfer import LinkHello, TransferEnvelope
 from ftrun.wire.messages.smp import NodeAddress
@@ -67,12 +66,9 @@ class PeerSession:
     """The generation and group that links belong to, and their settings.
 
     Args:
-        own: identity of this SMP.
-        generation: the running one.
         number: digest of the group with its positions.
         patience_s: time that a peer may accept no bytes, or pause in the middle of a frame.
         pace_bytes_s: limit of bulk data to protect, in bytes per second and link; 0: no limit.
-        own_rails: rails of this node.
     """
 
     own: PeerIdentity
@@ -87,7 +83,8 @@ class PeerListener:
     """All links of this SMP."""
 
     def __init__(self) -> None:
-        self._events: PeerEvents | None = None
+        self.events: PeerEvents
+        """Receiver of events; set before the first `listen`."""
         self._secret: Secret | None = None
         self._listeners: list[socket.socket] = []
         self._at: tuple[Sequence[str], Secret | None] | None = None
@@ -98,10 +95,6 @@ class PeerListener:
         self._seen: set[tuple[str, str]] = set()
         self._doors = Doors(_MAX_HANDSHAKES)
 
-    def tell(self, events: PeerEvents) -> None:
-        """Set the receiver of events; called once, before the first `listen`."""
-        self._events = events
-
     @property
     def num_sent_bytes(self) -> int:
         return sum(link.num_bytes for link in self._links.values())
@@ -109,11 +102,10 @@ class PeerListener:
     def listen(self, hosts: Sequence[str], secret: Secret | None) -> int:
         """Open one port at each of these addresses, unless they are open already.
 
-        Returns:
-            The port number. It is open at the first address. At another address it may be missing.
+        Return its number.
 
-        Raises:
-            UsageError: the first host is no address of this node.
+        It is open at the first address. At another address it may be missing. Raises UsageError if
+        the first host is no address of this node.
         """
         if self._at != (hosts, secret) or not self._listeners:
             self._stop_listening()
@@ -155,7 +147,7 @@ class PeerListener:
                 link = PeerLink(
                     ends,
                     lost=lambda why: self._tell_lost(session, key, why),
-                    linked=lambda: self._told.linked(*key),
+                    linked=lambda: self.events.linked(*key),
                 )
                 self._links[key] = link
                 link.start()
@@ -175,11 +167,6 @@ class PeerListener:
         self._stop_listening()
         self._at = None
 
-    @property
-    def _told(self) -> PeerEvents:
-        assert self._events is not None
-        return self._events
-
     def _drop_links(self) -> None:
         for link in self._links.values():
             link.close()
@@ -191,7 +178,7 @@ class PeerListener:
 
     def _tell_lost(self, session: PeerSession, key: tuple[str, str], why: str) -> None:
         if self._session is session:
-            self._told.lost(*key, why)
+            self.events.lost(*key, why)
 
     def _stop_listening(self) -> None:
         with self._changed:
@@ -217,7 +204,7 @@ class PeerListener:
             except OSError as error:
                 with self._changed:
                     if listener in self._listeners:
-                        _log.warning("a connection could not be accepted: %s", error)
+                        _log.warning("cannot accept a connection: %s", error)
                         self._changed.wait(_REST_S)
                 continue
             door = self._doors.enter(sock)
@@ -232,7 +219,7 @@ class PeerListener:
         try:
             incoming = self._greet(sock, door)
         except PeerError as error:
-            _log.warning("a connection was turned away: %s", error)
+            _log.warning("rejected a connection: %s", error)
             incoming = None
         if incoming is None:
             sock.close()
@@ -248,8 +235,7 @@ class PeerListener:
     def _greet(self, sock: socket.socket, door: Door) -> IncomingLink | None:
         """Return the incoming link if it belongs to the running session.
 
-        Raises:
-            PeerError: the handshake fails, or the first message is no LinkHello.
+        Raises PeerError if the handshake fails, or the first message is no LinkHello.
         """
         session = self._session
         try:
@@ -268,7 +254,7 @@ class PeerListener:
         finally:
             door.leave()  # a peer of a later generation waits without a handshake place
         if not isinstance(hello, LinkHello) or hello.purpose not in (PROTECT, FETCH):
-            raise ProtocolError(f"{made.peer} does not begin with what the link is for")
+            raise ProtocolError(f"{made.peer} did not send a LinkHello with a known purpose")
         incoming = IncomingLink(made.node_id, hello, made)
         return incoming if self._let_in(incoming) else None
 
@@ -287,7 +273,7 @@ class PeerListener:
             self._seen.add(key)
             self._changed.notify_all()
         if is_again:
-            self._told.linked(*key)
+            self.events.linked(*key)
         return True
 
     def _admits(self, hello: LinkHello) -> bool | None:
@@ -300,7 +286,7 @@ class PeerListener:
         why, may_come_back = "", False
         try:
             while True:
-                self._told.received(incoming, _next(incoming))
+                self.events.received(incoming, _next(incoming))
         except PeerLost as error:
             why, may_come_back = str(error), self._may_come_back(incoming)
         except PeerError as error:
@@ -308,13 +294,13 @@ class PeerListener:
             _log.warning("%s", why)
         except Exception:  # noqa: BLE001
             # One of the process loops: a bug must cost a link, not the snapshots of a run.
-            _log.exception("the link from %s ended in a bug of ftrun", incoming.node_id)
-            why = "a bug in ftrun; the SMP's log has it"
+            _log.exception("internal error in the link from %s", incoming.node_id)
+            why = "internal error in ftrun; see the SMP's log"
         if may_come_back:
             incoming.socket.close()
             self._wait_for_next(incoming)
         if self.is_current(incoming):
-            self._told.lost(incoming.node_id, incoming.hello.purpose, why)
+            self.events.lost(incoming.node_id, incoming.hello.purpose, why)
 
     def _wait_for_next(self, incoming: IncomingLink) -> None:
         with self._changed:
@@ -329,12 +315,10 @@ class PeerListener:
 
 
 def _opened(hosts: Sequence[str]) -> list[socket.socket]:
-    """Sockets that listen at one port of all addresses, or only of the first.
+    """Sockets that listen at one port of all addresses.
 
-    That happens when `_MAX_PORTS` ports were in use at one of the other addresses.
-
-    Raises:
-        UsageError: the first host is no address of this node.
+    Only the first one, if `_MAX_PORTS` ports were in use at one of the others. Raises UsageError if
+    the first host is no address of this node.
     """
     for _ in range(_MAX_PORTS):
         first = listen_tcp(hosts[0], 0)
@@ -356,12 +340,12 @@ def _beside(first: socket.socket, hosts: Sequence[str]) -> list[socket.socket] |
                 sock.close()
             return None
         except UsageError as error:
-            _log.warning("the SMPs of other nodes do not reach this one at %s: %s", host, error)
+            _log.warning("the SMPs of other nodes cannot connect to %s: %s", host, error)
     return found
 
 
 def _next(incoming: IncomingLink) -> TransferEnvelope:
     envelope = incoming.socket.receive()
     if envelope.generation != incoming.hello.generation:
-        raise ProtocolError(f"{incoming.socket.peer} speaks of another generation")
+        raise ProtocolError(f"{incoming.socket.peer} sent a frame of another generation")
     return envelope

@@ -26,43 +26,10 @@ from ftrun.smp.jobs import JobLanes
 from ftrun.smp.message_handler import MessageHandler
 from ftrun.wire.messages import checkpoint as checkpoint_messages
 from ftrun.wire.messages import envelope as messages
-from ftrun.wire.messages import message
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
 from ftrun.wire.transport.channel import Channel, ReceivedMessage, accept, listen, short_socket_path
 
-_ALLOWED: dict[ClientRole, tuple[type[message.Message], ...]] = {
-    ClientRole.UNKNOWN: (messages.Hello,),
-    ClientRole.WORKER: (
-        worker_messages.ReserveMemory,
-        worker_messages.RequestArena,
-        worker_messages.ShardSealed,
-        worker_messages.WithdrawShard,
-        worker_messages.ShardSkipped,
-        worker_messages.AwaitRestored,
-        worker_messages.OpenShards,
-        worker_messages.FetchShardHeaders,
-        worker_messages.FetchPieces,
-    ),
-    ClientRole.AGENT: (
-        smp_messages.ListenForPeers,
-        smp_messages.BeginGeneration,
-        smp_messages.CommitVersion,
-        smp_messages.AbandonVersion,
-        smp_messages.InventoryRequest,
-        smp_messages.VoidAfter,
-        smp_messages.HandOverMemory,
-        smp_messages.AdoptMemory,
-        smp_messages.PersistRunState,
-        checkpoint_messages.WriteCheckpoint,
-        checkpoint_messages.ExpediteCheckpoint,
-        checkpoint_messages.LoadCheckpoint,
-        checkpoint_messages.EndCheckpoints,
-        messages.StatusRequest,
-        smp_messages.Shutdown,
-    ),
-    ClientRole.CLI: (messages.StatusRequest, smp_messages.Shutdown),
-}
 _OfWorker = (
     worker_messages.ReserveMemory
     | worker_messages.RequestArena
@@ -74,6 +41,7 @@ _OfWorker = (
     | worker_messages.FetchShardHeaders
     | worker_messages.FetchPieces
 )
+_OfCli = messages.StatusRequest | smp_messages.Shutdown
 _log = logging.getLogger(__name__)
 
 
@@ -96,10 +64,6 @@ class SmpServer:
         self._watch(self._socket, self._accept)
         self._watch(self._jobs, self._jobs.finish)
 
-    def end(self) -> None:
-        """Leave the loop at its next turn; may be called by a signal handler."""
-        self._is_ending = True
-
     def end_if_alone(self) -> None:
         """End the server if no agent is connected; otherwise the agent ends it.
 
@@ -118,7 +82,6 @@ class SmpServer:
         self._watch(sock, wake)
 
     def serve(self) -> None:
-        """Run until the end; then all memory is freed and the socket removed."""
         try:
             while not self._is_ending:
                 for key, _ in self._selector.select(self._timeout_s()):
@@ -149,7 +112,7 @@ class SmpServer:
         since_s = self._orphaned_since_s
         if since_s is not None and clock.now_s() >= since_s + self._orphan_s:
             _log.warning(
-                "no agent for %.0f s: the snapshots of run %s are freed",
+                "no agent for %.0f s: freeing the snapshots of run %s",
                 self._orphan_s,
                 self._run_id,
             )
@@ -175,10 +138,10 @@ class SmpServer:
         try:
             channel = accept(self._socket, run_id=self._run_id)
         except OSError as error:
-            _log.warning("a connection was not accepted: %s", error)
+            _log.warning("cannot accept a connection: %s", error)
             return
         if channel is None:
-            _log.warning("a connection of another user was refused")
+            _log.warning("rejected a connection of another user")
             return
         client = ClientConnection(channel)
         self._clients.add(client)
@@ -205,13 +168,13 @@ class SmpServer:
                 client.is_gone = True
             except Exception:  # noqa: BLE001
                 # The process loop: a bug must cost a connection, not the snapshots of a run.
-                _log.exception("%s: a bug of ftrun", client.channel.peer)
+                _log.exception("%s: internal error in ftrun", client.channel.peer)
                 client.is_gone = True
             finally:
                 received.close()
 
     def _has_to_wait(self, client: ClientConnection) -> bool:
-        may_begin = self._keeper.has_begun and not self._awaits_adoption
+        may_begin = self._keeper.commits.has_begun and not self._awaits_adoption
         return client.role is ClientRole.WORKER and not may_begin
 
     def _sweep(self) -> None:
@@ -222,31 +185,40 @@ class SmpServer:
             if client is self._keeper.agent:
                 self._keeper.agent = None
                 self._orphaned_since_s = clock.now_s()
-                _log.info("the agent is gone; the snapshots stay for %.0f s", self._orphan_s)
+                _log.info(
+                    "the agent has disconnected; keeping the snapshots for %.0f s", self._orphan_s
+                )
                 let_go_of_streams(2)  # otherwise a reader of the run's output waits for us
 
     def _handle(self, client: ClientConnection, received: ReceivedMessage) -> None:
         body = received.body
-        if not isinstance(body, _ALLOWED[client.role]):
-            raise ProtocolError(f"{type(body).__name__} is not for a client of this role")
         if client.role is ClientRole.UNKNOWN:
             self._meet(client, body)
         elif client.role is ClientRole.WORKER:
             self._serve_worker(client, received)
         else:
+            if client.role is ClientRole.CLI and not isinstance(body, _OfCli):
+                raise _not_allowed(body, client.role)
             asker = Requester(client, received)
             answer = self._serve_agent(asker, received)
             if answer is not None:
                 asker.tell(answer)
 
     def _meet(self, client: ClientConnection, body: messages.AnyMessage) -> None:
-        assert isinstance(body, messages.Hello)
+        if not isinstance(body, messages.Hello):
+            raise _not_allowed(body, client.role)
         if body.protocol != messages.PROTOCOL_VERSION:
             client.tell(
-                messages.Refused(f"protocol {body.protocol}, this is {messages.PROTOCOL_VERSION}")
+                messages.Refused(f"protocol {body.protocol} is not {messages.PROTOCOL_VERSION}")
             )
-            raise ProtocolError(f"it speaks protocol {body.protocol}")
-        client.introduce(role=body.role, rank=body.rank)
+            raise ProtocolError(f"protocol {body.protocol} is not supported")
+        try:
+            client.role = ClientRole(body.role)
+        except ValueError as error:
+            raise ProtocolError(f"unknown client role {body.role!r}") from error
+        client.rank = body.rank
+        is_worker = client.role is ClientRole.WORKER
+        client.channel.peer = f"the worker of rank {body.rank}" if is_worker else f"the {body.role}"
         if client.role is ClientRole.AGENT:
             if self._keeper.agent is not None:
                 _log.info("a newer agent (pid %d) replaces the old one", body.pid)
@@ -256,16 +228,19 @@ class SmpServer:
         elif client.role is ClientRole.WORKER and not self._has_to_wait(client):
             self._keeper.commits.hear_again(Rank(client.rank))
 
-    def _serve_worker(self, client: ClientConnection, received: ReceivedMessage) -> None:
+    def _serve_worker(  # noqa: C901
+        self, client: ClientConnection, received: ReceivedMessage
+    ) -> None:
         keeper, body, asker = self._keeper, received.body, Requester(client, received)
-        assert isinstance(body, _OfWorker)
+        if not isinstance(body, _OfWorker):
+            raise _not_allowed(body, client.role)
         if body.rank != client.rank:
-            raise ProtocolError(f"it speaks for rank {body.rank}")
+            raise ProtocolError(f"the message names rank {body.rank}, not {client.rank}")
         is_over = keeper.is_over(received.envelope)
         if is_over and not isinstance(
             body, worker_messages.ShardSealed | worker_messages.ShardSkipped
         ):
-            asker.tell(messages.Refused(f"generation {received.envelope.generation} is over"))
+            asker.tell(messages.Refused(f"generation {received.envelope.generation} has ended"))
             return
         rank = Rank(body.rank)
         match body:
@@ -274,7 +249,8 @@ class SmpServer:
             case worker_messages.RequestArena():
                 keeper.requests.request(asker, body)
             case worker_messages.ShardSealed():
-                keeper.sealed(body)
+                keeper.memory.forget_promise(rank)
+                keeper.commits.sealed(rank, version(body.generation, body.step))
             case worker_messages.ShardSkipped():
                 keeper.commits.skipped(version(body.generation, body.step))
             case worker_messages.WithdrawShard():
@@ -287,7 +263,7 @@ class SmpServer:
                 | worker_messages.FetchShardHeaders()
                 | worker_messages.FetchPieces()
             ):
-                keeper.read_shards(asker, body)
+                keeper.group_work.range_fetches.ask(asker, body)
 
     def _serve_agent(  # noqa: C901, PLR0912
         self, asker: Requester, received: ReceivedMessage
@@ -299,41 +275,31 @@ class SmpServer:
             case smp_messages.CommitVersion() as body:
                 if not keeper.is_over(received.envelope):
                     keeper.commits.commit(version(body.generation, body.step))
-                return None
             case smp_messages.AbandonVersion() as body:
                 keeper.commits.abandon(body.generation, body.step)
-                return None
             case smp_messages.BeginGeneration() as body:
-                answer = keeper.begin_generation(body, received)
-                asker.tell(answer)
+                asker.tell(keeper.begin_generation(body, received))
                 self._let_workers_in()
-                return None
             case smp_messages.InventoryRequest() as body:
                 return keeper.group_work.inventory(body)
             case smp_messages.VoidAfter() as body:
                 return keeper.void_after(body)
             case smp_messages.HandOverMemory():
                 keeper.hand_over(asker)
-                return None
             case smp_messages.AdoptMemory() as body:
                 self._awaits_adoption = False
                 asker.tell(keeper.adopt(body, received))
                 self._let_workers_in()
-                return None
             case smp_messages.PersistRunState() as body:
                 return keeper.keep_run_state(body)
             case checkpoint_messages.WriteCheckpoint() as body:
                 keeper.write_checkpoint(asker, body)
-                return None
             case checkpoint_messages.ExpediteCheckpoint():
                 keeper.checkpoints.hurry()
-                return None
             case checkpoint_messages.LoadCheckpoint() as body:
                 keeper.checkpoints.load(asker, body)
-                return None
             case checkpoint_messages.EndCheckpoints() as body:
                 keeper.checkpoints.end(asker, body)
-                return None
             case messages.StatusRequest():
                 return keeper.status(self._orphanhood())
             case smp_messages.Shutdown():
@@ -342,7 +308,8 @@ class SmpServer:
                 self._is_ending = True
                 return messages.Done()
             case other:
-                raise ProtocolError(f"{type(other).__name__} is no request")
+                raise _not_allowed(other, ClientRole.AGENT)
+        return None
 
     def _let_workers_in(self) -> None:
         for client in [one for one in self._clients if one.role is ClientRole.WORKER]:
@@ -354,6 +321,10 @@ class SmpServer:
             "orphaned_for_s": None if since_s is None else clock.now_s() - since_s,
             "orphan_s": self._orphan_s,
         }
+
+
+def _not_allowed(body: messages.AnyMessage, role: ClientRole) -> ProtocolError:
+    return ProtocolError(f"{type(body).__name__} is not allowed for role {role.value}")
 
 
 def is_served(path: Path) -> bool:

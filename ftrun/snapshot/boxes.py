@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A block of items: its first index and its size along each dimension."""
+    """Items of a tensor: first index and size along each dimension."""
 
     offsets: Shape
     shape: Shape
@@ -100,22 +100,14 @@ def strides_of(shape: Shape) -> Shape:
 
 
 def span_of(shape: Shape, strides: Shape) -> int:
-    """Items from the first to the last one of a block.
-
-    Args:
-        shape: of the block; not empty.
-        strides: of the block in the items that contain it.
-    """
+    """Items from the first to the last one of a block that is not empty."""
     return 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
 
 
 def cut_to(chunk: Shape, part: Box, most_items: int) -> list[Box]:
     """Cuts a part of a chunk, in order, into boxes whose spans have at most `most_items` items.
 
-    Args:
-        chunk: shape of the chunk.
-        part: in the chunk's own offsets; not empty.
-        most_items: at least 1.
+    `part` is in the chunk's own offsets and not empty.
     """
     strides = strides_of(chunk)
     if span_of(part.shape, strides) <= most_items:
@@ -156,14 +148,10 @@ class TensorPart:
 
 
 def parse_part(text: str) -> TensorPart:
-    """Parses the text form of a `TensorPart`.
-
-    Raises:
-        ValueError: the text is not a part.
-    """
+    """Raises ValueError if the text is not a part."""
     shape, at, offsets = text.partition("@")
     if not at:
-        raise ValueError(f"{text!r} is no part of a tensor")
+        raise ValueError(f"{text!r} is not a part of a tensor")
     return TensorPart(_numbers(shape), None if offsets == "?" else _numbers(offsets))
 
 

@@ -39,7 +39,6 @@ class CommitTracker:
 
     @property
     def sees_all(self) -> bool:
-        """Whether every rank of the world reports to this tracker."""
         return len(self._pending) == self._world_size > 0
 
     @property
@@ -49,7 +48,6 @@ class CommitTracker:
         return found.pop() if len(found) == 1 else None
 
     def pending(self, rank: Rank) -> Version | None:
-        """The version beyond the committed one that this rank has sealed."""
         return self._pending.get(rank)
 
     def begin_generation(
@@ -65,11 +63,9 @@ class CommitTracker:
 
         Args:
             generation: seals of any other generation are dropped from now on.
-            ranks: the ranks that report to this tracker.
-            world_size: number of all ranks.
-            held: versions in the slots. In a new generation these are the restore point and older
-                ones. For a new SMP within a generation they may include seals that no process has
-                processed.
+            held: versions in the slots. In a new generation these are the restore point and
+                older ones. For a new SMP within a generation they may include seals that no process
+                has processed.
             decides_alone: a version that all ranks have sealed is committed without the leader.
         """
         self.generation = generation
@@ -96,18 +92,16 @@ class CommitTracker:
         return version
 
     def commit(self, version: Version) -> None:
-        """Records a commit, by this tracker or by the leader."""
         self.committed = version
         self.abandon(version)
 
     def abandon(self, newest: Version) -> None:
-        """Drops all seals up to this version."""
         for rank, has in self._pending.items():
             if has is not None and has <= newest:
                 self._pending[rank] = None
 
     def withdraw(self, rank: Rank, version: Version) -> bool:
-        """Drops a rank's seal; False if the version is committed already."""
+        """False if the version is committed already."""
         if self.committed is not None and version <= self.committed:
             return False
         if self._pending.get(rank) == version:

@@ -106,8 +106,8 @@ class Layout:
     """Entries in their final order, with offsets; see the module docstring.
 
     Args:
-        knows_parts: the header states for each entry which part of which tensor it is; snapshots of
-            older versions of ftrun do not.
+        knows_parts: the header states which part of which tensor each entry is; False for ftrun
+            before 0.2.
     """
 
     entries: tuple[LayoutEntry, ...]
@@ -161,7 +161,6 @@ class Layout:
         return tuple(found)
 
     def pieces_of(self, entry: LayoutEntry) -> range:
-        """Indices of the pieces that contain bytes of this entry."""
         first = bisect_right(self._starts, entry.offset) - 1
         return range(first, bisect_left(self._starts, entry.offset + entry.num_bytes))
 
@@ -197,10 +196,8 @@ def make_layout(
     """Orders the entries, assigns their offsets, and adds capacity for the plain values.
 
     Args:
-        entries: may be empty; their offsets are ignored.
-        plain_bytes: present size of the plain values. At least four times that is reserved, because
-            they grow during a run.
-        metadata: copied into the header.
+        plain_bytes: present size of the plain values. At least four times that is reserved,
+            because they grow during a run.
         plain_capacity: capacity for plain values in bytes; 0: chosen here.
     """
     # Items of wide dtypes first, so that every item in a pack is aligned to its own size.
@@ -229,12 +226,8 @@ def make_layout(
 def parse_header(image: memoryview, *, image_bytes: int | None = None) -> tuple[Layout, int]:
     """The layout of a shard, and the offset of its data.
 
-    Args:
-        image: the shard, or only its header.
-        image_bytes: size of the whole shard, if `image` is only its header.
-
-    Raises:
-        LayoutUnknown: these are not the bytes of a shard.
+    Raises LayoutUnknown if these are not the bytes of a shard. If `image` is only the header,
+    `image_bytes` is the size of the whole shard.
     """
     if len(image) < 8:
         raise LayoutUnknown(f"{len(image)} bytes are too few for a shard")
@@ -262,7 +255,7 @@ def parse_header(image: memoryview, *, image_bytes: int | None = None) -> tuple[
         _check_parts(entries)
         fits = 8 + length + layout.data_bytes <= (image_bytes or len(image))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise LayoutUnknown(f"the header of a shard is not readable: {error!r}") from error
+        raise LayoutUnknown(f"cannot read the header of a shard: {error!r}") from error
     if not fits or entries[-1].name != PLAIN_NAME:
         raise LayoutUnknown("the header of a shard does not describe the bytes behind it")
     return layout, 8 + length
@@ -281,4 +274,6 @@ def _check_parts(entries: Sequence[LayoutEntry]) -> None:
         reach = (at + size for at, size in zip(offsets, entry.shape, strict=True))
         inside = (end <= size for end, size in zip(reach, entry.part.shape, strict=True))
         if not all(inside) or min(offsets, default=0) < 0:
-            raise ValueError(f"{entry.name} of {list(entry.shape)} is no part {entry.part}")
+            raise ValueError(
+                f"{entry.name} of {list(entry.shape)} does not fit the part {entry.part}"
+            )

@@ -41,7 +41,6 @@ def ranks_at(node: int, num_nodes: int, world_size: int) -> range:
 
 
 def company_of(node: int, num_nodes: int) -> range:
-    """The group of nodes that share a load with this one, including itself."""
     first = node - node % MOST_NODES
     return range(first, min(first + MOST_NODES, num_nodes))
 
@@ -55,7 +54,6 @@ def share_of(
     """The share of one node.
 
     Args:
-        node: index of the node.
         ranks: the ranks that each node loads, by node; equal on all nodes.
         tables: u64 digests of all pieces of each of these ranks.
         sizes: bytes of all pieces of this node's own ranks.

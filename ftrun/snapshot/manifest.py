@@ -74,7 +74,6 @@ class SectionPlace:
 
 
 def sections_of(layout: Layout) -> list[SectionPlace]:
-    """The sections of a shard, in order; they cover all of its pieces."""
     large = {e.offset: e for e in layout.entries if not e.is_small or e.name == PLAIN_NAME}
     small = [e for e in layout.entries if e.is_small and e.name != PLAIN_NAME]
     pieces = layout.pieces

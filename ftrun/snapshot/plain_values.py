@@ -54,9 +54,7 @@ class Skips(Protocol):
     """Decides by its path whether a value is left out; an item of a list becomes None."""
 
     @property
-    def has_items(self) -> bool:
-        """Whether the paths of items of lists, tuples and sets have to be checked."""
-        ...
+    def has_items(self) -> bool: ...
 
     def __call__(self, path: str, /) -> bool: ...
 
@@ -72,7 +70,6 @@ def encode(
     """The bytes of a tree of plain values.
 
     Args:
-        value: the tree.
         root: path of the tree.
         refer: returns a reference for a value that is not plain.
         skip: values to leave out; None: nothing.
@@ -90,9 +87,6 @@ def encode_each(
     """Encodes a mapping as `encode` does, but the path of each value is its key with a suffix.
 
     A module's extra state may use the names of its parameters, so it needs separate paths.
-
-    Raises:
-        ValueNotStorable: a value is not plain, and `refer` returns no reference for it.
     """
     packer = _Packer(refer, skip, is_exact=False)
     items: list[object] = ["d"]
@@ -104,15 +98,11 @@ def encode_each(
 
 
 def decode(data: bytes | memoryview, *, deref: Deref | None = None) -> Any:  # the tree is dynamic
-    """The tree that `encode` was given, with references resolved by `deref`.
-
-    Raises:
-        LayoutUnknown: the bytes are not from `encode`.
-    """
+    """Raises LayoutUnknown if the bytes are not from `encode`; `deref` resolves references."""
     try:
         return _unpack(msgspec.msgpack.decode(data), deref)
     except (msgspec.DecodeError, KeyError, ValueError, TypeError) as error:
-        raise LayoutUnknown(f"the plain values of a shard are not readable: {error!r}") from error
+        raise LayoutUnknown(f"cannot decode the plain values of a shard: {error!r}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +266,6 @@ _MAPPINGS: dict[str, Callable[[], Any]] = {
 
 
 def refs_in(tree: object) -> Iterator[TensorRef]:
-    """The references in a tree of plain values."""
     if isinstance(tree, TensorRef):
         yield tree
     elif isinstance(tree, Mapping):

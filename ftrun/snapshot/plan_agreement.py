@@ -35,7 +35,6 @@ class PlanDecision:
 
     Args:
         plan: the plan that all nodes use; None: no plan yet.
-        needs_manifests: every node has to send its manifest.
         differ: (position, rank) of replicas that have changed, for the journal.
     """
 
@@ -45,14 +44,7 @@ class PlanDecision:
 
 
 class GroupPlan:
-    """The plan of a group.
-
-    Args:
-        place: position of this node in the group.
-        num_nodes: of the group; more than `parity`.
-        parity: m.
-        small_state_bytes: see `make_plan`.
-    """
+    """The plan of a group, as seen by the node at `place`; see `make_plan`."""
 
     def __init__(self, *, place: int, num_nodes: int, parity: int, small_state_bytes: int) -> None:
         self.plan: RedundancyPlan | None = None
@@ -121,10 +113,7 @@ class NodeReplicas:
         self._shape: tuple[object, ...] = ()
 
     def look(self, manifest: NodeManifest) -> set[int]:
-        """Ranks whose content differs from the majority; all holders if there is no majority.
-
-        `manifest` is of a version that every rank here has sealed.
-        """
+        """Ranks whose content differs from the majority; all holders if there is no majority."""
         shape = tuple((one.rank, one.header_digest) for one in manifest.ranks)
         content = _content(manifest)
         if shape != self._shape:

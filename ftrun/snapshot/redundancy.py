@@ -12,19 +12,23 @@ Rule 1: a section that more than m nodes hold with equal content needs no byte o
 Rule 2: the unique state of a rank, up to a limit, is mirrored whole to the next m nodes. The mirror
         includes what a rebuild of the rest needs: header, digest table, and the plan.
 Rule 3: everything else is erasure-coded. A node's coded runs, rank after rank, form one row of
-        bytes that is cut into blocks (`stripe_space.py`).
+        bytes that is cut into blocks (`StripeSpace`).
 Rule 4: a section that has differed once is coded for the rest of the generation.
 
 Source: natural replicas that need no parity are from ARC; see docs/papers.md.
 """
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
 import xxhash
 
+from ftrun.errors import LayoutUnknown
+from ftrun.snapshot.layout import Piece
 from ftrun.snapshot.manifest import NodeManifest, RankManifest
 
 MAX_BLOCK_BYTES = 1 << 20
@@ -41,12 +45,7 @@ class PieceRun(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReplicatedPieces(msgspec.Struct, frozen=True, array_like=True):
-    """Pieces of one rank that other nodes hold too.
-
-    Args:
-        holders: index into `RedundancyPlan.holders`.
-        runs: the pieces.
-    """
+    """Pieces of one rank that other nodes hold too; `holders` indexes `RedundancyPlan.holders`."""
 
     holders: int
     runs: list[PieceRun]
@@ -70,12 +69,9 @@ class NodeRedundancy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RedundancyPlan(msgspec.Struct, frozen=True, dict=True):
-    """The protection of all nodes of a group.
+    """The protection of all nodes of a group, by position in it.
 
     Args:
-        parity: m.
-        block_bytes: length of a block of a stripe.
-        nodes: by position in the group.
         holders: sets of nodes, by position, that hold the same sections.
     """
 
@@ -95,12 +91,7 @@ class RedundancyPlan(msgspec.Struct, frozen=True, dict=True):
 
 
 class ReplicaSet(msgspec.Struct, frozen=True):
-    """Sections that a set of ranks holds with equal content.
-
-    Args:
-        holders: (position, rank) of each.
-        keys: of the sections, in order.
-    """
+    """Sections that a set of ranks holds with equal content; holders are (position, rank)."""
 
     holders: tuple[tuple[int, int], ...]
     keys: tuple[int, ...]
@@ -120,7 +111,6 @@ def make_plan(
 
     Args:
         manifests: of one version, by position in the group; more than `parity` of them.
-        parity: m; 1 or more.
         small_state_bytes: largest unique state of a rank that is mirrored.
         distrusted: keys of sections that are coded whatever their content.
     """
@@ -259,3 +249,115 @@ def _joined(runs: Sequence[PieceRun]) -> list[PieceRun]:
         else:
             found.append(run)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes of one rank's image; `offset` counts from the start of its data."""
+
+    rank: int
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Neighbouring coded pieces of one rank, and their start in the row."""
+
+    start: int
+    rank: int
+    first: int
+    count: int
+    offset: int
+    num_bytes: int
+
+
+class StripeSpace:
+    """The row of a node's coded bytes. Raises LayoutUnknown if plan and layouts do not match."""
+
+    def __init__(
+        self, plan: NodeRedundancy, pieces: Mapping[int, Sequence[Piece]], block_bytes: int
+    ) -> None:
+        self.block_bytes = block_bytes
+        self._pieces = pieces
+        self._stretches: list[_Stretch] = []
+        start = 0
+        for rank in plan.ranks:
+            for run in rank.coded:
+                stretch = self._stretch(start, rank.rank, run)
+                self._stretches.append(stretch)
+                start += stretch.num_bytes
+        self.num_bytes = start
+        self._starts = [stretch.start for stretch in self._stretches]
+        if start != plan.coded_bytes:
+            raise LayoutUnknown(f"{start} bytes are coded, but the plan has {plan.coded_bytes}")
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.num_bytes // self.block_bytes)
+
+    def extents(self, block: int) -> list[Extent]:
+        return [Extent(s.rank, s.offset + at - s.start, size) for s, at, size in self._parts(block)]
+
+    def pieces_in(self, block: int) -> list[tuple[int, int]]:
+        """(rank, piece) of each piece that has bytes in a block."""
+        found = []
+        for stretch, at, size in self._parts(block):
+            begin = stretch.offset + at - stretch.start
+            pieces = self._pieces[stretch.rank]
+            index = self._piece_at(stretch, begin)
+            while index < stretch.first + stretch.count and pieces[index].offset < begin + size:
+                found.append((stretch.rank, index))
+                index += 1
+        return found
+
+    def blocks_of(self, rank: int) -> list[int]:
+        found: set[int] = set()
+        for stretch in self._stretches:
+            if stretch.rank == rank and stretch.num_bytes:
+                last = stretch.start + stretch.num_bytes - 1
+                found.update(range(stretch.start // self.block_bytes, last // self.block_bytes + 1))
+        return sorted(found)
+
+    def blocks_with(self, rank: int, piece: int) -> list[int]:
+        """The blocks with bytes of one piece; empty if it is not coded."""
+        for stretch in self._stretches:
+            if stretch.rank == rank and 0 <= piece - stretch.first < stretch.count:
+                found = self._pieces[rank][piece]
+                start = stretch.start + found.offset - stretch.offset
+                last = start + max(found.num_bytes, 1) - 1
+                return list(range(start // self.block_bytes, last // self.block_bytes + 1))
+        return []
+
+    def _stretch(self, start: int, rank: int, run: PieceRun) -> _Stretch:
+        pieces = self._pieces.get(rank, ())
+        if not 0 < run.count <= len(pieces) - run.first:
+            raise LayoutUnknown(f"rank {rank} has {len(pieces)} pieces, but the plan has {run}")
+        offset = pieces[run.first].offset
+        last = pieces[run.first + run.count - 1]
+        size = last.offset + last.num_bytes - offset
+        return _Stretch(start, rank, run.first, run.count, offset, size)
+
+    def _parts(self, block: int) -> Iterable[tuple[_Stretch, int, int]]:
+        """Stretches of a block: stretch, offset in the row, number of bytes."""
+        at = block * self.block_bytes
+        end = min(at + self.block_bytes, self.num_bytes)
+        index = bisect_right(self._starts, at) - 1
+        while at < end:
+            stretch = self._stretches[index]
+            size = min(end, stretch.start + stretch.num_bytes) - at
+            if size > 0:
+                yield stretch, at, size
+                at += size
+            index += 1
+
+    def _piece_at(self, stretch: _Stretch, offset: int) -> int:
+        pieces = self._pieces[stretch.rank]
+        low, high = stretch.first, stretch.first + stretch.count
+        while high - low > 1:
+            middle = (low + high) // 2
+            if pieces[middle].offset <= offset:
+                low = middle
+            else:
+                high = middle
+        return low

@@ -20,13 +20,7 @@ Fingerprint = tuple[int, int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """One shard without its data.
-
-    Args:
-        layout: of the shard.
-        start: length of the header; data offsets count from there.
-        digests: u64 for each piece of the layout.
-    """
+    """One shard without its data. Data offsets count from `start`; digests are u64 per piece."""
 
     layout: Layout
     start: int
@@ -76,12 +70,8 @@ _HEAD = struct.Struct("<QQQQQ")
 class PackedShardHeader:
     """Everything known of a shard without its data.
 
-    Args:
-        header: of the image, including its length field.
-        table: one u64 digest per piece.
-        image_bytes: size of the whole shard.
-        layout_id: digest of the header.
-        table_digest: digest of the table.
+    `header` includes its length field; `layout_id` is the digest of the header, `table_digest` that
+    of the table.
     """
 
     header: memoryview
@@ -98,19 +88,15 @@ def pack_head(head: PackedShardHeader) -> list[bytes | memoryview]:
 
 
 def unpack_head(raw: memoryview) -> PackedShardHeader:
-    """Decode a packed header. The reader must check that it is the header that was sealed.
-
-    Raises:
-        LayoutUnknown: the bytes are not a packed header.
-    """
+    """Raises LayoutUnknown; the reader must check that the result is the header that was sealed."""
     try:
         header_bytes, num_pieces, image_bytes, layout_id, digest = _HEAD.unpack_from(raw)
     except struct.error as error:
-        raise LayoutUnknown(f"{len(raw)} bytes are too few for the head of a shard") from error
+        raise LayoutUnknown(f"{len(raw)} bytes are too few for the header of a shard") from error
     at = _HEAD.size + header_bytes
     if at + 8 * num_pieces != len(raw):
         raise LayoutUnknown(
-            f"the head of a shard has {len(raw)} bytes and says {at + 8 * num_pieces}"
+            f"the header of a shard has {len(raw)} bytes instead of {at + 8 * num_pieces}"
         )
     table = raw[at:].cast("Q")
     return PackedShardHeader(raw[_HEAD.size : at], table, image_bytes, layout_id, digest)

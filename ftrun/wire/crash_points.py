@@ -36,7 +36,6 @@ def arm(name: str, *, before: Callable[[], None]) -> None:
 
 
 def crash_point(name: str) -> None:
-    """Kill this process here if the environment variables select this point."""
     if _ARMED:
         _pass(name)
 

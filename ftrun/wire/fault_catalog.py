@@ -17,9 +17,9 @@ Target = Literal["rank", "part", "node", "network", "data"]
 
 TARGETS: dict[Target, str] = {
     "rank": "One rank (--rank R)",
-    "part": "A part of ftrun on one node (--node N)",
-    "node": "A node and what it lives on (--node N)",
-    "network": "What a node sends and hears (--node N)",
+    "part": "A process of ftrun on one node (--node N)",
+    "node": "A node and its resources (--node N)",
+    "network": "The traffic of a node (--node N)",
     "data": "Snapshots and checkpoints (--rank R or --node N)",
 }
 """Shown in this order."""
@@ -29,25 +29,22 @@ _LINK = (
     "a run over several nodes, root, tc with its bpf classifier, and a link that may be cut: a "
     "veth in a network namespace other than that of process 1, or --allow-network-faults"
 )
-_REDONE = "the steps since the last committed snapshot, which are done again"
+_REDONE = "the steps since the last committed snapshot, which are repeated"
 
 
 @dataclass(frozen=True, slots=True)
 class FaultKind:
-    """One kind of fault.
+    """One kind of fault: what it does (`does`), and the expected reaction (`seen`).
 
     Args:
-        name: as typed on the command line.
-        target: what the fault acts on; a "rank" or "data" kind with `by_rank` takes --rank.
-        does: the action.
-        seen: the reaction that is expected.
+        target: what the fault acts on; a "rank" or "data" kind with `by_rank` takes --rank,
+            others --node.
         within_s: maximum seconds from the fault to the expected reaction; 0: no reaction is
             expected.
         lost: state or work that may be lost.
-        needs: requirements; empty: none.
-        by_rank: the kind takes --rank; otherwise --node.
         is_inside: the rank injects the fault into itself, exactly at the end of the named step.
-        for_s: default duration in seconds, without --for; 0: no duration, or until the target ends.
+        for_s: default duration in seconds, without --for; 0: no duration, or until the target
+            ends.
         amount: default without --amount.
         unit: meaning of --amount; empty: the kind takes no --amount.
     """
@@ -79,16 +76,18 @@ def _lasting(
 
 
 _OF_RANKS = (
-    _rank("rank-kill", "SIGKILL", "killed by SIGKILL; all ranks start again", 1.0),
-    _rank("segv", "reads address 0", "killed by SIGSEGV; all ranks start again", 1.0),
-    _rank("abort", "calls abort()", "killed by SIGABRT; all ranks start again", 1.0),
+    _rank("rank-kill", "SIGKILL", "killed by SIGKILL; all ranks restart", 1.0),
+    _rank("segv", "reads address 0", "killed by SIGSEGV; all ranks restart", 1.0),
+    _rank("abort", "calls abort()", "killed by SIGABRT; all ranks restart", 1.0),
     _rank(
         "exception",
-        "raises RuntimeError out of optimizer.step()",
-        "its text and line; all ranks start again",
+        "raises RuntimeError from optimizer.step()",
+        "its text and line; all ranks restart",
         1.0,
     ),
-    _rank("exit0-early", "ends with 0 in the middle", "the others are not left waiting", 10.0),
+    _rank(
+        "exit0-early", "exits with code 0 in the middle", "the other ranks do not wait for it", 10.0
+    ),
     _lasting(
         "stop",
         "SIGSTOP; with --for, SIGCONT after it",
@@ -97,8 +96,8 @@ _OF_RANKS = (
         5.0,
     ),
     _lasting("hang", "the main thread sleeps", "a hang in computation, with its line", 0.0),
-    _lasting("gil", "sleeps in C with the interpreter's lock held", "a stuck GIL", 0.0),
-    _lasting("spin", "the main thread runs in circles", "a busy loop, with its line", 0.0),
+    _lasting("gil-hold", "sleeps in C while it holds the GIL", "a stuck GIL", 0.0),
+    _lasting("busy-loop", "the main thread loops forever", "a busy loop, with its line", 0.0),
     _rank(
         "collective-skip",
         "takes no part in one gradient all-reduce (DDP: the next step's; else the next "
@@ -109,7 +108,7 @@ _OF_RANKS = (
     FaultKind(
         "slow",
         "rank",
-        "gets part of one core: by a cpu cgroup, or else by SIGSTOP and SIGCONT in turn",
+        "gets part of one core: by a cpu cgroup, or by alternating SIGSTOP and SIGCONT",
         "slow computation, this rank named, within 20 steps",
         30.0,
         by_rank=True,
@@ -119,20 +118,20 @@ _OF_RANKS = (
     FaultKind(
         "slow-input",
         "rank",
-        "every batch of torch's DataLoader comes late",
+        "every batch of torch's DataLoader is delayed",
         "input-bound, this rank named",
         30.0,
         by_rank=True,
         is_inside=True,
         amount=0.5,
-        unit="seconds more for each batch",
+        unit="additional seconds for each batch",
     ),
-    _rank("nan", "a NaN in a parameter after the step", "bad numbers", 10.0),
+    _rank("nan", "a NaN in a parameter after the step", "numerical anomaly", 10.0),
     FaultKind(
         "spike",
         "rank",
         "parameters are multiplied after the step, so that the loss jumps",
-        "bad numbers (a spike), where the script reports its loss; before it, that replicas differ",
+        "numerical anomaly (a spike), if the script reports its loss; otherwise replicas differ",
         10.0,
         _REDONE,
         by_rank=True,
@@ -142,22 +141,22 @@ _OF_RANKS = (
     ),
     _rank(
         "poison-batch",
-        "raises at that step, and again each time that step comes",
-        "the same failure without progress: the run ends with 93",
+        "raises at that step, each time that the step is reached",
+        "the same failure without progress: the run ends with exit code 93",
         60.0,
     ),
     FaultKind(
         "oom",
         "rank",
         "allocates until the kernel kills it, in a memory cgroup that it enters just before",
-        "out of memory; all ranks start again",
+        "out of memory; all ranks restart",
         5.0,
         _REDONE,
         "root, and a memory cgroup that can be divided",
         by_rank=True,
         is_inside=True,
         amount=256.0,
-        unit="MiB that it may allocate",
+        unit="MiB that the rank may allocate",
     ),
     _rank(
         "weight-bitflip",
@@ -168,38 +167,38 @@ _OF_RANKS = (
 )
 
 _OF_PARTS = (
-    FaultKind("smp-kill", "part", "SIGKILL to the SMP", "another SMP, ranks untouched", 1.0),
+    FaultKind("smp-kill", "part", "SIGKILL to the SMP", "a new SMP; ranks continue", 1.0),
     FaultKind(
         "smp-stop",
         "part",
         "SIGSTOP to the SMP, SIGCONT after --for",
-        "no commits meanwhile; ranks untouched",
+        "no commits while it is stopped; ranks continue",
         10.0,
         for_s=5.0,
     ),
     FaultKind(
         "agent-kill",
         "part",
-        "SIGKILL to the agent; its ranks die with it",
-        "the stub starts another, which continues",
+        "SIGKILL to the agent; its ranks end too",
+        "the stub starts a new agent, which resumes the run",
         5.0,
         _REDONE,
     ),
     FaultKind(
-        "agent-zombie",
+        "agent-stop",
         "part",
         "SIGSTOP to the agent, SIGCONT after --for",
-        "several nodes: lost, and taken in again later; one node: nothing is decided meanwhile",
+        "several nodes: lost, and admitted again later; one node: no decisions while it is stopped",
         5.0,
         _REDONE,
         for_s=30.0,
     ),
-    FaultKind("zygote-kill", "part", "SIGKILL to the zygote", "another zygote", 1.0),
+    FaultKind("zygote-kill", "part", "SIGKILL to the zygote", "a new zygote", 1.0),
     FaultKind(
-        "lead-kill",
+        "leader-kill",
         "part",
         "SIGKILL to the agent that leads, wherever it is",
-        "another lead; where it runs ranks, a new generation",
+        "another leader; a new generation if it ran ranks",
         5.0,
         _REDONE,
     ),
@@ -209,17 +208,17 @@ _OF_NODES = (
     FaultKind(
         "node-loss",
         "node",
-        "SIGKILL to all of this run on the node, memory and stub included; its connections close",
-        "the node is lost; a spare takes its place, or fewer nodes go on",
+        "SIGKILL to all processes of this run on the node, with their memory; connections close",
+        "the node is lost; a spare replaces it, or the run continues with fewer nodes",
         5.0,
-        "as rank-kill, while at most m nodes of a group are lost; on one node everything",
+        "as rank-kill, if at most m nodes of a group are lost; on a single node everything",
         "a stub that is not process 1",
     ),
     FaultKind(
         "freeze",
         "node",
-        "SIGSTOP to all of this run on the node, SIGCONT after --for",
-        "the node is silent and lost; refused as outdated when it wakes",
+        "SIGSTOP to all processes of this run on the node, SIGCONT after --for",
+        "the node is lost after the failure timeout, and rejected as outdated when it continues",
         5.0,
         _REDONE,
         for_s=20.0,
@@ -228,7 +227,7 @@ _OF_NODES = (
         "shm-full",
         "node",
         "fills /dev/shm",
-        "nothing: snapshots do not lie there. A DataLoader's workers may fail, as they would",
+        "nothing: snapshots do not use it. The workers of a DataLoader may fail",
         0.0,
         needs="a /dev/shm of at most 4 GiB, and at most a quarter of the free memory",
         for_s=10.0,
@@ -246,7 +245,7 @@ _OF_NODES = (
     FaultKind(
         "fd-limit",
         "node",
-        "the agent can open nothing more",
+        "the agent cannot open further files",
         "status is not answered during the fault; training continues",
         0.0,
         for_s=10.0,
@@ -254,7 +253,7 @@ _OF_NODES = (
     FaultKind(
         "pid-limit",
         "node",
-        "agent, zygote and ranks can start nothing more",
+        "agent, zygote and ranks cannot start processes",
         "new processes fail; training continues",
         0.0,
         needs="root, and a pids cgroup",
@@ -264,7 +263,7 @@ _OF_NODES = (
         "cpu-starve",
         "node",
         "busy processes compete with everything on the machine",
-        "nothing: slower steps are no failure",
+        "nothing: slower steps are not a failure",
         0.0,
         for_s=20.0,
         amount=4.0,
@@ -273,14 +272,14 @@ _OF_NODES = (
     FaultKind(
         "clock-jump",
         "node",
-        "the time of day jumps, for the processes of this run alone",
-        "nothing: ftrun counts on the monotonic clock",
+        "the wall clock jumps, only for the processes of this run",
+        "nothing: ftrun uses the monotonic clock",
         0.0,
         needs="a run started under libfaketime: LD_PRELOAD, FAKETIME_TIMESTAMP_FILE and "
-        "FAKETIME_NO_CACHE=1 set; a machine's own clock is never touched",
+        "FAKETIME_NO_CACHE=1 set; the clock of the machine is not changed",
         for_s=60.0,
         amount=3600.0,
-        unit="seconds forward; negative: back",
+        unit="seconds forward; negative: backward",
     ),
 )
 
@@ -288,18 +287,18 @@ _OF_NETWORK = (
     FaultKind(
         "partition",
         "network",
-        "all that the node sends and hears gets lost",
-        "it is lost to the others, and stops its ranks on its own",
+        "all packets that the node sends or receives are dropped",
+        "the others lose the node, and the node stops its own ranks",
         5.0,
         _REDONE,
         _LINK,
         for_s=15.0,
     ),
     FaultKind(
-        "one-way",
+        "one-way-partition",
         "network",
-        "all that the node sends gets lost; it still hears",
-        "as partition: both sides must be heard",
+        "all packets that the node sends are dropped; it still receives",
+        "as partition: heartbeats are needed in both directions",
         10.0,
         _REDONE,
         _LINK,
@@ -308,7 +307,7 @@ _OF_NETWORK = (
     FaultKind(
         "slow-link",
         "network",
-        "what the node sends goes at so many Mbit/s",
+        "the send rate of the node is limited to this number of Mbit/s",
         "slow communication, this node named, within 20 steps",
         60.0,
         needs=_LINK,
@@ -319,8 +318,8 @@ _OF_NETWORK = (
     FaultKind(
         "lossy-link",
         "network",
-        "one packet in so many that the node sends or hears gets lost",
-        "nothing: no node is lost for it",
+        "this share of the packets that the node sends or receives is dropped",
+        "nothing: no node is lost because of it",
         0.0,
         needs=_LINK,
         for_s=30.0,
@@ -331,7 +330,7 @@ _OF_NETWORK = (
         "bitflip-wire",
         "network",
         "a bit flips in the next frame to each other agent",
-        "the connections are closed and made anew; nothing of it is believed",
+        "the connections are closed and opened again; the frame is not used",
         5.0,
         needs="a run over several nodes",
     ),
@@ -341,11 +340,11 @@ _OF_DATA = (
     FaultKind(
         "bitflip-shm",
         "data",
-        "SIGKILL to the rank, and a bit of its newest whole snapshot flips",
+        "SIGKILL to the rank, and a bit of its newest complete snapshot flips",
         "the digest does not match: another copy, or an older version, is restored",
         60.0,
-        "as rank-kill; without another copy, as on one node, an interval more, or all up to "
-        "the newest checkpoint",
+        "as rank-kill; without another copy, as on one node, one interval more, or all steps "
+        "since the newest checkpoint",
         "a script that calls ftrun.attach, and a snapshot",
         by_rank=True,
     ),
@@ -353,7 +352,7 @@ _OF_DATA = (
         "torn-snapshot",
         "data",
         "SIGKILL to the rank in the middle of a snapshot's copy",
-        "the torn one is never used; the one before is restored",
+        "the torn snapshot is not used; the previous one is restored",
         5.0,
         _REDONE,
         "a script that calls ftrun.attach",
@@ -363,16 +362,17 @@ _OF_DATA = (
     FaultKind(
         "fragment-truncate",
         "data",
-        "the second half of all that the node keeps for others becomes zeros, until the next "
-        "snapshot writes over it",
-        "at the next rebuild from it: the digest does not match, another source is taken",
+        "the second half of all data that the node stores for others becomes zeros, until the "
+        "next snapshot overwrites it",
+        "at the next rebuild from it: the digest does not match, and another source is used",
         60.0,
         needs="a run over several nodes whose snapshots are protected",
     ),
     FaultKind(
         "fragment-stale",
         "data",
-        "what the node keeps of the newest version for others becomes that of the one before",
+        "the data that the node stores for others of the newest version becomes that of the "
+        "previous one",
         "as fragment-truncate",
         60.0,
         needs="as fragment-truncate, and two versions",
@@ -381,7 +381,7 @@ _OF_DATA = (
         "corrupt-checkpoint",
         "data",
         "a bit flips in the newest checkpoint on disk",
-        "it is set aside when it is read, and the one before is taken",
+        "it is rejected when it is read, and the previous one is used",
         60.0,
         "one interval between checkpoints",
         "--checkpoint-dir, and a checkpoint there",
@@ -393,15 +393,23 @@ FAULTS: dict[str, FaultKind] = {
 }
 
 
-def fault_kind(name: str) -> FaultKind:
-    """Look up a kind by name.
+_RENAMED = {
+    "lead-kill": "leader-kill",
+    "agent-zombie": "agent-stop",
+    "one-way": "one-way-partition",
+    "gil": "gil-hold",
+    "spin": "busy-loop",
+}
+"""Names in version 0.1, and the names of now."""
 
-    Raises:
-        UsageError: there is no such kind.
-    """
+
+def fault_kind(name: str) -> FaultKind:
+    """Raises UsageError with the nearest name if there is no such kind."""
     found = FAULTS.get(name)
     if found is not None:
         return found
+    if name in _RENAMED:
+        raise UsageError(f"the fault {name} is now {_RENAMED[name]}")
     near = difflib.get_close_matches(name, FAULTS, n=1)
-    hint = f"Did you mean {near[0]}?" if near else "ftrun inject-fault --list shows them all"
-    raise UsageError(f"there is no fault {name!r}. {hint}")
+    hint = f"Did you mean {near[0]}?" if near else "ftrun inject-fault --list shows all faults"
+    raise UsageError(f"unknown fault {name!r}. {hint}")

@@ -44,30 +44,28 @@ def make_order(  # noqa: PLR0913 - what can be typed
     amount: float | None = None,
     again: bool = False,
 ) -> FaultOrder:
-    """Validate the command line and build the order.
-
-    Raises:
-        UsageError: the kind is unknown, or an option does not fit the kind.
-    """
+    """Validate the command line and build the order; raises UsageError."""
     kind = fault_kind(kind_name)
     if kind.by_rank and node is not None:
-        raise UsageError(f"{kind.name} is done to a rank: --rank R, not --node {node}")
+        raise UsageError(f"{kind.name} acts on a rank: use --rank R, not --node {node}")
     if not kind.by_rank and rank is not None:
-        raise UsageError(f"{kind.name} is done to a node: --node N, not --rank {rank}")
+        raise UsageError(f"{kind.name} acts on a node: use --node N, not --rank {rank}")
     if rank is not None and rank < 0:
-        raise UsageError(f"--rank is 0 or more, not {rank}")
+        raise UsageError(f"--rank must be 0 or more, not {rank}")
     if at_step is not None and at_step < 1:
-        raise UsageError(f"--at-step is 1 or more (the end of the first step), not {at_step}")
+        raise UsageError(f"--at-step must be 1 or more (the end of the first step), not {at_step}")
     if kind.name == "poison-batch" and at_step is None:
-        raise UsageError("poison-batch needs --at-step: the batch of which step is the bad one?")
+        raise UsageError("poison-batch needs --at-step, the step whose batch is bad")
     if for_s is not None and not 0 < for_s <= MAX_FOR_S:
-        raise UsageError(f"--for is above 0 and up to {MAX_FOR_S:.0f} s, not {for_s:g}")
+        raise UsageError(f"--for must be above 0 and at most {MAX_FOR_S:.0f} s, not {for_s:g}")
     if amount is not None and not kind.unit:
         raise UsageError(f"{kind.name} takes no --amount")
     if amount is not None and not math.isfinite(amount):
-        raise UsageError(f"--amount is a number, not {amount}")
+        raise UsageError(f"--amount must be a finite number, not {amount}")
     if again and not (kind.is_inside and kind.by_rank):
-        raise UsageError(f"{kind.name} cannot be repeated: --again goes with what a rank does")
+        raise UsageError(
+            f"{kind.name} cannot be repeated: --again is only for faults that a rank injects"
+        )
     return FaultOrder(
         id=order_id,
         kind=kind.name,
@@ -81,19 +79,12 @@ def make_order(  # noqa: PLR0913 - what can be typed
 
 
 def make_cancel(request_id: str, order_id: str, *, node: str | None = None) -> FaultOrder:
-    """Build a request to cancel an order.
-
-    `node` is the node that carries the order out, if the order was given on another node.
-    """
+    """`node` is the node that carries out the order, if the order was given on another node."""
     return FaultOrder(request_id, "", node=node or "", cancels=order_id)
 
 
 def duration_s(text: str) -> float:
-    """Parse `5`, `5s`, `500ms`, `2m` or `1h` into seconds.
-
-    Raises:
-        UsageError: the text has none of these forms.
-    """
+    """Parse `5`, `5s`, `500ms`, `2m` or `1h` into seconds; raises UsageError for other forms."""
     units = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
     number = text.rstrip("msh")
     unit = text[len(number) :] or "s"
@@ -102,7 +93,7 @@ def duration_s(text: str) -> float:
     except (ValueError, KeyError):
         found = math.nan
     if not math.isfinite(found):
-        raise UsageError(f"--for is a time such as 500ms, 5s, 2m or 1h, not {text!r}")
+        raise UsageError(f"--for must be a time such as 500ms, 5s, 2m or 1h, not {text!r}")
     return found
 
 
@@ -137,7 +128,6 @@ class FaultPage:
     # --- agent --------------------------------------------------------------------------------
 
     def put(self, order: FaultOrder) -> int:
-        """Write an order for the rank, and return its number."""
         data = msgspec.msgpack.encode(order)
         self._map[_ORDER_AT : _ORDER_AT + len(data)] = data
         self._words[_Word.LENGTH] = len(data)
@@ -197,7 +187,6 @@ class FaultPage:
         return self._words[_Word.CANCELLED] == number
 
     def mark_failed(self, number: int, why: str) -> None:
-        """Record that the order could not be carried out. It is not tried again."""
         text = why.encode()[: PAGE_BYTES - _WHY_AT - 1]
         self._map[_WHY_AT:PAGE_BYTES] = text.ljust(PAGE_BYTES - _WHY_AT, b"\0")
         self._words[_Word.FAILED] = number

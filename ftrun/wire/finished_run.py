@@ -28,12 +28,8 @@ def has_finished(spec: RunSpec, record: CheckpointOwner | None, *, life: str = "
     """Describe the successful end of this run name and command; empty if there was none.
 
     A run id that ftrun derived from the port proves nothing, because the next run on that port
-    would have the same id.
-
-    Args:
-        spec: run spec of this node.
-        record: owner record next to the checkpoints.
-        life: of the run in which this node took part, see `GenerationPlan.life`; empty: none.
+    would have the same id. `life` is that of the run in which this node took part (see
+    `GenerationPlan.life`); empty: none.
     """
     directory, nodes = spec.checkpoint_directory, spec.nodes
     if nodes is None or directory is None or record is None or not record.ended_s:
@@ -48,12 +44,12 @@ def has_finished(spec: RunSpec, record: CheckpointOwner | None, *, life: str = "
     is_kept = is_url(directory) or any(Path(directory).glob(f"step-*/{INDEX_NAME}"))
     if not is_kept or spec.profile.checkpoint.resume != "auto":
         return ""
-    return f"{_in_words(spec, record)}. To run it again give another --run-id, or --resume never"
+    return f"{_in_words(spec, record)}. To run it again, use another --run-id or --resume never"
 
 
 def _in_words(spec: RunSpec, record: CheckpointOwner) -> str:
     ended = f"{datetime.fromtimestamp(record.ended_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
     return (
-        f"run {spec.run_id} has finished at {ended} with exit code 0, as node {record.node} has "
-        "noted beside its checkpoints; this node ends with the same"
+        f"run {spec.run_id} finished at {ended} with exit code 0, as node {record.node} has "
+        "recorded next to its checkpoints; this node ends with the same exit code"
     )

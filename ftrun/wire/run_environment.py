@@ -68,10 +68,7 @@ class RunFolder:
 
     @property
     def keep_mark(self) -> Path:
-        """Created by an agent whose memory must outlive the run.
-
-        The version from which the run resumed is intact in that memory.
-        """
+        """Created by an agent whose memory must outlive the run: it has the restored version."""
         return self.path / "keep-memory"
 
     @property
@@ -89,14 +86,10 @@ class RunFolder:
 
 
 def check_run_id(text: str) -> RunId:
-    """Check that a run id can be part of a path.
-
-    Raises:
-        UsageError: the text contains other characters, or is too long.
-    """
+    """Raises UsageError if the text cannot be part of a path, or is too long."""
     if not _GOOD_ID.fullmatch(text):
         raise UsageError(
-            f"run id {text!r} is not usable: 1 to 100 letters, digits, '.', '_' or '-', the first "
+            f"run id {text!r} is not valid: 1 to 100 letters, digits, '.', '_' or '-', the first "
             "a letter or a digit"
         )
     return RunId(text)
@@ -105,8 +98,7 @@ def check_run_id(text: str) -> RunId:
 def runs_folder() -> Path:
     """The parent folder of all run folders of this user; created if it is missing.
 
-    Raises:
-        NotSupportedHere: it exists, but is not a folder that only this user can enter.
+    Raises NotSupportedHere if another user can enter it.
     """
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and os.access(base, os.W_OK | os.X_OK):
@@ -117,10 +109,7 @@ def runs_folder() -> Path:
 def spare_log_folder() -> Path:
     """Log folder for runs that cannot write to their working directory; created if it is missing.
 
-    It is not inside a run folder, because logs outlive the run.
-
-    Raises:
-        NotSupportedHere: it exists, but is not a folder that only this user can enter.
+    It is not inside a run folder, because logs outlive the run. Raises as `runs_folder`.
     """
     return _own_folder(Path(tempfile.gettempdir()) / f"ftrun-logs-{os.getuid()}")
 

@@ -66,7 +66,7 @@ class VerifyRecord(msgspec.Struct, omit_defaults=True):
 
     digests: dict[str, str] = {}
     """xxh3 digests of values by key. The first word of a key names the kind of value, see
-    `ftrun.worker.verify.record_digests`."""
+    `ftrun.worker.capture.record_digests`."""
 
     values: dict[str, str] = {}
     """Short texts of the numbers and strings in `digests`, by the same keys."""

@@ -22,7 +22,7 @@ from ftrun.wire.verify_records import VerifyPlan
 from ftrun.worker.state.unprotected import UnprotectedReasons
 
 if TYPE_CHECKING:
-    from ftrun.worker.verify.recording import Recording
+    from ftrun.worker.capture.recording import Recording
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class WorkerContext:
         plan = os.environ.get(env.VERIFY)
         if plan is None:
             return None
-        from ftrun.worker.verify.recording import Recording
+        from ftrun.worker.capture.recording import Recording
 
         return Recording(self, msgspec.json.decode(plan, type=VerifyPlan))
 

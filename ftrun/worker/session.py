@@ -21,17 +21,17 @@ import torch
 from torch.utils.data import DataLoader
 
 from ftrun.errors import UsageError
-from ftrun.worker.capture.host_copies import HostCopy
 from ftrun.worker.context import WorkerContext, worker_context
-from ftrun.worker.loop.loops import Loops, left_pass
+from ftrun.worker.loops import Loops, left_pass
 from ftrun.worker.state.attached import AttachedState, Skip, by_name
 from ftrun.worker.state.checked_state import PlainCheck
 from ftrun.worker.state.data_position import DataPosition
+from ftrun.worker.state.tensors import HostCopy
 
 if TYPE_CHECKING:
+    from ftrun.worker.capture.recording import Recording
     from ftrun.worker.snapshot_session import SnapshotSession
-    from ftrun.worker.state.declared_layout import DeclaredSharding
-    from ftrun.worker.verify.recording import Recording
+    from ftrun.worker.state.attached import DeclaredSharding
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def attach(  # noqa: PLR0913 - what a script has
     _sort_in(attached, parts, named)
     context = worker_context()
     if layout is not None or mesh:
-        from ftrun.worker.state.declared_layout import DeclaredSharding, declared
+        from ftrun.worker.state.attached import DeclaredSharding, declared
 
         if not isinstance(layout, DeclaredSharding):
             layout = declared(layout, mesh, context.world_size if context else None)
@@ -131,7 +131,6 @@ def _feeds_of(loader: object) -> dict[str, DataPosition]:
 
 
 def is_attached() -> bool:
-    """Whether this process has an open session."""
     other = _live() if _live is not None else None
     return other is not None and not other.is_closed
 
@@ -302,7 +301,7 @@ class Session(Loops):
             protection.close()  # else its hooks would run in addition to those of the next attach
             raise
         if context.recording is not None:
-            known = (self, *protection.known_optimizers())
+            known = (self, *protection.inner.every())
             context.recording.attached(attached, self._own_state, known, self._step)
 
     def _restore(self, protection: "SnapshotSession", context: WorkerContext) -> None:

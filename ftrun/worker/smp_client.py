@@ -174,30 +174,19 @@ class WorkerSmpClient:
             PeerError: the SMP does not answer.
         """
         body = AwaitRestored(self._context.rank, wanted.generation, wanted.step)
-        received = self._ask(body, deadline_s=_FETCH_S)
-        if isinstance(received.body, Refused):
-            raise LayoutUnknown(f"{wanted} cannot be fetched: {received.body.why}")
-        if not isinstance(received.body, ArenaGranted) or len(received.fds) != 1:
-            raise ProtocolError(f"the SMP answered {received.body!r} to a wait for {wanted}")
-        return received.fds[0]
+        refusal = f"{wanted} cannot be fetched: "
+        return self._fetch(body, ArenaGranted, refusal, num_fds=1, deadline_s=_FETCH_S).fds[0]
 
     def open_images(self, wanted: Version, world_size: int) -> dict[Rank, int]:
         """Return descriptors of a version's shards on this node, by rank; the caller closes them.
-
-        Args:
-            wanted: the version.
-            world_size: world size of that version.
 
         Raises:
             LayoutUnknown: the SMP refuses.
             PeerError: the SMP does not answer.
         """
         body = OpenShards(self._context.rank, wanted.generation, wanted.step, world_size)
-        received = self._ask(body)
-        if isinstance(received.body, Refused):
-            raise LayoutUnknown(f"the shards of {wanted} cannot be opened: {received.body.why}")
-        if not isinstance(received.body, ShardsOpened):
-            raise ProtocolError(f"the SMP answered {received.body!r} to a request for shards")
+        received = self._fetch(body, ShardsOpened, f"the shards of {wanted} cannot be opened: ")
+        assert isinstance(received.body, ShardsOpened)
         return dict(zip(map(Rank, received.body.ranks), received.fds, strict=True))
 
     def fetch_heads(self, wanted: Version, ranks: Sequence[Rank]) -> tuple[int, ...]:
@@ -209,7 +198,7 @@ class WorkerSmpClient:
         """
         rank = self._context.rank
         body = FetchShardHeaders(rank, wanted.generation, wanted.step, list(ranks))
-        return self._fetch(body, ShardHeadersFetched, len(ranks))
+        return self._fetch(body, ShardHeadersFetched, num_fds=len(ranks), deadline_s=_FETCH_S).fds
 
     def fetch_pieces(self, wanted: Version, pieces: Sequence[tuple[int, int, int]]) -> int:
         """Return a descriptor of concatenated pieces from other nodes; raises as `fetch_heads`.
@@ -220,15 +209,23 @@ class WorkerSmpClient:
         """
         rank = self._context.rank
         body = FetchPieces(rank, wanted.generation, wanted.step, list(pieces))
-        return self._fetch(body, PiecesFetched, 1)[0]
+        return self._fetch(body, PiecesFetched, num_fds=1, deadline_s=_FETCH_S).fds[0]
 
-    def _fetch(self, body: AnyMessage, kind: type[object], num_fds: int) -> tuple[int, ...]:
-        received = self._ask(body, deadline_s=_FETCH_S)
+    def _fetch(
+        self,
+        body: AnyMessage,
+        kind: type[object],
+        refusal: str = "",
+        *,
+        num_fds: int | None = None,
+        deadline_s: float = _ANSWER_S,
+    ) -> ReceivedMessage:
+        received = self._ask(body, deadline_s=deadline_s)
         if isinstance(received.body, Refused):
-            raise LayoutUnknown(received.body.why)
-        if not isinstance(received.body, kind) or len(received.fds) != num_fds:
+            raise LayoutUnknown(f"{refusal}{received.body.why}")
+        if not isinstance(received.body, kind) or num_fds not in (None, len(received.fds)):
             raise ProtocolError(f"the SMP answered {received.body!r} to a request for shards")
-        return received.fds
+        return received
 
     def close(self) -> None:
         with self._lock:

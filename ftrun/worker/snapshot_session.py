@@ -9,7 +9,7 @@ Survives: see capture.py.
 
 import atexit
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,21 +19,22 @@ from ftrun.errors import MemoryTooSmall, PeerError
 from ftrun.ids import Version
 from ftrun.wire.shared_memory.arena import Arena
 from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
-from ftrun.worker.capture.accumulation import AccumulationTracker
+from ftrun.worker.capture.boundaries import AccumulationTracker
 from ftrun.worker.capture.boundary_digests import BoundaryDigests
 from ftrun.worker.capture.capture import Capture
+from ftrun.worker.capture.device_order import GraphReplays, StepStreams
 from ftrun.worker.capture.slots import frozen_bytes, needed_bytes
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.process import heartbeat, lease
 from ftrun.worker.restore import early_restore
-from ftrun.worker.restore.loader import LocalState, RestorableVersion
+from ftrun.worker.restore.loader import LocalState, SavedState, put_back_random_states, reload
 from ftrun.worker.restore.overwritten import RestoredMarks, RestoredSettings
 from ftrun.worker.smp_client import WorkerSmpClient
 from ftrun.worker.state.attached import AttachedState
-from ftrun.worker.state.buckets import DdpWrapperTracker, is_needed, ready_order, warm_buckets
 from ftrun.worker.state.checked_state import CheckedState
-from ftrun.worker.state.optimizer_watch import shown
+from ftrun.worker.state.determinism import DdpWrapperTracker, is_needed, ready_order, warm_buckets
 from ftrun.worker.state.state_tree import BoundaryState
+from ftrun.worker.state.unprotected import shown
 
 _POLL_S = 0.02
 _STOP_WAIT_S = 600.0
@@ -54,16 +55,17 @@ class SnapshotSession:
         self._attached = attached
         self._warmup = warmup
         self._checked = CheckedState(attached, context.unprotected, self._check_overwritten)
-        self._inner, self._tree = self._checked.inner, self._checked.tree
+        self.inner, self._tree = self._checked.inner, self._checked.tree
         self._link = WorkerSmpClient(context)
-        stepping = [*attached.optimizers.values(), *self._inner.covered]
-        self._accumulation = AccumulationTracker(
-            stepping, attached.stateful.values(), context.unprotected.guarded
-        )
+        guarded = context.unprotected.guarded
+        stepping = [*attached.optimizers.values(), *self.inner.covered]
+        self._accumulation = AccumulationTracker(stepping, attached.stateful.values(), guarded)
+        self._streams = StepStreams(guarded)
+        self._graphs = GraphReplays(guarded(self.settle), guarded(self._before_replay))
         self._watch = DdpWrapperTracker()
         self.digests = BoundaryDigests(context.page, attached)
         self._capture: Capture | None = None
-        self._saved: RestorableVersion | None = None
+        self._saved: SavedState | None = None
         self._inherited: Arena | None = None
         self._marks: RestoredMarks | None = None
         self._settings: RestoredSettings | None = None
@@ -95,7 +97,7 @@ class SnapshotSession:
         self._load()
         return own
 
-    def _open_own(self, wanted: Version) -> RestorableVersion:
+    def _open_own(self, wanted: Version) -> SavedState:
         """Open this rank's shard, or the shards of all ranks if they had another layout."""
         ahead = early_restore.take(wanted)
         if ahead is None:
@@ -112,7 +114,6 @@ class SnapshotSession:
         return self._open_other()
 
     def _is_of_this_layout(self, saved: LocalState) -> bool:
-        """Whether this rank's own shard is all that it needs."""
         layout = self._attached.layout
         if layout is not None and (layout.has_rules or not layout.is_that_of(saved.layout)):
             return layout.is_that_of(saved.layout)
@@ -124,7 +125,7 @@ class SnapshotSession:
         held = set(lasting.names.values())
         return saved.is_cut_like([one for one in lasting.entries if one.name in held])
 
-    def _open_other(self) -> RestorableVersion:
+    def _open_other(self) -> SavedState:
         # Imported here, because most runs are restored into the same layout.
         from ftrun.worker.reshard.engine import open_resharded
 
@@ -157,12 +158,9 @@ class SnapshotSession:
         if self._inherited is not None:
             self._capture.warm(self._inherited)
 
-    def known_optimizers(self) -> list[torch.optim.Optimizer]:
-        return list(self._inner.every())
-
     def put_back_random_states(self) -> None:
         if self._saved is not None:
-            self._saved.put_back_random_states(self._attached)
+            put_back_random_states(self._saved, self._attached)
 
     def _load(self) -> None:
         assert self._saved is not None
@@ -178,12 +176,12 @@ class SnapshotSession:
         # The script may hold references to dict items from attach. A second load keeps those items.
         dicts = () if self._marks is None else (attached.state, *attached.dicts.values())
         items = [dict(one) for one in dicts]
-        with self._inner.leaving_out(self._saved.part("groups")):
-            self._saved.load(self._tree, self._context)
+        with self.inner.leaving_out(self._saved.part("groups")):
+            reload(self._saved, self._tree, self._context)
         for one, its in zip(dicts, items, strict=True):
             one.clear()
             one.update(its)
-        self._inner.share_again()
+        self.inner.share_again()
         self._accumulation.restored()
         early_restore.release()
 
@@ -217,7 +215,7 @@ class SnapshotSession:
             self._put_back_settings()
             if self._wrapped_since_load():
                 # DDP's constructor has broadcast the buffers of rank 0.
-                self._finish_capture()
+                self.finish()
                 self._load()
             else:
                 self._load_if_overwritten()
@@ -239,7 +237,7 @@ class SnapshotSession:
         found = self._marks.compare()
         if not found.touched:
             return
-        self._finish_capture()
+        self.finish()
         self._put_in_place()
         if found.changed:
             _log.warning(
@@ -256,7 +254,7 @@ class SnapshotSession:
         SAM, or a script that normalizes a layer, also changes weights before the step. Therefore
         the report requires that most weights, or most optimizer state, differ.
         """
-        if self._marks is None or self._inner.has_wrappers or self._wrapped_since_load():
+        if self._marks is None or self.inner.has_wrappers or self._wrapped_since_load():
             return
         if changed := self._marks.mostly_overwritten():
             self._context.unprotected.add(
@@ -288,12 +286,6 @@ class SnapshotSession:
     ) -> None:
         """Process a step boundary.
 
-        Args:
-            step: number of boundaries passed, including this one.
-            extra: returns the session's own values; called only if a snapshot is taken.
-            force: take a snapshot regardless of the interval.
-            allowed: the script permits a snapshot at this boundary.
-
         Raises:
             MemoryTooSmall: there is no memory for snapshots, and the profile requires them.
         """
@@ -308,6 +300,7 @@ class SnapshotSession:
     def _end_step(
         self, step: int, extra: Callable[[], dict[str, Any]], *, force: bool, allowed: bool
     ) -> None:
+        self._streams.join()
         self.digests.boundary(step)
         heartbeat.step_done(self._context.page, step)
         is_good = self._is_good()
@@ -369,29 +362,35 @@ class SnapshotSession:
     def _is_good(self) -> bool:
         """Whether a new snapshot may replace older ones: no parameter is NaN or infinite."""
         page = self._context.page
-        since = page.get(HeartbeatField.BAD_NUMBERS_STEP)
-        if since and "bad numbers" not in self._context.unprotected:
+        since = page.get(HeartbeatField.NUMERICAL_ANOMALY_STEP)
+        if since and "numerical anomaly" not in self._context.unprotected:
             self._context.unprotected.add(
-                "bad numbers",
+                "numerical anomaly",
                 f"a parameter is NaN or infinite since step {since:,}; older snapshots are kept",
             )
         return not since
-
-    def _finish_capture(self) -> None:
-        if self._capture is not None:
-            self._capture.finish()
 
     def settle(self) -> None:
         """Wait for the copy in progress, before the script begins another phase."""
         if self._capture is not None:
             self._capture.settle()
 
+    def _before_replay(self, stepping: Sequence[torch.optim.Optimizer]) -> None:
+        self._streams.note()
+        for optimizer in stepping:
+            self._accumulation.before_step(optimizer)
+        if self._capture is not None:
+            self._capture.before_step()
+
     def finish(self) -> None:
-        """Wait until the last snapshot is sealed, at the end of the loop."""
-        self._finish_capture()
+        """Wait until the last snapshot is sealed."""
+        if self._capture is not None:
+            self._capture.finish()
 
     def close(self) -> None:
         self._watch.close()
+        self._graphs.close()
+        self._streams.close()
         self._accumulation.close()
         self._checked.close()
         if self._capture is not None:

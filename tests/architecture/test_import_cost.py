@@ -49,7 +49,7 @@ def test_help_of_a_command_loads_little() -> None:
         ),
         *(
             "ftrun.config.run_spec",
-            "ftrun.tools.checkpoints.snapshots_export",
+            "ftrun.tools.checkpoints.command",
             "ftrun.tools.export.__main__",
         ),
         "ftrun.tools.checkpoints.convert",

@@ -85,8 +85,8 @@ class Checked:
             wrong = [line for line in found if line not in set(self.losses[rank])]
             assert not wrong, f"rank {rank}: {wrong[:3]}"
             assert set(found) == set(self.losses[rank])
-        outcomes = {line["outcome"] for line in run.journal("RepeatedSteps")}
-        assert outcomes <= {"equal", "not compared"}, run.journal("RepeatedSteps")
+        outcomes = {line["result"]["outcome"] for line in run.journal("repeated_steps")}
+        assert outcomes <= {"equal", "not compared"}, run.journal("repeated_steps")
 
 
 def digests(run: Run) -> list[str]:

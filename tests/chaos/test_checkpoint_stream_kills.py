@@ -90,17 +90,17 @@ def test_what_is_written_while_it_is_captured_is_gone_on_from(start: Start, scri
     one = start("--nproc-per-node", "1", *words, *sure, name, "400", "0.03")
 
     def num_ahead() -> int:
-        return sum(bool(line["ahead_s"]) for line in one.journal("CheckpointWritten"))
+        return sum(bool(line["ahead_s"]) for line in one.journal("checkpoint_written"))
 
     one.wait_until("one was begun before its capture's end", num_ahead)
-    (pid,) = one.journal("StartGeneration")[-1]["pids"]  # type: ignore[misc]
+    (pid,) = one.journal("generation_started")[-1]["pids"]  # type: ignore[misc]
     os.kill(pid, signal.SIGKILL)
     seen = num_ahead()
     one.wait_until("another one, after the rank was killed", lambda: num_ahead() > seen)
     one.process.send_signal(signal.SIGTERM)
     assert one.wait() == 143, one.text
-    saved = one.journal("CheckpointWritten")[-1]["step"]
-    verify = [sys.executable, "-m", "ftrun", "snapshots", "verify", "saved"]
+    saved = one.journal("checkpoint_written")[-1]["step"]
+    verify = [sys.executable, "-m", "ftrun", "checkpoints", "verify", "saved"]
     verified = subprocess.run(verify, cwd=one.folder, capture_output=True, text=True, check=False)
     assert verified.returncode == 0, verified.stdout + verified.stderr
     two = start("--nproc-per-node", "2", *words, *sure, name, "400", "0")

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from ftrun.ids import RunId
-from ftrun.smp.checkpoint.index import read_index
+from ftrun.smp.checkpoint.index import parse_index
 from ftrun.wire.checkpoint_owner import OWNER_NAME, decode_owner
+from ftrun.wire.messages.checkpoint import INDEX_NAME
 from ftrun.wire.run_environment import run_folder
 from tests.chaos.conftest import HOLD, STEPS, Checked, let_end, wait_for_memory, wait_until_gone
 from tests.ftp_server import ftp_server
@@ -39,7 +40,7 @@ def test_sigterm_saves_the_last_step_and_the_next_run_goes_on(
     run.process.send_signal(signal.SIGTERM)
     let_end(run)
     assert run.wait() == 143, run.text
-    stopped_at = run.journal("CheckpointWritten")[-1]["step"]
+    stopped_at = run.journal("checkpoint_written")[-1]["step"]
     assert (run.folder / "saved" / "latest").is_symlink()
     again = start(*KEPT, *train)
     assert again.wait() == 0, again.text
@@ -59,8 +60,8 @@ def test_what_was_sent_to_a_url_is_gone_on_from(
         run.process.send_signal(signal.SIGTERM)
         let_end(run)
         assert run.wait() == 143, run.text
-        written = run.journal("CheckpointWritten")
-        assert not run.journal("checkpoint_not_written")
+        written = run.journal("checkpoint_written")
+        assert not run.journal("checkpoint_failed")
         stopped_at = written[-1]["step"]
         assert str(written[-1]["path"]).startswith("ftp://me:***@")
         once = {
@@ -84,7 +85,7 @@ def test_a_url_that_goes_away_is_told_and_comes_back(
         kept = ("--checkpoint-dir", server.url())
         words = ("--checkpoint-every", "0.2", "--set", "stop.grace_s=4")
         run = start(*kept, *words, *train[:-1], "0.08")
-        run.wait_until("a checkpoint is there", lambda: run.journal("CheckpointWritten"))
+        run.wait_until("a checkpoint is there", lambda: run.journal("checkpoint_written"))
     run.wait_until("status says why", lambda: "Connection refused" in told_of_checkpoint(run))
     with ftp_server(tmp_path / "store", port=port) as server:
         run.wait_until("the next one is written", lambda: not told_of_checkpoint(run))
@@ -105,7 +106,7 @@ def test_sigkill_of_everything_loses_what_came_after_the_last_checkpoint(
     start: Start, train: tuple[str, ...], undisturbed: Checked
 ) -> None:
     run = start(*KEPT, "--checkpoint-every", "0.2", *train)
-    run.wait_until("two checkpoints", lambda: len(run.journal("CheckpointWritten")) >= 2)
+    run.wait_until("two checkpoints", lambda: len(run.journal("checkpoint_written")) >= 2)
     agent, smp = run.pid_of("agent"), run.pid_of("smp")
     for pid in (run.process.pid, agent, smp):
         os.kill(pid, signal.SIGKILL)
@@ -128,12 +129,12 @@ def test_rank_killed_right_after_a_resume_falls_back_to_it(
     run.process.send_signal(signal.SIGTERM)
     let_end(run)
     assert run.wait() == 143
-    at = int(run.journal("CheckpointWritten")[-1]["step"])  # type: ignore[call-overload]
+    at = int(run.journal("checkpoint_written")[-1]["step"])  # type: ignore[call-overload]
     once = {"FTRUN_CRASH_AT": "worker.capture.marked", "FTRUN_CRASH_ONCE": str(run.folder / "once")}
     again = start(*KEPT, *train, env=once)
     assert again.wait() == 0, again.text
     assert (run.folder / "once").exists()
-    assert len(again.journal("StartGeneration")) == 2
+    assert len(again.journal("generation_started")) == 2
     assert first_step(again) == at
     undisturbed.check(again)
 
@@ -149,7 +150,7 @@ def test_resume_says_where_to_begin_and_what_others_left_stays_out(
     run.process.send_signal(signal.SIGTERM)
     let_end(run)
     assert run.wait() == 143
-    at = int(run.journal("CheckpointWritten")[-1]["step"])  # type: ignore[call-overload]
+    at = int(run.journal("checkpoint_written")[-1]["step"])  # type: ignore[call-overload]
     words = {
         "path": ("--checkpoint-dir", "elsewhere", "--resume", "saved/latest"),
         "never": (*KEPT, "--resume", "never"),
@@ -158,7 +159,7 @@ def test_resume_says_where_to_begin_and_what_others_left_stays_out(
     again = start(*words, *train, env=once)
     assert again.wait() == 0, again.text
     assert (run.folder / "once").exists()
-    assert len(again.journal("StartGeneration")) == 2
+    assert len(again.journal("generation_started")) == 2
     assert first_step(again) == (at if wish == "path" else 0)
     undisturbed.check(again)
 
@@ -176,7 +177,7 @@ def test_a_second_run_with_the_directory_of_a_live_one_is_refused(
     start: Start, train: tuple[str, ...], undisturbed: Checked, tmp_path: Path
 ) -> None:
     run = start(*KEPT, "--checkpoint-every", "0.5", *train)
-    run.wait_until("a checkpoint", lambda: run.journal("CheckpointWritten"))
+    run.wait_until("a checkpoint", lambda: run.journal("checkpoint_written"))
     (tmp_path / "elsewhere").mkdir()
     words = ("--checkpoint-dir", str(run.folder / "saved"), *train[:-3], str(tmp_path / "train.py"))
     other = Run(tmp_path / "elsewhere", *words, *train[-2:])
@@ -184,7 +185,7 @@ def test_a_second_run_with_the_directory_of_a_live_one_is_refused(
         assert other.wait() == 2, other.text
         assert f"{run.folder / 'saved'} belongs to run {run.run_id} since" in other.text
         assert f"ftrun stop {run.run_id}" in other.text
-        assert not other.journal("StartGeneration")
+        assert not other.journal("generation_started")
     finally:
         other.end()
     let_end(run)
@@ -219,8 +220,8 @@ def test_processes_that_end_while_the_last_checkpoint_is_written_are_no_wish(
     script.write_text(ORPHANS)
     run = start(*KEPT, "--snapshot-every", "1", str(script))
     assert run.wait() == 0, run.text
-    assert not run.journal("checkpoint_not_written"), run.text
-    assert run.journal("CheckpointWritten")[-1]["step"] == 2
+    assert not run.journal("checkpoint_failed"), run.text
+    assert run.journal("checkpoint_written")[-1]["step"] == 2
 
 
 @pytest.mark.full
@@ -232,7 +233,9 @@ def test_where_none_can_be_written_the_run_goes_on_and_status_says_so(
     run.wait_until("a checkpoint is there", (saved / "latest").is_symlink)
     saved.rename(aside)
     saved.touch()
-    run.wait_until("status says why", lambda: "is not written" in told_of_checkpoint(run))
+    run.wait_until(
+        "status says why", lambda: "cannot write the checkpoint" in told_of_checkpoint(run)
+    )
     saved.unlink()
     aside.rename(saved)
     run.wait_until("the next one is written", lambda: not told_of_checkpoint(run))
@@ -400,7 +403,7 @@ def test_sigterm_to_all_nodes_soon_after_a_kill_of_an_agent_still_saves_the_snap
     assert codes == [143] * len(names), text
     latest = tmp_path / "saved" / "latest"
     assert latest.is_symlink(), text
-    index = read_index(latest.resolve())
+    index = parse_index((latest.resolve() / INDEX_NAME).read_bytes(), what="it")
     assert [shard.rank for shard in index.shards] == list(range(members))
     assert index.step >= 15, text
     assert f"kept         step {index.step} in " in text
@@ -459,7 +462,7 @@ def test_sigterm_soon_after_a_kill_of_the_agent_still_saves_the_snapshot(
     time.sleep(delay_s)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 143, run.text
-    written = run.journal("CheckpointWritten")
+    written = run.journal("checkpoint_written")
     assert written, run.text
     assert int(written[-1]["step"]) >= 15  # type: ignore[call-overload]
     assert f"kept         step {written[-1]['step']} in " in run.text
@@ -479,8 +482,8 @@ def test_an_agent_killed_while_the_run_is_stopped_is_followed_by_one_that_saves(
     for pid in run.pids():
         os.kill(pid, signal.SIGSTOP)
     run.process.send_signal(signal.SIGTERM)
-    run.wait_until("the stop is known", lambda: run.journal("StopAsked"))
+    run.wait_until("the stop is known", lambda: run.journal("stop_requested"))
     os.kill(agent, signal.SIGKILL)
     assert run.wait() == 143, run.text
-    assert run.journal("CheckpointWritten"), run.text
+    assert run.journal("checkpoint_written"), run.text
     assert "which ends the run by SIGTERM" in run.text

@@ -17,8 +17,7 @@ from etcd_server import available as etcd_available
 from nodes_run import NodesRun, environment
 from virtual_cluster import VirtualCluster, available
 
-from ftrun.tools.drill.drill_outcome import difference, outcome_of
-from ftrun.tools.drill.jobs import DrillJob
+from ftrun.tools.drill.jobs import DrillJob, difference, outcome_of
 
 if reason := available():
     pytest.skip(f"needs namespaces: {reason}", allow_module_level=True)
@@ -131,29 +130,31 @@ def noted(run: NodesRun, kind: str, times: int = 1) -> Callable[[], bool]:
 
 
 def rosters(run: NodesRun) -> list[str]:
-    return [str(line["text"]) for line in run.journals("Roster")]
+    return [str(line["text"]) for line in run.journals("voters_changed")]
 
 
 def test_two_nodes_bear_a_dead_etcd_and_then_a_silent_node(make: Make) -> None:
     cluster, run = one_or_two(make, *PATIENT)
     begun = run.generation  # 1 if the other node came late
-    assert not run.journals("TwoVoters")
+    assert not run.journals("two_voters_warning")
 
     cluster.nodes.reset(cluster.at)  # etcd is killed
-    run.wait_for("word of it", noted(run, "WitnessLost"))
+    run.wait_for("word of it", noted(run, "witness_unreachable"))
     run.wait_for("a roster without it", lambda: rosters(run)[-1:] == [_TWO])
     run.wait_for_more_steps(5)
     assert f"etcd is out of reach at {cluster.etcd.endpoint}: the connection" in status(run, 1)
     cluster.etcd.start()
-    run.wait_for("word of its return", noted(run, "WitnessBack"))
+    run.wait_for("word of its return", noted(run, "witness_reachable"))
     run.wait_for("a roster with it", lambda: rosters(run)[-1] == _TWO_AND_IT)
     run.wait_for_more_steps(5)
-    assert run.generation == begun, [line["why"] for line in run.journals("Generation")]
+    assert run.generation == begun, [line["reason"] for line in run.journals("generation_chosen")]
 
     lead = run.lead()
     run.fault("kill", lead)  # its power is cut: silence
     run.wait_for("steps of one node alone", lambda: len(run.steps(0, begun + 1)) > 5)
-    assert run.journals("Generation")[-1]["text"] == f"generation {begun + 1}: 1 nodes, 1 ranks"
+    assert (
+        run.journals("generation_chosen")[-1]["text"] == f"generation {begun + 1}: 1 nodes, 1 ranks"
+    )
 
 
 _TWO = "2 nodes decide about the next generation"
@@ -198,7 +199,7 @@ def test_a_lost_node_of_two_that_comes_back_costs_no_byte(
     _, run = two_and_spares(make, 0)
     lost = run.lead()
     run.fault("kill", lost)
-    run.wait_for("a pause of the other", lambda: run.journal(1 - lost, "Paused"))
+    run.wait_for("a pause of the other", lambda: run.journal(1 - lost, "run_paused"))
     run.bring_back(lost)
     check(run, undisturbed, 2)
 
@@ -209,8 +210,8 @@ def test_two_nodes_without_one_another_and_without_etcd_pause_until_it_is_back(m
     lead = run.lead()
     cluster.nodes.cut(cluster.at)
     run.fault("kill", 1 - lead)
-    run.wait_for("a pause", noted(run, "Paused"))
-    assert "the witness" in run.journals("Paused")[-1]["text"]
+    run.wait_for("a pause", noted(run, "run_paused"))
+    assert "the witness" in run.journals("run_paused")[-1]["text"]
     assert not run.steps(0, 1)
     cluster.nodes.heal(cluster.at)
     run.wait_for("steps of one node alone", lambda: len(run.steps(0, 1)) > 5)
@@ -223,12 +224,12 @@ def test_of_two_who_do_not_hear_each_other_one_goes_on(make: Make) -> None:
     cluster, run = one_or_two(make)
     lead = run.lead()
     cluster.nodes.cut(0, peer=1)
-    run.wait_for("a pause of the other", lambda: run.journal(1 - lead, "Paused"))
+    run.wait_for("a pause of the other", lambda: run.journal(1 - lead, "run_paused"))
     run.wait_for("steps of the lead alone", lambda: len(run.steps(0, 1)) > 5)
     assert run.lead() == lead
     cluster.nodes.heal(0, peer=1)
     run.wait_for("a step of both", lambda: run.first_steps(run.generation))
-    numbers = [line["text"] for line in run.journals("Generation")]
+    numbers = [line["text"] for line in run.journals("generation_chosen")]
     assert len(numbers) == len(set(numbers))
 
 
@@ -243,10 +244,10 @@ def test_etcd_that_is_cut_off_and_frozen_costs_no_generation(make: Make) -> None
         start=1,
     ):
         break_it(cluster.at)
-        run.wait_for("word of it", noted(run, "WitnessLost", times))
+        run.wait_for("word of it", noted(run, "witness_unreachable", times))
         run.wait_for_more_steps(20)
         mend(cluster.at)
-        run.wait_for("word of its return", noted(run, "WitnessBack", times))
+        run.wait_for("word of its return", noted(run, "witness_reachable", times))
     assert run.generation == 0
 
 

@@ -33,8 +33,8 @@ def begin(start: Start, what: str, seconds: float = LONG_S) -> Run:
 
 def check_undisturbed(run: Run) -> None:
     assert run.wait() == 0, run.text
-    assert len(run.journal("StartGeneration")) == 1, run.text
-    assert not [line for line in run.journal("Action") if line["action"] != "report"]
+    assert len(run.journal("generation_started")) == 1, run.text
+    assert not [line for line in run.journal("action_taken") if line["action"] != "report"]
     assert run.text.count("generation=0") == 2
 
 

@@ -49,18 +49,18 @@ def test_the_culprit_is_named_and_the_result_is_that_of_a_quiet_run(
 ) -> None:
     run = start(*FLAGS, str(SCRIPT), how, str(CULPRIT))
     assert run.wait() == 0, run.text
-    verdicts: list[Any] = [line["verdict"] for line in run.journal("Verdict")]
+    verdicts: list[Any] = [line["verdict"] for line in run.journal("verdict")]
     assert verdicts, run.text
     assert {tuple(one["culprits"]) for one in verdicts} == {(CULPRIT,)}
     assert verdicts[-1]["kind"] == KINDS[how]
     assert verdicts[-1]["acts_at_once"] is (how != "spin"), "on proof, not for want of it"
-    closed: Any = run.journal("IncidentClosed")
+    closed: Any = run.journal("incident_closed")
     assert [one["actions"] for one in closed] == [["kill", "respawn"]]
     assert closed[0]["verified"]["progress"]
     assert closed[0]["steps_lost"] <= 2
     if how not in ("leave", "skip"):
         assert "hanging_training.py" in verdicts[-1]["text"], "the line of the script"
-        stacks: Any = {one["rank"]: one["stack"] for one in run.journal("Verdict")[-1]["ranks"]}  # type: ignore[attr-defined]
+        stacks: Any = {one["rank"]: one["stack"] for one in run.journal("verdict")[-1]["ranks"]}  # type: ignore[attr-defined]
         assert any("go_wrong" in frame for frame in stacks[CULPRIT])
     assert found(run) == digests
 

@@ -48,7 +48,7 @@ def test_sigterm_to_all_nodes_stops_the_run_with_its_last_step_on_disk(run: Node
     for node in range(3):
         run.signal(node, STUB, signal.SIGTERM)
     assert [run.wait_for_code(node) for node in range(3)] == [143] * 3
-    assert not run.journals("Leaving")
+    assert not run.journals("nodes_draining")
     latest = (run.folder / "checkpoints" / "latest").resolve().name
     assert int(latest.split("-")[1]) >= run.last_step()
 
@@ -59,7 +59,7 @@ def test_the_others_are_asked_while_one_leaves(run: NodesRun) -> None:
     run.wait_for_step(20)
     run.may_end(0, 1, 2)
     run.signal(1, STUB, signal.SIGTERM)
-    run.wait_for("the decision", lambda: run.journals("Leaving"))
+    run.wait_for("the decision", lambda: run.journals("nodes_draining"))
     for node in (0, 2):
         run.signal(node, STUB, signal.SIGTERM)
     assert [run.wait_for_code(node) for node in range(3)] == [143] * 3
@@ -80,7 +80,7 @@ def test_an_agent_that_comes_back_to_an_ended_run_ends_too(run: NodesRun) -> Non
     began_s = time.monotonic()
     assert run.wait_for_code(2) == 75
     assert time.monotonic() - began_s < GONE_S + 30.0
-    assert "nobody of this run is left" in run.text(2)
+    assert "no other node of this run is left" in run.text(2)
 
 
 def test_a_node_that_was_cut_off_while_the_others_finished_ends_with_their_result(
@@ -95,11 +95,11 @@ def test_a_node_that_was_cut_off_while_the_others_finished_ends_with_their_resul
         run.wait_for_step(5)
         run.may_end(2)
         run.fault("cut", 2)
-        run.wait_for("the loss to be seen", lambda: run.journals("NodeLost"))
+        run.wait_for("the loss to be seen", lambda: run.journals("node_lost"))
         run.finish()
         assert [run.codes()[node] for node in (0, 1)] == [0, 0]
         cluster.heal(2)
         ended_s = time.monotonic()
         assert run.wait_for_code(2) == 0, run.text(2)
         assert time.monotonic() - ended_s < GONE_S / 2
-        assert "has finished at" in run.text(2)
+        assert " finished at " in run.text(2)

@@ -18,8 +18,7 @@ from drill_nodes import KINDS, STEPS, BaselineRuns, drill, job_words
 from nodes_run import NodesRun
 from virtual_cluster import VirtualCluster, available
 
-from ftrun.tools.drill.drill_outcome import difference, outcome_of
-from ftrun.tools.drill.jobs import DrillJob
+from ftrun.tools.drill.jobs import DrillJob, difference, outcome_of
 from tests.kernel_hang import kernel_hang
 
 if reason := available():
@@ -123,7 +122,7 @@ def test_lost_node_without_protection_costs_the_steps_since_the_newest_whole_che
     flags = ("--erasure", "none", "--checkpoint-dir", saved, "--checkpoint-every", 0.5)
     run = nodes(2, *flags, others=1, spares=1, words=job_words("fsdp2", tmp_path))
     run.start_all()
-    written = "CheckpointWritten"
+    written = "checkpoint_written"
     run.wait_for("checkpoints", lambda: len({one["step"] for one in run.journals(written)}) >= 3)
     lost = run.node_of(1)
     run.fault("kill", lost)
@@ -164,14 +163,16 @@ def test_more_lost_nodes_than_parity_bears_cost_the_steps_since_the_checkpoint(
     flags = ("--erasure", "2+1", "--checkpoint-dir", saved, "--checkpoint-every", 0.5)
     run = nodes(3, *flags, others=2, spares=2, words=job_words("fsdp2", tmp_path))
     run.start_all()
-    run.wait_for("a checkpoint", lambda: run.journals("CheckpointWritten"))
+    run.wait_for("a checkpoint", lambda: run.journals("checkpoint_written"))
     lost = [run.node_of(rank) for rank in (1, 2)]
     for node in lost:
         run.fault("kill", node)
     run.may_end(*lost)
     run.finish()
     assert not difference(expected, [outcome_of(tmp_path / name) for name in names])
-    assert any(line["why"].startswith("checkpoint ") for line in run.journals("restore_point"))
+    assert any(
+        line["reason"].startswith("checkpoint ") for line in run.journals("restore_point_chosen")
+    )
 
 
 @pytest.mark.full
@@ -205,13 +206,13 @@ def test_a_rank_that_hangs_in_the_kernel_costs_its_node_and_no_memory(
         run.signal(0, "rank")
         run.wait_for_generation(1)
         assert {run.node_of(0), run.node_of(1)} == {0, 2}
-        (stuck,) = run.journal(1, "RanksStuck")
+        (stuck,) = run.journal(1, "ranks_stuck")
         assert "rank 1" in stuck["text"]
         assert "has not died of SIGKILL" in stuck["text"]
-        assert any(stuck["text"] in line["text"] for line in run.journals("Unfit"))
+        assert any(stuck["text"] in line["text"] for line in run.journals("node_unfit"))
         assert run.pid_of(1, "smp") == smp
         hang.end()
-        run.wait_for("the node to be fit again", lambda: run.journals("FitAgain"))
+        run.wait_for("the node to be fit again", lambda: run.journals("node_fit"))
         run.finish()
     assert not difference(expected, [outcome_of(tmp_path / name) for name in names])
 
@@ -226,7 +227,7 @@ def test_a_stopped_agent_of_the_only_member_trains_beside_nobody(
     flags = ("--checkpoint-dir", tmp_path / "saved", "--checkpoint-every", 0.5)
     run = nodes(1, *flags, others=2, spares=2, words=job_words("ddp", tmp_path))
     run.start_all()
-    run.wait_for("a checkpoint", lambda: run.journals("CheckpointWritten"))
+    run.wait_for("a checkpoint", lambda: run.journals("checkpoint_written"))
     before = run.node_of(0)
     run.signal(before, "agent", signal.SIGSTOP)
     run.wait_for_generation(1)
@@ -253,12 +254,12 @@ def test_a_run_that_has_shrunk_grows_at_a_boundary_and_loses_no_step(
     run.wait_for("a step of two nodes", lambda: run.steps(0, 1))
     run.bring_back(2)
     run.wait_for("a step of all", lambda: run.first_steps(2))
-    (shrunk, grown) = run.journals("Generation")[-2:]
+    (shrunk, grown) = run.journals("generation_chosen")[-2:]
     assert (shrunk["text"], grown["text"]) == (
         "generation 1: 2 nodes, 2 ranks",
         "generation 2: 3 nodes, 3 ranks",
     )
-    assert grown["why"] == "grows from 2 to 3 nodes"
+    assert grown["reason"] == "grows from 2 to 3 nodes"
     last = run.steps(0, 1)[-1]["step"]
     assert [line["step"] for line in run.first_steps(2)] == [last + 1] * 3
 
@@ -272,11 +273,11 @@ def test_an_smp_that_dies_while_the_next_agent_of_its_node_starts_is_followed_by
     run.wait_for_step(10)
     smp = run.pid_of(1, "smp")
     os.kill(run.pid_of(1, "agent"), signal.SIGKILL)
-    run.wait_for("the next agent", lambda: run.journal(1, "adopted"))
+    run.wait_for("the next agent", lambda: run.journal(1, "memory_adopted"))
     os.kill(smp, signal.SIGKILL)
     run.wait_for_generation(1)
-    assert run.journal(1, "smp_not_told"), "it was killed too late for this test"
-    assert run.journal(1, "RespawnSmp")
+    assert run.journal(1, "smp_unreachable"), "it was killed too late for this test"
+    assert run.journal(1, "smp_respawned")
     run.finish()
     assert run.first_steps(run.generation)[0]["step"] > 1, "it did not go on from memory"
 
@@ -292,7 +293,7 @@ def test_two_nodes_that_refuse_each_other_pause_and_none_takes_over(nodes: Start
     assert "refuse" in run.text(1)
     resets(run, "del")
     run.finish()
-    sizes = {line["text"].split(": ")[1] for line in run.journals("Generation")}
+    sizes = {line["text"].split(": ")[1] for line in run.journals("generation_chosen")}
     assert sizes == {"2 nodes, 2 ranks"}
 
 
@@ -304,7 +305,7 @@ def resets(run: NodesRun, change: str) -> None:
 
 
 def test_survivor_of_two_pauses_and_gives_up_with_76(nodes: Start) -> None:
-    run = nodes(2, "--pause-limit", 3)
+    run = nodes(2, "--pause-timeout", 3)
     run.start_all()
     run.wait_for_step(5)
     run.fault("kill", 1)

@@ -55,7 +55,7 @@ def test_snapshots_go_on_with_a_new_smp(start: Start, train: tuple[str, ...]) ->
     run.wait_for_step(KILL_AT)
     before = run.pid_of("smp")
     os.kill(before, signal.SIGKILL)
-    run.wait_until("a new SMP is up", lambda: run.journal("smp_up"))
+    run.wait_until("a new SMP is up", lambda: run.journal("smp_ready"))
     committed = run.status()["snapshots"]["step"]  # type: ignore[index]
     run.wait_until(
         "a newer version committed",
@@ -81,7 +81,7 @@ def test_the_agent_dies_before_a_new_smp_has_the_memory(
         undisturbed.check(run)
         begun = [line for line in run.text.splitlines() if line.startswith("begin rank=0")]
         assert int(begun[-1].rpartition("=")[2]) >= KILL_AT - 2, run.text
-        assert len(run.journal("StartGeneration")) == 2, "no rank stood still"
+        assert len(run.journal("generation_started")) == 2, "no rank stood still"
     finally:
         run.end()
 
@@ -101,7 +101,7 @@ def test_same_run_id_resumes_when_only_the_smp_is_left(
     run.start()
     assert run.wait() == 0, run.text
     undisturbed.check(run)
-    assert run.journal("adopted")
+    assert run.journal("memory_adopted")
 
 
 @pytest.mark.full  # test_resized_world.py restores other numbers of ranks from memory

@@ -14,8 +14,7 @@ from drill_nodes import STEPS, BaselineRuns, job_words, steps_lost
 from nodes_run import NodesRun
 from virtual_cluster import VirtualCluster, available
 
-from ftrun.tools.drill.drill_outcome import difference, outcome_of
-from ftrun.tools.drill.jobs import DrillJob
+from ftrun.tools.drill.jobs import DrillJob, difference, outcome_of
 
 if reason := available():
     pytest.skip(f"needs namespaces: {reason}", allow_module_level=True)
@@ -65,7 +64,7 @@ def roads(tmp_path: Path) -> Iterator[Start]:
 
 def rail_in_use(run: NodesRun) -> int:
     """The best rail of the newest plan, as the virtual cluster counts them."""
-    name = run.journals("RoadsPlan")[-1]["rails"][0]
+    name = run.journals("network_plan")[-1]["rails"][0]
     return int(str(name).removeprefix("eth"))
 
 
@@ -85,14 +84,14 @@ def test_a_cut_rail_costs_one_generation(roads: Start, tmp_path: Path) -> None:
     run.cluster.cut(1, rail=rail)
     run.wait_for_generation(1)
     run.finish()
-    named = [one for one in run.journals("RoadFinding") if one["finding"] == "dead"]
+    named = [one for one in run.journals("path_finding") if one["finding"] == "dead"]
     assert named
     assert f"eth{rail}" in named[0]["text"]
     assert run.generation == 1
     # None where the blocks of the last snapshot are at the other nodes by the next boundary.
     assert steps_lost(run) <= 1
-    assert not run.journals("NodeLost")
-    assert run.journals("RoadsPlan")[-1]["rails"] == [f"eth{1 - rail}"]
+    assert not run.journals("node_lost")
+    assert run.journals("network_plan")[-1]["rails"] == [f"eth{1 - rail}"]
     assert problems(run, tmp_path) == ""
 
 
@@ -105,10 +104,10 @@ def test_a_slowed_rail_is_left_at_a_boundary(roads: Start, tmp_path: Path) -> No
     run.cluster.slow(1, "20mbit", rail=rail)
     run.wait_for_generation(1)
     run.finish()
-    why = run.journals("Generation")[-1]["why"]
+    why = run.journals("generation_chosen")[-1]["reason"]
     assert f"leaves rail eth{rail}" in why or f"eth{rail}, " in why
     assert (run.generation, steps_lost(run)) == (1, 0)
-    assert f"eth{rail}" not in run.journals("RoadsPlan")[-1]["rails"]
+    assert f"eth{rail}" not in run.journals("network_plan")[-1]["rails"]
     assert problems(run, tmp_path, LONG) == ""
 
 
@@ -122,8 +121,8 @@ def test_ranks_get_what_the_plan_says_with_on_and_nothing_with_report(
     run.start_all()
     assert [run.wait_for_code(node) for node in range(MEMBERS)] == [0] * MEMBERS
     seen = [json.loads((tmp_path / f"seen{rank}").read_text()) for rank in range(MEMBERS)]
-    plan = run.journals("RoadsPlan")[-1]
-    assert plan["in_effect"] == (mode == "on")
+    plan = run.journals("network_plan")[-1]
+    assert plan["is_applied"] == (mode == "on")
     names = ",".join(plan["rails"])
     if mode == "on":
         assert [node for node, _ in seen] == plan["order"]
@@ -145,4 +144,4 @@ def test_what_the_user_has_set_stays_untouched(roads: Start, tmp_path: Path) -> 
     for rank in range(MEMBERS):
         _, seen = json.loads((tmp_path / f"seen{rank}").read_text())
         assert {name: seen[name] for name in own} == own
-    assert any("GLOO_SOCKET_IFNAME=eth1" in one["text"] for one in run.journals("RoadsPlan"))
+    assert any("GLOO_SOCKET_IFNAME=eth1" in one["text"] for one in run.journals("network_plan"))

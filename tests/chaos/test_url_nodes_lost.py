@@ -11,8 +11,7 @@ from drill_nodes import STEPS, job_words
 from nodes_run import NodesRun
 from virtual_cluster import VirtualCluster, available
 
-from ftrun.tools.drill.drill_outcome import difference, outcome_of
-from ftrun.tools.drill.jobs import BaselineRuns, DrillJob
+from ftrun.tools.drill.jobs import BaselineRuns, DrillJob, difference, outcome_of
 from tests.ftp_server import url_of
 
 if reason := available():
@@ -42,7 +41,7 @@ def store(cluster: VirtualCluster, tmp_path: Path) -> Iterator[str]:
 
 
 def written(run: NodesRun) -> list[dict[str, Any]]:
-    return run.journals("CheckpointWritten")
+    return run.journals("checkpoint_written")
 
 
 def test_all_nodes_lost_at_once_cost_what_came_after_the_last_checkpoint(

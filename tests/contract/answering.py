@@ -1,4 +1,4 @@
-"""An agent that answers one stranger, or hears it out and says nothing; and nobody at all."""
+"""Agents for tests: one that answers a connection, one that stays silent, and a refusing port."""
 
 import select
 import socket
@@ -22,13 +22,9 @@ def answering(
     *,
     is_mute: bool = False,
 ) -> Iterator[tuple[str, int]]:
-    """Where it listens.
+    """The address of an agent that accepts one connection.
 
-    Args:
-        own: who it is.
-        secret: the run's, as far as it knows.
-        serve: what it does after the handshake.
-        is_mute: it does nothing instead.
+    `serve` runs after the handshake; a mute agent does nothing instead.
     """
     listener = listen_tcp("127.0.0.1", 0)
     done = threading.Event()
@@ -58,12 +54,12 @@ def answering(
 
 @contextmanager
 def nobody_at(host: str = "127.0.0.1") -> Iterator[int]:
-    """A port that refuses: it is taken, so that no other process gets it, and nobody listens."""
+    """A port that refuses connections and is reserved, so that no other process gets it."""
     with socket.socket() as sock:
         sock.bind((host, 0))
         yield sock.getsockname()[1]
 
 
 def wait_until_full(listener: socket.socket) -> None:
-    """Until a queue for one connection has it; the kernel may take a moment on a busy machine."""
+    """Wait until a queue for one connection is full; the kernel may need a moment."""
     assert select.select([listener], [], [], WAIT_S)[0]

@@ -1,4 +1,4 @@
-"""A slot is whole or it is empty, and no flipped bit goes unseen."""
+"""A slot is complete or empty, and every flipped bit is detected."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Messages and descriptors arrive whole, in order and from this run, or not at all."""
+"""Messages and descriptors arrive complete, in order and from this run, or not at all."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""Connections that have proven nothing: how many there may be, and for how long."""
+"""Limits of connections that are not authenticated: their number and their time."""
 
 import contextlib
 import os
@@ -85,7 +85,7 @@ SECRET = make_secret()
 
 @pytest.fixture
 def agent_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Where an agent with few slots accepts connections."""
+    """The port of an agent with few slots."""
     monkeypatch.setattr(handshakes, "MAX_HANDSHAKES", SLOTS)
     taken: SimpleQueue[AuthenticatedConnection | ConnectFailed] = SimpleQueue()
     accepting = Handshakes(identity("a"), SECRET, take=taken.put, dialled=lambda *_: None)
@@ -112,7 +112,7 @@ def agent_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 @contextlib.contextmanager
 def smp(secret: Secret | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Where an SMP with few slots and much patience accepts connections."""
+    """The port of an SMP with few slots and a long patience."""
     monkeypatch.setattr(peers, "_MAX_HANDSHAKES", SLOTS)
     listening = PeerListener()
     port = listening.listen([HOST], secret)
@@ -128,7 +128,7 @@ def smp_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 def stranger(stack: contextlib.ExitStack, port: int, at: int) -> socket.socket:
-    """A connection that has said a first message, which needs no secret, and says nothing else."""
+    """A connection that has sent its first message, which needs no secret, and is then silent."""
     source = (f"127.0.0.{70 + at}", 0)
     sock = stack.enter_context(socket.create_connection((HOST, port), WAIT_S, source))
     hello = handshake._HELLO.pack(b"ftrun/hs", PROTOCOL_VERSION, True, os.urandom(32))
@@ -166,7 +166,7 @@ def test_a_first_message_without_proof_holds_no_crowded_slot(
 def test_an_unknown_peer_without_a_link_holds_no_slot(
     stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a secret any host ends the handshake, so that must not hold a slot either."""
+    """Without a secret any host completes the handshake, so that must not hold a slot either."""
     monkeypatch.setattr(doors, "HANDSHAKE_S", 1.0)
     with smp(None, monkeypatch) as port:
         sock = stack.enter_context(dial(HOST, port, WAIT_S))

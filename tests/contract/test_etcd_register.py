@@ -1,7 +1,7 @@
-"""The outside witness in a real etcd: what it promises holds, whoever asks, whatever fails.
+"""The outside witness in a real etcd: its promises hold under concurrency and failures.
 
-The rules themselves are tested in tests/unit/membership/test_witness.py; here is what etcd and
-the client library make of them.
+The rules themselves are tested in tests/unit/membership/test_witness.py; these tests cover etcd and
+the client library.
 """
 
 import http.server
@@ -19,9 +19,13 @@ from etcd_server import Certificates, EtcdServer, available
 
 from ftrun import clock
 from ftrun.agent.cluster import etcd_witness as etcd_register
-from ftrun.agent.cluster import witness_thread
-from ftrun.agent.cluster.etcd_witness import ANSWER_S, TRY_S, EtcdUnreachable, EtcdWitness
-from ftrun.agent.cluster.witness_thread import WitnessClient
+from ftrun.agent.cluster.etcd_witness import (
+    ANSWER_S,
+    TRY_S,
+    EtcdUnreachable,
+    EtcdWitness,
+    WitnessClient,
+)
 from ftrun.config.cluster import EtcdTls
 from ftrun.errors import ExitCode, UsageError
 from ftrun.membership.events import WitnessAnswered
@@ -45,7 +49,7 @@ JOB = "/home/user/train.py with --nnodes/--spares 2"
 
 @contextmanager
 def started(folder: Path, tls: Certificates | None = None) -> Iterator[EtcdServer]:
-    """Another process may take one of its ports just before it does: then once more."""
+    """Start an etcd; if another process takes one of its ports first, try once more."""
     for left in (2, 1, 0):
         server = EtcdServer(folder / f"etcd-{left}", tls=tls)
         try:
@@ -71,22 +75,21 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
 
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[EtcdServer]:
-    """One that a test may break."""
+    """An etcd that a test may break."""
     with started(tmp_path) as server:
         yield server
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An etcd on a busy disk takes its time to write."""
+    """A limit for an etcd that writes to a busy disk."""
     monkeypatch.setattr(etcd_register, "TRY_S", WAIT_S)
-    for module in (etcd_register, witness_thread):
-        monkeypatch.setattr(module, "ANSWER_S", WAIT_S)
+    monkeypatch.setattr(etcd_register, "ANSWER_S", WAIT_S)
 
 
 @pytest.fixture
 def haste(patience: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a run: for tests of how long it takes to give up."""
+    """The limit of a run, for tests of the time until a request is given up."""
     monkeypatch.setattr(etcd_register, "TRY_S", TRY_S)
     monkeypatch.setattr(etcd_register, "ANSWER_S", ANSWER_S)
 
@@ -104,7 +107,7 @@ def register(
 
 
 class Node:
-    """One agent's way there."""
+    """One agent's connection to the witness."""
 
     def __init__(self, node_id: str, made: EtcdWitness, incarnation: int = 1) -> None:
         self.card: NodeCard = card(node_id, incarnation)
@@ -171,7 +174,7 @@ def test_lease_that_is_renewed_stays(shared: EtcdServer, run_id: str) -> None:
 
 
 def test_of_many_who_ask_at_once_one_gets_each_number(shared: EtcdServer, run_id: str) -> None:
-    """No lease protects anybody here: whoever reads before another's write must read again."""
+    """No lease protects the requests: a node that reads before another one writes reads again."""
     rounds, nodes = 8, "abcdef"
     took: list[list[str]] = [[] for _ in range(rounds)]
 
@@ -209,7 +212,7 @@ def test_killed_and_started_again_it_remembers(own: EtcdServer, run_id: str) -> 
 
 
 def quickest(node: Node) -> tuple[WitnessAnswered, float]:
-    """What is said of an etcd that is away, and after how long."""
+    """The error for an unreachable etcd, and the seconds until it is raised."""
     took_s = []
     while not took_s or (min(took_s) > ANSWER_S + 0.5 and len(took_s) < TRIES):
         begun_s = time.monotonic()
@@ -278,7 +281,7 @@ def test_somebody_who_is_silent_is_told(run_id: str) -> None:
 
 @contextmanager
 def http_server(version: str) -> Iterator[tuple[str, int]]:
-    """What an older etcd, or no etcd at all, answers."""
+    """A server that answers as an older etcd, or as another program."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -362,7 +365,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 def secured(
     certificates: Certificates, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EtcdServer]:
-    """It speaks TLS only, and asks for a certificate of whoever comes."""
+    """An etcd that accepts only TLS and requires client certificates."""
     with started(tmp_path_factory.mktemp("secured"), certificates) as server:
         yield server
 

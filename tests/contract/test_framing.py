@@ -1,4 +1,4 @@
-"""However the bytes of a stream are cut, the messages are the same, and nothing else gets in."""
+"""Messages do not depend on how a stream is divided, and nothing else is accepted."""
 
 import contextlib
 import struct

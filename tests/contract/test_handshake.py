@@ -1,4 +1,4 @@
-"""Only two that prove the same secret and fit together get a session, whatever is sent."""
+"""Only two sides that prove the same secret and fit together get a session."""
 
 import os
 import socket
@@ -218,7 +218,7 @@ def everything(sock: socket.socket) -> bytes:
 
 
 def answer_to(said: bytes, secret: Secret | None = SECRET) -> tuple[bytes, PeerError]:
-    """All that a stranger hears who says this, and how the acceptor sees it."""
+    """All bytes that the acceptor sends after this message, and the acceptor's result."""
     with tcp_pair() as (left, right):
         left.sendall(said)
         left.shutdown(socket.SHUT_WR)
@@ -244,7 +244,7 @@ def test_who_cannot_prove_it_hears_a_nonce_and_a_reason_and_nothing_else() -> No
     assert isinstance(error, HandshakeRefused)
     greeting, reason = heard[:HELLO_FRAME_BYTES], heard[HELLO_FRAME_BYTES:]
     assert greeting.startswith(frame(0xF1, hello(bytes(32)))[:-32])
-    why = b"the secret differs. Give the same --secret-file to every node of the run"
+    why = b"the secret differs. Use the same --secret-file on every node of the run"
     assert reason == frame(0xF4, why)
 
 
@@ -378,7 +378,7 @@ def test_noise_is_refused_and_nothing_else_happens(noise: bytes, greet: bool) ->
 
 
 def through(touch: Callable[[str, int, bytes], bytes | None]) -> tuple[Outcome, Outcome]:
-    """A handshake through a relay that may change each frame it passes on."""
+    """A handshake through a relay that may change each frame."""
     with tcp_pair() as (left, here), tcp_pair() as (there, right):
         relays = [
             threading.Thread(target=relay, args=("dialler", here, there, touch)),

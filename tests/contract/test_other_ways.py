@@ -1,8 +1,8 @@
-"""An agent that is cut off on one rail is spoken with over another before anybody misses it.
+"""An agent whose connection over one rail is cut uses another rail before it counts as lost.
 
-A real cluster thread with its brain, on loopback addresses as rails. The test plays the lead over
-real connections: what it does not read any more, with its buffers full, is to the other side as if
-the rail was cut.
+A real cluster thread with its control loop uses loopback addresses as rails. The test plays the
+leader over real connections. If it stops reading and its buffers are full, the other side sees a
+cut rail.
 """
 
 import select
@@ -17,11 +17,12 @@ from typing import TypeVar
 import pytest
 from made_settings import made_settings
 
-from ftrun.agent.cluster.cluster_brain import ClusterControlLoop
 from ftrun.agent.cluster.connections import ClusterConnections
-from ftrun.agent.cluster.other_ways import YOUNG_S, ConnectionFailover
+from ftrun.agent.cluster.control_loop import ClusterControlLoop
+from ftrun.agent.cluster.dialing import YOUNG_S, ConnectionFailover
 from ftrun.config.cluster import ClusterSize
 from ftrun.errors import PeerError
+from ftrun.records.note import Note
 from ftrun.recovery.commands import Connect, JournalEntry
 from ftrun.wire.cluster.generation import NodeCard, Rail
 from ftrun.wire.cluster.membership import Heartbeat, JoinRejected, Prepare
@@ -64,7 +65,7 @@ def wait_for(what: str, is_so: Callable[[], object]) -> None:
 
 @dataclass
 class Lead:
-    """The other agent, as the test plays it: it listens on two rails."""
+    """The other agent, played by the test; it listens on two rails."""
 
     stack: ExitStack
     incarnation: int = 5
@@ -105,7 +106,7 @@ class Lead:
         return connection
 
     def leave(self, host: str) -> socket.socket:
-        """Nobody listens there any more; the port is kept from other processes."""
+        """Stop listening; the port stays reserved."""
         port = self.port(host)
         self.listeners[host].close()
         sock = self.stack.enter_context(socket.socket())
@@ -114,7 +115,7 @@ class Lead:
         return sock
 
     def cut(self, host: str) -> None:
-        """No answer comes from there: the queue of connections is full."""
+        """Give no answer there: the queue of connections is full."""
         port = self.port(host)
         sock = self.leave(host)
         sock.listen(0)
@@ -155,7 +156,7 @@ def lead(stack: ExitStack) -> Lead:
 
 @dataclass
 class Agent:
-    """The one that is tested."""
+    """The agent under test."""
 
     brain: ClusterControlLoop
     thread: ClusterConnections
@@ -164,9 +165,10 @@ class Agent:
     dialled: list[Callable[..., None]]
     """Called once each, when another agent was reached."""
 
-    def notes(self, kind: str) -> list[JournalEntry]:
+    def notes(self, kind: str) -> list[Note]:
         self._all.extend(iter(self.brain.next_order, None))
-        return [one for one in self._all if isinstance(one, JournalEntry) and one.kind == kind]
+        entries = [one.record for one in self._all if isinstance(one, JournalEntry)]
+        return [record for record in entries if record.kind == kind]
 
     def __post_init__(self) -> None:
         self._all: list[object] = []
@@ -214,7 +216,7 @@ def made_agent(
 
 @pytest.fixture
 def followed(agent: Agent, lead: Lead) -> Connection:
-    """The lead's connection to the agent, which follows it and knows its rails."""
+    """The leader's connection to the agent, which follows it and has its rails."""
     return follower_of(lead)
 
 
@@ -226,7 +228,7 @@ def follower_of(lead: Lead) -> Connection:
 
 
 def stop_reading(agent: Agent) -> float:
-    """From now on the agent's kernel hears no more of what was sent; when that began."""
+    """Make the agent's kernel acknowledge nothing from now on; return the time."""
     agent.thread.send("lead", JournalLines(["x" * 200_000] * 4))
     return time.monotonic()
 
@@ -264,7 +266,7 @@ def test_a_bug_in_the_thread_suspends_the_ranks_and_ends_the_agent(
 
 
 def quickest(scene: Callable[[ExitStack], float], enough_s: float) -> float:
-    """How long it takes, in seconds; once more where that is too long."""
+    """The seconds that an action takes; tried once more if that is too long."""
     took_s: list[float] = []
     while not took_s or (min(took_s) >= enough_s and len(took_s) < TRIES):
         with ExitStack() as stack:
@@ -283,10 +285,10 @@ def test_a_connection_that_is_cut_off_is_made_anew_over_another_rail() -> None:
         took_s = time.monotonic() - begun_s
         heard(second, Heartbeat)
         wait_for("the old one to be closed", lambda: is_closed(followed))
-        (note,) = agent.notes("OtherRail")
+        (note,) = agent.notes("connection_failed_over")
         assert FIRST in note.text
         assert SECOND in note.text
-        assert not agent.notes("LeadLost")
+        assert not agent.notes("leader_lost")
         return took_s
 
     assert quickest(scene, 1.8) < 1.8, "ranks are held after 2 s"
@@ -325,7 +327,7 @@ def test_a_closed_connection_is_dialled_over_any_rail() -> None:
         begun_s = time.monotonic()
         heard(lead.accept(SECOND), Heartbeat)
         took_s = time.monotonic() - begun_s
-        assert not agent.notes("LeadLost")
+        assert not agent.notes("leader_lost")
         return took_s
 
     assert quickest(scene, 0.8) < 0.8
@@ -337,8 +339,8 @@ def test_a_refusal_at_the_address_of_the_card_is_the_death_of_the_agent(
     lead.leave(FIRST)
     lead.leave(SECOND)
     followed.close()
-    wait_for("the lead to be lost", lambda: agent.notes("LeadLost"))
-    assert "refuses the connection" in agent.notes("LeadLost")[0].text
+    wait_for("the lead to be lost", lambda: agent.notes("leader_lost"))
+    assert "refuses the connection" in agent.notes("leader_lost")[0].text
 
 
 @pytest.mark.slow
@@ -350,13 +352,13 @@ def test_a_refusal_elsewhere_is_believed_only_where_the_agent_was_met_there(
     lead.leave(SECOND)  # as where a firewall refuses what never was let through
     followed.close()
     time.sleep(QUIET_S)
-    assert not agent.notes("LeadLost")
+    assert not agent.notes("leader_lost")
     lead.listen(SECOND, port)
     again = lead.accept(SECOND)
     heard(again, Heartbeat)
     lead.leave(SECOND)
     again.close()
-    wait_for("the lead to be lost", lambda: agent.notes("LeadLost"))
+    wait_for("the lead to be lost", lambda: agent.notes("leader_lost"))
 
 
 def test_an_agent_started_again_may_speak_from_another_rail_of_its_machine(
@@ -392,7 +394,7 @@ SETTINGS = made_settings(ClusterSize(2, 2, 0))
 def test_both_sides_keep_the_same_of_two_connections(
     at_a: tuple[str, ...], at_b: tuple[str, ...]
 ) -> None:
-    """Each side dials the other at once; who has dialled names the connection."""
+    """Both sides dial each other at once; a connection is named by its dialler."""
     kept = {}
     for me, other, order in (("a", "b", at_a), ("b", "a", at_b)):
         ways = ConnectionFailover(NodeCard(me, 1, "127.0.0.1", 1, 1), SETTINGS, lambda _: None)

@@ -1,4 +1,4 @@
-"""Messages between nodes arrive whole, in order and from this session, or not at all."""
+"""Messages between nodes arrive complete, in order and from this session, or not at all."""
 
 import gc
 import os
@@ -74,7 +74,7 @@ def wait_for(connection: Connection, count: int) -> list[Envelope]:
 
 @pytest.fixture(scope="module")
 def sealed_with() -> AuthSession:
-    """A's session with B, whose keys the tests below make frames with."""
+    """A's session with B; its keys make the frames of the tests below."""
     left, mine, right, _ = met(make_secret())
     left.close()
     right.close()
@@ -82,7 +82,7 @@ def sealed_with() -> AuthSession:
 
 
 def frames(session: AuthSession, count: int, *, first: int = 0, **other: object) -> list[bytes]:
-    """What A would send: numbered messages."""
+    """Numbered messages as A sends them."""
     known = {"run_id": "run", "generation": 1, "incarnation": A.incarnation, **other}
     return [
         seal_header(

@@ -1,4 +1,4 @@
-"""A link from another node that ends is reported once its node has not connected again."""
+"""A link from another node that ends is reported if its node has not connected again."""
 
 import contextlib
 import socket
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ftrun.smp.link_rules import FETCH
+from ftrun.smp.peer_link import FETCH
 from ftrun.smp.peer_listener import PeerListener, PeerSession
 from ftrun.wire.cluster.transfer import LinkHello, RoundStored
 from ftrun.wire.messages.smp import NodeAddress
@@ -29,7 +29,7 @@ HOST = "127.0.0.1"
 
 
 class Told:
-    """What the server hears of."""
+    """The events that the server receives."""
 
     def __init__(self) -> None:
         self.events: SimpleQueue[tuple[str, str]] = SimpleQueue()
@@ -49,12 +49,12 @@ def identity(node_id: str) -> PeerIdentity:
 
 
 class Here:
-    """An SMP's links; the one to node b holds."""
+    """An SMP's links; the one to node b stays connected."""
 
     def __init__(self, patience_s: float) -> None:
         self.told = Told()
         self.peers = PeerListener()
-        self.peers.tell(self.told)
+        self.peers.events = self.told
         self.port = self.peers.listen([HOST], SECRET)
         self.peers.begin(PeerSession(identity("a"), 0, 7, patience_s))
         self.b = listen_tcp(HOST, 0)
@@ -74,7 +74,7 @@ class Here:
         return made
 
     def next(self, kind: str) -> str:
-        """Why, of the next event that is of this kind."""
+        """The reason of the next event of this kind."""
         while True:
             found, why = self.told.events.get(timeout=WAIT_S)
             if found == kind:

@@ -1,4 +1,4 @@
-"""The agent reads a rank's flight recorder, however long the path of the run folder is."""
+"""The agent reads a rank's flight recorder for run folders with a path of any length."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ CODE = """
 import os, sys
 from types import SimpleNamespace
 import torch.distributed
-from ftrun.agent.observe.flight_recorder import read_entries
+from ftrun.agent.observe.introspection import read_entries
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage, create_page
 from ftrun.worker.process.introspection import start_server
 

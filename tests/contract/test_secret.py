@@ -1,4 +1,4 @@
-"""A secret is read from a private file, agreed on by many at once, and never shown."""
+"""A secret is read from a private file, agreed on by several nodes at once, and never shown."""
 
 import copy
 import errno
@@ -83,13 +83,13 @@ def test_a_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
-    assert "cannot be read" in refused(tmp_path / "none")
-    assert "is not a file" in refused(tmp_path)
+    assert "cannot read" in refused(tmp_path / "none")
+    assert "is not a regular file" in refused(tmp_path)
 
 
 def test_a_pipe_does_not_hold_us_up(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
-    assert "is not a file" in refused(tmp_path / "pipe")
+    assert "is not a regular file" in refused(tmp_path / "pipe")
 
 
 def test_the_command_that_is_shown_makes_one(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One address is listened at; what became of a peer that does not answer is told apart."""
+"""A socket listens at one address, and the states of a silent peer are distinguished."""
 
 import errno
 import socket
@@ -32,7 +32,7 @@ def listener() -> Iterator[socket.socket]:
 
 @pytest.fixture
 def full() -> Iterator[int]:
-    """A port whose kernel answers no more: its queue of connections is full."""
+    """A port whose kernel gives no answer, because its queue of connections is full."""
     with socket.socket() as sock, socket.socket() as one, socket.socket() as two:
         sock.bind(("127.0.0.1", 0))
         sock.listen(0)
@@ -123,14 +123,14 @@ def test_refused_at_one_address_and_silent_at_another_is_silent(
         (errno.ECONNRESET, "reset",
          "n2 has reset the connection: it was killed, or the connection was cut"),
         (errno.EPIPE, "closed",
-         "n2 has closed the connection: it has ended, or has given this connection up"),
+         "n2 has closed the connection: it ended, or closed this connection alone"),
         (errno.ETIMEDOUT, "silent", "n2 does not answer: it is frozen, off, or cut off"),
         (errno.EHOSTUNREACH, "unreachable",
-         "n2 cannot be reached: there is no way there in the network"),
+         "n2 cannot be reached: the network has no route to it"),
         (errno.ENETUNREACH, "unreachable",
-         "n2 cannot be reached: there is no way there in the network"),
+         "n2 cannot be reached: the network has no route to it"),
         (errno.EIO, "closed",
-         "n2 has closed the connection: it has ended, or has given this connection up"),
+         "n2 has closed the connection: it ended, or closed this connection alone"),
     ],
 )  # fmt: skip
 def test_errors_of_the_kernel_have_words(number: int, how: HowLost, words: str) -> None:

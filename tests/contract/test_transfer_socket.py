@@ -1,4 +1,4 @@
-"""Frames between SMPs arrive whole and in order, with their bytes where the receiver wants them."""
+"""Frames between SMPs arrive complete and in order, with their bytes in the receiver's buffers."""
 
 import socket
 import threading

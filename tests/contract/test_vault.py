@@ -1,4 +1,4 @@
-"""A vault gives back what was put in, to whoever holds its descriptor, or counts as empty."""
+"""A parity region returns its content to any holder of its descriptor, or counts as empty."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Of several addresses the first that is meant is taken; a refusal counts where it is sure."""
+"""Of several addresses the first one that passes is used; a refusal counts only if it is sure."""
 
 import socket
 import threading
@@ -28,7 +28,7 @@ def listening(host: str) -> Iterator[PeerAddress]:
 
 @contextmanager
 def mute(host: str) -> Iterator[PeerAddress]:
-    """An address whose kernel answers no more, as if it was cut off: its queue is full."""
+    """An address whose kernel gives no answer, as after a cut: its queue is full."""
     with ExitStack() as stack:
         sock, one, two = (stack.enter_context(socket.socket()) for _ in range(3))
         sock.bind((host, 0))
@@ -183,7 +183,7 @@ def test_the_kernel_keeps_to_a_pace() -> None:
 
 
 def paced_rate(wanted_bytes_s: float, size: int) -> float:
-    """Bytes per second over a connection that was told to keep to so many."""
+    """Bytes per second over a connection with this limit."""
     got = threading.Event()
 
     def read(sock: socket.socket) -> None:

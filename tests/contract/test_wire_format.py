@@ -1,8 +1,7 @@
-"""What is sent between processes and nodes stays byte for byte what was recorded.
+"""Messages between processes and nodes stay byte for byte as recorded.
 
-To record it anew, after a change of the format on purpose:
-
-    python -m tests.contract.test_wire_format
+To record them again, after an intended change of the format: python -m
+tests.contract.test_wire_format
 """
 
 import json

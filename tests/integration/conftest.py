@@ -85,7 +85,7 @@ class Run:
 
     def pids(self) -> list[int]:
         """Pids of the workers of the newest generation, by rank."""
-        return list(self.journal("StartGeneration")[-1]["pids"])  # type: ignore[call-overload]
+        return list(self.journal("generation_started")[-1]["pids"])  # type: ignore[call-overload]
 
     def pid_of(self, module: str) -> int:
         """Pid of this run's agent, SMP or zygote, found by its command line."""

@@ -6,6 +6,7 @@ import sys
 import types
 from collections.abc import Container, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -135,7 +136,7 @@ def ends_as_undisturbed(
     )
     assert undisturbed.returncode == 0, undisturbed.stdout + undisturbed.stderr
     assert wait_long(run) == 0, run.text
-    assert len(run.journal("StartGeneration")) == 1 + len(deaths), run.text
+    assert len(run.journal("generation_started")) == 1 + len(deaths), run.text
     found = digests(run.text)
     assert len(found) == 2, run.text
     assert found == digests(undisturbed.stdout), f"{undisturbed.stdout}\n{'-' * 80}\n{run.text}"
@@ -156,5 +157,5 @@ def digests(text: str) -> list[str]:
 
 def restored_steps(run: Run) -> list[int]:
     """The steps that the restarts went back to."""
-    texts = [str(line["restored"]) for line in run.journal("StartGeneration")[1:]]
-    return [int(found.group(1)) for text in texts if (found := re.match(r"step (\d+) ", text))]
+    restored: list[Any] = [line["restored"] for line in run.journal("generation_started")[1:]]
+    return [version["step"] for version in restored if version is not None]

@@ -16,7 +16,7 @@ import xxhash
 from ftrun.errors import CheckpointError, MemoryTooSmall, NoneOfThisRun
 from ftrun.ids import Rank, RunId, version
 from ftrun.smp.checkpoint import slot_reader
-from ftrun.smp.checkpoint.index import read_index
+from ftrun.smp.checkpoint.index import parse_index
 from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob, load_checkpoint
 from ftrun.smp.checkpoint.slot_reader import CopyBeforeOverwrite, SlotOverwritten, find_shards
 from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle
@@ -25,6 +25,7 @@ from ftrun.smp.checkpoint.storage.storage import Retention, remove_all, to_prune
 from ftrun.smp.checkpoint.write_job import TRIES, WriteJob, WriterContext
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.snapshot.layout import PAGE_BYTES, CopyTiming, LayoutEntry, make_layout
+from ftrun.wire.messages.checkpoint import INDEX_NAME
 from ftrun.wire.shared_memory.arena import (
     Arena,
     ArenaShape,
@@ -137,7 +138,7 @@ def test_what_was_sealed_comes_back(arenas: Arenas, tmp_path: Path, free_bytes: 
     arenas.seal(4)
     path = write(arenas, tmp_path, free_bytes=free_bytes)
     assert check(load(tmp_path), 4) == []
-    index = read_index(path)
+    index = parse_index((path / INDEX_NAME).read_bytes(), what="it")
     assert (index.run_id, index.generation, index.step, index.world_size) == ("run", 0, 4, 2)
     assert (path / "rank-00001.safetensors").stat().st_size == LAYOUT.image_bytes
     assert (path / "rank-00000.safetensors").read_bytes()[: len(LAYOUT.header)] == LAYOUT.header
@@ -251,7 +252,7 @@ def test_what_cannot_be_read_may_be_of_this_run(arenas: Arenas, tmp_path: Path) 
         path = write(arenas, tmp_path, life="own")
     spoil(path / "index.json", 100)
     (note,) = check(load(tmp_path, life="own"), 3)
-    assert "is damaged" in note or "is not one" in note
+    assert "is damaged" in note or "is not valid" in note
     with pytest.raises(NoneOfThisRun) as raised:
         load(tmp_path, life="another")
     assert list(raised.value.rejected) == [path.name]

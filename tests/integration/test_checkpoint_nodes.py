@@ -24,13 +24,14 @@ import xxhash
 
 from ftrun.errors import PeerError
 from ftrun.ids import Version, version
-from ftrun.smp.checkpoint.index import read_index
+from ftrun.smp.checkpoint.index import parse_index
 from ftrun.smp.checkpoint.storage.local import LOCK_NAME
 from ftrun.snapshot.layout import CopyTiming, Layout, LayoutEntry, make_layout
 from ftrun.wire.messages import checkpoint as checkpoint_messages
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
+from ftrun.wire.messages.checkpoint import INDEX_NAME
 from ftrun.wire.shared_memory.arena import Arena, SlotHeader, SlotState, table_digest, verify
 from ftrun.wire.shared_memory.pages import create_command_page
 from ftrun.wire.transport.channel import Channel, connect
@@ -258,7 +259,7 @@ def listing(directory: Path) -> list[str]:
 
 def check_files(path: Path, at: Version = FIRST, salt: str = "") -> None:
     """It is whole, `latest` is on it, and nothing else lies in it."""
-    index = read_index(path)
+    index = parse_index((path / INDEX_NAME).read_bytes(), what="it")
     assert [shard.rank for shard in index.shards] == list(range(WORLD))
     assert (index.run_id, index.step, index.world_size) == (RUN_ID, at.step, WORLD)
     for shard in index.shards:
@@ -384,7 +385,7 @@ def test_unshared_directories_are_noticed_and_do_not_fill_up(make: Make, tmp_pat
             if step == 1:
                 assert answer.note == ""
             else:
-                assert f"ranks {others} never came" in answer.note
+                assert f"ranks {others} have written no part" in answer.note
                 assert str(tmp_path / node.name) in answer.note
     for node in (first, second):
         assert len(listing(tmp_path / node.name)) == 2, "this version's and the one before"
@@ -406,7 +407,7 @@ def test_what_others_have_left_is_neither_used_nor_in_the_way(make: Make, direct
         shutil.copy(foreign.parent / name, directory / ours / name)
     answer = part(first.write(directory))
     assert answer.missing_ranks == [2, 3]
-    assert "does not count" in answer.note
+    assert "is ignored" in answer.note
     path = finished(second.write(directory))
     check_files(path)
     left = set(listing(directory)) - {"latest", path.name}

@@ -170,7 +170,7 @@ def test_a_record_that_cannot_be_written_keeps_no_good_checkpoint_from_its_run(
             answer = load_with_claim(saved, second)
             assert (answer.problem, answer.step) == ("", 1)
             assert kind == "no file" or record(saved).run_id == "run-a"
-        wait_until(lambda: record(saved).run_id == "run-b", "it is tried again")
+        wait_until(lambda: record(saved).run_id == "run-b", "trying again")
         save(second, saved, 2)
 
 

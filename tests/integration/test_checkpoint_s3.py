@@ -217,7 +217,7 @@ def test_the_command_line_lists_and_verifies(
     write(arenas, store.url, writer())
     for words in (["list", store.url], ["verify", store.url], ["prune", store.url, "--keep", "1"]):
         done = subprocess.run(
-            [sys.executable, "-m", "ftrun", "snapshots", *words, "--json"],
+            [sys.executable, "-m", "ftrun", "checkpoints", *words, "--json"],
             env={**os.environ, **variables},
             cwd=tmp_path,
             capture_output=True,

@@ -233,7 +233,7 @@ def test_a_full_store_keeps_the_one_before(arenas: Arenas, root: Path) -> None:
         write(arenas, server.url(), by)
         for step in (2, 3):
             arenas.seal(step)
-            with pytest.raises(CheckpointError, match=r"is not written.*The one before stays"):
+            with pytest.raises(CheckpointError, match=r"cannot write.*The previous one is kept"):
                 write(arenas, server.url(), by)
             assert check(load(server.url()), 1) == []
             assert halves(root) == [], "what has no place is not left lying there"
@@ -318,7 +318,7 @@ def test_latest_is_used_first_and_does_without(arenas: Arenas, url: str, root: P
         assert check(load(url), 3) == []
     latest.unlink()
     assert check(load(url), 3) == []
-    with pytest.raises(CheckpointError, match="latest is not there"):
+    with pytest.raises(CheckpointError, match="latest does not exist"):
         load(url, only="latest")
 
 
@@ -471,5 +471,5 @@ def test_parts_of_two_lives_are_never_put_together(arenas: Arenas, url: str, roo
         (other / file.name).write_bytes(file.read_bytes())
     found = write_part(arenas, url, writer(), 1, 1, token="two")
     assert found.missing_ranks == (0,)
-    assert "does not count" in found.note
+    assert "is ignored" in found.note
     assert load(url) is None

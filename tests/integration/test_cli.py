@@ -55,6 +55,13 @@ def test_missing_script(tmp_path: Path) -> None:
     assert nothing_started(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"), [("check", "preflight"), ("snapshots", "checkpoints"), ("render", "manifest")]
+)
+def test_renamed_command_answers_with_its_name(old: str, new: str, tmp_path: Path) -> None:
+    assert f"ftrun {old} is now ftrun {new}" in refused(ftrun(old, "--json", cwd=tmp_path))
+
+
 def test_misspelled_command_is_no_missing_script(tmp_path: Path) -> None:
     text = refused(ftrun("verfy", "train.py", cwd=tmp_path))
     assert "verfy is neither a command of ftrun nor a script" in text

@@ -18,7 +18,7 @@ import pytest
 import xxhash
 
 from ftrun.ids import Rank, RunId
-from ftrun.smp.checkpoint.index import read_index
+from ftrun.smp.checkpoint.index import parse_index
 from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle
 from ftrun.smp.checkpoint.storage.local import LocalStorage
 from ftrun.smp.checkpoint.storage.storage import Retention
@@ -29,6 +29,7 @@ from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, LayoutEntry, make_layo
 from ftrun.snapshot.plain_values import TensorRef
 from ftrun.tools.checkpoints.catalog import find_damage
 from ftrun.tools.checkpoints.convert import convert as converted
+from ftrun.wire.messages.checkpoint import INDEX_NAME
 from ftrun.wire.shared_memory.arena import (
     Arena,
     ArenaShape,
@@ -127,7 +128,7 @@ class World:
 def arrays_of(folder: Path) -> list[dict[str, Array]]:
     """What each rank of a checkpoint has."""
     found = []
-    for shard in read_index(folder).shards:
+    for shard in parse_index((folder / INDEX_NAME).read_bytes(), what="it").shards:
         data = (folder / shard.file).read_bytes()
         layout, start = parse_header(memoryview(data))
         held = {}
@@ -142,7 +143,9 @@ def arrays_of(folder: Path) -> list[dict[str, Array]]:
 
 
 def plain_of(folder: Path, rank: int) -> dict[str, Any]:
-    data = (folder / read_index(folder).shards[rank].file).read_bytes()
+    data = (
+        folder / parse_index((folder / INDEX_NAME).read_bytes(), what="it").shards[rank].file
+    ).read_bytes()
     layout, start = parse_header(memoryview(data))
     at = start + layout.entries[-1].offset
     length = int.from_bytes(data[at : at + 8], "little")
@@ -151,7 +154,7 @@ def plain_of(folder: Path, rank: int) -> dict[str, Any]:
 
 
 class Converter:
-    """Converts in a folder: in this process, or as `ftrun snapshots convert`."""
+    """Converts in a folder: in this process, or as `ftrun checkpoints convert`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -162,7 +165,7 @@ class Converter:
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "ftrun", "snapshots", "convert", *words],
+            [sys.executable, "-m", "ftrun", "checkpoints", "convert", *words],
             cwd=self.folder,
             capture_output=True,
             text=True,
@@ -519,16 +522,16 @@ def test_ranks_that_should_have_the_same_and_do_not(convert: Converter, name: st
     ("rules", "more", "told"),
     [
         ("mesh: {tp: 2", ["--ranks", "2"], "line 1, column 13"),
-        ("mesh: {tp: 3}", ["--ranks", "2"], "does not go with the mesh"),
+        ("mesh: {tp: 3}", ["--ranks", "2"], "does not fit the mesh"),
         ("mesh: {dp: 3}", ["--ranks", "2"], "4 ranks took"),
         ("mesh: {dp: 4}\nreplicate: [model.norm]", ["--ranks", "2"], "model.wide is matched by no"),
-        (LARGE, [], "say the new layout"),
+        (LARGE, [], "give the new layout"),
         (LARGE, ["--ranks", "3"], "--mesh tp=4,dp=2"),
         (LARGE, ["--ranks", "2", "--mesh", "tp=1"], "--ranks and --mesh both"),
-        (LARGE, ["--mesh", "tp"], "--mesh is axes"),
+        (LARGE, ["--mesh", "tp"], "--mesh has axes"),
         (LARGE, ["--mesh", "pp=2"], "pp is no axis"),
         (LARGE, ["--to", "none.yaml"], "none.yaml: No such file"),
-        (LARGE, ["--dtype", "int4"], "there are f64, f32, f16, bf16"),
+        (LARGE, ["--dtype", "int4"], "it is one of f64, f32, f16, bf16"),
         (LARGE, ["--dtype", "x*=bf16"], "names no floating tensor"),
         (LARGE, ["--ranks", "2", "--workers", "-1"], "at least 1"),
         (LARGE, ["--mesh", "tp=5", "--to", ""], "--to and --mesh"),
@@ -548,7 +551,7 @@ def test_the_command_line_says_why_and_has_the_exit_code(convert: Converter) -> 
     words = ("old", "new", "--rules", convert.rules("large.yaml", LARGE), "--ranks", "3")
     done = convert.command(*words)
     assert done.returncode == 2
-    assert done.stderr.startswith("Error: --ranks 3 does not go with the mesh")
+    assert done.stderr.startswith("Error: --ranks 3 does not fit the mesh")
     done = convert.command(*words, "--json")
     assert done.returncode == 2
     assert json.loads(done.stdout)["exit_code"] == 2

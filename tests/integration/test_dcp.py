@@ -83,7 +83,7 @@ def test_a_killed_rank_goes_on_from_memory(
     assert run.wait() == 0, run.text
     # The other rank may see its collective fail before it is ended, and may say so.
     assert not re.search(r'File ".*/ftrun/(worker|wire|dcp)', run.text), run.text
-    assert len(run.journal("StartGeneration")) == 2
+    assert len(run.journal("generation_started")) == 2
     first, second = told(run, "begins")
     assert first.startswith("step=0 ")
     assert second.startswith(f"step={LAST_SAVE} ")
@@ -204,7 +204,7 @@ def test_a_rank_that_dies_in_a_save_costs_the_steps_since_the_last(
     run = start(*words, env=variables)
     assert run.wait() == 0, run.text
     assert once.exists()
-    assert len(run.journal("StartGeneration")) == 2
+    assert len(run.journal("generation_started")) == 2
     assert told(run, "ends") == [undisturbed(start, script, "fsdp")]
 
 
@@ -217,5 +217,5 @@ def test_a_snapshot_manager_that_dies_between_saves_costs_nothing(
     run.wait_for_step(3)
     os.kill(run.pid_of("smp"), signal.SIGKILL)
     assert run.wait() == 0, run.text
-    assert len(run.journal("StartGeneration")) == 1
+    assert len(run.journal("generation_started")) == 1
     assert told(run, "ends") == [undisturbed(start, script, "ddp")]

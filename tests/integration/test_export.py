@@ -50,7 +50,7 @@ each_format = pytest.mark.parametrize("form", ["safetensors", *in_full("dcp", "s
 
 def export(*words: object, code: int = 0, **how: Any) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "ftrun", "snapshots", "export", *map(str, words)],
+        [sys.executable, "-m", "ftrun", "checkpoints", "export", *map(str, words)],
         capture_output=True,
         text=True,
         timeout=90,
@@ -154,7 +154,7 @@ def test_safetensors_hold_the_model_as_it_was(
         assert f"left out  {name}: " in told
     assert "left out  random states of 2 ranks, dice" in told
     assert "head.weight is tied to words.weight" in told
-    assert "model.norm.running_mean is not the same on all ranks" in told
+    assert "model.norm.running_mean differs between ranks" in told
 
 
 def test_torch_reads_the_safetensors_in_any_other_layout(
@@ -269,7 +269,7 @@ def test_only_what_is_wanted(trained: Trainings, tmp_path: Path) -> None:
     assert set(saved) == {"model", "optimizer"}
     check_same(saved["model"], {"head.weight": wanted["model"]["head.weight"]})
     told = export(source, tmp_path / "c", "--format", "dcp", "--only", "modle.*", code=1)
-    assert "--only 'modle.*' matches nothing; there are: model.head.weight, model.layers" in told
+    assert "--only 'modle.*' matches nothing; existing names: model.head.weight, " in told
     told = export(source, tmp_path / "c", "--format", "safetensors", "--only", "table", code=1)
     assert "no tensor of a module" in told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
@@ -301,7 +301,7 @@ def test_damage_is_told_with_file_and_tensor_and_leaves_nothing(
     flip(path, at + 100)
     told = export(folder, tmp_path / "out", "--format", form, code=1)
     assert f"{path} is damaged: piece " in told
-    assert f"in which model.{SAMPLE} lies" in told
+    assert f"which has model.{SAMPLE}, differs" in told
     assert "Traceback" not in told
     assert [one.name for one in tmp_path.iterdir()] == ["copied"]
 
@@ -315,7 +315,7 @@ def test_another_ranks_copy_stands_in_for_a_damaged_one(
     flip(path, at)
     told = export(folder, tmp_path / "out", "--format", "safetensors")
     assert f"{path} is damaged" in told
-    assert "rank-00001.safetensors holds the same, whole" in told
+    assert "rank-00001.safetensors has a whole copy" in told
     found = read_safetensors(tmp_path / "out")[SAMPLE]
     check_same(found, trained.whole("ddp")["model"][SAMPLE])
     other, at = place_of(folder, 1, SAMPLE)
@@ -372,13 +372,13 @@ def test_what_is_there_is_replaced_only_when_it_is_asked_for(
 ) -> None:
     words = (trained.saved("fsdp"), tmp_path / "out", "--format", "safetensors")
     export(*words)
-    assert "is there already" in export(*words, code=2)
+    assert "exists already" in export(*words, code=2)
     before = (tmp_path / "out").stat().st_ino
     export(*words, "--force")
     assert (tmp_path / "out").stat().st_ino != before
     (tmp_path / "out" / "mine.txt").touch()
     told = export(*words, "--force", code=1)
-    assert "what no export has written (mine.txt)" in told
+    assert "files that no export wrote (mine.txt)" in told
     assert (tmp_path / "out" / "mine.txt").exists()
     told = export(words[0], tmp_path / "out", "--format", "state_dict", "--force", code=1)
     assert "is not a file" in told
@@ -394,7 +394,7 @@ def test_an_export_that_is_killed_is_swept_by_the_next(
     words = ("export", str(folder), str(tmp_path / "out"), "--format", "dcp")
     for number in (signal.SIGKILL, signal.SIGTERM):
         process = subprocess.Popen(
-            [sys.executable, "-m", "ftrun", "snapshots", *words],
+            [sys.executable, "-m", "ftrun", "checkpoints", *words],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -419,7 +419,7 @@ def test_an_export_that_is_killed_is_swept_by_the_next(
         (["HERE", "OUT", "--format", "dcp", "--dtype", "int4"], 2, "bf16, fp16, fp32, fp64"),
         (["HERE", "OUT", "--format", "dcp", "--file-size", "big"], 2, "500MB or 5GB"),
         (["HERE", "OUT", "--format", "dcp", "--writers", "0"], 2, "at least 1"),
-        (["HERE", "HERE", "--format", "dcp"], 2, "is there already"),
+        (["HERE", "HERE", "--format", "dcp"], 2, "exists already"),
     ],
 )
 def test_a_mistake_is_told(tmp_path: Path, words: list[str], code: int, told: str) -> None:
@@ -432,7 +432,7 @@ def test_a_mistake_is_told(tmp_path: Path, words: list[str], code: int, told: st
 def test_what_the_page_shows_works(trained: Trainings, tmp_path: Path) -> None:
     """The lines of docs/checkpoints.md, run where its commands have been."""
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
-    commands = re.findall(r"^    (ftrun snapshots export .*)$", page, re.MULTILINE)
+    commands = re.findall(r"^    (ftrun checkpoints export .*)$", page, re.MULTILINE)
     shown = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert (len(commands), len(shown)) == (3, 3)
     for command in commands:

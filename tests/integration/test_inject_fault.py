@@ -159,12 +159,12 @@ def lines(run: Run, kind: str, fault_id: str) -> list[dict[str, object]]:
 
 def fired(run: Run, fault_id: str) -> dict[str, object]:
     """Wait until it has; its line."""
-    run.wait_until(f"{fault_id} fired", lambda: lines(run, "FaultFired", fault_id))
-    return lines(run, "FaultFired", fault_id)[0]
+    run.wait_until(f"{fault_id} fired", lambda: lines(run, "fault_injected", fault_id))
+    return lines(run, "fault_injected", fault_id)[0]
 
 
 def ended(run: Run, fault_id: str) -> None:
-    run.wait_until(f"{fault_id} over", lambda: lines(run, "FaultEnded", fault_id))
+    run.wait_until(f"{fault_id} over", lambda: lines(run, "fault_reverted", fault_id))
 
 
 def step_of(run: Run) -> int:
@@ -172,7 +172,7 @@ def step_of(run: Run) -> int:
 
 
 def generation(run: Run) -> int:
-    return len(run.journal("StartGeneration")) - 1
+    return len(run.journal("generation_started")) - 1
 
 
 def goes_on(run: Run, at_generation: int, after_step: int) -> None:
@@ -235,9 +235,9 @@ def test_a_rank_dies_at_the_step_that_was_ordered(run: Run) -> None:
         line = fired(run, fault_id)
         assert (line["step"], line["rank"]) == (at, 1)
         run.wait_until("restarted", lambda number=number: generation(run) > number)
-        assert words in json.dumps(run.journal("WorkersExited")[-1:])
+        assert words in json.dumps(run.journal("workers_exited")[-1:])
         goes_on(run, number + 1, at)
-        assert len(lines(run, "FaultFired", fault_id)) == 1, "it has fired again"
+        assert len(lines(run, "fault_injected", fault_id)) == 1, "it has fired again"
 
 
 def test_an_order_outlives_its_rank_and_fires_once(run: Run) -> None:
@@ -251,7 +251,7 @@ def test_an_order_outlives_its_rank_and_fires_once(run: Run) -> None:
     assert fired(run, later)["step"] == at
     run.wait_until("restarted again", lambda: generation(run) == number + 2)
     goes_on(run, number + 2, at)
-    assert len(lines(run, "FaultFired", later)) == 1
+    assert len(lines(run, "fault_injected", later)) == 1
 
 
 def test_a_rank_that_leaves_early_is_missed(run: Run) -> None:
@@ -263,19 +263,19 @@ def test_a_rank_that_leaves_early_is_missed(run: Run) -> None:
 
 def test_a_rank_stands_still_and_goes_on(run: Run) -> None:
     number, pids = now_at(run)
-    for kind, letters in {"stop": "T", "hang": "S", "spin": "R", "gil": "S"}.items():
+    for kind, letters in {"stop": "T", "hang": "S", "busy-loop": "R", "gil-hold": "S"}.items():
         used_s = cpu_s(pids[1])
         # A busy machine leaves a part of it only to a rank that would have all.
-        fault_id = order(run, kind, rank=1, for_s=3.0 if kind == "spin" else 1.5)
+        fault_id = order(run, kind, rank=1, for_s=3.0 if kind == "busy-loop" else 1.5)
         fired(run, fault_id)
         step = step_of(run)
         seen = {state(pids[1]) for _ in range(20) if not time.sleep(0.02)}
         later = step_of(run)
-        if not lines(run, "FaultEnded", fault_id):
+        if not lines(run, "fault_reverted", fault_id):
             assert seen & set(letters), f"{kind}: {seen}"
             assert later <= step + 1
         ended(run, fault_id)
-        if kind == "spin":
+        if kind == "busy-loop":
             assert cpu_s(pids[1]) - used_s > 0.2
         goes_on(run, number, step)
     assert run.pids() == pids
@@ -308,8 +308,8 @@ def test_a_collective_is_skipped_and_numbers_go_bad(start: Start, script: Script
         run.wait_until(kind, lambda before=before: run.text.count("bad loss") > before)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 143
-    assert lines(run, "FaultFired", never) == []
-    assert lines(run, "FaultEnded", never)[0]["why"] == "it has not fired"
+    assert lines(run, "fault_injected", never) == []
+    assert lines(run, "fault_reverted", never)[0]["reason"] == "it has not fired"
 
 
 @pytest.mark.full
@@ -327,9 +327,9 @@ def test_what_a_rank_cannot_do_harms_nobody_and_is_told(start: Start, script: Sc
     goes_on(run, 0, 0)
     fault_id = order(run, "weight-bitflip", rank=0)
     ended(run, fault_id)
-    (line,) = lines(run, "FaultEnded", fault_id)
-    assert "not made: RuntimeError: weight-bitflip needs a parameter" in line["why"]
-    assert not lines(run, "FaultFired", fault_id)
+    (line,) = lines(run, "fault_reverted", fault_id)
+    assert "not made: RuntimeError: weight-bitflip needs a parameter" in line["reason"]
+    assert not lines(run, "fault_injected", fault_id)
     goes_on(run, 0, step_of(run))
     assert generation(run) == 0
 
@@ -383,16 +383,16 @@ def test_what_lasts_or_waits_is_taken_back(run: Run) -> None:
     assert asked(run, "--cancel", stop, run.run_id).returncode == 0
     goes_on(run, number, step_of(run))
     assert run.pids() == pids, "nobody had to be started again"
-    whys = [lines(run, "FaultEnded", one)[0]["why"] for one in (slow, later, hang, stop)]
+    whys = [lines(run, "fault_reverted", one)[0]["reason"] for one in (slow, later, hang, stop)]
     assert whys == ["cancelled"] * 4
 
-    gil = order(run, "gil", rank=0, for_s=4.0)
+    gil = order(run, "gil-hold", rank=0, for_s=4.0)
     fired(run, gil)
     # At once: whoever types it might come when it is over.
     answer = tell(run, InjectFault(make_cancel("cancel", gil)))
     assert isinstance(answer, Refused)
     assert "cannot be taken back" in answer.why
-    assert "goes with --node and the run only" in refused(run, "--cancel", gil, "--rank", 0)
+    assert "it accepts only --node and the run" in refused(run, "--cancel", gil, "--rank", 0)
     ended(run, gil)
     goes_on(run, number, step_of(run))
 
@@ -424,7 +424,7 @@ def test_out_of_memory_in_a_cgroup_of_its_own(run: Run, is_later: bool) -> None:
     line = fired(run, fault_id)
     assert line["step"] == step + 10 or not is_later
     run.wait_until("restarted", lambda: generation(run) == number + 1)
-    assert "out of memory" in json.dumps(run.journal("WorkersExited")[-1:])
+    assert "out of memory" in json.dumps(run.journal("workers_exited")[-1:])
     ended(run, fault_id)
     assert not list(Path("/sys/fs/cgroup").rglob(f"ftrun-fault-{fault_id}"))
     goes_on(run, number + 1, 0)
@@ -437,7 +437,7 @@ def test_a_poisoned_batch_ends_the_run(start: Start, script: Script) -> None:
     with held(run) as step:
         fault_id = order(run, "poison-batch", rank=0, at_step=step + 10)
     assert run.wait() == 93
-    told = lines(run, "FaultFired", fault_id)
+    told = lines(run, "fault_injected", fault_id)
     assert len(told) == 3
     assert len({line["step"] for line in told}) == 1
 
@@ -445,28 +445,28 @@ def test_a_poisoned_batch_ends_the_run(start: Start, script: Script) -> None:
 @pytest.mark.full
 def test_parts_of_ftrun_are_hit(run: Run) -> None:
     number, pids = now_at(run)
-    ups = len(run.journal("smp_up"))
+    ups = len(run.journal("smp_ready"))
     smp = run.pid_of("smp")
     fired(run, order(run, "smp-kill"))
     run.wait_until("dead", lambda: is_gone(smp))
-    run.wait_until("another SMP", lambda: len(run.journal("smp_up")) > ups)
+    run.wait_until("another SMP", lambda: len(run.journal("smp_ready")) > ups)
     smp = run.pid_of("smp")
     fault_id = order(run, "smp-stop", for_s=1.0)
     fired(run, fault_id)
-    run.wait_until("stopped", lambda: state(smp) == "T" or lines(run, "FaultEnded", fault_id))
+    run.wait_until("stopped", lambda: state(smp) == "T" or lines(run, "fault_reverted", fault_id))
     ended(run, fault_id)
     run.wait_until("let go", lambda: state(smp) != "T")
     zygote = run.pid_of("zygote")
     fired(run, order(run, "zygote-kill"))
     run.wait_until("dead", lambda: is_gone(zygote))
     agent = run.pid_of("agent")
-    fault_id = order(run, "agent-zombie", for_s=3.0)
+    fault_id = order(run, "agent-stop", for_s=3.0)
     run.wait_until("stopped", lambda: state(agent) == "T")
     ended(run, fault_id)
     assert run.pids() == pids, "ranks were touched"
-    fault_id = order(run, "lead-kill")
+    fault_id = order(run, "leader-kill")
     run.wait_until("dead", lambda: is_gone(agent))
-    assert lines(run, "FaultFired", fault_id)
+    assert lines(run, "fault_injected", fault_id)
     run.wait_until("restarted", lambda: generation(run) == number + 1)
     goes_on(run, number + 1, 0)
 
@@ -485,9 +485,9 @@ def test_snapshot_and_checkpoint_are_damaged(start: Start, script: Script) -> No
     words = ("--checkpoint-dir", "disk", "--checkpoint-every", "0.5")
     run = start(*QUICK, *words, script(TRAIN), FOREVER)
     goes_on(run, 0, 0)
-    run.wait_until("on disk", lambda: run.journal("CheckpointWritten"))
+    run.wait_until("on disk", lambda: run.journal("checkpoint_written"))
     fired(run, order(run, "bitflip-shm", rank=0))
-    run.wait_until("set aside", lambda: "does not match; it is set aside" in run.text)
+    run.wait_until("rejected", lambda: "does not match; it is rejected" in run.text)
     # The other slot may be half written just then: it is the version before, or that on disk.
     goes_on(run, 2, 0)
     fired(run, order(run, "corrupt-checkpoint"))
@@ -512,7 +512,7 @@ def test_a_node_freezes_and_is_lost(start: Start, script: Script) -> None:
     while not all(is_gone(pid) for pid in everybody[1:]) or healers_of(run.process.pid):
         assert time.monotonic() < give_up
         time.sleep(0.02)
-    assert run.journal("FaultFired")[-1]["fault"] == "node-loss"
+    assert run.journal("fault_injected")[-1]["fault"] == "node-loss"
     # The next start of a run would sweep it away.
     for path in run_folder(RunId(run.run_id)).path.iterdir():
         path.unlink()
@@ -590,7 +590,7 @@ def test_a_run_that_does_not_allow_faults_refuses_them(start: Start, script: Scr
 
 
 def test_what_cannot_be_made_is_refused_with_what_is_missing(run: Run) -> None:
-    name, before = run.run_id, len(run.journal("FaultFired"))
+    name, before = run.run_id, len(run.journal("fault_injected"))
     assert "Did you mean rank-kill?" in refused(run, "rank-kil", name)
     assert "which rank?" in refused(run, "segv", name)
     assert "no rank 7" in refused(run, "segv", name, "--rank", 7)
@@ -602,4 +602,4 @@ def test_what_cannot_be_made_is_refused_with_what_is_missing(run: Run) -> None:
     assert "libfaketime" in refused(run, "clock-jump", name)
     assert "--checkpoint-dir" in refused(run, "corrupt-checkpoint", name)
     assert "kept for other nodes" in refused(run, "fragment-stale", name)
-    assert len(run.journal("FaultFired")) == before
+    assert len(run.journal("fault_injected")) == before

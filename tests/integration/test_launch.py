@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,7 +26,8 @@ torch.manual_seed(0)
 model = DistributedDataParallel(torch.nn.Linear(16, 16))
 optimizer = torch.optim.AdamW(model.parameters())
 generation = os.environ["TORCHELASTIC_RESTART_COUNT"]
-print(f"begin rank={rank} generation={generation} pid={os.getpid()}", flush=True)
+port = os.environ["MASTER_PORT"]
+print(f"begin rank={rank} generation={generation} pid={os.getpid()} port={port}", flush=True)
 for step in range(int(sys.argv[1])):
     optimizer.zero_grad()
     model(torch.randn(4, 16)).pow(2).mean().backward()
@@ -51,19 +53,25 @@ pytestmark = [pytest.mark.launch, pytest.mark.slow, pytest.mark.timeout(300)]
 # between them, is written by itself, and other ranks write in between.
 
 
+@pytest.mark.parametrize("has_port", [False, True])
 def test_killed_rank_of_an_unmodified_script_is_respawned(
-    start: Start, script: Script, tmp_path: Path
+    start: Start, script: Script, tmp_path: Path, has_port: bool
 ) -> None:
+    """With a given port, each generation has its store at that port."""
     (tmp_path / "die-1-0-20").touch()
-    run = start("--nproc-per-node", "2", script(TRAIN), "200")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    flags = ["--master-port", str(port)] if has_port else []
+    run = start("--nproc-per-node", "2", *flags, script(TRAIN), "200")
     assert run.wait() == 0, run.text
     assert "begin rank=1 generation=1" in run.text
     assert "end rank=0 generation=1" in run.text
     assert "end rank=1 generation=1" in run.text
-    (recovered,) = run.journal("StartGeneration")[1:]
-    assert "killed by SIGKILL" in str(recovered["why"])
-    assert "does not call ftrun.attach" in str(recovered["why"])
+    (recovered,) = run.journal("generation_started")[1:]
+    assert "killed by SIGKILL" in str(recovered["reason"])
+    assert "does not call ftrun.attach" in str(recovered["reason"])
     assert run.text.count("was killed by SIGKILL") == 1, "announced once"
+    assert run.text.count(f"port={port}") == (4 if has_port else 0)
 
 
 def test_environment_is_torchruns(start: Start, script: Script, tmp_path: Path) -> None:
@@ -116,7 +124,7 @@ def test_a_rank_that_leaves_early_is_the_first_cause_and_nothing_is_retried(
     assert run.wait() == 1
     block = run.text[run.text.index("ftrun: run") :]
     assert re.search(
-        r"rank 1 on \S+ has ended with exit code 0 while rank 0 still needed it", block
+        r"rank 1 on \S+ exited early \(code 0\) while rank 0 was still in a collective", block
     )
     assert block.index("rank 1 on") < block.index("rank 0 failed because of it")
     assert "after 0 restarts" in block
@@ -151,22 +159,22 @@ def test_same_failure_again_and_again_ends_with_93(start: Start, script: Script)
     )
     run = start(name)
     assert run.wait() == 93
-    assert len(run.journal("StartGeneration")) == 3
+    assert len(run.journal("generation_started")) == 3
 
 
 def test_max_restarts_zero_restarts_nothing(start: Start, script: Script, tmp_path: Path) -> None:
     (tmp_path / "die-1-0-5").touch()
     run = start("--nproc-per-node", "2", "--max-restarts", "0", script(TRAIN), "100")
     assert run.wait() == 137
-    assert len(run.journal("StartGeneration")) == 1
+    assert len(run.journal("generation_started")) == 1
 
 
 def test_fresh_start_is_the_same_run(start: Start, script: Script, tmp_path: Path) -> None:
     (tmp_path / "die-0-0-5").touch()
     run = start("--start", "fresh", "--nproc-per-node", "2", script(TRAIN), "100")
     assert run.wait() == 0, run.text
-    assert run.journal("fresh_start")
-    assert run.journal("Recovered"), "each rank has reported a step"
+    assert run.journal("fresh_start_used")
+    assert run.journal("recovered"), "each rank has reported a step"
 
 
 def test_module_and_command_start(start: Start, script: Script) -> None:
@@ -334,8 +342,8 @@ def test_stopped_rank_is_acted_on(start: Start, script: Script) -> None:
     )
     run.wait_for_step(5)
     os.kill(run.pids()[0], signal.SIGSTOP)
-    run.wait_until("restarted", lambda: len(run.journal("StartGeneration")) == 2)
-    assert "was stopped (SIGSTOP)" in str(run.journal("StartGeneration")[1]["why"])
+    run.wait_until("restarted", lambda: len(run.journal("generation_started")) == 2)
+    assert "was stopped (SIGSTOP)" in str(run.journal("generation_started")[1]["reason"])
 
 
 def test_data_loader_workers_of_a_killed_rank_die_with_it(start: Start, script: Script) -> None:

@@ -286,7 +286,7 @@ def test_an_endpoint_where_nobody_listens(
     run.start(0, *at(cluster, "--rdzv-conf", "join_timeout=5", node=1))
     assert run.code(0) == 75
     host = cluster.address(1)
-    says = f"no run has taken this node in within 5 s: {host} port 23456 refuses the connection"
+    says = f"no run has accepted this node within 5 s: {host} port 23456 refuses the connection"
     assert says in run.text(0)
     assert f"Check that ftrun runs on {host}" in run.text(0)
 
@@ -337,7 +337,7 @@ def test_two_nodes_of_one_name_at_a_third(
         time.sleep(0.05)
     turned_away, taken = (1, 2) if one.poll() is not None else (2, 1)
     assert run.code(turned_away) == 2
-    assert "turns this node away" in run.text(turned_away)
+    assert "rejects this node" in run.text(turned_away)
     assert run.processes[taken].poll() is None
 
 
@@ -347,7 +347,7 @@ def test_other_numbers_of_nodes(launch: Callable[[str], Launch], cluster: Virtua
     run.start(0, *at(cluster))
     run.start(1, *at(cluster, "--spares=1"))
     assert run.code(1) == 2
-    assert "turns this node away: it was started with --nnodes/--spares" in run.text(1)
+    assert "rejects this node: it was started with --nnodes/--spares" in run.text(1)
     assert "Give the same to every node" in run.text(1)
 
 
@@ -362,7 +362,7 @@ def test_another_secret_or_none(
     assert run.code(1) == 2
     why = "the secret differs" if has_one else "this side has no secret, and the other has one"
     assert f"{cluster.address(0)} port 23456 refuses us: {why}" in run.text(1)
-    assert "Give the same --secret-file to every node" in run.text(1)
+    assert "Use the same --secret-file on every node" in run.text(1)
     run.wait_for_text(0, f"{cluster.address(1)} port \\d+ is refused: ")
 
 
@@ -385,12 +385,12 @@ def test_what_is_told_before_anything_is_started(
 ) -> None:
     run = launch("run")
     for words, said in (
-        (["--bind", "0.0.0.0"], "--bind is '0.0.0.0', which stands for every address"),
+        (["--bind", "0.0.0.0"], "--bind is '0.0.0.0', which means every address"),
         (["--bind", "10.9.9.9"], "which is no address of this machine (node0)"),
-        (["--rdzv-endpoint", "[::]:23456"], "stands for every address of a machine"),
-        (["--secret-file", "nowhere"], "the secret file .*nowhere cannot be read"),
+        (["--rdzv-endpoint", "[::]:23456"], "means every address of a machine"),
+        (["--secret-file", "nowhere"], "cannot read the secret file .*nowhere"),
         (["--set", "security.require_secret=true"], "require_secret is set, and no --secret-file"),
-        (["--rdzv-backend", "etcd-v2"], "Other backends are not in this version"),
+        (["--rdzv-backend", "etcd-v2"], "This version has no others"),
     ):
         run.start(0, *at(cluster, *words))
         assert run.code(0) == 2

@@ -35,7 +35,7 @@ def trained(start: Start, folder: str, ranks: int, size: int, steps: int, rules:
 def converted(
     folder: Path, source: str, out: str, *words: str, rules: str = "tensor-parallel.yaml"
 ) -> str:
-    command = [sys.executable, "-m", "ftrun", "snapshots", "convert", source, out]
+    command = [sys.executable, "-m", "ftrun", "checkpoints", "convert", source, out]
     done = subprocess.run(
         [*command, "--rules", rules, *words],
         cwd=folder,

@@ -20,11 +20,11 @@ from ftrun.config.profile import SnapshotConfig
 from ftrun.snapshot.layout import PIECE_BYTES
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.capture import copying
-from ftrun.worker.capture.accumulation import AccumulationTracker
-from ftrun.worker.capture.laziness import LazyCopyCheck
+from ftrun.worker.capture.boundaries import AccumulationTracker
+from ftrun.worker.capture.copying import LazyCopyCheck
 from ftrun.worker.process import heartbeat
 from ftrun.worker.session import Session
-from ftrun.worker.state.optimizer_watch import OptimizerWatch
+from ftrun.worker.state.optimizers import OptimizerWatch
 from tests.integration.in_process_worker import PATIENCE_S, WIDTH, Run, made
 
 AT = 2
@@ -411,7 +411,7 @@ def break_it(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (AccumulationTracker, "_before_step"),
+        (AccumulationTracker, "before_step"),
         (OptimizerWatch, "_before_step"),
         (LazyCopyCheck, "observe"),
         (copying.SlotCopy, "copy_lazy"),
@@ -550,6 +550,35 @@ def test_a_step_in_another_thread_waits_for_the_copy(run: Run, gate: Gate) -> No
 
     train(run, model, optimizer, top=top, end=stop_the_snapshot_of(AT, gate, 2))
     assert run.page.get(HeartbeatField.DISCARDED_COUNT) == 0
+
+
+class DefaultStream:
+    """The only stream of a device."""
+
+    device = torch.device("cpu")
+
+
+def test_the_replay_of_a_graph_waits_for_the_copy(
+    run: Run, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay fires no hook of an optimizer, and no version counter counts what it writes."""
+    model, optimizer = made()
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: DefaultStream)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: model[0].weight.data.mul_(2))
+
+    def top(at: int, session: Session) -> None:
+        if at == AT:
+            gate.wait()
+            replay = threading.Thread(target=torch.cuda.CUDAGraph.replay, args=[gate])
+            replay.start()
+            replay.join(0.2)
+            assert replay.is_alive()
+            gate.release()
+            replay.join(PATIENCE_S)
+
+    train(run, model, optimizer, top=top, end=stop_the_snapshot_of(AT, gate, 1))
+    assert run.page.get(HeartbeatField.DISCARDED_COUNT) == 0
+    assert run.page.get(HeartbeatField.SEALED_COUNT) == LAST
 
 
 def test_a_forward_with_other_weights_by_functional_call_costs_nothing(

@@ -177,7 +177,7 @@ def test_all_who_look_at_a_run_see_its_failure(
         screen.read_until(r"running at step \d+")
         until("followed", lambda: "1 | step" in (tmp_path / "followed").read_text())
         (tmp_path / "die").touch()
-        run.wait_until("over it", lambda: run.journal("IncidentClosed"))
+        run.wait_until("over it", lambda: run.journal("incident_closed"))
         screen.read_until(r"incident 1  .* ago: crash \(training again after")
         screen.process.send_signal(signal.SIGTSTP)
         screen.read_until(r"\x1b\[\?1049l")
@@ -204,7 +204,7 @@ def test_all_who_look_at_a_run_see_its_failure(
     lines = (tmp_path / "followed").read_text().splitlines()
     assert lines.index("1 | last words of rank 1") < lines.index("1 | begin rank=1 generation=1")
     assert lines[-1].split(" | ")[1].startswith("step ")
-    last = run.journal("Pulse")[-1]
+    last = run.journal("progress")[-1]
     assert last["committed"][0] == 1  # type: ignore[index]
     assert [row[0] for row in last["ranks"]] == [0, 1]  # type: ignore[attr-defined]
     assert last["step"] > 0  # type: ignore[operator]
@@ -236,11 +236,11 @@ def _look_at_figures(port: int) -> None:
 
 def _look_at_the_downtime(run: Run, port: int) -> None:
     """Log, journal, status, metrics and report tell one figure."""
-    (told,) = run.journal("Downtime")
+    (told,) = run.journal("downtime")
     total_s = told["total_s"]
     parts = ("detection_s", "restart_s", "restore_s", "first_step_s")
     assert sum(told[name] for name in parts) == pytest.approx(total_s, abs=0.003)  # type: ignore[misc]
-    (closed,) = run.journal("IncidentClosed")
+    (closed,) = run.journal("incident_closed")
     (incident,) = run.status()["incidents"]  # type: ignore[attr-defined]
     assert closed["recovered_s"] == incident["recovered_s"] == total_s
     assert figures(port, "abc")["ftrun_recovery_seconds_sum total"] == pytest.approx(total_s)
@@ -291,8 +291,8 @@ def _look_at_hooks(run: Run) -> None:
     assert first["confidence"] == "certain"
     assert second["verified"]["progress"] is True
     assert second["run_id"] == run.run_id
-    failed = run.journal("HookFailed")
-    assert [line["why"] for line in failed] == ["it ended with 4"] * 2
+    failed = run.journal("hook_failed")
+    assert [line["reason"] for line in failed] == ["it ended with 4"] * 2
     assert "hooks.on_incident failed for incident 1" in run.text
 
 
@@ -306,8 +306,8 @@ def test_what_cannot_be_served_or_shown_is_said_and_the_run_goes_on(
         run = start("--nproc-per-node", "1", "--metrics-port", str(port), name)
         run.wait_for_step(2)
         assert run.status()["metrics"] is None
-        (line,) = run.journal("no_metrics")
-        assert "in use" in str(line["why"])
+        (line,) = run.journal("metrics_disabled")
+        assert "in use" in str(line["reason"])
         assert f"no metrics are served at 127.0.0.1 port {port}" in run.text
         nothing = logs(run)
         assert nothing.returncode == 1
@@ -417,5 +417,5 @@ def test_the_node_that_leads_shows_and_tells_for_all(
         run.end()
     assert (tmp_path / "told").read_text() == f"verdict {second}\nclosed {second}\n"
     for node in ("n0", "n1"):
-        last = [line for line in run.journal(node) if line["kind"] == "Pulse"][-1]
+        last = [line for line in run.journal(node) if line["kind"] == "progress"][-1]
         assert [row[0] for row in last["ranks"]] == [0 if node == first else 1]

@@ -1,4 +1,4 @@
-"""What `ftrun render` prints is run as it stands, as far as that goes on one machine.
+"""What `ftrun manifest` prints is run as it stands, as far as that goes on one machine.
 
 The batch script runs under bash; in place of Slurm's two programs stand two small ones, which set
 the variables that Slurm sets, once for each node. tests/integration/test_slurm.py has a real one.
@@ -53,7 +53,7 @@ echo "$*" >> "$FOLDER/scontrol"
 
 
 def rendered(*words: object, folder: Path) -> str:
-    command = [sys.executable, "-m", "ftrun", "render", *map(str, words)]
+    command = [sys.executable, "-m", "ftrun", "manifest", *map(str, words)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -206,7 +206,7 @@ def test_a_job_that_is_queued_again_goes_on_from_its_checkpoint(job: Job) -> Non
     assert job.code() == 0, job.text
     assert (job.folder / "scontrol").read_text() == f"requeue {JOB_ID}\n"
     for node in NODES:  # one run, one journal, two launches
-        assert len(job.journal("run", node)) == 2
+        assert len(job.journal("run_started", node)) == 2
 
 
 @pytest.mark.full

@@ -50,7 +50,7 @@ def test_a_slow_rail_is_told_while_the_run_lives_and_after(tmp_path: Path) -> No
         run = NodesRun(cluster, tmp_path, words, Deadline(110), members=3, flags=flags)
         run.start_all()
         run.wait_for_step(5)
-        run.wait_for("the plan", lambda: bool(run.journals("RoadsPlan")))
+        run.wait_for("the plan", lambda: bool(run.journals("network_plan")))
         live = told_in_node(cluster, tmp_path)
         run.finish()
         kept = json.loads(told_in_node(cluster, tmp_path, RUN_ID, "--json"))

@@ -78,14 +78,14 @@ def tc(run: NodesRun, node: int, *words: str) -> str:
 def test_a_node_is_cut_off_by_an_order_from_another_and_comes_back(run: NodesRun) -> None:
     before = run.generation
     fault_id = order(run, 0, "partition", "--node", "node1", "--for", "8s")
-    run.wait_for("the cut", lambda: lines(run, "FaultFired", fault_id))
-    (line,) = lines(run, "FaultFired", fault_id)
+    run.wait_for("the cut", lambda: lines(run, "fault_injected", fault_id))
+    (line,) = lines(run, "fault_injected", fault_id)
     assert line["node"] == "node1"
     assert "every packet dropped" in line["how"]
     assert "clsact" in tc(run, 1, "qdisc", "show")
     run.wait_for_generation(before + 1)
-    assert any("node1" in line["text"] for line in run.journals("NodeLost"))
-    run.wait_for("the end of the cut", lambda: lines(run, "FaultEnded", fault_id))
+    assert any("node1" in line["text"] for line in run.journals("node_lost"))
+    run.wait_for("the end of the cut", lambda: lines(run, "fault_reverted", fault_id))
     assert "clsact" not in tc(run, 1, "qdisc", "show")
     run.wait_for("node1 to join again", lambda: run.times_joined(1) > 0)
 
@@ -98,7 +98,7 @@ def test_slow_and_lossy_links_are_made_and_taken_back(run: NodesRun) -> None:
         shown = tc(run, 0, what, "show", *(["egress"] if what == "filter" else []))
         # It is taken back some time before that is written down.
         assert word in shown or time.monotonic() - began_s > 2.0, shown
-        run.wait_for(f"the end of {kind}", lambda i=fault_id: lines(run, "FaultEnded", i))
+        run.wait_for(f"the end of {kind}", lambda i=fault_id: lines(run, "fault_reverted", i))
         assert word not in tc(run, 0, "qdisc", "show")
     run.wait_for_more_steps(3)
 
@@ -107,7 +107,7 @@ def test_slow_and_lossy_links_are_made_and_taken_back(run: NodesRun) -> None:
 def test_a_bit_flips_on_the_wire_and_nothing_is_believed(run: NodesRun) -> None:
     before = run.generation
     fault_id = order(run, 0, "bitflip-wire", "--node", "node0")
-    assert lines(run, "FaultFired", fault_id)
+    assert lines(run, "fault_injected", fault_id)
     run.wait_for_more_steps(20)
     assert run.generation >= before
 
@@ -118,7 +118,7 @@ def test_what_a_node_keeps_for_others_is_damaged(run: NodesRun) -> None:
     keeper = f"node{run.node_of(0)}"
     for kind in ("fragment-truncate", "fragment-stale"):
         fault_id = order(run, 2, kind, "--node", keeper)
-        run.wait_for(kind, lambda i=fault_id: lines(run, "FaultFired", i))
+        run.wait_for(kind, lambda i=fault_id: lines(run, "fault_injected", i))
     run.wait_for_more_steps(5)
 
 
@@ -128,8 +128,8 @@ def test_what_a_rank_is_ordered_reaches_it_on_its_node(run: NodesRun) -> None:
     at = run.last_step() + 100
     rank = next(rank for rank in (0, 1) if run.node_of(rank) != 2)
     fault_id = order(run, 2, "rank-kill", "--rank", rank, "--at-step", at)
-    run.wait_for("the fault", lambda: lines(run, "FaultFired", fault_id))
-    (line,) = lines(run, "FaultFired", fault_id)
+    run.wait_for("the fault", lambda: lines(run, "fault_injected", fault_id))
+    (line,) = lines(run, "fault_injected", fault_id)
     assert (line["step"], line["rank"]) == (at, rank)
     assert line["node"] == f"node{run.node_of(rank)}"
     run.wait_for_generation(before + 1)

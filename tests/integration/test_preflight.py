@@ -80,19 +80,19 @@ def test_a_node_that_fails_stays_out_and_the_spare_runs(nodes: Start) -> None:
     run = nodes(2, 1, "--set", "preflight.limit_s=60")
     run.start_all({1: NO_NODE_IS_SO_FAST})
     run.wait_for_step(3)
-    assert [run.node_of(rank) for rank in (0, 1)] == [0, 2], run.journals("PreFlight")
-    (failed,) = {line["outcome"] for line in run.journal(1, "PreFlight")}
+    assert [run.node_of(rank) for rank in (0, 1)] == [0, 2], run.journals("preflight_finished")
+    (failed,) = {line["fitness"]["outcome"] for line in run.journal(1, "preflight_finished")}
     assert failed == "fail"
-    unfit, *more = run.journals("Unfit")  # more: another thing than memory was slow as well
-    assert all(line["about"] == "node1" for line in (unfit, *more))
+    unfit, *more = run.journals("node_unfit")  # more: another thing than memory was slow as well
+    assert all(line["node_id"] == "node1" for line in (unfit, *more))
     assert unfit["text"].startswith("node node1 may not run ranks: memory is copied at")
-    assert "and at least 100,000.0 GB/s are wanted" in unfit["text"]
+    assert "(minimum 100,000.0 GB/s)" in unfit["text"]
     for node in (0, 2):
-        newest = run.journal(node, "PreFlight")[-1]
+        newest = run.journal(node, "preflight_finished")[-1]["fitness"]
         assert newest["outcome"] != "fail"
         assert newest["is_whole"]
         assert newest["figures"]["loopback_bytes_per_s"] > 0
-    link = run.journal(2, "PreFlight")[-1]["figures"]
+    link = run.journal(2, "preflight_finished")[-1]["fitness"]["figures"]
     assert link["link_to"] == "node0"
     assert link["link_bytes_per_s"] > 0
     found = status(run, 2)
@@ -111,26 +111,26 @@ def test_a_run_with_too_few_fit_nodes_waits_until_one_passes(nodes: Start) -> No
     run.start(0)
     with open_files(most - 1):
         run.start(1, {"FTRUN_PREFLIGHT_MIN_OPEN_FILES": str(most)})
-    run.wait_for("the pause", lambda: run.journals("Paused"))
-    assert "not fit: node1 (" in run.journals("Paused")[0]["text"]
-    assert "open files are allowed (ulimit -n)" in run.journals("Paused")[0]["text"]
+    run.wait_for("the pause", lambda: run.journals("run_paused"))
+    assert "unfit: node1 (" in run.journals("run_paused")[0]["text"]
+    assert "open files are allowed (ulimit -n)" in run.journals("run_paused")[0]["text"]
     agent = run.pid_of(1, "agent")
     resource.prlimit(agent, resource.RLIMIT_NOFILE, (most, most))
     run.wait_for_step(3)
-    assert [line["about"] for line in run.journals("FitAgain")] == ["node1"]
-    assert run.journal(1, "PreFlight")[-1]["number"] > 1
+    assert [line["node_id"] for line in run.journals("node_fit")] == ["node1"]
+    assert run.journal(1, "preflight_finished")[-1]["fitness"]["number"] > 1
     run.finish()
 
 
 def test_ftrun_check_tells_by_its_exit_code() -> None:
-    command = f"ulimit -n 200; exec {shlex.quote(sys.executable)} -m ftrun check"
+    command = f"ulimit -n 200; exec {shlex.quote(sys.executable)} -m ftrun preflight"
     done = subprocess.run(
         ["bash", "-c", command], env=environment(), capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.returncode == 1, done.stderr
     assert "NOT FIT: 200 open files are allowed" in done.stdout
     done = subprocess.run(
-        [sys.executable, "-m", "ftrun", "check", "--json"],
+        [sys.executable, "-m", "ftrun", "preflight", "--json"],
         env=environment({"FTRUN_PREFLIGHT_MIN_MEMORY_GB_S": "0"}),
         capture_output=True,
         text=True,

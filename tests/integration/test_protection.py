@@ -1199,7 +1199,7 @@ def test_too_few_nodes_train_unprotected_and_say_so(cluster: Cluster) -> None:
     at = cluster.seal(1)
     cluster.wait_ready(at, survives=0)
     cluster.commit(at)
-    assert "protect nothing" in cluster.readiness(cluster.nodes[0], at)[0].why
+    assert "cannot protect each other" in cluster.readiness(cluster.nodes[0], at)[0].why
 
 
 @pytest.mark.full

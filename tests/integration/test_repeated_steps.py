@@ -8,6 +8,7 @@ from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -79,9 +80,13 @@ def train(start: Start, script: Callable[..., str]) -> Callable[..., Run]:
     return run
 
 
+def results(run: Run) -> list[Any]:
+    return [line["result"] for line in run.journal("repeated_steps")]
+
+
 def test_an_exact_repeat_is_reported_as_equal(train: Callable[..., Run]) -> None:
     run = train("exact", "13", ranks=2)
-    lines = run.journal("RepeatedSteps")
+    lines = results(run)
     assert [line["outcome"] for line in lines] == ["equal"], lines
     count = lines[0]["repeated"]
     both = "losses and parameter samples bitwise equal"
@@ -108,7 +113,7 @@ def test_without_losses_parameters_are_compared_and_without_a_repeat_nothing(
     train: Callable[..., Run],
 ) -> None:
     run = train("silent", "13,16")
-    first, second = run.journal("RepeatedSteps")
+    first, second = results(run)
     count = first["repeated"]
     assert first["text"] == f"repeated {count} steps: parameter samples bitwise equal", first
     assert (second["outcome"], second["text"]) == (
@@ -120,10 +125,10 @@ def test_without_losses_parameters_are_compared_and_without_a_repeat_nothing(
 def test_a_value_that_no_snapshot_has_is_found(start: Start, script: Callable[..., str]) -> None:
     name = script(TRAIN.replace("steps(20)", "steps(100000)"))
     run = start("--snapshot-every", "5", name, "hidden", "13,12", env={"OMP_NUM_THREADS": "1"})
-    run.wait_until("compared twice", lambda: len(run.journal("RepeatedSteps")) == 2)
-    first, second = run.journal("RepeatedSteps")
-    restored = str(run.journal("Recovered")[0]["restored"])
-    assert restored.startswith(f"step {int(str(first['step'])) - 1} "), (restored, first)
+    run.wait_until("compared twice", lambda: len(run.journal("repeated_steps")) == 2)
+    first, second = results(run)
+    restored: Any = run.journal("recovered")[0]["restored"]
+    assert restored["step"] == int(str(first["step"])) - 1, (restored, first)
     assert (first["outcome"], first["what"], first["rank"]) == ("differs", "loss", 0), first
     assert str(first["text"]).startswith(
         "repeated steps differ from the first execution: "
@@ -150,7 +155,7 @@ def test_a_value_that_no_snapshot_has_is_found(start: Start, script: Callable[..
 
 def test_a_script_that_is_not_deterministic_is_named(train: Callable[..., Run]) -> None:
     run = train("urandom", "13,12")
-    first, second = run.journal("RepeatedSteps")
+    first, second = results(run)
     assert first["outcome"] == "differs", first
     assert second["outcome"] == "not deterministic", second
     assert "the script is not deterministic" in run.text
@@ -159,6 +164,6 @@ def test_a_script_that_is_not_deterministic_is_named(train: Callable[..., Run]) 
 @pytest.mark.full
 def test_a_script_that_attaches_nothing_is_not_compared(train: Callable[..., Run]) -> None:
     run = train("bare", "5")
-    assert [line["text"] for line in run.journal("RepeatedSteps")] == [
-        "not compared: nothing attached"
-    ], json.dumps(run.journal("RepeatedSteps"))
+    assert [line["text"] for line in results(run)] == ["not compared: nothing attached"], (
+        json.dumps(run.journal("repeated_steps"))
+    )

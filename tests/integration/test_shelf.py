@@ -1,4 +1,4 @@
-"""`ftrun snapshots` says what is on the shelf, finds every damaged byte, and prunes."""
+"""`ftrun checkpoints` says what is on the shelf, finds every damaged byte, and prunes."""
 
 import json
 import os
@@ -18,7 +18,7 @@ NEWEST, OLDER = "step-00000003-g0", "step-00000002-g0"
 
 def ftrun(*words: str, code: int = 0) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "ftrun", "snapshots", *words],
+        [sys.executable, "-m", "ftrun", "checkpoints", *words],
         capture_output=True,
         text=True,
         timeout=60,
@@ -49,7 +49,7 @@ def test_list_tells_what_is_there_and_what_is_not_whole(shelf: Path) -> None:
     assert found["unfinished"] == 1
     text = ftrun("list", str(shelf), code=1)
     assert "rank-00001.safetensors" in text
-    assert "1 begun and not finished" in text
+    assert "1 incomplete" in text
 
 
 def test_every_byte_is_looked_at(shelf: Path) -> None:
@@ -107,7 +107,7 @@ def test_prune_leaves_the_newest_and_what_is_not_a_checkpoint(shelf: Path) -> No
     [
         (["list", "/nowhere"], 1, "/nowhere is not a directory"),
         (["verify", "SHELF", "step-9"], 1, "no checkpoint step-9"),
-        (["prune", "SHELF", "--keep", "0"], 2, "at least 1 stays"),
+        (["prune", "SHELF", "--keep", "0"], 2, "--keep is at least 1"),
         (["prune", "SHELF", "--keep", "1", "--older-than", "soon"], 2, "30m, 12h or 7d"),
     ],
 )

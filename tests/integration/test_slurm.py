@@ -30,7 +30,7 @@ PAGE = ROOT / "docs" / "many-nodes.md"
 WAIT_S = 120.0
 ONE_TASK_EACH = ("-N3", "--ntasks-per-node=1")
 SURVIVES = ("--no-kill", "--kill-on-bad-exit=0")
-OURS = ("SmpExited", "ZygoteExited", "adopted")
+OURS = ("smp_exited", "zygote_exited", "memory_adopted")
 
 ATTACHED = """
 import json, os, sys, time
@@ -243,20 +243,20 @@ def test_a_signal_to_every_process_stops_it_alike_on_every_node(
     step.cancel(signal)
     assert step.code() == code
     assert codes_of_tasks(step) == {"node1": code, "node2": code, "node3": code}
-    assert step.journal(*OURS, "StartGeneration") == step.journal("StartGeneration")
-    asked = [line["node"] for line in step.journal("StopAsked")]
+    assert step.journal(*OURS, "generation_started") == step.journal("generation_started")
+    asked = [line["node"] for line in step.journal("stop_requested")]
     assert sorted(asked) == sorted(set(asked))  # not twice, by Slurm and by the stub
-    assert not step.journal("KillWorkers")
+    assert not step.journal("workers_killed")
 
 
 def test_a_signal_that_is_for_the_script_costs_nothing(step: Step) -> None:
     step.srun(*ONE_TASK_EACH, *ftrun(step))
     step.wait_for_steps(5)
     step.cancel("USR2")
-    step.wait_until("passed on", lambda: len(step.journal("forwarded")) >= 3)
+    step.wait_until("passed on", lambda: len(step.journal("signal_forwarded")) >= 3)
     step.let_end()
     assert step.code() == 0
-    assert not step.journal(*OURS, "WorkersExited", "KillWorkers")[2:]  # two ranks finished
+    assert not step.journal(*OURS, "workers_exited", "workers_killed")[2:]  # two ranks finished
 
 
 def test_a_failing_script_gives_its_code_on_every_node(step: Step) -> None:
@@ -325,8 +325,8 @@ def test_a_job_outlives_the_node_of_its_batch_script(step: Step) -> None:
     step.slurm.wait_until_down("node1")
     step.wait_for_steps(50, generation=1)
     step.let_end()
-    step.wait_until("the end", lambda: len(step.journal("end")) == 2)
-    assert {line["exit_code"] for line in step.journal("end")} == {0}
+    step.wait_until("the end", lambda: len(step.journal("run_ended")) == 2)
+    assert {line["exit_code"] for line in step.journal("run_ended")} == {0}
     # With the batch script lost nobody tells Slurm that the job is over: the page says so.
     assert job_state(step) == "RUNNING"
 
@@ -351,11 +351,11 @@ def test_a_job_that_is_out_of_time_goes_on_from_its_checkpoint(step: Step) -> No
     assert "JobState=COMPLETED" in step.slurm.ask("scontrol", "show", "job", job_id)
 
 
-# --- what `ftrun render slurm` writes ------------------------------------------------------------
+# --- what `ftrun manifest slurm` writes ---------------------------------------------------------
 
 
 def rendered(step: Step, options: list[object], words: list[object]) -> Path:
-    command = [sys.executable, "-m", "ftrun", "render", "slurm", *options, "--", *words]
+    command = [sys.executable, "-m", "ftrun", "manifest", "slurm", *options, "--", *words]
     done = subprocess.run(
         [str(word) for word in command],
         cwd=step.folder,

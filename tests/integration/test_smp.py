@@ -467,7 +467,7 @@ def test_an_orphan_frees_everything_when_nobody_comes(world: World) -> None:
     agent.close()
     assert world.smp.wait(PATIENCE_S) == 0
     assert not world.socket.exists()
-    assert "the snapshots stay" in world.log()
+    assert "keeping the snapshots" in world.log()
 
 
 def test_an_smp_that_no_agent_ever_calls_ends(world: World) -> None:
@@ -521,7 +521,7 @@ def test_a_signal_that_comes_while_python_ends_does_not_make_a_good_end_a_kill(
         "late = Late()\n"
         "server = SmpServer('test-run', Path(sys.argv[1]), orphan_s=1.0, adopt=False)\n"
         "with _signals(server):\n"
-        "    server.end()\n"
+        "    server._is_ending = True\n"
         "    server.serve()\n"
     )
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "smp"], check=False, timeout=60)
@@ -714,7 +714,7 @@ def test_only_a_run_without_a_checkpoint_directory_is_advised_to_give_one(
         cwd=where,
         profile=profile,
     )
-    journal = Journal(world.folder, who="agent")
+    journal = Journal(world.folder)
     workers = WorkerGroup(spec, smp=link, starter=WorkerStarter(None, journal))
     stub, kept = StubClient(), PersistedAgentState()
     generations = GenerationRunner(
@@ -1026,7 +1026,7 @@ def test_what_cannot_be_written_or_loaded_is_refused_in_words(world: World, tmp_
     bad = checkpoint_messages.WriteCheckpoint(str(tmp_path / "file" / "below"), keep=1)
     assert "Not a directory" in world.ask(agent, bad, checkpoint_messages.CheckpointFailed).why
     full = checkpoint_messages.WriteCheckpoint("/proc/sys/kernel", keep=1)
-    assert "not written" in world.ask(agent, full, checkpoint_messages.CheckpointFailed).why
+    assert "cannot write" in world.ask(agent, full, checkpoint_messages.CheckpointFailed).why
     world.ask(
         agent,
         checkpoint_messages.WriteCheckpoint(str(directory), keep=1),
@@ -1038,7 +1038,7 @@ def test_what_cannot_be_written_or_loaded_is_refused_in_words(world: World, tmp_
     none = world.ask(agent, load(broken.parent), checkpoint_messages.CheckpointLoaded)
     assert (none.path, list(none.rejected)) == ("", [broken.name])
     assert "can be used" in none.problem
-    assert "its index is not one" in none.problem
+    assert "its index is not valid" in none.problem
     assert offered(world.ask(agent, smp_messages.InventoryRequest(), smp_messages.Inventory)) == {
         (0, 0, 1),
         (1, 0, 1),

@@ -228,15 +228,15 @@ def test_a_bug_in_the_cluster_thread_ends_the_agent_and_another_one_follows(
     (tmp_path / "break").touch()
     run.wait_alive(1)
     assert not is_alive(rank)
-    (bug,) = run.journal("bug", "n0")
+    (bug,) = run.journal("internal_error", "n0")
     # Torch would wait 30 s for the suspended rank.
-    assert bug["mono_s"] - broken_s < 25.0
+    assert bug["monotonic_s"] - broken_s < 25.0
     (tmp_path / "go").touch()
     code, out, err = run.finish()
     assert (code, out) == (0, "rank 0 generation 1 ends\n")
     assert "the cluster thread has ended" in err
     # The stub says so of exit code 70 only.
-    assert "the agent met a bug in ftrun; starting another" in err
+    assert "the agent ended with a bug in ftrun; starting another" in err
 
 
 def kinds_of_descriptors(pid: int) -> list[str]:

@@ -53,7 +53,7 @@ def test_a_url_that_cannot_be_written_is_refused_in_words(root: Path) -> None:
             check_writable(server.url())
         with pytest.raises(UsageError, match="530"):
             check_writable(server.url().replace("s3cret", "other"))
-    told = "It was tried with a small file"
+    told = "ftrun tried to write a small file there"
     with ftp_server(root, quota_bytes=0) as server, pytest.raises(UsageError, match=told):
         check_writable(server.url())
     with nobody_at("127.0.0.1") as port:
@@ -86,7 +86,7 @@ def test_a_url_that_hangs_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(url_check, "LIMIT_S", 1.0)
     server.freeze()
-    with pytest.raises(UsageError, match="has not answered for 1 s"):
+    with pytest.raises(UsageError, match="did not answer within 1 s"):
         check_writable(server.url())
     server.thaw()
 

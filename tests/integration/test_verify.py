@@ -411,7 +411,9 @@ def test_script_without_attach(tmp_path: Path, script: Script) -> None:
     done = verify(tmp_path, *FEW, name)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Nothing is attached: the script calls no ftrun.attach" in done.stdout
-    assert "rank 0 killed after step 5, began again, 5 steps repeated" in done.stdout
+    assert (
+        "rank 0 killed after step 5, restarted from the beginning, 5 steps repeated" in done.stdout
+    )
 
 
 @pytest.mark.parametrize(
@@ -455,7 +457,7 @@ def test_script_that_fails(tmp_path: Path, script: Script) -> None:
 @pytest.mark.parametrize(
     ("flag", "value", "said"),
     [
-        ("--timeout", "5", r"the time of this run is used up \(--timeout\): after \d+ s it has"),
+        ("--timeout", "5", r"the time of this run is over \(--timeout\): after \d+ s it has"),
         ("--max-disk", "1", r"records and logs take \d MiB, and --max-disk allows 1\."),
     ],
 )
@@ -473,7 +475,7 @@ def test_time_is_bounded(tmp_path: Path, script: Script) -> None:
     name = script("import time\nprint('begun')\ntime.sleep(600)\n")
     done = verify(tmp_path, "--timeout", "30", name)
     assert done.returncode == 3
-    assert "the time of this run is used up (--timeout)" in done.stdout
+    assert "the time of this run is over (--timeout)" in done.stdout
     assert "it has made 0 steps" in done.stdout
     assert "begun" in done.stdout
     assert "ftrun-verify-" not in done.stdout, "the folder is removed"

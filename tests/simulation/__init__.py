@@ -1,22 +1,23 @@
-"""Whole runs in one process: real membership, SMPs and messages; made-up time, network and faults.
+"""Whole runs in one process: real membership, SMPs, messages; simulated time, network and faults.
 
-The world comes from one seed. Nothing here reads a clock, draws from anywhere but the world's
-streams, or goes through a set without sorting it, so a seed is a run: twice the same, everywhere.
+One seed determines the world. No module here reads a clock, draws random numbers outside the
+streams of the world, or iterates over a set without sorting it. The same seed is the same run on
+every machine.
 
-    scenario.py    what a seed stands for: nodes, settings, how long, how many faults
+    scenario.py    what a seed determines: nodes, settings, duration, number of faults
     world.py       virtual time, streams of random numbers, the trace
     network.py     connections between agents as TCP has them; links that are slow, cut, one-way
-    memory.py      what one node keeps: slots of its ranks, vaults with parts of what others protect
+    memory.py      the memory of one node: slots of its ranks, protected parts of other nodes
     links.py       links between SMPs, which are reset, cut and refused
     snapshots.py   an SMP: its own code, with time, links and bytes of the simulation
-    smp_link.py    what an agent knows of its SMP
+    smp_link.py    an agent's client of its SMP
     training.py    ranks: a step is made when all ranks of one generation make it
-    node.py        a machine, its stub, and an agent process: a real Member, and its hands
-    faults.py      what goes wrong, and when
+    node.py        a machine, its stub, and an agent process: a real Member and its executor
+    faults.py      faults, and when they occur
     mishaps.py     clocks, firewalls, threads, ranks that do not die, checkpoints that do not load
-    witness.py     the outside witness, and how it fails
-    plots.py       sequences of faults that chance hardly ever makes
-    invariants.py  what must never be, looked at after every event
-    run.py         one seed from beginning to end, and what became of it
-    traffic.py     a quiet run with many nodes: what it costs
+    witness.py     the witness, and how it fails
+    plots.py       sequences of faults that random faults rarely produce
+    invariants.py  invariants that are checked after every event
+    run.py         one seed from beginning to end, and its outcome
+    traffic.py     a quiet run with many nodes: its cost
 """

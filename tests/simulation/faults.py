@@ -82,7 +82,7 @@ class Faults:
         """One fault, somewhere."""
         if not self.are_over:
             nodes = self._nodes()
-            # The lead, and whoever hosts the endpoint, are struck more often than others.
+            # The leader and the node of the endpoint fail more often than others.
             picks = [*nodes, *(node for node in nodes if node.is_endpoint or _leads(node))]
             self.hit(self.random.choice(picks))
 
@@ -224,14 +224,14 @@ class Faults:
         self.hit(self.random.choice(self._nodes()))
 
     def stale_rejoin(self, node: "Node") -> None:
-        """A node is away while the run goes on; when it is back, the next ballot begins."""
+        """A node is unreachable while the run continues. It returns before the next ballot."""
         self.cut_off(node)
         delay_s = 3.5 + 3 * self.random.random()
         self.world.after(delay_s, self.heal_all)
         self.world.after(delay_s + 1.5 * self.random.random(), self._kill_any_rank)
 
     def forget(self, node: "Node") -> None:
-        """The lead is cut off and replaced. Then it is back, and meets only who has forgotten."""
+        """The leader is cut off and replaced. When it returns, it meets only restarted agents."""
         nodes = self._nodes()
         lead = next((one for one in nodes if _leads(one)), None)
         others = [one for one in nodes if one is not lead]
@@ -256,7 +256,7 @@ class Faults:
             node.tell(is_urgent=True)
 
     def ask_to_leave(self, node: "Node") -> None:
-        """SIGTERM to one node: the run goes on without it, or stops where too few are left."""
+        """SIGTERM to one node: the run continues without it, or stops if too few are left."""
         agent = node.agent
         if agent is None or agent.leaves_since_s is not None:
             return

@@ -1,17 +1,17 @@
-"""What must never be, looked at after every event.
+"""The invariants, checked after every event.
 
-one lead         nobody obeys two leads in one generation
-one timeline     once a newer generation has made a step, an older one makes none; a rank that
-is held or dead makes none; each generation knows of the one before
-one version      all ranks start from one version, with the bytes that were sealed, and never
-from one that a later generation has left behind
-nothing lost     a committed version can be had as long as at most m nodes of each group have
-lost their memory since it was protected
-never back       a generation starts from nothing older than that; unless it is said
-departures       whoever was asked to leave is let go when nothing of the run is his any more
+one leader       no rank obeys two leaders in one generation
+one timeline     after a newer generation has made a step, an older one makes none; a suspended or
+                 dead rank makes none; each generation has the plan of the one before
+one version      all ranks start from one version, with the sealed bytes, and never from one that a
+                 later generation did not start from
+nothing lost     a committed version can be restored if at most m nodes of each group have lost
+                 their memory since it was protected
+never back       a generation starts from nothing older than that, unless its plan states it
+departures       a draining node ends when the run no longer needs its state
 fences           a message of an older generation changes nothing
-fit              whoever fails its check gets no ranks
-budget           restarts are counted on from lead to lead, and stay within their number
+fit              a node that fails its check gets no ranks
+budget           restarts are counted across leaders, and stay within their limit
 """
 
 from dataclasses import dataclass, field
@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 from ftrun.errors import ExitCode
 from ftrun.ids import Version
 from ftrun.membership.events import Happening, MessageReceived
+from ftrun.records.incidents import LifecycleChangeRejected
+from ftrun.records.membership import GenerationChosen, VotersChanged
 from ftrun.recovery import commands as do
 from ftrun.wire.cluster.generation import Edition, GenerationPlan
 from ftrun.wire.cluster.membership import Accept, LeaderHeartbeat, Prepare, Promise
@@ -39,13 +41,13 @@ _ORDERS = (
 )  # fmt: skip
 _ACTS = (do.Quiesce, do.InstallGeneration, *_ORDERS)
 _SAID = ("is lost", "cannot be", "has kept its memory")
-"""How a plan says that it goes back, or begins anew."""
+"""How a plan states that it resumes from an older version, or from the beginning."""
 _STABLE_S = 6.0
 
 
 @dataclass
 class Record:
-    """A committed version, and who has lost memory since it was protected."""
+    """A committed version, and the nodes that have lost memory since it was protected."""
 
     version: Version
     protected_in: int
@@ -58,7 +60,7 @@ class Record:
 
 
 class Invariants:
-    """All that is known of a run by somebody who sees everything."""
+    """The state of a run as an observer of all nodes sees it."""
 
     def __init__(self, simulation: "Simulation") -> None:
         self.simulation = simulation
@@ -66,7 +68,7 @@ class Invariants:
         self.effective: dict[int, GenerationPlan] = {}
         self.newest: GenerationPlan | None = None
         self.accepted: dict[Edition, GenerationPlan] = {}
-        """Plans that somebody has accepted, whether they took effect or not."""
+        """Plans that some agent has accepted, whether they were chosen or not."""
         self.states: dict[Version, int] = {}
         self.records: dict[Version, Record] = {}
         self.step_generation = -1
@@ -116,13 +118,14 @@ class Invariants:
                 self._notes(agent, command)
 
     def _notes(self, agent: "Agent", command: do.JournalEntry) -> None:
-        if command.kind == "TransitionRefused":
-            self.fail(f"the life of a run goes from state to state only: {command.fields}")
-        if command.kind not in ("Generation", "Roster"):
+        record = command.record
+        if isinstance(record, LifecycleChangeRejected):
+            self.fail(f"the life of a run goes from state to state only: {record}")
+        if not isinstance(record, GenerationChosen | VotersChanged):
             return
         assert agent.member.lead is not None
         assert agent.member.lead.plan is not None
-        if command.kind == "Generation":
+        if isinstance(record, GenerationChosen):
             self._takes_effect(agent.member.lead.plan, agent.node)
         else:
             self._other_voters(agent.member.lead.plan)
@@ -185,7 +188,7 @@ class Invariants:
         self.effective[plan.generation] = self.newest = plan
 
     def _took_effect_before(self, plan: GenerationPlan) -> None:
-        """Its proposer hears late that it was accepted: whoever came after must have known it."""
+        """Its proposer receives the acceptance late: the next proposer must have known the plan."""
         later = [one for at, one in self.effective.items() if at > plan.generation]
         is_known = any(voters.edition == plan.edition for one in later for voters in one.decided_by)
         if not is_known or self.accepted.get(plan.edition) != plan:
@@ -204,7 +207,7 @@ class Invariants:
             self.effective[plan.generation] = self.newest = plan
 
     def _unknown_to(self, plan: GenerationPlan, previous: GenerationPlan, node: "Node") -> None:
-        """Whoever could not know of a run begins another one; whoever could have, must not."""
+        """A node that could not know of a run starts another one; a node that could must not."""
         is_first = self._is_first(plan)
         knowing = [
             other.node_id
@@ -226,27 +229,27 @@ class Invariants:
         if not is_first or (reached and is_stable):
             self.fail(
                 f"generation {plan.generation} of {plan.lead} does not know of generation "
-                f"{previous.generation} of {previous.lead} ({reached} could have told)"
+                f"{previous.generation} of {previous.lead} ({reached} could have reported it)"
             )
         self.is_second_run = True
         self.world.is_over = True
 
     def _is_first(self, plan: GenerationPlan) -> bool:
-        """Nobody who decided about it has ever been a voter of a run, as far as they know."""
+        """None of its voters has been a voter of a run, as far as they know."""
         if all(voters.generation < 0 for voters in plan.decided_by):
             return True
         before = {card.identity for one in self.effective.values() for card in one.voters}
         return not any(before & set(voters.who) for voters in plan.decided_by)
 
     def _beside(self, plan: GenerationPlan) -> GenerationPlan | None:
-        """Somebody has accepted a plan that the first one to take effect does not know."""
+        """Some agent has accepted a plan that the first chosen one does not know."""
         known = {plan.edition} | {voters.edition for voters in plan.decided_by}
         agents = [node.agent for node in self.simulation.nodes]
         plans = [agent.member.follower.newest_plan for agent in agents if agent is not None]
         return next((one for one in plans if one is not None and one.edition not in known), None)
 
     def _stable_s(self, reached: list[str]) -> float:
-        """A lead that is settled looks for a newcomer at the endpoint all the time."""
+        """A settled leader connects to the endpoint to find new nodes."""
         scenario = self.simulation.scenario
         agents = [self.simulation.network.nodes[node_id].agent for node_id in reached]
         leads = [agent.member.lead for agent in agents if agent is not None]
@@ -286,7 +289,7 @@ class Invariants:
                 record.lost |= {one for nodes, _ in record.groups for one in nodes} - here
 
     def _was_heard(self, record: Record, plan: GenerationPlan) -> bool:
-        """Some node of the new generation was told of this commit."""
+        """Some node of the new generation received this commit."""
         for card in plan.voters:
             agent = self.simulation.network.nodes[card.node_id].agent
             told = as_version(agent.member.follower.committed) if agent is not None else None
@@ -361,9 +364,9 @@ class Invariants:
         agent = node.agent
         plan = agent.hands.plan if agent is not None else None
         if agent is None:
-            return  # what it is committed in is heard by the next one
+            return  # the next one receives the generation of the commit
         if plan is None:
-            self.fail(f"{node.node_id} commits {version} before it was told of any generation")
+            self.fail(f"{node.node_id} commits {version} before it received any generation")
             return
         self.committed_s = self.world.now_s
         before = self.records.get(version)
@@ -372,7 +375,7 @@ class Invariants:
         if plan.generation not in self.effective:
             return
         if version.generation >= 0 and version not in self.states:
-            self.fail(f"{version} is committed, and nobody has sealed it")
+            self.fail(f"{version} is committed, and no rank has sealed it")
         self.commits += 1
         groups = [(frozenset(group), plan.parity) for group in plan.groups]
         if not groups:
@@ -411,7 +414,7 @@ class Invariants:
             for place in range(parity):
                 memories.pop(ordered[(turn + place) % len(ordered)], None)
         if not can_have(record.version, memories):
-            self.fail(f"{record.version} is committed and does not bear the loss of m nodes")
+            self.fail(f"{record.version} is committed and does not tolerate the loss of m nodes")
 
     def flipped(self, node: "Node") -> None:
         """As bad as a loss; and what is newer and not committed is relied on as well."""
@@ -459,9 +462,9 @@ class Invariants:
             )
 
     def may_go_back(self) -> bool:
-        """Somebody has accepted a plan that resumes from something older than a lost commit.
+        """Some agent has accepted a plan that resumes from a version older than a lost commit.
 
-        A node that held the commit may meet that plan later, and must take it as effective.
+        A node that held the commit may meet that plan later, and must take it as chosen.
         """
         return any(
             plan.edition > self.newest.edition
@@ -485,7 +488,7 @@ class Invariants:
         """An agent ends of itself."""
         self.exits.append((node.node_id, command))
         if command.exit_code in (ExitCode.USAGE, ExitCode.BUG):
-            self.fail(f"{node.node_id} ends with {command.exit_code}: {command.why}")
+            self.fail(f"{node.node_id} ends with {command.exit_code}: {command.reason}")
         if command.exit_code == ExitCode.STATE_LOST:
             self._check_refusal(node, command)
         if command.goes_on:
@@ -539,6 +542,6 @@ class Invariants:
         }
         here = [other.node_id for other in self.simulation.nodes if other.is_on]
         if name := self.simulation.loads_on(here):
-            self.fail(f"{node.node_id} says {command.why!r}, and {name} loads on all nodes")
+            self.fail(f"{node.node_id} says {command.reason!r}, and {name} loads on all nodes")
         if newest is not None and can_have(newest.version, reached):
-            self.fail(f"{node.node_id} says {command.why!r}, and {newest.version} is there")
+            self.fail(f"{node.node_id} says {command.reason!r}, and {newest.version} is there")

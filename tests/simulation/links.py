@@ -1,16 +1,15 @@
 """Links between SMPs, over the network of the simulation.
 
-When a link dials again, when its node is lost and which links a session admits is decided by the
-SMP's own code (`ftrun/smp/link_rules.py`). A dead process on a living kernel refuses, and its
-connections are reset. A node that is off, frozen or cut off is silent: what was sent waits, and is
-lost when the patience is over.
+The SMP's own code (`ftrun/smp/peer_link.py`) decides when a link connects again, when its node is
+lost and which links a session admits. A dead process on a living kernel refuses, and its
+connections are reset. A node that is off, frozen or cut off does not answer: sent data waits, and
+is lost after the timeout.
 """
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ftrun.smp.link_rules import FETCH, PROTECT, LinkRules, admits
-from ftrun.smp.peer_link import SILENT_S, OutgoingFrame
+from ftrun.smp.peer_link import FETCH, PROTECT, SILENT_S, LinkRules, OutgoingFrame, admits
 from ftrun.wire.cluster.transfer import LinkHello
 from ftrun.wire.messages.smp import NodeAddress
 
@@ -34,7 +33,7 @@ class Incoming:
         self.is_open = True
         self.is_admitted = False
         self.waiting: list[OutgoingFrame] = []
-        """What has come before this side has heard of the session."""
+        """What arrived before this side received the session."""
 
 
 class Envelope:
@@ -284,9 +283,6 @@ class Peers:
         self._incoming: dict[tuple[str, str], Incoming] = {}
         self._parked: list[Incoming] = []
         self._seen: set[tuple[str, str]] = set()
-
-    def tell(self, events: "PeerEvents") -> None:
-        self.events = events
 
     def begin(self, session: "PeerSession") -> None:
         if self.session == session:

@@ -1,8 +1,9 @@
-"""The memory of one node: slots of its ranks, and vaults with parts of what others protect.
+"""The memory of one node: slots of its ranks, and protected parts of other nodes.
 
-The SMP's own code decides what is kept, overwritten and voided here; only the bytes are made up. A
-shard is one number, the state of the whole world at that step: all shards of one version have the
-same. A digest is that number as it was sealed. A vault keeps whole shards instead of parity.
+The SMP's own code decides what is retained, overwritten and voided here; only the bytes are
+simulated. A shard is one number, the state of the whole world at that step: all shards of one
+version are equal. A digest is that number as it was sealed. The parity store retains whole shards
+instead of parity.
 """
 
 from collections.abc import Callable, Iterable
@@ -280,7 +281,7 @@ class Vault:
 class Memory:
     """It lasts as long as something on its node holds it.
 
-    The stub keeps arenas; vaults last as long as the SMP or the agent does.
+    The stub keeps arenas; protected parts last as long as the SMP or the agent does.
 
     Args:
         removed: told of each version of which something is no more.
@@ -292,7 +293,7 @@ class Memory:
         self.vaults: dict[int, Vault] = {}
         """Duplicates that the agent has, by the slot that the SMP has named."""
         self.kept: tuple[GenerationPlan, bool] | None = None
-        """What the last agent knew: the plan it accepted, and whether that took effect."""
+        """What the last agent knew: the plan it accepted, and whether that was chosen."""
         self._mapped = ParityStore()
 
     def map_vaults(self, vaults: ParityStore) -> None:
@@ -335,7 +336,7 @@ class Memory:
 
     @property
     def parts(self) -> list[Vault]:
-        """Vaults that hold something."""
+        """Protected parts that are not empty."""
         found = [*self._mapped.fds, *self.vaults.values()]
         return [vault for vault in dict.fromkeys(found) if vault.holds_something]
 

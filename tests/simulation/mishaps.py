@@ -1,14 +1,14 @@
-"""Faults beside crashes and cuts; in worlds of their own, so that the seeds of others stay theirs.
+"""Faults in addition to crashes and cuts; in worlds of their own, so other seeds stay the same.
 
 clocks        the monotonic clock of each node runs at 0.9 to 1.1 of the rate
 leftovers     ranks outlive their agent, behind a wrapper; the stub or the next agent ends them
 stuck         ranks cannot be killed for a while, as in an uninterruptible system call
-threads       a single thread of an agent dies: the ranks are held, the agent ends, the stub starts
-              another one
+threads       a single thread of an agent dies: the ranks are suspended, the agent ends, the stub
+              starts another one
 refusals      a firewall resets the connections between two nodes, and refuses new ones
 agents        all agents of the members are stopped, and their ranks are not
-intervals     the ranks of a node hear late of a new interval: they pass a step of which others take
-              a snapshot, and do not say so
+intervals     the ranks of a node receive a new interval late: they pass a step of which others take
+              a snapshot, and do not report it
 checkpoints   a checkpoint cannot be loaded on some nodes
 """
 
@@ -80,7 +80,7 @@ class Mishaps:
             agent = self._simulation.network.nodes[member.node_id].agent
             if agent is not None and not agent.is_frozen:
                 agent.freeze()
-                # Those that are still stopped when the faults end go on then.
+                # Agents that are still stopped when the faults end resume then.
                 self._world.after(self._random.choice((2.5, 6.0, 12.0)), self._thaw, agent)
 
     def _interval_is_late(self, node: "Node") -> None:

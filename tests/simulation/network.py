@@ -1,10 +1,10 @@
 """Connections between agents, as TCP has them, over links that fail.
 
-A dead process on a living kernel is refused, and its connections are reset. A node that is off,
-frozen or cut off is silent: what was sent waits, and after `USER_TIMEOUT_S` the sender's end
-closes. A frozen process's kernel takes what comes. A firewall that resets looks like a dead
-process. Within a connection everything arrives in order, or the connection ends; only in an unruly
-world are messages lost, doubled or reordered.
+A dead process on a living kernel refuses, and its connections are reset. A node that is off, frozen
+or cut off does not answer: sent data waits, and after `USER_TIMEOUT_S` the sender's end closes. The
+kernel of a frozen process accepts data. A firewall that resets looks like a dead process. Within a
+connection everything arrives in order, or the connection ends; only in an unruly world are messages
+lost, duplicated or reordered.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ class Network:
         self.num_messages = 0
         self.num_bytes = 0
         self.on_send: Callable[[str, str, AnyClusterMessage], None] | None = None
-        """Looks on: from whom, to whom, what."""
+        """Observes messages: sender, receiver, message."""
         self._random = world.stream("network")
         self._unruly = unruly
         self._encoded: tuple[object, int, bytes] | None = None
@@ -145,7 +145,7 @@ class Network:
         if not end.agent.is_alive:
             self._reset(end.peer)
             return
-        if not end.is_open:  # the other side was gone before the handshake was over here
+        if not end.is_open:  # the other side had ended before the handshake was done here
             self._dial_failed(end.agent, host, port, end.peer.agent.node.node_id, False)
             return
         end.agent.dialling.discard((host, port))
@@ -164,7 +164,7 @@ class Network:
             self._deliver(end, data)
 
     def hang_up(self, agent: "Agent", node_id: str) -> None:
-        """Close our end; the other one sees it, if it is heard."""
+        """Close this end; the other end sees it if it is reachable."""
         end = agent.ends.pop(node_id, None)
         if end is not None:
             end.is_open = False
@@ -242,7 +242,7 @@ class Network:
             return
         source, target = end.agent.node.node_id, end.peer.agent.node.node_id
         if not self.nodes[source].is_running:
-            end.unacked_s = self.world.now_s  # its own clock stands still
+            end.unacked_s = self.world.now_s  # its own clock is paused
             self.world.after(_RESEND_S, self._resend, end)
             return
         if self.passes(source, target) and self.passes(target, source):

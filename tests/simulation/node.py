@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ftrun.agent.launch.generation import NOTHING
-from ftrun.agent.snapshots.commands import UnconfirmedCommands
+from ftrun.agent.snapshots.smp_client import UnconfirmedCommands
 from ftrun.agent.snapshots.topology import begin_generation
 from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Version
@@ -120,7 +120,7 @@ class Node:
         self.later(delay_s, self._start_agent)
 
     def power_off(self) -> None:
-        """All of it at once, without a word to anybody."""
+        """All of it at once, without a message."""
         self.is_on = self.is_running = False
         self._lose_everything()
 
@@ -141,7 +141,7 @@ class Node:
         self.simulation.invariants.memory_lost(self)
 
     def freeze(self) -> None:
-        """The whole machine stands still."""
+        """The whole machine is paused."""
         self.is_frozen, self.is_running = True, False
 
     def thaw(self) -> None:
@@ -190,7 +190,7 @@ class Node:
         agent.die()
         self.memory.agent_died()
         if self.smp is not None and not self.smp.is_alive:
-            self.simulation.invariants.memory_lost(self)  # the stub keeps no vaults
+            self.simulation.invariants.memory_lost(self)  # the stub retains no protected parts
         if restart_s is None or self.keeps_ranks_s == 0.0:
             self.end_ranks()
         else:
@@ -226,7 +226,7 @@ class Node:
             self.ranks.kill()
             self.ranks = None
 
-    # --- what the parts tell the agent --------------------------------------------------------
+    # --- reports of the components to the agent ------------------------------------------------
 
     def neighbour(self, node_id: str) -> "Node | None":
         return self.network.nodes.get(node_id)
@@ -262,7 +262,7 @@ class Agent:
         self.is_alive = True
         self.is_frozen = False
         self.leaves_since_s: float | None = None
-        """Since when it is asked to leave."""
+        """When it received SIGTERM."""
         self.ends: dict[str, End] = {}
         self.dialling: set[tuple[str, int]] = set()
         scenario = node.simulation.scenario
@@ -292,7 +292,7 @@ class Agent:
 
     @property
     def now_s(self) -> float:
-        """Its own monotonic clock; nobody else's has the same origin."""
+        """Its own monotonic clock; no other node has the same origin."""
         return self.node.monotonic_s
 
     @property
@@ -317,7 +317,7 @@ class Agent:
         self.node.network.process_died(self)
 
     def freeze(self) -> None:
-        """SIGSTOP; its ranks go on."""
+        """SIGSTOP; its ranks continue."""
         self.is_frozen = True
 
     def thaw(self) -> None:
@@ -325,7 +325,7 @@ class Agent:
         self.catch_up()
 
     def catch_up(self) -> None:
-        """What has come meanwhile, in order."""
+        """What has arrived in the pause, in order."""
         while self._inbox and self.is_alive and not self.stands_still:
             self._take(*self._inbox.popleft())
         while self._calls and self.is_alive and not self.stands_still:
@@ -342,7 +342,7 @@ class Agent:
             self._take(end, event)
 
     def call(self, what: Callable[..., None], *args: Any) -> None:
-        """Something its hands do; they stand still where the process does."""
+        """An action of its executor, which is paused with the process."""
         if not self.is_alive:
             return
         if self.stands_still:
@@ -427,7 +427,7 @@ class Hands:
         trace = self.node.world.trace
         match command:
             case do.JournalEntry():
-                trace(self.node.node_id, f"note {command.kind}: {command.text}")
+                trace(self.node.node_id, f"note {command.record.kind}: {command.record.text}")
                 return
             case do.SuspendRanks() | do.ResumeRanks():
                 trace(self.node.node_id, type(command).__name__)
@@ -624,7 +624,7 @@ class Hands:
             self._restored(ranks, restored, max(state for state in states if state is not None))
 
     def _read_old(self, ranks: Ranks, restored: Version, since_s: float) -> None:
-        """Ranks of another world read it where it lies."""
+        """Ranks of another world read it in place."""
         smp, plan = self.node.smp, self.plan
         if self.node.ranks is not ranks or not ranks.are_alive or plan is None:
             return
@@ -724,7 +724,7 @@ class Hands:
     def _end(self, command: do.EndRun) -> None:
         node = self.node
         node.exit = command
-        node.world.trace(node.node_id, f"ends with {int(command.exit_code)}: {command.why}")
+        node.world.trace(node.node_id, f"ends with {int(command.exit_code)}: {command.reason}")
         node.simulation.invariants.ended(node, command)
         node.kill_agent(restart_s=None)
         if node.smp is not None:

@@ -1,13 +1,13 @@
-"""Sequences of faults that chance hardly ever makes, each against one rule of the protocol.
+"""Sequences of faults that random faults rarely produce, each against one rule of the protocol.
 
-forgotten   a node is cut off and replaced; then it is back, and meets of those who replaced it
-            only agents that have lost their memory: they vote no more than strangers do
-outvoted    all members of a generation are cut off from a majority, which is spares; those begin
-            anew from a checkpoint, and the ranks of the members could go on; perhaps they meet
-            spares again that have forgotten
-unexpected  the endpoint's node loses its memory, and comes back while the run goes on
-unfinished  a node is cut off while the others protect again what they start from; when they go on
-            without it, one of them loses its memory: not more than m nodes have lost any
+forgotten   a node is cut off and replaced; when it returns, it meets only agents of its replacement
+            that have lost their memory: those have no vote
+outvoted    all members of a generation are cut off from a majority of spares; the spares restart
+            from a checkpoint, and the ranks of the members could continue; the members may meet
+            spares that have lost their memory
+unexpected  the endpoint's node loses its memory, and returns while the run continues
+unfinished  a node is cut off while the others protect the version they start from; when they
+            continue without it, one of them loses its memory: at most m nodes have lost any
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PLOTS = {"forgotten": 0.04, "outvoted": 0.02, "unexpected": 0.02, "unfinished": 0.02}
 """How probable each is."""
 LASTS_S = 30.0
-"""A run with a plot goes on for so long before its faults end."""
+"""A run with a plot runs for this time before its faults end."""
 _BEGINS_S = 5.0
 _LOOK_S = 0.05
 
@@ -67,7 +67,7 @@ class Plots:
         self._await_next(plan, [stale], self._random.random() * 2)
 
     def _await_next(self, plan: GenerationPlan, stale: list["Node"], later_s: float) -> None:
-        """Others have gone on without these: some of them lose their memory."""
+        """Others have continued without these: some of them lose their memory."""
         newest = self._simulation.invariants.newest
         if self._faults.are_over:
             return
@@ -83,7 +83,7 @@ class Plots:
         others = [node for node in voters if node not in stale]
         self._random.shuffle(others)
         if self._random.random() < 0.5:
-            # As many as make a majority with one of them, were they still who they were.
+            # As many as would be a majority with one of them, if they were the same incarnations.
             others = others[: len(voters) // 2]
         met = [*stale, *others]
         rest = [node for node in self._nodes() if node not in met]
@@ -123,7 +123,7 @@ class Plots:
     def _on_plan_after(
         self, plan: GenerationPlan, later_s: float, what: Callable[..., None], *args: object
     ) -> None:
-        """Somebody has accepted a plan after this one: something happens, so much later."""
+        """Some agent has accepted a plan after this one: an action follows after this delay."""
         newest = max(self._simulation.invariants.accepted.values(), key=lambda one: one.edition)
         if self._faults.are_over:
             return

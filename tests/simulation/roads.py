@@ -1,4 +1,4 @@
-"""Rails of simulated nodes, and what trying a road is like: it takes time, fails, is late, or never
+"""Rails of simulated nodes, and probes of their paths: a probe takes time, fails, is late, or never
 answers.
 """  # noqa: D205 - one sentence
 
@@ -33,7 +33,7 @@ class Tries:
         ]
 
     def take(self, agent: "Agent", command: ProbePath) -> None:
-        """A node tries a road; it may die meanwhile, and the lead too."""
+        """A node probes a path; it may die in the meantime, and the leader too."""
         self.asked += 1
         order, delay_s, problem = command.order, 0.01 + 0.03 * self._random.random(), ""
         if self._random.random() < self._misfits:

@@ -54,7 +54,7 @@ class Outcome:
     restores: int
     messages: int
     new_leads: int
-    """Generations under another lead than the one before."""
+    """Generations under another leader than the one before."""
     growths: int
     """Generations of more nodes than the one before."""
     shrinkings: int
@@ -92,11 +92,11 @@ class Simulation:
         """How probable it is that a node cannot use a checkpoint."""
         self.is_ending = False
         self.unfit_s: dict[str, float] | None = None
-        """For how long each agent of a node fails its checks; None: nobody makes any."""
+        """For how long each agent of a node fails its checks; None: no node makes any."""
         self.tries: Tries | None = None
-        """How roads are tried; None: nodes have one address, and nobody probes."""
+        """How paths are probed; None: nodes have one address, and no node probes."""
         self.witness: WitnessModel | None = None
-        """The outside one; None: there is none, and nobody asks."""
+        """The witness; None: the run has none."""
         self.nodes: list[Node] = []
         self._incarnation = _INCARNATION
         self._groups: dict[int, Group] = {}
@@ -113,7 +113,7 @@ class Simulation:
         return self._incarnation
 
     def try_road(self, agent: Agent, command: do.ProbePath) -> None:
-        """Without roads, the answer never comes."""
+        """Without paths, the answer never comes."""
         if self.tries is not None:
             self.tries.take(agent, command)
 
@@ -121,12 +121,12 @@ class Simulation:
         return self._groups.setdefault(plan.generation, Group(self, plan))
 
     def agent_ended(self, node: Node, command: do.EndRun) -> None:
-        """Where the lead has ended the run, what follows is another run."""
+        """If the leader has ended the run, what follows is another run."""
         lead = node.agent.member.lead if node.agent is not None else None
         if lead is None or command.goes_on or self.is_ending:
             return
         # One that has waited for long enough speaks for those that it reaches, and no others. So
-        # does one that is asked to leave while it waits.
+        # does one that receives SIGTERM while it waits.
         gives_up = command.exit_code == ExitCode.NOT_ENOUGH_NODES
         if not gives_up and (lead.is_settled or command.exit_code != _TERMINATED):
             self.is_ending = True
@@ -242,7 +242,7 @@ class Simulation:
         if any(node.smp is None or node.smp.committed is None for node in members):
             return False
         if self.invariants.committed_s < self.scenario.faults_end_s:
-            return False  # snapshots go on, too
+            return False  # snapshots continue, too
         wishes = self.scenario.settings.wishes
         endpoint = self.nodes[0].agent
         barred = self._barred_by(newest.lead)
@@ -313,14 +313,14 @@ class Simulation:
             raise Violation(f"it ends with {sorted(codes)}")
 
     def _was_stopped(self) -> bool:
-        """So many nodes were asked to leave that this was taken for the stop of the run."""
+        """Enough nodes received SIGTERM for this to count as the stop of the run."""
         return self.faults.counts.get("asked to leave", 0) > 0 and any(
             command.exit_code == _TERMINATED and not command.goes_on
             for _, command in self.invariants.exits
         )
 
     def _must_converge(self) -> bool:
-        """Whether the nodes that are here are enough, beyond doubt."""
+        """Whether the present nodes are enough for certain."""
         newest = self.invariants.newest
         here = [
             node
@@ -344,7 +344,7 @@ class Simulation:
         ran = {member.node_id for member in newest.members}
         have_kept = {node.node_id for node in here if node.memory.kept is not None}
         if not ran & have_kept and not self.scenario.has_checkpoints:
-            return False  # what they had committed is lost, and nobody knows that it was nothing
+            return False  # their commits are lost, and no node knows that there were none
         if (
             record is None
             and not ran <= have_kept
@@ -354,7 +354,7 @@ class Simulation:
         names = [node.node_id for node in here]
         if self.bad_loads and self.invariants.may_go_back() and not self.loads_on(names):
             return False  # a plan from disk was accepted, and no checkpoint loads on all nodes
-        # A generation that took effect on nodes that are lost needs the voters of the one before.
+        # A generation that was chosen by nodes that are lost needs the voters of the one before.
         known = [
             plan.edition
             for node in here
@@ -365,7 +365,7 @@ class Simulation:
         return all(self._can_decide(self.invariants.accepted[at], here) for at in later)
 
     def _gives_up_soon(self, node: Node) -> bool:
-        """It has been paused for so long that it may end before it has met the others again."""
+        """Its pause may end it before it has met the others again."""
         agent = node.agent
         lead = agent.member.lead if agent is not None else None
         if agent is None or lead is None:

@@ -18,9 +18,9 @@ class Scenario:
 
     mode: str
     num_nodes: int
-    """That are started; fewer or more than are wished for."""
+    """Started nodes; fewer or more than requested."""
     late_nodes: int
-    """Of these, so many come only after a while."""
+    """The number of these that start later."""
     num_ranks: int
     settings: MembershipSettings
     every: int
@@ -38,9 +38,9 @@ class Scenario:
     num_left_off: int
     """Nodes that stay switched off when all else is mended."""
     has_reports: bool = False
-    """Heartbeats tell of each rank, as the real ones do; nobody decides by that."""
+    """Heartbeats report each rank, as the real ones do; no decision depends on it."""
     plot: str = ""
-    """A sequence of faults, beside those that come by chance; see plots.py."""
+    """A sequence of faults, in addition to the random ones; see plots.py."""
 
     @property
     def num_voters(self) -> int:
@@ -107,7 +107,7 @@ def _with_plot(scenario: Scenario, random: Random) -> Scenario:
         return scenario
     has_checkpoints = scenario.has_checkpoints
     if plot == "outvoted":
-        # What the members hold in memory is not to be had, and without it nobody goes on.
+        # The memory of the members is unreachable, and without it no node continues.
         wishes, has_checkpoints = random.choice((ClusterSize(1, 1, 2), ClusterSize(2, 2, 3))), True
     elif plot == "unfinished":
         wishes = random.choice((ClusterSize(1, 4, 0), ClusterSize(2, 5, 0), ClusterSize(3, 6, 0)))

@@ -18,19 +18,18 @@ from ftrun.erasure.fragments import FragmentHeader, StripeId, block_digest, pack
 from ftrun.erasure.stripes import Stripes
 from ftrun.errors import FetchFailed, FragmentRefused, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Generation, Rank, RunId, Version, version
+from ftrun.smp.jobs import Steps, Wait
 from ftrun.smp.memory.commits import CommitCoordinator
 from ftrun.smp.memory.parity_store import ParityStore
 from ftrun.smp.peer_link import OutgoingFrame
 from ftrun.smp.redundancy.block_sender import BlockSender
 from ftrun.smp.redundancy.coordinator import Engines, RedundancyCoordinator
-from ftrun.smp.redundancy.exchange import Exchange, Prepared
-from ftrun.smp.redundancy.group import LocalGroup, protecting_of
-from ftrun.smp.redundancy.parity_writer import OutgoingRow, ParityEvents, stripes_of
+from ftrun.smp.redundancy.exchange import Exchange
+from ftrun.smp.redundancy.group import LocalGroup, group_of, protecting_of, stripes_of
+from ftrun.smp.redundancy.parity_writer import OutgoingRow
 from ftrun.smp.restore.downloader import BLOCK, PIECE, DownloadItem
 from ftrun.smp.restore.lost_node import LostNode, LostNodeRestore
-from ftrun.smp.restore.lost_ranks import LostRanks
-from ftrun.smp.restore.restore_server import group_of
-from ftrun.smp.waits import Steps, Wait
+from ftrun.smp.restore.restores import LostRanks
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages.smp import BeginGeneration, PreviousGroup
@@ -167,17 +166,15 @@ class WholeExchange(Exchange):
 
     _shards: HeldShards
 
-    def _prepare(self, record: ParityRecord, *, needs_memory: bool) -> Prepared:
+    def _prepare(self, record: ParityRecord, *, needs_memory: bool) -> tuple[Any, Any, Any]:
         ranks = [rank.rank for rank in record.own.ranks]
         raw = _bytes(self._shards.state(ranks))
         vault = Vault(self._tools.peers.smp.node.memory) if needs_memory else None
-        return Prepared(vault, None, [raw])
+        return vault, SimpleNamespace(shards=self._shards), [raw]
 
-    def _filled(self, vault: Vault, events: ParityEvents) -> "WholeFill":
-        return WholeFill(vault, self._group, events)
-
-    def _own_blocks(self, space: object) -> SimpleNamespace:
-        return SimpleNamespace(shards=self._shards)
+    def _filled(self, vault: Vault) -> "WholeFill":
+        full = self._later(self._full)
+        return WholeFill(vault, self._group, self._forward, self._tell_window, full)
 
     def _block_stream(self, sending: BlockSender, place: int) -> "WholeStream":
         return WholeStream(sending, self._mirror[0])
@@ -216,13 +213,20 @@ class WholeFill:
 
     num_bytes = STATE_BYTES
 
-    def __init__(self, vault: Vault, group: LocalGroup, events: ParityEvents) -> None:
+    def __init__(
+        self,
+        vault: Vault,
+        group: LocalGroup,
+        forward: Callable[..., None],
+        window: Callable[[int], None],
+        full: Callable[[], None],
+    ) -> None:
         record = vault.record
         assert record is not None
         self._vault = vault
         self._record = record
         self._group = group
-        self._events = events
+        self._forward, self._window, self._full = forward, window, full
         self._is_active = True
         count = len(group.nodes)
         self._blocks = {place for place in range(count) if place != group.place}
@@ -234,9 +238,9 @@ class WholeFill:
         return len(self._blocks) + len(self._rows) + len(self._mirrors)
 
     def start(self) -> None:
-        self._events.window(1)
+        self._window(1)
         if not self.missing:
-            self._events.full()
+            self._full()
 
     def stop(self) -> None:
         self._is_active = False
@@ -268,11 +272,11 @@ class WholeFill:
     def _send_on(self) -> None:
         for place in self._group.parity_places(self._group.place):
             out = OutgoingRow(place, b"row", bytearray(STATE_BYTES))
-            self._events.forward(out, lambda: None)
+            self._forward(out, lambda: None)
 
     def _count(self) -> None:
         if not self.missing:
-            self._events.full()
+            self._full()
 
 
 @cache
@@ -354,8 +358,8 @@ class Served:
         stripes = stripes_of(record)
         codec = Codecs().get(stripes.k, stripes.m)
         row = bytearray(record.block_bytes)
-        parity_row = stripes.parity_row(record.place, stripe)
-        if parity_row is None:
+        parity_row = stripes.index(stripe, record.place) - stripes.k
+        if parity_row < 0:
             raise LayoutUnknown(f"no parity of stripe {stripe} belongs here")
         for at, place in enumerate(stripes.senders(stripe, record.coded_bytes)):
             name = record.members[place].node_id
@@ -484,7 +488,7 @@ class Runner:
         self.smp.later(0.001, self._go_on, steps, None)
 
     def look(self) -> None:
-        """Something has happened: go on with what waited for it."""
+        """Something has happened: continue what waited for it."""
         for number, (steps, wait) in list(self.waiting.items()):
             if not wait.events.empty() and self.waiting.pop(number, None) is not None:
                 self._go_on(steps, wait.events.get())
@@ -733,7 +737,7 @@ class Smp:
         return smp if both and smp.generation == self.generation else None
 
     def good_state(self, wanted: Version, rank: int) -> int | None:
-        """What a slot holds, if that is what was sealed; a corrupt one is set aside."""
+        """The content of a slot if it is as sealed; a corrupt one is rejected."""
         for arena in self.memory.arenas:
             slot = arena.find(wanted) if arena.rank == rank else None
             if slot is not None:

@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 from made_settings import changed
 
-from ftrun.agent.snapshots.commands import UnconfirmedCommands
+from ftrun.agent.snapshots.smp_client import UnconfirmedCommands
 from ftrun.config.cluster import ClusterSize
 from ftrun.errors import ExitCode
 from ftrun.ids import Version
@@ -81,7 +81,7 @@ def test_nothing_goes_wrong_in_worlds_that_no_run_of_the_tests_has_seen(
 def quiet(seed: int, wishes: ClusterSize) -> Scenario:
     """A world in which nothing goes wrong but what a test does."""
     scenario = draw(seed, "safety")
-    # With more spares than members the run goes on from a checkpoint without the members.
+    # With more spares than members the run resumes from a checkpoint without the members.
     has_checkpoints = wishes.spares > wishes.max_nodes
     settings = changed(
         scenario.settings,
@@ -107,7 +107,7 @@ def quiet(seed: int, wishes: ClusterSize) -> Scenario:
 
 
 def freeze_the_only_member(simulation: Simulation) -> None:
-    """Its agent is stopped, and its ranks are not; the spares go on."""
+    """Its agent is stopped, and its ranks are not; the spares continue."""
 
     def freeze() -> None:
         newest = simulation.invariants.newest
@@ -303,7 +303,7 @@ def test_a_commit_that_only_a_cut_off_leader_knows_is_waited_for(monkeypatch: Pa
 
 
 def two_nodes_live(prepare: Callable[[Simulation], None]) -> Iterator[str]:
-    """What is wrong in worlds of two nodes, one after the other; all must go on at the end."""
+    """Violations in worlds of two nodes, one after the other; all must continue at the end."""
     for seed in range(8):
         scenario = replace(
             quiet(seed, ClusterSize(2, 2, 0)), mode="liveness", every=1, faults_end_s=14.0

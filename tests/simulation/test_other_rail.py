@@ -1,10 +1,9 @@
-"""A connection that goes on over another rail costs nobody anything.
+"""A connection that moves to another rail costs no step.
 
-What was on its way is lost without a word, in both directions and for a second; then there is
-another connection at both ends, and neither was told that the first one was closed. So it is when
-a rail is cut (ftrun/agent/cluster/other_ways.py). The protocol must bear it at any moment, and a
-run in
-which nothing else goes wrong must not notice.
+Data in transit is lost without notice, in both directions and for a second; then both ends have
+another connection, and neither received the end of the first one. This happens when a rail is cut
+(ftrun/agent/cluster/dialing.py). The protocol must tolerate it at any moment, and a run without
+other faults must not be affected.
 """
 
 from collections.abc import Callable
@@ -30,7 +29,7 @@ LAST_LINES = 40
 
 
 class RailedNetwork(Network):
-    """Now and then one connection is made anew over another rail."""
+    """Sometimes one connection is replaced over another rail."""
 
     def __init__(self, world: World, *, unruly: float) -> None:
         super().__init__(world, unruly=unruly)
@@ -56,7 +55,7 @@ class RailedNetwork(Network):
         self._later(PAUSE_S, self._strike)
 
     def _move(self, end: End) -> None:
-        """Both ends are still there, and hear one another: over the other rail."""
+        """Both ends are alive and receive from each other over the other rail."""
         self._cut -= {end, end.peer}
         here, there = end.agent, end.peer.agent
         names = here.node.node_id, there.node.node_id

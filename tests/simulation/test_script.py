@@ -1,4 +1,4 @@
-"""`scripts/simulate.py` tells the story of a seed, and counts many."""
+"""`scripts/simulate.py` prints the trace of a seed, and counts many."""
 
 import json
 import os

@@ -26,7 +26,7 @@ CHUNK = 100
 AGAIN_EVERY = 5
 """Of the runs, such a part is run a second time."""
 RUNS_TO_FIND = 700
-"""A variant must be found within so many runs."""
+"""A variant must be found within this number of runs."""
 LAST_LINES = 40
 
 HASHED = """
@@ -102,7 +102,7 @@ def test_a_refused_connection_proves_nothing() -> None:
 
 
 def has_rails(simulation: Simulation) -> None:
-    """Two rails, a plan that takes effect, and tries that fail, are late or never end."""
+    """Two rails, a plan that is applied, and probes that fail, are late or never end."""
     random = Random(f"{simulation.world.seed}/rails")
     simulation.tries = Tries(random, num_rails=2, misfits=random.choice((0.0, 0.1, 0.5)))
     network = NetworkConfig(plan=random.choice(("report", "on", "on")))
@@ -147,7 +147,7 @@ def _digests(hash_seed: str) -> str:
 
 
 def test_things_happen() -> None:
-    """A simulation in which nothing goes wrong, or nothing goes on, proves nothing."""
+    """A simulation without faults or without progress proves nothing."""
     total: Counter[str] = Counter()
     faults: Counter[str] = Counter()
     verdicts: Counter[str] = Counter()

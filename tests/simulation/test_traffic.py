@@ -8,7 +8,7 @@ FEW, MANY = 8, 96
 
 
 def no_clock() -> float:
-    """What time is told makes no difference to what is sent."""
+    """The value of the clock has no effect on the messages."""
     return next(_ticks)
 
 
@@ -17,7 +17,7 @@ _ticks = (float(number) for number in itertools.count())
 
 def test_a_node_costs_the_same_however_many_there_are() -> None:
     few, many = measure(FEW, no_clock), measure(MANY, no_clock)
-    # The lead's own heartbeats go to nobody, which counts for less with more nodes.
+    # The leader's own heartbeats are not sent, which matters less with more nodes.
     most = FEW / (FEW - 1) * 1.05
     assert 1 <= many.bytes_per_node_s / few.bytes_per_node_s <= most
     assert 1 <= many.messages_per_node_s / few.messages_per_node_s <= most

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SEEDS, CHUNK = 300, 100
 RUNS_TO_FIND = 1500
 HALVED_S = 30.0
-"""Worlds that are split in halves go on for so long before their faults end."""
+"""Worlds that are split in halves run for this time before their faults end."""
 WISHES = [
     *(
         ClusterSize(1, 2, 0),
@@ -136,7 +136,7 @@ def ties() -> Iterator[tuple[int, str]]:
 
 
 def test_the_witness_breaks_ties() -> None:
-    """Generations take effect that no majority of nodes could have brought about."""
+    """Generations are chosen that no majority of nodes could have chosen."""
     broken: Counter[int] = Counter()
 
     def look(simulation: Simulation) -> None:
@@ -196,7 +196,7 @@ def _promises_anybody(patch: pytest.MonkeyPatch) -> None:
 def test_a_lead_that_is_cut_off_from_the_witness_too_is_not_sure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It has half of the votes, and the other half and the witness go on without it."""
+    """It has half of the votes, and the other half and the witness continue without it."""
 
     def cut_off(simulation: Simulation) -> None:
         random = Random(f"{simulation.world.seed}/witness")

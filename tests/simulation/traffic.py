@@ -1,9 +1,9 @@
-"""A quiet run with many nodes: what its control messages cost, and what its lead's work is.
+"""A quiet run with many nodes: the cost of its control messages and of its leader's work.
 
-Nothing goes wrong. Every message is encoded, sealed, checked and decoded by the real code, each
-for its own connection; how long the lead computes is taken with a clock from outside, the only one
-that a simulation is ever given. While the run begins, messages go as they are: a plan with all
-nodes in it, once for each node, would take most of the time and is not what is asked here.
+No fault occurs. The real code encodes, seals, checks and decodes every message, each for its own
+connection. A clock from outside, the only one in a simulation, measures the leader's computing
+time. While the run starts, messages are not encoded: a plan with all nodes in it, once for each
+node, would take most of the time and is not measured here.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,6 @@ from made_settings import made_settings
 from ftrun.config.cluster import ClusterSize
 from ftrun.wire.cluster.messages import AnyClusterMessage, ClusterEnvelope
 from ftrun.wire.transport.framing import (
-    MAX_FRAME_BYTES,
     PREFIX_BYTES,
     body_length,
     check_body,
@@ -50,13 +49,13 @@ _decoder = msgspec.msgpack.Decoder(ClusterEnvelope)
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a quiet run of so many nodes costs; everything over the window."""
+    """The cost of a quiet run of this number of nodes, over the window."""
 
     nodes: int
     bytes_per_node_s: float
     messages_per_node_s: float
     lead_cpu: float
-    """Seconds of the lead's computing in a second: deciding, encoding, sealing, and back."""
+    """Seconds of the leader's computing in a second: deciding, encoding, sealing, and back."""
     lead_decides: float
     """The part of it that is spent with deciding."""
     lead_us_per_message: float
@@ -106,7 +105,7 @@ class _AsItIs:
 
 
 class MeteredNetwork(Network):
-    """Messages in sealed frames, once the run goes on."""
+    """Messages in sealed frames, after the start."""
 
     def __init__(self, world: "World", *, unruly: float) -> None:
         super().__init__(world, unruly=unruly)
@@ -119,7 +118,7 @@ class MeteredNetwork(Network):
         began_s = meter.clock()
         generation = max(0, agent.member.follower.generation)
         told = encode_body(ClusterEnvelope("run", generation, agent.card.incarnation, body))
-        data = seal_header(_KEY, 1, told, limit_bytes=MAX_FRAME_BYTES)
+        data = seal_header(_KEY, 1, told)
         meter.coded(agent, began_s)
         return data
 
@@ -129,7 +128,7 @@ class MeteredNetwork(Network):
         assert self.meter is not None
         began_s = self.meter.clock()
         prefix, told = data[:PREFIX_BYTES], data[PREFIX_BYTES:]
-        body_length(prefix, 1, limit_bytes=MAX_FRAME_BYTES)
+        body_length(prefix, 1)
         check_body(_KEY, prefix, told)
         body = decode_body(_decoder, told).body
         self.meter.coded(agent, began_s)
@@ -137,7 +136,7 @@ class MeteredNetwork(Network):
 
 
 def measure(num_nodes: int, clock: Callable[[], float], window_s: float = WINDOW_S) -> Traffic:
-    """Let so many nodes come together and train, and measure for a while.
+    """Start this number of nodes, train, and measure.
 
     Args:
         num_nodes: all of them members.

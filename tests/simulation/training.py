@@ -1,7 +1,7 @@
 """Ranks: a step is made when all ranks of one generation make it together.
 
-The state of the world is one number; each step makes the next one of it, and of who made it. Two
-timelines never have the same.
+The state of the world is one number; each step computes the next one from it and from the
+generation that makes it. Two timelines never have the same number.
 """
 
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Rank, Version, version
 from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.shared_memory.pages import CommandField
-from ftrun.worker.capture.settling import CommitWait
+from ftrun.worker.capture.boundaries import CommitWait
 from simulation.memory import Arena
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Ranks:
         restored = node.restored_in.get(plan.generation)
         self.settling = CommitWait(self.page, plan.generation, restored)
         self.passes = 0
-        """Due snapshots that it takes none of and says nothing: it heard late of an interval."""
+        """Due snapshots that it skips without a report, because it received an interval late."""
         self.newest_seals: dict[Rank, int] = {}
 
     @property
@@ -77,7 +77,7 @@ class Ranks:
 
     @property
     def waits(self) -> bool:
-        """It was told to stop at a boundary that it has reached."""
+        """It was ordered to stop at a boundary that it has reached."""
         return 0 <= self.stop_after <= self.step
 
     def kill(self) -> None:
@@ -94,7 +94,7 @@ class Group:
         self.ranks: dict[str, Ranks] = {}
         self.step = 0
         self.is_broken = False
-        """Somebody in it is dead: it never makes another step."""
+        """A rank in it is dead: it never makes another step."""
         self.is_going = False
 
     def joined(self, ranks: Ranks) -> None:

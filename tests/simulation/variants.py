@@ -34,7 +34,7 @@ from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
 from ftrun.wire.cluster.transfer import RoundMessage
 from ftrun.wire.messages.smp import Inventory, ProtectionPart
 from ftrun.wire.shared_memory.pages import CommandField as Word
-from ftrun.worker.capture.settling import CommitWait
+from ftrun.worker.capture.boundaries import CommitWait
 from simulation import memory, training
 from simulation.memory import Arena, Vault
 from simulation.training import Ranks
@@ -292,18 +292,18 @@ VARIANTS = [
     Variant(
         "older slot overwritten before commit",
         _older_slot_overwritten_before_commit,
-        ("is lost", "does not bear", "starts from", "no run after"),
+        ("is lost", "does not tolerate", "starts from", "no run after"),
     ),
     Variant(
         "capture before the restored version is protected again",
         _capture_before_the_restored_version_is_protected,
-        ("is lost", "does not bear", "starts from", "no run after"),
+        ("is lost", "does not tolerate", "starts from", "no run after"),
     ),
     Variant("abandoned timeline comes back", _abandoned_timeline_comes_back, ("left behind",)),
     Variant(
         "generation not checked",
         _generation_not_checked,
-        ("of an older generation", "makes a step", "before it was told", "are both obeyed"),
+        ("of an older generation", "makes a step", "before it received", "are both obeyed"),
     ),
     Variant("no majority needed", _no_majority_needed, ("does not know", "two agents lead")),
     Variant(
@@ -334,11 +334,13 @@ VARIANTS = [
         ("makes a step",),
         plot="outvoted",
     ),
-    Variant("commit when one node is ready", _commit_when_one_node_is_ready, ("does not bear",)),
+    Variant(
+        "commit when one node is ready", _commit_when_one_node_is_ready, ("does not tolerate",)
+    ),
     Variant(
         "endpoint is not told of the run",
         _endpoint_is_not_told_of_the_run,
-        ("could have told",),
+        ("could have reported it",),
         plot="unexpected",
     ),
     Variant(
@@ -366,27 +368,27 @@ VARIANTS = [
     Variant(
         "ready before all nodes have stored",
         _ready_before_all_nodes_have_stored,
-        ("does not bear", "is lost", "starts from"),
+        ("does not tolerate", "is lost", "starts from"),
     ),
     Variant(
         "vault overwritten before commit",
         _vault_overwritten_before_commit,
-        ("is lost", "is there", "starts from", "no run after", "does not bear"),
+        ("is lost", "is there", "starts from", "no run after", "does not tolerate"),
     ),
     Variant(
         "round of the attempt before counts",
         _round_of_the_attempt_before_counts,
-        ("does not bear", "is lost", "starts from"),
+        ("does not tolerate", "is lost", "starts from"),
     ),
     Variant(
         "incomplete part is offered as whole",
         _incomplete_part_is_offered_as_whole,
-        ("is lost", "is there", "starts from", "no run after", "does not bear"),
+        ("is lost", "is there", "starts from", "no run after", "does not tolerate"),
     ),
     Variant(
         "seal of one rank counts for all",
         _seal_of_one_rank_counts_for_all,
-        ("does not bear", "is lost", "starts from", "no run after"),
+        ("does not tolerate", "is lost", "starts from", "no run after"),
     ),
     Variant(
         "nothing begins again when a link is back",

@@ -40,7 +40,7 @@ class World:
         return Random(f"{self.seed}/{name}")
 
     def after(self, delay_s: float, what: Callable[..., None], *args: Any) -> None:
-        """Have something happen so much later."""
+        """Schedules an action after this delay."""
         self._order += 1
         heapq.heappush(self._queue, (self.now_s + delay_s, self._order, what, args))
 

@@ -9,7 +9,7 @@ Source:   a peer's standby deadlocked on one store client that heartbeats and a 
           shared. Here heartbeats share nothing with code that can block.
 
 Rule 1: there is one connection to each node: the newest, over any rail. Frames that arrived over an
-        older connection are handled. Then it is closed without a message. other_ways.py has the one
+        older connection are handled. Then it is closed without a message. dialing.py has the one
         exception.
 """
 
@@ -23,9 +23,14 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from ftrun import clock
-from ftrun.agent.cluster.control_loop import ControlLoop, NetworkCommand, Wake
-from ftrun.agent.cluster.dialing import AuthenticatedConnection, Dialled, Handshakes, PendingDial
-from ftrun.agent.cluster.other_ways import ConnectionFailover
+from ftrun.agent.cluster.control_loop import ControlLoop, NetworkCommand
+from ftrun.agent.cluster.dialing import (
+    AuthenticatedConnection,
+    ConnectionFailover,
+    Dialled,
+    Handshakes,
+    PendingDial,
+)
 from ftrun.errors import FtrunError, PeerError, PeerLost
 from ftrun.membership.events import (
     ConnectFailed,
@@ -35,6 +40,7 @@ from ftrun.membership.events import (
     MessageReceived,
     Passing,
 )
+from ftrun.records.membership import ConnectionFailedOver
 from ftrun.recovery.commands import Connect, JournalEntry, Send
 from ftrun.wire.cluster.membership import JoinRejected
 from ftrun.wire.cluster.messages import (
@@ -96,7 +102,7 @@ class ClusterConnections:
         secret: Secret | None,
         listeners: list[socket.socket],
         *,
-        wake_hands: Wake,
+        wake_hands: Callable[[], None],
         hold_now: HoldNow,
         lease: Lease,
         aside: Aside,
@@ -293,8 +299,8 @@ class ClusterConnections:
         text = (
             f"node {node_id} does not answer at {call.dial.host}; it is spoken with at {way.host}"
         )
-        fields: dict[str, object] = {"to": node_id, "host": way.host, "instead_of": call.dial.host}
-        self.brain.orders.put(JournalEntry("OtherRail", text, fields, say=True))
+        record = ConnectionFailedOver(text, node_id, way.host, instead_of=call.dial.host)
+        self.brain.orders.put(JournalEntry(record, say=True))
         self._wake_hands()
 
     def _serve(self, connection: Connection, mask: int) -> None:
@@ -358,13 +364,7 @@ class ClusterConnections:
 
 
 def _are_two(old: Connection, new: Connection, hosts: set[str]) -> bool:
-    """Whether two machines use one node id, and it is not one node that was restarted.
-
-    Args:
-        old: the present connection.
-        new: another connection.
-        hosts: all known addresses of the node's machine.
-    """
+    """Whether two machines use one node id, and it is not one node that was restarted."""
     if old.peer.incarnation == new.peer.incarnation or old.address == new.address:
         return False
     return not {old.address, new.address} <= hosts

@@ -1,19 +1,28 @@
 """The control loop of an agent: its membership, and within it the supervisor of the leader.
 
 Runs in:  agent. In a run on one node in the main thread; on several nodes in the cluster thread,
-          which never waits for the work of a node.
-Takes in: events, from the main thread and from the network.
-Gives:    commands for the executor, in a queue; commands for the network, to its caller.
+          which never waits for the work of a node. `FinishedWatch` reads in a thread of its own,
+          because a file system may hang.
+Takes in: events, from the main thread and from the network; while this node finds no other node,
+          the record that a finished run has left with its checkpoints.
+Gives:    commands for the executor, in a queue; commands for the network, to its caller; ranks
+          suspended and resumed at once.
+Survives: a checkpoint directory that cannot be read: the node continues to look for the others.
 
 Rule 1: only one thread uses the member. The main thread hands over events, and takes commands.
 """
 
+import logging
+import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
 from ftrun import clock
 from ftrun.config.cluster import MembershipSettings
-from ftrun.membership.events import Happening, Passing
+from ftrun.config.run_spec import RunSpec
+from ftrun.membership.discovery import MemberRole
+from ftrun.membership.events import Happening, Passing, RunFinished
 from ftrun.membership.member import Member
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import (
@@ -24,10 +33,15 @@ from ftrun.recovery.commands import (
     ProbePath,
     QueryWitness,
     RepeatNodeCheck,
+    ResumeRanks,
     Send,
+    SuspendRanks,
 )
 from ftrun.recovery.generation_monitor import GenerationMonitor
+from ftrun.urls import is_url
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
+from ftrun.wire.cluster.messages import AnyClusterMessage
+from ftrun.wire.finished_run import has_finished, read_owner
 
 NetworkCommand = Connect | Send | Disconnect
 
@@ -47,12 +61,11 @@ class ControlLoop:
         self.orders: SimpleQueue[NodeCommand] = SimpleQueue()
         self.oversight = GenerationMonitor(settings, me.node_id, pairs=PairCheck())
         """The newest one; it counts only while this agent leads."""
-        self.check_again: Callable[[int], None] = _nobody
-        """Starts a check of this node with at least this number; never waits."""
-        self.ask_witness: Callable[[QueryWitness], None] = _no_witness
-        """Takes a query for the outside witness; never waits."""
-        self.try_road: Callable[[ProbePath], None] = _no_roads
-        """Probes a path from this node; never waits."""
+        # None of the following waits. In a run on one node, or without a witness, they do nothing.
+        self.check_again: Callable[[int], None] = _ignored
+        """Starts a check of this node with at least this number."""
+        self.ask_witness: Callable[[QueryWitness], None] = _ignored
+        self.try_road: Callable[[ProbePath], None] = _ignored
         self._me = me.node_id
         self.member = Member(
             me,
@@ -131,17 +144,106 @@ class ControlLoop:
         return self.oversight
 
 
-def _nobody(_: int) -> None:
-    """A run on one node needs no further checks."""
+def _ignored(_: object) -> None: ...
 
 
-def _no_roads(_: ProbePath) -> None:
-    """A run on one node has no paths."""
+class DecisionThread(Protocol):
+    """A thread without which the agent must end."""
+
+    failure: Exception | None
+
+    def close(self) -> None: ...
 
 
-def _no_witness(_: QueryWitness) -> None:
-    """Most runs have no witness."""
+class ConnectionThread(DecisionThread, Protocol):
+    """The thread that owns the connections, see `ClusterConnections`."""
+
+    hold_now: Callable[[bool], None]
+
+    def tell(self, event: Happening) -> None: ...
+
+    def send(self, node_id: str, message: AnyClusterMessage) -> None: ...
+
+    def spoil_next(self) -> None: ...
 
 
-Wake = Callable[[], None]
-"""Wakes the main thread so that it executes its commands now."""
+class ClusterControlLoop(ControlLoop):
+    """A control loop in a thread of its own; `tell` hands the main thread's events over to it."""
+
+    thread: ConnectionThread | None = None
+    witness_thread: DecisionThread | None = None
+
+    def tell(self, event: Happening) -> None:
+        assert self.thread is not None
+        self.thread.tell(event)
+
+    def passing(self) -> None:
+        """Raise the failure of a thread; the control loop here has its own clock.
+
+        Raises:
+            RuntimeError: the cluster thread or the witness thread has ended because of a bug. The
+                agent ends with 70, and the stub starts another one.
+        """
+        for name, thread in (("cluster", self.thread), ("witness", self.witness_thread)):
+            if thread is not None and thread.failure is not None:
+                raise RuntimeError(f"the {name} thread has ended") from thread.failure
+
+    def close(self) -> None:
+        for thread in (self.thread, self.witness_thread):
+            if thread is not None:
+                thread.close()
+
+    def _sort(self, command: Command, network: list[NetworkCommand]) -> None:
+        # Ranks are suspended here, before another agent can have replaced them. The main thread may
+        # be busy at that time.
+        if isinstance(command, SuspendRanks | ResumeRanks) and self.thread is not None:
+            self.thread.hold_now(isinstance(command, SuspendRanks))
+        super()._sort(command, network)
+
+
+LOOK_EVERY_S = 2.0
+
+_log = logging.getLogger("ftrun")
+
+
+class FinishedWatch:
+    """The watch of one agent. It does not poll checkpoints behind a URL."""
+
+    def __init__(self, spec: RunSpec, brain: ControlLoop) -> None:
+        self._spec = spec
+        self._brain = brain
+        directory = spec.checkpoint_directory
+        is_used = spec.nodes is not None and directory is not None and not is_url(directory)
+        self._directory = directory if is_used else None
+        self._due_s: float | None = None
+        self._is_told = False
+        self.thread: threading.Thread | None = None
+
+    def look(self, *, now_s: float) -> None:
+        if self._directory is None or not self._is_apart():
+            self._due_s = None
+            return
+        if self._due_s is None:
+            self._due_s = now_s + LOOK_EVERY_S
+        if now_s < self._due_s or (self.thread is not None and self.thread.is_alive()):
+            return
+        self._due_s = now_s + LOOK_EVERY_S
+        self.thread = threading.Thread(target=self._read, name="ftrun-finished", daemon=True)
+        self.thread.start()
+
+    def _is_apart(self) -> bool:
+        """Whether this node has found no leader, or leads a paused run."""
+        lead = self._brain.member.lead
+        if lead is not None:
+            return lead.pause.is_on
+        return self._brain.member.role in (MemberRole.JOINING, MemberRole.SEEKING)
+
+    def _read(self) -> None:
+        assert self._directory is not None
+        plan = self._brain.plan
+        record = read_owner(self._directory)
+        if why := has_finished(self._spec, record, life=plan.life if plan is not None else ""):
+            if not self._is_told:
+                self._is_told = True
+                _log.warning("%s", why)
+            self._brain.tell(RunFinished(why))

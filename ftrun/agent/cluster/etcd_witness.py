@@ -1,11 +1,12 @@
-"""The register of the outside witness, in an etcd v3 cluster.
+"""The register of the outside witness, in an etcd v3 cluster, and the thread that queries it.
 
-Runs in:  agent, in the main thread before the run begins, then in `WitnessClient` only.
-Takes in: one query at a time.
-Gives:    the answer that ftrun.membership.witness computes, written only if nothing has changed
-          since.
+Runs in:  agent, in the main thread before the run begins; then in the thread of `WitnessClient`
+          only, because a query may block and heartbeats must not wait.
+Takes in: queries of the control loop.
+Gives:    `WitnessAnswered` to the control loop, for each query or a later one of its kind: the
+          answer that ftrun.membership.witness computes, written only if nothing has changed since.
 Survives: an endpoint that is unreachable: the next one is tried; a restart of etcd: a new lease is
-          taken.
+          taken; a witness that never answers: at most one query of each kind is kept.
 Source:   etcd's API guarantees (a transaction is atomic, a range without `serializable` is
           linearizable); Jepsen's test of etcd 3.4.3: its keys hold, its locks do not. The lease is
           therefore never proof of anything; only the compare in the transaction counts.
@@ -17,9 +18,13 @@ Every request has its own deadline, and a query as a whole has `ANSWER_S`.
 """
 
 import base64
+import logging
 import math
 import secrets
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import msgspec
@@ -97,13 +102,6 @@ class EtcdWitness:
         tls: EtcdTls | None = None,
     ) -> None:
         """Load the client library.
-
-        Args:
-            endpoints: host and port of each.
-            run_id: names the keys.
-            job: what the run runs, in words.
-            lease_s: of the leader's lease.
-            tls: None: plain HTTP.
 
         Raises:
             UsageError: the library is not installed.
@@ -344,3 +342,55 @@ def _put(key: str, value: WitnessRegister | LeaderLease, lease: int = 0) -> _JSO
 
 def _delete(key: str) -> _JSON:
     return {"request_delete_range": {"key": _text(key)}}
+
+
+_log = logging.getLogger(__name__)
+
+
+class WitnessClient:
+    """The queries of one agent, one at a time."""
+
+    def __init__(
+        self, register: EtcdWitness, me: NodeCard, tell: Callable[[WitnessAnswered], None]
+    ) -> None:
+        self._register = register
+        self._me = me
+        self._tell = tell
+        self._questions: SimpleQueue[QueryWitness | None] = SimpleQueue()
+        self.failure: Exception | None = None
+        """The exception that has ended this thread. The leader has no witness then, and the agent
+        must end."""
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name="ftrun-witness", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def ask(self, asked: QueryWitness) -> None:
+        """Queue a query; from any thread, never waits."""
+        self._questions.put(asked)
+
+    def close(self) -> None:
+        self._questions.put(None)
+        self._thread.join(2 * ANSWER_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over:
+                for asked in self._next():
+                    self._tell(self._register.ask(asked, self._me))
+        except Exception as error:  # noqa: BLE001 - any of them ends this agent
+            _log.exception("the thread that speaks with the witness ended in a bug of ftrun")
+            self.failure = error
+
+    def _next(self) -> list[QueryWitness]:
+        """The queries since the last call: the newest of each kind, in order."""
+        kept: dict[WitnessOperation, QueryWitness] = {}
+        found = self._questions.get()
+        with suppress(Empty):
+            while found is not None:
+                kept.pop(found.wish, None)
+                kept[found.wish] = found
+                found = self._questions.get_nowait()
+            self._is_over = True
+        return list(kept.values())

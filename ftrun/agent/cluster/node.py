@@ -16,16 +16,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ftrun import clock
-from ftrun.agent.cluster.cluster_brain import ClusterControlLoop
 from ftrun.agent.cluster.connections import ClusterConnections
-from ftrun.agent.cluster.control_loop import ControlLoop
-from ftrun.agent.cluster.etcd_witness import EtcdWitness
-from ftrun.agent.cluster.link_probe import LinkProber
-from ftrun.agent.cluster.own_rails import listen_on, own_rails
-from ftrun.agent.cluster.path_probe import PathProber
+from ftrun.agent.cluster.control_loop import ClusterControlLoop, ControlLoop
+from ftrun.agent.cluster.etcd_witness import EtcdWitness, WitnessClient
+from ftrun.agent.cluster.interfaces import listen_on, own_rails
+from ftrun.agent.cluster.path_probe import LinkProber, PathProber
 from ftrun.agent.cluster.rail_heartbeat import RailHeartbeat
 from ftrun.agent.cluster.rpc import ClusterRpc
-from ftrun.agent.cluster.witness_thread import WitnessClient
 from ftrun.agent.launch.rendezvous import LOOPBACK
 from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.observe.node_check import NodeCheck

@@ -1,23 +1,32 @@
-"""Probes one path: over one rail, from this node to another, in this direction only.
+"""Measures the network between two agents: one path in one direction, or one link in both.
 
 Runs in:  agent; on each side in a thread that lives for one probe.
-Takes in: an interface of this node, the other node's address on that rail. The probe has its own
-          connection, bound to the interface and authenticated as any other (purpose "road").
-Gives:    a `PathMeasurement`.
-Survives: any fault of the network: the dialler gives up after `DIAL_S` and `TRY_S`, and the other
-          side after `SERVE_S`.
+Takes in: the other agent's address; for a path also an interface of this node. A probe has its own
+          connection, so that no heartbeat waits behind it. It is authenticated as any other
+          (purpose "probe" or "road"); for a path it is bound to the interface.
+Gives:    a `PathMeasurement` or a `ProbeLinkResult`.
+Survives: any fault of the network: each side gives up after a fixed time, and the dialler reports
+          how far it came.
 
-    dialler                             other side
+    a path: dialler                     other side
     PING                          ->
                                   <-    1 byte              some times
     BULK, bytes without end       ->    counts them for a while
                                   <-    bytes and seconds
     closes at once
 
-Rule 1: the receiver measures only the second half of what arrives. The first half contains what
-        buffers and shapers on the path pass at once, and the slow start of TCP.
-Rule 2: a probe is cheap: it ends after `BULK_S` or `BULK_BYTES`, whichever comes first. It takes
-        longer only if almost nothing arrives.
+    a link: prober                      agent
+    1 byte                        ->
+                                  <-    1 byte              five times
+    256 KiB                       ->
+                                  <-    1 byte
+    1 byte                        ->
+                                  <-    256 KiB
+
+Rule 1: the receiver of a path probe measures only the second half of what arrives. The first half
+        contains what buffers and shapers on the path pass at once, and the slow start of TCP.
+Rule 2: a path probe is cheap: it ends after `BULK_S` or `BULK_BYTES`, whichever comes first. It
+        takes longer only if almost nothing arrives.
 """
 
 import select
@@ -34,10 +43,18 @@ from ftrun.errors import PeerError, PeerLost
 from ftrun.membership.events import Happening, MessageReceived
 from ftrun.recovery.commands import ProbePath
 from ftrun.wire.cluster.generation import PathMeasurement
-from ftrun.wire.cluster.messages import AnyClusterMessage, ProbePathRequest, ProbePathResult
+from ftrun.wire.cluster.messages import (
+    AnyClusterMessage,
+    ProbeLinkRequest,
+    ProbeLinkResult,
+    ProbePathRequest,
+    ProbePathResult,
+)
 from ftrun.wire.transport.handshake import PeerIdentity, dial_handshake
 from ftrun.wire.transport.secret import Secret
 from ftrun.wire.transport.tcp import dial, tune
+
+# --- a path -----------------------------------------------------------------------------------
 
 PINGS = 4
 BULK_S = 0.025
@@ -117,14 +134,7 @@ class PathProber:
 def try_road(
     order: ProbePathRequest, node_id: str, own: PeerIdentity, secret: Secret | None
 ) -> PathMeasurement:
-    """Probe a path now. A value that was not measured is 0, with `problem`.
-
-    Args:
-        order: the path.
-        node_id: of this node.
-        own: the identity of this agent, with the purpose "road".
-        secret: the run's.
-    """
+    """Probe a path now. A value that was not measured is 0, with `problem`."""
     found = PathMeasurement(node_id, order.destination, order.rail)
     sock: socket.socket | None = None
     try:
@@ -176,7 +186,7 @@ def _measure(
             begun_s = clock.now_s()
             sock.settimeout(max(0.001, give_up_s - begun_s))
             sock.sendall(_PING)
-            _take(sock, 1, give_up_s)
+            _receive(sock, 1, give_up_s)
             rtts_s.append(clock.now_s() - begun_s)
         if not order.is_short:
             count, seconds = _send_bulk(sock, give_up_s)
@@ -203,7 +213,7 @@ def _send_bulk(sock: socket.socket, give_up_s: float) -> tuple[float, float]:
             break
         with suppress(BlockingIOError):
             sock.send(_CHUNK)
-    count, seconds = _RESULT.unpack(_take(sock, _RESULT.size, give_up_s))
+    count, seconds = _RESULT.unpack(_receive(sock, _RESULT.size, give_up_s))
     return count, seconds
 
 
@@ -241,7 +251,125 @@ def _second_half(arrivals: list[tuple[float, int]]) -> list[tuple[float, int]]:
     return [one for one in arrivals if one[0] >= half_s]
 
 
-def _take(sock: socket.socket, count: int, give_up_s: float) -> bytes:
+# --- a link -----------------------------------------------------------------------------------
+
+LINK_PINGS = 5
+LINK_BYTES = 256 << 10
+PROBE_S = 10.0
+"""For a whole link probe: 256 KiB at half a megabit a second take 4 s."""
+LINK_DIAL_S = 3.0
+PAUSE_S = 1.0
+"""Minimum time between two link probes of one agent."""
+
+
+class LinkProber:
+    """Runs one probe at a time; the leader requests them."""
+
+    def __init__(self, identity: PeerIdentity, secret: Secret | None) -> None:
+        self._identity = msgspec.structs.replace(identity, purpose="probe")
+        self._secret = secret
+        self._busy = threading.Lock()
+        self._last_s = float("-inf")
+
+    def take(self, order: ProbeLinkRequest, answer: Callable[[ProbeLinkResult], None]) -> bool:
+        """Start a probe, from any thread, without waiting.
+
+        Returns:
+            False if another probe is in progress, or has started less than `PAUSE_S` ago.
+        """
+        if not self._busy.acquire(blocking=False):
+            return False
+        if clock.now_s() - self._last_s < PAUSE_S:
+            self._busy.release()
+            return False
+        self._last_s = clock.now_s()
+        work = threading.Thread(
+            target=self._work, args=(order, answer), name="ftrun-probe", daemon=True
+        )
+        try:
+            work.start()
+        except RuntimeError:  # no more threads
+            self._busy.release()
+            return False
+        return True
+
+    def _work(self, order: ProbeLinkRequest, answer: Callable[[ProbeLinkResult], None]) -> None:
+        try:
+            answer(probe(order, self._identity, self._secret))
+        finally:
+            self._busy.release()
+
+
+def probe(
+    order: ProbeLinkRequest, own: PeerIdentity, secret: Secret | None, *, limit_s: float = PROBE_S
+) -> ProbeLinkResult:
+    """Measure one link, from this node. A value that was not measured is 0, with `problem`."""
+    found = ProbeLinkResult(number=order.number, receiver=order.receiver)
+    sock: socket.socket | None = None
+    try:
+        sock = dial(order.host, order.port, LINK_DIAL_S)
+        dial_handshake(sock, own, secret)
+        tune(sock, bulk=False, user_timeout_s=PROBE_S)
+        return _measure_link(sock, found, limit_s)
+    except (PeerError, OSError) as error:
+        return msgspec.structs.replace(found, problem=str(error))
+    finally:
+        if sock is not None:
+            sock.close()
+
+
+def serve_probe(sock: socket.socket) -> None:
+    """Serve the other side of a probe; the caller closes the socket.
+
+    Raises:
+        OSError: the prober is gone, or too slow.
+    """
+    give_up_s = clock.now_s() + PROBE_S
+    tune(sock, bulk=False, user_timeout_s=PROBE_S)
+    for _ in range(LINK_PINGS):
+        _receive(sock, 1, give_up_s)
+        _give(sock, 1, give_up_s)
+    _receive(sock, LINK_BYTES, give_up_s)
+    _give(sock, 1, give_up_s)
+    _receive(sock, 1, give_up_s)
+    _give(sock, LINK_BYTES, give_up_s)
+
+
+def _measure_link(sock: socket.socket, found: ProbeLinkResult, limit_s: float) -> ProbeLinkResult:
+    give_up_s = clock.now_s() + limit_s
+    rounds_s: list[float] = []
+    to_bytes_per_s = from_bytes_per_s = 0.0
+    problem = ""
+    try:
+        rounds_s.extend(_exchange(sock, 1, 1, give_up_s) for _ in range(LINK_PINGS))
+        sent_s = _exchange(sock, LINK_BYTES, 1, give_up_s)
+        to_bytes_per_s = LINK_BYTES / max(sent_s, 1e-6)
+        came_s = _exchange(sock, 1, LINK_BYTES, give_up_s)
+        from_bytes_per_s = LINK_BYTES / max(came_s, 1e-6)
+    except OSError as error:
+        problem = f"it did not come to its end: {error}"
+    return msgspec.structs.replace(
+        found,
+        rtt_s=min(rounds_s, default=0.0),
+        to_bytes_per_s=to_bytes_per_s,
+        from_bytes_per_s=from_bytes_per_s,
+        problem=problem,
+    )
+
+
+def _exchange(sock: socket.socket, out_bytes: int, in_bytes: int, give_up_s: float) -> float:
+    begun_s = clock.now_s()
+    _give(sock, out_bytes, give_up_s)
+    _receive(sock, in_bytes, give_up_s)
+    return clock.now_s() - begun_s
+
+
+def _give(sock: socket.socket, count: int, give_up_s: float) -> None:
+    sock.settimeout(max(0.001, give_up_s - clock.now_s()))
+    sock.sendall(bytes(count))
+
+
+def _receive(sock: socket.socket, count: int, give_up_s: float) -> bytes:
     data = b""
     while len(data) < count:
         sock.settimeout(max(0.001, give_up_s - clock.now_s()))

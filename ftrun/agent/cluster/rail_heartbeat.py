@@ -26,7 +26,7 @@ from hashlib import sha256
 import msgspec
 
 from ftrun import clock
-from ftrun.agent.cluster.cluster_brain import ClusterControlLoop
+from ftrun.agent.cluster.control_loop import ClusterControlLoop
 from ftrun.membership.events import MessageReceived
 from ftrun.network.detect.rails import match_rails
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard, Rail

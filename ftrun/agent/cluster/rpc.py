@@ -17,7 +17,7 @@ import msgspec
 from ftrun import clock
 from ftrun.agent.cluster.connections import ClusterConnections
 from ftrun.agent.cluster.control_loop import ControlLoop
-from ftrun.agent.cluster.link_probe import LinkProber
+from ftrun.agent.cluster.path_probe import LinkProber
 from ftrun.agent.faults.controller import NOT_ALLOWED, FaultController
 from ftrun.agent.publish.cluster_status import control_loop_status
 from ftrun.agent.publish.published import Published
@@ -99,7 +99,6 @@ class ClusterRpc:
     # --- control thread -----------------------------------------------------------------------
 
     def whole(self) -> ClusterStatus | None:
-        """The status of the whole run, from the leader on any node."""
         brain = self.brain.read().value
         own = brain.cluster
         if own is None or brain.leads or not brain.lead_id or self.thread is None:
@@ -137,7 +136,7 @@ class ClusterRpc:
         if not lines:
             return
         if self._merged is None:
-            self._merged = Journal(self._merged_folder, who="agent")
+            self._merged = Journal(self._merged_folder)
         for line in lines:
             self._merged.append(line)
 

@@ -22,14 +22,14 @@ from queue import Empty, SimpleQueue
 import msgspec
 
 from ftrun import clock
-from ftrun.agent.cluster.cluster_brain import ClusterControlLoop
-from ftrun.agent.cluster.control_loop import ControlLoop
+from ftrun.agent.cluster.control_loop import ClusterControlLoop, ControlLoop
 from ftrun.agent.faults.injectors import FaultInjectors
 from ftrun.agent.faults.reverter import FaultAction, RunningFault
 from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.config.run_spec import RunSpec
 from ftrun.errors import FaultRefused, FtrunError
 from ftrun.journal import Journal
+from ftrun.records.faults import FaultAcceptedRecord, FaultInjected, FaultReverted
 from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.fault_catalog import fault_kind
 from ftrun.wire.fault_orders import FaultPage
@@ -52,7 +52,7 @@ _LAST_WORDS_S = 0.2
 """Delay of a fault that ends, stops or cuts off this agent, so that the answer is sent first."""
 
 _ITSELF = "the rank does it itself"
-_LASTS_INSIDE = frozenset({"hang", "spin", "slow-input", "stop"})
+_LASTS_INSIDE = frozenset({"hang", "busy-loop", "slow-input", "stop"})
 """Faults inside a rank that have a duration and can be cancelled."""
 
 _MAX_KNOWN = 1000
@@ -106,17 +106,6 @@ class FaultController:
         wake: Callable[[], None],
         send_lines: Callable[[], None],
     ) -> None:
-        """Create the controller of one node.
-
-        Args:
-            spec: of the run.
-            journal: of this node.
-            control: knows the plan, and the connections to other nodes.
-            workers: of this node.
-            injectors: inject the faults.
-            wake: wakes the main thread.
-            send_lines: sends the lines of the journal to the leader, before this agent ends.
-        """
         self._spec = spec
         self._journal = journal
         self._control = control
@@ -134,7 +123,6 @@ class FaultController:
     # --- a thread for each order --------------------------------------------------------------
 
     def ask(self, order: FaultOrder) -> messages.AnyMessage:
-        """Execute or forward an order from the operator on this machine; return the answer."""
         try:
             node_id, order = self._resolve(order)
         except FaultRefused as error:
@@ -176,7 +164,7 @@ class FaultController:
         kind = fault_kind(order.kind)
         if kind.by_rank:
             return self._of_rank(plan, order)
-        if order.kind == "lead-kill":
+        if order.kind == "leader-kill":
             return plan.lead, order
         if order.node:
             return _node_named(plan, order.node), order
@@ -249,7 +237,6 @@ class FaultController:
                 self._over(running, over if running.has_fired else "its rank has ended before")
 
     def close(self) -> None:
-        """Revert all faults in progress, at the end of the run on this node."""
         self.look()
         for running in list(self._running):
             if running.healing is not None:
@@ -288,7 +275,6 @@ class FaultController:
         self._answer(ticket)
 
     def _cancel(self, ticket: _Ticket) -> None:
-        """Cancel an order that has not fired, or whose fault is in progress."""
         wanted = ticket.order.cancels
         found = next((one for one in self._running if one.order.id == wanted), None)
         try:
@@ -419,33 +405,27 @@ class FaultController:
 
     def _tell_ordered(self, order: FaultOrder, how: str) -> None:
         self._journal.write(
-            "FaultOrdered",
-            id=order.id,
-            fault=order.kind,
-            rank=order.rank,
-            at_step=order.at_step,
-            for_s=order.for_s,
-            amount=order.amount,
-            again=order.again,
-            how=how,
+            FaultAcceptedRecord(
+                order.id,
+                order.kind,
+                order.rank,
+                at_step=order.at_step,
+                for_s=order.for_s,
+                amount=order.amount,
+                again=order.again,
+                how=how,
+            )
         )
 
     def _tell_fired(self, running: _Running, step: int, at_s: float) -> None:
         order = running.order
         how = running.deed.how if running.deed is not None else _ITSELF
-        self._journal.write(
-            "FaultFired",
-            id=order.id,
-            fault=order.kind,
-            rank=order.rank,
-            step=step,
-            fired_mono_s=round(at_s, 6),
-            how=how,
-        )
+        record = FaultInjected(order.id, order.kind, order.rank, step, round(at_s, 6), how)
+        self._journal.write(record)
 
     def _over(self, running: _Running, why: str) -> None:
         order = running.order
-        self._journal.write("FaultEnded", id=order.id, fault=order.kind, rank=order.rank, why=why)
+        self._journal.write(FaultReverted(order.id, order.kind, order.rank, why))
         if running in self._running:
             self._running.remove(running)
 

@@ -122,7 +122,6 @@ def _open(fd: int) -> ParityRegion:
 
 
 def _contents(vault: ParityRegion) -> list[memoryview]:
-    """Parity rows and mirrors that are complete."""
     if vault.state not in _WHOLE or vault.record is None:
         return []
     rows = [i for i in range(vault.record.num_rows) if vault.row_digest(i)]
@@ -143,7 +142,6 @@ def newest_file(directory: Path) -> Path:
 
 
 def flip_in_file(path: Path) -> None:
-    """Flip one bit in the middle of the file."""
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
         (byte,) = file.read(1)

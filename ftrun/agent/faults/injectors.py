@@ -14,20 +14,28 @@ import socket
 import struct
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from ftrun import clock
-from ftrun.agent.cluster.cluster_brain import ClusterControlLoop
-from ftrun.agent.cluster.control_loop import ControlLoop
+from ftrun.agent.cluster.control_loop import ClusterControlLoop, ControlLoop
 from ftrun.agent.faults import corruption as spoiling
-from ftrun.agent.faults.cgroups import FaultCgroup, check_free, make_group
-from ftrun.agent.faults.machine import clock_jump, cpu_starve, fd_limit, fill, pid_limit
+from ftrun.agent.faults.machine import (
+    FaultCgroup,
+    check_free,
+    clock_jump,
+    cpu_starve,
+    fd_limit,
+    fill,
+    make_group,
+    pid_limit,
+)
 from ftrun.agent.faults.network import link_fault
 from ftrun.agent.faults.reverter import FaultAction, RunningFault
 from ftrun.agent.faults.reverter_process import named
 from ftrun.agent.launch.warm_start import WorkerHandle
 from ftrun.agent.launch.worker_group import WorkerGroup
-from ftrun.agent.observe.process_facts import cores_used
+from ftrun.agent.observe.proc import cores_used
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.config.run_spec import RunSpec
 from ftrun.errors import FaultRefused
@@ -59,8 +67,8 @@ class FaultInjectors:
             "smp-kill": self._smp_kill,
             "smp-stop": self._smp_stop,
             "agent-kill": self._agent_kill,
-            "lead-kill": self._lead_kill,
-            "agent-zombie": self._agent_zombie,
+            "leader-kill": self._lead_kill,
+            "agent-stop": self._agent_zombie,
             "zygote-kill": self._zygote_kill,
             "node-loss": self._node_loss,
             "freeze": self._freeze,
@@ -75,7 +83,9 @@ class FaultInjectors:
             "fragment-truncate": self._fragments,
             "fragment-stale": self._fragments,
             "corrupt-checkpoint": self._corrupt_checkpoint,
-            **dict.fromkeys(("partition", "one-way", "slow-link", "lossy-link"), self._link),
+            **dict.fromkeys(
+                ("partition", "one-way-partition", "slow-link", "lossy-link"), self._link
+            ),
         }
 
     def deed(self, order: FaultOrder) -> FaultAction:
@@ -222,11 +232,7 @@ class FaultInjectors:
 
     def _smp_kill(self, _: FaultOrder) -> FaultAction:
         pid = self._smp_pid()
-
-        def do() -> None:
-            os.kill(pid, signal.SIGKILL)
-
-        return FaultAction(f"SIGKILL to pid {pid}", do)
+        return FaultAction(f"SIGKILL to pid {pid}", lambda: os.kill(pid, signal.SIGKILL))
 
     def _smp_stop(self, order: FaultOrder) -> FaultAction:
         who = named(self._smp_pid())
@@ -249,10 +255,9 @@ class FaultInjectors:
         return int(struct.unpack("3i", found)[0])
 
     def _agent_kill(self, _: FaultOrder) -> FaultAction:
-        def do() -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        return FaultAction(f"SIGKILL to pid {os.getpid()}", do, is_last=True)
+        pid = os.getpid()
+        how = f"SIGKILL to pid {pid}"
+        return FaultAction(how, lambda: os.kill(pid, signal.SIGKILL), is_last=True)
 
     def _lead_kill(self, order: FaultOrder) -> FaultAction:
         if not self._control.leads:
@@ -262,12 +267,8 @@ class FaultInjectors:
     def _agent_zombie(self, order: FaultOrder) -> FaultAction:
         who = named(os.getpid())
 
-        def do() -> RunningFault:
-            stop, go_on = signal.SIGSTOP, signal.SIGCONT
-            return RunningFault(
-                [["signal", stop, who]], [["signal", go_on, who]], for_s=order.for_s, waits=False
-            )
-
+        steps = ([["signal", signal.SIGSTOP, who]], [["signal", signal.SIGCONT, who]])
+        do = partial(RunningFault, *steps, for_s=order.for_s, waits=False)
         return FaultAction(f"SIGSTOP to pid {os.getpid()} for {order.for_s:g} s", do, is_last=True)
 
     def _zygote_kill(self, _: FaultOrder) -> FaultAction:
@@ -275,11 +276,8 @@ class FaultInjectors:
         child = zygote.child if zygote is not None else None
         if child is None or child.status is not None:
             raise FaultRefused("there is no zygote on this node: ranks are started fresh")
-
-        def do() -> None:
-            child.signal(signal.SIGKILL)
-
-        return FaultAction(f"SIGKILL to pid {child.pid}", do)
+        how = f"SIGKILL to pid {child.pid}"
+        return FaultAction(how, lambda: child.signal(signal.SIGKILL))
 
     # --- the node -----------------------------------------------------------------------------
 
@@ -295,12 +293,10 @@ class FaultInjectors:
             )
         smp = self._smp_or_nobody()
 
-        def do() -> RunningFault:
-            kill = signal.SIGKILL
-            # An SMP that has outlived an earlier stub is not a descendant of this stub.
-            steps = [["signal", signal.SIGSTOP, smp], ["tree", kill, stub], ["signal", kill, smp]]
-            return RunningFault(steps, [], waits=False)
-
+        kill = signal.SIGKILL
+        # An SMP that has outlived an earlier stub is not a descendant of this stub.
+        steps = [["signal", signal.SIGSTOP, smp], ["tree", kill, stub], ["signal", kill, smp]]
+        do = partial(RunningFault, steps, [], waits=False)
         return FaultAction(f"SIGKILL to all of this run, stub {stub} included", do, is_last=True)
 
     def _freeze(self, order: FaultOrder) -> FaultAction:
@@ -308,15 +304,14 @@ class FaultInjectors:
         root = os.getpid() if stub == 1 else stub
         smp = self._smp_or_nobody()
 
-        def do() -> RunningFault:
-            stop, go_on = signal.SIGSTOP, signal.SIGCONT
-            return RunningFault(
-                [["tree", stop, root], ["signal", stop, smp]],
-                [["signal", go_on, smp], ["tree", go_on, root]],
-                for_s=order.for_s,
-                waits=False,
-            )
-
+        stop, go_on = signal.SIGSTOP, signal.SIGCONT
+        do = partial(
+            RunningFault,
+            [["tree", stop, root], ["signal", stop, smp]],
+            [["signal", go_on, smp], ["tree", go_on, root]],
+            for_s=order.for_s,
+            waits=False,
+        )
         return FaultAction(f"SIGSTOP to all of this run for {order.for_s:g} s", do, is_last=True)
 
     def _smp_or_nobody(self) -> list[tuple[int, int]]:
@@ -341,21 +336,17 @@ class FaultInjectors:
             raise FaultRefused("this node takes no part in the run just now; ask again")
         fault = link_fault(order, host=card.host, is_allowed_anywhere=spec.allow_network_faults)
 
-        def do() -> RunningFault:
-            return RunningFault(fault.do, fault.undo, for_s=order.for_s)
-
-        return FaultAction(fault.how, do, is_answered_first=order.kind in ("partition", "one-way"))
+        do = partial(RunningFault, fault.do, fault.undo, for_s=order.for_s)
+        is_cut = order.kind in ("partition", "one-way-partition")
+        return FaultAction(fault.how, do, is_answered_first=is_cut)
 
     def _bitflip_wire(self, _: FaultOrder) -> FaultAction:
         control = self._control
         thread = control.thread if isinstance(control, ClusterControlLoop) else None
         if thread is None:
             raise FaultRefused("this run has one node: nothing goes over a wire")
-
-        def do() -> None:
-            thread.spoil_next()
-
-        return FaultAction("the last bit of the next frame to each other agent", do)
+        how = "the last bit of the next frame to each other agent"
+        return FaultAction(how, thread.spoil_next)
 
     # --- data ---------------------------------------------------------------------------------
 
@@ -380,11 +371,8 @@ class FaultInjectors:
         vaults = list(self._smp.memory.vaults.values())
         spoil = spoiling.truncate if order.kind == "fragment-truncate" else spoiling.make_stale
         spoiling.check_kept(vaults, at_least=1 if spoil is spoiling.truncate else 2)
-
-        def do() -> None:
-            spoil(vaults)
-
-        return FaultAction("in the memory that is kept for other nodes", do)
+        how = "in the memory that is kept for other nodes"
+        return FaultAction(how, lambda: spoil(vaults))
 
     def _corrupt_checkpoint(self, _: FaultOrder) -> FaultAction:
         directory = self._spec.checkpoint_directory
@@ -392,12 +380,10 @@ class FaultInjectors:
             raise FaultRefused("this run writes no checkpoints: --checkpoint-dir DIR")
         if is_url(directory):
             raise FaultRefused("this run writes its checkpoints to a URL, not to a directory")
-        spoiling.newest_file(Path(directory))
-
-        def do() -> None:
-            spoiling.flip_in_file(spoiling.newest_file(Path(directory)))
-
-        return FaultAction(f"one bit in the newest checkpoint in {directory}", do)
+        find = partial(spoiling.newest_file, Path(directory))
+        find()
+        how = f"one bit in the newest checkpoint in {directory}"
+        return FaultAction(how, lambda: spoiling.flip_in_file(find()))
 
 
 def continue_later(

@@ -5,17 +5,120 @@ Takes in: an order for this node.
 Gives:    a prepared `FaultAction`; FaultRefused if the fault would harm other users of the machine.
 """
 
+import contextlib
 import os
 import resource
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from ftrun.agent.faults.cgroups import check_free, make_group
 from ftrun.agent.faults.reverter import FaultAction, RunningFault
 from ftrun.agent.faults.reverter_process import named
+from ftrun.agent.observe.preflight import free_memory
 from ftrun.errors import FaultRefused
 from ftrun.wire.fault_orders import FAULT_PREFIX
 from ftrun.wire.messages.faults import FaultOrder
+
+ROOT = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class FaultCgroup:
+    """The cgroup of one fault; `parent` is the cgroup to which its processes return."""
+
+    path: Path
+    parent: Path
+    is_v2: bool
+
+    @property
+    def undo(self) -> list[object]:
+        """Step for the reverter that empties and removes the cgroup."""
+        return ["empty", str(self.path), str(self.parent)]
+
+    def set(self, name: str, value: object) -> None:
+        (self.path / name).write_text(str(value), encoding="ascii")
+
+    def get(self, name: str) -> str:
+        return (self.path / name).read_text(encoding="ascii").strip()
+
+    def has(self, name: str) -> bool:
+        return (self.path / name).exists()
+
+    def remove(self) -> None:
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+
+
+def check_free(pid: int) -> None:
+    """Check that no fault holds this process in a cgroup.
+
+    If two faults overlapped, a reverter would move the process into a cgroup that the other
+    reverter has removed.
+
+    Raises:
+        FaultRefused: a fault holds the process.
+    """
+    if any(FAULT_PREFIX in line for line in _lines(pid)):
+        raise FaultRefused(
+            f"process {pid} is in the cgroup of an earlier fault: ask when it is over"
+        )
+
+
+def make_group(controller: str, name: str, pid: int) -> FaultCgroup:
+    """Create a cgroup of this controller below (v1) or next to (v2) the cgroup of a process.
+
+    Raises:
+        FaultRefused: no cgroup can be created; the text has the reasons.
+    """
+    problems: list[str] = []
+    for parent, is_v2, home in _parents(controller, pid):
+        path = parent / name
+        try:
+            path.mkdir()
+        except OSError as error:
+            problems.append(f"{path}: {error.strerror}")
+            continue
+        group = FaultCgroup(path, home, is_v2)
+        if is_v2 and controller not in group.get("cgroup.controllers").split():
+            problems.append(f"{path}: no {controller} controller there")
+            group.remove()
+            continue
+        return group
+    why = "; ".join(problems) or f"no {controller} cgroup is mounted at {ROOT}"
+    raise FaultRefused(f"it needs a {controller} cgroup of its own, and none can be made: {why}")
+
+
+def _lines(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8").splitlines()
+
+
+def _parents(controller: str, pid: int) -> list[tuple[Path, bool, Path]]:
+    """Candidate parents: (folder, is it cgroup v2, present cgroup of the process)."""
+    found: list[tuple[Path, bool, Path]] = []
+    for line in _lines(pid):
+        _, controllers, inside = line.split(":", 2)
+        if controllers and controller in controllers.split(","):
+            here = ROOT / controllers / inside.lstrip("/")
+            if not here.exists():
+                here = ROOT / controller / inside.lstrip("/")
+            found.append((here, False, here))
+        elif not controllers:
+            # In v2 only leaf cgroups hold processes, so the new one is next to ours or further up.
+            here = ROOT / inside.lstrip("/")
+            above = [here.parent, *here.parent.parents] if here != ROOT else [ROOT]
+            tops = [folder for folder in above if folder == ROOT or ROOT in folder.parents]
+            found += [(folder, True, here) for folder in tops if _offers(folder, controller)]
+    return found
+
+
+def _offers(folder: Path, controller: str) -> bool:
+    try:
+        words = (folder / "cgroup.subtree_control").read_text(encoding="ascii").split()
+    except OSError:
+        return False
+    return controller in words
+
 
 MAX_FILL_BYTES = 4 << 30
 
@@ -28,7 +131,7 @@ def fill(order: FaultOrder, folder: Path, what: str) -> FaultAction:
     """
     limit_bytes = MAX_FILL_BYTES
     if order.kind == "shm-full":
-        limit_bytes = min(limit_bytes, _available_bytes() // 4)
+        limit_bytes = min(limit_bytes, max(0, free_memory()) // 4)
     check_may_be_filled(folder, what, limit_bytes)
     path = folder / f"{FAULT_PREFIX}{order.id}"
 
@@ -46,10 +149,8 @@ def fd_limit(order: FaultOrder) -> FaultAction:
     (me,) = named(os.getpid())
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
 
-    def do() -> RunningFault:
-        undo = [["limit", me, resource.RLIMIT_NOFILE, soft]]
-        return RunningFault([["cap files", me]], undo, for_s=order.for_s)
-
+    undo = [["limit", me, resource.RLIMIT_NOFILE, soft]]
+    do = partial(RunningFault, [["cap files", me]], undo, for_s=order.for_s)
     return FaultAction("RLIMIT_NOFILE of the agent at what it has open", do)
 
 
@@ -87,9 +188,7 @@ def cpu_starve(order: FaultOrder) -> FaultAction:
         raise FaultRefused(f"--amount is 1 to {4096 // cores} processes per core")
     count = int(order.amount * cores)
 
-    def do() -> RunningFault:
-        return RunningFault([["burn", count]], [], for_s=order.for_s)
-
+    do = partial(RunningFault, [["burn", count]], [], for_s=order.for_s)
     return FaultAction(f"{count} busy processes on {cores} cores", do)
 
 
@@ -112,10 +211,8 @@ def clock_jump(order: FaultOrder) -> FaultAction:
             "FAKETIME_DONT_FAKE_MONOTONIC=1 is not set: no machine's monotonic clock jumps"
         )
 
-    def do() -> RunningFault:
-        steps = [["write", path, f"{order.amount:+.0f}\n"]]
-        return RunningFault(steps, [["write", path, "+0\n"]], for_s=order.for_s)
-
+    steps = ([["write", path, f"{order.amount:+.0f}\n"]], [["write", path, "+0\n"]])
+    do = partial(RunningFault, *steps, for_s=order.for_s)
     return FaultAction(f"{order.amount:+.0f} s by libfaketime", do)
 
 
@@ -140,10 +237,3 @@ def check_may_be_filled(folder: Path, what: str, limit_bytes: int) -> None:
             f"the file system of {what} has {size_bytes >> 20} MiB, and filling one of more than "
             f"{limit_bytes >> 20} MiB could harm others on this machine. {advice}"
         )
-
-
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 0

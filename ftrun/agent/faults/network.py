@@ -64,7 +64,7 @@ def link_fault(order: FaultOrder, *, host: str, is_allowed_anywhere: bool) -> Li
         return _slow(tc, device, order.amount)
     if order.kind == "lossy-link":
         return _dropping(tc, device, ("egress", "ingress"), _drop_some(order.amount), order)
-    ways = ("egress",) if order.kind == "one-way" else ("egress", "ingress")
+    ways = ("egress",) if order.kind == "one-way-partition" else ("egress", "ingress")
     return _dropping(tc, device, ways, _DROP_ALL, order)
 
 

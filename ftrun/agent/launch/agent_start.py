@@ -33,7 +33,7 @@ from ftrun.wire.messages.agent_start import (
 from ftrun.wire.run_environment import RunFolder
 
 KNOWN_TORCH = ((2, 8), (2, 15))
-"""Versions (first, last) whose launcher was read; see docs/architecture.md."""
+"""Versions (first, last) whose launcher was read; see docs/internals.md."""
 
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
@@ -83,11 +83,7 @@ def begin() -> Begun | None:
 
 
 def set_thread_count(argv: list[str]) -> None:
-    """Set OMP_NUM_THREADS as torchrun does in its own process, but early enough for OpenMP.
-
-    Args:
-        argv: torchrun's arguments.
-    """
+    """Set OMP_NUM_THREADS as torchrun does in its own process, but early enough for OpenMP."""
     if "OMP_NUM_THREADS" in os.environ:
         return
     value = os.environ.get("PET_NPROC_PER_NODE", "1")

@@ -5,9 +5,10 @@ Takes in: torchrun's arguments.
 Gives:    torch.distributed.run.run(args) with ftrun's agent class, worker starter and rendezvous.
           Everything else stays torch's, in the installed version: flags, log folders, error files,
           macros, environment contract.
-Source:   the names used here exist from torch 2.6 to 2.15; see docs/architecture.md.
+Source:   the names used here exist from torch 2.6 to 2.15; see docs/internals.md.
 """
 
+import os
 import signal
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -80,6 +81,7 @@ class FtrunElasticAgent(local_elastic_agent.LocalElasticAgent):
     def start_generation(self, generation: int) -> None:
         # Torch names log folders and sets TORCHELASTIC_RESTART_COUNT by this difference.
         self._remaining_restarts = self._worker_group.spec.max_restarts - generation
+        self._store = self._worker_group.store = None  # closes it, so that a given port is free
         self._initialize_workers(self._worker_group)
 
     def close_generation(self) -> None:
@@ -98,7 +100,11 @@ class FtrunElasticAgent(local_elastic_agent.LocalElasticAgent):
 
 
 def parse(spec: RunSpec) -> Namespace:
-    args: Namespace = torchrun.get_args_parser().parse_args(spec.torchrun_argv)
+    parser = torchrun.get_args_parser()
+    if "PET_MASTER_PORT" not in os.environ:
+        # Before 2.13 torch has a default here, and two runs on one node would share this port.
+        parser.set_defaults(master_port=None)
+    args: Namespace = parser.parse_args(spec.torchrun_argv)
     if args.rdzv_id == "none":
         args.rdzv_id = spec.run_id
     if args.log_dir is None:
@@ -156,14 +162,7 @@ def run(
     starter: WorkerStarter,
     drive: Callable[[Any], None],
 ) -> None:
-    """Run torchrun's launcher with ftrun's parts; return when the run has ended well.
-
-    Args:
-        args: of `parse`.
-        config: of `launch_config`.
-        starter: starts the workers.
-        drive: the loop; receives torch's agent.
-    """
+    """Run torchrun's launcher with ftrun's parts; return when the run has ended well."""
     FtrunElasticAgent.drive = staticmethod(drive)
     # Torch looks these names up at each use. `setattr` is needed because mypy rejects a direct
     # assignment to names that the module does not export.

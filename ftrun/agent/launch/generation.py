@@ -2,7 +2,7 @@
 
 Runs in:  agent, main thread.
 Takes in: a plan: first to prepare it; then, once it is chosen, to start its ranks.
-Gives:    running workers, journal lines, a `RestartTimings` with measured phases.
+Gives:    running workers, journal lines, a `Recovered` with measured phases.
 Survives: this agent: the state for the next one is persisted with the SMP and the stub before a
           plan is accepted.
 """
@@ -11,13 +11,11 @@ import logging
 import os
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 
 import msgspec
 import xxhash
 
 from ftrun import clock
-from ftrun.agent.announcements import Announcements
 from ftrun.agent.launch.elastic import FtrunElasticAgent
 from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.observe.repeated_steps import RepeatedSteps
@@ -29,6 +27,11 @@ from ftrun.errors import DirectoryTaken, PeerError, SnapshotError
 from ftrun.ids import Generation, Rank, Version, version
 from ftrun.journal import Journal
 from ftrun.network.detect.rails import env_for, match_rails, rails_of_node
+from ftrun.records.incidents import VerdictRecord
+from ftrun.records.membership import GenerationChosen, NodeLost
+from ftrun.records.recovery import GenerationStartedRecord, Recovered, RestorePointChosen
+from ftrun.records.snapshots import CheckpointRejected, SmpUnreachable
+from ftrun.recovery.commands import JournalEntry
 from ftrun.urls import without_password
 from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.cluster.membership import RestartTimes
@@ -40,22 +43,6 @@ _log = logging.getLogger(__name__)
 
 NOTHING = version(-9, -1)
 """Older than every version, those from a checkpoint included."""
-
-
-@dataclass
-class RestartTimings:
-    """One measured restart; times in seconds on the monotonic clock."""
-
-    generation: int
-    cause: str
-    noticed_s: float
-    decided_s: float
-    stopped_s: float
-    launched_s: float
-    restored: str | None
-    phases_s: dict[str, float] | None = None
-    """Duration of each phase, in order from `noticed_s`; None until every rank has completed a
-    step."""
 
 
 class GenerationRunner:
@@ -73,7 +60,7 @@ class GenerationRunner:
         kept: PersistedAgentState,
     ) -> None:
         self.number = -1
-        self.restarts: deque[RestartTimings] = deque(maxlen=100)
+        self.restarts: deque[Recovered] = deque(maxlen=100)
         self.plan: GenerationPlan | None = None
         """The plan whose ranks run here, or are about to start."""
         self.is_over = False
@@ -183,21 +170,17 @@ class GenerationRunner:
         self._workers.launched(agent)
         self._took_effect = True
         crash_point("agent.restart.launched")
-        pids = self._workers.pids()
-        text = str(self._restored) if self._restored is not None else None
         if self.number > 0:
-            start = text or "the beginning"
+            start = str(self._restored) if self._restored is not None else "the beginning"
             _log.info("%s", self.announcements.beginning(plan.why, self.number, start))
             decided_s = self._decided_s
             times = (noticed_s or decided_s, decided_s, stopped_s or decided_s, clock.now_s())
-            self.restarts.append(RestartTimings(self.number, plan.why, *times, text))
+            self.restarts.append(Recovered(self.number, plan.why, *times, self._restored))
+        ranks = tuple(int(handle.place.rank) for handle in self._workers.handles)
         self._journal.write(
-            "StartGeneration",
-            why=plan.why,
-            generation=self.number,
-            restored=text,
-            pids=pids,
-            ranks=[int(handle.place.rank) for handle in self._workers.handles],
+            GenerationStartedRecord(
+                plan.why, self.number, self._restored, tuple(self._workers.pids()), ranks
+            )
         )
         self._keep_state()
         crash_point("agent.restart.state_kept")
@@ -217,7 +200,7 @@ class GenerationRunner:
         try:
             self._smp.begin_generation(body, self._workers.command_fd)
         except PeerError as error:
-            self._journal.write("smp_not_told", why=str(error))
+            self._journal.write(SmpUnreachable(str(error)))
 
     def tell_new_smp(self) -> None:
         if not self.is_over:
@@ -250,7 +233,7 @@ class GenerationRunner:
             for page in pages
         )
         first_step_s = last_s(HeartbeatField.FIRST_STEP_NS)
-        restart.phases_s = {
+        phases_s = {
             "decide": restart.decided_s - restart.stopped_s,
             "stop": restart.stopped_s - restart.noticed_s,
             "fork": script_s - restart.decided_s,
@@ -259,7 +242,8 @@ class GenerationRunner:
             "restore": restoring_s,
             "first_step": first_step_s - restored_s,
         }
-        self._journal.write("Recovered", **asdict(restart))
+        self.restarts[-1] = msgspec.structs.replace(restart, phases_s=phases_s)
+        self._journal.write(self.restarts[-1])
 
     def restart_times(self, now_s: float) -> RestartTimes | None:
         """Times of this generation's restart; None until every rank has completed a step."""
@@ -311,7 +295,7 @@ class GenerationRunner:
             # lost, and must not be fetched any more.
             self._smp.committed = found if found.generation >= 0 else None
         voided = self._smp.void_after(found if found is not None else NOTHING)
-        self._journal.write("restore_point", version=str(found), why=why, voided_slots=voided)
+        self._journal.write(RestorePointChosen(found, why, voided))
         return found
 
     def _await_share(self) -> None:
@@ -328,7 +312,7 @@ class GenerationRunner:
             self._smp.await_restored()
         except PeerError as error:
             # The next SMP finds no complete slot and reports that, so another generation begins.
-            self._journal.write("smp_not_told", why=str(error))
+            self._journal.write(SmpUnreachable(str(error)))
             return
         if self._smp.restore_failed:
             self._reject({self.checkpoint: self._smp.restore_failed})
@@ -373,7 +357,7 @@ class GenerationRunner:
         for name, reason in bad.items():
             if name not in self._said_bad:
                 self._said_bad.add(name)
-                self._journal.write("checkpoint_rejected", name=name, why=reason)
+                self._journal.write(CheckpointRejected(name, reason))
                 _log.warning("checkpoint %s is not used: %s", name, reason)
 
     def keep_arenas(self) -> None:
@@ -394,7 +378,7 @@ class GenerationRunner:
         try:
             self._smp.keep_run_state(self._kept.encode())
         except PeerError as error:
-            self._journal.write("smp_not_told", why=str(error))
+            self._journal.write(SmpUnreachable(str(error)))
 
 
 def _road_variables(plan: GenerationPlan, node_id: str) -> dict[str, str]:
@@ -407,3 +391,46 @@ def _road_variables(plan: GenerationPlan, node_id: str) -> dict[str, str]:
     except Exception:  # noqa: BLE001 - a bug costs the plan of roads, never the run
         _log.exception("a bug in ftrun: ranks use the rails that their libraries choose")
         return {}
+
+
+_log = logging.getLogger(__name__)
+
+_CAUSES = (NodeLost, VerdictRecord)
+"""Records that may repeat one failure. The reason of the next generation may repeat it too."""
+
+
+class Announcements:
+    """The causes since the last generation started."""
+
+    def __init__(self) -> None:
+        self._said: deque[str] = deque(maxlen=20)
+
+    def is_new(self, cause: str) -> bool:
+        """Return whether this cause is not printed yet, and count it as printed."""
+        if cause in self._said:
+            return False
+        self._said.append(cause)
+        return True
+
+    def show(self, entry: JournalEntry, *, has_ranks: bool) -> None:
+        """Print an entry, unless it names a cause that is printed already.
+
+        Args:
+            entry: from the leader.
+            has_ranks: this node runs ranks. If not, no ranks start here, and the entry for the new
+                generation clears the causes instead.
+        """
+        record = entry.record
+        if isinstance(record, GenerationChosen) and not has_ranks:
+            self._said.clear()
+        if entry.say and (not isinstance(record, _CAUSES) or self.is_new(record.text)):
+            _log.warning("%s", record.text)
+
+    def beginning(self, reason: str, generation: int, start: str) -> str:
+        """The line for a new generation, without the part of its reason that is already printed."""
+        said = next((one for one in self._said if reason.startswith(one)), "")
+        self._said.clear()
+        rest = reason.removeprefix(said).lstrip("; ")
+        return "; ".join(
+            [*([rest] if rest else []), f"generation {generation} starts from {start}"]
+        )

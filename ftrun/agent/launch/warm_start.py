@@ -26,6 +26,7 @@ import msgspec
 from ftrun import clock
 from ftrun.agent.launch.process import ChildProcess, python_command, spawn
 from ftrun.journal import Journal
+from ftrun.records.snapshots import FreshStartUsed
 from ftrun.wire.messages.worker import LaunchRequest, encode_launch
 from ftrun.wire.run_environment import LAUNCH
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
@@ -310,7 +311,7 @@ class WorkerStarter:
                 return self._warm(self.zygote, argv[1:], variables, streams, place), "warm"
             except ZygoteUnavailable as error:
                 why_fresh = str(error)
-        self.journal.write("fresh_start", rank=place.rank, why=why_fresh)
+        self.journal.write(FreshStartUsed(why_fresh or "", place.rank))
         return self._fresh(entrypoint, argv, variables, streams, place, python=python), "fresh"
 
     def _why_fresh(self, entrypoint: str, *, python: bool, numa_options: object) -> str | None:

@@ -343,7 +343,7 @@ class WorkerGroup:
                 else -1.0,
                 phase=handle.place.page.phase,
                 loss=handle.place.page.loss if handle.place.page.get(HeartbeatField.LOSS) else None,
-                bad_step=handle.place.page.get(HeartbeatField.BAD_NUMBERS_STEP),
+                bad_step=handle.place.page.get(HeartbeatField.NUMERICAL_ANOMALY_STEP),
                 p50_s=quantile_s(handle.place.page.step_times, 0.5),
                 p99_s=quantile_s(handle.place.page.step_times, 0.99),
             )
@@ -474,11 +474,3 @@ def blocked_s(pages: Sequence[SharedPage]) -> float:
 
 def loss_in(pages: Sequence[SharedPage]) -> float | None:
     return next((page.loss for page in pages if page.get(HeartbeatField.LOSS)), None)
-
-
-def committed_in(commands: SharedPage | None) -> tuple[int, int] | None:
-    """Generation and step of the newest commit on the command page; None: no commit."""
-    if commands is None or commands.get(CommandField.COMMITTED_GENERATION) < -1:
-        return None
-    step = commands.get(CommandField.COMMITTED_STEP)
-    return (commands.get(CommandField.COMMITTED_GENERATION), step) if step >= 0 else None

@@ -3,7 +3,8 @@
 Runs in:  agent, the thread of the rank observer.
 Takes in: /sys/class/net, /sys/class/infiniband; for GPUs NVML, if its package and driver are
           present.
-Gives:    sentences about what was counted since the last poll; none if nothing was.
+Gives:    sentences about what was counted since the last poll; none if nothing was. For the process
+          of the preflight check the faults and warnings of all GPUs.
 Survives: missing devices: a machine without them reports nothing.
 Source:   the counters are the kernel's (Documentation/ABI/testing/sysfs-class-net-statistics,
           sysfs-class-infiniband) and NVML's; which of them matter: docs/papers.md, C4 and Aegis.
@@ -18,8 +19,6 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from ftrun.agent.observe import nvidia
-
 EVERY_S = 5.0
 _RECENT_S = 120.0
 _KEPT = 8
@@ -32,11 +31,7 @@ _WORDS = {
 
 
 class DeviceCounters:
-    """The counters of one node; each poll reports what is new since the last one.
-
-    Args:
-        system: /sys, or a tree like it.
-    """
+    """The counters of one node; each poll reports what is new since the last one."""
 
     def __init__(self, system: Path = Path("/sys")) -> None:
         self._system = system
@@ -45,12 +40,7 @@ class DeviceCounters:
         self._gpus: _Gpus | None = None
 
     def look(self, now_s: float, *, on_device: bool) -> tuple[str, ...]:
-        """What was counted since the last poll, if a poll is due.
-
-        Args:
-            now_s: the time.
-            on_device: ranks of this node use a GPU.
-        """
+        """What was counted since the last poll, if a poll is due."""
         if now_s < self._due_s:
             return ()
         is_first = not self._due_s
@@ -110,7 +100,7 @@ class _Gpus:
         self._events: Any = None
         self._news: list[str] = []
         self._throttled: dict[int, bool] = {}
-        self._nvml = nvidia.driver()
+        self._nvml = driver()
         if self._nvml is not None:
             self._listen()
 
@@ -122,7 +112,7 @@ class _Gpus:
         nvml, found = self._nvml, dict[str, int]()
         for index, device in self._devices():
             with suppress(Exception):  # unknown to some devices
-                found[f"GPU {index} uncorrectable_memory_errors"] = nvidia.uncorrectable_errors(
+                found[f"GPU {index} uncorrectable_memory_errors"] = uncorrectable_errors(
                     nvml, device
                 )
             self._look_at_clocks(index, device)
@@ -138,7 +128,7 @@ class _Gpus:
 
     def _look_at_clocks(self, index: int, device: Any) -> None:
         with suppress(Exception):
-            said = nvidia.slowdown(self._nvml, device)
+            said = slowdown(self._nvml, device)
             if said and not self._throttled.get(index, False):
                 self._news.append(f"GPU {index} {said}")
             self._throttled[index] = bool(said)
@@ -184,3 +174,75 @@ def _in_words(key: str, more: int) -> str:
     if counter in _WORDS:
         return f"{device}: {_WORDS[counter]} {more:,} times"
     return f"{device} {counter.replace('_', ' ')}: {more:,} more"
+
+
+def driver() -> Any:
+    """NVML, initialised; None without package, driver or device."""
+    try:
+        import pynvml  # type: ignore[import-not-found, unused-ignore]
+
+        pynvml.nvmlInit()
+    except Exception:  # noqa: BLE001 - of whatever kind: there is nothing to say
+        return None
+    return pynvml
+
+
+def uncorrectable_errors(nvml: Any, device: Any) -> int:
+    """Uncorrectable memory errors since the driver was loaded.
+
+    Raises:
+        NVMLError: unknown to this device.
+    """
+    return int(
+        nvml.nvmlDeviceGetTotalEccErrors(
+            device, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        )
+    )
+
+
+def slowdown(nvml: Any, device: Any) -> str:
+    """Text that says that heat or a fault throttles the device; empty: not throttled.
+
+    Raises:
+        NVMLError: unknown to this device.
+    """
+    reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)
+    bad = nvml.nvmlClocksThrottleReasonHwSlowdown | nvml.nvmlClocksThrottleReasonSwThermalSlowdown
+    return f"is slowed down (reasons {reasons:#x})" if reasons & bad else ""
+
+
+def soundness() -> tuple[int, tuple[str, ...], tuple[str, ...]]:
+    """Number of GPUs, faults, and warnings about throttling; empty without a driver."""
+    nvml = driver()
+    if nvml is None:
+        return 0, (), ()
+    faults: list[str] = []
+    remarks: list[str] = []
+    count = 0
+    with suppress(nvml.NVMLError):
+        count = nvml.nvmlDeviceGetCount()
+    for index in range(count):
+        _look_at(nvml, index, faults, remarks)
+    with suppress(nvml.NVMLError):
+        nvml.nvmlShutdown()
+    return count, tuple(faults), tuple(remarks)
+
+
+def _look_at(nvml: Any, index: int, faults: list[str], remarks: list[str]) -> None:
+    try:
+        device = nvml.nvmlDeviceGetHandleByIndex(index)
+    except nvml.NVMLError as error:
+        faults.append(f"GPU {index} does not answer: {error}")
+        return
+    with suppress(nvml.NVMLError):  # each is unknown to some devices
+        if count := uncorrectable_errors(nvml, device):
+            faults.append(f"GPU {index} has {count:,} uncorrectable memory errors since its reset")
+    with suppress(nvml.NVMLError):
+        _, _, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(device)
+        if has_failed:
+            faults.append(f"GPU {index} could not replace a broken row of its memory")
+        elif is_pending:
+            faults.append(f"GPU {index} needs a reset: rows of its memory are to be replaced")
+    with suppress(nvml.NVMLError):
+        if said := slowdown(nvml, device):
+            remarks.append(f"GPU {index} {said}")

@@ -26,13 +26,14 @@ from pathlib import Path
 import msgspec
 
 from ftrun import clock
-from ftrun.agent.cluster.link_probe import probe
+from ftrun.agent.cluster.path_probe import probe
 from ftrun.agent.launch.process import awaited, python_command
 from ftrun.agent.observe.preflight import room
 from ftrun.config.run_spec import RunSpec
 from ftrun.journal import Journal
 from ftrun.membership.events import NodeChecked
 from ftrun.monitor.node_fitness import NodeFitness, NodeMeasurements, judge
+from ftrun.records.membership import PreflightFinished
 from ftrun.wire.cluster.messages import ProbeLinkRequest, ProbeLinkResult
 from ftrun.wire.transport.handshake import PeerIdentity
 from ftrun.wire.transport.secret import Secret
@@ -98,13 +99,7 @@ class NodeCheck:
     def join(
         self, identity: PeerIdentity, secret: Secret | None, tell: Callable[[NodeChecked], None]
     ) -> None:
-        """Report results to the control loop from now on; called before the first connection.
-
-        Args:
-            identity: of this agent.
-            secret: of the run.
-            tell: receives each result, from any thread.
-        """
+        """Report results to the control loop from now on; called before the first connection."""
         self._identity = msgspec.structs.replace(identity, purpose="probe")
         self._secret, self._tell = secret, tell
         if self.fitness is not None:
@@ -222,8 +217,7 @@ class NodeCheck:
         before, self._number = self.fitness, number
         found = judge(figures, self._settings, number=number, is_whole=is_whole)
         self.fitness = found
-        fields = msgspec.to_builtins(found)
-        self._journal.write("PreFlight", text=f"this node: {found}", **fields)
+        self._journal.write(PreflightFinished(f"this node: {found}", found))
         if str(found) != "fit" and (before is None or str(before) != str(found)):
             _log.warning("the check of this node: %s", found)
         if self._tell is not None:

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from ftrun import clock
-from ftrun.agent.observe import nvidia
+from ftrun.agent.observe.devices import soundness
 from ftrun.linux import cgroup_room
 from ftrun.monitor.node_fitness import NodeMeasurements
 
@@ -68,7 +68,7 @@ def measure(folder: Path) -> NodeMeasurements:
         rtt_s, rate = loopback()
     except OSError as error:
         not_done = f"the loopback was not measured: {error}"
-    gpus, faults, remarks = nvidia.soundness()
+    gpus, faults, remarks = soundness()
     return msgspec.structs.replace(
         found,
         processes=free_processes(),

@@ -1,18 +1,24 @@
 """Observes this node's ranks: the duration of their steps, and the state of unresponsive ranks.
 
 Runs in:  agent, a thread of its own, so that a slow poll delays nothing.
-Takes in: heartbeat pages; on suspicion flight recorders, stacks and /proc.
-Gives:    `p99_s` and `views`, each replaced as a whole.
+Takes in: heartbeat pages, flight recorders, the kernel's counters of connections; on suspicion
+          stacks and /proc.
+Gives:    `p99_s`, `views` and `sample`, each replaced as a whole. A `NodeSample` is taken about
+          once a second while the ranks train, less often if it would cost too much.
 Survives: a rank that hangs in any way: every read is bounded.
 
-Rule 1: while ranks complete steps, only their pages are read. The rest is for unresponsive ranks.
+Rule 1: while ranks complete steps, only their pages are read, and samples are taken. The rest is
+        for unresponsive ranks.
 Rule 2: if this thread itself was paused (a suspended laptop, a frozen node), all times without a
         heartbeat are counted from its wake-up.
+Rule 3: sampling uses at most `COST` of a processor per rank. A node with many ranks or long flight
+        recorders is therefore sampled less often.
 """
 
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -22,13 +28,18 @@ import msgspec
 from ftrun import clock
 from ftrun.agent.launch.warm_start import WorkerHandle
 from ftrun.agent.observe.devices import DeviceCounters
-from ftrun.agent.observe.flight_recorder import RecordedCollective, parse_entries, read_entries
-from ftrun.agent.observe.introspection import RankStack, take_stack
-from ftrun.agent.observe.process_facts import ProcessState, process_facts
-from ftrun.agent.observe.sampler import Sampler
+from ftrun.agent.observe.introspection import (
+    RankStack,
+    RecordedCollective,
+    parse_entries,
+    read_entries,
+    take_stack,
+)
+from ftrun.agent.observe.preflight import free_memory
+from ftrun.agent.observe.proc import ProcessState, SocketStats, process_facts, resident_bytes
 from ftrun.config.profile import HangConfig
 from ftrun.monitor.page_values import decode_groups, quantile_s
-from ftrun.monitor.slow.samples import NodeSample
+from ftrun.monitor.slow.samples import Entered, NodeSample, RankSample, thinned
 from ftrun.monitor.verdicts import CollectiveCall, Frame, ProcessGroupView, RankView, own_functions
 from ftrun.monitor.wait_graph import HangDeadlines
 from ftrun.wire.shared_memory.pages import HeartbeatField, left_calls
@@ -99,7 +110,6 @@ class RankObserver:
         self._thread.start()
 
     def look_at(self, handles: list[WorkerHandle]) -> None:
-        """Observe these ranks from now on."""
         self.views, self.sample = (), None
         self._sampler = Sampler()
         self._handles = handles
@@ -138,7 +148,10 @@ class RankObserver:
         on_device = self._sampler.on_device
         for trouble in self._devices.look(clock.now_s(), on_device=on_device):
             self.troubles.put(trouble)
-        self.p99_s = max([_p99_s(handle) for handle in handles], default=0.0) or self.p99_s
+        self.p99_s = (
+            max([quantile_s(handle.place.page.step_times, 0.99) for handle in handles], default=0.0)
+            or self.p99_s
+        )
         deadlines = HangDeadlines.of(self.p99_s, self._settings)
         now_s = clock.now_s()
         silent_s = max([self._silent_s(handle, now_s) for handle in handles], default=0.0)
@@ -228,10 +241,6 @@ class RankObserver:
                 os.close(self._unused_fds.get_nowait())
 
 
-def _p99_s(handle: WorkerHandle) -> float:
-    return quantile_s(handle.place.page.step_times, 0.99)
-
-
 def _last_calls(handle: WorkerHandle) -> RankView:
     """The last calls: of a running rank from its server, of a failed one from its stack file."""
     page, place = handle.place.page, handle.place
@@ -277,3 +286,69 @@ def _groups(entries: list[RecordedCollective], published: str) -> tuple[ProcessG
             )
         )
     return tuple(found)
+
+
+SAMPLE_EVERY_S = 1.0
+DEVICE_EVERY_S = 15.0
+"""Interval if collectives run on a device, because the cost of a sample there is not measured
+yet."""
+
+COST = 0.004
+"""Of a processor, for each rank."""
+
+_BOTH_ENDS = 2.0
+"""The answering threads in the ranks use as much processor time as the requests do (measured)."""
+
+
+class Sampler:
+    """The samples of one generation on this node."""
+
+    def __init__(self) -> None:
+        self._due_s = clock.now_s() + SAMPLE_EVERY_S
+        self._number = 0
+        self._last_s = 0.0
+        self._sockets = SocketStats()
+        self.on_device = False
+        """Collectives run on a device, so a read of the recorder queries the device for its
+        events."""
+        self._told: dict[tuple[int, str], int] = {}
+        """The newest collective that a sample has reported, by rank and group."""
+
+    def take(self, handles: Sequence[WorkerHandle]) -> NodeSample | None:
+        at_s, cpu_s = clock.now_s(), clock.thread_cpu_s()
+        if at_s < self._due_s or not handles:
+            return None
+        ahead_s = clock.wall_s() - clock.now_s()
+        ranks = tuple(self._rank(handle, ahead_s) for handle in handles)
+        pids = [handle.pid for handle in handles if handle.child.status is None]
+        links = tuple(self._sockets.look(pids, at_s))
+        span_s = at_s - self._last_s if self._last_s else 0.0
+        self._last_s = at_s
+        self._number += 1
+        # Only CPU time counts. A starved rank answers late, and that is when it must be sampled.
+        took_s = _BOTH_ENDS * (clock.thread_cpu_s() - cpu_s)
+        every_s = DEVICE_EVERY_S if self.on_device else SAMPLE_EVERY_S
+        self._due_s = at_s + max(every_s, took_s / (COST * len(handles)))
+        return NodeSample(self._number, at_s, span_s, ranks, links, max(0, free_memory()))
+
+    def _rank(self, handle: WorkerHandle, ahead_s: float) -> RankSample:
+        """Sample one rank; `ahead_s` is the wall clock minus the monotonic clock."""
+        page, rank = handle.place.page, handle.place.rank
+        entered: list[Entered] = []
+        if page.get(HeartbeatField.HAS_SERVER) and handle.child.status is None:
+            for entry in read_entries(handle.place.request.rank_socket) or ():
+                seq = entry.collective_seq_id
+                self.on_device |= not entry.profiling_name.startswith("gloo:")
+                if not entry.is_p2p and seq > self._told.get((rank, entry.group), 0):
+                    entered.append((entry.group, seq, entry.time_created_ns / 1e9 - ahead_s))
+        for group, seq, _ in entered:
+            self._told[rank, group] = max(seq, self._told.get((rank, group), 0))
+        return RankSample(
+            rank=rank,
+            step=page.get(HeartbeatField.STEP),
+            entered=thinned(entered),
+            groups=page.groups,
+            is_training=page.phase in ("", "train"),
+            calls=tuple(page.calls_at_steps),
+            resident_bytes=resident_bytes(handle.pid) if handle.child.status is None else 0,
+        )

@@ -15,12 +15,11 @@ from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.ids import Version
 from ftrun.journal import Journal
 from ftrun.monitor.repeat_check import Execution, RankRecords, Repeat, RepeatCheck
+from ftrun.records.recovery import RepeatedStepsRecord
 from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 
 _log = logging.getLogger(__name__)
-
-JOURNAL_KIND = "RepeatedSteps"
 
 
 class RepeatedSteps:
@@ -50,14 +49,7 @@ class RepeatedSteps:
     def prepare(
         self, plan: GenerationPlan, ranks: range, restored: Version | None, *, resized: bool
     ) -> None:
-        """Prepare for another generation, which may never be launched.
-
-        Args:
-            plan: the generation.
-            ranks: of this node.
-            restored: the version that they start from.
-            resized: the restored version has another world size.
-        """
+        """Prepare for another generation, which may never be launched."""
         self._next = Execution(
             generation=plan.generation,
             restored=restored,
@@ -146,6 +138,6 @@ class RepeatedSteps:
         self.results[generation] = result
         if len(self.results) > 100:
             del self.results[min(self.results)]
-        self._journal.write(JOURNAL_KIND, generation=generation, **result.as_json())
+        self._journal.write(RepeatedStepsRecord(generation, result))
         if result.is_warning:
             _log.warning("generation %d: %s", generation, result.text)

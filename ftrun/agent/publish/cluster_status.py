@@ -22,6 +22,7 @@ from ftrun.membership.leader.failure_detector import PeerState
 from ftrun.membership.leader.leader import Leader
 from ftrun.monitor.numerics import finite
 from ftrun.monitor.verdicts import RankView
+from ftrun.records.incidents import IncidentClosed
 from ftrun.recovery.incidents import Incident
 from ftrun.recovery.past import Gone
 from ftrun.recovery.supervisor import SupervisorState
@@ -101,32 +102,31 @@ def cluster_status(control_loop: ControlLoop) -> ClusterStatus:
     if lead is None:
         state = member.role.value
         return ClusterStatus(state=state, summary=_without_leader(control_loop), **known)
-    beats, now_s = dict(control_loop.oversight.beats), clock.now_s()
-    past = control_loop.oversight.past
-    protection = _protection(control_loop, plan, beats)
+    run = _LedRun(control_loop, lead, plan, dict(control_loop.oversight.beats), clock.now_s())
+    protection = run.protection()
     return ClusterStatus(
         **known,
         **protection,
-        state=_state(control_loop, lead),
-        summary=_summary(control_loop, lead, plan, beats, protection, now_s),
-        nodes=_nodes(control_loop, lead, plan, beats, now_s),
+        state=run.state,
+        summary=run.summary(protection, known["witness"]),
+        nodes=run.nodes(),
         lifecycle=control_loop.oversight.incidents.life.state.value,
-        incidents=incidents_of(control_loop, now_s=now_s),
+        incidents=incidents_of(control_loop, now_s=run.now_s),
         restarts=tuple(
             RestartStatus(
                 generation=one.generation,
                 cause=one.cause,
-                age_s=max(0.0, now_s - one.at_s),
+                age_s=max(0.0, run.now_s - one.at_s),
                 restored=str(version(*one.restored)) if one.restored is not None else None,
                 downtime_s=one.downtime_s,
             )
-            for one in past.restarts
+            for one in control_loop.oversight.past.restarts
         ),
-        warnings=_warnings(beats),
+        warnings=_warnings(run.beats),
         pause_reason=lead.pause.why,
-        excluded=tuple(sorted(control_loop.oversight.set_aside(now_s=now_s))),
+        excluded=tuple(sorted(control_loop.oversight.set_aside(now_s=run.now_s))),
         unfit=dict(lead.screening.told),
-        network=lead.roads.status(plan, now_s=now_s),
+        network=lead.roads.status(plan, now_s=run.now_s),
     )
 
 
@@ -154,7 +154,7 @@ def incidents_of(control_loop: ControlLoop, *, now_s: float) -> tuple[IncidentSt
     """The open incident, then the last closed ones, newest first."""
     known = control_loop.oversight.incidents
     closed = list(known.closed)[-INCIDENTS_SHOWN:][::-1]
-    found = tuple(_closed(at_s, fields, now_s) for at_s, fields in closed)
+    found = tuple(_closed(at_s, one, now_s) for at_s, one in closed)
     if known.open is None:
         return found
     return (_open(known.open, known.life.state.value, now_s), *found)
@@ -168,7 +168,7 @@ def _open(incident: Incident, lifecycle: str, now_s: float) -> IncidentStatus:
         age_s=max(0.0, now_s - incident.began_s),
         text=incident.text,
         verdict_kind=verdict.kind.value if verdict is not None else None,
-        confidence=verdict.sure.value if verdict is not None else None,
+        confidence=verdict.confidence.value if verdict is not None else None,
         culprits=tuple(verdict.culprits) if verdict is not None else (),
         victims=tuple(verdict.victims) if verdict is not None else (),
         nodes=tuple(verdict.nodes) if verdict is not None else (),
@@ -178,48 +178,24 @@ def _open(incident: Incident, lifecycle: str, now_s: float) -> IncidentStatus:
     )
 
 
-def _closed(at_s: float, fields: Mapping[str, Any], now_s: float) -> IncidentStatus:
+def _closed(at_s: float, closed: IncidentClosed, now_s: float) -> IncidentStatus:
     return IncidentStatus(
-        number=fields["incident"],
+        number=closed.incident,
         state=CLOSED,
         age_s=max(0.0, now_s - at_s),
-        text=fields["text"],
-        verdict_kind=fields["verdict_kind"],
-        culprits=tuple(fields["culprits"]),
-        nodes=tuple(fields["nodes"]),
-        actions=tuple(fields["actions"]),
-        generations=tuple(fields["generations"]),
-        detected_s=fields["detected_s"],
-        recovered_s=fields["recovered_s"],
-        steps_lost=fields["steps_lost"],
+        text=closed.text,
+        verdict_kind=closed.verdict_kind,
+        culprits=closed.culprits,
+        nodes=closed.nodes,
+        actions=closed.actions,
+        generations=closed.generations,
+        detected_s=closed.detected_s,
+        recovered_s=closed.recovered_s,
+        steps_lost=closed.steps_lost,
     )
 
 
 # --- nodes ------------------------------------------------------------------------------------
-
-
-def _nodes(
-    control_loop: ControlLoop,
-    lead: Leader,
-    plan: GenerationPlan | None,
-    beats: Mapping[str, Heartbeat],
-    now_s: float,
-) -> tuple[NodeStatus, ...]:
-    """Nodes in the order of ranks, then spares, then all others, then those no longer known."""
-    order = [card.node_id for card in plan.voters] if plan is not None else []
-
-    def position(peer: PeerState) -> tuple[int, str]:
-        node_id = peer.card.node_id
-        return (order.index(node_id) if node_id in order else len(order), node_id)
-
-    late_s = lateness_of(control_loop)
-    peers = sorted(lead.known, key=position)
-    known_ids = {peer.card.node_id for peer in peers}
-    gone = [one for one in control_loop.oversight.past.gone if one.card.node_id not in known_ids]
-    return (
-        *(_node(peer, plan, beats.get(peer.card.node_id), late_s, now_s) for peer in peers),
-        *(_gone(one, now_s) for one in gone),
-    )
 
 
 def _node(
@@ -323,98 +299,120 @@ def _witness(control_loop: ControlLoop, plan: GenerationPlan | None) -> WitnessS
 # --- the run ----------------------------------------------------------------------------------
 
 
-def _state(control_loop: ControlLoop, lead: Leader) -> str:
-    if lead.ending is not None:
-        return "ending"
-    if lead.pause.is_on:
-        return "paused"
-    if lead.ballot is not None or lead.plan is None:
-        return "starting"
-    return "stopping" if control_loop.oversight.is_stopping else "running"
+@dataclass(frozen=True, slots=True)
+class _LedRun:
+    """The run as its leader knows it, at one moment."""
 
+    control_loop: ControlLoop
+    lead: Leader
+    plan: GenerationPlan | None
+    beats: Mapping[str, Heartbeat]
+    now_s: float
 
-def _protection(
-    control_loop: ControlLoop, plan: GenerationPlan | None, beats: Mapping[str, Heartbeat]
-) -> dict[str, Any]:
-    committed = control_loop.oversight.orders.committed
-    members = [] if plan is None else [beats.get(node.node_id) for node in plan.members]
-    survives = min((beat.survives if beat is not None else 0 for beat in members), default=0)
-    reasons = [beat.unprotected for beat in members if beat is not None and beat.unprotected]
-    return {
-        "committed_version": tuple(committed) if committed is not None else None,
-        "tolerated_losses": survives if committed is not None else 0,
-        "unprotected_reason": reasons[0] if reasons else "",
-        "groups": tuple(map(tuple, plan.groups)) if plan is not None else (),
-        "parity": plan.parity if plan is not None else 0,
-    }
+    @property
+    def state(self) -> str:
+        lead = self.lead
+        if lead.ending is not None:
+            return "ending"
+        if lead.pause.is_on:
+            return "paused"
+        if lead.ballot is not None or lead.plan is None:
+            return "starting"
+        return "stopping" if self.control_loop.oversight.is_stopping else "running"
 
+    def nodes(self) -> tuple[NodeStatus, ...]:
+        """Nodes in the order of ranks, then spares, then all others, then those no longer known."""
+        plan, beats, now_s = self.plan, self.beats, self.now_s
+        order = [card.node_id for card in plan.voters] if plan is not None else []
 
-def _summary(
-    control_loop: ControlLoop,
-    lead: Leader,
-    plan: GenerationPlan | None,
-    beats: Mapping[str, Heartbeat],
-    has: Mapping[str, Any],
-    now_s: float,
-) -> str:
-    if lead.ending is not None and plan is None:
-        return f"ending: {lead.ending.why}"
-    if lead.pause.is_on:
-        return f"PAUSED: {lead.pause.why}"
-    if (ballot := lead.ballot) is not None or plan is None:
-        return f"starting generation {ballot.generation if ballot is not None else 0}"
-    num = len(plan.members)
-    spares = _usable_spares(control_loop, lead, plan, now_s)
-    protection = Protection(
-        members=num,
-        spares=spares,
-        min_nodes=control_loop.settings.wishes.min_nodes,
-        voters=len(plan.voters) + (plan.witness != 0),
-        votes=_living_votes(control_loop, lead, plan),
-        survives=has["tolerated_losses"],
-        groups=len(has["groups"]),
-        committed=has["committed_version"][1] if has["committed_version"] is not None else None,
-        unprotected=has["unprotected_reason"],
-    )
-    nodes = f"{num} node" + ("s" if num > 1 else "")
-    if spares > 0:
-        nodes += f" and {spares} spare" + ("s" if spares > 1 else "")
-    now = _activity(control_loop, lead, plan, beats, now_s)
-    parts = [
-        f"{activity_words(now, nodes)}, generation {plan.generation}",
-        next_loss_words(protection),
-    ]
-    if lost := _lost(control_loop, lead):
-        parts.append(f"lost: {', '.join(lost)}")
-    witness = _witness(control_loop, plan)
-    if witness is not None and witness.reason:
-        parts.append(f"{witness.reason}, for {witness.since_s:.0f} s")
-    return "; ".join(parts)
+        def position(peer: PeerState) -> tuple[int, str]:
+            node_id = peer.card.node_id
+            return (order.index(node_id) if node_id in order else len(order), node_id)
 
+        late_s = lateness_of(self.control_loop)
+        peers = sorted(self.lead.known, key=position)
+        return (
+            *(_node(peer, plan, beats.get(peer.card.node_id), late_s, now_s) for peer in peers),
+            *(_gone(one, now_s) for one in self._earlier_nodes()),
+        )
 
-def _lost(control_loop: ControlLoop, lead: Leader) -> list[str]:
-    known = {peer.card.node_id: peer for peer in lead.known}
-    lost = [node_id for node_id, peer in known.items() if peer.lost and not peer.has_left]
-    return lost + [
-        one.card.node_id
-        for one in control_loop.oversight.past.gone
-        if not one.has_left and one.card.node_id not in known
-    ]
+    def protection(self) -> dict[str, Any]:
+        plan, committed = self.plan, self.control_loop.oversight.orders.committed
+        members = [] if plan is None else [self.beats.get(node.node_id) for node in plan.members]
+        survives = min((beat.survives if beat is not None else 0 for beat in members), default=0)
+        reasons = [beat.unprotected for beat in members if beat is not None and beat.unprotected]
+        return {
+            "committed_version": tuple(committed) if committed is not None else None,
+            "tolerated_losses": survives if committed is not None else 0,
+            "unprotected_reason": reasons[0] if reasons else "",
+            "groups": tuple(map(tuple, plan.groups)) if plan is not None else (),
+            "parity": plan.parity if plan is not None else 0,
+        }
 
+    def summary(self, has: Mapping[str, Any], witness: WitnessStatus | None) -> str:
+        lead, plan = self.lead, self.plan
+        if lead.ending is not None and plan is None:
+            return f"ending: {lead.ending.reason}"
+        if lead.pause.is_on:
+            return f"PAUSED: {lead.pause.why}"
+        if (ballot := lead.ballot) is not None or plan is None:
+            return f"starting generation {ballot.generation if ballot is not None else 0}"
+        num, spares = len(plan.members), self._usable_spares(plan)
+        protection = Protection(
+            members=num,
+            spares=spares,
+            min_nodes=self.control_loop.settings.wishes.min_nodes,
+            voters=len(plan.voters) + (plan.witness != 0),
+            votes=self._living_votes(plan),
+            survives=has["tolerated_losses"],
+            groups=len(has["groups"]),
+            committed=has["committed_version"][1] if has["committed_version"] is not None else None,
+            unprotected=has["unprotected_reason"],
+        )
+        nodes = f"{num} node" + ("s" if num > 1 else "")
+        if spares > 0:
+            nodes += f" and {spares} spare" + ("s" if spares > 1 else "")
+        parts = [
+            f"{activity_words(self._activity(plan), nodes)}, generation {plan.generation}",
+            next_loss_words(protection),
+        ]
+        peers = [peer.card.node_id for peer in lead.known if peer.lost and not peer.has_left]
+        if lost := peers + [one.card.node_id for one in self._earlier_nodes() if not one.has_left]:
+            parts.append(f"lost: {', '.join(lost)}")
+        if witness is not None and witness.reason:
+            parts.append(f"{witness.reason}, for {witness.since_s:.0f} s")
+        return "; ".join(parts)
 
-def _living_votes(control_loop: ControlLoop, lead: Leader, plan: GenerationPlan) -> int:
-    """Number of voters that can promise now; a restarted agent has lost its vote."""
-    here = {peer.card.identity for peer in lead.known if not peer.lost}
-    is_witnessed = plan.witness != 0 and control_loop.member.witness.is_reached
-    return len(electorate(plan.voters) & here) + is_witnessed
+    def _earlier_nodes(self) -> list[Gone]:
+        """Nodes that were lost or left under an earlier leader, and are not known now."""
+        known = {peer.card.node_id for peer in self.lead.known}
+        past = self.control_loop.oversight.past
+        return [one for one in past.gone if one.card.node_id not in known]
 
+    def _living_votes(self, plan: GenerationPlan) -> int:
+        """Number of voters that can promise now; a restarted agent has lost its vote."""
+        here = {peer.card.identity for peer in self.lead.known if not peer.lost}
+        is_witnessed = plan.witness != 0 and self.control_loop.member.witness.is_reached
+        return len(electorate(plan.voters) & here) + is_witnessed
 
-def _usable_spares(
-    control_loop: ControlLoop, lead: Leader, plan: GenerationPlan, now_s: float
-) -> int:
-    """Number of nodes that can replace a lost node now."""
-    out = set(lead.screening.told) | control_loop.oversight.set_aside(now_s=now_s)
-    return len(standing_by(lead.known, plan) - out)
+    def _usable_spares(self, plan: GenerationPlan) -> int:
+        """Number of nodes that can replace a lost node now."""
+        excluded = self.control_loop.oversight.set_aside(now_s=self.now_s)
+        return len(standing_by(self.lead.known, plan) - set(self.lead.screening.told) - excluded)
+
+    def _activity(self, plan: GenerationPlan) -> Activity:
+        incidents = self.control_loop.oversight.incidents
+        incident = incidents.open if incidents.is_suspected else None
+        here = [self.beats[node.node_id] for node in plan.members if node.node_id in self.beats]
+        here = [beat for beat in here if beat.generation == plan.generation]
+        return Activity(
+            step=max((beat.step for beat in here), default=0),
+            start_step=plan.restore[1] if plan.restore is not None else 0,
+            has_stepped=any(beat.steps_here > 0 for beat in here),
+            silent_s=max(0.0, self.now_s - incident.began_s) if incident is not None else None,
+            hang=incident.text if incident is not None and incident.verdict is not None else "",
+            end=self.state if self.state in ("stopping", "ending") else "",
+        )
 
 
 def standing_by(peers: Iterable[PeerState], plan: GenerationPlan) -> set[str]:
@@ -432,27 +430,6 @@ def standing_by(peers: Iterable[PeerState], plan: GenerationPlan) -> set[str]:
         for peer in others
         if peer.card.node_id in spares or (peer.linked and not peer.is_mute and not peer.is_leaving)
     }
-
-
-def _activity(
-    control_loop: ControlLoop,
-    lead: Leader,
-    plan: GenerationPlan,
-    beats: Mapping[str, Heartbeat],
-    now_s: float,
-) -> Activity:
-    incidents = control_loop.oversight.incidents
-    incident = incidents.open if incidents.is_suspected else None
-    here = [beats[node.node_id] for node in plan.members if node.node_id in beats]
-    here = [beat for beat in here if beat.generation == plan.generation]
-    return Activity(
-        step=max((beat.step for beat in here), default=0),
-        start_step=plan.restore[1] if plan.restore is not None else 0,
-        has_stepped=any(beat.steps_here > 0 for beat in here),
-        silent_s=max(0.0, now_s - incident.began_s) if incident is not None else None,
-        hang=incident.text if incident is not None and incident.verdict is not None else "",
-        end=state if (state := _state(control_loop, lead)) in ("stopping", "ending") else "",
-    )
 
 
 def _without_leader(control_loop: ControlLoop) -> str:

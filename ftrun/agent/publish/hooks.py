@@ -2,9 +2,9 @@
 
 Runs in:  agent, a thread of its own for each of the two; `take` in any thread that writes the
           journal.
-Takes in: `Verdict` and `IncidentClosed` lines, which only the leader writes.
+Takes in: `verdict` and `incident_closed` lines, which only the leader writes.
 Gives:    one JSON document for each line, on stdin of the command and as body of a POST.
-Survives: any failure of a hook. A failure causes a `HookFailed` line and a log line only.
+Survives: any failure of a hook. A failure causes a `hook_failed` line and a log line only.
 
 Rule 1: data of the run never become part of a command. The shell gets the command as the operator
         has written it; the data are on stdin and in environment variables.
@@ -25,10 +25,15 @@ from contextlib import suppress
 from queue import Empty, Full, Queue
 from typing import Any, NoReturn
 
+import msgspec
+
 from ftrun import clock
 from ftrun.agent.launch.process import ChildProcess, awaited
 from ftrun.config.profile import HooksConfig
+from ftrun.events import Record
 from ftrun.journal import Journal
+from ftrun.records.incidents import IncidentClosed, VerdictRecord
+from ftrun.records.run import HookFailed
 
 COMMAND_S = 30.0
 WEBHOOK_S = 10.0
@@ -39,15 +44,11 @@ MAX_OUTPUT_BYTES = 2048
 END_S = 10.0
 """Longest delay of the end of a run for hooks in progress."""
 
-_OF_VERDICT = {
-    "victims": "victims",
-    "confidence": "sure",
-    "evidence": "evidence",
-    "counter_evidence": "against",
-}
-"""Names in the document, and in the verdict of the journal line."""
+_OF_BOTH = ("culprits", "nodes")
+_OF_VERDICT = (*_OF_BOTH, "victims", "confidence", "evidence", "counter_evidence")
 _OF_THE_END = (
-    "detected_s", "recovered_s", "steps_lost", "restored", "verified", "action", "actions",
+    *_OF_BOTH, "detected_s", "recovered_s", "steps_lost", "restored", "verified", "action",
+    "actions",
 )  # fmt: skip
 
 _log = logging.getLogger("ftrun")
@@ -72,11 +73,11 @@ class Hooks:
         if settings.webhook:
             self._lines.append(_Line("webhook", journal, Webhook(settings.webhook)))
 
-    def take(self, kind: str, fields: Mapping[str, object]) -> None:
+    def take(self, record: Record) -> None:
         """Queue a journal line for the hooks if it concerns an incident; never blocks."""
-        if not self._lines or kind not in ("Verdict", "IncidentClosed"):
+        if not self._lines or not isinstance(record, VerdictRecord | IncidentClosed):
             return
-        report = document(kind, fields, self._facts())
+        report = document(record, self._facts())
         for line in self._lines:
             line.put(report)
 
@@ -119,29 +120,21 @@ class _Line:
                 self._failed(fields, why)
 
     def _failed(self, fields: Mapping[str, Any], why: str) -> None:
-        number = fields.get("number")
-        self._journal.write(
-            "HookFailed", hook=self._name, incident=number, event=fields.get("event"), why=why
-        )
+        number = fields["number"]
+        self._journal.write(HookFailed(self._name, number, fields["event"], why))
         _log.warning("hooks.%s failed for incident %s: %s", self._name, number, why)
 
 
-def document(kind: str, fields: Mapping[str, Any], facts: Mapping[str, object]) -> dict[str, Any]:
+def document(record: VerdictRecord | IncidentClosed, facts: Mapping[str, object]) -> dict[str, Any]:
     """Build the document for the hooks from a journal line."""
-    verdict = fields.get("verdict") or {}
-    found = {
-        "event": "verdict" if kind == "Verdict" else "closed",
-        "time": clock.wall_s(),
-        **facts,
-        "number": fields.get("incident"),
-        "verdict_kind": verdict.get("kind") or fields.get("verdict_kind"),
-        "text": fields.get("text") or verdict.get("text"),
-        "culprits": verdict.get("culprits") or fields.get("culprits") or [],
-        "nodes": verdict.get("nodes") or fields.get("nodes") or [],
-    }
-    if kind == "Verdict":
-        return {**found, **{name: verdict.get(key) for name, key in _OF_VERDICT.items()}}
-    return {**found, **{name: fields.get(name) for name in _OF_THE_END}}
+    if isinstance(record, VerdictRecord):
+        event, kind = "verdict", record.verdict.kind.value
+        found = {name: getattr(record.verdict, name) for name in _OF_VERDICT}
+    else:
+        event, kind = "closed", record.verdict_kind
+        found = {name: getattr(record, name) for name in _OF_THE_END}
+    about = {"number": record.incident, "verdict_kind": kind, "text": record.text}
+    return {"event": event, "time": clock.wall_s(), **facts, **about, **msgspec.to_builtins(found)}
 
 
 def variables_of(fields: Mapping[str, Any]) -> dict[str, str]:

@@ -75,13 +75,6 @@ def text_of(collector: Collector) -> bytes:
 
 
 def families(node_id: str, status: StatusView, counters: RunCounters) -> Iterator[Metric]:
-    """Yield all metric families.
-
-    Args:
-        node_id: of this node.
-        status: from `StatusDesk.of_node`; with `cluster` on a leader of several nodes.
-        counters: of this agent.
-    """
     nodes = status.cluster.nodes if status.cluster is not None else ()
     ranks = [(node.node_id, rank) for node in nodes for rank in node.ranks]
     if status.cluster is None:

@@ -3,7 +3,7 @@
 Runs in:  agent, main thread; observers that may block have threads of their own. `RunMetrics.copy`
           runs in threads of the metrics server.
 Takes in: the run, at each turn of its loop; the lines of this node's journal.
-Gives:    `Pulse` lines, /metrics, incident reports to commands and webhooks, `network.json`.
+Gives:    `progress` lines, /metrics, incident reports to commands and webhooks, `network.json`.
 Survives: all failures of observers; they do not affect the run.
 
 All counters begin at 0 in each agent. Prometheus detects such a counter reset.
@@ -15,7 +15,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,7 +23,6 @@ from ftrun import clock
 from ftrun.agent.launch.worker_group import (
     WorkerGroup,
     blocked_s,
-    committed_in,
     loss_in,
     most,
     step_counts,
@@ -31,11 +30,15 @@ from ftrun.agent.launch.worker_group import (
 from ftrun.agent.publish.cluster_status import ControlLoopStatus, lateness_of
 from ftrun.agent.publish.hooks import Hooks
 from ftrun.agent.publish.published import Published
-from ftrun.agent.publish.run_view import RunView
-from ftrun.agent.publish.status import StatusDesk
+from ftrun.agent.publish.status import RunView, StatusDesk
 from ftrun.errors import PeerError
+from ftrun.events import Record
 from ftrun.journal import NETWORK_NAME, Journal
 from ftrun.monitor.page_values import quantile_s
+from ftrun.records.incidents import IncidentClosed, SuspicionRaised
+from ftrun.records.membership import GenerationChosen, NetworkPlanRecord, PathsProbed
+from ftrun.records.recovery import DowntimeRecord, GenerationStartedRecord
+from ftrun.records.run import HookFailed, MetricsDisabled, ProgressRecord
 from ftrun.recovery.incidents import Incident
 from ftrun.recovery.lifecycle import DETECTION, PRODUCTIVE, LifecycleState, TimeAccounting
 from ftrun.wire.shared_memory.pages import HeartbeatField
@@ -44,8 +47,8 @@ if TYPE_CHECKING:
     from ftrun.agent.publish.metrics import MetricsServer
 
 PROGRESS_EVERY_S = 10.0
-_NETWORK_KINDS = ("RoadsProbed", "RoadsPlan", "Generation")
-"""Journal lines after which the network may have changed."""
+_AFTER_WHICH_IT_DIFFERS = (PathsProbed, NetworkPlanRecord, GenerationChosen)
+"""Records after which the network may have changed."""
 
 DOWNTIME_PARTS = ("total", "detection", "restart", "restore", "first_step")
 BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -72,10 +75,6 @@ class Observers:
         run.journal.watch(self._hooks.take)
         run.journal.watch(self._network.take)
 
-    @property
-    def metrics_address(self) -> str | None:
-        return self._server.address if self._server is not None else None
-
     def start(self) -> None:
         settings = self._run.spec.profile.metrics
         if not settings.port:
@@ -92,10 +91,11 @@ class Observers:
                 settings.host, settings.port, text=lambda: text_of(collector), token=token
             )
         except (OSError, ValueError) as error:
-            self._run.journal.write("no_metrics", why=f"{where}: {error}")
+            self._run.journal.write(MetricsDisabled(f"{where}: {error}"))
             _log.warning("no metrics are served at %s: %s", where, error)
             return
         self._server.start()
+        self.status.metrics_address = self._server.address
         if token is None and not _is_loopback(settings.host):
             _log.warning(
                 "any host that reaches %s can read the metrics; set metrics.token_file", where
@@ -161,25 +161,26 @@ class ProgressLog:
         progress = self._workers.progress()
         counts = step_counts(pages)
         self._journal.write(
-            "Pulse",
-            step=progress.step,
-            steps_here=progress.steps_here,
-            p50_s=quantile_s(counts, 0.5),
-            p99_s=quantile_s(counts, 0.99),
-            blocked_s=round(blocked_s(pages), 6),
-            taken=most(pages, HeartbeatField.SEALED_COUNT),
-            skipped=most(pages, HeartbeatField.SKIPPED_COUNT),
-            discarded=most(pages, HeartbeatField.DISCARDED_COUNT),
-            committed=committed_in(self._workers.commands),
-            loss=loss_in(pages),
-            ranks=[
-                [
-                    int(place.rank),
-                    place.page.get(HeartbeatField.STEP),
-                    _rounded(lateness_s.get(place.rank)),
-                ]
-                for place in places
-            ],
+            ProgressRecord(
+                step=progress.step,
+                steps_here=progress.steps_here,
+                p50_s=quantile_s(counts, 0.5),
+                p99_s=quantile_s(counts, 0.99),
+                blocked_s=round(blocked_s(pages), 6),
+                taken=most(pages, HeartbeatField.SEALED_COUNT),
+                skipped=most(pages, HeartbeatField.SKIPPED_COUNT),
+                discarded=most(pages, HeartbeatField.DISCARDED_COUNT),
+                committed=self._workers.committed(),
+                loss=loss_in(pages),
+                ranks=tuple(
+                    (
+                        int(place.rank),
+                        place.page.get(HeartbeatField.STEP),
+                        _rounded(lateness_s.get(place.rank)),
+                    )
+                    for place in places
+                ),
+            )
         )
 
 
@@ -193,8 +194,8 @@ class NetworkFile:
         self._decided = decided
         self._path = folder / NETWORK_NAME
 
-    def take(self, kind: str, fields: Mapping[str, object]) -> None:
-        if kind in _NETWORK_KINDS:
+    def take(self, record: Record) -> None:
+        if isinstance(record, _AFTER_WHICH_IT_DIFFERS):
             self.keep()
 
     def keep(self) -> None:
@@ -255,19 +256,18 @@ class RunMetrics:
         self._began_s: float | None = run.started_s
         """Start of the accounting if this agent leads from the beginning; None after that."""
 
-    def take(self, kind: str, fields: Mapping[str, Any]) -> None:
+    def take(self, record: Record) -> None:
         with self._lock:
-            match kind:
-                case "StartGeneration":
-                    self._counters.restarts += fields.get("generation", 0) > 0
-                case "IncidentClosed":
-                    name = str(fields.get("verdict_kind"))
+            match record:
+                case GenerationStartedRecord():
+                    self._counters.restarts += record.generation > 0
+                case IncidentClosed(verdict_kind=name):
                     self._counters.incidents[name] = self._counters.incidents.get(name, 0) + 1
-                case "Downtime":
-                    self._add_downtime(fields)
-                case "Suspected" if self._book is not None:
-                    self._book.move(PRODUCTIVE, DETECTION, float(fields.get("silent_s", 0.0)))
-                case "HookFailed":
+                case DowntimeRecord():
+                    self._add_downtime(record)
+                case SuspicionRaised() if self._book is not None:
+                    self._book.move(PRODUCTIVE, DETECTION, record.silent_s)
+                case HookFailed():
                     self._counters.hooks_failed += 1
                 case _:
                     pass
@@ -309,9 +309,9 @@ class RunMetrics:
                 goodput=book.goodput(now_s) if book is not None else None,
             )
 
-    def _add_downtime(self, fields: Mapping[str, Any]) -> None:
+    def _add_downtime(self, record: DowntimeRecord) -> None:
         for phase in DOWNTIME_PARTS:
-            if (took_s := fields.get(f"{phase}_s")) is not None:
+            if (took_s := getattr(record, f"{phase}_s")) is not None:
                 self._counters.recovery.setdefault(phase, DurationHistogram()).add(took_s)
 
 

@@ -8,20 +8,27 @@ Gives:    one immutable `StatusView`; docs/operations.md describes it.
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
 from ftrun import clock
-from ftrun.agent.launch.worker_group import blocked_s, committed_in, most
+from ftrun.agent.cluster.control_loop import ControlLoop
+from ftrun.agent.cluster.rpc import ClusterRpc
+from ftrun.agent.launch.generation import GenerationRunner
+from ftrun.agent.launch.worker_group import WorkerGroup, blocked_s, most
+from ftrun.agent.maintenance import Maintenance
+from ftrun.agent.observe.ranks import RankObserver
 from ftrun.agent.publish.cluster_status import (
     ControlLoopStatus,
     control_loop_status,
     last_collectives,
 )
 from ftrun.agent.publish.published import Published
-from ftrun.agent.publish.run_view import RunView
 from ftrun.agent.publish.summary_line import kept_words
-from ftrun.journal import FILE_NAME
+from ftrun.agent.snapshots.smp_client import AgentSmpClient
+from ftrun.config.run_spec import RunSpec
+from ftrun.journal import FILE_NAME, Journal
 from ftrun.membership.discovery import MemberRole
 from ftrun.monitor.numerics import finite
 from ftrun.monitor.page_values import quantile_s
@@ -33,7 +40,6 @@ from ftrun.wire.messages.status import (
     ClusterStatus,
     ProcessIds,
     RankStatus,
-    RepeatStatus,
     RestartStatus,
     SnapshotStatus,
     StatusView,
@@ -42,27 +48,38 @@ from ftrun.wire.shared_memory.arena import SlotState, read_shape, read_slot_head
 from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField, SharedPage
 
 
-class StatusDesk:
+class RunView(Protocol):
+    """The parts of one run on one node; for reading only."""
+
+    spec: RunSpec
+    journal: Journal
+    smp: AgentSmpClient
+    workers: WorkerGroup
+    generations: GenerationRunner
+    brain: ControlLoop
+    caretaker: Maintenance
+    desk: ClusterRpc | None
+    eyes: RankObserver
+    started_s: float
+
+    def wake(self) -> None: ...
+
+
+class StatusDesk(Published[StatusView]):
     """Status of one node, readable in all threads."""
 
     def __init__(self, run: RunView) -> None:
+        super().__init__(self._build_view, wake=run.wake)
+        self.metrics_address: str | None = None
         self._run = run
-        self._own = Published(self._build, wake=run.wake)
 
-    # --- main thread --------------------------------------------------------------------------
-
-    def look(self, now_s: float) -> None:
-        self._own.look(now_s)
-
-    def publish(self) -> None:
-        """Publish the status now; called before the loop blocks for long."""
-        self._own.publish()
-
-    def _build(self) -> StatusView:
+    def _build_view(self) -> StatusView:
         run = self._run
         if run.desk is None:
-            return _own_status(run, control_loop_status(run.brain, is_alone=True))
-        return _own_status(run, run.desk.brain.last().value)
+            decided = control_loop_status(run.brain, is_alone=True)
+        else:
+            decided = run.desk.brain.last().value
+        return msgspec.structs.replace(_own_status(run, decided), metrics=self.metrics_address)
 
     # --- any other thread ---------------------------------------------------------------------
 
@@ -75,7 +92,7 @@ class StatusDesk:
         nodes, desk = self._run.spec.nodes, self._run.desk
         # Read the control loop's status first, because the node's status is built from it.
         cluster = desk.whole() if desk is not None else None
-        view = self._read()
+        view = self._read_view()
         if cluster is not None and nodes is not None:
             view = with_cluster(view, cluster, has_secret=nodes.secret_file is not None)
         return msgspec.json.encode(with_age(view))
@@ -88,7 +105,7 @@ class StatusDesk:
         """
         desk = self._run.desk
         published = desk.brain.read().value if desk is not None else None
-        view = self._read()
+        view = self._read_view()
         if published is None or not published.leads or published.cluster is None:
             return view
         return msgspec.structs.replace(
@@ -97,8 +114,8 @@ class StatusDesk:
             snapshots=_protected_as(view.snapshots, published.cluster),
         )
 
-    def _read(self) -> StatusView:
-        reading = self._own.read()
+    def _read_view(self) -> StatusView:
+        reading = self.read()
         return msgspec.structs.replace(reading.value, age_s=reading.age_s)
 
 
@@ -169,7 +186,7 @@ def _with_lateness(own: RankStatus, of_run: RankStatus | None) -> RankStatus:
 
 
 def _own_status(run: RunView, decided: ControlLoopStatus) -> StatusView:
-    now_s = clock.now_s()
+    now_s, zygote = clock.now_s(), run.workers.starter.zygote
     snapshots = _snapshots(run, now_s)
     ranks = _ranks(run, decided.lateness_s, now_s)
     warning = run.generations.repeats.warning
@@ -190,10 +207,9 @@ def _own_status(run: RunView, decided: ControlLoopStatus) -> StatusView:
         checkpoint=_checkpoint(run, now_s),
         processes=ProcessIds(
             agent=os.getpid(),
-            zygote=run.zygote.child.pid if run.zygote and run.zygote.child else None,
+            zygote=zygote.child.pid if zygote and zygote.child else None,
             smp=run.smp.child.pid if run.smp.child else None,
         ),
-        metrics=run.onlookers.metrics_address if run.onlookers is not None else None,
         journal=f"{run.spec.log_folder}/{FILE_NAME}",
     )
 
@@ -205,11 +221,9 @@ def _restarts(run: RunView, now_s: float) -> tuple[RestartStatus, ...]:
             generation=one.generation,
             cause=one.cause,
             age_s=now_s - one.noticed_s,
-            restored=one.restored,
+            restored=str(one.restored) if one.restored is not None else None,
             phases_s=dict(one.phases_s) if one.phases_s is not None else None,
-            repeated=msgspec.convert(found.as_json(), RepeatStatus)
-            if (found := repeats.get(one.generation)) is not None
-            else None,
+            repeated=repeats.get(one.generation),
         )
         for one in run.generations.restarts
     )
@@ -284,7 +298,7 @@ def _ranks(run: RunView, lateness_s: Mapping[int, float], now_s: float) -> tuple
 def _snapshots(run: RunView, now_s: float) -> SnapshotStatus:
     pages = [place.page for place in run.workers.places]
     commands = run.workers.commands
-    committed = committed_in(commands)
+    committed = run.workers.committed()
     lost = [page.note for page in pages if page.get(HeartbeatField.UNPROTECTED)]
     notes = [*lost, *(page.note for page in pages if page.note)]
     attached = any(page.get(HeartbeatField.ATTACHED) for page in pages)

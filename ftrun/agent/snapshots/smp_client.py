@@ -18,11 +18,13 @@ from ftrun.agent.snapshots.retained_memory import RetainedMemory
 from ftrun.config.profile import CheckpointConfig
 from ftrun.errors import FtrunError, PeerError, PeerLost, PeerTimeout
 from ftrun.ids import Rank, Version, version
+from ftrun.recovery.commands import AbandonStep, CommitSnapshot
 from ftrun.wire.messages import checkpoint as checkpoint_messages
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
 from ftrun.wire.run_environment import RunFolder
+from ftrun.wire.shared_memory.pages import CommandField, SharedPage
 from ftrun.wire.transport.channel import Channel, ReceivedMessage, connect
 from ftrun.wire.transport.secret import Secret
 
@@ -163,13 +165,7 @@ class AgentSmpClient:
         self._ask(body, fds=(*(fd for _, fd in memory.held), *memory.vault_fds))
 
     def listen_for_peers(self, host: str, secret: Secret | None, others: Sequence[str] = ()) -> int:
-        """Make the SMP open a port for the SMPs of other nodes; return the port.
-
-        Args:
-            host: the address of this node.
-            secret: of the run.
-            others: addresses of its other rails.
-        """
+        """Make the SMP open a port for the SMPs of other nodes; return the port."""
         fds = () if secret is None else (secret.as_memfd(),)
         try:
             answer = self._ask(smp_messages.ListenForPeers(host, list(others)), fds=fds).body
@@ -420,3 +416,43 @@ class AgentSmpClient:
             hello=messages.Hello("agent", os.getpid()),
             deadline_s=deadline_s,
         )
+
+
+REPEAT_S = 1.0
+
+
+class UnconfirmedCommands:
+    """The newest commands of one generation that the command page does not show yet."""
+
+    def __init__(self) -> None:
+        self._generation = -1
+        self._committed: Version | None = None
+        self._abandoned_step = -1
+        self._due_s = 0.0
+
+    def add(self, command: CommitSnapshot | AbandonStep, generation: int, *, now_s: float) -> None:
+        if generation != self._generation:
+            self._generation, self._committed, self._abandoned_step = generation, None, -1
+        if isinstance(command, CommitSnapshot):
+            self._committed = command.version
+        else:
+            self._abandoned_step = command.step
+        self._due_s = now_s + REPEAT_S
+
+    def due(
+        self, page: SharedPage, generation: int, *, now_s: float
+    ) -> list[CommitSnapshot | AbandonStep]:
+        """Commands that the SMP of this generation has not executed, at most every `REPEAT_S`."""
+        if now_s < self._due_s or generation != self._generation:
+            return []
+        self._due_s = now_s + REPEAT_S
+        found: list[CommitSnapshot | AbandonStep] = []
+        shown = version(
+            page.get(CommandField.COMMITTED_GENERATION), page.get(CommandField.COMMITTED_STEP)
+        )
+        is_current = page.get(CommandField.COMMITTED_IN) >= generation
+        if self._committed is not None and not (is_current and shown >= self._committed):
+            found.append(CommitSnapshot(self._committed))
+        if page.get(CommandField.ABANDONED_STEP) < self._abandoned_step:
+            found.append(AbandonStep(self._abandoned_step))
+        return found

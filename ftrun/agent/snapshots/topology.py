@@ -136,15 +136,6 @@ def load_order(
     smp: AgentSmpClient,
     claim: CheckpointClaim | None,
 ) -> LoadCheckpoint:
-    """The order to load a checkpoint, together with the SMPs of the other members.
-
-    Args:
-        plan: the generation.
-        node_id: this node, one of its members.
-        source: the directory to load from.
-        smp: this node's.
-        claim: see `claim_of`.
-    """
     ids = [node.node_id for node in plan.members]
     ranks = [list(node.ranks) for node in plan.members]
     # A load is shared only if every SMP is reachable, so that no SMP waits for another in vain.

@@ -1,13 +1,14 @@
-"""Implements `ftrun inject-fault`: injects or cancels a fault, or lists all faults.
-
-Runs in: cli.
-"""
+"""`ftrun inject-fault`: injects or cancels a fault, or lists all faults."""
 
 import json
 import os
 from collections.abc import Sequence
+from typing import Annotated
 
-from ftrun.cli.runs import RunLiveness, choose
+import typer
+
+from ftrun.cli.completion import RunIdArgument
+from ftrun.cli.runs import RunLiveness, ask, choose
 from ftrun.cli.screen import terminal as render
 from ftrun.errors import ExitCode, FaultRefused, FtrunError, ProtocolError, UsageError
 from ftrun.wire.fault_catalog import FAULTS, TARGETS, FaultKind
@@ -17,6 +18,44 @@ from ftrun.wire.messages.faults import FaultAccepted, FaultOrder, InjectFault
 
 _ANSWER_S = 40.0
 """Seconds; the agent may wait for another node and for the injector."""
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def inject_fault_command(  # noqa: PLR0913 - its flags
+    kind: Annotated[
+        str | None, typer.Argument(help="see --list", autocompletion=lambda: list(FAULTS))
+    ] = None,
+    run_id: RunIdArgument = None,
+    rank: Annotated[int | None, typer.Option("--rank", help="which rank")] = None,
+    node: Annotated[str | None, typer.Option("--node", help="which node")] = None,
+    at_step: Annotated[
+        int | None, typer.Option("--at-step", help="at the end of this step, from 1")
+    ] = None,
+    lasts: Annotated[
+        str | None, typer.Option("--for", metavar="T", help="duration: 500ms, 5s, 2m")
+    ] = None,
+    amount: Annotated[float | None, typer.Option("--amount", help="how much; see --list")] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="each time the step is reached, after restarts too")
+    ] = False,
+    cancel: Annotated[
+        str | None, typer.Option("--cancel", metavar="ID", help="cancel this order")
+    ] = None,
+    wants_list: Annotated[bool, typer.Option("--list", help="show all faults")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="as one JSON document")] = False,
+) -> None:
+    """Inject a fault into a run that was started with --allow-faults."""
+    if wants_list:
+        raise typer.Exit(list_faults(as_json=as_json))
+    if cancel is not None:
+        others = (rank, at_step, lasts, amount, run_id, again or None)
+        raise typer.Exit(_inject(_cancel_of(cancel, node, others), kind, as_json=as_json))
+    order = order_of(
+        kind, rank=rank, node=node, at_step=at_step, lasts=lasts, amount=amount, again=again
+    )
+    raise typer.Exit(_inject(order, run_id, as_json=as_json))
 
 
 def order_of(
@@ -31,44 +70,30 @@ def order_of(
 ) -> FaultOrder:
     if kind is None:
         raise UsageError("which fault? ftrun inject-fault --list shows them all")
+    for_s = duration_s(lasts) if lasts is not None else None
     return make_order(
-        f"f{os.urandom(3).hex()}",
-        kind,
-        rank=rank,
-        node=node,
-        at_step=at_step,
-        for_s=duration_s(lasts) if lasts is not None else None,
-        amount=amount,
+        _new_id(), kind, rank=rank, node=node, at_step=at_step, for_s=for_s, amount=amount,
         again=again,
-    )
+    )  # fmt: skip
 
 
-def cancel_of(order_id: str, *, node: str | None, beside: Sequence[object]) -> FaultOrder:
-    """Builds the order that cancels another order.
-
-    Args:
-        order_id: the id that `inject-fault` printed.
-        node: the node of the fault, if it is not the node that took the order.
-        beside: the values of all other options; None if not given.
-
-    Raises:
-        UsageError: another option was given.
-    """
-    if any(one is not None for one in beside):
-        raise UsageError("--cancel ID takes an order back, and goes with --node and the run only")
-    return make_cancel(f"f{os.urandom(3).hex()}", order_id, node=node)
+def _cancel_of(order_id: str, node: str | None, others: Sequence[object]) -> FaultOrder:
+    """Builds the order that cancels another one; `others` are the values of all other options."""
+    if any(one is not None for one in others):
+        raise UsageError("--cancel ID cancels an order; it accepts only --node and the run")
+    return make_cancel(_new_id(), order_id, node=node)
 
 
-def inject_fault(order: FaultOrder, run_id: str | None, *, as_json: bool) -> int:
+def _new_id() -> str:
+    return f"f{os.urandom(3).hex()}"
+
+
+def _inject(order: FaultOrder, run_id: str | None, *, as_json: bool) -> int:
     command = f"inject-fault {order.kind or f'--cancel {order.cancels}'}"
     run = choose(run_id, command=command)
     if run.life is not RunLiveness.RUNNING:
-        raise FtrunError(f"run {run.name} is {run.life.value}: it has nobody who takes orders")
-    channel = run.to_agent()
-    try:
-        body = channel.ask(InjectFault(order), deadline_s=_ANSWER_S).body
-    finally:
-        channel.close()
+        raise FtrunError(f"run {run.name} is {run.life.value}: it has no agent that takes orders")
+    body = ask(run.to_agent(), InjectFault(order), deadline_s=_ANSWER_S)
     if isinstance(body, Refused):
         raise FaultRefused(body.why)
     if not isinstance(body, FaultAccepted):
@@ -83,9 +108,9 @@ def inject_fault(order: FaultOrder, run_id: str | None, *, as_json: bool) -> int
 def _taken(order: FaultOrder, taken: FaultAccepted) -> str:
     if order.cancels:
         return f"{order.cancels} on node {taken.node}: {taken.how}"
-    whom = f"rank {order.rank}" if order.rank >= 0 else f"node {taken.node}"
+    target = f"rank {order.rank}" if order.rank >= 0 else f"node {taken.node}"
     when = f" at the end of step {order.at_step}" if order.at_step else ""
-    return f"{taken.id}: {order.kind} on {whom}{when}: {taken.how}"
+    return f"{taken.id}: {order.kind} on {target}{when}: {taken.how}"
 
 
 def list_faults(*, as_json: bool) -> int:
@@ -99,10 +124,10 @@ def list_faults(*, as_json: bool) -> int:
                 render.write_plain("\n".join(_lines(kind)))
         render.write_plain("")
     render.write_plain(
-        "--at-step S: at the end of step S of the run, counted from 1; repeats exactly for what a "
-        "rank does itself.\n--cancel ID: takes back what waits for its step, or lasts.\n"
-        "Only in a run started with --allow-faults. What was ordered, has fired "
-        "and has ended stands in the journal."
+        "--at-step S: at the end of step S of the run, counted from 1; exact for faults that the "
+        "rank itself executes.\n--cancel ID: cancels a fault that waits for its step or lasts.\n"
+        "Only in a run started with --allow-faults. The journal records when a fault is ordered, "
+        "fires and ends."
     )
     return ExitCode.DONE
 

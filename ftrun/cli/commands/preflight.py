@@ -1,18 +1,21 @@
-"""Implements `ftrun check`: the check that a node runs on itself before it joins a run.
+"""`ftrun preflight`: the check that a node runs on itself before it joins a run.
 
-Runs in: cli. The program that an agent starts for this check makes the measurements.
+The program that an agent starts for this check makes the measurements.
 """
 
-import json
 import os
 import subprocess
-import sys
 from contextlib import suppress
+from typing import Annotated
 
 import msgspec
+import typer
 
+from ftrun.cli.completion import profile_names
 from ftrun.cli.launch.profiles import resolve
 from ftrun.cli.screen import terminal as render
+from ftrun.cli.screen.text import NOT_KNOWN
+from ftrun.cli.stub import python_command
 from ftrun.config.profile import PreflightConfig
 from ftrun.errors import FtrunError
 from ftrun.monitor.node_fitness import (
@@ -26,33 +29,35 @@ from ftrun.monitor.node_fitness import (
 _SLACK = 4.0
 """Factor on the time limit, because an operator waits longer than a run does."""
 
-_UNKNOWN = "not known"
 _SPY_FOR = (
     ". Without it a rank that hangs with the interpreter's lock held is called a hang in "
     "computation, not a stuck GIL"
 )
 
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def _check(
+    profile: Annotated[
+        str | None,
+        typer.Option("--profile", help="whose limits apply", autocompletion=profile_names),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="as one JSON document")] = False,
+) -> None:
+    """Check whether this machine is fit to run ranks."""
+    raise typer.Exit(check(profile, as_json=as_json))
+
 
 def check(profile: str | None, *, as_json: bool) -> int:
-    """Measures this machine, judges it and prints the result.
-
-    Args:
-        profile: the profile whose limits apply; None for the default profile.
-        as_json: print one JSON document instead of a table.
-
-    Returns:
-        The exit code: 0 if the machine is fit, 1 if not.
-
-    Raises:
-        FtrunError: the check itself failed.
-    """
+    """Measures this machine and prints the result; returns 0 if the machine is fit, else 1."""
     settings = resolve(profile, variables=os.environ).profile.preflight
     found = judge(_measure(settings.limit_s * _SLACK), settings)
     spy = _spy_fault(settings.limit_s * _SLACK)
     if spy:
         found = msgspec.structs.replace(found, warnings=(*found.warnings, f"{spy}{_SPY_FOR}"))
     if as_json:
-        render.write_plain(json.dumps(msgspec.to_builtins(found), indent=1))
+        render.write_json(found)
     else:
         render.show_pairs(_rows(found.figures, settings))
         for line in _verdict(found):
@@ -61,29 +66,27 @@ def check(profile: str | None, *, as_json: bool) -> int:
 
 
 def _measure(limit_s: float) -> NodeMeasurements:
-    safe_path = ["-P"] if sys.flags.safe_path else []
-    command = [sys.executable, *safe_path, "-m", "ftrun.agent.observe.preflight", os.getcwd()]
+    command = python_command("ftrun.agent.observe.preflight", os.getcwd())
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, timeout=limit_s, check=True)
         return msgspec.json.decode(done.stdout, type=NodeMeasurements)
     except subprocess.TimeoutExpired as error:
         raise FtrunError(
-            f"the check was not done within {limit_s:g} s: a disk or a driver hangs, or the "
+            f"the check did not finish within {limit_s:g} s: a disk or a driver hangs, or the "
             "machine is overloaded"
         ) from error
     except (subprocess.CalledProcessError, msgspec.MsgspecError) as error:
-        raise FtrunError(f"the check could not be made: {error}") from error
+        raise FtrunError(f"the check failed: {error}") from error
 
 
 def _spy_fault(limit_s: float) -> str:
-    safe_path = ["-P"] if sys.flags.safe_path else []
-    command = [sys.executable, *safe_path, "-m", "ftrun.agent.observe.introspection"]
+    command = python_command("ftrun.agent.observe.introspection")
     with suppress(subprocess.TimeoutExpired):
         done = subprocess.run(
             command, stdout=subprocess.PIPE, timeout=limit_s, check=False, text=True
         )
         return done.stdout
-    return "py-spy has not answered"
+    return "py-spy did not answer"
 
 
 def _rows(has: NodeMeasurements, least: PreflightConfig) -> list[tuple[str, str]]:
@@ -102,11 +105,11 @@ def _rows(has: NodeMeasurements, least: PreflightConfig) -> list[tuple[str, str]
 
 
 def _rate(rate: float, least: float) -> str:
-    return f"{rate_in_words(rate)}, at least {rate_in_words(least)}" if rate else _UNKNOWN
+    return f"{rate_in_words(rate)}, at least {rate_in_words(least)}" if rate else NOT_KNOWN
 
 
 def _size(size: int, least: float) -> str:
-    return _UNKNOWN if size < 0 else f"{size_in_words(size)}, at least {size_in_words(least)}"
+    return NOT_KNOWN if size < 0 else f"{size_in_words(size)}, at least {size_in_words(least)}"
 
 
 def _count(count: int, least: int) -> str:
@@ -116,6 +119,4 @@ def _count(count: int, least: int) -> str:
 def _verdict(found: NodeFitness) -> list[str]:
     lines = [f"WARNING: {one}" for one in found.warnings]
     lines += [f"NOT FIT: {one}" for one in found.problems]
-    if found.is_fit:
-        lines.append("this machine is fit to run ranks")
-    return ["", *lines]
+    return ["", *lines, *(["this machine is fit to run ranks"] if found.is_fit else [])]

@@ -1,12 +1,11 @@
-"""Implements `ftrun profiles`: lists the profiles, and shows the values of one.
-
-Runs in: cli.
-"""
+"""`ftrun profiles`: lists the profiles, and shows the values of one."""
 
 import os
+from typing import Annotated
+
+import typer
 
 from ftrun.cli.launch.profiles import (
-    ResolvedProfile,
     find_profile,
     key_type,
     known_keys,
@@ -18,8 +17,17 @@ from ftrun.cli.launch.profiles import (
 from ftrun.cli.screen import terminal as render
 from ftrun.config.checks import description_of
 
+app = typer.Typer(
+    help="List profiles, and show where each value comes from.",
+    rich_markup_mode=None,
+    add_completion=False,
+)
 
-def list_profiles() -> None:
+
+@app.callback(invoke_without_command=True)
+def _profiles(ctx: typer.Context) -> None:
+    if ctx.invoked_subcommand is not None:
+        return
     rows = []
     for name in profile_names():
         first = (profile_folder() / f"{name}.yaml").read_text().partition("\n")[0]
@@ -30,20 +38,19 @@ def list_profiles() -> None:
     )
 
 
-def show_profile(name: str, *, with_origin: bool) -> None:
+@app.command("show")
+def _show(
+    name: Annotated[str, typer.Argument(help="name or file", autocompletion=profile_names)],
+    origin: Annotated[bool, typer.Option("--origin", help="show the origin of each value")] = False,
+) -> None:
+    """Show every value of a profile."""
     path = find_profile(name)
     resolved = resolve(name, variables=os.environ)
     # The full path of a packaged profile, so that an operator finds the file.
     render.write_plain(f"# {path if path.parent == profile_folder() else shown_path(path)}")
-    render.show_profile(_rows(resolved, with_origin=with_origin))
-
-
-def _rows(resolved: ResolvedProfile, *, with_origin: bool) -> list[tuple[str, str, str, str]]:
     rows = []
     for section, key in known_keys():
-        part = getattr(resolved.profile, section)
-        about = description_of(key_type(section, key))
-        origin = resolved.origins.get(f"{section}.{key}", "default")
-        value = render.value_text(getattr(part, key))
-        rows.append((f"{section}.{key}", value, origin if with_origin else "", about))
-    return rows
+        value = render.value_text(getattr(getattr(resolved.profile, section), key))
+        source = resolved.origins.get(f"{section}.{key}", "default") if origin else ""
+        rows.append((f"{section}.{key}", value, source, description_of(key_type(section, key))))
+    render.show_profile(rows)

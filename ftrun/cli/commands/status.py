@@ -1,10 +1,7 @@
-"""Implements `ftrun status`: queries the agent, or the SMP if no agent runs.
+"""`ftrun status`: queries the agent, or the SMP if no agent runs.
 
-Runs in:  cli.
-Takes in: the status replies of the agent, or of the SMP.
-Gives:    one status, as text or JSON; with --watch a live page on a terminal, otherwise one plain
-          block per poll.
-Survives: an agent that restarts or does not respond for a while; the page shows this.
+With --watch it shows a live page on a terminal, and otherwise prints one block per poll. The page
+survives an agent that restarts or does not respond for a while.
 """
 
 import json
@@ -13,13 +10,16 @@ import signal
 import sys
 from contextlib import suppress
 from types import FrameType
+from typing import Annotated
 
 import msgspec
+import typer
 
 from ftrun import clock
-from ftrun.cli.runs import FoundRun, RunLiveness, choose, look_at
+from ftrun.cli.completion import RunIdArgument
+from ftrun.cli.runs import FoundRun, RunLiveness, ask, choose, look_at
 from ftrun.cli.screen.status_page import StyledLine, page
-from ftrun.cli.screen.terminal import LiveTerminal, show_status, write_plain
+from ftrun.cli.screen.terminal import LiveTerminal, show_status, write_json, write_plain
 from ftrun.cli.screen.text import duration, size
 from ftrun.errors import ExitCode, FtrunError, PeerError, ProtocolError, UsageError
 from ftrun.wire.messages.envelope import Refused, StatusReply, StatusRequest
@@ -38,21 +38,32 @@ _NO_LIMIT = sys.maxsize
 """Width and height if stdout is not a terminal."""
 
 
-def status(run_id: str | None, *, as_json: bool) -> int:
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def _status(
+    run_id: RunIdArgument = None,
+    as_json: Annotated[bool, typer.Option("--json", help="as one JSON document")] = False,
+    watches: Annotated[bool, typer.Option("--watch", help="refresh until ^C")] = False,
+    every_s: Annotated[
+        float, typer.Option("--every", metavar="SECONDS", help="between two polls")
+    ] = 1.0,
+) -> None:
+    """Show the state of a run."""
+    if watches and as_json:
+        raise UsageError("--json and --watch exclude each other: --json prints one document")
+    if watches:
+        raise typer.Exit(_watch(run_id, every_s=every_s))
     view = status_of(choose(run_id, command="status"))
     if as_json:
-        write_plain(msgspec.json.format(msgspec.json.encode(view), indent=1).decode())
+        write_json(view)
     else:
         show_status(view)
-    return ExitCode.DONE
 
 
 def status_of(run: FoundRun) -> StatusView:
-    """Queries the status of a run.
-
-    Raises:
-        PeerError: the agent does not answer.
-    """
+    """Queries the status of a run; raises a PeerError if the agent does not answer."""
     if run.life is RunLiveness.RUNNING:
         try:
             document = _ask(run.to_agent())
@@ -67,10 +78,7 @@ def status_of(run: FoundRun) -> StatusView:
 
 
 def _between_agents(run: FoundRun) -> StatusView:
-    """Describes a run whose launcher is alive but whose agent does not respond.
-
-    Either no agent has started yet, or the stub is about to start the next one.
-    """
+    """Describes a run whose stub is alive and has not started the first or the next agent yet."""
     try:
         document = _ask(run.to_smp())
     except PeerError:
@@ -113,10 +121,7 @@ def _held_by_smp(
         summary=summary,
         script=script,
         snapshots=SnapshotStatus(
-            protected=smp.committed is not None,
-            generation=generation,
-            step=step,
-            memory_bytes=smp.bytes,
+            protected=step is not None, generation=generation, step=step, memory_bytes=smp.bytes
         ),
         processes=ProcessIds(smp=smp.pid),
         smp=msgspec.json.decode(document),
@@ -124,11 +129,7 @@ def _held_by_smp(
 
 
 def _ask(channel: Channel) -> bytes:
-    try:
-        body = channel.ask(StatusRequest(), deadline_s=_ANSWER_S).body
-    finally:
-        channel.close()
-    match body:
+    match body := ask(channel, StatusRequest(), deadline_s=_ANSWER_S):
         case StatusReply(document=document):
             return document
         case Refused(why=reason):
@@ -140,17 +141,17 @@ def _ask(channel: Channel) -> bytes:
 # --- ftrun status --watch ---------------------------------------------------------------------
 
 
-def watch(run_id: str | None, *, every_s: float) -> int:
+def _watch(run_id: str | None, *, every_s: float) -> int:
     if not MIN_EVERY_S <= every_s <= MAX_EVERY_S:
         raise UsageError(
             f"--every takes {MIN_EVERY_S} to {MAX_EVERY_S:.0f} seconds, and is {every_s:g}"
         )
     run = choose(run_id, command="status --watch")
     signal.signal(signal.SIGTERM, _leave)
-    last = "the run has ended"
+    poller = StatusPoller(run)
     with suppress(KeyboardInterrupt):
-        last = _on_terminal(run, every_s) if sys.stdout.isatty() else _plain(run, every_s)
-        write_plain(f"run {run.name}: {last}")
+        (_on_terminal if sys.stdout.isatty() else _plain)(poller, every_s)
+        write_plain(f"run {run.name}: the run has ended. Last status: {poller.summary}")
     return ExitCode.DONE
 
 
@@ -188,18 +189,15 @@ class StatusPoller:
         return (max(steps) - before[1]) / (view.uptime_s - before[0])
 
 
-def _on_terminal(run: FoundRun, every_s: float) -> str:
-    poller = StatusPoller(run)
+def _on_terminal(poller: StatusPoller, every_s: float) -> None:
     with LiveTerminal() as screen:
         signal.signal(signal.SIGTSTP, lambda _number, _frame: _step_aside(screen))
         while (lines := poller.next(*screen.size)) is not None:
             screen.show(lines)
             clock.sleep(every_s)
-    return f"the run has ended. Last status: {poller.summary}"
 
 
-def _plain(run: FoundRun, every_s: float) -> str:
-    poller = StatusPoller(run)
+def _plain(poller: StatusPoller, every_s: float) -> None:
     while (lines := poller.next(_NO_LIMIT, _NO_LIMIT)) is not None:
         try:
             write_plain("\n".join([*(line.text for line in lines), ""]))
@@ -208,7 +206,6 @@ def _plain(run: FoundRun, every_s: float) -> str:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise KeyboardInterrupt from None
         clock.sleep(every_s)
-    return f"the run has ended. Last status: {poller.summary}"
 
 
 def _step_aside(screen: LiveTerminal) -> None:

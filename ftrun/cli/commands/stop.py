@@ -1,14 +1,14 @@
-"""Implements `ftrun stop`: ends a run as SIGTERM does, or frees a lost run's memory.
-
-Runs in: cli.
-"""
+"""`ftrun stop`: ends a run as SIGTERM does, or frees the memory of a lost run."""
 
 import fcntl
 import json
 import os
 
+import typer
+
 from ftrun import clock, process_tree
-from ftrun.cli.runs import FoundRun, RunLiveness, choose, look_at, sweep
+from ftrun.cli.completion import RunIdArgument
+from ftrun.cli.runs import FoundRun, RunLiveness, ask, choose, look_at, sweep
 from ftrun.cli.screen import terminal as render
 from ftrun.cli.stub import answers, shut_down_smp
 from ftrun.errors import ExitCode, FtrunError, PeerTimeout, ProtocolError
@@ -18,18 +18,20 @@ _ANSWER_S = 10.0
 _SPARE_S = 20.0
 """Seconds beyond the run's grace, to finish a last checkpoint and remove the folder."""
 
-_LOOK_AGAIN_S = 0.05
+_POLL_S = 0.05
 _DEFAULT_GRACE_S = 30.0
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def _stop(run_id: RunIdArgument = None) -> None:
+    """Stop a run, or free the memory that a lost run still holds."""
+    raise typer.Exit(stop(run_id))
 
 
 def stop(run_id: str | None) -> int:
-    """Ends a run and waits until its folder is removed.
-
-    Raises:
-        UsageError: several runs are alive and none is named.
-        FtrunError: no run is alive.
-        PeerError: the agent does not respond, or the run has not ended in time.
-    """
+    """Ends a run and waits until its folder is removed."""
     sweep()
     run = choose(run_id, command="stop")
     if run.life is RunLiveness.ORPHANED:
@@ -38,39 +40,26 @@ def stop(run_id: str | None) -> int:
             f"run {run.name}: the processes of the lost run have ended, and its memory is free"
         )
         return ExitCode.DONE
-    give_up_s = clock.now_s() + _grace_s(run) + _SPARE_S
-    _ask_agent(run, give_up_s)
-    _wait_until_gone(run, give_up_s)
+    limit_s = _grace_s(run) + _SPARE_S
+    give_up_s = clock.now_s() + limit_s
+    while (life := look_at(run.folder).life) is RunLiveness.STARTING:  # between two agents
+        _wait(run, give_up_s, limit_s)
+    if life is RunLiveness.RUNNING:
+        body = ask(run.to_agent(), StopRequest(), deadline_s=_ANSWER_S)
+        if isinstance(body, Refused):
+            raise FtrunError(f"run {run.name} is not stopped: {body.why}")
+        if not isinstance(body, Done):
+            raise ProtocolError(f"the agent answered with a {type(body).__name__}")
+    while run.folder.path.exists():
+        _wait(run, give_up_s, limit_s)
     render.write_plain(f"run {run.name} is stopped")
     return ExitCode.DONE
 
 
-def _ask_agent(run: FoundRun, give_up_s: float) -> None:
-    while look_at(run.folder).life is RunLiveness.STARTING:  # between two agents
-        _check_time(run, give_up_s)
-        clock.sleep(_LOOK_AGAIN_S)
-    if look_at(run.folder).life is not RunLiveness.RUNNING:
-        return
-    channel = run.to_agent()
-    try:
-        body = channel.ask(StopRequest(), deadline_s=_ANSWER_S).body
-    finally:
-        channel.close()
-    if isinstance(body, Refused):
-        raise FtrunError(f"run {run.name} is not stopped: {body.why}")
-    if not isinstance(body, Done):
-        raise ProtocolError(f"the agent answered with a {type(body).__name__}")
-
-
-def _wait_until_gone(run: FoundRun, give_up_s: float) -> None:
-    while run.folder.path.exists():
-        _check_time(run, give_up_s)
-        clock.sleep(_LOOK_AGAIN_S)
-
-
-def _check_time(run: FoundRun, give_up_s: float) -> None:
+def _wait(run: FoundRun, give_up_s: float, limit_s: float) -> None:
     if clock.now_s() > give_up_s:
-        raise PeerTimeout(peer=f"run {run.name}", waited_s=_grace_s(run) + _SPARE_S)
+        raise PeerTimeout(peer=f"run {run.name}", waited_s=limit_s)
+    clock.sleep(_POLL_S)
 
 
 def _free_orphan(run: FoundRun) -> None:
@@ -79,12 +68,12 @@ def _free_orphan(run: FoundRun) -> None:
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ProtocolError(f"run {run.name} has just been resumed; ask again") from None
+        raise ProtocolError(f"run {run.name} has just been resumed; try again") from None
     else:
         if stuck := process_tree.end_left_behind(run.folder.path):
             found = "; ".join(map(process_tree.explain_stuck, stuck))
             raise FtrunError(
-                f"run {run.name}: {found}. Its snapshots are kept; ask again when the process has "
+                f"run {run.name}: {found}. Its snapshots are kept; try again when the process has "
                 "ended"
             )
         if answers(run.folder.smp_socket) and not shut_down_smp(run.folder):

@@ -1,46 +1,83 @@
-"""Checks before the start that checkpoints can be written to, or restored from, a URL.
+"""Runs the process that lists, tests, verifies and prunes checkpoints for the command line.
 
-Runs in:  cli. A separate process accesses the storage with the libraries and the environment that
-          the SMP uses later.
-Takes in: the value of `--checkpoint-dir` or `--resume`.
-Gives:    nothing, or a UsageError with the error text of the storage.
+That process accesses a storage with the libraries and the environment that the SMP uses later. This
+module does not import rich, because every start of a run imports it.
 """
 
-from ftrun.cli.launch.shelf_process import ask
+import subprocess
+from typing import TypeVar
+
+import msgspec
+
+from ftrun.cli.stub import python_command
 from ftrun.errors import FtrunError, UsageError
 from ftrun.urls import without_password
 from ftrun.wire.checkpoint_owner import CheckpointOwner
+from ftrun.wire.messages.checkpoint import CatalogReport
 
 LIMIT_S = 60.0
-"""Seconds; a slower storage cannot take checkpoints either."""
+"""Seconds; a slower storage cannot store checkpoints either."""
+
+_Report = TypeVar("_Report", bound=msgspec.Struct)
+
+
+def report_of(
+    module: str,
+    *words: str,
+    kind: type[_Report],
+    failure: str,
+    stdin: bytes = b"",
+    limit_s: float | None = None,
+) -> _Report:
+    """Runs a module as a process and decodes its stdout.
+
+    Raises:
+        FtrunError: `failure`, because the process printed no report.
+        subprocess.TimeoutExpired: it exceeded the time limit.
+    """
+    command = python_command(module, *words)
+    done = subprocess.run(
+        command, input=stdin, stdout=subprocess.PIPE, check=False, timeout=limit_s
+    )
+    try:
+        return msgspec.json.decode(done.stdout, type=kind)
+    except msgspec.MsgspecError as error:
+        raise FtrunError(f"{failure} (exit {done.returncode})") from error
+
+
+def ask_catalog(*words: str, limit_s: float | None = None) -> CatalogReport:
+    """Runs ftrun.tools.checkpoints.catalog; raises its problem as an FtrunError."""
+    try:
+        found = report_of(
+            "ftrun.tools.checkpoints.catalog", *words, kind=CatalogReport, limit_s=limit_s,
+            failure="the checkpoints could not be read",
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        url = without_password(words[1])
+        raise FtrunError(f"{url} did not answer within {limit_s:.0f} s") from error
+    if found.problem:
+        raise FtrunError(found.problem)
+    return found
 
 
 def check_writable(url: str) -> CheckpointOwner | None:
-    """Writes and removes a small file at the URL.
-
-    Returns:
-        The record of the run that owns the directory.
-
-    Raises:
-        UsageError: the URL cannot be written.
-    """
+    """Writes and removes a small file at the URL; returns the run that owns the directory."""
     try:
-        return ask("try", url, limit_s=LIMIT_S).owner
+        return ask_catalog("try", url, limit_s=LIMIT_S).owner
     except FtrunError as error:
         raise UsageError(
-            f"--checkpoint-dir {error}. It was tried with a small file. Name another one, or make "
-            "it writable; nothing was started"
+            f"--checkpoint-dir {error}. ftrun tried to write a small file there. Name another "
+            "directory, or make it writable; nothing was started"
         ) from error
 
 
 def check_there(url: str) -> None:
     directory, _, name = url.rstrip("/").rpartition("/")
     is_one = name == "latest" or name.startswith("step-")
-    words = (directory, name) if is_one else (url,)
-    wish = f"--resume {without_password(url)}"
+    flag = f"--resume {without_password(url)}"
     try:
-        found = ask("list", *words, limit_s=LIMIT_S)
+        found = ask_catalog("list", *((directory, name) if is_one else (url,)), limit_s=LIMIT_S)
     except FtrunError as error:
-        raise UsageError(f"{wish}: {error}. Nothing was started") from error
+        raise UsageError(f"{flag}: {error}. Nothing was started") from error
     if not any(one.world_size for one in found.checkpoints):
-        raise UsageError(f"{wish}: there is no checkpoint of ftrun there. Nothing was started")
+        raise UsageError(f"{flag}: there is no checkpoint of ftrun there. Nothing was started")

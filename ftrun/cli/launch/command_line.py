@@ -1,9 +1,4 @@
-"""Parses the typed words as torchrun does.
-
-Runs in:  cli.
-Takes in: the words after `ftrun run`.
-Gives:    a `CommandLine`: torchrun's flags, ftrun's own flags, and the script with its words
-          unchanged.
+"""Parses the words after `ftrun run` as torchrun does.
 
 Rule 1: The first word that is neither a flag nor a flag's value is the script. The parser does not
 read the words after it. A `--` before or after the script stays for torch's parser.
@@ -25,95 +20,60 @@ _CHECKPOINTS = "Checkpoints on disk"
 _NODES = "Several nodes"
 _FAILURES = "Starting, stopping, failing"
 
+# fmt: off
 OWN_FLAGS: tuple[CliFlag, ...] = (
     CliFlag("profile", "settings by name or file; see ftrun profiles", "NAME|FILE", group=_RUN),
     CliFlag("set", "one key of the profile", "SECTION.KEY=VALUE", group=_RUN, is_repeatable=True),
-    CliFlag("run-id", "name of the run (default: --rdzv-id, else a fresh one)", "ID", group=_RUN),
+    CliFlag("run-id", "name of the run (default: --rdzv-id, else a new one)", "ID", group=_RUN),
     CliFlag("quiet", "write only what needs attention", short="q", group=_RUN),
-    CliFlag("debug", "write everything, tracebacks of ftrun itself too", group=_RUN),
-    CliFlag("metrics-port", "serve figures for Prometheus there", "PORT", group=_RUN),
-    CliFlag(
-        "snapshot-every", "steps between two, or auto: by their cost", "auto|N", group=_SNAPSHOTS
-    ),
-    CliFlag("snapshot-required", "stop where memory for them is lacking", group=_SNAPSHOTS),
-    CliFlag("no-snapshots", "take none", group=_SNAPSHOTS),
-    CliFlag("orphan", "keep them so long without a launcher", "SECONDS", group=_SNAPSHOTS),
-    CliFlag("checkpoint-dir", "write them there, and resume from there", "DIR", group=_CHECKPOINTS),
-    CliFlag(
-        "resume",
-        "from the newest there (auto), from the beginning (never), from this one",
-        "auto|never|PATH",
-        group=_CHECKPOINTS,
-    ),
-    CliFlag("checkpoint-every", "time between two (default 600)", "SECONDS", group=_CHECKPOINTS),
-    CliFlag("checkpoint-keep", "how many stay (default 2)", "N", group=_CHECKPOINTS),
-    CliFlag("spares", "nodes beside --nnodes that stand by, warm", "S", group=_NODES),
-    CliFlag(
-        "erasure",
-        "snapshots survive the loss of any M of K+M nodes (default auto)",
-        "K+M|none",
-        group=_NODES,
-    ),
+    CliFlag("debug", "write everything, including tracebacks of ftrun itself", group=_RUN),
+    CliFlag("metrics-port", "serve metrics for Prometheus there", "PORT", group=_RUN,
+            key="metrics.port"),
+    CliFlag("snapshot-every", "steps between two, or auto: by their cost", "auto|N",
+            group=_SNAPSHOTS, key="snapshot.every"),
+    CliFlag("snapshot-required", "stop if there is not enough memory for them", group=_SNAPSHOTS,
+            key="snapshot.required"),
+    CliFlag("no-snapshots", "take none", group=_SNAPSHOTS, key="snapshot.enabled"),
+    CliFlag("orphan-timeout", "time for which they stay without a launcher", "SECONDS",
+            group=_SNAPSHOTS, key="smp.orphan_s"),
+    CliFlag("checkpoint-dir", "write them there, and resume from there", "DIR", group=_CHECKPOINTS,
+            key="checkpoint.directory"),
+    CliFlag("resume", "from the newest there (auto), from the beginning (never), from this one",
+            "auto|never|PATH", group=_CHECKPOINTS, key="checkpoint.resume"),
+    CliFlag("checkpoint-every", "time between two (default 600)", "SECONDS", group=_CHECKPOINTS,
+            key="checkpoint.every_s"),
+    CliFlag("checkpoint-keep", "number of checkpoints to keep (default 2)", "N",
+            group=_CHECKPOINTS, key="checkpoint.keep"),
+    CliFlag("spares", "warm standby nodes in addition to --nnodes", "S", group=_NODES),
+    CliFlag("erasure", "snapshots survive the loss of any M of K+M nodes (default auto)",
+            "K+M|none", group=_NODES, key="erasure.scheme"),
     CliFlag("node-id", "name of this node (default: the machine's)", "NAME", group=_NODES),
     CliFlag("bind", "address of this node that the others reach", "ADDRESS", group=_NODES),
-    CliFlag(
-        "secret-file", "what only nodes of this run know; the same on each", "FILE", group=_NODES
-    ),
-    CliFlag("fault-domain", "what fails together with this node, as a rack", "NAME", group=_NODES),
-    CliFlag(
-        "network-plan",
-        "train over the best rails and order of nodes (on), or only say so (default report)",
-        "off|report|on",
-        group=_NODES,
-    ),
-    CliFlag("topology", "which nodes share a switch: YAML or topology.conf", "FILE", group=_NODES),
-    CliFlag(
-        "pause-limit", "with too few nodes, wait so long (default 900)", "SECONDS", group=_NODES
-    ),
-    CliFlag(
-        "start",
-        "ranks forked from a process that has torch, or new processes",
-        choices=("warm", "fresh"),
-        group=_FAILURES,
-    ),
-    CliFlag(
-        "preload",
-        "import it once, before the ranks are forked",
-        "MODULE",
-        group=_FAILURES,
-        is_repeatable=True,
-    ),
-    CliFlag("grace", "from the first SIGTERM to SIGKILL (default 30)", "SECONDS", group=_FAILURES),
+    CliFlag("secret-file", "the run's secret; the same on each node", "FILE", group=_NODES,
+            key="security.secret_file"),
+    CliFlag("fault-domain", "what fails together with this node, such as a rack", "NAME",
+            group=_NODES),
+    CliFlag("network-plan",
+            "use the best rails and order of nodes (on), or only report them (default report)",
+            "off|report|on", group=_NODES, key="network.plan"),
+    CliFlag("topology", "which nodes share a switch: YAML or topology.conf", "FILE", group=_NODES,
+            key="network.topology"),
+    CliFlag("pause-timeout", "longest wait with too few nodes (default 900)", "SECONDS",
+            group=_NODES, key="nodes.pause_limit_s"),
+    CliFlag("start", "ranks forked from a process that has torch, or new processes",
+            choices=("warm", "fresh"), group=_FAILURES, key="start.mode"),
+    CliFlag("preload", "import it once, before the ranks are forked", "MODULE", group=_FAILURES,
+            key="start.preload", is_repeatable=True),
+    CliFlag("grace", "from the first SIGTERM to SIGKILL (default 30)", "SECONDS", group=_FAILURES,
+            key="stop.grace_s"),
     CliFlag("allow-faults", "ftrun inject-fault may break this run", group=_FAILURES),
     CliFlag("allow-network-faults", "the same, and cut this node's network", group=_FAILURES),
-    CliFlag(
-        "forward-signals",
-        "pass these on to the ranks instead of acting on them",
-        "USR1,...",
-        group=_FAILURES,
-    ),
+    CliFlag("forward-signals", "pass these to the ranks instead of handling them", "USR1,...",
+            group=_FAILURES, key="stop.forward"),
 )
+# fmt: on
 
-KEY_OF_FLAG = {
-    "metrics-port": "metrics.port",
-    "snapshot-every": "snapshot.every",
-    "snapshot-required": "snapshot.required",
-    "no-snapshots": "snapshot.enabled",
-    "orphan": "smp.orphan_s",
-    "checkpoint-dir": "checkpoint.directory",
-    "resume": "checkpoint.resume",
-    "checkpoint-every": "checkpoint.every_s",
-    "checkpoint-keep": "checkpoint.keep",
-    "erasure": "erasure.scheme",
-    "secret-file": "security.secret_file",
-    "network-plan": "network.plan",
-    "topology": "network.topology",
-    "pause-limit": "nodes.pause_limit_s",
-    "start": "start.mode",
-    "preload": "start.preload",
-    "grace": "stop.grace_s",
-    "forward-signals": "stop.forward",
-}
+KEY_OF_FLAG = {flag.name: flag.key for flag in OWN_FLAGS if flag.key}
 """Keys of the profile that flags set."""
 
 _SURE_LETTERS = len("--nproc")
@@ -170,9 +130,8 @@ class CommandLine:
 def parse(words: Sequence[str], *, more: Sequence[CliFlag] = ()) -> CommandLine:
     """Parses the words after `ftrun run`.
 
-    Args:
-        words: the words as typed.
-        more: flags of a command that also takes the flags of a run; their values are in `own`.
+    `more` are the flags of a command that also accepts the flags of a run; their values are in
+    `own`.
 
     Raises:
         UsageError: an unknown or ambiguous flag, or a missing or invalid value.
@@ -203,9 +162,9 @@ def _take_long(
     if not flag.takes_value:
         if equals:
             raise UsageError(f"{name} takes no value, and {value!r} was given")
-        _keep(found, flag, None)
+        _add(found, flag, None)
     else:
-        _keep(found, flag, value if equals else _next_value(name, flag, rest))
+        _add(found, flag, value if equals else _next_value(name, flag, rest))
 
 
 def _take_short(
@@ -220,9 +179,9 @@ def _take_short(
             raise UsageError(_unknown(word if name == word[:2] else name, of_command))
         if flag.takes_value:
             value = letters.removeprefix("=") if letters else _next_value(name, flag, rest)
-            _keep(found, flag, value)
+            _add(found, flag, value)
             return
-        _keep(found, flag, None)
+        _add(found, flag, None)
 
 
 def _next_value(name: str, flag: CliFlag, rest: list[str]) -> str:
@@ -233,7 +192,7 @@ def _next_value(name: str, flag: CliFlag, rest: list[str]) -> str:
     return rest.pop(0)
 
 
-def _keep(found: CommandLine, flag: CliFlag, value: str | None) -> None:
+def _add(found: CommandLine, flag: CliFlag, value: str | None) -> None:
     if value is not None and flag.choices and value not in flag.choices:
         message = f"--{flag.name} is one of {', '.join(flag.choices)}, not {value!r}"
         if flag.name == "start" and value in ("spawn", "fork", "forkserver"):

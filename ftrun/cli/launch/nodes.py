@@ -1,30 +1,28 @@
 """Resolves the node settings of a run on several nodes: counts, endpoint, name, address.
 
-Runs in:  cli.
-Takes in: torchrun's flags and PET_ variables, ftrun's own flags and FTRUN_ variables, the profile,
-          and the Slurm step.
-Gives:    a `NodesSpec`; None for a run on one node.
-
 Every node resolves its own command line. The nodes compare the settings that must be equal when
 they meet. Therefore only the node's own settings, such as its name and address, depend on the node.
 """
 
 import importlib.util
 import ipaddress
+import os
 import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from ftrun.cli.launch.command_line import CommandLine
-from ftrun.cli.launch.etcd_files import etcd_tls
 from ftrun.cli.launch.profiles import SettingValue, plain_value
 from ftrun.cli.launch.slurm import SlurmStep, leaf_switch
-from ftrun.cli.launch.topology_files import read_topology
-from ftrun.config.cluster import NodesSpec
+from ftrun.config.cluster import EtcdTls, NodesSpec
 from ftrun.config.profile import Profile
 from ftrun.errors import UsageError
+from ftrun.network.detect.leaf_switches import leaves_from_file, leaves_from_slurm
 from ftrun.wire.transport.secret import (
     HOW_TO_MAKE,
     forget_shared_secrets,
@@ -33,12 +31,8 @@ from ftrun.wire.transport.secret import (
 )
 from ftrun.wire.transport.tcp import is_local_address
 
-RDZV_PORT = 29400
-"""Default port of --rdzv-endpoint, as in torchrun."""
-
-MASTER_PORT = 29500
-"""Default of --master-port, as in torchrun."""
-
+RDZV_PORT, MASTER_PORT = 29400, 29500
+"""Default ports of --rdzv-endpoint and of --master-port, as in torchrun."""
 ETCD_PORT = 2379
 """Default port of --rdzv-endpoint with --rdzv-backend etcd."""
 
@@ -50,6 +44,9 @@ _RDZV_CONF = {
     "timeout": "join_wait_s",
     "last_call_timeout": "settle_s",
 }
+_TLS_FILES = {"ca": "cacert", "cert": "cert", "key": "key"}
+_TLS_VARIABLES = {"ca": "ETCDCTL_CACERT", "cert": "ETCDCTL_CERT", "key": "ETCDCTL_KEY"}
+_MAX_TOPOLOGY_BYTES = 8 << 20
 
 
 def nodes_of(
@@ -57,14 +54,7 @@ def nodes_of(
 ) -> NodesSpec | None:
     """Resolves all settings of this node; None for a run on one node.
 
-    Args:
-        line: the parsed command line.
-        variables: the environment.
-        profile: the resolved profile, with flags and variables applied.
-        step: the Slurm step of this process.
-
-    Raises:
-        UsageError: a setting is missing or invalid.
+    `profile` has flags and variables applied.
     """
     given = _Given(line, variables)
     count = _count(given, step)
@@ -92,7 +82,7 @@ def nodes_of(
         etcd_life=step.restarts if step is not None else 0,
         node_id=node_id,
         is_named=is_named,
-        node_rank=_node_rank(given),
+        node_rank=_whole(rank, default=0) if (rank := given.torchrun("node-rank")) else None,
         secret_file=path,
         secret_is_ours=is_ours,
         no_secret=no_secret,
@@ -107,11 +97,7 @@ def nodes_of(
 
 
 def num_nodes(line: CommandLine, variables: Mapping[str, str]) -> tuple[int, int, int]:
-    """Returns the minimum and maximum number of members, and the spares, outside Slurm.
-
-    Raises:
-        UsageError: the numbers are invalid.
-    """
+    """Returns the minimum and maximum number of members, and the spares, outside Slurm."""
     return _count(_Given(line, variables), None) or (1, 1, 0)
 
 
@@ -184,7 +170,7 @@ def _count(given: _Given, step: SlurmStep | None) -> tuple[int, int, int] | None
         return None
     if is_alone:
         raise UsageError(
-            f"{alone.source} means one node alone, and {most + spares} are asked for. Leave it "
+            f"{alone.source} means one node alone, and {most + spares} are requested. Leave it "
             "out, and give every node the same --rdzv-endpoint"
         )
     return least, most, spares
@@ -194,10 +180,9 @@ def _check_backend(given: _Given) -> None:
     backend = given.torchrun("rdzv-backend")
     if backend.text not in (*OUR_BACKENDS, ETCD):
         raise UsageError(
-            f"{backend.source} is {backend.text!r}, and nodes meet in ftrun's own rendezvous, for "
-            "which c10d, static and ftrun all stand, or in an etcd v3 cluster (etcd). Other "
-            "backends are not in this version: leave the flag out, and name one of the nodes with "
-            "--rdzv-endpoint"
+            f"{backend.source} is {backend.text!r}. The backends are ftrun's own rendezvous, "
+            "which c10d, static and ftrun all name, and an etcd v3 cluster (etcd). This version "
+            "has no others: leave the flag out, and name one of the nodes with --rdzv-endpoint"
         )
 
 
@@ -213,8 +198,8 @@ def _etcd(given: _Given, nnodes: str) -> list[tuple[str, int]]:
         )
     if "://" in endpoint.text:
         raise UsageError(
-            f"{endpoint.source} is {endpoint.text!r}; of etcd it is HOST:PORT, with commas between "
-            "several. TLS is asked for by --rdzv-conf protocol=https, or cacert=FILE"
+            f"{endpoint.source} is {endpoint.text!r}; for etcd it is HOST:PORT, or several with "
+            "commas. --rdzv-conf protocol=https, or cacert=FILE, requests TLS"
         )
     if importlib.util.find_spec("etcd3gw") is None:
         raise UsageError(
@@ -231,7 +216,7 @@ def _check_times(profile: Profile) -> None:
         raise UsageError(
             f"nodes.heartbeat_s ({nodes.heartbeat_s:g}) must be below nodes.stop_cut_off_s "
             f"({nodes.stop_cut_off_s:g}), and that below nodes.deadline_s ({nodes.deadline_s:g}): "
-            "a node that is cut off must have stopped its ranks before others replace them"
+            "an isolated node must have stopped its ranks before others replace them"
         )
 
 
@@ -248,20 +233,15 @@ def _endpoints(given: _Given, step: SlurmStep | None, nnodes: str) -> list[tuple
     if step is not None:
         return [(step.first_node, step.port)]
     raise UsageError(
-        f"a run over several nodes (--nnodes {nnodes}) needs a place to meet. Name one of the "
-        "nodes, the same on all: --rdzv-endpoint HOST, or HOST:PORT where port "
+        f"a run over several nodes (--nnodes {nnodes}) needs a rendezvous. Name one of the nodes, "
+        "the same on all: --rdzv-endpoint HOST, or HOST:PORT if port "
         f"{RDZV_PORT} is taken; or several, with commas between them. Inside "
-        "`srun --ntasks-per-node=1` it is found by itself"
+        "`srun --ntasks-per-node=1` no endpoint is needed"
     )
 
 
 def parse_endpoint(text: str, *, source: str, port: int = RDZV_PORT) -> tuple[str, int]:
     """Parses `HOST`, `HOST:PORT`, `[IPV6]:PORT` or an IPv6 address without a port.
-
-    Args:
-        text: the endpoint.
-        source: the flag or variable that gave it, for the error.
-        port: the default port.
 
     Raises:
         UsageError: the text is no endpoint, or is the wildcard address of a machine.
@@ -280,7 +260,7 @@ def _host(text: str, source: str) -> str:
         return text
     if address.is_unspecified:
         raise UsageError(
-            f"{source} is {text!r}, which stands for every address of a machine. Name the one that "
+            f"{source} is {text!r}, which means every address of a machine. Name the address that "
             "the other nodes reach"
         )
     return text
@@ -313,11 +293,6 @@ def _fit_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("._-")[:100] or "node"
 
 
-def _node_rank(given: _Given) -> int | None:
-    rank = given.torchrun("node-rank")
-    return _whole(rank, default=0) if rank else None
-
-
 def _bind(given: _Given) -> str | None:
     address = given.own("bind", "FTRUN_BIND") or given.torchrun("local-addr")
     if not address:
@@ -345,7 +320,7 @@ def _secret_file(profile: Profile, step: SlurmStep | None) -> tuple[str | None, 
         path = Path(given).expanduser().absolute()
         load_secret(path)
         return str(path), False, ""
-    why = f"no --secret-file is given; {HOW_TO_MAKE} makes one for all nodes"
+    reason = f"no --secret-file is given; {HOW_TO_MAKE} creates one for all nodes"
     if step is not None:
         try:
             folder = Path.home() / ".ftrun" / "secrets"
@@ -353,10 +328,10 @@ def _secret_file(profile: Profile, step: SlurmStep | None) -> tuple[str | None, 
             forget_shared_secrets(folder, step.earlier_keys)
             return str(made), True, ""
         except (UsageError, RuntimeError) as error:
-            why = str(error)
+            reason = str(error)
     if profile.security.require_secret:
-        raise UsageError(f"security.require_secret is set, and {why}")
-    return None, False, why
+        raise UsageError(f"security.require_secret is set, and {reason}")
+    return None, False, reason
 
 
 def _whole(given: _Text, *, default: int) -> int:
@@ -365,3 +340,73 @@ def _whole(given: _Text, *, default: int) -> int:
     if not re.fullmatch(r"\d{1,6}", given.text):
         raise UsageError(f"{given.source} is a whole number, 0 or more, not {given.text!r}")
     return int(given.text)
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def etcd_tls(conf: str, variables: Mapping[str, str]) -> EtcdTls | None:
+    """Returns absolute paths of readable TLS files for etcd; None for plain HTTP.
+
+    `conf` is the value of --rdzv-conf, with the keys of torchrun's etcd backend: `protocol=https`;
+    `cacert=`, `cert=` and `key=` with a file. ETCDCTL_ variables apply to files that it does not
+    name.
+    """
+    pairs = (pair.partition("=") for pair in conf.split(","))
+    given = {name.strip(): text.strip() for name, _, text in pairs}
+    protocol = given.get("protocol", "")
+    if protocol not in ("", "http", "https"):
+        raise UsageError(f"--rdzv-conf protocol is http or https, not {protocol!r}")
+    if protocol == "http":
+        return None
+    found: dict[str, str] = {}
+    for what, name in _TLS_FILES.items():
+        source = f"--rdzv-conf {name}" if given.get(name) else _TLS_VARIABLES[what]
+        if text := given.get(name) or variables.get(_TLS_VARIABLES[what], "").strip():
+            found[what] = _readable(text, source)
+    if ("cert" in found) != ("key" in found):
+        given_one, missing = ("cert", "key") if "cert" in found else ("key", "cert")
+        raise UsageError(
+            f"for TLS with etcd a {given_one} is given and no {missing}: name both files, with "
+            "--rdzv-conf cert=FILE,key=FILE or ETCDCTL_CERT and ETCDCTL_KEY"
+        )
+    return EtcdTls(**found) if found or protocol else None
+
+
+def _readable(text: str, source: str) -> str:
+    path = Path(text).expanduser().absolute()
+    if not path.is_file():
+        raise UsageError(f"{source} is {text!r}, and there is no such file on this node")
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"{source} is {text!r}, which this user may not read")
+    return str(path)
+
+
+def read_topology(path: str | None) -> tuple[dict[str, Any] | None, str]:
+    """Returns a parsed YAML file, or the text of Slurm's topology.conf.
+
+    It is read once before the start; the run's specification has the content.
+    """
+    if path is None:
+        return None, ""
+    try:
+        data = Path(path).read_bytes()[: _MAX_TOPOLOGY_BYTES + 1]
+        text = data.decode("utf-8")
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"--topology {path} cannot be read: {reason}") from error
+    if len(data) > _MAX_TOPOLOGY_BYTES:
+        limit = f"{_MAX_TOPOLOGY_BYTES >> 20} MiB"
+        raise UsageError(f"--topology {path} has more than {limit}: is it the right file?")
+    try:
+        if "switchname=" in text.lower():
+            leaves_from_slurm(text, {})
+            return None, text
+        found = yaml.safe_load(text)
+        leaves_from_file(found, [])
+    except (UsageError, yaml.YAMLError) as error:
+        raise UsageError(
+            f"--topology {path} is not understood: {error}. List switches with their nodes, such "
+            "as leaf1: [node1, node2], or give Slurm's topology.conf"
+        ) from error
+    return found, ""

@@ -1,9 +1,5 @@
 """Finds, reads and merges profiles, and records the origin of each value.
 
-Runs in:  cli.
-Takes in: a profile by name or file, FTRUN_SECTION_KEY variables, flags, --set.
-Gives:    a validated `Profile`, and the origin of each key.
-
 Later layers override earlier ones: defaults, profile, environment, flags. Every layer is validated
 completely, so that one error lists all problems.
 """
@@ -27,7 +23,6 @@ from ftrun.errors import ProfileInvalid, UsageError
 from ftrun.wire import run_environment as env
 
 MAX_PROFILE_BYTES = 64 * 1024
-DEFAULT = "default"
 
 _SHORT_NAMES = {("security", "secret_file"): ("FTRUN_SECRET_FILE",)}
 """Additional variables of a key, besides `variable_name`."""
@@ -117,12 +112,8 @@ def resolve(
 ) -> ResolvedProfile:
     """Merges all layers into a validated profile.
 
-    Args:
-        name: the name or file of the profile.
-        variables: the environment.
-        torchrun: settings from PET_ variables; they override the profile, and FTRUN_ variables
-            override them.
-        flags: settings from the command line.
+    `torchrun` are settings from PET_ variables; they override the profile, and FTRUN_ variables
+    override them.
 
     Raises:
         UsageError: there is no such profile.
@@ -165,11 +156,7 @@ def variable_name(section: str, key: str) -> str:
 
 
 def setting_from_text(text: str) -> SettingValue:
-    """Parses `section.key=value` as given to --set; the value is read as YAML.
-
-    Raises:
-        UsageError: the text does not have this form.
-    """
+    """Parses `section.key=value` as given to --set; the value is read as YAML."""
     name, equals, value = text.partition("=")
     section, dot, key = name.strip().partition(".")
     if not equals or not dot or not key:
@@ -190,10 +177,8 @@ def read_profile(path: Path) -> ProfileLayer:
     source = shown_path(path)
     data = path.read_bytes()
     if len(data) > MAX_PROFILE_BYTES:
-        return ProfileLayer(
-            source,
-            problems=(f"it has {len(data)} bytes, and a profile has {MAX_PROFILE_BYTES} at most",),
-        )
+        problem = f"it has {len(data)} bytes, and a profile has at most {MAX_PROFILE_BYTES}"
+        return ProfileLayer(source, problems=(problem,))
     try:
         loader = PlainLoader(data)
         node = loader.get_single_node()
@@ -244,14 +229,14 @@ class _NodeReader:
         line = node.start_mark.line + 1
         if not isinstance(node, yaml.MappingNode):
             known = what in fields_of(Profile) or what == "a profile"
-            said = "should hold keys with values" if known else unknown_key(what, Profile)
-            self.problems.append(f"line {line}: {what}: {said}")
+            text = "should hold keys with values" if known else unknown_key(what, Profile)
+            self.problems.append(f"line {line}: {what}: {text}")
             return
         seen: set[str] = set()
         for key_node, value in node.value:
             key = str(key_node.value)
             if key in seen:
-                self.problems.append(f"line {key_node.start_mark.line + 1}: {key} is there twice")
+                self.problems.append(f"line {key_node.start_mark.line + 1}: {key} occurs twice")
             seen.add(key)
             yield key, value
 

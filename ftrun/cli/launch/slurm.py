@@ -1,9 +1,5 @@
 """Reads the Slurm step of this process from its variables.
 
-Runs in:  cli. Pure.
-Takes in: the SLURM_ variables of a task.
-Gives:    a `SlurmStep` if the step has several nodes with one task each; else None.
-
 No index of a node or task is read, because a step that starts later on one node of the same job has
 other indices and an older node list. `scontrol` is not needed, so that this works in a container
 without it.
@@ -13,19 +9,17 @@ ports that belong to one start of the job contain the number of restarts. A proc
 start that Slurm could not reach therefore cannot be confused with this start or remove its files.
 """
 
-import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ftrun.errors import UsageError
+from ftrun.network.detect.leaf_switches import names_of_list
 
-MAX_HOSTS = 1 << 16
-_MAX_LIVES = 10_000
+_MAX_STARTS = 10_000
 _FIRST_PORT, _NUM_PORTS = 15000, 10000  # below Linux's ephemeral ports, above the well-known ports
-_GOOD_LIST = re.compile(r"(?:[\w.-]*(?:\[[\d,-]+\])?)+")
-_PART = re.compile(r"\[([^\]]*)\]")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_WORD = r"(?:[\w.-]|\[[\d,-]+\])+"
+_GOOD_LIST = re.compile(f"{_WORD}(?:,{_WORD})*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +44,7 @@ class SlurmStep:
         if len(found) != self.num_nodes:
             raise UsageError(
                 f"SLURM_STEP_NODELIST is {self.node_list[:200]!r}, which names {len(found)} nodes, "
-                f"and SLURM_STEP_NUM_NODES is {self.num_nodes}. Name one of them yourself, with "
+                f"and SLURM_STEP_NUM_NODES is {self.num_nodes}. Name one of the nodes with "
                 "--rdzv-endpoint"
             )
         return found[0]
@@ -62,7 +56,7 @@ class SlurmStep:
 
     @property
     def earlier_keys(self) -> list[str]:
-        return [self._key_of(life) for life in range(min(self.restarts, _MAX_LIVES))]
+        return [self._key_of(start) for start in range(min(self.restarts, _MAX_STARTS))]
 
     @property
     def port(self) -> int:
@@ -70,16 +64,15 @@ class SlurmStep:
         number = self.job_id * 101 + self.step_id + self.restarts * 1009
         return _FIRST_PORT + number % _NUM_PORTS
 
-    def _key_of(self, life: int) -> str:
+    def _key_of(self, restarts: int) -> str:
         name = f"{self.cluster}-{self.job_id}-{self.step_id}"
-        return f"{name}-r{life}" if life else name
+        return f"{name}-r{restarts}" if restarts else name
 
 
 def slurm_step(variables: Mapping[str, str]) -> SlurmStep | None:
-    """Returns the step of this process.
+    """Returns the step of this process if it has several nodes with one task each; else None.
 
-    Returns None outside Slurm, in a step of one node, and if a node has several tasks. In the last
-    case each task is a launcher of its own, as with torchrun.
+    If a node has several tasks, each task is a separate launcher, as with torchrun.
     """
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS")
     numbers = [variables.get(name, "") for name in names]
@@ -105,47 +98,13 @@ def leaf_switch(variables: Mapping[str, str]) -> str:
     """Returns the leaf switch of this node, from `s0.s2.node7`; empty if Slurm reports none."""
     kinds = variables.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
     names = variables.get("SLURM_TOPOLOGY_ADDR", "").split(".", maxsplit=max(0, len(kinds) - 1))
-    is_told = len(kinds) == len(names) and kinds[-2:] == ["switch", "node"]
-    return names[-2] if is_told else ""
+    is_known = len(kinds) == len(names) and kinds[-2:] == ["switch", "node"]
+    return names[-2] if is_known else ""
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Expands `n[1-2,07-09],m3` to names, in order.
-
-    Raises:
-        UsageError: the text is no such list, or has more than `MAX_HOSTS` names.
-    """
-    found: list[str] = []
-    for word in _words(text):
-        for name in _expand(word, text):
-            found.append(name)
-            if len(found) > MAX_HOSTS:
-                raise UsageError(f"{text[:200]!r} names more than {MAX_HOSTS} hosts")
-    return found
-
-
-def _words(text: str) -> list[str]:
-    words = re.split(r",(?![^\[\]]*\])", text)
-    if not all(word and _GOOD_LIST.fullmatch(word) for word in words):
+    """Expands `n[1-2,07-09],m3` to names, in order; raises a UsageError for any other text."""
+    names = names_of_list(text) if _GOOD_LIST.fullmatch(text) else []
+    if not names:
         raise UsageError(f"{text[:200]!r} is no list of hosts such as n[1-2,07-09],m3")
-    return words
-
-
-def _expand(word: str, text: str) -> Iterator[str]:
-    """Expands one word; if it has several brackets, the last one varies fastest."""
-    pieces = _PART.split(word)
-    choices = [
-        [piece] if number % 2 == 0 else list(_numbers(piece, text))
-        for number, piece in enumerate(pieces)
-    ]
-    return ("".join(names) for names in itertools.product(*choices))
-
-
-def _numbers(ranges: str, text: str) -> Iterator[str]:
-    for part in ranges.split(","):
-        match = _RANGE.fullmatch(part)
-        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
-        if int(last) < int(first) or int(last) - int(first) >= MAX_HOSTS:
-            raise UsageError(f"{part!r} in {text[:200]!r} is no range of hosts such as 07-09")
-        for number in range(int(first), int(last) + 1):
-            yield f"{number:0{len(first)}}"
+    return names

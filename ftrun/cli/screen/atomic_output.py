@@ -1,34 +1,60 @@
 """Writes a command's result to stdout, or atomically to a file or folder.
 
-Runs in:  cli, and the process of an export, which must not import torch for it.
-Survives: a kill: the staging folder that remains is hidden, and the next export to the same path
-          removes it.
+Also used by the process of an export. Survives a kill: the staging folder that remains is hidden,
+and the next export to the same path removes it.
 """
 
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ftrun.errors import CheckpointError, FtrunError
+from ftrun.errors import CheckpointError, FtrunError, UsageError
+
+
+def requested_files(svg: str | None, html: str | None, *, as_json: bool) -> list[tuple[str, str]]:
+    """Returns path and flag of each requested file; `-` is stdout.
+
+    Raises:
+        UsageError: several documents for stdout.
+    """
+    named = ((svg, "--svg"), (html, "--html"))
+    files = [("-" if is_stdout(path) else path, flag) for path, flag in named if path]
+    if [path for path, _ in files].count("-") + as_json > 1:
+        raise UsageError(
+            "only one of --json, --svg - and --html - can have stdout. Name files for the others"
+        )
+    return files
+
+
+def write_outputs(
+    files: Sequence[tuple[str, str]],
+    texts: Mapping[str, Callable[[], str]],
+    *,
+    document: Callable[[], object] | None,
+    show: Callable[[], None],
+) -> None:
+    """Writes the requested files, the JSON document if there is one, else text if stdout is free.
+
+    `texts` has the text of a file by its flag.
+    """
+    for path, flag in files:
+        write_out(path, texts[flag](), flag=flag)
+    if document is not None:
+        write_out(None, json.dumps(document(), indent=1) + "\n")
+    elif all(path != "-" for path, _ in files):
+        show()
+        write_out(None, "".join(f"{path}\n" for path, _ in files))
 
 
 def write_out(out: str | None, text: str, *, flag: str = "--out") -> None:
-    """Writes to a file, or to stdout if `out` is None or `-`.
-
-    Args:
-        out: the file.
-        text: the complete content.
-        flag: the flag that names the file, for the error.
-
-    Raises:
-        FtrunError: the file cannot be written.
-    """
+    """Writes to a file, or to stdout if `out` is None or `-`; `flag` named the file."""
     if out is None or out == "-":
         sys.stdout.write(text)
     else:
@@ -77,38 +103,33 @@ _OLD = "replaced"
 
 
 def check_free(out: Path, *, is_folder: bool, may_replace: bool) -> None:
-    """Check that an export may create or replace `out`.
-
-    Raises:
-        CheckpointError: the parent directory is missing, or `out` exists and must not be replaced.
-    """
+    """Raises a CheckpointError if an export must not create or replace `out`."""
     if not out.parent.is_dir():
         raise CheckpointError(f"there is no directory {out.parent}")
     if not os.path.lexists(out):
         return
     if not may_replace:
-        raise CheckpointError(f"{out} is there already. Name another place, or add --force")
+        raise CheckpointError(f"{out} exists already. Name another path, or add --force")
     if out.is_symlink() or out.is_dir() != is_folder:
         wanted = "a directory" if is_folder else "a file"
-        raise CheckpointError(f"{out} is there and is not {wanted}; --force does not remove it")
+        raise CheckpointError(f"{out} exists and is not {wanted}; --force does not remove it")
     if is_folder:
         others = sorted(one.name for one in out.iterdir() if not _OURS.fullmatch(one.name))
         if others:
             raise CheckpointError(
-                f"{out} holds what no export has written ({', '.join(others[:3])}), so --force "
-                "does not remove it"
+                f"{out} has files that no export wrote ({', '.join(others[:3])}); --force does not "
+                "remove it"
             )
 
 
 @contextlib.contextmanager
 def staged_output(out: Path) -> Iterator[Path]:
-    """Yield a staging path; on success, sync what was written there and move it to `out`.
+    """Yields a staging path; on success, syncs what was written there and moves it to `out`.
 
-    Args:
-        out: an existing file or folder is replaced; see `check_free`.
+    An existing file or folder is replaced; see `check_free`.
 
     Raises:
-        OSError: a write or a rename failed, for example on a full disk. `out` stays as it was.
+        OSError: a write or a rename failed, for example on a full disk. `out` is unchanged.
     """
     _sweep(out)
     staging = out.with_name(f".{out.name}.export-{os.urandom(4).hex()}")
@@ -119,11 +140,12 @@ def staged_output(out: Path) -> Iterator[Path]:
             fcntl.flock(fd, fcntl.LOCK_EX)
         made = staging / out.name
         yield made
-        _sync(made)
+        for path in [*made.iterdir(), made] if made.is_dir() else [made]:
+            _sync(path)
         if out.is_dir():
             out.rename(staging / _OLD)
         made.rename(out)
-        _sync_folder(out.parent)
+        _sync(out.parent)
     finally:
         _put_back(staging, out)
         shutil.rmtree(staging, ignore_errors=True)
@@ -131,7 +153,7 @@ def staged_output(out: Path) -> Iterator[Path]:
 
 
 def _sweep(out: Path) -> None:
-    """Remove the staging folders that killed exports to `out` left."""
+    """Removes the staging folders that killed exports to `out` left."""
     for staging in out.parent.glob(f".{_escaped(out.name)}.export-*"):
         try:
             fd = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -154,23 +176,13 @@ def _put_back(staging: Path, out: Path) -> None:
         old.rename(out)
 
 
-def _sync(made: Path) -> None:
-    for path in [*made.iterdir()] if made.is_dir() else [made]:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    if made.is_dir():
-        _sync_folder(made)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot fsync a folder
+        # Some network file systems cannot fsync a folder.
+        if error.errno != errno.EINVAL or not path.is_dir():
             raise
     finally:
         os.close(fd)

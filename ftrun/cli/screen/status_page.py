@@ -1,10 +1,5 @@
 """Formats one status as lines that fit a terminal.
 
-Runs in:  cli. Pure.
-Takes in: the status, the width and height of the terminal.
-Gives:    `StyledLine` lines: the summary, open incidents, nodes and ranks, snapshots, closed
-          incidents.
-
 If the terminal is narrow, columns are dropped in the order of their weight. If it is low, closed
 incidents are dropped first. Then similar ranks of a node share a row, and then similar nodes. Ranks
 are similar if they differ only in noise, such as one step or some milliseconds.
@@ -22,10 +17,10 @@ LATE_SHARE = 0.1
 """Share of a step; less lateness is noise."""
 ALIKE = 1.25
 """Step times of similar ranks differ by at most this factor."""
-BEAT_S = 1.5
-"""Seconds; steps within this time are no difference, because reports of a node may be that old."""
+REPORT_AGE_S = 1.5
+"""Maximum age of a node's report; a difference of the steps within this time is noise."""
 SEEN_S = 3.0
-"""Seconds; the minimum age of a rank's last step at which the rank counts as silent."""
+"""The minimum age of a rank's last step at which the rank counts as stalled."""
 
 MAX_NAME = 40
 _MAX_TEXT = 1000
@@ -89,14 +84,7 @@ class StatusRow:
 def page(
     view: StatusView, *, width: int, height: int, steps_per_s: float | None
 ) -> list[StyledLine]:
-    """Builds the complete page.
-
-    Args:
-        view: the status.
-        width: columns of the terminal.
-        height: lines of the terminal; the page exceeds them only on a very low terminal.
-        steps_per_s: rate since the last poll; None if unknown.
-    """
+    """Builds the complete page, which exceeds `height` lines only on a very low terminal."""
     # The terminal cuts the end of a page that is too long, so open incidents come first.
     head = [*_head(view, width, steps_per_s), *_open_incidents(view, width)]
     snapshots, closed = _snapshots(view, width), _closed_incidents(view, width)
@@ -104,10 +92,8 @@ def page(
     while len(closed) > 1 and room - len(closed) < _MIN_ROWS:
         closed.pop()
     rows = rows_of(view, max_rows=max(_MIN_ROWS, room - len(closed)))
-    lines = [*head]
-    if rows:
-        lines += [StyledLine(""), *_table(rows, width)]
-    return [*lines, StyledLine(""), *snapshots, *closed]
+    table = [StyledLine(""), *_table(rows, width)] if rows else []
+    return [*head, *table, StyledLine(""), *snapshots, *closed]
 
 
 def incident_line(incident: IncidentStatus) -> str:
@@ -116,6 +102,18 @@ def incident_line(incident: IncidentStatus) -> str:
     kind = incident.verdict_kind or "no verdict yet"
     when = f"{incident.state.upper()} for {age}" if incident.is_open else f"{age} ago"
     return f"incident {incident.number}  {when}: {kind}{_cost(incident)}: {text}"
+
+
+def every_steps(interval: int) -> str:
+    return "every step" if interval == 1 else f"every {count(interval, 'step')}"
+
+
+def mark_of(view: StatusView, *, warns_of_incidents: bool) -> str:
+    """Returns the style of the summary: `ok`, `warn` or `bad`."""
+    is_protected = view.snapshots is None or view.snapshots.protected
+    is_open = warns_of_incidents and any(one.is_open for one in view.incidents)
+    mark = _MARK.get(view.state, "")
+    return "warn" if mark == "ok" and (is_open or not is_protected) else mark
 
 
 def _cost(incident: IncidentStatus) -> str:
@@ -129,11 +127,7 @@ def _cost(incident: IncidentStatus) -> str:
 
 def _head(view: StatusView, width: int, steps_per_s: float | None) -> list[StyledLine]:
     summary = clean(view.summary, _MAX_TEXT).replace("\n", " ")
-    is_open = any(one.is_open for one in view.incidents)
-    is_protected = view.snapshots is None or view.snapshots.protected
-    mark = _MARK.get(view.state, "")
-    if mark == "ok" and (is_open or not is_protected):
-        mark = "warn"
+    mark = mark_of(view, warns_of_incidents=True)
     parts = [f"run {clean(view.run_id, 120)}"]
     if view.uptime_s is not None:
         parts.append(f"up {duration(view.uptime_s)}")
@@ -178,7 +172,7 @@ def _snapshots(view: StatusView, width: int) -> list[StyledLine]:
         if has.age_s is not None:
             text += f", {duration(has.age_s)} old"
         if has.every:
-            text += ", every step" if has.every == 1 else f", every {count(has.every, 'step')}"
+            text += f", {every_steps(has.every)}"
     cluster = view.cluster
     if cluster is not None and cluster.tolerated_losses is not None:
         text += f"; survives any {count(cluster.tolerated_losses, 'node')} of each group"
@@ -193,12 +187,11 @@ def _snapshots(view: StatusView, width: int) -> list[StyledLine]:
 
 
 def _table(rows: Sequence[StatusRow], width: int) -> list[StyledLine]:
-    columns: list[_Column] = [
+    every: list[_Column] = [
         (heading, [getattr(row, field) for row in rows], weight)
         for field, heading, weight in _COLUMNS
     ]
-    columns = [one for one in columns if any(one[1])]
-    columns = _that_fit(columns, width)
+    columns = _that_fit([one for one in every if any(one[1])], width)
     sizes = [_width(one) - len(_GAP) for one in columns]
     heading = _line([name for name, _, _ in columns], columns, sizes)
     found = [StyledLine(_cut(heading, width), "head")]
@@ -239,9 +232,9 @@ def _width(column: _Column) -> int:
 
 def _wrapped(text: str, width: int, *, most: int) -> list[str]:
     lines = textwrap.wrap(text, max(10, width), break_long_words=True) or [""]
-    return (
-        lines if len(lines) <= most else [*lines[: most - 1], _cut(lines[most - 1] + "...", width)]
-    )
+    if len(lines) <= most:
+        return lines
+    return [*lines[: most - 1], _cut(lines[most - 1] + "...", width)]
 
 
 def _cut(text: str, width: int) -> str:
@@ -279,7 +272,7 @@ class _Usual:
         times = [rank.step_p50_s for rank in found if rank.step_p50_s]
         self.time_s = median(times) if times else 0.0
         # Reports of two nodes arrive at different times.
-        self.slack = 1 + int(BEAT_S / self.time_s) if self.time_s else 1
+        self.slack = 1 + int(REPORT_AGE_S / self.time_s) if self.time_s else 1
         slowest_s = max((rank.step_p99_s or 0.0 for rank in found), default=0.0)
         self.seen_s = max(SEEN_S, 3 * slowest_s)
 
@@ -295,20 +288,20 @@ class _Usual:
             step if behind else "",
             "" if is_usual else round(time_s, 3),
             rank.rank if self.is_late(rank) else "",
-            self.is_silent(rank),
+            self.is_stalled(rank),
         )
 
     def is_late(self, rank: RankStatus) -> bool:
         late_s = rank.lateness_s
         return late_s is not None and late_s > LATE_SHARE * self.time_s > 0
 
-    def is_silent(self, rank: RankStatus) -> bool:
+    def is_stalled(self, rank: RankStatus) -> bool:
         return rank.heartbeat_age_s is not None and rank.heartbeat_age_s > self.seen_s
 
     def is_odd(self, rank: RankStatus) -> bool:
         behind = rank.step is not None and self.step - rank.step > self.slack
         is_wrong = rank.state in ("stopped", "ended")
-        return is_wrong or behind or self.is_late(rank) or self.is_silent(rank)
+        return is_wrong or behind or self.is_late(rank) or self.is_stalled(rank)
 
 
 def _nodes(view: StatusView) -> Sequence[NodeStatus]:
@@ -367,7 +360,7 @@ def _fold_nodes(
     for number, node in enumerate(nodes):
         key = (
             node.role, node.failure_reason, node.unprotected_reason,
-            tuple((usual.signature(rank)) for rank in node.ranks),
+            tuple(usual.signature(rank) for rank in node.ranks),
         )  # fmt: skip
         groups.setdefault(key, []).append(number)
     found: list[StatusRow] = []
@@ -379,13 +372,8 @@ def _fold_nodes(
         first = rows[members[0]][0]
         names = [clean(nodes[number].node_id, MAX_NAME) for number in members]
         label = f"{names[0]} ... {names[-1]} ({len(names)})"
-        if not ranks:
-            found.append(replace(first, node=label))
-            continue
-        found += [
-            replace(_row(group, usual), node=label, remark=first.remark)
-            for group in _alike(ranks, usual)
-        ]
+        folded = [_row(group, usual) for group in _alike(ranks, usual)] or [first]
+        found += [replace(one, node=label, remark=first.remark) for one in folded]
     return found
 
 

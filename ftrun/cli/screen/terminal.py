@@ -1,7 +1,5 @@
 """Prints to a terminal or a file; the only module that imports rich.
 
-Runs in: cli.
-
 Rule 1: Output that is not a terminal has no width: no line of it is wrapped, cut or padded.
 Rule 2: On a terminal, text is wrapped and never cut. The live page is the exception, because it
 fits the screen.
@@ -10,16 +8,16 @@ fits the screen.
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import Literal, Self
 
+import msgspec
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ftrun.cli.screen.status_page import StyledLine, incident_line
-from ftrun.cli.screen.text import count, duration, ranges, size, with_commas
+from ftrun.cli.screen.status_page import StyledLine, every_steps, incident_line, mark_of
+from ftrun.cli.screen.text import duration, ranges, size, with_commas
 from ftrun.ids import version
 from ftrun.wire.messages.status import NodeStatus, RankStatus, RestartStatus, StatusView
 
@@ -27,15 +25,7 @@ NO_WIDTH = 1_000_000
 """Columns if the output is not a terminal; wider than any table."""
 HOUR_S = 3600.0
 
-_STATE_STYLE = {
-    "running": "green",
-    "restarting": "yellow",
-    "starting": "yellow",
-    "stopping": "yellow",
-    "paused": "yellow",
-    "orphaned": "red",
-}
-
+_STYLE_OF_MARK = {"ok": "green", "warn": "yellow", "bad": "red"}
 _LINE_STYLE = {
     "ok": "bold green",
     "warn": "yellow",
@@ -61,12 +51,7 @@ class LiveTerminal:
         self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.stop()
 
     def pause(self) -> None:
@@ -92,6 +77,10 @@ def flush() -> None:
     sys.stdout.flush()
 
 
+def write_json(document: object) -> None:
+    write_plain(msgspec.json.format(msgspec.json.encode(document), indent=1).decode())
+
+
 def show_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table = _new_table(head)
     for row in rows:
@@ -108,16 +97,16 @@ def show_status(view: StatusView) -> None:
         console.print(Text(line, style="bold red"))
     console.print(Text(_headline(view)))
     if view.cluster is not None and view.cluster.nodes:
-        _print_table(_node_table(view.cluster.nodes))
+        _print_rows(_NODE_HEAD, map(_node_row, view.cluster.nodes), right=("step",))
     if view.ranks:
-        _print_table(_rank_table(view.ranks))
-    below = (
+        _print_rows(_RANK_HEAD, map(_rank_row, view.ranks), right=("rank", "pid", "step"))
+    lines = [
         *_snapshot_lines(view),
         *_restart_lines(view),
         *_incident_lines(view, is_open=False),
         *_other_lines(view),
-    )
-    for line in below:
+    ]
+    for line in lines:
         console.print(Text(line))
 
 
@@ -158,17 +147,23 @@ def _new_table(
 ) -> Table:
     """Creates a table that wraps its cells, within a word if the word is too long.
 
-    Args:
-        head: the column names.
-        right: the columns that are right-aligned.
-        gap: spaces between columns.
-        has_head: show the names.
+    Columns whose names are in `right` are right-aligned; `gap` is the number of spaces between
+    columns.
     """
     table = Table(box=None, show_header=has_head, pad_edge=False, padding=(0, gap, 0, 0))
     for name in head:
         justify: Literal["left", "right"] = "right" if name in right else "left"
         table.add_column(name, justify=justify, overflow="fold")
     return table
+
+
+def _print_rows(
+    head: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str]
+) -> None:
+    table = _new_table(head, right=right, gap=3)
+    for row in rows:
+        table.add_row(*(Text(cell or "-") for cell in row))
+    _print_table(table)
 
 
 def _print_table(table: Table) -> None:
@@ -180,9 +175,7 @@ def _print_table(table: Table) -> None:
 
 
 def _style(view: StatusView) -> str:
-    is_safe = view.snapshots is None or view.snapshots.protected
-    is_warning = view.state == "running" and not is_safe
-    return f"bold {'yellow' if is_warning else _STATE_STYLE.get(view.state, '')}".strip()
+    return f"bold {_STYLE_OF_MARK.get(mark_of(view, warns_of_incidents=False), '')}".strip()
 
 
 def _summary(view: StatusView) -> str:
@@ -193,9 +186,7 @@ def _summary(view: StatusView) -> str:
 
 
 def _headline(view: StatusView) -> str:
-    parts = [f"run {view.run_id}"]
-    if view.script:
-        parts.append(view.script)
+    parts = [f"run {view.run_id}", view.script] if view.script else [f"run {view.run_id}"]
     if view.generation is not None and view.generation >= 0:
         parts.append(f"generation {view.generation}")
     if view.uptime_s is not None:
@@ -205,42 +196,36 @@ def _headline(view: StatusView) -> str:
     return "  ".join(parts)
 
 
-def _rank_table(ranks: Sequence[RankStatus]) -> Table:
-    head = ("rank", "pid", "state", "step", "last step", "phase", "loss", "start")
-    table = _new_table(head, right=("rank", "pid", "step"), gap=3)
-    for rank in ranks:
-        age_s = rank.heartbeat_age_s
-        cells = (
-            str(rank.rank),
-            str(rank.pid),
-            rank.state,
-            "" if rank.step is None else f"{rank.step:,}",
-            "" if age_s is None else f"{duration(age_s)} ago",
-            rank.phase,
-            "" if rank.loss is None else f"{rank.loss:.4g}",
-            rank.start or "",
-        )
-        table.add_row(*(Text(cell or "-") for cell in cells))
-    return table
+_RANK_HEAD = ("rank", "pid", "state", "step", "last step", "phase", "loss", "start")
+_NODE_HEAD = ("node", "host", "role", "state", "ranks", "step", "last heartbeat", "remark")
 
 
-def _node_table(nodes: Sequence[NodeStatus]) -> Table:
-    head = ("node", "host", "role", "state", "ranks", "step", "last heartbeat", "remark")
-    table = _new_table(head, right=("step",), gap=3)
-    for node in nodes:
-        check = "" if node.preflight in ("", "fit") else f"check: {node.preflight}"
-        cells = (
-            node.node_id,
-            node.host,
-            node.role,
-            node.state,
-            ranges([rank.rank for rank in node.ranks]),
-            f"{node.step:,}" if node.ranks and node.step is not None else "",
-            f"{duration(node.last_heartbeat_age_s)} ago",
-        )
-        remark = node.failure_reason or node.unprotected_reason or check
-        table.add_row(*(Text(cell or "-") for cell in cells), Text(remark))
-    return table
+def _rank_row(rank: RankStatus) -> tuple[str, ...]:
+    age_s = rank.heartbeat_age_s
+    return (
+        str(rank.rank),
+        str(rank.pid),
+        rank.state,
+        "" if rank.step is None else f"{rank.step:,}",
+        "" if age_s is None else f"{duration(age_s)} ago",
+        rank.phase,
+        "" if rank.loss is None else f"{rank.loss:.4g}",
+        rank.start or "",
+    )
+
+
+def _node_row(node: NodeStatus) -> tuple[str, ...]:
+    check = "" if node.preflight in ("", "fit") else f"check: {node.preflight}"
+    return (
+        node.node_id,
+        node.host,
+        node.role,
+        node.state,
+        ranges([rank.rank for rank in node.ranks]),
+        f"{node.step:,}" if node.ranks and node.step is not None else "",
+        f"{duration(node.last_heartbeat_age_s)} ago",
+        node.failure_reason or node.unprotected_reason or check or " ",
+    )
 
 
 def _snapshot_lines(view: StatusView) -> list[str]:
@@ -260,11 +245,9 @@ def _snapshot_lines(view: StatusView) -> list[str]:
     lines = [f"snapshots   {newest}; {each}{memory}"]
     if view.uptime_s is not None:  # no agent answered otherwise, and only the agent counts
         counts = f"{has.taken:,} taken, {has.skipped:,} skipped, {has.discarded:,} discarded"
-        every = "every step" if has.every == 1 else f"every {count(has.every, 'step')}"
-        lines.append(
-            f"            {counts}; training was blocked for {duration(has.blocked_s)} in all"
-            + (f"; {every}" if has.every else "")
-        )
+        every = f"; {every_steps(has.every)}" if has.every else ""
+        blocked = f"training was blocked for {duration(has.blocked_s)} in all"
+        lines.append(f"            {counts}; {blocked}{every}")
     return lines
 
 
@@ -276,8 +259,7 @@ def _restart_lines(view: StatusView) -> list[str]:
     lines = [f"restarts    {len(view.restarts)}{_budget(view)}"]
     for restart in view.restarts:
         if restart.generation not in shown:
-            cause = f"{duration(restart.age_s)} ago: {restart.cause}; "
-            lines += _restart(restart, f"  {cause}")
+            lines += _restart(restart, f"  {duration(restart.age_s)} ago: {restart.cause}; ")
     return lines
 
 
@@ -294,20 +276,15 @@ def _budget(view: StatusView) -> str:
 
 
 def _restart(restart: RestartStatus, before: str) -> list[str]:
-    restored = (
-        f"from {with_commas(restart.restored)}"
-        if restart.restored
-        else "from the beginning of the script"
-    )
-    phases = ", ".join(
-        f"{name} {duration(took_s)}" for name, took_s in (restart.phases_s or {}).items()
-    )
-    took_s = restart.downtime_s
-    lines = [
-        f"{before}generation {restart.generation} started {restored}"
-        + (f"; on this node: {phases}" if phases else "")
-        + (f"; training again after {duration(took_s)}" if took_s is not None else "")
-    ]
+    source = restart.restored and with_commas(restart.restored)
+    text = f"{before}generation {restart.generation} started from "
+    text += source or "the beginning of the script"
+    if phases := (restart.phases_s or {}).items():
+        took = ", ".join(f"{name} {duration(took_s)}" for name, took_s in phases)
+        text += f"; on this node: {took}"
+    if restart.downtime_s is not None:
+        text += f"; training again after {duration(restart.downtime_s)}"
+    lines = [text]
     if restart.repeated is not None:
         lines.append(f"    {restart.repeated.text}")
     return lines

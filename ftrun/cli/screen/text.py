@@ -1,6 +1,6 @@
-"""Formats numbers, durations, sizes and ranks; reads untrusted values; computes rate intervals.
+"""The formatters and parsers of numbers, durations, sizes and ranks of all commands and pages.
 
-Runs in: cli. Pure. All commands and pages use these formatters.
+Pure. It also reads untrusted values and computes intervals of rates.
 """
 
 import math
@@ -9,11 +9,19 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
+from ftrun.errors import UsageError
+
 NOT_KNOWN = "not known"
 MAX_TEXT = 2000
 _MAX_NUMBER = 1e15
 _PLAIN = re.compile(r"[\x20-\x7e]*\Z")
 _STEP = re.compile(r"\bstep (\d{4,15})\b")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]i?)?B?")
+_UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {f"{unit}i": 1 << 10 * (place + 1) for place, unit in enumerate("KMGT")}
+_SPAN = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+_SPAN_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{2}):(\d{2})")
 
 
 def duration(seconds: float | None) -> str:
@@ -38,6 +46,36 @@ def duration(seconds: float | None) -> str:
 
 def _two(large: int, unit: str, small: int, smaller: str) -> str:
     return f"{large:,} {unit} {small} {smaller}" if small else f"{large:,} {unit}"
+
+
+def size_of(text: str, flag: str, *, such_as: str = "64Gi, 512Mi or 16G") -> int:
+    """Parses `64Gi`, `16G`, `512MiB` or a number of bytes; rounds up to bytes.
+
+    Raises:
+        UsageError: the text has none of these forms, or the size is out of range.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    found = float(match[1]) * _UNITS.get(match[2] or "", 1) if match else 0.0
+    if not 1 <= found < 1 << 60:
+        raise UsageError(f"{flag} is a size such as {such_as}, not {text!r}")
+    return math.ceil(found)
+
+
+def seconds_of(text: str, flag: str, *, such_as: str = "90m, 24h, 7d or 12:00:00") -> int:
+    """Parses `90m`, `24h`, `7d`, `HH:MM:SS` or `D-HH:MM:SS`; rounds up to seconds.
+
+    Raises:
+        UsageError: the text has none of these forms, or the time is out of range.
+    """
+    found = 0.0
+    if match := _SPAN.fullmatch(text.strip()):
+        found = float(match[1]) * _SPAN_S[match[2]]
+    elif match := _CLOCK.fullmatch(text.strip()):
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        found = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if not 0 < found < 1 << 31:
+        raise UsageError(f"{flag} is a time such as {such_as}, not {text!r}")
+    return math.ceil(found)
 
 
 def with_commas(text: str) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 from ftrun.errors import ExitCode
 from ftrun.ids import version
+from ftrun.records.membership import NodeUnfit
 from ftrun.recovery.commands import EndRun, JournalEntry
 from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.cluster.membership import Accepted
@@ -46,8 +47,8 @@ def disagreement(
         f"{node_id} {version(*has.restored) if has.restored else 'nothing'}"
         for node_id, has in sorted(accepted.items())
     )
-    why = f"the nodes do not read the same checkpoint: {found}"
-    return EndRun(ExitCode.STATE_LOST, f"{why}. Give all the same --checkpoint-dir")
+    why = f"the nodes have loaded different checkpoints: {found}"
+    return EndRun(ExitCode.STATE_LOST, f"{why}. Use the same --checkpoint-dir on all nodes")
 
 
 def blind_nodes(
@@ -67,13 +68,9 @@ def blind_nodes(
 
 
 def notes_of_blind(blind: Mapping[str, str]) -> list[JournalEntry]:
+    text = "node {} may not run ranks for an hour: it cannot load the checkpoint: {}"
     return [
-        JournalEntry(
-            "Unfit",
-            f"node {node_id} may not run ranks for an hour: it cannot load the checkpoint: {why}",
-            {"about": node_id},
-            say=True,
-        )
+        JournalEntry(NodeUnfit(text.format(node_id, why), node_id), say=True)
         for node_id, why in sorted(blind.items())
     ]
 

@@ -1,4 +1,4 @@
-"""Nodes that were asked to leave: whether the run ends, or continues without them.
+"""Nodes that received SIGTERM: whether the run ends, or continues without them.
 
 Runs in:  the agent that leads. Pure.
 Takes in: heartbeats of nodes that received SIGTERM, the present nodes, time.
@@ -32,6 +32,7 @@ from ftrun.config.cluster import MembershipSettings
 from ftrun.membership.ballots import electorate
 from ftrun.membership.leader.failure_detector import FailureDetector
 from ftrun.membership.leader.reconfiguration import VoterReconfiguration
+from ftrun.records.membership import NodesDraining
 from ftrun.recovery.commands import JournalEntry, SupervisorCommand
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.wire.cluster.generation import GenerationPlan, Identity, NodeCard
@@ -46,7 +47,7 @@ _SIGTERM = 15
 
 
 class NodeDraining:
-    """One leader's view of the nodes that were asked to leave."""
+    """One leader's view of the nodes that received SIGTERM."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class NodeDraining:
         self._safe_s, self._freed = None, frozenset()
 
     def note(self, card: NodeCard, beat: Heartbeat, *, now_s: float) -> None:
-        """Records that this agent was asked to leave; each of its heartbeats says so."""
+        """Records that this agent received SIGTERM; each of its heartbeats repeats it."""
         if beat.leaves and card.identity not in self._asked_s:
             self._asked_s[card.identity] = self._last_s = now_s
             self._tell_oversight()
@@ -99,10 +100,10 @@ class NodeDraining:
             self._leaving = asked
             self._safe_s = None  # Rule 6: a draining node votes until the voters change
             names = ", ".join(sorted(node_id for node_id, _ in new))
-            text = f"asked to leave: {names}; the run continues without them"
-            notes.append(JournalEntry("Leaving", text, say=True))
+            text = f"draining {names}; the run continues without them"
+            notes.append(JournalEntry(NodesDraining(text), say=True))
         elif new and now_s - min(self._asked_s[who] for who in new) >= LIMIT_S:
-            why = why or "one node after the other is asked to stop"
+            why = why or "the nodes receive SIGTERM one after the other"
         for peer in self._peers:
             peer.is_leaving = peer.card.identity in self._leaving
             if peer.is_leaving:
@@ -119,7 +120,7 @@ class NodeDraining:
 
     def tell(self, body: LeaderHeartbeat) -> LeaderHeartbeat:
         """Adds the draining nodes that may end now to a heartbeat."""
-        # A drained node may have returned: its new agent was not asked to leave.
+        # A drained node may have returned: its new agent is not draining.
         here = self._freed & {peer.card.identity for peer in self._peers}
         leave = tuple(sorted(node_id for node_id, _ in here))
         return msgspec.structs.replace(body, leave=leave) if leave else body
@@ -129,15 +130,15 @@ class NodeDraining:
     ) -> str:
         asked, wishes = self._asked_s.keys(), self._settings.wishes
         if here <= asked:
-            return "every node is asked to stop"
+            return "every node has received SIGTERM"
         names = ", ".join(sorted(node_id for node_id, _ in asked))
         left = sum(1 for who in here - asked if who[0] not in unfit)
         if left < wishes.min_nodes:
-            return f"asked to leave: {names}; {left} of at least {wishes.min_nodes} nodes stay"
+            return f"draining {names} would leave {left} of at least {wishes.min_nodes} nodes"
         voters = electorate(plan.voters) if plan is not None else frozenset()
         deciding = len((voters & here) - asked)
         if self._peers.me.identity in asked and 2 * deciding <= len(voters):
-            return f"asked to leave: {names}; {deciding} of {len(voters)} that decide would stay"
+            return f"draining {names} would leave {deciding} of {len(voters)} voters"
         return ""
 
     def _let_go(self, plan: GenerationPlan | None, now_s: float, *, is_settled: bool) -> None:

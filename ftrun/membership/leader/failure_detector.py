@@ -124,8 +124,9 @@ class FailureDetector:
         acknowledges a heartbeat.
         """
         old = self.by_id.get(card.node_id)
-        if old is not None and old.card.incarnation != card.incarnation:
-            self._died(old, now_s)
+        has_ended = old is not None and old.card.incarnation != card.incarnation
+        if old and has_ended and now_s - old.acked_s < self.settings.times.stop_cut_off_s:
+            self._faithful.add(old.card.identity)
         acked_s = now_s if has_answered else _LONG_AGO_S
         peer = PeerState(card, now_s, acked_s, met_s=now_s, here_s=now_s, linked=linked)
         self.by_id[card.node_id] = peer
@@ -160,10 +161,6 @@ class FailureDetector:
             if now_s < until_s:
                 found.add(one.card.node_id)
         return found
-
-    def _died(self, peer: PeerState, now_s: float) -> None:
-        if now_s - peer.acked_s < self.settings.times.stop_cut_off_s:
-            self._faithful.add(peer.card.identity)
 
     def opened(self, peer: PeerState, *, now_s: float) -> None:
         if not peer.linked:

@@ -31,6 +31,7 @@ from ftrun.membership.leader.reconfiguration import (
 )
 from ftrun.membership.witness import WitnessView
 from ftrun.network.failover.path_monitor import PathMonitor
+from ftrun.records.membership import NodeJoined
 from ftrun.recovery.commands import (
     Command,
     Connect,
@@ -52,7 +53,7 @@ from ftrun.wire.cluster.membership import (
 )
 from ftrun.wire.cluster.messages import RoadWord
 
-_RESTARTED = "its agent was started again"
+_RESTARTED = "its agent was restarted"
 _ASK_AGAIN_PLACE = 4
 """Position in the succession whose wait applies before nodes are asked again."""
 
@@ -128,11 +129,11 @@ class Leader:
             self.pause.put_off(now_s=now_s)
             self.oversight.past.returns(card.node_id)
             found.append(
-                JournalEntry("NodeJoined", f"node {card.node_id} has come", {"host": card.host})
+                JournalEntry(NodeJoined(f"node {card.node_id} has joined", card.node_id, card.host))
             )
             found += self._election.joined(peer, now_s=now_s)
         if self._election.is_beside(knows):
-            found += self.propose(f"node {card.node_id} knows of a run", now_s=now_s)
+            found += self.propose(f"node {card.node_id} has the plan of a run", now_s=now_s)
         return found
 
     def has_link(self, card: NodeCard) -> bool:
@@ -420,7 +421,7 @@ class Leader:
         if self._doubt_oneself(now_s):
             return found + self.heartbeat(now_s=now_s)
         if self.is_settled and self._doubt.stays(now_s=now_s):
-            return found + self.propose("too few of the nodes that decide are heard", now_s=now_s)
+            return found + self.propose("heartbeats from too few voters", now_s=now_s)
         return found
 
     def _drain(self, now_s: float) -> list[Command]:
@@ -439,7 +440,7 @@ class Leader:
         found: list[Command] = []
         if not peer.lost and silent_s >= self.settings.times.deadline_s:
             peer.was_silent = True
-            found += self._lose(peer, f"silent for {silent_s:.1f} s", now_s)
+            found += self._lose(peer, f"no heartbeat for {silent_s:.1f} s", now_s)
         if (not peer.lost or self.pause.is_on) and self.known.is_to_be_dialled(peer, now_s=now_s):
             found.append(Connect(peer.card.host, peer.card.port, peer.card.node_id))
         return found
@@ -471,7 +472,7 @@ class Leader:
             if isinstance(command, EndRun):
                 found += self._end(command, now_s)
             else:
-                found += self.propose(command.why, now_s=now_s)
+                found += self.propose(command.reason, now_s=now_s)
         return found + self.oversight.incidents.take_notes() + self._spread(now_s)
 
     def _spread(self, now_s: float) -> list[Command]:
@@ -489,5 +490,5 @@ class Leader:
         self._election.ballot = None
         self.oversight.end(end, now_s=now_s)
         found: list[Command] = [*self.oversight.incidents.take_notes()]
-        found += [KillWorkers(end.why)] if end.exit_code != ExitCode.DONE else []
+        found += [KillWorkers(end.reason)] if end.exit_code != ExitCode.DONE else []
         return [*found, *self.heartbeat(now_s=now_s), *self.farewell.look(now_s=now_s)]

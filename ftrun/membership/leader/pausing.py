@@ -1,10 +1,12 @@
 """The pause of a run that waits for nodes, and its end, which nodes must acknowledge first."""
 
 from collections.abc import Collection
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ftrun.errors import ExitCode
 from ftrun.membership.leader.failure_detector import FailureDetector
+from ftrun.records.membership import RunPaused
 from ftrun.recovery.commands import Command, EndRun, JournalEntry, WitnessOperation
 
 PUT_OFF_S = 10.0
@@ -17,12 +19,12 @@ GONE_S = 60.0
 """Seconds within which a scheduler that restarts all nodes at once has done so."""
 
 _GONE = (
-    "nobody of this run is left: the machines of all its other nodes refuse the connection. It "
-    "has ended while this node was away"
+    "no other node of this run is left: the machines of all others refuse the connection. The run "
+    "ended while this node was unreachable"
 )
 _GONE_ADVICE = (
-    "If the other nodes have ended well, nothing. Else start all of them again, with this run's "
-    "--run-id; what this node holds is kept for a while."
+    "If the other nodes have finished, do nothing. Otherwise restart all nodes with the --run-id "
+    "of this run: this node retains its snapshots for smp.orphan_s."
 )
 
 
@@ -50,7 +52,7 @@ class NodeWait:
             return []
         self.why = why
         text = f"PAUSED: {why}; gives up after {self._limit_s:.0f} s"
-        return [JournalEntry("Paused", text, {}, say=True)]
+        return [JournalEntry(RunPaused(text), say=True)]
 
     def put_off(self, *, now_s: float) -> None:
         if self._since_s is not None:
@@ -64,14 +66,14 @@ class NodeWait:
         self._since_s, self.why = None, ""
 
     def given_up(self, *, now_s: float, are_gone: bool = False) -> EndRun | None:
-        """The end of the run, if it has paused for too long, or if all other nodes are gone."""
+        """The end of the run, if it has paused for too long, or if all other nodes have ended."""
         if self._since_s is None:
             return None
         if are_gone and now_s - self._since_s >= min(GONE_S, self._limit_s):
             return EndRun(ExitCode.TRY_AGAIN, _GONE, advice=_GONE_ADVICE)
         if now_s - self._since_s < self._limit_s or now_s < self._not_before_s:
             return None
-        return replace(self._end, why=f"{self.why}, for {now_s - self._since_s:.0f} s")
+        return replace(self._end, reason=f"{self.why}, for {now_s - self._since_s:.0f} s")
 
 
 class RunShutdown:

@@ -11,8 +11,9 @@ from ftrun.errors import ExitCode
 from ftrun.ids import Version, version
 from ftrun.membership.ballots import Ballot
 from ftrun.membership.leader.rank_assignment import RankAssignment
-from ftrun.network.detect.leaves import group_domains
+from ftrun.network.detect.leaf_switches import group_domains
 from ftrun.network.detect.rails import match_rails, rails_of_node
+from ftrun.records.membership import GenerationChosen, TwoVotersWarning
 from ftrun.recovery.commands import EndRun, JournalEntry
 from ftrun.recovery.restore_point import RestoreChoice, ancestry, choose
 from ftrun.wire.cluster.generation import FailureHistory, GenerationPlan, PlanMember
@@ -113,7 +114,7 @@ def _choose(
 def _skipped_batches(
     choice: RestoreChoice, previous: GenerationPlan | None, history: FailureHistory
 ) -> int:
-    """Batches to skip after the version, because they led to bad numbers.
+    """Batches to skip after the version, because they led to numerical anomalies.
 
     If the version is that of the last generation, they are skipped in addition to its skipped
     batches.
@@ -146,7 +147,7 @@ def _cannot_begin(
     if choice.holders and waited_s < limit_s:
         away = ", ".join(sorted(choice.holders))
         return RestoreStateMissing(
-            f"{problem}. {away} may hold it, and cannot be reached{else_from}", end
+            f"{problem}. {away} may hold it and cannot be reached{else_from}", end
         )
     return None if has_older or settings.has_checkpoints else end
 
@@ -164,19 +165,19 @@ def _what_is_lost(choice: RestoreChoice, ballot: Ballot, previous: GenerationPla
         if choice.version is not None:
             return choice.why
         was = "was" if choice.wanted == choice.committed else "may have been"
-        return f"{choice.wanted}, which {was} committed, is lost: {choice.why}"
+        return f"{choice.wanted} {was} committed and is lost: {choice.why}"
     if choice.version is not None or previous is None:
         return ""
     # No commit is known here. A node that ran ranks holds what was committed.
     ran = {node.node_id for node in previous.members}
     if any(has.card.node_id in ran and has.knows >= 0 for has in ballot.promises.values()):
         return ""
-    return f"no node is here that ran generation {previous.generation} and has kept its memory"
+    return f"no present node has the memory of generation {previous.generation}"
 
 
 def _nothing_clean(bad: Version) -> EndRun:
     advice = (
-        "Memory holds two versions, and none from before the bad numbers is left. Start again from "
+        "Memory holds two versions, both from after the numerical anomaly. Restart from "
         "an older checkpoint; a lower learning rate, gradient clipping or other data may help."
     )
     return EndRun(ExitCode.DO_NOT_RESTART, f"no version before {bad} is left", advice=advice)
@@ -193,7 +194,7 @@ def _store_host(places: RankAssignment) -> str:
     try:
         matched = match_rails({card.node_id: card.rails for card in places.members})
         rail = rails_of_node(matched, first.node_id).get(roads.rails[0])
-    except Exception:  # noqa: BLE001 - a bug costs the plan of roads, never the run
+    except Exception:  # noqa: BLE001 - a bug costs the network plan, never the run
         return first.host
     return rail.host if rail is not None else first.host
 
@@ -231,9 +232,9 @@ def _groups(
 
 def _lost(problem: str) -> EndRun:
     advice = (
-        "More nodes are gone than the protection bears, and there is no checkpoint to go on from. "
-        "Bring the missing nodes back and start again with the same --run-id, or start anew with "
-        "another one; --checkpoint-dir guards against this."
+        "More nodes are lost than the protection tolerates, and there is no checkpoint. Restart "
+        "the missing nodes with the same --run-id, or start a new run with another one. With "
+        "--checkpoint-dir a run resumes from disk."
     )
     return EndRun(ExitCode.STATE_LOST, f"the state of the run is lost: {problem}", advice=advice)
 
@@ -241,13 +242,20 @@ def _lost(problem: str) -> EndRun:
 def notes_of(plan: GenerationPlan) -> list[JournalEntry]:
     """Journal entries for a plan; for the first generation also a warning to the user."""
     text = f"generation {plan.generation}: {len(plan.members)} nodes, {plan.world_size} ranks"
-    why = {"why": plan.why, "restored": str(plan.restore), "restore_why": plan.restore_why}
-    left_out = {"skip_batches": plan.skip_batches} if plan.skip_batches else {}
-    notes = [JournalEntry("Generation", text, {**why, **left_out})]
+    chosen = GenerationChosen(
+        text,
+        reason=plan.why,
+        generation=plan.generation,
+        world_size=plan.world_size,
+        restored=plan.restore,
+        restore_reason=plan.restore_why,
+        skip_batches=plan.skip_batches,
+    )
+    notes = [JournalEntry(chosen)]
     if plan.generation > 0 or len(plan.voters) != 2 or plan.witness:
         return notes
     text = (
-        "two nodes and no spare: where one does not answer, the other cannot know whether it is "
-        "dead or cut off, and pauses. A spare (--spares 1) decides it, and so does an etcd"
+        "two nodes and no spare: if one is unreachable, the other cannot determine whether it is "
+        "dead or cut off, and pauses. A spare (--spares 1) or an etcd breaks the tie"
     )
-    return [*notes, JournalEntry("TwoVoters", text, {}, say=True)]
+    return [*notes, JournalEntry(TwoVotersWarning(text), say=True)]

@@ -23,6 +23,7 @@ from ftrun.config.cluster import MembershipSettings
 from ftrun.membership.ballots import Ballot, electorate_of, runs_ranks
 from ftrun.membership.events import WitnessAnswered
 from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
+from ftrun.records.membership import BallotStarted, WaitingForNodes
 from ftrun.recovery.commands import Command, Connect, JournalEntry, Send, WitnessOperation
 from ftrun.wire.cluster.generation import Edition, GenerationPlan, NodeCard
 from ftrun.wire.cluster.membership import Accept, Accepted, Prepare, PrepareRejected, Promise
@@ -115,7 +116,7 @@ class Proposer:
         self.again_s = self._witness_asked_s = None
         self._awaited = {peer.card.node_id: now_s for peer in self._peers if not peer.lost}
         self._needed.clear()
-        found: list[Command] = [JournalEntry("Ballot", why, {"generation": self.highest})]
+        found: list[Command] = [JournalEntry(BallotStarted(why, self.highest))]
         for peer in self._peers:
             found += self.ask(peer, now_s=now_s)
         return found + self._ask_witness(now_s, waits=True)
@@ -298,7 +299,7 @@ class Proposer:
         peer.promised = promised
         self.highest = max(self.highest, promised)
         if plan is not None and promised > plan.generation and runs_ranks(plan, peer.card):
-            why = f"node {peer.card.node_id} has promised generation {promised} to another"
+            why = f"node {peer.card.node_id} has promised generation {promised}"
             self.begin_again(why, place, now_s=now_s)
         ballot = self.ballot
         is_needed = peer.card.node_id in self._needed
@@ -327,8 +328,9 @@ class Proposer:
         if self.ballot is None or not slow or slow == self._slow:
             return []
         self._slow = slow
-        text = f"generation {self.ballot.generation} waits for {', '.join(slow)} to get ready"
-        return [JournalEntry("Waiting", f"{text}, as where a checkpoint is read", say=True)]
+        text = f"generation {self.ballot.generation} waits for {', '.join(slow)}"
+        text += ", which may be reading a checkpoint"
+        return [JournalEntry(WaitingForNodes(text), say=True)]
 
     def lost(self, node_id: str) -> None:
         self._awaited.pop(node_id, None)

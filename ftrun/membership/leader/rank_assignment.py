@@ -26,6 +26,7 @@ from ftrun.config.cluster import ClusterSize, MembershipSettings
 from ftrun.membership.ballots import Ballot
 from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
 from ftrun.monitor.node_fitness import far_below
+from ftrun.records.membership import NodeBelowMedian, NodeFit, NodeUnfit
 from ftrun.recovery.commands import JournalEntry
 from ftrun.wire.cluster.generation import GenerationPlan, NetworkPlan, NodeCard
 from ftrun.wire.cluster.membership import LeaderHeartbeat
@@ -67,11 +68,11 @@ class TooFewNodes:
     """Nodes whose own check failed, each with the reason."""
 
     def __str__(self) -> str:
-        text = f"{self.here} of at least {self.needed} nodes are here"
+        text = f"{self.here} of at least {self.needed} nodes are present"
         if self.set_aside:
-            text += f"; set aside after too many failures: {', '.join(self.set_aside)}"
+            text += f"; excluded after too many failures: {', '.join(self.set_aside)}"
         if self.unfit:
-            text += f"; not fit: {'; '.join(self.unfit)}"
+            text += f"; unfit: {'; '.join(self.unfit)}"
         return text
 
 
@@ -138,7 +139,7 @@ def _natural(text: str) -> tuple[tuple[int, str], ...]:
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in parts)
 
 
-_LEAVES = "it was asked to leave"
+_LEAVES = "it is draining"
 _FIGURE = re.compile(r"[\d.,]*\d")
 _Check = tuple[int, int]
 """Incarnation of an agent, and the number of one of its checks."""
@@ -154,13 +155,9 @@ class Admission:
         """The newest check of each excluded node, when it was last seen excluded."""
         self._asked: dict[str, int] = {}
         """The number of the awaited check, by node id."""
-        self._told: dict[str, str] = {}
-        self._slow_told: dict[str, str] = {}
-
-    @property
-    def told(self) -> dict[str, str]:
+        self.told: dict[str, str] = {}
         """Reasons why nodes may not run ranks, with the newest measurements; replaced whole."""
-        return self._told
+        self._slow_told: dict[str, str] = {}
 
     def unfit(self, aside: Collection[str]) -> dict[str, str]:
         """Reasons why nodes that are not excluded must not run ranks, by node id."""
@@ -176,7 +173,7 @@ class Admission:
             elif not fitness.is_fit:
                 found[node_id] = "; ".join(fitness.problems)
             elif self._awaits_check(peer):
-                found[node_id] = "it was set aside, and checks itself again"
+                found[node_id] = "it was excluded, and repeats its check"
             else:
                 self._aside_at.pop(node_id, None)
         return found
@@ -210,17 +207,17 @@ class Admission:
             if peer.card.node_id in unfit and self._awaits_check(peer)
         }
         found = [
-            JournalEntry("Unfit", f"node {one} may not run ranks: {why}", {"about": one}, say=True)
+            JournalEntry(NodeUnfit(f"node {one} may not run ranks: {why}", one), say=True)
             for one, why in sorted(unfit.items())
-            if _without_figures(self._told.get(one, "")) != _without_figures(why)
+            if _without_figures(self.told.get(one, "")) != _without_figures(why)
         ]
         found += [
-            JournalEntry("FitAgain", f"node {one} is fit to run ranks", {"about": one}, say=True)
-            for one in sorted(self._told)
+            JournalEntry(NodeFit(f"node {one} is fit to run ranks", one), say=True)
+            for one in sorted(self.told)
             if self._is_fit(one)
         ]
-        kept = {one: why for one, why in self._told.items() if not self._is_fit(one)}
-        self._told = {**kept, **unfit}
+        kept = {one: why for one, why in self.told.items() if not self._is_fit(one)}
+        self.told = {**kept, **unfit}
         return found
 
     def ask(self, body: LeaderHeartbeat) -> LeaderHeartbeat:
@@ -238,7 +235,7 @@ class Admission:
         new = {one: what for one, what in slow.items() if self._slow_told.get(one) != what}
         self._slow_told.update(new)
         return [
-            JournalEntry("SlowNode", f"node {one} is slow: {what}", {"about": one}, say=True)
+            JournalEntry(NodeBelowMedian(f"node {one} is slow: {what}", one), say=True)
             for one, what in sorted(new.items())
         ]
 
@@ -247,7 +244,7 @@ class Admission:
         if peer is None or peer.lost or peer.is_leaving:
             return False
         if peer.fitness is None:
-            return self._told.get(node_id) == _LEAVES
+            return self.told.get(node_id) == _LEAVES
         return peer.fitness.is_fit and not self._awaits_check(peer)
 
     def _awaits_check(self, peer: PeerState) -> bool:

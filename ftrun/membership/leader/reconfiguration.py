@@ -29,7 +29,7 @@ Rule 6: it resumes from the snapshot of the boundary once that is committed. If 
         happen in time, it resumes from the newest committed version.
 Rule 7: a slow node is evicted only if the user requests it (`slow.action`), and only while a spare
         is present.
-Rule 8: a node that was asked to leave trains until it is clear that the run does not stop, see
+Rule 8: a draining node trains until it is clear that the run does not stop, see
         draining.py. The boundary's snapshot is written to disk too, if there is a checkpoint
         directory, because the whole run may still be asked to stop.
 """
@@ -42,6 +42,7 @@ from ftrun.config.cluster import MembershipSettings
 from ftrun.membership.ballots import carries, electorate, electorate_of
 from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
+from ftrun.records.membership import VotersChanged
 from ftrun.recovery.commands import Command, JournalEntry, Send
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.wire.cluster.generation import (
@@ -200,10 +201,10 @@ def _with_voters(
 
 def note_of(plan: GenerationPlan) -> JournalEntry:
     spares = ", ".join(card.node_id for card in plan.spares)
-    beside = f" and {WITNESS}" if plan.witness else ""
-    text = f"{len(plan.voters)} nodes{beside} decide about the next generation"
-    text += f"; standing by: {spares}" if spares else ""
-    return JournalEntry("Roster", text, {"roster": plan.roster})
+    outside = f" and {WITNESS}" if plan.witness else ""
+    text = f"voters of the next generation: {len(plan.voters)} nodes{outside}"
+    text += f"; spares: {spares}" if spares else ""
+    return JournalEntry(VotersChanged(text, plan.roster))
 
 
 class BoundaryReconfiguration:
@@ -278,8 +279,8 @@ class BoundaryReconfiguration:
         elif newcomers:
             why = _eviction(self._out, plan)
         else:
-            # The spare is gone. The ranks wait at the boundary, so they are restarted here.
-            why, self._out = "no spare is left for the node that was to be evicted", None
+            # The spare is lost. The ranks wait at the boundary, so they are restarted here.
+            why, self._out = "no spare is left to replace the slow node", None
         committed = oversight.orders.committed
         # A single node stops at its own boundary, which may be later.
         is_safe = committed is not None and committed >= (plan.generation, self._boundary)
@@ -329,7 +330,9 @@ class BoundaryReconfiguration:
         lasting = oversight.watching.slow.lasting(slow.evict_after_s, now_s=now_s)
         kinds = (VerdictKind.SLOW_COMPUTATION, VerdictKind.SLOW_COMMUNICATION)
         found = [
-            one for one in lasting if one.kind in kinds and one.sure is not Confidence.POSSIBLE
+            one
+            for one in lasting
+            if one.kind in kinds and one.confidence is not Confidence.POSSIBLE
         ]
         return next((one for one in found if _node_out(one, plan)), None)
 
@@ -345,7 +348,7 @@ def _departure(plan: GenerationPlan, oversight: GenerationMonitor) -> str:
     nodes = [one for one in sorted(oversight.asked_to_leave) if plan.member(one) is not None]
     if not nodes:
         return ""
-    return f"node{'s' if nodes[1:] else ''} {', '.join(nodes)} asked to leave"
+    return f"draining {', '.join(nodes)}"
 
 
 def _node_out(verdict: Verdict, plan: GenerationPlan) -> str:

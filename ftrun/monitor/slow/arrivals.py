@@ -152,7 +152,8 @@ class ArrivalTracker:
         before = self._last.setdefault(group, deque(maxlen=LOOKED_BACK))
         if before and before[-1].released_s > first_s:
             self._overlaps[group] = self._overlaps.get(group, 0) + 1
-        common = _latest(one for one in before if one.released_s <= first_s)
+        earlier = (one for one in before if one.released_s <= first_s)
+        common = max(earlier, key=lambda one: one.released_s, default=None)
         before.append(whole)
         try:
             late_s = self._late_s(whole, common, _Excuse.ANY)
@@ -216,10 +217,6 @@ class ArrivalTracker:
 
     def _is_of_one_node(self, done: _Whole) -> bool:
         return len({self._nodes[rank] for rank in done.times}) == 1
-
-
-def _latest(wholes: Iterable[_Whole]) -> _Whole | None:
-    return max(wholes, key=lambda one: one.released_s, default=None)
 
 
 def against_the_others(values: Mapping[int, float]) -> dict[int, float]:

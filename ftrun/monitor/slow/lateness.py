@@ -144,10 +144,10 @@ class LatenessSeries:
         return None
 
     def _is_late_still(self, step_s: float, floor_s: float) -> bool:
-        """A named rank stays named until its lateness is gone, not until it is less clear."""
+        """A named rank stays named until it is no longer late, not until that is less clear."""
         limit_s = max(SHARE_OF_STEP * step_s, floor_s)
         before_s = self.lateness().before_s or 0.0
-        # A lateness within the noise counts as gone; otherwise chance would keep the name forever.
+        # A lateness within the noise does not count; otherwise chance would keep the name forever.
         above_s = max(limit_s / 2, min(self.noise_s, self.named_s / 2))
         if self.named is Confidence.LIKELY:
             above_s += before_s

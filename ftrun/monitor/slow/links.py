@@ -231,26 +231,28 @@ class SlowLinkDetector:
         where, nodes = place_of(set(hot), self._telling() | set(hot))
         worst = max(hot.values(), key=lambda cell: self._ratios[cell.pair][-1])
         found = [self._agrees(pair) for pair in hot]
-        sure = Confidence.CERTAIN if True in found else Confidence.LIKELY
-        against: tuple[str, ...] = ()
+        confidence = Confidence.CERTAIN if True in found else Confidence.LIKELY
+        counter_evidence: tuple[str, ...] = ()
         ratio = self._ratios[worst.pair][-1]
         if False in found and True not in found:
-            sure = Confidence.POSSIBLE
-            against = ("a probe between the agents found this link as quick as others",)
+            confidence = Confidence.POSSIBLE
+            counter_evidence = ("a probe between the agents found this link as fast as others",)
         elif _against_past(worst) < SUSPECT:
-            sure = Confidence.LIKELY if True in found else Confidence.POSSIBLE
-            against = ("it has been so since the first steps: the network may be built so",)
+            confidence = Confidence.LIKELY if True in found else Confidence.POSSIBLE
+            counter_evidence = (
+                "it has been slow since the first steps: the network may be built this way",
+            )
         return Verdict(
             kind=VerdictKind.SLOW_COMMUNICATION,
             culprits=(),
             nodes=nodes,
             text=(
-                f"{where} is slow: {_figures(worst)}, {ratio:.0f} times as long as others"
-                + (", and as at first" if _against_past(worst) >= SUSPECT else "")
+                f"{where} is slow: {_figures(worst)}, {ratio:.0f} times the value of others"
+                + (" and at first" if _against_past(worst) >= SUSPECT else "")
             ),
             evidence=tuple(self._evidence(cell) for _, cell in sorted(hot.items())),
-            against=against,
-            sure=sure,
+            counter_evidence=counter_evidence,
+            confidence=confidence,
             fingerprint=f"slow communication {where}",
         )
 
@@ -263,11 +265,11 @@ class SlowLinkDetector:
             nodes=nodes,
             text=(
                 "the network between all nodes is slow: "
-                f"{_figures(worst)}, {_against_past(worst):.0f} times what it had at first"
+                f"{_figures(worst)}, {_against_past(worst):.0f} times the value at first"
             ),
             evidence=tuple(self._evidence(cell) for _, cell in sorted(self._cells.items())),
-            against=("all cells are slow alike: it may be a switch, or other traffic",),
-            sure=Confidence.POSSIBLE,
+            counter_evidence=("all links are equally slow: it may be a switch, or other traffic",),
+            confidence=Confidence.POSSIBLE,
             fingerprint="slow communication everywhere",
         )
 
@@ -275,10 +277,10 @@ class SlowLinkDetector:
         before = _figures_of(cell.past_s_per_mb, cell.past_rtt_s or 0.0)
         text = f"{cell.sender} to {cell.receiver}: {_figures(cell)}; at first {before}"
         if cell.retransmits:
-            text += f"; {cell.retransmits} segments sent again"
+            text += f"; {cell.retransmits} segments retransmitted"
         probe = self._probes.get(cell.pair)
         if probe is not None:
-            rate = f"{probe.bytes_per_s / 1e6:.1f} MB/s" if probe.bytes_per_s else "no end"
+            rate = f"{probe.bytes_per_s / 1e6:.1f} MB/s" if probe.bytes_per_s else "not completed"
             text += f"; a probe: {rate}, round trip {_ms(probe.rtt_s)}"
         return text
 
@@ -358,7 +360,7 @@ def _figures(cell: PairDelay) -> str:
 
 
 def _figures_of(s_per_mb: float | None, rtt_s: float) -> str:
-    rate = "" if s_per_mb is None else f"{_ms(s_per_mb)} for a megabyte, "
+    rate = "" if s_per_mb is None else f"{_ms(s_per_mb)} per megabyte, "
     return f"{rate}round trip {_ms(rtt_s)}"
 
 

@@ -74,18 +74,18 @@ def _verdict(node: str, sample: NodeSample, rates: dict[int, float]) -> Verdict:
     held = next(one.resident_bytes for one in sample.ranks if one.rank == rank)
     left_s = sample.available_bytes / sum(rates.values())
     return Verdict(
-        kind=VerdictKind.MEMORY_CREEPING,
+        kind=VerdictKind.MEMORY_GROWTH,
         culprits=(rank,),
         nodes=(node,),
-        text=f"rank {rank} on {node} grows by {_mb(rates[rank] * 60)} MB a minute; memory is used "
-        f"up in about {max(1, round(left_s / 60))} min",
+        text=f"rank {rank} on {node} grows by {_mb(rates[rank] * 60)} MB per minute; memory is "
+        f"exhausted in about {max(1, round(left_s / 60))} min",
         evidence=(
             f"rank {rank} holds {_mb(held)} MB",
-            f"{_mb(sample.available_bytes)} MB are left on {node}",
-            *(f"rank {one}: {_mb(rate * 60)} MB a minute" for one, rate in rates.items() if rate),
+            f"{_mb(sample.available_bytes)} MB are free on {node}",
+            *(f"rank {one}: {_mb(rate * 60)} MB per minute" for one, rate in rates.items() if rate),
         ),
-        against=("growth may stop by itself, as a cache that fills does",),
-        sure=Confidence.LIKELY,
+        counter_evidence=("growth may stop by itself, as when a cache is full",),
+        confidence=Confidence.LIKELY,
         fingerprint=f"memory {node}",
     )
 

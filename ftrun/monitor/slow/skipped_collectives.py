@@ -11,7 +11,7 @@ Rule 1: A difference is reported only if all ranks had equal counts for some ste
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_in_words
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, nodes_of, ranks_in_words
 
 ENOUGH = 3
 """Number of steps with equal counts on all ranks that enable the check."""
@@ -70,16 +70,18 @@ class CollectiveCounts:
         return Verdict(
             kind=VerdictKind.SKIPPED_COLLECTIVE,
             culprits=ranks,
-            nodes=tuple(dict.fromkeys(node_of[rank] for rank in ranks if rank in node_of)),
+            nodes=nodes_of(ranks, node_of),
             victims=tuple(sorted(set(counts) - set(ranks))),
-            text=f"{who} left out collectives between steps {last:,} and {step:,}, and nothing "
-            "hangs: since then sums are made of different steps, and the training is wrong",
+            text=f"{who} skipped collectives between steps {last:,} and {step:,} without a hang: "
+            "since then sums combine different steps, and the training is wrong",
             evidence=(
-                f"by step {last:,} all ranks had called equally many collectives of the default "
-                "group",
-                f"by step {step:,} most had called {usual:,}, and {how}",
+                f"by step {last:,} all ranks had called the same number of collectives of the "
+                "default group",
+                f"by step {step:,} most had called {usual:,}; {how}",
             ),
-            against=() if is_clear else ("with two ranks the other one may have called too many",),
-            sure=Confidence.CERTAIN if is_clear else Confidence.LIKELY,
-            fingerprint="skipped in silence",
+            counter_evidence=()
+            if is_clear
+            else ("with two ranks, the other one may have called too many",),
+            confidence=Confidence.CERTAIN if is_clear else Confidence.LIKELY,
+            fingerprint="skipped without a hang",
         )

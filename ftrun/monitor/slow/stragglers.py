@@ -175,7 +175,7 @@ class StragglerDetector:
     def _verdict(self, *, may_name: bool) -> Verdict | None:
         alone = self._judge(lambda record: record.alone, may_name=may_name)
         added = self._judge(lambda record: record.added, may_name=may_name)
-        added = {rank: sure for rank, sure in added.items() if self._stands_out(rank)}
+        added = {rank: confidence for rank, confidence in added.items() if self._stands_out(rank)}
         of_node = self._judge(lambda record: record.of_node, may_name=may_name)
         if self._has_caught_up:  # Rule 4
             self._has_caught_up = False
@@ -202,10 +202,10 @@ class StragglerDetector:
         for rank, record in sorted(self._ranks.items()):
             series = series_of(record)
             before = series.named
-            sure = series.judge(self.step_s, self._floor_s(rank), usual_s, may_name=may_name)
-            if sure is not None:
-                found[rank] = sure
-            self._has_caught_up |= before is Confidence.POSSIBLE and sure is None
+            confidence = series.judge(self.step_s, self._floor_s(rank), usual_s, may_name=may_name)
+            if confidence is not None:
+                found[rank] = confidence
+            self._has_caught_up |= before is Confidence.POSSIBLE and confidence is None
         return found
 
     def _stands_out(self, rank: int) -> bool:
@@ -243,24 +243,24 @@ class StragglerDetector:
         nodes = self._nodes_of(culprits)
         who = ranks_in_words(culprits)
         where = f" (all of node {' and of node '.join(nodes)})" if nodes else ""
-        is_or_are = "is" if len(culprits) == 1 else "are"
+        is_or_are, pronoun = ("is", "it") if len(culprits) == 1 else ("are", "them")
         worst_s = max(one.now_s for one in late.values())
         is_clear = Confidence.LIKELY in found.values() and how != "added"
-        against = ["many small waits are added up; where ranks go on beside them, it is less"]
+        doubt = "many small waits are added up; if ranks compute during them, the sum is too high"
         if how != "added":
-            against = ["it has been so since the first steps: the work may be uneven by design"]
+            doubt = "late since the first steps: the work may be uneven by design"
         return Verdict(
             kind=VerdictKind.SLOW_COMPUTATION,
             culprits=culprits,
             nodes=nodes,
             victims=tuple(rank for rank in sorted(self._ranks) if rank not in found),
             text=(
-                f"{who}{where} {is_or_are} late by {_short(worst_s)} again and again, and the "
-                f"others wait; a step takes {_short(self.step_s)}"
+                f"{who}{where} {is_or_are} slow: others wait {_short(worst_s)} for {pronoun} in "
+                f"each step (a step takes {_short(self.step_s)})"
             ),
             evidence=tuple(self._evidence(rank, one) for rank, one in late.items()),
-            against=() if is_clear else tuple(against),
-            sure=Confidence.LIKELY if is_clear else Confidence.POSSIBLE,
+            counter_evidence=() if is_clear else (doubt,),
+            confidence=Confidence.LIKELY if is_clear else Confidence.POSSIBLE,
             fingerprint=f"slow computation {','.join(map(str, culprits))}",
         )
 
@@ -276,8 +276,8 @@ class StragglerDetector:
     def _evidence(self, rank: int, late: Lateness) -> str:
         before = "" if late.before_s is None else f"; in its first steps {_short(late.before_s)}"
         return (
-            f"rank {rank} comes {_short(late.now_s)} after the others (median of {WINDOWS} "
-            f"windows of some steps{before}; by chance {_short(late.noise_s)})"
+            f"rank {rank} is {_short(late.now_s)} later than the others (median of {WINDOWS} "
+            f"windows{before}; noise {_short(late.noise_s)})"
         )
 
 

@@ -160,8 +160,8 @@ def _by_driver(rail: str, on: Mapping[str, Rail]) -> Iterator[NetworkFinding]:
                 rail,
                 (node,),
                 name,
-                f"{name} runs at {one.speed_mbit:,} Mbit/s, by its driver, and "
-                f"{speeds[usual]} of {len(on)} interfaces on {rail} at {usual:,} Mbit/s.",
+                f"{name} runs at {one.speed_mbit:,} Mbit/s according to its driver; "
+                f"{speeds[usual]} of {len(on)} interfaces on {rail} run at {usual:,} Mbit/s.",
                 pace=one.speed_mbit / usual,
             )
         if one.duplex == "half":
@@ -171,8 +171,8 @@ def _by_driver(rail: str, on: Mapping[str, Rail]) -> Iterator[NetworkFinding]:
                 rail,
                 (node,),
                 name,
-                f"{name} is half duplex, by its driver: it cannot send and receive at once. "
-                f"{others} of {len(on)} interfaces on {rail} are full duplex.",
+                f"{name} is half duplex according to its driver: it cannot send and receive at "
+                f"once. {others} of {len(on)} interfaces on {rail} are full duplex.",
             )
 
 
@@ -194,11 +194,11 @@ def _finding(
     """A finding of probes: its culprit follows from its nodes."""
     culprit = f"rail {rail}"
     if len(nodes) == 2:
-        culprit = f"the road from {nodes[0]} to {nodes[1]} over {rail}"
+        culprit = f"the path from {nodes[0]} to {nodes[1]} over {rail}"
     elif nodes:
         culprit = f"{rail} of {nodes[0]}"
     elif kind is NetworkFindingKind.UPLINK:
-        culprit = f"what lies between nodes on {rail}"
+        culprit = f"the network between nodes on {rail}"
     return NetworkFinding(kind, rail, nodes, culprit, sentence, direction, pace, is_late)
 
 
@@ -273,7 +273,7 @@ class _Rail:
             )
         elif not node:
             takes = (
-                f"{len(roads)} of {len(paces)} roads over {rail} have long round trips, and no "
+                f"{len(roads)} of {len(paces)} paths over {rail} have long round trips, and no "
                 f"interface explains them: one takes {trip_words(mine)} in the median"
             )
         return _finding(
@@ -294,16 +294,14 @@ class _Rail:
             text = f"{one} does not reach {other} over {rail}: {why}."
             return _finding(NetworkFindingKind.DEAD, rail, (one, other), text)
         if not place.node:
-            text = f"Rail {rail} is dead: none of {len(self._dead)} roads was passed."
+            text = f"Rail {rail} is dead: all {len(self._dead)} paths are dead."
             return _finding(NetworkFindingKind.DEAD, rail, (), text)
         roads = _of_place(place, self._known_by_side)
         dead = sum(road in self._roads.dead for road in roads)
-        verb = {"": "neither reaches others nor is reached", "out": "reaches nobody"}
-        what = verb.get(place.direction, "is reached by nobody")
-        if dead < len(roads):
-            what = what.replace("nobody", "hardly anybody").replace("neither", "hardly")
-            what = what.replace("nor", "or")
-        text = f"{place.node} {what} over {rail}: {dead} of {len(roads)} roads are dead."
+        nodes = "any other node" if dead == len(roads) else "most other nodes"
+        what = {"": "reach or be reached by", "out": "reach", "in": "be reached by"}
+        text = f"{place.node} cannot {what[place.direction]} {nodes} over {rail}"
+        text += f": {dead} of {len(roads)} paths are dead."
         return _finding(NetworkFindingKind.DEAD, rail, (place.node,), text, place.direction)
 
     def _say_slow(self, place: FaultLocation, by_driver: NetworkFinding | None) -> NetworkFinding:
@@ -321,7 +319,7 @@ class _Rail:
         if (nominal := _nominal(mine, others)) and by_driver is None:
             text += f": as a link of {nominal:,} Mbit/s would"
         if not self._leaves:
-            text += "; no leaf switch is known, so the cause may lie before its interface"
+            text += "; no leaf switch is known, so the cause may be outside its interface"
         return _finding(
             NetworkFindingKind.SLOW if by_driver is None else NetworkFindingKind.SPEED,
             self._rail,
@@ -334,10 +332,10 @@ class _Rail:
     def _say_road(self, road: NetworkPath) -> NetworkFinding:
         rate = self._roads.rates.get(road, 0.0)
         usual = self._usual_of(road)
-        words = f"has {rate_words(rate)}" if rate else "ended no transfer"
+        words = f"has {rate_words(rate)}" if rate else "completed no transfer"
         ends = (road.source, road.destination)
         text = (
-            f"The road from {ends[0]} to {ends[1]} over {self._rail} {words}"
+            f"The path from {ends[0]} to {ends[1]} over {self._rail} {words}"
             f"{self._usual_words(usual, [road])}."
         )
         pace = self._paces[road]
@@ -350,7 +348,7 @@ class _Rail:
             NetworkFindingKind.UPLINK,
             self._rail,
             (),
-            f"{len(roads)} of {len(self._paces)} roads over {self._rail} are slow, with "
+            f"{len(roads)} of {len(self._paces)} paths over {self._rail} are slow, with "
             f"{rate_words(median(rates[:-1]))} in the median, and no interface explains them: a "
             f"narrow uplink between switches would. The slowest is {worst.source} to "
             f"{worst.destination}, with {rate_words(rates[-1])}.",
@@ -369,7 +367,7 @@ class _Rail:
         if not self._leaves:
             return ""
         inside = all(is_inside(road, self._leaves) for road in roads)
-        return " inside a leaf" if inside else " between leaves"
+        return " within a leaf switch" if inside else " between leaf switches"
 
 
 def _of_place(

@@ -128,7 +128,7 @@ def _pairs_of(mine: Sequence[str], nodes: Sequence[str], most: int, seed: int) -
         pairs += itertools.combinations(mine, 2)
         return sorted(pairs, key=lambda pair: _drawn(seed, *pair))
     drawn: dict[frozenset[str], tuple[str, str]] = {}
-    # Twice the wanted number, because partners may have enough probes of their own.
+    # Twice the required number, because partners may have enough probes of their own.
     for number in range(2 * most):
         for one in mine:
             other = nodes[_drawn(seed, one, str(number)) % len(nodes)]
@@ -159,11 +159,11 @@ def _said(
     probed = sum(map(len, rounds))
     coverage = probed / total if total else 1.0
     words = (
-        f"{probed:,} of {total:,} roads between {nodes:,} nodes over {rails} rail(s) "
-        f"are probed in {len(rounds)} rounds"
+        f"{probed:,} of {total:,} paths between {nodes:,} nodes over {rails} "
+        f"{'rail' if rails == 1 else 'rails'} are probed in {len(rounds)} rounds"
     )
     if coverage < 1:
-        words += f": {100 * coverage:.2g} % of them, drawn"
+        words += f": a random sample of {100 * coverage:.2g} %"
     return ProbeSchedule(tuple(rounds), coverage, words)
 
 

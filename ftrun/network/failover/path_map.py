@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ftrun.config.cluster import MembershipSettings
 from ftrun.errors import UsageError
 from ftrun.network.detect.findings import NetworkFindingKind, NetworkFindings
-from ftrun.network.detect.leaves import (
+from ftrun.network.detect.leaf_switches import (
     LeafSwitches,
     leaves_from_file,
     leaves_from_labels,
@@ -21,6 +21,7 @@ from ftrun.network.detect.probe_schedule import NetworkPath
 from ftrun.network.detect.rails import RunRails, match_rails
 from ftrun.network.failover.survey import End, ProbeSurvey, most_kept, newer, worst
 from ftrun.network.plan.planner import PlanningInputs, survey_of
+from ftrun.records.membership import PathFinding, PathsProbed
 from ftrun.recovery.commands import JournalEntry
 from ftrun.wire.cluster.generation import NetworkPlan, NodeCard, PathMeasurement, Rail
 from ftrun.wire.messages.status import NetworkFindingText, NetworkStatus
@@ -106,17 +107,13 @@ class PathMap:
     def _news(self, count: int, previous: NetworkPlan | None) -> list[JournalEntry]:
         ids = list(self.rails)
         self.findings = found = self.judge(self.situation(ids, previous=previous))[0]
-        text = f"{count} roads between {len(ids)} nodes probed in {self._probed_s:.2f} s"
-        fields: dict[str, object] = {
-            "coverage": round(self.coverage, 4),
-            "findings": len(found.found),
-        }
-        notes = [JournalEntry("RoadsProbed", text, fields)]
+        text = f"{count} paths between {len(ids)} nodes probed in {self._probed_s:.2f} s"
+        notes = [JournalEntry(PathsProbed(text, round(self.coverage, 4), len(found.found)))]
         for one in found.found:
             if (one.kind, one.culprit) not in self._told:
-                about: dict[str, object] = {"about": one.culprit, "finding": one.kind.value}
                 says = one.kind is not NetworkFindingKind.SLOW and not one.is_late
-                notes.append(JournalEntry("RoadFinding", one.sentence, about, say=says))
+                finding = PathFinding(one.sentence, one.culprit, one.kind.value)
+                notes.append(JournalEntry(finding, say=says))
         self._told = {(one.kind, one.culprit) for one in found.found}
         return notes
 
@@ -169,12 +166,10 @@ class PathMap:
             if node is not None and node.slurm_topology:
                 return leaves_from_slurm(node.slurm_topology, {one: one for one in ids})
         except UsageError as error:
-            return LeafSwitches(words=f"The topology cannot be used: {error}")
+            return LeafSwitches(words=f"The topology is invalid: {error}")
         switches = {one: self.cards[one].switch for one in ids if self.cards[one].switch}
         if len(switches) == len(ids):
-            return LeafSwitches(
-                switches, "slurm", words="Leaf switches are those that Slurm tells."
-            )
+            return LeafSwitches(switches, "slurm", words="Leaf switches are those of Slurm.")
         return leaves_from_labels({one: self.cards[one].domain for one in ids})
 
     def status(self, *, now_s: float) -> NetworkStatus:

@@ -27,6 +27,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import msgspec
 
 from ftrun.config.cluster import MembershipSettings
+from ftrun.monitor.verdicts import VerdictKind
 from ftrun.network.detect.findings import NetworkFindingKind
 from ftrun.network.detect.localization import slowest_medians
 from ftrun.network.detect.probe_schedule import (
@@ -41,6 +42,7 @@ from ftrun.network.failover.path_map import PathMap
 from ftrun.network.failover.survey import ProbeSurvey, most_rounds, roads_to
 from ftrun.network.plan.planner import plan_roads
 from ftrun.network.plan.rail_choice import choices_of, keep_rails
+from ftrun.records.membership import NetworkPlanDisabled, NetworkPlanRecord
 from ftrun.recovery.commands import Command, JournalEntry
 from ftrun.recovery.health import HealthMonitor
 from ftrun.recovery.suspicions import SlowSuspicions
@@ -68,7 +70,7 @@ SLOW_AGAIN_S = 15.0
 BETTER = 3.0
 """Another rail must be more than this factor faster than a rail that the monitor finds slow, to
 replace it."""
-_STAYS = "ranks stay where they are within a run"
+_STAYS = "ranks keep their nodes during a run"
 _NUMBERED = "the user has numbered the nodes"
 
 
@@ -86,7 +88,7 @@ T = TypeVar("T")
 Method = Callable[Concatenate["PathMonitor", P], T]
 
 
-def _guarded(otherwise: Callable[[], Any]) -> Callable[[Method[P, T]], Method[P, T]]:
+def _guarded(otherwise: Callable[[], Any] = lambda: None) -> Callable[[Method[P, T]], Method[P, T]]:
     """Gives what `otherwise` returns after an exception in this or an earlier call; see Rule 4."""
 
     def guard(method: Method[P, T]) -> Method[P, T]:
@@ -103,10 +105,6 @@ def _guarded(otherwise: Callable[[], Any]) -> Callable[[Method[P, T]], Method[P,
         return work
 
     return guard
-
-
-def _nothing() -> None:
-    return None
 
 
 class PathMonitor:
@@ -142,8 +140,8 @@ class PathMonitor:
 
     def fail(self, error: Exception) -> None:
         self.has_failed, self._urgent, self.wish = True, "", ""
-        text = f"a bug of ftrun: no plan of roads: {type(error).__name__}: {error}"
-        self._notes.append(JournalEntry("RoadsBug", text, say=True))
+        text = f"no network plan, by a bug in ftrun: {type(error).__name__}: {error}"
+        self._notes.append(JournalEntry(NetworkPlanDisabled(text), say=True))
 
     @property
     def is_on(self) -> bool:
@@ -154,7 +152,7 @@ class PathMonitor:
 
     # --- in a ballot --------------------------------------------------------------------------
 
-    @_guarded(_nothing)
+    @_guarded()
     def hold_up(
         self, cards: Sequence[NodeCard], previous: GenerationPlan | None, *, now_s: float
     ) -> list[Command] | None:
@@ -169,7 +167,7 @@ class PathMonitor:
         found = self._survey.look(now_s=now_s) if self._survey is not None else []
         return None if self._is_done(now_s) else [*found]
 
-    @_guarded(_nothing)
+    @_guarded()
     def decide(
         self,
         members: Sequence[NodeCard],
@@ -195,7 +193,7 @@ class PathMonitor:
         if before is None or choices_of(before) != choices_of(made):
             self._notes.append(_note_of(made, is_on=self.is_on))
 
-    @_guarded(_nothing)
+    @_guarded()
     def begin(self) -> None:
         self._urgent = self.wish = ""
         self._silent.clear()
@@ -221,7 +219,7 @@ class PathMonitor:
         survey = self._survey
         return [*survey.tried(sender, body, now_s=now_s)] if survey is not None else []
 
-    @_guarded(_nothing)
+    @_guarded()
     def lost(self, node_id: str) -> None:
         if self._survey is not None:
             self._survey.lost(node_id)
@@ -259,7 +257,7 @@ class PathMonitor:
         notes, self._notes = self._notes, []
         return notes
 
-    @_guarded(_nothing)
+    @_guarded()
     def know(self, cards: Sequence[NodeCard]) -> None:
         """Marks agents that were present before this leader: they are not probed as new."""
         self._known.update(card.identity for card in cards)
@@ -314,8 +312,9 @@ class PathMonitor:
     ) -> ProbeSurvey | None:
         if not self.is_on or plan.roads is None or len(self._map.matched) < 2:
             return None
-        for verdict in slow.slow_links(SLOW_FOR_S, now_s=now_s):
-            if now_s - self._slow_seen.get(verdict.fingerprint, -1e9) >= SLOW_AGAIN_S:
+        for verdict in slow.lasting(SLOW_FOR_S, now_s=now_s):
+            is_link = verdict.kind is VerdictKind.SLOW_COMMUNICATION
+            if is_link and now_s - self._slow_seen.get(verdict.fingerprint, -1e9) >= SLOW_AGAIN_S:
                 self._slow_seen[verdict.fingerprint] = now_s
                 self._suspects = dict.fromkeys(plan.roads.rails[:1], verdict.text)
                 return self._beside([*verdict.nodes] or list(self._map.rails), now_s, pause_s=0.0)
@@ -410,7 +409,7 @@ class PathMonitor:
         dead = {road.rail for road in self._map.findings.dead}
         over = ", ".join(made.rails)
         why = "; ".join(made.dropped.get(one, "it is slow") for one in left)
-        text = f"the run leaves rail {', '.join(left)} and continues over {over}: {why}"
+        text = f"the run drops rail {', '.join(left)} and continues over {over}: {why}"
         if dead.intersection(left):
             self._urgent = text
         else:
@@ -426,7 +425,7 @@ class PathMonitor:
             if slowest.get(rail, best) * BETTER < best
         }
 
-    @_guarded(_nothing)
+    @_guarded()
     def status(self, plan: GenerationPlan | None, *, now_s: float) -> NetworkStatus | None:
         """The network part of the status; None if nothing is probed."""
         if self._mode == "off" or len(self._map.rails) < 2:
@@ -441,5 +440,4 @@ class PathMonitor:
 
 def _note_of(plan: NetworkPlan, *, is_on: bool) -> JournalEntry:
     text = " ".join(plan.words) or f"rails {', '.join(plan.rails)}"
-    fields = {"in_effect": is_on, "order": plan.order, "rails": plan.rails}
-    return JournalEntry("RoadsPlan", text, fields)
+    return JournalEntry(NetworkPlanRecord(text, is_on, tuple(plan.order), tuple(plan.rails)))

@@ -127,7 +127,7 @@ class ProbeSurvey:
         self._rails = rails
         self._end_s = now_s + limit_s
         self._pause_s = pause_s
-        self._is_short = is_short
+        self.is_short = is_short
         self._limit_s = SHORT_ROUND_S if is_short else ROUND_S
         self._waits: set[NetworkPath] = set()
         self._round_s = now_s - pause_s
@@ -137,7 +137,7 @@ class ProbeSurvey:
         """Nodes that have not answered; a node that answers late is asked again."""
         self._failed: dict[End, set[str]] = {}
         """The nodes that did not reach an interface, or that it did not reach."""
-        self._reached: set[End] = set()
+        self.reached: set[End] = set()
         self._is_second_try = False
 
     @property
@@ -146,17 +146,9 @@ class ProbeSurvey:
         return {
             (node, rail)
             for (node, rail), by in self._failed.items()
-            if (node, rail) not in self._reached
+            if (node, rail) not in self.reached
             and len(by) >= min(_GIVEN_UP_AFTER, len(self._rails[rail]) - 1)
         }
-
-    @property
-    def reached(self) -> set[End]:
-        return set(self._reached)
-
-    @property
-    def is_short(self) -> bool:
-        return self._is_short
 
     @property
     def is_over(self) -> bool:
@@ -177,7 +169,7 @@ class ProbeSurvey:
             self.found[road] = found
         ends = {(road.source, road.rail): road.destination, (road.destination, road.rail): sender}
         if found.rtt_s > 0:
-            self._reached.update(ends)
+            self.reached.update(ends)
         else:
             for end, other in ends.items():
                 self._failed.setdefault(end, set()).add(other)
@@ -203,7 +195,7 @@ class ProbeSurvey:
 
     def _next_round(self, now_s: float) -> list[Send]:
         while True:
-            if not self._rounds and not (self._is_second_try or self._is_short):
+            if not self._rounds and not (self._is_second_try or self.is_short):
                 self._is_second_try = True
                 self._rounds = [*pack(self._to_try_again())]
             if not self._rounds:
@@ -237,7 +229,7 @@ class ProbeSurvey:
 
     def _is_given_up(self, end: End) -> bool:
         failed = self._failed.get(end, set())
-        return end not in self._reached and len(failed) >= _GIVEN_UP_AFTER
+        return end not in self.reached and len(failed) >= _GIVEN_UP_AFTER
 
     def _ask(self, road: NetworkPath) -> ProbePathRequest:
         mine = self._rails[road.rail][road.source]
@@ -250,5 +242,5 @@ class ProbeSurvey:
             from_host=mine.host,
             host=there.host,
             port=there.port,
-            is_short=self._is_short,
+            is_short=self.is_short,
         )

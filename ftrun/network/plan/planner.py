@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ftrun.network.detect.findings import NetworkFindings, judge
-from ftrun.network.detect.leaf_switches import leaves_from_probes
-from ftrun.network.detect.leaves import LeafSwitches
+from ftrun.network.detect.leaf_switches import LeafSwitches, leaves_from_probes
 from ftrun.network.detect.rails import VARIABLES, rails_named
 from ftrun.network.plan.node_order import NetworkModel, NodeOrder, order_nodes
 from ftrun.network.plan.rail_choice import choose_rails, choose_snapshot_way
@@ -51,7 +50,7 @@ def plan_roads(
     nodes = situation.nodes
     findings, leaves = surveyed or survey_of(situation)
     if len(nodes) < 2:
-        return NetworkPlan(order=list(nodes), words=["One node: there is no road to plan."])
+        return NetworkPlan(order=list(nodes), words=["One node: there are no paths to plan."])
     choice = choose_rails(nodes, findings, situation.suspects)
     env = situation.user_env
     busy = {rail for name in env for rail in rails_named(name, env[name], findings.rails)}
@@ -88,7 +87,9 @@ def survey_of(situation: PlanningInputs) -> tuple[NetworkFindings, LeafSwitches]
     before = situation.previous
     if not leaves.is_known and before is not None and before.leaves_from == "probes":
         of = {node: before.leaves[node] for node in situation.nodes if node in before.leaves}
-        text = f"Leaf switches of {len(of)} of {len(situation.nodes)} nodes are those found before."
+        text = (
+            f"Leaf switches of {len(of)} of {len(situation.nodes)} nodes are from earlier probes."
+        )
         leaves = LeafSwitches(of, "probes" if of else "", words=text)
     return judge(situation.rails, situation.found, leaves.of), leaves
 
@@ -108,14 +109,14 @@ def _bad_roads(findings: NetworkFindings, rails: Sequence[str]) -> dict[tuple[st
 def _order_words(ordering: NodeOrder, leaves: LeafSwitches, keep: str) -> str:
     gain = (
         f"the busiest link of a ring carries {ordering.cost.ring:.2f} times the bytes of an "
-        f"all-reduce, and {ordering.naive.ring:.2f} times in the order there was"
+        f"all-reduce, and {ordering.naive.ring:.2f} times in the given order"
     )
     if keep:
         text = f"Nodes stay in their order, because {keep}"
-        return f"{text}; another one would do better: {gain}." if ordering.moves else f"{text}."
+        return f"{text}; another order would be better: {gain}." if ordering.moves else f"{text}."
     if not ordering.moves:
-        return "Nodes stay in their order: no other that was tried loads a link less."
-    moved = f"{ordering.moves} of {len(ordering.order)} nodes change places: {gain}."
+        return "Nodes stay in their order: no other order that was tried reduces the load."
+    moved = f"{ordering.moves} of {len(ordering.order)} nodes change positions: {gain}."
     if len(ordering.order) > NAMED_NODES or not leaves.is_known:
         return moved
     of_leaf: dict[str, list[str]] = {}
@@ -130,8 +131,8 @@ def _group_words(nodes: Sequence[str], leaves: LeafSwitches) -> list[str]:
     if len(switches) < 2:
         return []
     return [
-        f"Erasure groups are spread over the {len(switches)} leaf switches, unless labels say what "
-        "fails as one."
+        f"Erasure groups are spread over the {len(switches)} leaf switches, unless labels declare "
+        "fault domains."
     ]
 
 
@@ -143,8 +144,8 @@ def _user_words(
         if name not in env:
             continue
         out = [rail for rail in rails_named(name, env[name], findings.rails) if rail in dropped]
-        text = f"{name}={env[name]} is the user's and stays as it is"
+        text = f"{name}={env[name]} is set by the user and stays"
         if out:
-            text += f", though the plan leaves {' and '.join(sorted(out))} out"
+            text += f", although the plan drops {' and '.join(sorted(out))}"
         words.append(f"{text}.")
     return words

@@ -73,7 +73,7 @@ def choose_rails(
     if not any(rail in rates for rail in whole):
         return _least_bad(nodes, findings, wrong, rates)
     dropped = {rail: why for rail, why in wrong.items() if why}
-    dropped |= {rail: "none of its roads was probed" for rail in whole if rail not in rates}
+    dropped |= {rail: "none of its paths was probed" for rail in whole if rail not in rates}
     whole = [rail for rail in whole if rail in rates]
     best = max(whole, key=lambda rail: rates[rail])
     used = [rail for rail in whole if not _is_behind(rail, rates[rail] / rates[best], findings)]
@@ -85,8 +85,12 @@ def choose_rails(
             )
     told = " and ".join(f"{rail} ({rate_words(rates[rail])})" for rail in used)
     words = [f"Training uses {told}; the rate is that of the slowest node."]
-    words += [f"Rail {rail} is left out: {why.rstrip('.')}." for rail, why in dropped.items()]
+    words += _dropped_words(dropped)
     return RailChoice(tuple(used), dropped, rates, tuple(words))
+
+
+def _dropped_words(dropped: Mapping[str, str]) -> list[str]:
+    return [f"Rail {rail} is dropped: {why.rstrip('.')}." for rail, why in dropped.items()]
 
 
 def choose_snapshot_way(
@@ -105,11 +109,11 @@ def choose_snapshot_way(
     used = {*choice.rails, *busy}
     note = ""
     if wish and wish not in findings.rails:
-        note = f"Rail {wish}, which snapshots are to use, is none of this run. "
+        note = f"This run has no rail {wish}, which was requested for snapshots. "
     elif wish and wish not in used:
-        return SnapshotRail(wish, 0, f"Snapshots go over {wish}, as was wished.")
+        return SnapshotRail(wish, 0, f"Snapshots use {wish}, as requested.")
     elif wish:
-        return _paced(wish, choice, findings, f"Snapshots go over {wish}, as was wished, ")
+        return _paced(wish, choice, findings, f"Snapshots use {wish}, as requested")
     needed = SNAPSHOT_LEAST * max((choice.rates.get(rail, 0.0) for rail in used), default=0.0)
     free = [
         rail
@@ -122,10 +126,10 @@ def choose_snapshot_way(
     if free:
         best = max(free, key=lambda rail: choice.rates[rail])
         rate = rate_words(choice.rates[best])
-        text = f"Snapshots go over {best} ({rate}), which training does not use."
+        text = f"Snapshots use {best} ({rate}), which training does not use."
         return SnapshotRail(best, 0, note + text)
     if not choice.rails:
-        return SnapshotRail("", 0, f"{note}Snapshots go as agents speak, and are held to nothing.")
+        return SnapshotRail("", 0, f"{note}Snapshots use the rail of the agents, without a limit.")
     last = choice.rails[-1]
     return _paced(last, choice, findings, f"{note}Snapshots share {last} with training")
 
@@ -135,15 +139,13 @@ def _paced(rail: str, choice: RailChoice, findings: NetworkFindings, text: str) 
     between = findings.usual_between.get(rail, rate)
     allowed = int(SNAPSHOT_SHARE * min(rate, between))
     if not allowed:
-        return SnapshotRail(
-            rail, 0, f"{text.rstrip(', ')}, and are held to nothing: its rate is not known."
-        )
-    narrow = " between leaves" if between < rate else ""
+        return SnapshotRail(rail, 0, f"{text}, without a limit, because its rate is not known.")
+    narrow = " between leaf switches" if between < rate else ""
     return SnapshotRail(
         rail,
         allowed,
-        f"{text.rstrip(', ')}, and each node's are held to {rate_words(allowed)}: "
-        f"{SNAPSHOT_SHARE:.0%} of what it carries{narrow}.",
+        f"{text}, limited to {rate_words(allowed)} for each node: "
+        f"{SNAPSHOT_SHARE:.0%} of its rate{narrow}.",
     )
 
 
@@ -159,7 +161,7 @@ def _wrong(
         return f"{away[0]} and {len(away) - 1} more of {len(nodes)} nodes have no interface on it"
     dead = [one for one in findings.of_rail(rail) if one.kind is NetworkFindingKind.DEAD]
     if dead:
-        more = f"{len(dead) - 1} more places are" if len(dead) > 2 else "1 more place is"
+        more = f"{len(dead) - 1} more locations are" if len(dead) > 2 else "1 more location is"
         return dead[0].sentence.rstrip(".") + (f" ({more} dead)" if len(dead) > 1 else "")
     return suspects.get(rail, "")
 
@@ -194,8 +196,8 @@ def _is_behind(rail: str, share: float, findings: NetworkFindings) -> bool:
 def _unprobed(whole: Sequence[str], wrong: Mapping[str, str]) -> RailChoice:
     """Without probes, all nodes use the first rail, which is known to connect agents."""
     used = tuple(whole[:1])
-    dropped = {rail: why or "no road was probed" for rail, why in wrong.items() if rail not in used}
-    text = f"No road was probed: training keeps to {used[0]}." if used else _NO_RAIL
+    dropped = {rail: why or "no path was probed" for rail, why in wrong.items() if rail not in used}
+    text = f"No path was probed: training uses {used[0]}." if used else _NO_RAIL
     return RailChoice(used, dropped, {}, (text,))
 
 
@@ -215,12 +217,12 @@ def _least_bad(
         return RailChoice((), dict(wrong), rates, (_NO_RAIL,))
     best = min(there, key=lambda rail: (dead[rail], -rates[rail]))
     dropped = {rail: why for rail, why in wrong.items() if rail != best}
-    words = [f"No rail is whole; {best} is the least bad one: {wrong[best].rstrip('.')}."]
-    words += [f"Rail {rail} is left out: {why.rstrip('.')}." for rail, why in dropped.items()]
+    words = [f"No rail works between all nodes; {best} is the best one: {wrong[best].rstrip('.')}."]
+    words += _dropped_words(dropped)
     return RailChoice((best,), dropped, rates, tuple(words))
 
 
-_NO_RAIL = "No rail connects all nodes: the libraries choose interfaces by themselves."
+_NO_RAIL = "No rail connects all nodes: the libraries choose the interfaces."
 
 
 def keep_rails(
@@ -238,7 +240,7 @@ def keep_rails(
         snapshots, pace = kept[-1], 0  # the rate of a newly shared rail is unknown
     dropped = {name: text for name, text in before.dropped.items() if name not in kept} | why
     words = [f"Training continues over {' and '.join(kept)}; no rate was measured since."]
-    words += [f"Rail {name} is left out: {text.rstrip('.')}." for name, text in why.items()]
+    words += _dropped_words(why)
     return msgspec.structs.replace(
         before,
         order=list(nodes),

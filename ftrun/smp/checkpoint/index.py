@@ -7,14 +7,12 @@ Gives:    a `CheckpointIndex` or a `CheckpointPart`, or a `CheckpointError`.
 The files of an index and of a part carry their own digest: the text and its xxh3.
 """
 
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 import xxhash
 
 from ftrun.errors import CheckpointError
-from ftrun.wire.messages.checkpoint import INDEX_NAME
 
 FORMAT = 1
 _T = TypeVar("_T", "CheckpointIndex", "CheckpointPart")
@@ -76,7 +74,6 @@ class CheckpointPart(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, str, int, int, int]:
-        """Parts are merged only if their keys are equal."""
         return self.run_id, self.token, self.generation, self.step, self.world_size
 
 
@@ -90,20 +87,6 @@ class DigestedFile(msgspec.Struct, frozen=True):
 def seal(content: CheckpointIndex | CheckpointPart) -> bytes:
     text = msgspec.json.format(msgspec.json.encode(content), indent=1)
     return msgspec.json.encode(DigestedFile(xxhash.xxh3_64_hexdigest(text), msgspec.Raw(text)))
-
-
-def read_index(folder: Path) -> CheckpointIndex:
-    """Read the index of one checkpoint.
-
-    Raises:
-        CheckpointError: it is missing, or differs from what was written.
-    """
-    try:
-        data = (folder / INDEX_NAME).read_bytes()
-    except OSError as error:
-        reason = f"{folder}: its index is not readable: {error.strerror}"
-        raise CheckpointError(reason) from error
-    return parse_index(data, what=str(folder))
 
 
 def parse_index(data: bytes, *, what: str) -> CheckpointIndex:
@@ -121,7 +104,7 @@ def _parse(data: bytes, kind: type[_T], *, what: str) -> _T:
             raise CheckpointError(f"{what} is damaged: its digest does not match")
         content = msgspec.json.decode(sealed.index, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{what} is not one: {error}") from error
+        raise CheckpointError(f"{what} is not valid: {error}") from error
     if content.format != FORMAT:
-        raise CheckpointError(f"{what} is of format {content.format}, only {FORMAT} is known")
+        raise CheckpointError(f"{what} has format {content.format}; only {FORMAT} is supported")
     return content

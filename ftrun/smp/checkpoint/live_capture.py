@@ -62,9 +62,9 @@ class CaptureFilter:
     """Which captures to follow.
 
     Args:
-        generation: the generation whose workers capture now.
         is_over: returns whether that generation has ended.
-        hurries: returns whether the run ends, so that a capture without progress is not awaited.
+        hurries: returns whether the run ends, so that a capture without progress is not
+            awaited.
         wait_s: seconds that a capture may take to begin.
     """
 
@@ -81,12 +81,7 @@ _Slot = tuple[int, int, SlotHeader, ArenaShape]
 class LiveCapture:
     """One version that is being captured into the slots of all ranks.
 
-    Args:
-        slots: of all ranks, by rank.
-        follow: see `CaptureFilter`.
-        gap_s: see `CopyBeforeOverwrite`.
-        room: memory for a copy of the rest.
-        stop: ends all waiting.
+    `gap_s` and `room` are as for `CopyBeforeOverwrite`; `stop` ends all waiting.
     """
 
     def __init__(
@@ -130,22 +125,19 @@ class LiveCapture:
     def nap(self, since_s: float) -> None:
         """Wait briefly for a worker to make progress.
 
-        Raises:
-            SlotOverwritten: there was no progress for too long, or the capture is no longer needed.
+        Raises SlotOverwritten if there was none for too long, or the capture is no longer needed.
         """
         if self._stop.wait(_NAP_S) or self._follow.is_over():
-            raise self.lost("its generation is over")
+            raise self.lost("its generation has ended")
         limit_s = HURRIED_S if self._follow.hurries() else PATIENCE_S
         if clock.now_s() - since_s > limit_s:
-            raise self.lost(f"nothing was captured for {limit_s:.0f} s")
+            raise self.lost(f"no capture progress for {limit_s:.0f} s")
 
     def has_sealed(self) -> None:
         """Handle the seal of a rank; copy the rest if all have sealed and time is short.
 
-        The seals of all ranks commit the version.
-
-        Raises:
-            SlotOverwritten: another rank has withdrawn its seal.
+        The seals of all ranks commit the version. Raises SlotOverwritten if another rank has
+        withdrawn its seal.
         """
         if self.are_sealed or not all(one.poll() for one in self.shards):
             return
@@ -181,16 +173,12 @@ class LiveSlot(SealedSlot):
         return self._is_compared
 
     def poll(self) -> bool:
-        """Return whether it is sealed.
-
-        Raises:
-            SlotOverwritten: it holds another version now.
-        """
+        """Return whether it is sealed; raises SlotOverwritten if it holds another version now."""
         if self.header.state is not SlotState.SEALED:
             found = read_slot_headers(self._fd)[self._slot]
             is_it = found.state in (SlotState.COPYING, SlotState.SEALED)
             if not is_it or found.version != self.header.version:
-                raise self._capturing.lost("its capture was given up")
+                raise self._capturing.lost("its capture was abandoned")
             self.header = found
         return self.header.state is SlotState.SEALED
 
@@ -208,11 +196,7 @@ class LiveSlot(SealedSlot):
             raise self._capturing.lost(str(error)) from error
 
     def await_piece(self, index: int) -> None:
-        """Wait until a piece is present.
-
-        Raises:
-            SlotOverwritten: it will not be.
-        """
+        """Wait until a piece is present; raises SlotOverwritten if it will not be."""
         while not self.is_copied:
             if self.poll():
                 self._capturing.has_sealed()
@@ -227,8 +211,7 @@ class LiveSlot(SealedSlot):
     def end(self, header_bytes: int, header_digest: str) -> None:
         """Wait for the seal after everything is written, and compare.
 
-        Raises:
-            SlotOverwritten: a piece was read too early, or the slot holds another version.
+        Raises SlotOverwritten if a piece was read too early, or the slot holds another version.
         """
         while not self.poll():
             self._count()
@@ -242,7 +225,7 @@ class LiveSlot(SealedSlot):
             or list(table) != self._digests
             or xxhash.xxh3_64_hexdigest(header) != header_digest
         ):
-            raise self._capturing.lost("what was written of it is not what was sealed")
+            raise self._capturing.lost("the written bytes do not match the sealed digests")
         self._is_compared = True
 
     def _count(self) -> int:

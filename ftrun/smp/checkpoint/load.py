@@ -49,7 +49,6 @@ class LoadJob:
 
     Args:
         world_size: of this run.
-        ranks: the node's own.
         check: raises MemoryTooSmall if this number of bytes does not fit.
         only: name of the one checkpoint that may be used; empty: any.
         life: the life that must have written it; empty: any. See `GenerationPlan.life`.
@@ -91,10 +90,7 @@ class LoadedCheckpoint:
 def load_checkpoint(where: str, job: LoadJob, stop: threading.Event) -> LoadedCheckpoint | None:
     """Fill arenas from the newest usable checkpoint; None if there is no checkpoint at all.
 
-    Args:
-        where: a directory or a URL; need not exist.
-        job: what to load; `only` may be `latest`.
-        stop: when set, all waiting ends.
+    `where` need not exist. `only` may be `latest`.
 
     Raises:
         NoUsableCheckpoint: there are checkpoints, and none of them can be used.
@@ -139,7 +135,6 @@ def _list(storage: Storage, only: str) -> list[StoredCheckpoint]:
 def _load_first(
     sources: Sequence[CheckpointFiles], rejected: dict[str, str], job: LoadJob, *, where: str
 ) -> LoadedCheckpoint | None:
-    """Fill arenas from the first usable checkpoint, in the order given."""
     left = {name: job.set_aside[name] for name in rejected if name in job.set_aside}
     for name in left:
         del rejected[name]
@@ -163,12 +158,12 @@ def _load_first(
         return None
     if not left and not has_own:
         raise NoneOfThisRun(
-            f"no checkpoint of this run is in {where}, unless it is one that cannot be read",
+            f"no readable checkpoint in {where} is of this run",
             rejected,
         )
     reasons = "; ".join(f"{name}: {reason}" for name, reason in {**left, **rejected}.items())
     raise NoUsableCheckpoint(
-        f"no checkpoint in {where} can be used: {reasons}. Name another --checkpoint-dir, or start "
+        f"no checkpoint in {where} can be used: {reasons}. Use another --checkpoint-dir, or start "
         "from the beginning with --resume never",
         rejected,
     )
@@ -193,5 +188,5 @@ def _attempt(source: CheckpointFiles, rejected: dict[str, str], job: LoadJob) ->
 
 
 def _say_again(what: str, error: Exception | str) -> None:
-    _log.warning("%s cannot be read, and is tried once more: %s", what, str(error))
+    _log.warning("cannot read %s, trying once more: %s", what, str(error))
     clock.sleep(RETRY_S)

@@ -17,27 +17,22 @@ import xxhash
 
 from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
 from ftrun.sharding.source_index import plain_bytes
-from ftrun.smp.checkpoint.index import CheckpointIndex, ShardFile, read_index
+from ftrun.smp.checkpoint.index import CheckpointIndex, ShardFile
 from ftrun.smp.checkpoint.storage.fsspec import FsspecStorage
-from ftrun.smp.checkpoint.storage.local import LocalStorage, opened
+from ftrun.smp.checkpoint.storage.local import LocalStorage
 from ftrun.smp.checkpoint.storage.storage import OpenFile, Storage, StoredCheckpoint
-from ftrun.snapshot.layout import LayoutEntry, parse_header
+from ftrun.snapshot.layout import Layout, LayoutEntry, parse_header
 from ftrun.snapshot.shard_header import ShardHeader
 from ftrun.urls import is_url
+from ftrun.wire.shared_memory.arena import table_digest
 
-_HEADER_LENGTH_BYTES = 8
 _LONGEST_HEADER = 1 << 30
 
 
 def open_storage(where: str, stop: threading.Event) -> AbstractContextManager[Storage]:
-    """Open a directory or a URL.
+    """Open a directory or a URL, which need not exist; when `stop` is set, all waiting ends.
 
-    Args:
-        where: need not exist.
-        stop: when set, all waiting ends.
-
-    Raises:
-        CheckpointError: the store cannot be reached.
+    Raises CheckpointError if the store cannot be reached.
     """
     if is_url(where):
         return FsspecStorage(where, stop)
@@ -57,7 +52,7 @@ class CheckpointFiles:
         return self.storage.path_of(self.stored.name)
 
     def index(self) -> CheckpointIndex:
-        """Raise CheckpointError if it is missing, or differs from what was written."""
+        """Raises CheckpointError if it is missing, or differs from what was written."""
         if self.stored.index is None:
             raise CheckpointError(self.stored.problem or f"{self.path} has no index")
         return self.stored.index
@@ -73,33 +68,71 @@ class CheckpointFiles:
             yield CheckpointFiles(storage, self.stored)
 
 
+def read_table(source: CheckpointFiles, shard: ShardFile, target: memoryview) -> None:
+    what = f"{source.path}/{shard.digests}"
+    with source.opened(shard.digests) as file:
+        check_length(file.read_into(target), target, what)
+    if table_digest(target) != int(shard.table_digest, 16):
+        raise SnapshotCorrupt(what=f"{what}, digest table", piece=0, pieces=shard.num_pieces)
+
+
+def read_head(source: CheckpointFiles, shard: ShardFile) -> tuple[memoryview, memoryview, Layout]:
+    """Return header, digest table and layout of a shard, compared with the index.
+
+    Raises CheckpointError, SnapshotCorrupt, LayoutUnknown or OSError.
+    """
+    what = f"{source.path}/{shard.file}"
+    table = memoryview(bytearray(8 * shard.num_pieces))
+    read_table(source, shard, table)
+    with source.opened(shard.file) as file:
+        start = memoryview(bytearray(min(8, shard.num_bytes)))
+        check_length(file.read_into(start), start, what)
+        end = 8 + int.from_bytes(start, "little")
+        header = memoryview(bytearray(end if end <= min(shard.num_bytes, _LONGEST_HEADER) else 0))
+        check_length(file.read_into(header), header, what)
+    # The digest table covers only the data, so the digest of the header is in the index.
+    if xxhash.xxh3_64_hexdigest(header) != shard.header_digest:
+        raise SnapshotCorrupt(what=f"{what}, header", piece=0, pieces=shard.num_pieces)
+    layout, _ = parse_header(header, image_bytes=shard.num_bytes)
+    if len(layout.pieces) != shard.num_pieces:
+        raise SnapshotCorrupt(what=f"{what}, digest table", piece=0, pieces=shard.num_pieces)
+    return header, table.cast("Q"), layout
+
+
+def check_size(source: CheckpointFiles, shard: ShardFile) -> None:
+    with source.opened(shard.file) as file:
+        size = file.size
+    if size != shard.num_bytes:
+        raise CheckpointError(f"{source.path}/{shard.file} has {size} bytes of {shard.num_bytes}")
+
+
+def check_length(got: int, target: memoryview, what: str) -> None:
+    if got < len(target):
+        raise CheckpointError(f"{what} ends too early: {len(target) - got} bytes are missing")
+
+
 class SourceShard:
     """The file of one rank.
 
-    Args:
-        folder: of the checkpoint.
-        shard: its entry in the index.
-
-    Raises:
-        SnapshotCorrupt, LayoutUnknown, CheckpointError: it differs from what was written.
-        OSError: it cannot be read.
+    Raises SnapshotCorrupt, LayoutUnknown or CheckpointError if it differs from what was written,
+    OSError if it cannot be read.
     """
 
-    def __init__(self, folder: Path, shard: ShardFile) -> None:
-        self.rank = shard.rank
-        self._what = f"{folder}, rank {shard.rank}"
+    def __init__(self, source: CheckpointFiles, shard: ShardFile) -> None:
+        self._what = f"{source.path}, rank {shard.rank}"
+        check_size(source, shard)
+        header, table, layout = read_head(source, shard)
+        self.head = ShardHeader(layout, len(header), table)
         with ExitStack() as ends:
-            self._file = ends.enter_context(opened(folder / shard.file))
-            self.head = self._read_head(folder, shard)
+            self._file = ends.enter_context(source.opened(shard.file))
             self._ends = ends.pop_all()
         self._last: tuple[range, memoryview] | None = None
         self._lock = threading.Lock()
 
     def read(self, offset: int, num_bytes: int) -> memoryview:
-        """Return bytes of the shard's data.
+        """Bytes of the shard's data.
 
-        Raises:
-            SnapshotCorrupt: a piece that overlaps them differs from what was written.
+        Raises SnapshotCorrupt if a piece that overlaps them has changed.
         """
         pieces = self.head.pieces_under(offset, num_bytes)
         if not pieces:
@@ -118,26 +151,9 @@ class SourceShard:
     def close(self) -> None:
         self._ends.close()
 
-    def _read_head(self, folder: Path, shard: ShardFile) -> ShardHeader:
-        size = self._file.size
-        if size != shard.num_bytes:
-            raise CheckpointError(f"{self._what} has {size:,} bytes of {shard.num_bytes:,}")
-        length = int.from_bytes(self._file.read(0, _HEADER_LENGTH_BYTES), "little")
-        end = _HEADER_LENGTH_BYTES + min(length, size, _LONGEST_HEADER)
-        header = bytes(self._read(0, min(end, size)))
-        if xxhash.xxh3_64_hexdigest(header) != shard.header_digest:
-            raise SnapshotCorrupt(what=f"{self._what}, header", piece=0, pieces=shard.num_pieces)
-        layout, start = parse_header(memoryview(header), image_bytes=size)
-        table = (folder / shard.digests).read_bytes()
-        if xxhash.xxh3_64_hexdigest(table) != shard.table_digest:
-            raise SnapshotCorrupt(what=f"{self._what}, digests", piece=0, pieces=shard.num_pieces)
-        return ShardHeader(layout, start, memoryview(table).cast("Q"))
-
     def _read(self, at: int, size: int) -> memoryview:
         data = memoryview(bytearray(size))
-        done = self._file.read_into(data, at)
-        if done < size:
-            raise CheckpointError(f"{self._what} ends after {at + done} bytes")
+        check_length(self._file.read_into(data, at), data, self._what)
         return data
 
     def _check(self, pieces: range, start: int, data: memoryview) -> None:
@@ -150,18 +166,13 @@ class SourceShard:
 
 
 class CheckpointReader:
-    """All shards of one checkpoint.
-
-    Args:
-        folder: of the checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be used.
-    """
+    """All shards of one checkpoint; raises CheckpointError if it cannot be used."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.index: CheckpointIndex = read_index(folder)
+        storage = LocalStorage(folder.parent, threading.Event())
+        source = CheckpointFiles(storage, storage.describe(folder.name))
+        self.index: CheckpointIndex = source.index()
         shards = {shard.rank: shard for shard in self.index.shards}
         missing = [rank for rank in range(self.index.world_size) if rank not in shards]
         if missing:
@@ -170,7 +181,7 @@ class CheckpointReader:
             self.shards: list[SourceShard] = []
             try:
                 for rank in range(self.index.world_size):
-                    self.shards.append(SourceShard(folder, shards[rank]))
+                    self.shards.append(SourceShard(source, shards[rank]))
                     ends.callback(self.shards[-1].close)
                 self.parts = [plain_bytes(shard.head, shard.read) for shard in self.shards]
             except (SnapshotCorrupt, LayoutUnknown) as error:
@@ -189,11 +200,7 @@ class CheckpointReader:
         return self.shards[rank].head.entries[name]
 
     def read(self, rank: int, name: str, first_byte: int, num_bytes: int) -> memoryview:
-        """Return bytes of an entry.
-
-        Raises:
-            CheckpointError: they differ from what was written.
-        """
+        """Return bytes of an entry; raises CheckpointError if they differ from what was written."""
         try:
             return self.shards[rank].read(self.entry(rank, name).offset + first_byte, num_bytes)
         except SnapshotCorrupt as error:

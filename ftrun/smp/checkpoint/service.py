@@ -21,8 +21,8 @@ from ftrun.errors import (
     NoneOfThisRun,
     NoUsableCheckpoint,
 )
-from ftrun.free_memory import available_memory
 from ftrun.ids import Rank, RunId, version
+from ftrun.linux import available_memory
 from ftrun.smp.checkpoint.live_capture import CaptureFilter
 from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob, load_checkpoint
 from ftrun.smp.checkpoint.reader import open_storage
@@ -43,18 +43,14 @@ from ftrun.wire.messages import checkpoint as checkpoint_messages
 from ftrun.wire.messages import envelope as messages
 
 _log = logging.getLogger(__name__)
-_BUG = "a bug in ftrun; the SMP's log has it"
+_BUG = "internal error in ftrun; see the SMP's log"
 
 
 class CheckpointService:
     """Writes and loads on behalf of the agent.
 
-    Args:
-        run_id: recorded in the index of a checkpoint.
-        jobs: has the lane "disk".
-        memory: holds the shards to write, and receives what is loaded.
-        loaded: called with what was loaded, before the agent is answered.
-        is_attended: returns whether the SMP has an agent.
+    `loaded` is called with what was loaded, before the agent is answered. `is_attended` returns
+    whether the SMP has an agent.
     """
 
     def __init__(
@@ -86,12 +82,8 @@ class CheckpointService:
         """Write the named version, limited to the ranks on this node.
 
         Without a name, all ranks of the world are on this node. The version is then the one that
-        they are capturing, or the newest that all hold.
-
-        Args:
-            asker: the agent.
-            body: its request.
-            tracker: the commit tracker; it defines the world, and its generation ends the capture.
+        they are capturing, or the newest that all hold. The generation of `tracker` ends the
+        capture.
         """
         self._throttle.bytes_per_s = body.bytes_per_s
         self._hurries.clear()
@@ -137,7 +129,7 @@ class CheckpointService:
             try:
                 self._owner.end(body.exit_code, body.reason, body.command)
             except (CheckpointError, OSError) as error:
-                _log.warning("the end of the run is not noted beside its checkpoints: %s", error)
+                _log.warning("cannot record the end of the run next to its checkpoints: %s", error)
             return partial(asker.tell, messages.Done())
 
         self._jobs.submit("disk", ended, failed=partial(asker.tell, messages.Refused(_BUG)))
@@ -215,10 +207,8 @@ class CheckpointService:
     def _claim(self, claim: CheckpointClaim) -> None:
         """Claim the directory; if the record cannot be written, load without it.
 
-        A failed claim must not leave good checkpoints unread.
-
-        Raises:
-            CheckpointsTaken: another run that is alive owns it.
+        A failed claim must not leave good checkpoints unread. Raises CheckpointsTaken if another
+        run that is alive owns it.
         """
         try:
             self._owner.claim(claim)
@@ -226,8 +216,8 @@ class CheckpointService:
             raise
         except (CheckpointError, OSError) as error:
             _log.warning(
-                "%s in %s is not written, so a second run with this directory is not refused; it "
-                "is tried again every %.0f s: %s",
+                "cannot write %s in %s, so a second run with this directory is not refused; "
+                "trying again every %.0f s: %s",
                 OWNER_NAME,
                 without_password(claim.directory),
                 RENEW_S,
@@ -301,13 +291,7 @@ def _free_bytes() -> int:
 
 def check_available(needed_bytes: int) -> None:
     """Raise MemoryTooSmall if this number of bytes does not fit."""
-    available = available_memory()
-    if needed_bytes > available.num_bytes:
-        raise MemoryTooSmall(
-            needed_bytes=needed_bytes,
-            available_bytes=available.num_bytes,
-            limit=available.limit,
-        )
+    available_memory().check(needed_bytes)
 
 
 def _close(some: Iterable[Sequence[int]]) -> None:

@@ -9,6 +9,10 @@ Gives:    one new arena per rank. If no other node reads a part of them, they ar
 Every piece is compared with its digest when it arrives, whatever its source. No slot is sealed
 before all of its pieces have been compared. The assignment of reads to nodes therefore affects only
 speed: a node that delivers nothing costs another read.
+
+If a piece in a file is damaged, it is read from the file of another rank. Replicas of a tensor have
+equal digests in the tables of their ranks. Tables and headers of other ranks are read only then,
+each once, and compared with the index.
 """
 
 import logging
@@ -23,13 +27,18 @@ from ftrun import clock
 from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version, version
 from ftrun.smp.checkpoint.index import CheckpointIndex, ShardFile
-from ftrun.smp.checkpoint.piece_replicas import PieceReplicas
-from ftrun.smp.checkpoint.reader import CheckpointFiles
+from ftrun.smp.checkpoint.reader import (
+    CheckpointFiles,
+    check_length,
+    check_size,
+    read_head,
+    read_table,
+)
 from ftrun.smp.memory.arenas import create
-from ftrun.snapshot.layout import Layout, parse_header
+from ftrun.snapshot.layout import Layout
 from ftrun.snapshot.load_shares import Place, company_of, ranks_at, share_of
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.shared_memory.arena import Arena, ArenaShape, SlotHeader, SlotState, table_digest
+from ftrun.wire.shared_memory.arena import Arena, ArenaShape, SlotHeader, SlotState
 
 LOADED_GENERATION = -1
 """The generation of what was loaded: older than all that the run captures."""
@@ -47,9 +56,7 @@ _log = logging.getLogger(__name__)
 class LoadGroup:
     """Nodes that load a checkpoint at the same time.
 
-    Args:
-        ranks: of the new world, by node, in the same order everywhere.
-        node: the index of this node.
+    `ranks` are those of the new world, by node, in the same order everywhere.
     """
 
     ranks: Sequence[Sequence[int]]
@@ -65,11 +72,8 @@ class LoadGroup:
 class SharedLoad:
     """The arenas of one node, some of whose pieces other nodes read.
 
-    Args:
-        source: the checkpoint.
-        shards: the files of this node's ranks, in the order of its arenas.
-        index: of the checkpoint.
-        fds: of new arenas, one for each shard; the caller keeps them.
+    `shards` are the files of this node's ranks, `fds` one new arena for each; the caller keeps
+    them.
     """
 
     def __init__(
@@ -101,14 +105,10 @@ class SharedLoad:
     # --- present pieces --- ------------------------------------------------------------------
 
     def find(self, digest: int) -> memoryview:
-        """Return a piece that this node has loaded.
-
-        Raises:
-            LayoutUnknown: it has not.
-        """
+        """Return a piece that this node has loaded; raises LayoutUnknown if it has not."""
         place = self._here.get(digest)
         if place is None:
-            raise LayoutUnknown("no piece with this digest was read here")
+            raise LayoutUnknown("no piece with this digest was read on this node")
         return self.room(place)
 
     def room(self, place: Place) -> memoryview:
@@ -129,13 +129,8 @@ class SharedLoad:
     ) -> None:
         """Read this node's share.
 
-        Args:
-            node: this one.
-            ranks: by node; this node's are those of the arenas.
-            tables: of the ranks of other nodes.
-
-        Raises:
-            CheckpointError, SnapshotCorrupt, LayoutUnknown, OSError: the checkpoint cannot be used.
+        `tables` are those of the ranks of other nodes. Raises CheckpointError, SnapshotCorrupt,
+        LayoutUnknown or OSError if the checkpoint cannot be used.
         """
         for rank in self.ranks:
             self._read_head(rank)
@@ -160,11 +155,7 @@ class SharedLoad:
             self._read(source, places)
 
     def took(self, place: Place) -> None:
-        """Check a piece that has arrived.
-
-        Raises:
-            SnapshotCorrupt: it differs from what was captured.
-        """
+        """Check a piece that has arrived; raises SnapshotCorrupt if it has changed."""
         digest = self.digest(place)
         if xxhash.xxh3_64_intdigest(self.room(place)) != digest:
             rank, index = place
@@ -189,7 +180,7 @@ class SharedLoad:
             try:
                 self._read_runs(source, rank, own)
             except (CheckpointError, SnapshotCorrupt, OSError) as error:
-                _log.warning("%s is read piece by piece: %s", self._what(rank), str(error))
+                _log.warning("reading %s piece by piece: %s", self._what(rank), str(error))
                 for place in own:
                     if self._here.get(self.digest(place)) != place:
                         self._read_piece(source, place)
@@ -200,7 +191,7 @@ class SharedLoad:
             for run in self._runs(places):
                 at, num_bytes = self._bytes_of(run)
                 target = self._arenas[rank].image(_SLOT)[at : at + num_bytes]
-                _check_length(file.read_into(target, at), target, what)
+                check_length(file.read_into(target, at), target, what)
                 self.num_read += num_bytes
                 for place in run:
                     self.took(place)
@@ -216,7 +207,9 @@ class SharedLoad:
                 raise
             self.num_read += len(room)
             self.took(place)
-            _log.warning("%s: piece %d is read from rank %d", self._what(rank), place[1], other)
+            _log.warning(
+                "%s: piece %d was read from the file of rank %d", self._what(rank), place[1], other
+            )
 
     def _what(self, rank: int) -> str:
         return f"{self._source.path}/{self._shards[rank].file}"
@@ -229,25 +222,12 @@ class SharedLoad:
         return replace(made, sealed_ns=clock.now_ns())
 
     def _read_head(self, rank: int) -> None:
-        shard, arena, what = self._shards[rank], self._arenas[rank], self._what(rank)
+        arena = self._arenas[rank]
         arena.write_header(_SLOT, self._header(rank, SlotState.COPYING))
-        table, image = arena.table(_SLOT), arena.image(_SLOT)
-        _read_table(self._source, shard, table.cast("B"))
-        with self._source.opened(shard.file) as file:
-            start = min(8, len(image))
-            _check_length(file.read_into(image[:start]), image[:start], what)
-            end = 8 + int.from_bytes(image[:start], "little")
-            if end <= len(image):
-                rest = image[start:end]
-                _check_length(file.read_into(rest, start), rest, what)
-            # The digest table covers only the data, so the digest of the header is in the index.
-            digest = xxhash.xxh3_64_hexdigest(image[:end]) if end <= len(image) else ""
-        if digest != shard.header_digest:
-            raise SnapshotCorrupt(what=f"{what}, header", piece=0, pieces=shard.num_pieces)
-        layout, start = parse_header(image)
-        if len(layout.pieces) != len(table):
-            raise SnapshotCorrupt(what=f"{what}, digest table", piece=0, pieces=len(table))
-        self._layouts[rank] = (layout, start)
+        header, table, layout = read_head(self._source, self._shards[rank])
+        arena.table(_SLOT)[:] = table
+        arena.image(_SLOT)[: len(header)] = header
+        self._layouts[rank] = (layout, len(header))
 
     def _bytes_of(self, run: Sequence[Place]) -> tuple[int, int]:
         layout, start = self._layouts[run[0][0]]
@@ -275,16 +255,8 @@ def load_share(
 ) -> tuple[list[int], SharedLoad | None]:
     """Fill arenas with this node's share; return their descriptors, and the load if incomplete.
 
-    Args:
-        source: the checkpoint.
-        index: of the checkpoint.
-        world_size: of this run.
-        company: the nodes that load it.
-        check: raises MemoryTooSmall if this number of bytes does not fit.
-
-    Raises:
-        CheckpointError, SnapshotCorrupt, LayoutUnknown, OSError: the checkpoint cannot be used.
-        MemoryTooSmall: the arenas do not fit.
+    Raises MemoryTooSmall if the arenas do not fit. Raises CheckpointError, SnapshotCorrupt,
+    LayoutUnknown or OSError if the checkpoint cannot be used.
     """
     node, shards = company.node, {shard.rank: shard for shard in index.shards}
     ranks = {
@@ -297,7 +269,7 @@ def load_share(
     own = [shards[rank] for rank in ranks[node]]
     shapes = [_shape(shard, index.world_size) for shard in own]
     for shard in own:
-        _check_size(source, shard)
+        check_size(source, shard)
     check(sum(shape.total_bytes for shape in shapes))
     fds: list[int] = []
     try:
@@ -319,28 +291,8 @@ def load_share(
 
 def _table_of(source: CheckpointFiles, shard: ShardFile) -> Sequence[int]:
     table = memoryview(bytearray(8 * shard.num_pieces))
-    _read_table(source, shard, table)
+    read_table(source, shard, table)
     return table.cast("Q")
-
-
-def _read_table(source: CheckpointFiles, shard: ShardFile, target: memoryview) -> None:
-    what = f"{source.path}/{shard.digests}"
-    with source.opened(shard.digests) as file:
-        _check_length(file.read_into(target), target, what)
-    if table_digest(target) != int(shard.table_digest, 16):
-        raise SnapshotCorrupt(what=f"{what}, digest table", piece=0, pieces=shard.num_pieces)
-
-
-def _check_size(source: CheckpointFiles, shard: ShardFile) -> None:
-    with source.opened(shard.file) as file:
-        size = file.size
-    if size != shard.num_bytes:
-        raise CheckpointError(f"{source.path}/{shard.file} has {size} bytes of {shard.num_bytes}")
-
-
-def _check_length(got: int, target: memoryview, what: str) -> None:
-    if got < len(target):
-        raise CheckpointError(f"{what} ends too early: {len(target) - got} bytes are missing")
 
 
 def _shape(shard: ShardFile, world_size: int) -> ArenaShape:
@@ -351,3 +303,57 @@ def _shape(shard: ShardFile, world_size: int) -> ArenaShape:
         num_pieces=shard.num_pieces,
         layout_id=int(shard.layout_id, 16),
     )
+
+
+MOST_RANKS = 64
+"""Limit of other ranks whose tables are read."""
+
+_Head = tuple[ShardFile, Sequence[int], Layout, int]
+"""A shard, its digests, its layout, and the offset of its data in the file."""
+
+
+class PieceReplicas:
+    """The replicas of one checkpoint."""
+
+    def __init__(self, index: CheckpointIndex) -> None:
+        self._shards = {shard.rank: shard for shard in index.shards}
+        self._heads: dict[int, _Head | None] = {}
+
+    def read(
+        self, source: CheckpointFiles, digest: int, room: memoryview, *, but: int
+    ) -> int | None:
+        """Fill `room` with a piece; return the rank that has it, or None if no rank has.
+
+        `but` is the rank whose file is damaged.
+        """
+        others = sorted(set(self._shards) - {but}, key=lambda rank: abs(rank - but))
+        for rank in others[:MOST_RANKS]:
+            head = self._head(source, rank)
+            if head is None:
+                continue
+            shard, table, layout, start = head
+            for index, found in enumerate(table):
+                piece = layout.pieces[index]
+                if found != digest or piece.num_bytes != len(room):
+                    continue
+                if _is_read(source, shard.file, room, start + piece.offset, digest):
+                    return rank
+        return None
+
+    def _head(self, source: CheckpointFiles, rank: int) -> _Head | None:
+        if rank not in self._heads:
+            try:
+                header, table, layout = read_head(source, self._shards[rank])
+                self._heads[rank] = self._shards[rank], table, layout, len(header)
+            except (CheckpointError, SnapshotCorrupt, LayoutUnknown, OSError):
+                self._heads[rank] = None  # this rank's files are unusable
+        return self._heads[rank]
+
+
+def _is_read(source: CheckpointFiles, name: str, room: memoryview, at: int, digest: int) -> bool:
+    try:
+        with source.opened(name) as file:
+            is_whole = file.read_into(room, at) == len(room)
+    except (CheckpointError, OSError):
+        return False
+    return is_whole and xxhash.xxh3_64_intdigest(room) == digest

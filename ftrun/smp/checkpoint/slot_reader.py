@@ -50,8 +50,8 @@ class SlotOverwritten(CheckpointError):
     def __init__(self, version: Version, reason: str = "") -> None:
         super().__init__(
             f"a slot with {version} was overwritten while it was read"
-            f"{reason and f' ({reason})'}. Ask for a later version; if this comes again and again, "
-            "snapshot less often (--snapshot-every)"
+            f"{reason and f' ({reason})'}. Request a later version; if this repeats, "
+            "take snapshots less often (--snapshot-every)"
         )
 
 
@@ -92,8 +92,7 @@ class SealedSlot:
     def begin(self) -> None:
         """Prepare for writing.
 
-        Raises:
-            SnapshotCorrupt: its digest table differs from what was sealed.
+        Raises SnapshotCorrupt if the digest table differs from what was sealed.
         """
         if table_digest(self.table()) != self.header.table_digest:
             pieces = self.shape.num_pieces
@@ -105,8 +104,7 @@ class SealedSlot:
     def found(self, index: int, digest: int) -> None:
         """Check the digest of a piece that was written.
 
-        Raises:
-            SnapshotCorrupt: it differs from what was captured.
+        Raises SnapshotCorrupt if it has changed.
         """
         table = self.table()
         if index >= len(table) or digest != table[index]:
@@ -145,8 +143,7 @@ class SealedSlot:
     def copy_to(self, copy: memoryview) -> None:
         """Copy the bytes not read yet, so that a later overwrite has no effect.
 
-        Args:
-            copy: memory for the whole image.
+        `copy` has room for the whole image.
         """
         size = self.shape.image_bytes
         self._table = os.pread(self._fd, 8 * self.shape.num_pieces, self._table_at)
@@ -169,8 +166,7 @@ class SealedSlot:
     def layout(self) -> tuple[Layout, int]:
         """Return the layout from the image's own header, and the length of that header.
 
-        Raises:
-            SnapshotCorrupt: the header is not readable.
+        Raises SnapshotCorrupt if the header is not readable.
         """
         arena = Arena(self._fd, writable=False)
         image = arena.image(self._slot) if self.copy is None else self.copy
@@ -209,11 +205,7 @@ def copy_where_it_fits(shards: Sequence[SealedSlot], room: CopyBuffers) -> bool:
 class CopyBeforeOverwrite:
     """Monitors the slots of one version while they are written.
 
-    Args:
-        version: the version in the slots.
-        shards: the slots of all ranks that this node writes.
-        room: memory for copies.
-        gap_s: seconds that may pass without a read, while the bytes read before are being written.
+    `gap_s` is the time that may pass without a read, while the bytes read before are being written.
     """
 
     def __init__(
@@ -239,11 +231,7 @@ class CopyBeforeOverwrite:
         return any(shard.since_last_s < least_s for shard in self._shards)
 
     def poll(self) -> None:
-        """Copy the rest if a later version is sealed; called before each read.
-
-        Raises:
-            SlotOverwritten: a slot was overwritten already.
-        """
+        """Copy the rest if a later version is sealed; called before each read. Raises as `copy`."""
         now_s = clock.now_s()
         if now_s >= self._poll_s:
             self._poll_s = now_s + _POLL_S
@@ -251,11 +239,7 @@ class CopyBeforeOverwrite:
                 self.copy()
 
     def copy(self) -> None:
-        """Copy the rest now.
-
-        Raises:
-            SlotOverwritten: a slot was overwritten already.
-        """
+        """Copy the rest now; raises SlotOverwritten if a slot was overwritten already."""
         for shard in self._shards:
             shard.before_read = None
         if not copy_where_it_fits(self._shards, self._room):
@@ -291,15 +275,8 @@ def find_shards(fds: ArenaFds, version: Version, world_size: int) -> list[Sealed
 def write_shard(storage: Storage, folder: str, shard: SealedSlot, pace: Pace) -> ShardFile:
     """Write both files of a rank durably; equal ones of an earlier attempt are replaced.
 
-    Args:
-        storage: the destination.
-        folder: of the checkpoint.
-        shard: sealed, or being captured.
-        pace: called before each write.
-
-    Raises:
-        SnapshotCorrupt: what was read does not match its digests: corrupt, or overwritten.
-        CheckpointError: the write was stopped.
+    Raises SnapshotCorrupt if what was read does not match its digests (corrupt, or overwritten),
+    CheckpointError if the write was stopped.
     """
     data_name, table_name = file_names(shard)
     with storage.stream(f"{folder}/{data_name}", shard.shape.image_bytes, pace) as file:
@@ -316,11 +293,7 @@ def file_names(shard: SealedSlot) -> tuple[str, str]:
 
 
 def write_image(file: FileSink, shard: SealedSlot) -> ShardFile:
-    """Fill a file with a rank's image; return its entry for the index.
-
-    Raises:
-        SnapshotCorrupt: what was read does not match its digests: corrupt, or overwritten.
-    """
+    """Fill a file with a rank's image; return its entry for the index. Raises as `write_shard`."""
     shard.begin()
     layout, start = shard.layout()
     header_digest = _write_range(file, shard, 0, start).hexdigest()

@@ -33,12 +33,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WriterContext:
-    """The resources of a writer.
+    """The resources of a writer: memory for a copy of all shards.
 
-    Args:
-        run_id: recorded in the index of a checkpoint.
-        room: memory for a copy of all shards.
-        throttle: limits the rate; its `stop` cancels a write.
+    `throttle.stop` cancels a write.
     """
 
     run_id: RunId
@@ -59,12 +56,9 @@ class WriteJob:
     Args:
         where: a directory or a URL; the same on all nodes that write together.
         ranks: the node's own.
-        world_size: of the run.
-        retention: which checkpoints are retained.
         version: only this one; None: all ranks are on this node, and it is the newest that all
             hold.
         token: with a version: equal on all nodes that write this together, and on no others.
-        life: of the run, for the index.
         follow: without a version: which running captures are written while they are captured.
     """
 
@@ -82,7 +76,6 @@ class WriteJob:
         return math.inf if is_url(self.where) else context.gap_s
 
     def part(self, run_id: RunId, version: Version) -> CheckpointPart:
-        """Return the part without files."""
         generation, step = version.generation, version.step
         return CheckpointPart(
             FORMAT, run_id, self.token, generation, step, self.world_size, [], life=self.life
@@ -114,9 +107,7 @@ class WriteResult:
 class ChosenVersion:
     """A version to write, and the slots that hold it.
 
-    Args:
-        pace: called before each write.
-        is_tight: its slots may be overwritten at any time.
+    If tight, they may be overwritten at any time.
     """
 
     version: Version
@@ -130,11 +121,7 @@ class ChosenVersion:
 
 
 def choose_own(fds: ArenaFds, job: WriteJob, version: Version, throttle: Throttle) -> ChosenVersion:
-    """Return the named version with the slots of this node's ranks.
-
-    Raises:
-        CheckpointError: this node runs no ranks.
-    """
+    """Return the named version with the slots of this node's ranks; raises CheckpointError."""
     if not job.ranks:
         raise CheckpointError("this node runs no ranks, so it has nothing to write")
     own = {rank: fds.get(rank, ()) for rank in job.ranks}
@@ -149,14 +136,8 @@ def write_newest(
 ) -> WriteResult:
     """Write the version that is being captured, or else the newest that all ranks hold.
 
-    Args:
-        fds: of all arenas of each rank.
-        job: names no version.
-        context: the resources.
-        write: raises SlotOverwritten if another attempt may succeed.
-
-    Raises:
-        CheckpointError: the reason why it was not written.
+    `fds` are those of all arenas of each rank. If `write` raises SlotOverwritten, another attempt
+    is made. Raises CheckpointError with the reason if nothing was written.
     """
     throttle = context.throttle
     capturing = _followed(fds, job, context)
@@ -165,7 +146,7 @@ def write_newest(
         try:
             found = write(ChosenVersion(capturing.version, capturing.shards, pace))
         except SlotOverwritten as error:
-            _log.info("not written while it was captured: %s", error)
+            _log.info("cannot write the snapshot while it is captured: %s", error)
         else:
             return replace(found, ahead_s=capturing.ahead_s)
     for turn in range(TRIES):
@@ -186,22 +167,18 @@ def write_newest(
 
 @contextmanager
 def reported(job: WriteJob) -> Iterator[None]:
-    """Convert an OSError of the file system into a CheckpointError with a readable text.
-
-    Raises:
-        CheckpointError: in place of an OSError.
-    """
+    """Convert an OSError of the file system into a CheckpointError with a readable text."""
     try:
         yield
     except OSError as error:
         if isinstance(error, FileNotFoundError) and job.version is not None:
             raise CheckpointError(
-                f"{error.filename} went while the checkpoint was written: another node has "
-                "finished or swept it. Ask again"
+                f"{error.filename} disappeared while the checkpoint was written: another node has "
+                "finished or removed it. Request it again"
             ) from error
         raise CheckpointError(
-            f"the checkpoint in {job.where} is not written: {error.strerror or error}. The "
-            "snapshots in memory go on; make room or name another --checkpoint-dir"
+            f"cannot write the checkpoint in {job.where}: {error.strerror or error}. "
+            "Snapshots in memory continue; free space or use another --checkpoint-dir"
         ) from error
 
 
@@ -209,14 +186,7 @@ def keep(chosen: ChosenVersion, context: WriterContext, *, gap_s: float) -> None
     """Start the copy before overwrite; copy at once if the slots may be overwritten soon.
 
     Each attempt to write begins with this call, because it reuses the copies of the previous one.
-
-    Args:
-        chosen: about to be written.
-        context: the resources.
-        gap_s: see `CopyBeforeOverwrite`.
-
-    Raises:
-        SlotOverwritten: a slot was overwritten already.
+    Raises SlotOverwritten if a slot was overwritten already.
     """
     context.room.begin()
     late = CopyBeforeOverwrite(chosen.version, chosen.shards, context.room, gap_s=gap_s)

@@ -101,8 +101,7 @@ class CheckpointWriter:
     def write(self, fds: ArenaFds, job: WriteJob) -> WriteResult:
         """Write this node's part of a version, and the checkpoint if all other parts exist.
 
-        Raises:
-            CheckpointError: the reason why it was not written.
+        Raises CheckpointError with the reason if it was not written.
         """
         self._lives.add(job.life)
         context = self._context
@@ -154,7 +153,7 @@ class CheckpointWriter:
         for one in found:
             if one.index and one.name not in known and one.index.life not in self._lives:
                 raise CheckpointError(
-                    f"another run, {one.index.run_id}, has written {one.name} there. Name "
+                    f"another run, {one.index.run_id}, has written {one.name} there. Use "
                     "another --checkpoint-dir"
                 )
 
@@ -223,9 +222,7 @@ class _Attempt:
     def fill(self) -> CheckpointPart:
         """Write all files of this node durably, then its part.
 
-        Raises:
-            SlotOverwritten: a slot was overwritten.
-            CheckpointError: a slot is damaged, or the storage has failed.
+        Raises SlotOverwritten, or CheckpointError if a slot is damaged or the storage has failed.
         """
         storage, chosen, folder = self.storage, self.chosen, self.folder
         keep(chosen, self._context, gap_s=self.job.gap_s(self._context))
@@ -249,13 +246,12 @@ class _Attempt:
     def merge(self, found: Sequence[StoredCheckpoint]) -> WriteResult:
         """Finish the checkpoint if all parts exist; otherwise return the missing ranks.
 
-        Raises:
-            CheckpointError: two parts disagree about a rank, or the folder was swept.
+        Raises CheckpointError if two parts disagree about a rank, or the folder was swept.
         """
         storage, blank, version = self.storage, self.blank, self.chosen.version
         sizes, path = storage.sizes(self.folder), storage.path_of(self.folder)
         if part_name(self.job.ranks) not in sizes:
-            raise CheckpointError(f"{path} was swept, for a later version. Ask for a later one")
+            raise CheckpointError(f"{path} was removed for a later version. Request a later one")
         shards, written_s, notes = _gather(storage, self.folder, sizes, blank)
         missing = tuple(rank for rank in range(blank.world_size) if rank not in shards)
         if missing:
@@ -321,8 +317,8 @@ def _explained(job: WriteJob) -> Iterator[None]:
         if not is_url(job.where):
             raise
         raise CheckpointError(
-            f"the checkpoint in {without_password(job.where)} is not written: {error}. The one "
-            "before stays, and the snapshots in memory go on"
+            f"cannot write the checkpoint in {without_password(job.where)}: {error}. The "
+            "previous one is kept, and snapshots in memory continue"
         ) from error
 
 
@@ -334,11 +330,7 @@ def _known_contents(
 ) -> set[Content]:
     """Return the content of this node's ranks in this version; empty if it is no longer known.
 
-    Args:
-        shards: the shards in memory.
-        ranks: the node's own.
-        blank: the empty part of this version.
-        last: the part that was written last.
+    `blank` is the empty part of this version, `last` the part that was written last.
     """
     if len(shards) == len(ranks):
         return {shard.content for shard in shards}
@@ -353,8 +345,8 @@ def _check_all_here(shards: Sequence[SealedSlot], ranks: Sequence[Rank], wanted:
     missing = sorted(set(ranks) - {shard.shape.rank for shard in shards})
     if missing:
         raise CheckpointError(
-            f"rank {missing[0]} has no slot with {wanted} any more, or never had: it "
-            "was overwritten by a later one. Ask for a later version"
+            f"rank {missing[0]} has no slot with {wanted}: it "
+            "was overwritten by a later one. Request a later version"
         )
 
 
@@ -377,14 +369,7 @@ def _gather(
 ) -> tuple[dict[int, ShardFile], float, list[str]]:
     """Return the files of each rank, the time of the newest part, and texts about rejected parts.
 
-    Args:
-        storage: has the parts.
-        folder: of the parts.
-        sizes: of the files in it.
-        like: run, token, version and world size that the parts must have.
-
-    Raises:
-        CheckpointError: two parts disagree about a rank.
+    The parts must have the key of `like`. Raises CheckpointError if two disagree about a rank.
     """
     found: dict[int, ShardFile] = {}
     written_s, rejected = 0.0, list[str]()
@@ -401,30 +386,26 @@ def _gather(
             if found.setdefault(shard.rank, shard).content != shard.content:
                 raise CheckpointError(
                     f"{path} and another part have different bytes of rank {shard.rank}: they "
-                    "are of different lives of the run. Ask for a later version"
+                    "are of different lives of the run. Request a later version"
                 )
     return found, written_s, rejected
 
 
 def _read_part(storage: Storage, name: str) -> CheckpointPart:
-    """Read one node's part.
-
-    Raises:
-        CheckpointError: it is missing, or differs from what was written.
-    """
+    """Raises CheckpointError if the part is missing, or differs from what was written."""
     data, path = storage.read(name), storage.path_of(name)
     if data is None:
-        raise CheckpointError(f"{path}: the part is not there")
+        raise CheckpointError(f"{path}: the part does not exist")
     return parse_part(data, what=path)
 
 
 def _check_part(path: str, part: CheckpointPart, sizes: Sizes, like: CheckpointPart) -> None:
     if part.key != like.key:
-        raise CheckpointError(f"{path} is of {part.key}, not of {like.key}; it does not count")
+        raise CheckpointError(f"{path} is of {part.key}, not of {like.key}; it is ignored")
     for shard in part.shards:
         if not 0 <= shard.rank < like.world_size or not is_whole(shard, sizes):
             raise CheckpointError(
-                f"{path} does not count: the files of rank {shard.rank} are not there as it says"
+                f"{path} is ignored: the files of rank {shard.rank} do not match it"
             )
 
 
@@ -446,4 +427,4 @@ def _never_written(
     if not is_known or not never:
         return []
     ranks = ", ".join(map(str, never))
-    return [f"ranks {ranks} never came: is {storage.shown} a storage that all nodes share?"]
+    return [f"ranks {ranks} have written no part: is {storage.shown} shared by all nodes?"]

@@ -35,8 +35,8 @@ from ftrun.wire.shared_memory.arena import ArenaShape
 NUM_LANES = 4
 """Number of arenas that are allocated at a time; the kernel clears pages at memory bandwidth."""
 
-_BUG = messages.Refused("a bug in ftrun; the SMP's log has it")
-_NOT_WANTED = messages.Refused("a later request of this rank has replaced this one")
+_BUG = messages.Refused("internal error in ftrun; see the SMP's log")
+_NOT_WANTED = messages.Refused("replaced by a later request of this rank")
 _log = logging.getLogger(__name__)
 
 
@@ -44,11 +44,8 @@ _log = logging.getLogger(__name__)
 class _Making:
     """One arena being allocated.
 
-    Args:
-        shape: of the arena.
-        generation: the newest in which it was requested.
-        askers: all clients that requested it.
-        waiting: requests of the same rank for another shape.
+    `generation` is the newest in which it was requested, `askers` are all clients that requested
+    it, `waiting` are requests of the same rank for another shape.
     """
 
     shape: ArenaShape
@@ -67,10 +64,6 @@ class ArenaRequests:
     """The requests of workers, and the arenas being allocated.
 
     Args:
-        memory: the arenas of this node.
-        jobs: allocate pages.
-        tracker: knows the running generation.
-        tell_agent: sends a message to the agent.
         is_short: called when memory is refused, to give back memory that is not needed.
         vault_bytes: bytes of the parity and mirrors of other nodes that are allocated now.
     """
@@ -96,12 +89,7 @@ class ArenaRequests:
         self._is_parity_told = False
 
     def begin(self, parity_share: float) -> None:
-        """Begin a generation.
-
-        Args:
-            parity_share: largest number of bytes stored here for other nodes, per byte of this
-                node's state.
-        """
+        """Begin a generation; `parity_share` is as in `parity_share` of redundancy/group.py."""
         self._parity_share = parity_share
         self._is_parity_told = False
 
@@ -177,7 +165,7 @@ class ArenaRequests:
                 asker.tell(_NOT_WANTED)
         crash_point("smp.arena.granted")
         if not is_wanted:
-            _log.info("rank %d: an arena was made and is not wanted any more", making.rank)
+            _log.info("rank %d: freed an arena that is no longer requested", making.rank)
             os.close(fd)
         self._end(making)
 
@@ -218,7 +206,7 @@ class ArenaRequests:
         except MemoryTooSmall as error:
             self._is_parity_told = True
             why = (
-                f"the ranks' snapshots fit, and parity for other nodes may not: both need up to "
+                f"the ranks' snapshots fit, but parity for other nodes may not: both need up to "
                 f"{error.needed_bytes / 1e6:,.0f} MB more and {error.available_bytes / 1e6:,.0f} "
                 f"MB are free ({error.limit}). Without parity the loss of a node loses its state. "
                 "Raise this limit, or use --erasure K+M with a larger K or a smaller M"

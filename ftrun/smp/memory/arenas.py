@@ -20,8 +20,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from ftrun.errors import LayoutUnknown, MemoryTooSmall
-from ftrun.free_memory import AvailableMemory, available_memory
 from ftrun.ids import Generation, Rank, Version
+from ftrun.linux import AvailableMemory, available_memory
 from ftrun.snapshot.layout import PIECE_BYTES
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages.smp import ShardOffer
@@ -98,33 +98,20 @@ class ArenaStore:
         return self._arenas.get(rank, [])
 
     def fds(self, ranks: Iterable[Rank]) -> dict[Rank, list[int]]:
-        """Descriptors of the arenas of each rank."""
         return {rank: [arena.fd for arena in self.of(rank)] for rank in ranks}
 
     def promise(self, rank: Rank, total_bytes: int, *, image_bytes: int) -> None:
         """Reserve memory in addition to this rank's arenas and to the requests of other ranks.
 
-        Args:
-            rank: the requester; this replaces its earlier request.
-            total_bytes: of the memory to reserve.
-            image_bytes: of one slot, for the error.
-
-        Raises:
-            MemoryTooSmall: the requests of all ranks do not fit together.
+        It replaces the rank's earlier request. Raises MemoryTooSmall if the requests of all ranks
+        do not fit together.
         """
         self._wanted[rank] = total_bytes
         # Read before `_needed_bytes`, because jobs allocate concurrently. In the other order, bytes
         # allocated between the two reads would count twice: as needed and as no longer available.
         available = self._available()
-        needed = self._needed_bytes
-        if needed > available.num_bytes:
-            raise MemoryTooSmall(
-                needed_bytes=needed,
-                available_bytes=available.num_bytes,
-                limit=available.limit,
-                state_bytes=image_bytes,
-                num_ranks=sum(1 for wanted in self._wanted.values() if wanted),
-            )
+        num_ranks = sum(1 for wanted in self._wanted.values() if wanted)
+        available.check(self._needed_bytes, state_bytes=image_bytes, num_ranks=num_ranks)
 
     @property
     def known_ranks(self) -> set[Rank]:
@@ -144,19 +131,12 @@ class ArenaStore:
 
     def check(self, more_bytes: int) -> None:
         available = self._available()
-        needed = self._needed_bytes + more_bytes
-        if needed > available.num_bytes:
-            raise MemoryTooSmall(
-                needed_bytes=needed, available_bytes=available.num_bytes, limit=available.limit
-            )
+        available.check(self._needed_bytes + more_bytes)
 
     def reserve(self, rank: Rank, image_bytes: int, *, world_size: int) -> None:
-        """Reserve two slots of this size, less the size of the rank's arena.
+        """Reserve two slots of this size, less the size of the rank's arena; raises MemoryTooSmall.
 
         Arenas of another world size do not count, because they are read until the first commit.
-
-        Raises:
-            MemoryTooSmall: the slots do not fit.
         """
         total = arena_bytes(image_bytes, image_bytes // PIECE_BYTES + _SPARE_PIECES)
         shapes = [arena.shape for arena in self.of(rank) if arena.shape.world_size == world_size]
@@ -202,14 +182,15 @@ class ArenaStore:
     def adopt(self, fd: int, *, rank: int, generation: Generation) -> None:
         """Add an arena of an earlier SMP; if it is here already, close the duplicate.
 
-        Raises:
-            LayoutUnknown: the descriptor is no arena of this format; it stays the caller's.
+        Raises LayoutUnknown if the descriptor is no arena of this format; it stays the caller's.
         """
         try:
             shape = read_shape(fd)
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         except OSError as error:
-            raise LayoutUnknown(f"what came for rank {rank} is no memory: {error}") from error
+            raise LayoutUnknown(
+                f"the descriptor for rank {rank} is not sealed memory: {error}"
+            ) from error
         if not sealed or os.fstat(fd).st_size < shape.total_bytes or shape.rank != rank:
             raise LayoutUnknown(
                 f"the memory for rank {rank} is an arena of rank {shape.rank} of "
@@ -234,7 +215,6 @@ class ArenaStore:
         ]
 
     def held(self, world_size: int) -> dict[Rank, set[Version]]:
-        """Sealed versions by rank, in arenas of a world of this size."""
         found: dict[Rank, set[Version]] = {}
         for arena in self.all():
             if arena.shape.world_size == world_size:
@@ -286,12 +266,10 @@ class ArenaStore:
 def create(shape: ArenaShape, allocated: Callable[[int], object] | None = None) -> int:
     """Allocate a new arena and return its descriptor; `allocated` is as in `create_memfd`.
 
-    The kernel clears a page at its first access, which happens in the worker. Touching the pages
-    here as well made the total slower (1 GiB: fallocate 0.15 s, populate 0.33 s, a second mapping
-    0.13 s more, 2026-11).
-
-    Raises:
-        MemoryTooSmall: the kernel refuses the memory, whatever the limits allow.
+    Raises MemoryTooSmall if the kernel refuses the memory, whatever the limits allow. The kernel
+    clears a page at its first access, which happens in the worker. Touching the pages here as well
+    made the total slower (1 GiB: fallocate 0.15 s, populate 0.33 s, a second mapping 0.13 s more,
+    2026-11).
     """
     try:
         fd = create_memfd(shape, allocated)

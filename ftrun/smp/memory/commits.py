@@ -9,19 +9,15 @@ Without a group this SMP receives the reports of every rank and decides alone: a
 ranks have sealed is committed. With a group, the group protects that version, this SMP sends
 VersionReady, and the leader decides.
 
-Rule 1: on the command page the step is written before the generation, and the counter last. A
-        reader may see the new step with the old generation. That pair names a version older than
-        the one it waits for. It never names a version newer than the committed one: BeginGeneration
-        writes the restore point before any worker runs, and steps only grow from it within a
-        generation. Readers may therefore read the two words in either order. They only check
-        whether (generation, step) has reached the version they wait for.
+Rule 1: on the command page the step is written before the generation, and the counter last; see
+        `_show`.
 Rule 2: after a restore COMMITTED_IN is written last, when the restored version is committed in this
         generation. No new snapshot is captured before that.
 Rule 3: a step that a rank here has skipped is abandoned as soon as no older step is pending here.
         While an older step is pending, a rank that took the skipped step has seen a commit that
         this node has not received yet. With a group the leader orders the abandonment, on this node
         too. All nodes then receive it at about the same time and take the same step next
-        (`ftrun/worker/capture/settling.py`).
+        (`ftrun/worker/capture/boundaries.py`).
 """
 
 import logging
@@ -79,13 +75,13 @@ class CommitCoordinator:
         self._tell_agent = tell_agent
         self._page: SharedPage | None = None
         self._group: LocalGroup | None = None
-        self._protector: Protector | None = None
+        self.protector: Protector | None = None
         self._start_from: Version | None = None
         self._skipped: set[int] = set()
         """Skipped steps, without those that were committed or abandoned."""
         self._told_skipped = -1
         self._abandoned = -1
-        self._after_commit: Callable[[], None] = lambda: None
+        self.after_commit: Callable[[], None] = lambda: None
 
     @property
     def has_begun(self) -> bool:
@@ -98,12 +94,6 @@ class CommitCoordinator:
         sizes = [arena.shape.world_size for arena in self._memory.all()]
         return CommitTracker(self._memory.ranks, max(sizes, default=0))
 
-    def protect_with(self, protector: Protector) -> None:
-        self._protector = protector
-
-    def after_commit(self, told: Callable[[], None]) -> None:
-        self._after_commit = told
-
     # --- a generation ------------------------------------------------------------------------
 
     def begin(
@@ -114,15 +104,7 @@ class CommitCoordinator:
         world_size: int,
         start: GenerationStart,
     ) -> None:
-        """Begin a generation: count the seals of these ranks.
-
-        Args:
-            page: where commits are published.
-            generation: seals of other generations do not count.
-            ranks: the local ones.
-            world_size: number of all ranks.
-            start: the restored version, and the group of this node.
-        """
+        """Begin a generation: count the seals of these local ranks; publish commits on the page."""
         if generation > self.tracker.generation:
             self._skipped.clear()
             self._told_skipped = -1
@@ -160,7 +142,7 @@ class CommitCoordinator:
         of a generation, that is the committed version.
         """
         tracker = self.tracker
-        if self._group is None or self._protector is None or not tracker.ranks:
+        if self._group is None or self.protector is None or not tracker.ranks:
             return
         wanted = tracker.complete
         if wanted is None or self._awaits_recommit:
@@ -170,7 +152,7 @@ class CommitCoordinator:
                 return
         if wanted.generation == tracker.generation and self._page is not None:
             self._page.set(CommandField.PROTECTING_STEP, wanted.step)
-        self._protector.protect(wanted, self._memory.fds(tracker.ranks))
+        self.protector.protect(wanted, self._memory.fds(tracker.ranks))
 
     def forget_page(self) -> None:
         self._page = None
@@ -199,7 +181,7 @@ class CommitCoordinator:
 
         The step is abandoned, so other ranks stop waiting for its commit.
         """
-        if self._protector is not None and self._protector.is_ready(sealed):
+        if self.protector is not None and self.protector.is_ready(sealed):
             return messages.Refused(f"{sealed} is protected, and about to be committed")
         if not self.tracker.withdraw(rank, sealed):
             return messages.Refused(f"{sealed} is committed already")
@@ -228,14 +210,13 @@ class CommitCoordinator:
     # --- the leader, through the agent -------------------------------------------------------
 
     def commit(self, wanted: Version) -> None:
-        """Commit a version that every node of the run reported as ready."""
         committed = self.tracker.committed
         is_known = committed is not None and wanted <= committed
         if self._page is None:
             return
         if is_known and not self._awaits_recommit:
-            if self._protector is not None and wanted == committed:
-                self._protector.committed(wanted)  # its protection was repeated
+            if self.protector is not None and wanted == committed:
+                self.protector.committed(wanted)  # its protection was repeated
             return
         self.tracker.commit(wanted)
         self._finish(wanted)
@@ -254,14 +235,14 @@ class CommitCoordinator:
 
     def _finish(self, committed: Version) -> None:
         self._show(committed)
-        if self._page is not None:
+        if self._page is not None:  # Rule 2: last
             self._page.set(CommandField.COMMITTED_IN, self.tracker.generation)
-        if self._protector is not None:
-            self._protector.committed(committed)
+        if self.protector is not None:
+            self.protector.committed(committed)
         self._memory.free_replaced(
             committed, ranks=self.tracker.ranks, generation=self.tracker.generation
         )
-        self._after_commit()
+        self.after_commit()
         crash_point("smp.commit.replaced_freed")
         self._tell_agent(smp_messages.VersionCommitted(committed.generation, committed.step))
         self._tell_skipped()
@@ -271,6 +252,11 @@ class CommitCoordinator:
             return
         generation, step = (committed.generation, committed.step) if committed else (-1, -1)
         crash_point("smp.commit.decided")
+        # Rule 1: a reader may see the new step with the old generation. That pair names a version
+        # older than the one it waits for. It never names a version newer than the committed one:
+        # BeginGeneration writes the restore point before any worker runs, and steps only grow from
+        # it within a generation. Readers may therefore read the two words in either order. They
+        # only check whether (generation, step) has reached the version they wait for.
         self._page.set(CommandField.COMMITTED_STEP, step)
         crash_point("smp.commit.step_shown")
         self._page.set(CommandField.COMMITTED_GENERATION, generation)
@@ -297,8 +283,8 @@ class CommitCoordinator:
         newest = version(self.tracker.generation, step)
         if self._group is not None:
             self.tracker.abandon(newest)
-        if self._protector is not None:
-            self._protector.abandon(newest)
+        if self.protector is not None:
+            self.protector.abandon(newest)
         if self._page is not None:
             self._page.set(
                 CommandField.ABANDONED_STEP, max(self._page.get(CommandField.ABANDONED_STEP), step)
@@ -345,12 +331,7 @@ class ReplicaMonitor:
         self._is_busy = False
 
     def look(self, committed: Version, fds: Descriptors) -> None:
-        """Compare the ranks' digests of this version, at most every `_COMPARE_EVERY_S` seconds.
-
-        Args:
-            committed: a version of the running generation.
-            fds: returns the current descriptors of each rank's arenas.
-        """
+        """Compare the ranks' digests of this version, at most every `_COMPARE_EVERY_S` seconds."""
         if committed.generation != self._generation:
             self._generation, self._replicas = committed.generation, NodeReplicas()
         if self._is_busy or clock.now_s() < self._due_s:
@@ -380,7 +361,7 @@ class ReplicaMonitor:
         ranks = sorted(self._replicas.look(manifest))
         if ranks:
             words = ", ".join(map(str, ranks))
-            why = f"{wanted}: what was equal on several ranks is not any more; different on {words}"
+            why = f"{wanted}: replicas on several ranks are no longer equal; different on {words}"
             self._tell_agent(smp_messages.SmpNotice("replicas_differ", why, [], ranks))
 
     def _found_nothing(self) -> None:

@@ -16,8 +16,8 @@ import logging
 import os
 
 from ftrun.errors import LayoutUnknown, MemoryTooSmall
-from ftrun.free_memory import available_memory
 from ftrun.ids import Version
+from ftrun.linux import available_memory
 from ftrun.wire.messages.smp import ProtectionPart
 from ftrun.wire.shared_memory.parity_region import (
     ParityRecord,
@@ -56,23 +56,20 @@ class ParityStore:
 
     @property
     def kept(self) -> ParityRegion | None:
-        """The region with the protection that the run would be restored from."""
         return self._slots[self._kept] if self._kept is not None else None
 
     def adopt(self, fd: int, slot: int) -> None:
         """Add a region of an earlier SMP, and take ownership of its descriptor.
 
-        It keeps its slot, because the agent names its duplicates by slots.
-
-        Raises:
-            LayoutUnknown: the descriptor is no parity region, or the slot is in use; the descriptor
-                stays the caller's.
+        It keeps its slot, because the agent names its duplicates by slots. Raises LayoutUnknown if
+        the descriptor is no parity region, or the slot is in use; the descriptor stays the
+        caller's.
         """
         if any(vault and os.path.sameopenfile(fd, vault.fd) for vault in self._slots):
             os.close(fd)
             return
         if slot not in range(_MOST_VAULTS) or self._slots[slot] is not None:
-            raise LayoutUnknown(f"there is no free slot {slot} for a vault here")
+            raise LayoutUnknown(f"slot {slot} is not free for a parity region")
         self._slots[slot] = ParityRegion(fd)
 
     def keep(self, version: Version | None, protected_in: int) -> None:
@@ -123,8 +120,7 @@ class ParityStore:
     def give_up_committed(self) -> bool:
         """Allow the older committed protection to be overwritten if no third region fits.
 
-        Returns:
-            Whether there was one.
+        Returns whether there was one.
         """
         had, self._committed = self._committed is not None, None
         return had
@@ -208,17 +204,10 @@ class ParityStore:
 
 
 def make_vault(record: ParityRecord) -> ParityRegion:
-    """Allocate a region for this record and touch its pages.
-
-    Raises:
-        MemoryTooSmall: it does not fit.
-    """
+    """Allocate a region for this record and touch its pages; raises MemoryTooSmall."""
     needed = vault_bytes(record)
     available = available_memory()
-    if needed > available.num_bytes:
-        raise MemoryTooSmall(
-            needed_bytes=needed, available_bytes=available.num_bytes, limit=available.limit
-        )
+    available.check(needed)
     try:
         return ParityRegion(create_vault(needed))
     except (OSError, OverflowError) as error:

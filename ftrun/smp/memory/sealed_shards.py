@@ -26,8 +26,7 @@ from ftrun.snapshot.manifest import (
     content_digests,
     sections_of,
 )
-from ftrun.snapshot.redundancy import PieceRun
-from ftrun.snapshot.stripe_space import Extent
+from ftrun.snapshot.redundancy import Extent, PieceRun
 from ftrun.wire.shared_memory.arena import Arena, SlotHeader, table_digest
 
 
@@ -50,11 +49,7 @@ class ArenaMappings:
         self._lock = threading.Lock()
 
     def get(self, fd: int) -> MappedArena:
-        """Map the arena behind a descriptor.
-
-        Raises:
-            LayoutUnknown: the descriptor is not one of an arena.
-        """
+        """Raises LayoutUnknown if the descriptor is not one of an arena."""
         inode = os.fstat(fd).st_ino
         with self._lock:
             if inode not in self._maps:
@@ -62,12 +57,7 @@ class ArenaMappings:
             return self._maps[inode]
 
     def hold(self, fds: Mapping[Rank, Sequence[int]], version: Version) -> "SealedShards":
-        """Find the shards of a version; unreadable ones are listed in `problems`.
-
-        Args:
-            fds: descriptors of each rank's arenas.
-            version: of the wanted slots.
-        """
+        """Find the shards of a version; unreadable ones are listed in `problems`."""
         found: dict[Rank, SealedShard] = {}
         problems: dict[Rank, str] = {}
         for rank, some in fds.items():
@@ -92,12 +82,7 @@ class SealedShard:
     """One rank's sealed slot."""
 
     def __init__(self, mapped: MappedArena, slot: int) -> None:
-        """Read the header, the layout and the digest table of the slot.
-
-        Raises:
-            LayoutUnknown: the image's header is not readable.
-            SnapshotCorrupt: the digest table differs from the sealed one.
-        """
+        """Raises LayoutUnknown for a bad header, SnapshotCorrupt for a changed digest table."""
         arena = mapped.arena
         self.shape = arena.shape
         self.header: SlotHeader = arena.header(slot)
@@ -118,11 +103,7 @@ class SealedShard:
             )
 
     def manifest(self) -> RankManifest:
-        """Describe this shard for the group.
-
-        Raises:
-            SnapshotCorrupt: the image's header differs from that of the layout.
-        """
+        """Raises SnapshotCorrupt if the image's header differs from that of the layout."""
         shape = self.shape
         header_digest = xxhash.xxh3_64_intdigest(self.image[: self.start])
         if header_digest != shape.layout_id:
@@ -145,21 +126,13 @@ class SealedShard:
         return self.image[self.start + offset : self.start + offset + num_bytes]
 
     def piece(self, index: int) -> memoryview:
-        """A piece whose digest was checked.
-
-        Raises:
-            SnapshotCorrupt: its digest differs from the captured one.
-        """
+        """A piece whose digest was checked; raises SnapshotCorrupt if it differs."""
         piece = self.layout.pieces[index]
         self.check(index)
         return self.data(piece.offset, piece.num_bytes)
 
     def run(self, run: PieceRun) -> memoryview:
-        """Adjacent pieces whose digests were checked.
-
-        Raises:
-            SnapshotCorrupt: a digest differs from the captured one.
-        """
+        """Adjacent pieces whose digests were checked; raises as `piece`."""
         for index in range(run.first, run.first + run.count):
             self.check(index)
         first, last = self.layout.pieces[run.first], self.layout.pieces[run.first + run.count - 1]
@@ -168,8 +141,7 @@ class SealedShard:
     def check(self, index: int) -> None:
         """Compare a piece with its digest, unless it passed the check before.
 
-        Raises:
-            SnapshotCorrupt: its digest differs from the captured one.
+        Raises SnapshotCorrupt.
         """
         if index in self._good:
             return
@@ -198,38 +170,23 @@ class SealedShards:
         return sorted(self.shards)
 
     def manifest(self, ranks: Sequence[Rank]) -> NodeManifest:
-        """Describe these ranks for the group.
-
-        Raises:
-            LayoutUnknown: the shard of a rank is not here.
-            SnapshotCorrupt: a shard differs from the sealed one.
-        """
+        """Raises LayoutUnknown if a rank's shard is not here, SnapshotCorrupt if it has changed."""
         return NodeManifest([self.shard(rank).manifest() for rank in sorted(ranks)])
 
     def views(self, extents: Iterable[Extent]) -> list[memoryview]:
-        """Views of the bytes of these extents, without a copy.
-
-        Raises:
-            LayoutUnknown: the shard of a rank is not here.
-        """
+        """Views of the bytes of these extents, without a copy; raises as `shard`."""
         return [self.shard(e.rank).data(e.offset, e.num_bytes) for e in extents]
 
     def check(self, pieces: Iterable[tuple[int, int]]) -> None:
-        """Compare pieces, as (rank, index), with their digests.
-
-        Raises:
-            SnapshotCorrupt: a digest differs from the captured one.
-            LayoutUnknown: the shard of a rank is not here.
-        """
+        """Compare pieces, as (rank, index), with their digests; raises as `manifest`."""
         for rank, index in pieces:
             self.shard(rank).check(index)
 
     def find(self, digest: int) -> memoryview:
         """A checked piece with this digest, of any rank.
 
-        Raises:
-            LayoutUnknown: no piece here has this digest.
-            SnapshotCorrupt: the piece differs from the captured one.
+        Raises LayoutUnknown if no piece here has this digest, SnapshotCorrupt if the piece has
+        changed.
         """
         if self._by_digest is None:
             self._by_digest = {
@@ -239,13 +196,15 @@ class SealedShards:
             }
         found = self._by_digest.get(digest)
         if found is None:
-            raise LayoutUnknown("no piece with this digest is here")
+            raise LayoutUnknown("this node has no piece with this digest")
         shard, index = found
         return shard.piece(index)
 
     def shard(self, rank: int) -> SealedShard:
         shard = self.shards.get(Rank(rank))
         if shard is None:
-            why = self.problems.get(Rank(rank), f"rank {rank} has no slot with {self.version} here")
+            why = self.problems.get(
+                Rank(rank), f"rank {rank} has no slot with {self.version} on this node"
+            )
             raise LayoutUnknown(why)
         return shard

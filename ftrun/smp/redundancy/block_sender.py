@@ -17,8 +17,10 @@ from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Generation
 from ftrun.smp.memory.sealed_shards import SealedShards
 from ftrun.smp.peer_link import OutgoingFrame
-from ftrun.snapshot.stripe_space import StripeSpace
+from ftrun.smp.redundancy.group import group_of, stripes_of
+from ftrun.snapshot.redundancy import StripeSpace
 from ftrun.wire.cluster.transfer import BlockData, MirrorData
+from ftrun.wire.shared_memory.parity_region import ParityRecord
 from ftrun.wire.transport.bulk_socket import Bytes, digest_of
 
 
@@ -26,10 +28,8 @@ from ftrun.wire.transport.bulk_socket import Bytes, digest_of
 class LocalBlocks:
     """The blocks of a node, read in place from its slots.
 
-    Args:
-        of: a stripe id of this version; its stripe number is not used.
-        made_in: the generation in which the version is protected.
-        place: the position of this node in the group.
+    `of` is a stripe id of this version without a stripe number; `made_in` is the generation in
+    which the version is protected, `place` the position of this node in the group.
     """
 
     shards: SealedShards
@@ -42,9 +42,8 @@ class LocalBlocks:
     def read(self, block: int) -> tuple[bytes, list[memoryview]]:
         """Return a block's packed header and views of its bytes, compared with their digests.
 
-        Raises:
-            SnapshotCorrupt: a piece differs from what was captured.
-            LayoutUnknown: the shard of a rank is not on this node.
+        Raises SnapshotCorrupt if a piece has changed, LayoutUnknown if the shard of a rank is not
+        here.
         """
         self.shards.check(self.space.pieces_in(block))
         views = self.shards.views(self.space.extents(block))
@@ -58,13 +57,23 @@ class LocalBlocks:
         return pack(header), views
 
 
+def local_blocks(shards: SealedShards, record: ParityRecord, run: int) -> LocalBlocks:
+    """Raises LayoutUnknown if the shards do not match the record."""
+    pieces = {int(rank): shard.layout.pieces for rank, shard in shards.shards.items()}
+    return LocalBlocks(
+        shards=shards,
+        space=StripeSpace(record.own, pieces, record.block_bytes),
+        stripes=stripes_of(record),
+        of=StripeId(run, record.version, group_of(record).id, 0),
+        made_in=Generation(record.protected_in),
+        place=record.place,
+    )
+
+
 class BlockSender:
     """One attempt to send one version. `stop` ends its streams.
 
-    Args:
-        blocks: of this node.
-        attempt: the attempt number in the frames.
-        failed: called at most once, in a link's thread, if local data differs from what was sealed.
+    `failed` is called at most once, in a link's thread, if local data differs from what was sealed.
     """
 
     def __init__(self, blocks: LocalBlocks, *, attempt: int, failed: Callable[[str], None]) -> None:

@@ -1,8 +1,11 @@
 """Everything that this SMP does together with the SMPs of other nodes.
 
-Runs in:  the SMP, in the server thread; its components have threads of their own.
-Takes in: the members of the group, per generation.
-Gives:    protected versions; restored versions, fetched and served.
+Runs in:  the SMP, in the server thread; its components have threads of their own. `PeerDispatch`
+          runs in the threads of the incoming links.
+Takes in: the members of the group, per generation; frames of other SMPs.
+Gives:    protected versions; restored versions, fetched and served. Blocks and mirrors go to the
+          parity region in the link's own thread, messages to `Protector` in the server thread,
+          requests and answers to `FetchRpc`.
 Survives: a change of generation: parity regions are retained. Parity regions outlive the SMP if the
           agent holds duplicates of their descriptors.
 
@@ -10,7 +13,9 @@ Rule: a new generation, or new positions in the same one, ends all work in progr
       links are closed, and no message of the old group is accepted.
 """
 
+import logging
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,28 +24,29 @@ from functools import partial
 import msgspec
 
 from ftrun.erasure.fragments import run_digest
-from ftrun.errors import ProtocolError, SnapshotCorrupt, UsageError
+from ftrun.errors import FragmentRefused, ProtocolError, SnapshotCorrupt, UsageError
 from ftrun.ids import Generation, Rank, RunId, Version, version
-from ftrun.smp.jobs import JobLanes
+from ftrun.smp.jobs import JobLanes, Runner
 from ftrun.smp.memory.arenas import ArenaStore
 from ftrun.smp.memory.commits import CommitCoordinator, GenerationStart, ReplicaMonitor
 from ftrun.smp.memory.parity_store import ParityStore
 from ftrun.smp.memory.sealed_shards import ArenaMappings
-from ftrun.smp.peer_listener import PeerListener, PeerSession
+from ftrun.smp.peer_link import FETCH, PROTECT
+from ftrun.smp.peer_listener import IncomingLink, PeerListener, PeerSession
 from ftrun.smp.redundancy.exchange import CodecCache, Exchange, ProtectorTools
 from ftrun.smp.redundancy.group import LocalGroup
 from ftrun.smp.redundancy.protector import Protector
 from ftrun.smp.redundancy.rebuilder import Rebuilder
-from ftrun.smp.redundancy.receiving import PeerDispatch
 from ftrun.smp.restore.fetch import Fetch
-from ftrun.smp.restore.lost_ranks import LostRanks
 from ftrun.smp.restore.previous_world import PreviousWorld, PreviousWorldShards
 from ftrun.smp.restore.restore_server import RestoreServer
-from ftrun.smp.restore.restores import RestoreCoordinator
+from ftrun.smp.restore.restores import LostRanks, RestoreCoordinator
 from ftrun.smp.restore.rpc import FetchRpc
 from ftrun.smp.restore.shard_reads import ShardReads
-from ftrun.smp.waits import Runner
+from ftrun.snapshot.manifest import NodeManifest
+from ftrun.snapshot.redundancy import MAX_BLOCK_BYTES
 from ftrun.wire.cluster import transfer
+from ftrun.wire.cluster import transfer as t
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.shared_memory.pages import CommandField, SharedPage
@@ -54,19 +60,7 @@ TellAgent = Callable[..., None]
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """The components that read memory and move bytes; the many-node simulation replaces them.
-
-    Args:
-        peers: the links.
-        maps: of this node's arenas.
-        codecs: one for each k and m.
-        runner: drives work that requests data from other nodes.
-        exchange: moves the bytes of one attempt to protect a version.
-        lost_ranks: fetches slots of the restored version.
-        served: reads the restored version for other nodes.
-        old_shards: reads shards of the restored version for ranks of a resharded run.
-        replica_watch: compares the bytes that ranks of one node hold as replicas.
-    """
+    """The components that read memory and move bytes; the many-node simulation replaces them."""
 
     peers: PeerListener
     maps: ArenaMappings
@@ -130,15 +124,15 @@ class RedundancyCoordinator:
             here=self._all_here,
             lost_ranks=self._engines.lost_ranks,
         )
-        self.range_fetches = ShardReads(jobs)
+        self.range_fetches = ShardReads(memory, jobs)
         self._replicas = self._engines.replica_watch(jobs, self._maps, tell_agent)
-        commits.protect_with(self._protector)
-        commits.after_commit(self._committed)
-        self._peers.tell(PeerDispatch(self._protector, self._rpc, jobs))
+        commits.protector = self._protector
+        commits.after_commit = self._committed
+        self._peers.events = PeerDispatch(self._protector, self._rpc, jobs)
 
     def listen(self, hosts: list[str], fds: tuple[int, ...]) -> messages.AnyMessage:
         if len(fds) > 1:
-            raise ProtocolError("ListenForPeers comes with one descriptor at most, the secret")
+            raise ProtocolError("ListenForPeers takes at most one descriptor, the secret")
         secret = None
         if fds:
             try:
@@ -153,13 +147,6 @@ class RedundancyCoordinator:
     def begin_generation(
         self, body: smp_messages.BeginGeneration, group: LocalGroup | None, page: SharedPage
     ) -> None:
-        """Begin a generation: protect versions, count commits, and fetch what is restored.
-
-        Args:
-            body: the agent's request.
-            group: the group that `body` names.
-            page: where commits are published.
-        """
         restored = version(*body.restored) if body.restored is not None else None
         is_new = self._begin(body, group, page, restored)
         self._commits.begin(
@@ -295,7 +282,6 @@ class RedundancyCoordinator:
         return count
 
     def count_again(self) -> None:
-        """Recount the commits because slots have changed."""
         if self._commits.has_begun:
             tracker = self._commits.tracker
             self._commits.begin_again(tracker.generation, tracker.ranks, tracker.world_size)
@@ -353,3 +339,123 @@ class RedundancyCoordinator:
             self.vaults.note_damage(wanted, ask.protected_in)
         self.set_aside.append(str(error))
         self._tell_agent(smp_messages.SmpNotice("source_set_aside", str(error)))
+
+
+MAX_MANIFEST_BYTES = 1 << 28
+# Created once at import: msgspec 0.22 crashes if two threads create one for the same types at once.
+_MANIFEST = msgspec.msgpack.Decoder(NodeManifest)
+_of_thread = threading.local()
+_log = logging.getLogger(__name__)
+
+
+class PeerDispatch:
+    """The `PeerEvents` of this SMP."""
+
+    def __init__(self, protector: Protector, rpc: FetchRpc, jobs: JobLanes) -> None:
+        self._protector = protector
+        self._rpc = rpc
+        self._jobs = jobs
+
+    def received(self, source: IncomingLink, envelope: t.TransferEnvelope) -> None:
+        """Dispatch one frame; raises PeerError if the link must be closed."""
+        body = envelope.body
+        if source.hello.purpose == FETCH:
+            self._rpc.received(source, envelope)
+        elif isinstance(body, t.BlockData):
+            self._take_block(source, envelope, body)
+        elif isinstance(body, t.MirrorData):
+            self._take_mirror(source, envelope, body)
+        elif isinstance(body, t.ManifestData):
+            self._take_manifest(source, envelope, body)
+        elif isinstance(body, t.RoundMessage) and not envelope.raw_bytes:
+            self._jobs.post(
+                partial(self._protector.heard, source.hello.session, source.node_id, body)
+            )
+        else:
+            raise ProtocolError(f"{type(body).__name__} is not allowed on a {PROTECT} link")
+
+    def lost(self, node_id: str, purpose: str, why: str) -> None:
+        if purpose == PROTECT:
+            self._jobs.post(partial(self._protector.lost, node_id, why))
+        else:
+            self._rpc.lost(node_id, why)
+
+    def linked(self, node_id: str, purpose: str) -> None:
+        if purpose == PROTECT:
+            self._jobs.post(partial(self._protector.linked, node_id))
+        else:
+            self._rpc.linked(node_id)
+
+    # --- the link's thread -----------------------------------------------------------------
+
+    def _take_block(
+        self, source: IncomingLink, envelope: t.TransferEnvelope, body: t.BlockData
+    ) -> None:
+        found = self._protector.fill_of(source.hello.session, body)
+        size = envelope.raw_bytes
+        if found is None or size > MAX_BLOCK_BYTES:
+            source.socket.receive_raw(envelope, None)
+            return
+        fill, group = found
+        place = group.place_of(source.node_id)
+        payload = self._staging()[:size]
+        source.socket.receive_raw(envelope, [payload])
+        if place is None:
+            return
+        try:
+            fill.take_block(place, source.node_id, body.header, payload)
+        except FragmentRefused as error:
+            self._damaged(source, body, str(error))
+
+    def _take_mirror(
+        self, source: IncomingLink, envelope: t.TransferEnvelope, body: t.MirrorData
+    ) -> None:
+        found = self._protector.fill_of(source.hello.session, body)
+        place = found[1].place_of(source.node_id) if found is not None else None
+        if found is None or place is None:
+            source.socket.receive_raw(envelope, None)
+            return
+        fill, _ = found
+        if envelope.raw_bytes > fill.mirror_room(place):
+            source.socket.receive_raw(envelope, None)
+            self._damaged(
+                source, body, f"the mirror of {source.node_id} is larger than its reserved memory"
+            )
+            return
+        payload = bytearray(envelope.raw_bytes)
+        is_whole = source.socket.receive_raw(envelope, [memoryview(payload)])
+        if not is_whole or envelope.raw_digest is None:
+            self._damaged(source, body, f"the mirror of {source.node_id} was damaged in transit")
+            return
+        fill.take_mirror(place, payload, envelope.raw_digest)
+
+    def _take_manifest(
+        self, source: IncomingLink, envelope: t.TransferEnvelope, body: t.ManifestData
+    ) -> None:
+        if envelope.raw_bytes > MAX_MANIFEST_BYTES:
+            raise ProtocolError(f"a manifest of {envelope.raw_bytes} bytes")
+        raw = bytearray(envelope.raw_bytes)
+        if not source.socket.receive_raw(envelope, [memoryview(raw)]):
+            self._damaged(source, body, f"the manifest of {source.node_id} was damaged in transit")
+            return
+        try:
+            manifest = _MANIFEST.decode(raw)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(
+                f"the manifest of {source.node_id} is not valid: {error}"
+            ) from error
+        session, node_id = source.hello.session, source.node_id
+        self._jobs.post(partial(self._protector.manifest_came, session, node_id, body, manifest))
+
+    def _damaged(self, source: IncomingLink, body: t.RoundMessage, why: str) -> None:
+        _log.warning("%s", why)
+        session, node_id = source.hello.session, source.node_id
+        self._jobs.post(partial(self._protector.damaged, session, node_id, body, why))
+
+    def _staging(self) -> memoryview:
+        """Return this thread's own staging block, which is allocated once."""
+        if not hasattr(_of_thread, "block"):
+            _of_thread.block = memoryview(bytearray(MAX_BLOCK_BYTES))
+        found = _of_thread.block
+        assert isinstance(found, memoryview)
+        return found

@@ -15,22 +15,23 @@ from dataclasses import dataclass
 from functools import partial
 
 from ftrun.erasure.codec import Codec, choose_codec, self_test
-from ftrun.erasure.fragments import StripeId
-from ftrun.erasure.stripes import Stripes
 from ftrun.errors import InternalError, LayoutUnknown, MemoryTooSmall, SnapshotCorrupt
-from ftrun.ids import Generation
 from ftrun.smp.jobs import Finish, JobLanes
-from ftrun.smp.link_rules import PROTECT
 from ftrun.smp.memory.parity_store import ParityStore, make_vault
 from ftrun.smp.memory.sealed_shards import ArenaMappings, SealedShards
-from ftrun.smp.peer_link import OutgoingFrame
+from ftrun.smp.peer_link import PROTECT, OutgoingFrame
 from ftrun.smp.peer_listener import PeerListener
-from ftrun.smp.redundancy.block_sender import BlockSender, BlockStream, LocalBlocks, MirrorStream
+from ftrun.smp.redundancy.block_sender import (
+    BlockSender,
+    BlockStream,
+    LocalBlocks,
+    MirrorStream,
+    local_blocks,
+)
 from ftrun.smp.redundancy.group import LocalGroup, record_of
 from ftrun.smp.redundancy.mirror import mirror_parts
-from ftrun.smp.redundancy.parity_writer import OutgoingRow, ParityEvents, ParityWriter
+from ftrun.smp.redundancy.parity_writer import OutgoingRow, ParityWriter
 from ftrun.snapshot.redundancy import RedundancyPlan
-from ftrun.snapshot.stripe_space import StripeSpace
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages.smp import ParityRegionCreated
@@ -43,8 +44,7 @@ _log = logging.getLogger(__name__)
 class CodecCache:
     """One codec for each k and m. Several threads may use a codec at once.
 
-    Args:
-        jobs: its lane "protect" runs the self-test before any work submitted to that lane later.
+    The jobs' lane "protect" runs the self-test before any work submitted to that lane later.
     """
 
     def __init__(self, jobs: JobLanes) -> None:
@@ -60,7 +60,7 @@ class CodecCache:
                 self._codecs[k, m] = choose_codec(k, m)
                 tell = partial(self._problems.__setitem__, (k, m))
                 work = partial(_test, self._codecs[k, m], tell)
-                bug = "a bug in ftrun; the SMP's log has it"
+                bug = "internal error in ftrun; see the SMP's log"
                 self._jobs.submit("protect", work, failed=partial(tell, bug))
             return self._codecs[k, m]
 
@@ -79,18 +79,7 @@ def _test(codec: Codec, tell: "partial[None]") -> Finish:
 
 @dataclass(frozen=True, slots=True)
 class ProtectorTools:
-    """The dependencies of a protector and its exchanges.
-
-    Args:
-        run: `run_digest` of the run.
-        peers: links to the other SMPs.
-        vaults: the parity regions that store received data.
-        jobs: runs work that takes too long for the server thread.
-        maps: mappings of this node's arenas.
-        codecs: one for each k and m.
-        tell_agent: sends a message to the agent.
-        exchange: moves the bytes of one attempt.
-    """
+    """The dependencies of a protector and its exchanges."""
 
     run: int
     peers: PeerListener
@@ -102,38 +91,16 @@ class ProtectorTools:
     exchange: "type[Exchange]"
 
 
-@dataclass(frozen=True, slots=True)
-class ExchangeEvents:
-    """Callbacks, run in the server thread and never after `stop`.
+class Exchange:
+    """One attempt at one version. The many-node simulation replaces the methods on bytes.
+
+    The callbacks run in the server thread, and never after `stop`.
 
     Args:
         stored: all data that belongs on this node is stored.
-        unable: this node cannot store its part, for this reason.
-        corrupt: a slot of this node differs from what was sealed.
+        failed: this node cannot store its part, with the reason; `is_corrupt` if one of its slots
+            differs from what was sealed.
     """
-
-    stored: Callable[[], None]
-    unable: Callable[[str], None]
-    corrupt: Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The result of the preparation job.
-
-    Args:
-        vault: new memory; None if the slot already has enough.
-        space: the positions of this node's blocks.
-        mirror: the small state of this node.
-    """
-
-    vault: ParityRegion | None
-    space: StripeSpace
-    mirror: Sequence[Bytes]
-
-
-class Exchange:
-    """One attempt at one version. The many-node simulation replaces the methods on bytes."""
 
     def __init__(
         self,
@@ -143,7 +110,8 @@ class Exchange:
         *,
         attempt: int,
         tools: ProtectorTools,
-        events: ExchangeEvents,
+        stored: Callable[[], None],
+        failed: Callable[..., None],
     ) -> None:
         self.fill: ParityWriter | None = None
         self._shards = shards
@@ -151,7 +119,8 @@ class Exchange:
         self._group = group
         self._attempt = attempt
         self._tools = tools
-        self._events = events
+        self._stored = stored
+        self._failed = failed
         self._vault: ParityRegion | None = None
         self._sending: BlockSender | None = None
         self._mirror: Sequence[Bytes] = ()
@@ -163,8 +132,7 @@ class Exchange:
     def begin(self, rooms: dict[int, int]) -> None:
         """Start the job that allocates memory and describes what this node sends.
 
-        Args:
-            rooms: bytes reserved for each mirror stored on this node, by position.
+        `rooms` are the bytes reserved for each mirror stored on this node, by position.
         """
         self._make_in_slot(record_of(self._shards.version, self._plan, rooms, self._group))
 
@@ -174,7 +142,7 @@ class Exchange:
         self._tools.jobs.submit(
             "protect",
             partial(self._make, record, slot, needs_memory=needs_memory),
-            failed=partial(self._fail, "a bug in ftrun; the SMP's log has it"),
+            failed=partial(self._fail, "internal error in ftrun; see the SMP's log"),
         )
 
     def let(self, place: int, plan_id: int, below: int) -> None:
@@ -204,82 +172,80 @@ class Exchange:
             prepared = self._prepare(record, needs_memory=needs_memory)
         except MemoryTooSmall as error:
             why = (
-                f"mirrors and parity need {error.needed_bytes / 1e6:,.0f} MB and "
+                f"mirrors and parity need {error.needed_bytes / 1e6:,.0f} MB, but only "
                 f"{error.available_bytes / 1e6:,.0f} MB are free ({error.limit}). Use fewer ranks "
                 "per node, a larger memory limit, or more nodes in a group"
             )
             return partial(self._no_memory, record, why)
         except (LayoutUnknown, SnapshotCorrupt) as error:
-            return partial(self._find_corrupt, str(error))
-        return partial(self._made, record, slot, prepared)
+            return partial(self._fail, str(error), is_corrupt=True)
+        return partial(self._made, record, slot, *prepared)
 
     def _no_memory(self, record: ParityRecord, why: str) -> None:
         # Less protection until the commit is better than no protection from now on.
         if not self._is_stopped and self._tools.vaults.give_up_committed():
-            _log.warning("no third vault, the last committed protection is overwritten: %s", why)
+            _log.warning(
+                "overwriting the committed parity region, because a third has no room: %s", why
+            )
             self._make_in_slot(record)
         else:
             self._fail(why)
 
-    def _made(self, record: ParityRecord, slot: int, prepared: Prepared) -> None:
+    def _made(
+        self,
+        record: ParityRecord,
+        slot: int,
+        vault: ParityRegion | None,
+        blocks: LocalBlocks,
+        mirror: Sequence[Bytes],
+    ) -> None:
         tools = self._tools
-        if prepared.vault is not None:
-            tools.vaults.put(slot, prepared.vault)
-            created = ParityRegionCreated(slot)
-            tools.tell_agent(created, fds=(prepared.vault.fd,))
+        if vault is not None:
+            tools.vaults.put(slot, vault)
+            tools.tell_agent(ParityRegionCreated(slot), fds=(vault.fd,))
             crash_point("smp.protect.vault_made")
         if self._is_stopped:
             return
         self._vault = tools.vaults.take(slot, record)
         assert self._vault is not None
         self._vault.begin(record)
-        self._mirror = prepared.mirror
+        self._mirror = mirror
         self._sending = BlockSender(
-            self._own_blocks(prepared.space),
+            blocks,
             attempt=self._attempt,
-            failed=self._later(self._find_corrupt),
+            failed=self._later(partial(self._fail, is_corrupt=True)),
         )
-        events = ParityEvents(
-            forward=self._forward, window=self._tell_window, full=self._later(self._full)
-        )
-        self.fill = self._filled(self._vault, events)
+        self.fill = self._filled(self._vault)
         crash_point("smp.protect.opened")
         self.fill.start()
         self._send()
 
     # --- bytes -------------------------------------------------------------------------------
 
-    def _prepare(self, record: ParityRecord, *, needs_memory: bool) -> Prepared:
+    def _prepare(
+        self, record: ParityRecord, *, needs_memory: bool
+    ) -> tuple[ParityRegion | None, LocalBlocks, Sequence[Bytes]]:
         """Allocate memory and build the mirror; runs in a job.
 
-        Raises:
-            MemoryTooSmall: there is no memory for a parity region.
-            LayoutUnknown, SnapshotCorrupt: a slot of this node differs from what was sealed.
+        Raises MemoryTooSmall, or LayoutUnknown or SnapshotCorrupt if a slot has changed.
         """
-        shards = self._shards
-        pieces = {int(rank): shard.layout.pieces for rank, shard in shards.shards.items()}
-        space = StripeSpace(record.own, pieces, record.block_bytes)
-        mirror = mirror_parts(shards, record)
-        return Prepared(make_vault(record) if needs_memory else None, space, mirror)
+        blocks = local_blocks(self._shards, record, self._tools.run)
+        mirror = mirror_parts(self._shards, record)
+        return make_vault(record) if needs_memory else None, blocks, mirror
 
-    def _filled(self, vault: ParityRegion, events: ParityEvents) -> ParityWriter:
+    def _filled(self, vault: ParityRegion) -> ParityWriter:
         group, tools = self._group, self._tools
-        codec = tools.codecs.get(len(group.nodes) - group.parity, group.parity)
-        return ParityWriter(vault, codec, run=tools.run, group=group.group_id, events=events)
+        return ParityWriter(
+            vault,
+            tools.codecs.get(len(group.nodes) - group.parity, group.parity),
+            run=tools.run,
+            forward=self._forward,
+            window=self._tell_window,
+            full=self._later(self._full),
+        )
 
     def _block_stream(self, sending: BlockSender, place: int) -> BlockStream:
         return BlockStream(sending, place)
-
-    def _own_blocks(self, space: StripeSpace) -> LocalBlocks:
-        group = self._group
-        return LocalBlocks(
-            shards=self._shards,
-            space=space,
-            stripes=Stripes(len(group.nodes), group.parity, self._plan.block_bytes),
-            of=StripeId(self._tools.run, self._shards.version, group.group_id, 0),
-            made_in=Generation(group.generation),
-            place=group.place,
-        )
 
     # --- results -----------------------------------------------------------------------------
 
@@ -288,15 +254,11 @@ class Exchange:
             return
         self._vault.mark(ParityRegionState.COMPLETE)
         crash_point("smp.protect.stored")
-        self._events.stored()
+        self._stored()
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, why: str, *, is_corrupt: bool = False) -> None:
         if not self._is_stopped:
-            self._events.unable(why)
-
-    def _find_corrupt(self, why: str) -> None:
-        if not self._is_stopped:
-            self._events.corrupt(why)
+            self._failed(why, is_corrupt=is_corrupt)
 
     # --- sending -----------------------------------------------------------------------------
 
@@ -306,7 +268,7 @@ class Exchange:
             return
         for place, (plan_id, below) in self._windows.items():
             if plan_id != self._plan.id:
-                self._fail(f"node {group.nodes[place].node_id} goes by another plan")
+                self._fail(f"node {group.nodes[place].node_id} uses another redundancy plan")
                 return
             link = self._tools.peers.link(group.nodes[place], PROTECT)
             if place in group.mirrors_at and place not in self._mirrored:

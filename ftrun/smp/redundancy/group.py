@@ -33,14 +33,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LocalGroup:
-    """The protection group of this node in one generation.
+    """The protection group of this node in one generation; m is `parity`.
 
     Args:
-        nodes: in the order of the group.
         place: the position of this node.
-        parity: m.
-        number: digest of the fields except `place` and `patience_s`; identifies the session of the
-            SMPs.
+        number: digest of the fields except `place` and `patience_s`; identifies the session of
+            the SMPs.
     """
 
     generation: Generation
@@ -59,10 +57,6 @@ class LocalGroup:
     @property
     def members(self) -> list[GroupMember]:
         return [GroupMember(node.node_id, list(node.ranks)) for node in self.nodes]
-
-    @property
-    def group_id(self) -> int:
-        return ProtectionGroup(tuple(node.node_id for node in self.nodes), self.parity).id
 
     @property
     def others(self) -> list[NodeAddress]:
@@ -93,12 +87,7 @@ class LocalGroup:
         return [(self.place + ahead) % count for ahead in range(1, self.parity + 1)]
 
     def whole_part(self, wanted: Version, parts: Iterable[ProtectionPart]) -> int:
-        """Return the generation of the newest complete part of a version's protection, or -1.
-
-        Args:
-            wanted: the version.
-            parts: the contents of this node's parity regions.
-        """
+        """Return the generation of the newest complete part of a version's protection, or -1."""
         mirrors = {self.nodes[at].node_id for at in self.mirrored_here}
         found = [
             part.protected_in
@@ -114,15 +103,14 @@ class LocalGroup:
 def protecting_of(body: smp_messages.BeginGeneration) -> LocalGroup | None:
     """Return the group that a generation begins with; None if this node is alone.
 
-    Raises:
-        ProtocolError: this node is not in its group exactly once.
+    Raises ProtocolError if this node is not in its group exactly once.
     """
     if not body.group:
         return None
     places = [at for at, node in enumerate(body.group) if node.node_id == body.node_id]
     if len(places) != 1:
         names = ", ".join(node.node_id for node in body.group)
-        raise ProtocolError(f"node {body.node_id} is not once in its group of {names}")
+        raise ProtocolError(f"node {body.node_id} must be in its group exactly once: {names}")
     told = (body.generation, body.world_size, body.parity, body.small_state_bytes, body.group)
     return LocalGroup(
         generation=Generation(body.generation),
@@ -174,6 +162,18 @@ def record_of(
     )
 
 
+def stripes_of(record: ParityRecord) -> Stripes:
+    return Stripes(len(record.members), record.parity, record.block_bytes)
+
+
+def num_stripes_of(record: ParityRecord) -> int:
+    return stripes_of(record).num_stripes(max(record.coded_bytes))
+
+
+def group_of(record: ParityRecord) -> ProtectionGroup:
+    return ProtectionGroup(tuple(member.node_id for member in record.members), record.parity)
+
+
 class GroupNotices:
     """The notices of one group."""
 
@@ -194,8 +194,8 @@ class GroupNotices:
         nodes = [group.nodes[place].node_id for place in sorted({place for place, _ in holders})]
         self._tell(
             "replicas_differ",
-            f"{at}: what was equal on several nodes is not any more; different on "
-            f"{', '.join(nodes)}. It is encoded from now on",
+            f"{at}: replicas on several nodes are no longer equal; different on "
+            f"{', '.join(nodes)}. They are erasure-coded from now on",
             nodes,
             sorted(rank for _, rank in holders),
         )
@@ -217,7 +217,7 @@ class GroupNotices:
 
     def stalled(self, at: Version, group: LocalGroup, stored: Collection[int]) -> None:
         late = [node.node_id for place, node in enumerate(group.nodes) if place not in stored]
-        why = f"{at}: nothing has come for {group.patience_s:.0f} s; not done: {', '.join(late)}"
+        why = f"{at}: no progress for {group.patience_s:.0f} s; waiting for {', '.join(late)}"
         self._tell("stalled", why, late)
 
     def unprotected(self, at: Version, why: str) -> None:
@@ -227,7 +227,6 @@ class GroupNotices:
             self._tell("unprotected", f"{at}: {why}", [])
 
     def protected(self) -> None:
-        """Record that versions are protected again."""
         self._unprotected = ""
 
     def _tell(self, kind: str, why: str, nodes: list[str], ranks: Sequence[int] = ()) -> None:

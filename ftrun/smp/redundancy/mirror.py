@@ -18,7 +18,7 @@ from ftrun.errors import LayoutUnknown
 from ftrun.ids import Rank, Version, version
 from ftrun.smp.memory.sealed_shards import SealedShards
 from ftrun.snapshot.layout import Layout, parse_header
-from ftrun.snapshot.manifest import NodeManifest
+from ftrun.snapshot.manifest import NodeManifest, RankManifest
 from ftrun.snapshot.redundancy import NodeRedundancy, RankRedundancy, RedundancyPlan
 from ftrun.wire.messages.smp import GroupMember
 from ftrun.wire.shared_memory.arena import ArenaShape, table_digest
@@ -49,14 +49,7 @@ class RankHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MirrorHeader(msgspec.Struct, frozen=True, array_like=True):
-    """What a mirror contains, and how to rebuild what it does not contain.
-
-    Args:
-        members: the group, in order.
-        holders: as in the plan of the group.
-        coded_bytes: of every node, by position.
-        own: the plan of the node at `place`.
-    """
+    """What a mirror contains, and how to rebuild what it does not contain; see `ParityRecord`."""
 
     generation: int
     step: int
@@ -79,11 +72,7 @@ _HEAD = msgspec.msgpack.Decoder(MirrorHeader)
 
 
 class Mirror:
-    """A received mirror: its header, and the bytes of each rank.
-
-    Raises:
-        LayoutUnknown: the bytes are not a valid mirror.
-    """
+    """A received mirror: its header, and the bytes of each rank; raises LayoutUnknown."""
 
     def __init__(self, raw: memoryview) -> None:
         try:
@@ -91,7 +80,9 @@ class Mirror:
             at = _LENGTH.size + length
             self.head = _HEAD.decode(raw[_LENGTH.size : at])
         except (struct.error, msgspec.MsgspecError) as error:
-            raise LayoutUnknown(f"a mirror of {len(raw)} bytes has no head: {error}") from error
+            raise LayoutUnknown(
+                f"a mirror of {len(raw)} bytes has no valid header: {error}"
+            ) from error
         self.headers: dict[int, memoryview] = {}
         self.tables: dict[int, memoryview] = {}
         self.layouts: dict[int, Layout] = {}
@@ -100,7 +91,7 @@ class Mirror:
         for rank in self.head.ranks:
             at = self._take(rank, raw, at)
         if at != len(raw):
-            raise LayoutUnknown(f"a mirror of {len(raw)} bytes has {at} in use")
+            raise LayoutUnknown(f"a mirror of {len(raw)} bytes has {at} bytes of content")
 
     def plan_of(self, rank: int) -> RankRedundancy:
         return self._plans[rank]
@@ -118,15 +109,15 @@ class Mirror:
         table = raw[at : at + 8 * rank.num_pieces]
         at += 8 * rank.num_pieces
         if len(table) != 8 * rank.num_pieces or rank.rank not in self._plans:
-            raise LayoutUnknown(f"a mirror ends in the midst of rank {rank.rank}")
+            raise LayoutUnknown(f"a mirror is truncated at rank {rank.rank}")
         if (
             xxhash.xxh3_64_intdigest(header) != rank.header_digest
             or table_digest(table) != rank.table_digest
         ):
-            raise LayoutUnknown(f"the mirror of rank {rank.rank} is not what was mirrored")
+            raise LayoutUnknown(f"the mirror of rank {rank.rank} does not match its digests")
         layout, _ = parse_header(header, image_bytes=rank.image_bytes)
         if len(layout.pieces) != rank.num_pieces:
-            raise LayoutUnknown(f"the mirror of rank {rank.rank} is of another layout")
+            raise LayoutUnknown(f"the mirror of rank {rank.rank} has another layout")
         size = sum(layout.pieces[index].num_bytes for index in pieces_of(self._plans[rank.rank]))
         self.headers[rank.rank], self.tables[rank.rank] = header, table.cast("Q")
         self.layouts[rank.rank] = layout
@@ -135,27 +126,12 @@ class Mirror:
 
 
 def mirror_parts(shards: SealedShards, record: ParityRecord) -> list[bytes | memoryview]:
-    """Return the mirror of this node in parts, after checking its pieces.
-
-    Raises:
-        SnapshotCorrupt: a piece differs from what was captured.
-        LayoutUnknown: the shard of a rank is not on this node.
-    """
+    """Return the mirror of this node in parts, after checking its pieces; raises as `manifest`."""
     own = record.own
     manifest = shards.manifest([Rank(one.rank) for one in own.ranks])
-    head = MirrorHeader(
-        generation=record.generation,
-        step=record.step,
-        protected_in=record.protected_in,
-        members=record.members,
-        parity=record.parity,
-        place=record.place,
-        block_bytes=record.block_bytes,
-        coded_bytes=record.coded_bytes,
-        holders=record.holders,
-        own=own,
-        ranks=_rank_heads(manifest),
-    )
+    names = (name for name in MirrorHeader.__struct_fields__ if name != "ranks")
+    shared = {name: getattr(record, name) for name in names}
+    head = MirrorHeader(ranks=[_rank_header(rank) for rank in manifest.ranks], **shared)
     raw = msgspec.msgpack.encode(head)
     parts: list[bytes | memoryview] = [_LENGTH.pack(len(raw)) + raw]
     for rank_plan in own.ranks:
@@ -177,17 +153,5 @@ def pieces_of(plan: RankRedundancy) -> Iterator[int]:
         yield from range(run.first, run.first + run.count)
 
 
-def _rank_heads(manifest: NodeManifest) -> list[RankHeader]:
-    return [
-        RankHeader(
-            rank=rank.rank,
-            world_size=rank.world_size,
-            image_bytes=rank.image_bytes,
-            num_pieces=rank.num_pieces,
-            layout_id=rank.layout_id,
-            header_bytes=rank.header_bytes,
-            header_digest=rank.header_digest,
-            table_digest=rank.table_digest,
-        )
-        for rank in manifest.ranks
-    ]
+def _rank_header(rank: RankManifest) -> RankHeader:
+    return RankHeader(**{name: getattr(rank, name) for name in RankHeader.__struct_fields__})

@@ -33,9 +33,9 @@ from ftrun.erasure.fragments import (
     pack,
     unpack,
 )
-from ftrun.erasure.stripes import Stripes
 from ftrun.errors import FragmentRefused
 from ftrun.ids import Generation
+from ftrun.smp.redundancy.group import group_of, num_stripes_of, stripes_of
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.parity_region import ParityRecord, ParityRegion
 
@@ -52,9 +52,8 @@ class OutgoingRow:
     row: bytearray
 
 
-@dataclass(frozen=True, slots=True)
-class ParityEvents:
-    """Callbacks, all run in the threads of links.
+class ParityWriter:
+    """Fills one parity region, which was begun with its record.
 
     Args:
         forward: forward a row; call `release` when it was sent or is dropped.
@@ -62,32 +61,23 @@ class ParityEvents:
         full: all expected data is stored.
     """
 
-    forward: Callable[[OutgoingRow, Callable[[], None]], None]
-    window: Callable[[int], None]
-    full: Callable[[], None]
-
-
-class ParityWriter:
-    """Fills one parity region.
-
-    Args:
-        vault: begun with its record.
-        codec: of the group's k and m.
-        run: `run_digest` of the run.
-        group: `ProtectionGroup.id` of the members.
-        events: the callbacks.
-    """
-
     def __init__(
-        self, vault: ParityRegion, codec: Codec, *, run: int, group: int, events: ParityEvents
+        self,
+        vault: ParityRegion,
+        codec: Codec,
+        *,
+        run: int,
+        forward: Callable[[OutgoingRow, Callable[[], None]], None],
+        window: Callable[[int], None],
+        full: Callable[[], None],
     ) -> None:
         record = vault.record
         assert record is not None
         self._vault = vault
         self._record: ParityRecord = record
         self._codec = codec
-        self._run, self._group = run, group
-        self._events = events
+        self._run, self._group = run, group_of(record).id
+        self._forward, self._tell_window, self._full = forward, window, full
         self._is_active = True
         self._locks = [threading.Lock() for _ in range(_NUM_LOCKS)]
         self._count_lock = threading.Lock()
@@ -102,20 +92,16 @@ class ParityWriter:
         self._window = -1
         self.num_bytes = 0
 
-    @property
-    def block_bytes(self) -> int:
-        return self._record.block_bytes
-
     def start(self) -> None:
         """Open the window; report `full` at once if nothing is expected."""
         self._move_window()
         if self.missing == 0:
-            self._events.full()
+            self._full()
 
     def stop(self) -> None:
         """Stop writing; when this returns, no thread writes to the parity region any more."""
         self._is_active = False
-        for lock in self._locks:
+        for lock in self._locks:  # Rule 1: a thread that saw it active is still inside its lock
             with lock:
                 pass
 
@@ -127,8 +113,6 @@ class ParityWriter:
         Args:
             sender: the position of the sender in the group.
             name: the sender's name, for messages.
-            header: the packed header of the fragment.
-            payload: the bytes of the block.
 
         Raises:
             FragmentRefused: the block is damaged or does not belong here.
@@ -167,8 +151,7 @@ class ParityWriter:
     def _index_from(self, told: FragmentHeader, sender: int, name: str) -> int:
         """Return the index in its stripe that a block from this sender must have.
 
-        Raises:
-            FragmentRefused: this sender must not send such a block to this node.
+        Raises FragmentRefused if this sender must not send such a block to this node.
         """
         stripe, own = told.of.stripe, self._record.place
         what = f"a block from {name} for stripe {stripe}"
@@ -185,13 +168,15 @@ class ParityWriter:
         at = self.stripes.parity_block(self._record.place, stripe)
         assert at is not None
         self._vault.row(at)[:] = row
-        self._vault.keep_row(at, digest)
+        self._vault.keep_row(at, digest)  # after the row: a digest of 0 means that none arrived
 
     def _add(self, stripe: int, index: int, payload: memoryview) -> bool:
         """Add a block to the rows of its stripe; return True if it was the last block."""
         seen = self._seen.get(stripe, 0)
         if seen >> index & 1:
-            raise FragmentRefused(what=f"a block for stripe {stripe}", why="it came before")
+            raise FragmentRefused(
+                what=f"a block for stripe {stripe}", why="it was received already"
+            )
         at = self.stripes.parity_block(self._record.place, stripe)
         assert at is not None
         row = self._vault.row(at)
@@ -230,7 +215,7 @@ class ParityWriter:
             )
             place = self.stripes.parity_nodes(stripe)[j]
             out = OutgoingRow(place, pack(header), row)
-            self._events.forward(out, partial(release, row))
+            self._forward(out, partial(release, row))
 
     def _move_window(self) -> None:
         """Recompute the window and report it if it has changed."""
@@ -249,7 +234,7 @@ class ParityWriter:
                 return
             self._window = below
         if self._is_active:
-            self._events.window(below)
+            self._tell_window(below)
 
     def _spare_row(self) -> bytearray:
         with self._count_lock:
@@ -260,7 +245,7 @@ class ParityWriter:
             self.missing -= number
             is_full = self.missing == 0
         if is_full:
-            self._events.full()
+            self._full()
 
     def _expected(self, stripe: int) -> int:
         senders = self.stripes.senders(stripe, self._record.coded_bytes)
@@ -277,11 +262,3 @@ class ParityWriter:
     @property
     def _made_in(self) -> Generation:
         return Generation(self._record.protected_in)
-
-
-def stripes_of(record: ParityRecord) -> Stripes:
-    return Stripes(len(record.members), record.parity, record.block_bytes)
-
-
-def num_stripes_of(record: ParityRecord) -> int:
-    return stripes_of(record).num_stripes(max(record.coded_bytes))

@@ -30,10 +30,9 @@ from ftrun.erasure.codec import Codec
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version, version
 from ftrun.smp.jobs import Finish, IntervalTimer
-from ftrun.smp.link_rules import PROTECT
 from ftrun.smp.memory.sealed_shards import SealedShards
-from ftrun.smp.peer_link import OutgoingFrame
-from ftrun.smp.redundancy.exchange import ExchangeEvents, ProtectorTools
+from ftrun.smp.peer_link import PROTECT, OutgoingFrame
+from ftrun.smp.redundancy.exchange import ProtectorTools
 from ftrun.smp.redundancy.group import GroupNotices, LocalGroup, rooms_for
 from ftrun.smp.redundancy.parity_writer import ParityWriter
 from ftrun.smp.redundancy.rounds import ProtectionRound, ProtectionRounds
@@ -54,10 +53,8 @@ _LINKS_EVERY_S = 1.0
 class Protector:
     """All versions of one generation that are being protected.
 
-    Args:
-        tools: its dependencies.
-        corrupt: reports that a slot of this version differs from what was sealed, with the reason;
-            returns whether the version was abandoned because of it.
+    `corrupt` reports that a slot of a version differs from what was sealed, with the reason. It
+    returns whether the version was abandoned because of it.
     """
 
     def __init__(self, tools: ProtectorTools, *, corrupt: Callable[[Version, str], bool]) -> None:
@@ -83,7 +80,6 @@ class Protector:
     # --- server thread: calls from the coordinator and the commits ---------------------------
 
     def begin(self, group: LocalGroup | None) -> None:
-        """End all work in progress, and continue with this group."""
         self.stop()
         self._is_still = False
         self.group = group
@@ -119,9 +115,8 @@ class Protector:
     def protect(self, wanted: Version, fds: Mapping[Rank, Sequence[int]]) -> None:
         """Protect this version, which every local rank has sealed or holds.
 
-        Args:
-            wanted: newer than all earlier versions of this generation.
-            fds: descriptors of the local ranks' arenas.
+        It is newer than all earlier versions of this generation. `fds` are those of the ranks'
+        arenas.
         """
         group = self.group
         assert group is not None
@@ -136,7 +131,7 @@ class Protector:
         round_.began_s = clock.now_s()
         round_.is_sealed = True
         if not group.is_possible:
-            why = f"{len(group.nodes)} node(s) with parity {group.parity} protect nothing"
+            why = f"{len(group.nodes)} node(s) cannot protect each other with parity {group.parity}"
             self._ready(round_, why)
             return
         if round_.problem:
@@ -146,16 +141,14 @@ class Protector:
         self._tools.jobs.submit(
             "protect",
             partial(self._describe, round_, shards, sorted(fds)),
-            failed=partial(self._unable, round_, "a bug in ftrun; the SMP's log has it"),
+            failed=partial(self._unable, round_, "internal error in ftrun; see the SMP's log"),
         )
 
     def is_ready(self, wanted: Version) -> bool:
-        """True if VersionReady was sent."""
         round_ = self._rounds.find(wanted)
         return round_ is not None and round_.was_ready
 
     def abandon(self, newest: Version) -> None:
-        """Stop protecting versions of the same generation up to this one."""
         self._rounds.drop(lambda other: other.generation == newest.generation and other <= newest)
 
     def void_after(self, newest: Version) -> None:
@@ -204,7 +197,7 @@ class Protector:
         try:
             manifest = shards.manifest(ranks)
         except (LayoutUnknown, SnapshotCorrupt) as error:
-            return partial(self._corrupt_here, round_, str(error))
+            return partial(self._failed, round_, str(error), is_corrupt=True)
         return partial(self._described, round_, shards, manifest)
 
     def _described(
@@ -274,16 +267,15 @@ class Protector:
         group = self.group
         assert group is not None
         assert round_.shards is not None
-        events = ExchangeEvents(
+        round_.exchange = exchange = self._tools.exchange(
+            round_.shards,
+            plan,
+            group,
+            attempt=round_.attempt,
+            tools=self._tools,
             stored=partial(self._stored_here, round_),
-            unable=partial(self._unable, round_),
-            corrupt=partial(self._corrupt_here, round_),
+            failed=partial(self._failed, round_),
         )
-        tools = self._tools
-        exchange = tools.exchange(
-            round_.shards, plan, group, attempt=round_.attempt, tools=tools, events=events
-        )
-        round_.exchange = exchange
         round_.protected_in = group.generation
         exchange.begin(self._rooms)
         for place, window in round_.windows.items():
@@ -336,9 +328,10 @@ class Protector:
             self._notices.unprotected(round_.version, why)
             self._ready(round_, why)
 
-    def _corrupt_here(self, round_: ProtectionRound, why: str) -> None:
-        """Report a slot that differs from what was sealed; such a version must not be committed."""
-        if self._rounds.is_current(round_) and not self._corrupt(round_.version, why):
+    def _failed(self, round_: ProtectionRound, why: str, *, is_corrupt: bool) -> None:
+        """Handle a failure of this node; a version with a corrupt slot must not be committed."""
+        is_current = self._rounds.is_current(round_)
+        if not (is_current and is_corrupt and self._corrupt(round_.version, why)):
             self._unable(round_, why)
 
     # --- messages of the group ---------------------------------------------------------------
@@ -426,7 +419,6 @@ class Protector:
                 self._notices.stalled(round_.version, group, round_.stored)
 
     def _look_at_links(self) -> None:
-        """Report to the agent which nodes are unreachable now, if that has changed."""
         group = self.group
         if group is None:
             return

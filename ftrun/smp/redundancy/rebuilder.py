@@ -17,11 +17,11 @@ from ftrun.erasure.fragments import Fragment, StripeId
 from ftrun.erasure.rebuild import StripeFacts, StripeWork
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Generation
+from ftrun.smp.jobs import Steps, Wait, drive
 from ftrun.smp.peer_link import OutgoingFrame
-from ftrun.smp.redundancy.parity_writer import num_stripes_of, stripes_of
-from ftrun.smp.restore.restore_server import RestoreServer, group_of
+from ftrun.smp.redundancy.group import group_of, num_stripes_of, stripes_of
+from ftrun.smp.restore.restore_server import RestoreServer
 from ftrun.smp.restore.rpc import FetchRpc, WholeResponse
-from ftrun.smp.waits import Steps, Wait, drive
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.parity_region import ParityRecord
@@ -53,10 +53,7 @@ class _BlockResponse(WholeResponse):
 class Rebuilder:
     """Rebuilds blocks in up to `NUM_THREADS` threads.
 
-    Args:
-        served: this node's slots and parity regions.
-        codec_for: returns the codec of a k and m.
-        patience_s: seconds that a node may take for one block; below the requester's own timeout.
+    A node may take `patience_s` for one block, which is below the requester's own timeout.
     """
 
     def __init__(
@@ -107,15 +104,13 @@ class Rebuilder:
                 )
 
     def rebuild(self, ask: t.RebuildBlock) -> memoryview:
-        """Do the same as `_rebuild`, in the calling thread."""
         return drive(self._rebuild(ask))
 
     def _rebuild(self, ask: t.RebuildBlock) -> Steps[memoryview]:
         """Return the block of the lost node.
 
-        Raises:
-            LayoutUnknown: too little is left of the stripe, or this node has no part of it.
-            SnapshotCorrupt: this node's own parity is damaged.
+        Raises LayoutUnknown if too little is left of the stripe or this node has no part of it,
+        SnapshotCorrupt if this node's own parity is damaged.
         """
         vault, record = self._served.vault(ask)
         stripes = stripes_of(record)
@@ -146,7 +141,7 @@ class Rebuilder:
         return memoryview(out)[:size]
 
     def _is_doubtful(self, node_id: str) -> bool:
-        """True if the node did not answer earlier; such nodes are asked last."""
+        """True if the node did not answer earlier; such nodes come last."""
         return node_id in self._silent or bool(self._rpc.why_gone(node_id))
 
     def _facts(self, record: ParityRecord, stripe: int, senders: tuple[int, ...]) -> StripeFacts:
@@ -167,16 +162,9 @@ class Rebuilder:
         work: StripeWork,
         others: tuple[list[int], int],
     ) -> Steps[None]:
-        """Request fragments from other nodes until the stripe is rebuilt.
+        """Request fragments from other nodes until the stripe is rebuilt; raises LayoutUnknown.
 
-        Args:
-            ask: the block to rebuild.
-            record: of this node's part.
-            work: collects the fragments.
-            others: positions to ask, the best first, and the number of fragments needed.
-
-        Raises:
-            LayoutUnknown: too little of the stripe is left.
+        `others` are the positions to ask, the best first, and the number of fragments needed.
         """
         answers: queue.SimpleQueue[_BlockResponse] = queue.SimpleQueue()
         stripes = stripes_of(record)
@@ -225,7 +213,7 @@ class Rebuilder:
         one.given_up = self._rpc.why_gone(one.node_id)
         if not one.given_up and self._now_s() - one.asked_s > self._patience_s:
             self._silent.add(one.node_id)
-            one.given_up = f"silent for {self._patience_s:.0f} s"
+            one.given_up = f"no answer for {self._patience_s:.0f} s"
         return bool(one.given_up)
 
     def _now_s(self) -> float:
@@ -237,5 +225,5 @@ class Rebuilder:
             number, ask.generation, ask.step, ask.group, ask.protected_in, stripe=ask.stripe
         )
         if not self._rpc.tell(sink.node_id, OutgoingFrame(body)):
-            sink.refused(0, "this node is not known here")
+            sink.refused(0, "the node is unknown")
         return number

@@ -1,6 +1,6 @@
 """Downloads items from several sources; if a source fails, an item moves to its next source.
 
-Runs in:  the SMP, in the thread that fetches (waits.py). Answers arrive in the threads of links.
+Runs in:  the SMP, in the thread that fetches (jobs.py). Answers arrive in the threads of links.
 Takes in: items, each with its destination memory and the nodes that may have it.
 Gives:    the items, checked by digest; for items that no source could deliver, the reasons.
 
@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ftrun.ids import Version
+from ftrun.smp.jobs import Steps, Wait
 from ftrun.smp.restore.rpc import PendingRequests
-from ftrun.smp.waits import Steps, Wait
 from ftrun.wire.cluster import transfer as t
 
 PIECE, BLOCK = "piece", "block"
@@ -34,7 +34,6 @@ class DownloadItem:
 
     Args:
         kind: PIECE or BLOCK.
-        num_bytes: its length.
         views: the destination, `num_bytes` in total.
         sources: node ids, the best first.
         digest: of its bytes, if known.
@@ -90,7 +89,7 @@ class _Batch:
         self._events.put(_Event(self.number, index, digest=digest))
 
     def refused(self, index: int, why: str) -> None:
-        self._events.put(_Event(self.number, index, why or "it was refused"))
+        self._events.put(_Event(self.number, index, why or "the request was refused"))
 
 
 @dataclass
@@ -101,14 +100,7 @@ class _Question:
 
 
 class Downloader:
-    """Downloads one set of items.
-
-    Args:
-        requests: registers the requests and dispatches their answers.
-        ask: sends a request.
-        patience_s: seconds for which a source may deliver nothing.
-        now_s: returns the present time.
-    """
+    """Downloads one set of items; a source may deliver nothing for `patience_s`."""
 
     def __init__(
         self, requests: PendingRequests, ask: Ask, *, patience_s: float, now_s: Callable[[], float]
@@ -159,7 +151,6 @@ class Downloader:
         return self._failed
 
     def _assign(self, item: DownloadItem) -> None:
-        """Queue an item at its next source that has not failed."""
         while item.sources:
             node = item.sources.popleft()
             if node not in self._bad:
@@ -189,7 +180,7 @@ class Downloader:
         self._open[sink.number] = _Question(node, sink, set(range(len(batch))))
         self._owed[node] += sum(item.num_bytes for item in batch)
         if not self._ask(node, sink.number, batch):
-            self.lost(node, "it cannot be asked")
+            self.lost(node, "its address is unknown")
 
     def _take_event(self, event: _Event | None) -> None:
         if event is None:
@@ -204,7 +195,7 @@ class Downloader:
         item = self._settle(event.number, question, event.index)
         why = event.why
         if not why and item.digest is not None and event.digest != item.digest:
-            why = "it has sent other bytes than were asked for"
+            why = "its bytes do not match the requested digest"
         if why:
             item.problems.append(f"{question.node}: {why}")
             self._assign(item)
@@ -224,7 +215,7 @@ class Downloader:
         now_s = self._now_s()
         for node in {question.node for question in self._open.values()}:
             if now_s - self._heard_s[node] > self._patience_s:
-                self._give_up(node, f"silent for {self._patience_s:.0f} s")
+                self._give_up(node, f"no answer for {self._patience_s:.0f} s")
 
     def _give_up(self, node: str, why: str) -> None:
         """Stop using a source, and move its open items to their next sources."""

@@ -16,10 +16,10 @@ from typing import Protocol, TypeVar
 
 from ftrun.errors import FetchFailed, FtrunError, LayoutUnknown, SnapshotCorrupt
 from ftrun.smp.checkpoint.shared_load import SharedLoad
+from ftrun.smp.jobs import Steps, Wait
 from ftrun.smp.peer_link import OutgoingFrame
 from ftrun.smp.restore.downloader import PIECE, Downloader, DownloadItem, get_pieces
 from ftrun.smp.restore.rpc import FetchRpc, WholeResponse
-from ftrun.smp.waits import Steps, Wait
 from ftrun.snapshot.load_shares import Place
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.crash_points import crash_point
@@ -49,22 +49,14 @@ class FetchSource(Protocol):
     def next_items(self, failed: Sequence[DownloadItem]) -> Sequence[DownloadItem]:
         """Handle what has arrived, and return what to download next; nothing: all is here.
 
-        Args:
-            failed: the items that no node could deliver.
-
-        Raises:
-            FtrunError: the fetch is not possible.
+        `failed` are the items that no node could deliver. Raises FtrunError if the fetch is not
+        possible.
         """
         ...
 
 
 class Fetch:
-    """The requests of one fetch.
-
-    Args:
-        rpc: sends the requests.
-        patience_s: seconds for which a node may deliver nothing.
-    """
+    """The requests of one fetch; a node may deliver nothing for `patience_s`."""
 
     def __init__(self, rpc: FetchRpc, *, patience_s: float) -> None:
         self.is_cancelled = False
@@ -85,18 +77,14 @@ class Fetch:
         done: Callable[[Result], None],
         failed: Callable[[str], None],
     ) -> None:
-        """Run the work in a thread of its own.
+        """Run the work, which may raise FtrunError, in a thread of its own.
 
-        Args:
-            name: of the thread.
-            work: may raise FtrunError.
-            done: called in the thread with the result.
-            failed: called in the thread with the reason, unless the fetch is cancelled.
+        In that thread it calls `done` with the result, or `failed` with the reason unless the fetch
+        is cancelled.
         """
         self.rpc.runner.start(name, self._run(work, done, failed))
 
     def cancel(self) -> None:
-        """Cancel without waiting."""
         with self._lock:
             self.is_cancelled = True
             for downloader in self._running:
@@ -105,10 +93,9 @@ class Fetch:
     def check(self) -> None:
         """Raise FetchFailed if the fetch is cancelled."""
         if self.is_cancelled:
-            raise FetchFailed("it is not read any more: a generation begins")
+            raise FetchFailed("cancelled, because a new generation begins")
 
     def why_lost(self, node_id: str) -> str:
-        """Return the reason why a node is unreachable, or ""."""
         return self._lost.get(node_id, "")
 
     @property
@@ -126,10 +113,9 @@ class Fetch:
     def ask(
         self, node_id: str, question: Callable[[int], t.GetShardHeader | t.GetMirror]
     ) -> Steps[bytearray]:
-        """Send a request for an answer whose length only the node knows, and wait for it.
+        """Send a request, and wait for an answer of unpredictable length.
 
-        Raises:
-            LayoutUnknown: the request is refused, or no answer arrives.
+        Raises LayoutUnknown if the request is refused, or no answer arrives.
         """
         answers: queue.SimpleQueue[WholeResponse] = queue.SimpleQueue()
         requests, now_s = self.rpc.requests, self.rpc.runner.now_s
@@ -137,25 +123,22 @@ class Fetch:
         give_up_s = now_s() + self.patience_s
         try:
             if not self.rpc.tell(node_id, OutgoingFrame(question(number))):
-                raise LayoutUnknown("it cannot be asked")
+                raise LayoutUnknown("its address is unknown")
             while (answer := (yield Wait(answers, _TICK_S))) is None:
                 why = self.why_lost(node_id) or "the fetch was cancelled" * self.is_cancelled
                 if why or now_s() > give_up_s:
-                    raise LayoutUnknown(why or f"silent for {self.patience_s:.0f} s")
+                    raise LayoutUnknown(why or f"no answer for {self.patience_s:.0f} s")
             if answer.problem or answer.digest is None:
-                raise LayoutUnknown(answer.problem or "it has sent no digest")
+                raise LayoutUnknown(answer.problem or "its answer has no digest")
             raw: bytearray = answer.raw
             return raw
         finally:
             requests.close(number)
 
     def download(self, source: FetchSource) -> Steps[None]:
-        """Download items of a source until it needs no more.
+        """Download items of a source until it needs no more; raises FtrunError.
 
         When this returns, no answer is written to the memory of its items any more.
-
-        Raises:
-            FtrunError: the source cannot go on, or the fetch is cancelled.
         """
         items = source.items()
         while True:
@@ -178,8 +161,8 @@ class Fetch:
             problem = str(error)
         except Exception:  # noqa: BLE001
             # This is the main loop of a thread, so a bug must give an answer and not a hang.
-            _log.exception("a fetch ended in a bug of ftrun")
-            problem = "a bug in ftrun; the SMP's log has it"
+            _log.exception("internal error in a fetch")
+            problem = "internal error in ftrun; see the SMP's log"
         else:
             done(result)
             return
@@ -218,12 +201,8 @@ class Fetch:
 class SharedPieces:
     """The `FetchSource` of a load that several nodes share.
 
-    What another node does not deliver is read from storage.
-
-    Args:
-        load: the load.
-        nodes: addresses of all nodes that load, indexed by the reader numbers of the load.
-        notice: called with what other nodes did not deliver.
+    What another node does not deliver is read from storage, and `notice` is called. `nodes` is
+    indexed by the reader numbers of the load.
     """
 
     def __init__(
@@ -257,8 +236,8 @@ class SharedPieces:
         if load.left:
             said = "; ".join(dict.fromkeys(problems))
             self._notice(
-                f"{len(load.left)} pieces of {load.version} that other nodes were to read are read "
-                f"here: {said}"
+                f"other nodes did not deliver {len(load.left)} pieces of {load.version}, which are "
+                f"read here: {said}"
             )
             try:
                 load.read_too(list(load.left))

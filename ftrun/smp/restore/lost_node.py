@@ -24,8 +24,7 @@ from ftrun.ids import Rank, Version
 from ftrun.smp.memory.sealed_shards import SealedShards
 from ftrun.smp.redundancy.mirror import Mirror
 from ftrun.smp.restore.downloader import BLOCK, PIECE, DownloadItem, get_pieces
-from ftrun.snapshot.redundancy import MAX_BLOCK_BYTES
-from ftrun.snapshot.stripe_space import Extent, StripeSpace
+from ftrun.snapshot.redundancy import MAX_BLOCK_BYTES, Extent, StripeSpace
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.messages.smp import NodeAddress, PreviousGroup
 from ftrun.wire.shared_memory.arena import Arena, SlotHeader, SlotState
@@ -35,15 +34,7 @@ _SLOT = 0
 
 @dataclass(frozen=True, slots=True)
 class LostNode:
-    """The node whose state is fetched.
-
-    Args:
-        wanted: the version.
-        group: the group that protected it.
-        place: the position of the lost node in the group.
-        ranks: the requested ranks of that node.
-        own_id: the node that fetches.
-    """
+    """The node at `place` of a group, whose `ranks` are fetched by the node `own_id`."""
 
     wanted: Version
     group: PreviousGroup
@@ -57,7 +48,6 @@ class LostNode:
 
     @property
     def alive(self) -> list[NodeAddress]:
-        """Nodes of the group that can be reached."""
         return [node for node in self.group.nodes if node.smp_port > 0]
 
     @property
@@ -80,18 +70,11 @@ class LostNode:
 
     @property
     def mirror_holders(self) -> list[NodeAddress]:
-        """Reachable nodes that have the small state of the lost node."""
         found = [node for node in self.mirror_nodes if node.smp_port > 0]
         return found if self.owner is None else [self.owner, *found]
 
     def names(self, places: Sequence[int]) -> list[str]:
         return [self.group.nodes[place].node_id for place in places]
-
-    @property
-    def group_id(self) -> int:
-        return ProtectionGroup(
-            tuple(node.node_id for node in self.group.nodes), self.group.parity
-        ).id
 
     def get_mirror(self, number: int) -> t.GetMirror:
         return t.GetMirror(*self._name(number), place=self.place)
@@ -106,11 +89,12 @@ class LostNode:
         return self.rebuild_block(number, batch[0].key)
 
     def _name(self, number: int) -> tuple[int, int, int, int, int]:
-        at = self.wanted
-        return number, at.generation, at.step, self.group_id, self.group.generation
+        at, group = self.wanted, self.group
+        names = tuple(node.node_id for node in group.nodes)
+        group_id = ProtectionGroup(names, group.parity).id
+        return number, at.generation, at.step, group_id, group.generation
 
     def missing(self, what: str, problems: Sequence[str]) -> str:
-        """Return an error text: what cannot be fetched, and why."""
         group = self.group
         gone = [node.node_id for node in group.nodes if node.smp_port <= 0]
         k = len(group.nodes) - group.parity
@@ -118,9 +102,9 @@ class LostNode:
         ranks = ", ".join(map(str, self.ranks))
         why = "; ".join(dict.fromkeys(problems)) or "no node has it"
         return (
-            f"{noun} {ranks} of node {self.node_id}, {self.wanted}: {what} cannot be had ({why}). "
-            f"{len(self.alive)} of the {len(group.nodes)} nodes of its group can be asked and "
-            f"{k} are needed; gone: {', '.join(gone) or 'none'}"
+            f"{noun} {ranks} of node {self.node_id}, {self.wanted}: cannot fetch {what} ({why}). "
+            f"{len(self.alive)} of the {len(group.nodes)} nodes of its group are reachable and "
+            f"{k} are needed; unreachable: {', '.join(gone) or 'none'}"
         )
 
 
@@ -151,15 +135,8 @@ class CodedBlocks:
 class LostNodeRestore:
     """Restores the state of one lost node into arenas; a `FetchSource`.
 
-    Args:
-        lost: the node.
-        mirror: its small state.
-        arenas: new ones, by rank.
-        held: the shards of the version on this node.
-        notice: called with what was rejected on the way.
-
-    Raises:
-        LayoutUnknown: the mirror is not of this node and version.
+    `held` are the shards of the version on this node. `notice` is called with what was rejected on
+    the way. Raises LayoutUnknown if the mirror is not of this node and version.
     """
 
     def __init__(
@@ -196,10 +173,8 @@ class LostNodeRestore:
     def next_items(self, failed: Sequence[DownloadItem]) -> list[DownloadItem]:
         """Return the blocks to request again; raises as `FetchSource.next_items`.
 
-        Raises:
-            FetchFailed: no source can deliver an item.
-            SnapshotCorrupt: a piece is damaged whose digest was checked on arrival, so memory is
-                failing.
+        Raises FetchFailed if no source can deliver an item. Raises SnapshotCorrupt if a piece is
+        damaged whose digest was checked on arrival, so memory is failing.
         """
         if failed:
             if self._blocks or not all(item.is_coded for item in failed):
@@ -210,7 +185,7 @@ class LostNodeRestore:
         self._copy_twins()
         found = self._bad_items()
         for item in found:
-            why = f"{item.source}: what it has rebuilt is not what was captured"
+            why = f"{item.source}: its rebuilt block does not match the captured digests"
             self._notice(f"stripe {item.key}, {self._lost.wanted}: {why}")
             item.problems.append(why)
         return found
@@ -346,7 +321,7 @@ def slot_header(
 
 def _described(item: DownloadItem) -> str:
     if item.kind == PIECE:
-        return f"{item.num_bytes} bytes that other nodes had too"
+        return f"{item.num_bytes} bytes of a replica"
     return f"its block of stripe {item.key}"
 
 
@@ -369,7 +344,7 @@ def check_mirror(mirror: Mirror, lost: LostNode) -> None:
         and {rank.rank for rank in head.ranks} >= set(lost.ranks)
     )
     if not (is_it and is_sane):
-        raise LayoutUnknown(f"a mirror of {head.version} came where {lost.wanted} was asked for")
+        raise LayoutUnknown(f"received a mirror of {head.version} instead of {lost.wanted}")
 
 
 def _turned(places: list[int], times: int) -> list[int]:

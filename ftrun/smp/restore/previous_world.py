@@ -10,20 +10,26 @@ If the node of a shard is reachable, the shard is read from it. If that node is 
 is damaged, the mirror of the node gives the location of each piece. A piece is in the mirror
 itself, on any node that has the same piece, or in blocks that are rebuilt from parity. This node
 checks its own memory first, because it may hold any of these.
+
+Blocks are longer than pieces. Each block is fetched once per request into memory of its own, and
+the requested bytes are copied from it. A request is bounded, so this memory is bounded too.
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import xxhash
 
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
+from ftrun.smp.jobs import drive
 from ftrun.smp.redundancy.mirror import Mirror
+from ftrun.smp.restore.downloader import BLOCK, PIECE, DownloadItem, get_pieces
 from ftrun.smp.restore.fetch import Fetch
-from ftrun.smp.restore.lost_node import LostNode, check_mirror
-from ftrun.smp.restore.lost_shards import MissingShards, ShardLocations, WantedPiece
+from ftrun.smp.restore.lost_node import CodedBlocks, LostNode, check_mirror
 from ftrun.smp.restore.restore_server import RestoreServer
-from ftrun.smp.waits import drive
 from ftrun.snapshot.layout import Layout, parse_header
 from ftrun.snapshot.shard_header import PackedShardHeader, unpack_head
 from ftrun.wire.cluster import transfer as t
@@ -31,6 +37,188 @@ from ftrun.wire.messages.smp import NodeAddress, PreviousGroup
 from ftrun.wire.shared_memory.arena import table_digest
 
 Rebuild = Callable[[t.RebuildBlock], memoryview]
+
+
+@dataclass(eq=False)
+class WantedPiece:
+    """A piece of the shard of a previous rank, and its destination."""
+
+    rank: Rank
+    index: int
+    digest: int
+    room: memoryview
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Block:
+    """A block of a lost node, pending or received."""
+
+    lost: "MissingShards"
+    number: int
+    item: DownloadItem
+    is_here: bool = False
+
+
+class MissingShards:
+    """The shards of one lost node.
+
+    `rebuild` rebuilds a block with this node's own parity; None if it has none.
+    """
+
+    def __init__(self, lost: LostNode, mirror: Mirror, *, rebuild: Rebuild | None) -> None:
+        self.lost = lost
+        self._mirror = mirror
+        self._rebuild = rebuild
+        self._coded = CodedBlocks(lost, mirror)
+        self.space = self._coded.space
+        self._mirrored = {rank: dict(mirror.mirrored(rank)) for rank in mirror.layouts}
+
+    def add(self, one: WantedPiece, homes: "ShardLocations") -> None:
+        mirrored = self._mirrored[one.rank].get(one.index)
+        if mirrored is not None:
+            one.room[:] = mirrored
+            return
+        blocks = self.space.blocks_with(one.rank, one.index)
+        if blocks:
+            homes.add_coded(one, [homes.block(self, block) for block in blocks])
+        else:
+            homes.add_piece(one, self._holders(one))
+
+    def make_block(self, number: int) -> _Block:
+        size = sum(extent.num_bytes for extent in self.space.extents(number))
+        item = self._coded.item(number, [memoryview(bytearray(size))])
+        block = _Block(self, number, item)
+        own_id = self.lost.own_id
+        if own_id in item.sources:
+            item.sources.remove(own_id)
+            block.is_here = self._is_rebuilt(item)
+        return block
+
+    def _is_rebuilt(self, item: DownloadItem) -> bool:
+        """Rebuild a block with this node's own parity; return False if that is not possible."""
+        if self._rebuild is None:
+            return False
+        try:
+            item.views[0][:] = self._rebuild(self.lost.rebuild_block(0, item.key))
+        except (LayoutUnknown, SnapshotCorrupt) as error:
+            item.problems.append(f"{self.lost.own_id}: {error}")
+            return False
+        return True
+
+    def piece_offset(self, one: WantedPiece) -> int:
+        return self._mirror.layouts[one.rank].pieces[one.index].offset
+
+    def _holders(self, one: WantedPiece) -> list[str]:
+        for replicated in self._mirror.plan_of(one.rank).replicated:
+            if any(run.first <= one.index < run.first + run.count for run in replicated.runs):
+                places = self._mirror.head.holders[replicated.holders]
+                return self.lost.names(places)
+        return []
+
+
+class ShardLocations:
+    """The sources of the pieces of one request; a `FetchSource`.
+
+    `alive` are other nodes that can be asked for a piece, in any order.
+    """
+
+    def __init__(self, wanted: Version, alive: Sequence[str]) -> None:
+        self.missing: list[WantedPiece] = []
+        """The pieces that no node could deliver."""
+        self._wanted = wanted
+        self._alive = list(alive)
+        self._pieces: dict[DownloadItem, WantedPiece] = {}
+        self._blocks: dict[tuple[int, int], _Block] = {}
+        self._by_item: dict[DownloadItem, _Block] = {}
+        self._coded: list[tuple[WantedPiece, list[_Block]]] = []
+        self._next: list[DownloadItem] = []
+
+    def add_piece(self, one: WantedPiece, best: Sequence[str]) -> None:
+        first = [node for node in best if node in self._alive]
+        others = [node for node in self._alive if node not in first]
+        item = DownloadItem(
+            kind=PIECE,
+            key=one.digest,
+            num_bytes=len(one.room),
+            views=[one.room],
+            sources=deque([*first, *others]),
+            digest=one.digest,
+        )
+        self._pieces[item] = one
+        self._next.append(item)
+
+    def block(self, lost: MissingShards, number: int) -> _Block:
+        key = (id(lost), number)
+        if key not in self._blocks:
+            made = self._blocks[key] = lost.make_block(number)
+            self._by_item[made.item] = made
+            if not made.is_here:
+                self._next.append(made.item)
+        return self._blocks[key]
+
+    def add_coded(self, one: WantedPiece, blocks: list[_Block]) -> None:
+        self._coded.append((one, blocks))
+
+    def items(self) -> list[DownloadItem]:
+        return self._next
+
+    def question(self, number: int, batch: Sequence[DownloadItem]) -> t.GetPieces | t.RebuildBlock:
+        if batch[0].kind == BLOCK:
+            return self._by_item[batch[0]].lost.lost.rebuild_block(number, batch[0].key)
+        return get_pieces(number, self._wanted, batch)
+
+    def next_items(self, failed: Sequence[DownloadItem]) -> list[DownloadItem]:
+        """Assemble what has arrived; return the blocks to request from their next source."""
+        for item in failed:
+            if item in self._pieces:
+                self._lack(self._pieces[item], item.problems)
+        again: dict[DownloadItem, None] = {}
+        left: list[tuple[WantedPiece, list[_Block]]] = []
+        for one, blocks in self._coded:
+            lacking = [block.item for block in blocks if block.item in failed]
+            if lacking:
+                self._lack(one, lacking[0].problems)
+            elif not _joined(one, blocks):
+                self._mistrust(blocks)
+                if all(block.item.sources for block in blocks):
+                    again.update(dict.fromkeys(block.item for block in blocks))
+                    left.append((one, blocks))
+                else:
+                    self._lack(one, blocks[0].item.problems)
+        self._coded = left
+        return list(again)
+
+    def _lack(self, one: WantedPiece, problems: Sequence[str]) -> None:
+        one.problems.extend(problems)
+        self.missing.append(one)
+
+    @staticmethod
+    def _mistrust(blocks: Sequence[_Block]) -> None:
+        for block in blocks:
+            source = block.item.source or "this node"
+            block.item.problems.append(
+                f"{source}: its rebuilt block does not match the captured digests"
+            )
+
+
+def _joined(one: WantedPiece, blocks: Sequence[_Block]) -> bool:
+    """Copy a piece from its blocks; return True if its digest matches."""
+    lost = blocks[0].lost
+    offset = lost.piece_offset(one)
+    for block in blocks:
+        at = 0
+        for extent in lost.space.extents(block.number):
+            low = max(extent.offset, offset)
+            high = min(extent.offset + extent.num_bytes, offset + len(one.room))
+            if extent.rank == one.rank and low < high:
+                begin = at + low - extent.offset
+                one.room[low - offset : high - offset] = block.item.views[0][
+                    begin : begin + high - low
+                ]
+            at += extent.num_bytes
+    return xxhash.xxh3_64_intdigest(one.room) == one.digest
+
 
 _TIMES = 3
 """Rounds of one read. They alternate between whole shards and shards assembled from parts."""
@@ -40,11 +228,7 @@ _TIMES = 3
 class PreviousWorld:
     """What is read, and from which nodes.
 
-    Args:
-        wanted: the version.
-        groups: the groups that held it; together they contain all previous ranks.
-        own: the address of this SMP; None if it is alone.
-        own_id: this node.
+    The groups contain all previous ranks. `own` is the address of this SMP; None if it is alone.
     """
 
     wanted: Version
@@ -57,8 +241,7 @@ class PreviousWorld:
 class _Shard:
     """A shard that is not on this node: its header, and the location of its bytes.
 
-    Args:
-        node_id: the node that has the whole shard; empty if it is assembled from parts.
+    `node_id` is the node that has the whole shard; empty if it is assembled from parts.
     """
 
     head: PackedShardHeader
@@ -68,14 +251,7 @@ class _Shard:
 
 
 class PreviousWorldShards:
-    """The shards of one previous world, for one generation. Thread-safe.
-
-    Args:
-        world: what is read.
-        fetch: sends requests to other nodes.
-        served: the data of this node.
-        rebuild: rebuilds a block with this node's own parity.
-    """
+    """The shards of one previous world, for one generation. Thread-safe."""
 
     def __init__(
         self, world: PreviousWorld, fetch: Fetch, served: RestoreServer, rebuild: Rebuild | None
@@ -89,10 +265,9 @@ class PreviousWorldShards:
         self._heads_lock = threading.Lock()
 
     def head(self, rank: Rank) -> PackedShardHeader:
-        """Return the header of a previous rank's shard, compared with what was sealed.
+        """Return the header, compared with what was sealed.
 
-        Raises:
-            LayoutUnknown: no node has it.
+        Raises LayoutUnknown if no node has it.
         """
         with self._heads_lock:
             if rank not in self._shards:
@@ -106,8 +281,7 @@ class PreviousWorldShards:
     def read(self, wanted: Sequence[tuple[Rank, int]], out: memoryview) -> None:
         """Read pieces, given as (rank, index), one after the other; they must fill `out`.
 
-        Raises:
-            LayoutUnknown: no node can deliver one of them.
+        Raises LayoutUnknown if no node can deliver one of them.
         """
         left = self._places(wanted, out)
         for _ in range(_TIMES):
@@ -131,7 +305,6 @@ class PreviousWorldShards:
         return found
 
     def _copy_own(self, one: WantedPiece) -> bool:
-        """Copy a piece from any slot of this node that has it."""
         try:
             one.room[:] = self._served.shards.find(one.digest)
         except (LayoutUnknown, SnapshotCorrupt):
@@ -162,7 +335,6 @@ class PreviousWorldShards:
         return list(dict.fromkeys(found))
 
     def _meet(self) -> None:
-        """Send all nodes the addresses of each other, once, so that each can answer all others."""
         if self._has_met or self.world.own is None:
             return
         self._has_met = True
@@ -197,7 +369,7 @@ class PreviousWorldShards:
         layout, start = parse_header(head.header, image_bytes=head.image_bytes)
         is_sound = start == len(head.header) and len(layout.pieces) == len(head.table)
         if not is_sound or table_digest(head.table) != head.table_digest:
-            raise LayoutUnknown(f"the head it has sent is none of rank {rank}")
+            raise LayoutUnknown(f"its header is not one of rank {rank}")
         return _Shard(head, layout, node.node_id, None)
 
     def _in_parts(self, rank: Rank) -> _Shard:
@@ -214,7 +386,7 @@ class PreviousWorldShards:
                         return self._shard_of(rank, lost, self._mirror(lost, holder.node_id))
                     except LayoutUnknown as error:
                         problems.append(f"{holder.node_id}: {error}")
-        raise LayoutUnknown("; ".join(problems) or "nothing protects it")
+        raise LayoutUnknown("; ".join(problems) or "no group protects it")
 
     def _mirror(self, lost: LostNode, holder_id: str) -> Mirror:
         if holder_id == self.world.own_id:
@@ -246,7 +418,7 @@ class PreviousWorldShards:
         if why := self.fetch.why_lost(node_id):
             raise LayoutUnknown(why)
         if node_id not in self._alive:
-            raise LayoutUnknown("the node is gone")
+            raise LayoutUnknown("the node is unreachable")
         self._meet()
         return drive(self.fetch.ask(node_id, question))
 
@@ -268,6 +440,6 @@ class PreviousWorldShards:
         why = "; ".join(dict.fromkeys(one.problems)) or "no node has it"
         gone = [n.node_id for g in self.world.groups for n in g.nodes if n.smp_port <= 0]
         return (
-            f"piece {one.index} of rank {one.rank}, {self.world.wanted}, cannot be had ({why}); "
-            f"nodes that are gone: {', '.join(gone) or 'none'}"
+            f"piece {one.index} of rank {one.rank}, {self.world.wanted}: cannot fetch it ({why}); "
+            f"unreachable nodes: {', '.join(gone) or 'none'}"
         )

@@ -17,17 +17,15 @@ from contextlib import suppress
 import xxhash
 
 from ftrun.erasure.fragments import BlockDigest, FragmentHeader, StripeId, pack
-from ftrun.erasure.groups import ProtectionGroup
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Generation, Rank, Version, version
 from ftrun.smp.checkpoint.shared_load import SharedLoad
 from ftrun.smp.memory.parity_store import ParityStore
 from ftrun.smp.memory.sealed_shards import ArenaMappings, SealedShards
-from ftrun.smp.redundancy.block_sender import LocalBlocks
+from ftrun.smp.redundancy.block_sender import LocalBlocks, local_blocks
+from ftrun.smp.redundancy.group import group_of, stripes_of
 from ftrun.smp.redundancy.mirror import mirror_parts
-from ftrun.smp.redundancy.parity_writer import stripes_of
 from ftrun.snapshot.shard_header import PackedShardHeader, pack_head
-from ftrun.snapshot.stripe_space import StripeSpace
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.shared_memory.parity_region import ParityRecord, ParityRegion
 from ftrun.wire.transport.bulk_socket import Bytes
@@ -36,10 +34,8 @@ from ftrun.wire.transport.bulk_socket import Bytes
 class RestoreServer:
     """Serves one version to other nodes.
 
-    Args:
-        run: `run_digest` of the run.
-        fds: descriptors of this node's arenas; duplicates are kept until `close`.
-        load: what this node has read of a checkpoint; its slots may be incomplete.
+    Duplicates of `fds` are kept until `close`. `load` is what this node has read of a checkpoint;
+    its slots may be incomplete.
     """
 
     def __init__(
@@ -56,7 +52,8 @@ class RestoreServer:
         self._load = load
         self._run = run
         self._maps = maps
-        self._fds = {rank: [os.dup(fd) for fd in some] for rank, some in fds.items()}
+        self._fds: dict[Rank, list[int]] = {}
+        self._replace(fds)
         self._vaults = vaults
         self._lock = threading.Lock()
         self._held: SealedShards | None = None
@@ -64,23 +61,19 @@ class RestoreServer:
 
     def close(self) -> None:
         with self._lock:
-            for some in self._fds.values():
-                for fd in some:
-                    os.close(fd)
-            self._fds = {}
+            self._replace({})
 
     def take_in(self, fds: Mapping[Rank, Sequence[int]]) -> None:
-        """Replace the arenas, after pending ones have arrived.
-
-        Args:
-            fds: by rank; duplicates are kept.
-        """
+        """Replace the arenas, after pending ones have arrived; duplicates are kept."""
         with self._lock:
-            for some in self._fds.values():
-                for fd in some:
-                    os.close(fd)
-            self._fds = {rank: [os.dup(fd) for fd in some] for rank, some in fds.items()}
+            self._replace(fds)
             self._held = None
+
+    def _replace(self, fds: Mapping[Rank, Sequence[int]]) -> None:
+        for some in self._fds.values():
+            for fd in some:
+                os.close(fd)
+        self._fds = {rank: [os.dup(fd) for fd in some] for rank, some in fds.items()}
 
     @property
     def shards(self) -> SealedShards:
@@ -90,28 +83,19 @@ class RestoreServer:
             return self._held
 
     def piece(self, digest: int) -> memoryview:
-        """Return a piece with this digest.
-
-        Raises:
-            LayoutUnknown: this node has none.
-            SnapshotCorrupt: it has one that differs from what was captured.
-        """
+        """Raises LayoutUnknown if this node has no such piece, SnapshotCorrupt if it changed."""
         if self._load is not None:
             with suppress(LayoutUnknown):
                 return self._load.find(digest)
         return self.shards.find(digest)
 
     def vault(self, ask: t.FetchRequest) -> tuple[ParityRegion, ParityRecord]:
-        """Return this node's part of a protection.
-
-        Raises:
-            LayoutUnknown: it has none, or only an incomplete one.
-        """
+        """Return this node's complete part of a protection; raises LayoutUnknown if it has none."""
         found = self._vaults.find(version(ask.generation, ask.step), ask.protected_in)
         record = found.record if found is not None else None
         if found is None or record is None or group_of(record).id != ask.group:
             raise LayoutUnknown(
-                f"this node has no whole part of {version(ask.generation, ask.step)} as it was "
+                f"this node has no complete part of {version(ask.generation, ask.step)} as "
                 f"protected in generation {ask.protected_in}"
             )
         return found, record
@@ -120,16 +104,13 @@ class RestoreServer:
         """Return a node's small state.
 
         A request for this node's own position comes from a node that fetches a rank that has moved.
-
-        Raises:
-            LayoutUnknown: this node does not store it.
-            SnapshotCorrupt: it is damaged.
+        Raises LayoutUnknown if this node does not store it, SnapshotCorrupt if it is damaged.
         """
         vault, record = self.vault(ask)
         if ask.place == record.place:
             return mirror_parts(self.shards, record)
         if ask.place not in vault.mirrored_places():
-            raise LayoutUnknown(f"the mirror of place {ask.place} is not here")
+            raise LayoutUnknown(f"this node has no mirror of place {ask.place}")
         found = vault.mirror(ask.place)
         if found is None:
             what = f"mirror of place {ask.place}, {record.version}"
@@ -139,9 +120,7 @@ class RestoreServer:
     def head(self, ask: t.GetShardHeader) -> Sequence[Bytes]:
         """Return header and digest table of a slot, see snapshot/shard_header.py.
 
-        Raises:
-            LayoutUnknown: this node has no slot of this rank.
-            SnapshotCorrupt: they differ from what was sealed.
+        Raises as `piece`.
         """
         shard = self.shards.shard(ask.rank)
         about = shard.manifest()
@@ -155,9 +134,7 @@ class RestoreServer:
     def unit(self, ask: t.GetBlock) -> tuple[bytes, list[memoryview]]:
         """Return this node's block of a stripe: the fragment's header and its bytes.
 
-        Raises:
-            LayoutUnknown: this node has no such block.
-            SnapshotCorrupt: it is damaged.
+        Raises LayoutUnknown if this node has no such block, SnapshotCorrupt if it is damaged.
         """
         vault, record = self.vault(ask)
         stripes = stripes_of(record)
@@ -194,17 +171,5 @@ class RestoreServer:
         shards = self.shards
         with self._lock:
             if record.protected_in not in self._blocks:
-                pieces = {int(rank): one.layout.pieces for rank, one in shards.shards.items()}
-                self._blocks[record.protected_in] = LocalBlocks(
-                    shards=shards,
-                    space=StripeSpace(record.own, pieces, record.block_bytes),
-                    stripes=stripes_of(record),
-                    of=StripeId(self._run, record.version, group_of(record).id, 0),
-                    made_in=Generation(record.protected_in),
-                    place=record.place,
-                )
+                self._blocks[record.protected_in] = local_blocks(shards, record, self._run)
             return self._blocks[record.protected_in]
-
-
-def group_of(record: ParityRecord) -> ProtectionGroup:
-    return ProtectionGroup(tuple(member.node_id for member in record.members), record.parity)

@@ -26,18 +26,17 @@ from typing import Any, Protocol
 from msgspec import structs
 
 from ftrun.errors import LayoutUnknown, ProtocolError, SnapshotCorrupt
-from ftrun.smp.link_rules import FETCH
-from ftrun.smp.peer_link import OutgoingFrame
+from ftrun.smp.jobs import Runner
+from ftrun.smp.peer_link import FETCH, OutgoingFrame
 from ftrun.smp.peer_listener import IncomingLink, PeerListener
 from ftrun.smp.restore.restore_server import RestoreServer
-from ftrun.smp.waits import Runner
 from ftrun.wire.cluster import transfer as t
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages.smp import NodeAddress
 from ftrun.wire.transport.bulk_socket import Bytes, digest_of
 
 MAX_ANSWER_BYTES = 1 << 30
-"""Limit of an answer whose length only its sender knows."""
+"""Limit of an answer whose length the requester cannot predict."""
 
 _log = logging.getLogger(__name__)
 
@@ -117,8 +116,7 @@ class PendingRequests:
     def take(self, source: IncomingLink, envelope: t.TransferEnvelope) -> None:
         """Handle an answer, in its link's thread.
 
-        Raises:
-            PeerError: the link is lost while the answer is read.
+        Raises PeerError if the link is lost.
         """
         body = envelope.body
         assert isinstance(body, t.FetchData | t.FetchMissing)
@@ -194,15 +192,13 @@ class PendingRequests:
         if is_good:
             sink.arrived(body.index, body.header, envelope.raw_digest)
         else:
-            sink.refused(body.index, f"what {source.node_id} has sent was damaged on the way")
+            sink.refused(body.index, f"the data of {source.node_id} was damaged in transit")
 
 
 class WholeResponse:
-    """The `ResponseSink` of one answer whose length only its sender knows.
+    """The `ResponseSink` of one answer whose length the requester cannot predict.
 
-    Args:
-        answers: gets this object when the answer is here, or refused.
-        max_bytes: limit of its length.
+    `answers` gets this object when the answer is here, or refused.
     """
 
     def __init__(
@@ -229,17 +225,14 @@ class WholeResponse:
         self._answers.put(self)
 
     def refused(self, index: int, why: str) -> None:
-        self.problem = why or "it was refused"
+        self.problem = why or "the request was refused"
         self._answers.put(self)
 
 
 class FetchRpc:
     """The fetch traffic of one generation.
 
-    Args:
-        peers: the links.
-        set_aside: called in a link's thread with an error and its request if data here is damaged.
-        runner: drives work that requests data from other nodes.
+    `set_aside` is called in a link's thread with an error and its request if data here is damaged.
     """
 
     def __init__(self, peers: PeerListener, *, set_aside: SetAside, runner: Runner) -> None:
@@ -252,7 +245,7 @@ class FetchRpc:
         self._places: dict[str, NodeAddress] = {}
         self._greeted: set[str] = set()
         self._gone: dict[str, str] = {}
-        self._own: NodeAddress | None = None
+        self.own: NodeAddress | None = None
         self._on_lost: list[Callable[[str, str], None]] = []
         self._lock = threading.Lock()
 
@@ -261,10 +254,8 @@ class FetchRpc:
     ) -> None:
         """Serve this version from now on; called before a link of its generation is admitted.
 
-        Args:
-            served: the version on this node; None if nothing is served.
-            rebuild: receives the requests to rebuild blocks.
-            own: the address to which other nodes send their answers.
+        `rebuild` receives the requests to rebuild blocks. `own` is the address to which other nodes
+        send their answers.
         """
         before, self.served, self.rebuild = self.served, served, rebuild
         self._on_lost = []
@@ -272,13 +263,9 @@ class FetchRpc:
             self._places.clear()
             self._greeted.clear()
             self._gone.clear()
-            self._own = own
+            self.own = own
         if before is not None:
             before.close()
-
-    @property
-    def own(self) -> NodeAddress | None:
-        return self._own
 
     def on_lost(self, told: Callable[[str, str], None]) -> None:
         """Add a callback for lost links, valid until the next generation begins."""
@@ -294,7 +281,7 @@ class FetchRpc:
         A request of this node to itself is answered at once, in the calling thread.
         """
         with self._lock:
-            place, own = self._places.get(node_id), self._own
+            place, own = self._places.get(node_id), self.own
             if place is None or own is None:
                 return False
             is_own = node_id == own.node_id
@@ -327,18 +314,14 @@ class FetchRpc:
     # --- threads of links ------------------------------------------------------------------
 
     def received(self, source: IncomingLink, envelope: t.TransferEnvelope) -> None:
-        """Handle one frame.
-
-        Raises:
-            PeerError: the link must be closed.
-        """
+        """Raises PeerError if the link must be closed."""
         body = envelope.body
         self._gone.pop(source.node_id, None)
         if isinstance(body, t.FetchData | t.FetchMissing):
             self.requests.take(source, envelope)
             return
         if envelope.raw_bytes:
-            raise ProtocolError(f"a {type(body).__name__} of {source.node_id} comes with bytes")
+            raise ProtocolError(f"a {type(body).__name__} of {source.node_id} must not have bytes")
         crash_point("smp.fetch.asked")
         self._answer(source.node_id, body)
 
@@ -353,7 +336,7 @@ class FetchRpc:
             case t.RebuildBlock():
                 self._have_rebuilt(asker, body)
             case _:
-                raise ProtocolError(f"{type(body).__name__} is not for a link to {FETCH}")
+                raise ProtocolError(f"{type(body).__name__} is not allowed on a {FETCH} link")
 
     def _tell_self(self, own_id: str, frame: OutgoingFrame) -> None:
         if isinstance(frame.body, t.FetchData | t.FetchMissing):
@@ -369,7 +352,6 @@ class FetchRpc:
         return [one for one, link in links.items() if link is not None and not link.is_connected]
 
     def why_gone(self, node_id: str) -> str:
-        """Return the reason why a node is unreachable, or "" if none is known."""
         return self._gone.get(node_id, "")
 
     def lost(self, node_id: str, why: str) -> None:

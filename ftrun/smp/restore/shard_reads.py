@@ -36,31 +36,32 @@ MAX_BYTES = 64 << 20
 """Limit of one answer with more than one piece."""
 
 _READ_ONLY = os.O_RDONLY | os.O_CLOEXEC
-_BUG = messages.Refused("a bug in ftrun; the SMP's log has it")
-Body = worker_messages.FetchShardHeaders | worker_messages.FetchPieces
+_BUG = messages.Refused("internal error in ftrun; see the SMP's log")
+Body = worker_messages.OpenShards | worker_messages.FetchShardHeaders | worker_messages.FetchPieces
 Work = Callable[[], tuple[messages.AnyMessage, list[int]]]
 
 
 class ShardReads:
     """The requests of local workers."""
 
-    def __init__(self, jobs: JobLanes) -> None:
+    def __init__(self, memory: ArenaStore, jobs: JobLanes) -> None:
+        self._memory = memory
         self._jobs = jobs
         self._shards: PreviousWorldShards | None = None
 
     def begin(self, shards: PreviousWorldShards | None) -> None:
-        """Serve these shards from now on, and cancel running requests."""
         if self._shards is not None:
             self._shards.fetch.cancel()
         self._shards = shards
 
     def ask(self, asker: Requester, body: Body) -> None:
+        if isinstance(body, worker_messages.OpenShards):
+            self._open(asker, body)
+            return
         shards = self._shards
         wanted = version(body.generation, body.step)
         if shards is None or shards.world.wanted != wanted:
-            asker.tell(
-                messages.Refused(f"{wanted} is not on this node, and it is read from no other")
-            )
+            asker.tell(messages.Refused(f"{wanted} is not on this node, and no other node is read"))
             return
         work: Work
         if isinstance(body, worker_messages.FetchShardHeaders):
@@ -73,27 +74,29 @@ class ShardReads:
             failed=partial(asker.tell, _BUG),
         )
 
-
-def open_images(memory: ArenaStore, asker: Requester, body: worker_messages.OpenShards) -> None:
-    """Answer with the shards of the version on this node; shards on other nodes are left out."""
-    wanted = version(body.generation, body.step)
-    found: dict[Rank, int] = {}
-    for arena in memory.all():
-        if arena.shape.world_size == body.world_size and arena.holds(wanted):
-            found[Rank(arena.shape.rank)] = arena.fd
-    if len(found) > MOST_IMAGES:
-        asker.tell(
-            messages.Refused(f"{len(found)} shards on one node; {MOST_IMAGES} can be opened")
-        )
-        return
-    fds: list[int] = []
-    try:
+    def _open(self, asker: Requester, body: worker_messages.OpenShards) -> None:
+        """Answer with the shards on this node; shards on other nodes are left out."""
+        wanted = version(body.generation, body.step)
+        found = {
+            Rank(arena.shape.rank): arena.fd
+            for arena in self._memory.all()
+            if arena.shape.world_size == body.world_size and arena.holds(wanted)
+        }
+        if len(found) > MOST_IMAGES:
+            asker.tell(
+                messages.Refused(
+                    f"{len(found)} shards are on this node; the limit is {MOST_IMAGES}"
+                )
+            )
+            return
         # Opening the files again gives file descriptions of their own, which can be read-only.
-        fds.extend(os.open(f"/proc/self/fd/{fd}", _READ_ONLY) for fd in found.values())
-        asker.tell(worker_messages.ShardsOpened(list(found)), fds=tuple(fds))
-    finally:
-        for fd in fds:
-            os.close(fd)
+        fds: list[int] = []
+        try:
+            fds.extend(os.open(f"/proc/self/fd/{fd}", _READ_ONLY) for fd in found.values())
+            asker.tell(worker_messages.ShardsOpened(list(found)), fds=tuple(fds))
+        finally:
+            for fd in fds:
+                os.close(fd)
 
 
 def _answered(work: Work, asker: Requester) -> Finish:
@@ -116,7 +119,7 @@ def _heads(
     shards: PreviousWorldShards, body: worker_messages.FetchShardHeaders
 ) -> tuple[messages.AnyMessage, list[int]]:
     if not 0 < len(body.ranks) <= MAX_HEADS:
-        raise LayoutUnknown(f"{len(body.ranks)} heads at a time; {MAX_HEADS} are given")
+        raise LayoutUnknown(f"{len(body.ranks)} headers requested; the limit is {MAX_HEADS}")
     fds: list[int] = []
     try:
         for rank in body.ranks:
@@ -140,7 +143,7 @@ def _pieces(
     ]
     size = sum(_size_of(shards, rank, index) for rank, index in wanted)
     if not size or (size > MAX_BYTES and len(wanted) > 1):
-        raise LayoutUnknown(f"pieces of {size} bytes at a time; {MAX_BYTES} are given")
+        raise LayoutUnknown(f"pieces of {size} bytes requested; the limit is {MAX_BYTES}")
     fd = _memory(size)
     try:
         with mmap(fd, size) as mapped, memoryview(mapped) as out:
@@ -155,7 +158,7 @@ def _pieces(
 def _size_of(shards: PreviousWorldShards, rank: Rank, index: int) -> int:
     pieces = shards.layout(rank).pieces
     if not 0 <= index < len(pieces):
-        raise LayoutUnknown(f"rank {rank} has {len(pieces)} pieces and {index} is wanted")
+        raise LayoutUnknown(f"rank {rank} has no piece {index}, only {len(pieces)}")
     return pieces[index].num_bytes
 
 

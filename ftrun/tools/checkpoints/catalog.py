@@ -1,10 +1,10 @@
-"""List, verify or prune checkpoints: `python -m ftrun.tools.checkpoints.catalog VERB WHERE`.
+"""Lists, verifies or prunes checkpoints: `python -m ftrun.tools.checkpoints.catalog VERB WHERE`.
 
-Runs in:  a process of its own, started by the cli; a few threads, because hashing releases the
-          interpreter lock.
+Runs in:  a process that the cli starts; a few threads, because hashing releases the interpreter
+          lock.
 Takes in: list, verify, prune, find or try; a directory of checkpoints, or a URL; for find also one
           checkpoint.
-Gives:    `CatalogReport` as JSON on stdout. A damage is described by file, piece and tensors.
+Gives:    `CatalogReport` as JSON on stdout; the exit code is 0 also if checkpoints are damaged.
 Survives: runs that write there at the same time: incomplete checkpoints are not touched.
 """
 
@@ -23,7 +23,7 @@ import xxhash
 
 from ftrun import clock
 from ftrun.errors import CheckpointError, LayoutUnknown
-from ftrun.smp.checkpoint.index import ShardFile
+from ftrun.smp.checkpoint.index import CheckpointIndex, ShardFile
 from ftrun.smp.checkpoint.reader import CheckpointFiles, open_storage
 from ftrun.smp.checkpoint.storage.fsspec import FsspecStorage
 from ftrun.smp.checkpoint.storage.storage import (
@@ -46,26 +46,25 @@ from ftrun.wire.messages.checkpoint import (
     ShardFileLocation,
 )
 
-_MOST = 3
-"""Damaged pieces of a file that are named; the rest is counted."""
+_MAX_NAMED = 3
+"""Damaged pieces of a file that are named; the others are counted."""
 _THREADS = 4
 _HEADER_LENGTH_BYTES = 8
-_LONGEST_HEADER = 1 << 30
+_MAX_HEADER_BYTES = 1 << 30
 
 _Open = Callable[[str], AbstractContextManager[OpenFile]]
 
 
 def main() -> int:
-    """Execute the verb; return 0 also if checkpoints are damaged, because the report says it."""
     arguments = _arguments()
     began_s = clock.now_s()
     where = located(arguments.directory, cwd=str(Path.cwd()))
     try:
         found = _do(arguments, where)
-    except CheckpointError as error:
-        found = CatalogReport(without_password(where), [], problem=str(error))
-    except OSError as error:
-        problem = f"{error.filename}: {error.strerror}"
+    except (CheckpointError, OSError) as error:
+        problem = str(error)
+        if isinstance(error, OSError):
+            problem = f"{error.filename}: {error.strerror}"
         found = CatalogReport(without_password(where), [], problem=problem)
     found = msgspec.structs.replace(found, seconds=clock.now_s() - began_s)
     sys.stdout.buffer.write(msgspec.json.encode(found))
@@ -102,24 +101,24 @@ def _arguments() -> argparse.Namespace:
 
 
 def _try(url: str) -> CatalogReport:
-    """Write a small object there, and remove it."""
+    """Writes a small object, reads it and removes it."""
     name = f".try-{os.urandom(4).hex()}"
     with FsspecStorage(url, threading.Event()) as store:
         store.make()
         store.put(name, b"ftrun\n")
         try:
             if store.read(name) != b"ftrun\n":
-                raise CheckpointError(f"{store.shown} does not give back what was written")
+                raise CheckpointError(f"{store.shown} returns other bytes than were written")
         finally:
             store.remove_file(name)
         return CatalogReport(store.shown, [], owner=decode_owner(store.read(OWNER_NAME)))
 
 
 def _find(where: str) -> CatalogReport:
-    """Return the files of one checkpoint: the named one, or the latest of a directory."""
+    """Returns the files of one checkpoint: the named one, or the latest of a directory."""
     if is_url(where):
         raise CheckpointError(
-            f"{without_password(where)} is a URL, and exports are made of directories: copy the "
+            f"{without_password(where)} is a URL, and an export reads a directory: copy the "
             "checkpoint into one first"
         )
     folder = Path(where).resolve()
@@ -131,8 +130,7 @@ def _find(where: str) -> CatalogReport:
             folder /= storage.latest_name() or whole[0]
     with open_storage(str(folder.parent), threading.Event()) as storage:
         index = CheckpointFiles(storage, storage.describe(folder.name)).index()
-    there = {shard.rank for shard in index.shards}
-    if missing := [rank for rank in range(index.world_size) if rank not in there]:
+    if missing := _missing_ranks(index):
         raise CheckpointError(f"{folder}: its index has no rank {missing[0]}")
     shards = [
         ShardFileLocation(
@@ -185,11 +183,11 @@ def _prune(storage: Storage, retention: Retention, *, is_real: bool) -> CatalogR
 def _chosen(
     storage: Storage, begun: Sequence[StoredCheckpoint], latest: str, names: Sequence[str]
 ) -> list[StoredCheckpoint]:
-    """Return the named ones, or all with an index: readable ones first, the last written first."""
+    """Returns the named ones, or all with an index: readable ones first, the newest first."""
     found = [one for one in begun if not one.is_incomplete]
     known = {one.name for one in begun}
     others = [name for name in storage.folders() if name.startswith("step-") and name not in known]
-    found += [storage.describe(name) for name in others]  # copies made by the user
+    found += [storage.describe(name) for name in others]  # copies that the user made
     found.sort(key=lambda one: one.index is None)
     if not names:
         return found
@@ -200,7 +198,7 @@ def _chosen(
     if unknown:
         shown = ", ".join([one.name for one in found][:10]) or "none"
         raise CheckpointError(
-            f"there is no checkpoint {unknown[0]} in {storage.shown}; there are: {shown}"
+            f"there is no checkpoint {unknown[0]} in {storage.shown}; existing ones: {shown}"
         )
     return list({by_name[name].name: by_name[name] for name in names}.values())
 
@@ -210,7 +208,12 @@ def _missing_files(storage: Storage, one: StoredCheckpoint) -> list[str]:
         return [one.problem]
     sizes = storage.sizes(one.name)
     cut = [shard for shard in one.index.shards if not is_whole(shard, sizes)]
-    return [f"{shard.file} or {shard.digests} is not there, or not whole" for shard in cut]
+    return [f"{shard.file} or {shard.digests} is missing or incomplete" for shard in cut]
+
+
+def _missing_ranks(index: CheckpointIndex) -> list[int]:
+    present = {shard.rank for shard in index.shards}
+    return [rank for rank in range(index.world_size) if rank not in present]
 
 
 def _facts(
@@ -233,16 +236,14 @@ def _facts(
     )
 
 
-# --- every byte of it -------------------------------------------------------------------------
+# --- every byte -------------------------------------------------------------------------------
 
 
 def find_damage(storage: Storage, one: StoredCheckpoint) -> list[str]:
-    """Read all bytes of a checkpoint; return what is wrong with it."""
+    """Reads all bytes of a checkpoint and describes all damage."""
     if one.index is None:
         return [one.problem]
-    there = {shard.rank for shard in one.index.shards}
-    missing = [rank for rank in range(one.index.world_size) if rank not in there]
-    problems = [f"its index has no rank {rank}" for rank in missing]
+    problems = [f"its index has no rank {rank}" for rank in _missing_ranks(one.index)]
     check = partial(_verify_shard, CheckpointFiles(storage, one).opened)
     num_threads = min(_THREADS, os.cpu_count() or 1) if storage.is_local else 1
     with ThreadPoolExecutor(num_threads) as pool:
@@ -252,20 +253,18 @@ def find_damage(storage: Storage, one: StoredCheckpoint) -> list[str]:
 
 
 def _verify_shard(opened: _Open, shard: ShardFile) -> list[str]:
-    """Return what is wrong with the files of one rank."""
     try:
         return list(_problems_of(opened, shard))
-    except OSError as error:
-        return [f"{shard.file} is not readable: {error.strerror or error}"]
-    except CheckpointError as error:
-        return [f"{shard.file} is not readable: {error}"]
+    except (OSError, CheckpointError) as error:
+        reason = getattr(error, "strerror", None) or error
+        return [f"{shard.file} is not readable: {reason}"]
 
 
 def _problems_of(opened: _Open, shard: ShardFile) -> Iterator[str]:
     with opened(shard.digests) as file:
         table = file.read(0, file.size)
     if f"{xxhash.xxh3_64_intdigest(table):016x}" != shard.table_digest:
-        yield f"{shard.digests}: {len(table)} bytes that are not the digests that were written"
+        yield f"{shard.digests}: its {len(table)} bytes differ from the digests that were written"
         return
     digests = memoryview(table).cast("Q")
     with opened(shard.file) as file:
@@ -273,9 +272,10 @@ def _problems_of(opened: _Open, shard: ShardFile) -> Iterator[str]:
         if size != shard.num_bytes:
             yield f"{shard.file} has {size:,} bytes of {shard.num_bytes:,}"
             return
-        header = _read_header(file, size)
+        length = int.from_bytes(file.read(0, _HEADER_LENGTH_BYTES), "little")
+        header = file.read(0, _HEADER_LENGTH_BYTES + min(length, size, _MAX_HEADER_BYTES))
         if xxhash.xxh3_64_hexdigest(header) != shard.header_digest:
-            yield f"{shard.file}: its header is not the one that was written"
+            yield f"{shard.file}: its header differs from the one that was written"
             return
         try:
             layout, start = parse_header(memoryview(header), image_bytes=size)
@@ -283,11 +283,6 @@ def _problems_of(opened: _Open, shard: ShardFile) -> Iterator[str]:
             yield f"{shard.file}: {error}"
             return
         yield from _damaged(file, shard, layout, start, digests)
-
-
-def _read_header(file: OpenFile, size: int) -> bytes:
-    length = int.from_bytes(file.read(0, _HEADER_LENGTH_BYTES), "little")
-    return file.read(0, _HEADER_LENGTH_BYTES + min(length, size, _LONGEST_HEADER))
 
 
 def _damaged(
@@ -299,25 +294,25 @@ def _damaged(
         if index < len(digests) and xxhash.xxh3_64_intdigest(data) == digests[index]:
             continue
         count += 1
-        if count <= _MOST:
+        if count <= _MAX_NAMED:
             yield (
                 f"{shard.file}: piece {index} of {len(layout.pieces)} is damaged "
                 f"({piece.num_bytes:,} bytes at {start + piece.offset:,}: {_names(layout, piece)})"
             )
-    if count > _MOST:
-        yield f"{shard.file}: {count - _MOST} more pieces are damaged"
+    if count > _MAX_NAMED:
+        yield f"{shard.file}: {count - _MAX_NAMED} more pieces are damaged"
 
 
 def _names(layout: Layout, piece: Piece) -> str:
-    """Return the names of the tensors in a piece."""
+    """Names the tensors in a piece."""
     end = piece.offset + piece.num_bytes
     names = [
         "plain values" if entry.name == PLAIN_NAME else entry.name
         for entry in layout.entries
         if entry.offset < end and entry.offset + entry.num_bytes > piece.offset
     ]
-    rest = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    return ", ".join(names[:_MOST]) + rest
+    rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(names[:_MAX_NAMED]) + rest
 
 
 if __name__ == "__main__":

@@ -1,98 +1,118 @@
-"""`ftrun snapshots`: the checkpoints in a directory or at a URL, and what can be done with them.
+"""`ftrun checkpoints`: lists, verifies, prunes, exports and converts checkpoints.
 
-Runs in:  cli. Reading and removing is done by a process of the SMP's folder, started for it.
-Takes in: what `--checkpoint-dir` was given.
-Gives:    a table, or JSON; exit code 0, or 1 where a checkpoint cannot be used.
+Separate processes read and write the files. Only the process of an export may load torch.
 """
 
-import math
+import os
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, TypeVar
 
 import msgspec
+import typer
 
 from ftrun import clock
-from ftrun.cli.launch.shelf_process import ask
+from ftrun.cli.launch.checkpoint_check import ask_catalog, report_of
 from ftrun.cli.screen import terminal as render
-from ftrun.cli.screen.text import duration, size
-from ftrun.errors import ExitCode, UsageError
-from ftrun.wire.messages.checkpoint import CatalogReport, CheckpointInfo
+from ftrun.cli.screen.text import count, duration, seconds_of, size, size_of
+from ftrun.errors import ExitCode, FtrunError, UsageError
+from ftrun.wire.messages.checkpoint import (
+    DTYPE_WORDS,
+    FORMATS,
+    CatalogReport,
+    CheckpointInfo,
+    ConvertReport,
+    ExportJob,
+    ExportReport,
+)
 
 _HEAD = ("checkpoint", "step", "ranks", "size", "written", "run", "state")
-_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_MAX_WRITERS = 4
+_Word = TypeVar("_Word", bound=str)
+
+app = typer.Typer(
+    help="List, verify, prune, export and convert checkpoints, in a directory or at a URL.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
+)
+
+_Directory = Annotated[
+    str, typer.Argument(metavar="DIR", help="or URL, as given to --checkpoint-dir")
+]
+_AsJson = Annotated[bool, typer.Option("--json", help="as one JSON document")]
 
 
-def list_checkpoints(directory: str, *, as_json: bool) -> int:
-    """Show what is there, by its indexes and the sizes of its files."""
-    found = ask("list", directory)
+@app.command("list")
+def _list(directory: _Directory, as_json: _AsJson = False) -> None:
+    """Show the checkpoints, the newest first."""
+    found = ask_catalog("list", directory)
     if as_json:
-        return _as_json(found)
-    _show(found)
+        _finish_as_json(found)
+    if found.checkpoints:
+        render.write_plain(found.directory)
+        render.show_table(_HEAD, [_row(one) for one in found.checkpoints])
+    else:
+        render.write_plain(f"there are no checkpoints in {found.directory}")
     if found.unfinished:
         render.write_plain(
-            f"\n{found.unfinished} begun and not finished; the next one that is written removes it"
+            f"\n{found.unfinished} incomplete; the next checkpoint that is written removes it"
         )
-    return _code(found)
+    raise typer.Exit(_code(found))
 
 
-def verify(directory: str, names: Sequence[str], *, as_json: bool) -> int:
+@app.command("verify")
+def _verify(
+    directory: _Directory,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="or latest; not given: all")
+    ] = None,
+    as_json: _AsJson = False,
+) -> None:
     """Read every byte, and compare it with its digests."""
-    found = ask("verify", directory, *names)
+    found = ask_catalog("verify", directory, *(names or []))
     if as_json:
-        return _as_json(found)
+        _finish_as_json(found)
     for one in found.checkpoints:
-        told = "; ".join(one.problems) or f"whole, {size(one.num_bytes)}"
-        render.write_plain(f"{'DAMAGED' if one.problems else 'ok     '}  {one.name}: {told}")
+        state = "; ".join(one.problems) or f"whole, {size(one.num_bytes)}"
+        render.write_plain(f"{'DAMAGED' if one.problems else 'ok     '}  {one.name}: {state}")
     if not found.checkpoints:
         render.write_plain(f"there are no checkpoints in {found.directory}")
-    rate = found.checked_bytes / max(found.seconds, 1e-9)
-    read = f"{size(found.checked_bytes)} read in {duration(found.seconds)}"
-    render.write_plain(f"{read}, {size(rate)}/s")
-    return _code(found)
+    took = _took(found.checked_bytes, found.seconds)
+    render.write_plain(f"{size(found.checked_bytes)} read in {took}")
+    raise typer.Exit(_code(found))
 
 
-def prune(
-    directory: str, *, keep: int, older_than: str | None, is_real: bool, as_json: bool
-) -> int:
-    """Remove all but the newest ones; never the one that `latest` names.
-
-    Raises:
-        UsageError: a number or a time that makes no sense.
-    """
+@app.command("prune")
+def _prune(
+    directory: _Directory,
+    keep: Annotated[int, typer.Option("--keep", metavar="N", help="number of newest ones to keep")],
+    older_than: Annotated[
+        str | None,
+        typer.Option("--older-than", metavar="T", help="remove those older than 7d, 12h too"),
+    ] = None,
+    is_dry: Annotated[
+        bool, typer.Option("--dry-run", help="only show what would be removed")
+    ] = False,
+    as_json: _AsJson = False,
+) -> None:
+    """Remove old checkpoints; the latest is never removed."""
     if keep < 1:
-        raise UsageError(f"--keep {keep}: at least 1 stays; remove the directory for none")
-    words = [f"--keep={keep}"]
+        raise UsageError(f"--keep is at least 1, not {keep}; remove the directory to keep none")
+    words = [f"--keep={keep}", *(["--dry-run"] if is_dry else [])]
     if older_than is not None:
-        words.append(f"--keep-s={_age_s(older_than)}")
-    found = ask("prune", directory, *words, *([] if is_real else ["--dry-run"]))
+        age_s = seconds_of(older_than, "--older-than", such_as="30m, 12h or 7d")
+        words.append(f"--keep-s={age_s}")
+    found = ask_catalog("prune", directory, *words)
     if as_json:
-        return _as_json(found)
-    would = "" if is_real else "would be "
+        _finish_as_json(found)
+    would = "would be " if is_dry else ""
     for name in found.removed:
         render.write_plain(f"{would}removed  {name}")
-    left = len(found.checkpoints) - (0 if is_real else len(found.removed))
+    left = len(found.checkpoints) - (len(found.removed) if is_dry else 0)
     render.write_plain(f"{len(found.removed)} {would}removed, {left} left in {found.directory}")
-    return 0
-
-
-def _age_s(text: str) -> float:
-    try:
-        found = float(text[:-1]) * _UNITS_S[text[-1:]]
-    except (KeyError, ValueError):
-        found = math.nan
-    if not 0 < found < math.inf:
-        raise UsageError(f"--older-than is a time such as 30m, 12h or 7d, not {text!r}")
-    return found
-
-
-# --- showing ----------------------------------------------------------------------------------
-
-
-def _show(found: CatalogReport) -> None:
-    if not found.checkpoints:
-        render.write_plain(f"there are no checkpoints in {found.directory}")
-        return
-    render.write_plain(found.directory)
-    render.show_table(_HEAD, [_row(one) for one in found.checkpoints])
 
 
 def _row(one: CheckpointInfo) -> tuple[str, ...]:
@@ -100,21 +120,178 @@ def _row(one: CheckpointInfo) -> tuple[str, ...]:
         return (one.name, "-", "-", "-", "-", "-", "; ".join(one.problems))
     state = "; ".join(one.problems) or ("latest" if one.is_latest else "whole")
     age = f"{duration(max(0.0, clock.wall_s() - one.written_s))} ago"
-    return (
-        one.name,
-        f"{one.step:,}",
-        str(one.world_size),
-        size(one.num_bytes),
-        age,
-        one.run_id,
-        state,
-    )
+    ranks = str(one.world_size)
+    return (one.name, f"{one.step:,}", ranks, size(one.num_bytes), age, one.run_id, state)
 
 
-def _as_json(found: CatalogReport) -> int:
-    render.write_plain(msgspec.json.format(msgspec.json.encode(found), indent=1).decode())
-    return _code(found)
+def _finish_as_json(found: CatalogReport) -> None:
+    render.write_json(found)
+    raise typer.Exit(_code(found))
 
 
 def _code(found: CatalogReport) -> int:
     return ExitCode.FAILED if any(one.problems for one in found.checkpoints) else ExitCode.DONE
+
+
+def _took(num_bytes: int, seconds: float) -> str:
+    return f"{duration(seconds)}, {size(num_bytes / max(seconds, 1e-9))}/s"
+
+
+# --- export -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """The options as typed; `num_writers` None: a default number of threads."""
+
+    kind: str
+    dtype: str | None
+    only: Sequence[str]
+    file_size: str
+    num_writers: int | None
+    may_replace: bool
+
+
+@app.command("export")
+def _export(  # noqa: PLR0913 - its flags
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="DIR[/NAME]", help="its latest one, or the named one")
+    ],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="a directory; a file for state_dict")],
+    kind: Annotated[
+        str, typer.Option("--format", metavar="F", help="safetensors, dcp or state_dict")
+    ],
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="D", help="of the model: bf16, fp16, fp32 or fp64"),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="PATTERN", help="such as 'model.*'; may be repeated"),
+    ] = None,
+    file_size: Annotated[
+        str, typer.Option("--file-size", metavar="SIZE", help="limit of a safetensors file")
+    ] = "5GB",
+    num_writers: Annotated[
+        int | None, typer.Option("--writers", metavar="N", help="threads (default: up to 4)")
+    ] = None,
+    may_replace: Annotated[
+        bool, typer.Option("--force", help="replace an existing export")
+    ] = False,
+    as_json: _AsJson = False,
+) -> None:
+    """Write one in a format that other programs read."""
+    options = ExportOptions(kind, dtype, only or [], file_size, num_writers, may_replace)
+    job = _export_job(checkpoint, Path(out).absolute(), options)
+    facts = report_of(
+        "ftrun.tools.export.__main__", kind=ExportReport, stdin=msgspec.json.encode(job),
+        failure=f"the export ended without a result; {job.out} is unchanged",
+    )  # fmt: skip
+    if facts.problem:
+        raise FtrunError(facts.problem)
+    if as_json:
+        render.write_json(facts)
+        return
+    render.write_plain(
+        f"{facts.out}: step {facts.step:,} as {facts.format}, {facts.num_tensors:,} tensors, "
+        f"{size(facts.num_bytes)} in {count(len(facts.files), 'file')}, "
+        f"{_took(facts.num_bytes, facts.seconds)}"
+    )
+    for text in facts.left_out:
+        render.write_plain(f"left out  {text}")
+    for text in facts.notes:
+        render.write_plain(f"note      {text}")
+
+
+def _export_job(checkpoint: str, target: Path, options: ExportOptions) -> ExportJob:
+    if os.path.lexists(target) and not options.may_replace:
+        raise UsageError(f"{target} exists already. Name another path, or add --force")
+    kind = _one_of("--format", options.kind, FORMATS)
+    dtype = options.dtype and DTYPE_WORDS[_one_of("--dtype", options.dtype, tuple(DTYPE_WORDS))]
+    file_size = options.file_size.upper().replace("I", "i")
+    file_bytes = size_of(file_size, "--file-size", such_as="500MB or 5GB")
+    num_writers = options.num_writers
+    if num_writers is None:
+        num_writers = min(_MAX_WRITERS, os.cpu_count() or 1)
+    if num_writers < 1:
+        raise UsageError(f"--writers is at least 1, not {num_writers}")
+    source = ask_catalog("find", checkpoint).found
+    assert source is not None
+    return ExportJob(
+        source=source,
+        format=kind,
+        out=str(target),
+        dtype=dtype or "",
+        only=tuple(options.only),
+        file_bytes=file_bytes,
+        num_writers=num_writers,
+        may_replace=options.may_replace,
+    )
+
+
+def _one_of(flag: str, given: str, known: Sequence[_Word]) -> _Word:
+    for one in known:
+        if one == given:
+            return one
+    raise UsageError(f"{flag} is one of {', '.join(known)}, not {given!r}")
+
+
+# --- convert ----------------------------------------------------------------------------------
+
+
+@app.command("convert")
+def _convert(  # noqa: PLR0913 - its flags
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="a checkpoint, or a directory: its latest")
+    ],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="a directory for the new one")],
+    rules: Annotated[str, typer.Option("--rules", metavar="FILE", help="layout rules of SOURCE")],
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="FILE", help="layout rules of the new one")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", metavar="M", help="or: the same with M ranks")
+    ] = None,
+    mesh: Annotated[
+        str | None, typer.Option("--mesh", metavar="AXES", help="or: the same on tp=4,dp=1")
+    ] = None,
+    workers: Annotated[
+        int, typer.Option("--workers", metavar="W", help="threads (default: up to 4)")
+    ] = 0,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option("--dtype", metavar="T", help="bf16, or PATTERN=bf16; may be repeated"),
+    ] = None,
+    as_json: _AsJson = False,
+) -> None:
+    """Create a checkpoint with another layout, by layout rules (docs/layouts.md)."""
+    words = [f"--rules={rules}", f"--workers={workers}"]
+    words += [f"--dtype={one}" for one in dtype or []]
+    given = {"to": to, "ranks": ranks, "mesh": mesh}
+    words += [f"--{name}={value}" for name, value in given.items() if value is not None]
+    found = report_of(
+        "ftrun.tools.checkpoints.convert", *words, "--", source, out, kind=ConvertReport,
+        failure="the checkpoint was not converted",
+    )  # fmt: skip
+    if as_json:
+        render.write_json(found)
+    elif found.problem:
+        sys.stderr.write(f"Error: {found.problem}\n")
+    else:
+        _show_converted(found)
+    raise typer.Exit(found.exit_code)
+
+
+def _show_converted(found: ConvertReport) -> None:
+    if found.is_linked:
+        text = f"{found.source} already has this layout ({found.mesh_after}): its files are linked"
+    else:
+        text = (
+            f"{found.source}: {found.num_tensors} tensors of step {found.step:,}, "
+            f"{found.mesh_before} -> {found.mesh_after}, {size(found.num_bytes)} in "
+            f"{_took(found.num_bytes, found.seconds)}"
+        )
+    render.write_plain(text)
+    render.write_plain(f"{found.path}: a checkpoint of {count(found.world_size, 'rank')}")
+    for note in found.notes:
+        render.write_plain(f"  {note}")

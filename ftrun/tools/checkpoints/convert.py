@@ -1,12 +1,11 @@
-"""Convert a checkpoint: `python -m ftrun.tools.checkpoints.convert SOURCE OUT ...`.
+"""Converts a checkpoint: `python -m ftrun.tools.checkpoints.convert SOURCE OUT ...`.
 
-Runs in:  a process of its own, started by the cli.
+Runs in:  a process that the cli starts.
 Takes in: a checkpoint, or a directory of them; layout rules; a directory for the new one.
-Gives:    `ConvertReport` as JSON on stdout; a checkpoint that a run of the new layout goes on from
-          as from its own.
-Survives: a kill at any point: the new checkpoint is there when it is whole, and not before.
+Gives:    `ConvertReport` as JSON on stdout; a checkpoint for a run of the new layout.
+Survives: a kill at any point: the new checkpoint becomes visible only when it is complete.
 
-Nothing is converted where the layout stays the same: the files are linked.
+If the layout does not change, nothing is converted: the files are linked.
 """
 
 import argparse
@@ -34,18 +33,15 @@ from ftrun.smp.checkpoint.storage.storage import LATEST_NAME, next_serial, sweep
 from ftrun.tools.checkpoints.convert_writer import Conversion, WorldWriter
 from ftrun.wire.messages.checkpoint import INDEX_NAME, ConvertReport
 
-MOST_WORKERS = 4
-"""Threads, where nobody says how many."""
+MAX_WORKERS = 4
 
 
 def main() -> int:
-    """Do what is asked; 0 also where it cannot be done: that is said."""
     sys.stdout.buffer.write(msgspec.json.encode(convert(sys.argv[1:])))
     return 0
 
 
 def convert(words: Sequence[str]) -> ConvertReport:
-    """Make the new checkpoint; what was made, or why nothing was."""
     arguments = _arguments(words)
     began_s = clock.now_s()
     try:
@@ -77,12 +73,12 @@ def _convert(arguments: argparse.Namespace) -> ConvertReport:
     rules = _read(arguments.rules)
     wanted = target_rules(arguments, rules)
     if arguments.workers < 0:
-        raise UsageError(f"--workers {arguments.workers}: at least 1, or 0 for as many as fit")
+        raise UsageError(f"--workers is at least 1, or 0 for the default, not {arguments.workers}")
     out = arguments.out.absolute()
     folder = _folder_of(arguments.source.absolute())
     if out == folder:
         raise UsageError(f"{out} is the checkpoint itself: name another directory for the new one")
-    workers = arguments.workers or min(MOST_WORKERS, os.cpu_count() or 1)
+    workers = arguments.workers or min(MAX_WORKERS, os.cpu_count() or 1)
     with closing(CheckpointReader(folder)) as source:
         stored = stored_entries(source.heads, source.parts, source=rules.source)
         before = read_world(rules, stored)
@@ -124,7 +120,7 @@ def _facts(
     )
 
 
-# --- what is wanted -----------------------------------------------------------------------------
+# --- options ------------------------------------------------------------------------------------
 
 
 def _read(path: Path) -> ShardingRules:
@@ -133,18 +129,14 @@ def _read(path: Path) -> ShardingRules:
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is no text: {error}") from error
+        raise UsageError(f"{path} is not a text file: {error}") from error
 
 
 def target_rules(arguments: argparse.Namespace, rules: ShardingRules) -> ShardingRules:
-    """The rules of the new world: those of a file, or the old ones on another mesh.
-
-    Raises:
-        UsageError: it is said twice, or cannot be so.
-    """
+    """Returns the rules of the new world: those of a file, or the old ones on another mesh."""
     given = [n for n in ("to", "ranks", "mesh") if getattr(arguments, n) not in (None, "")]
     if len(given) > 1:
-        raise UsageError(f"--{given[0]} and --{given[1]} both say the new layout: give one")
+        raise UsageError(f"--{given[0]} and --{given[1]} both define the new layout: give one")
     if arguments.to is not None:
         return _read(arguments.to)
     if arguments.mesh:
@@ -153,13 +145,13 @@ def target_rules(arguments: argparse.Namespace, rules: ShardingRules) -> Shardin
         mesh = rules.mesh.resized(arguments.ranks)
         if mesh is None:
             raise UsageError(
-                f"--ranks {arguments.ranks} does not go with the mesh of {rules.source} "
-                f"({rules.mesh}): it changes the one axis of batches, and leaves the others. Say "
-                "the new sizes, such as --mesh tp=4,dp=2"
+                f"--ranks {arguments.ranks} does not fit the mesh of {rules.source} "
+                f"({rules.mesh}): it changes only the single axis of batches. Give the new sizes, "
+                "such as --mesh tp=4,dp=2"
             )
         return rules.on(mesh)
     if not arguments.dtype:
-        raise UsageError("say the new layout: --to FILE, --ranks M or --mesh tp=4,dp=1")
+        raise UsageError("give the new layout: --to FILE, --ranks M or --mesh tp=4,dp=1")
     return rules
 
 
@@ -168,7 +160,7 @@ def _sizes(text: str, rules: ShardingRules) -> dict[str, int]:
     for part in text.split(","):
         axis, equals, size = part.strip().partition("=")
         if not equals or not size.isdecimal() or int(size) < 1:
-            raise UsageError(f"--mesh is axes with sizes, such as tp=4,dp=1, not {text!r}")
+            raise UsageError(f"--mesh has axes with sizes, such as tp=4,dp=1, not {text!r}")
         if axis not in rules.mesh.names:
             raise UsageError(f"--mesh {text}: {axis} is no axis of {rules.source} ({rules.mesh})")
         found[axis] = int(size)
@@ -176,14 +168,9 @@ def _sizes(text: str, rules: ShardingRules) -> dict[str, int]:
 
 
 def new_dtypes(orders: Sequence[str], world: WorldLayout) -> Mapping[str, str]:
-    """The tensors that get another dtype, and which; only floating ones ever do.
+    """Returns the new dtypes of floating tensors by name.
 
-    Args:
-        orders: `bf16`, which leaves the state of optimizers as it is, or `PATTERN=bf16`.
-        world: what there is.
-
-    Raises:
-        UsageError: an order makes no sense, or names nothing.
+    An order is `bf16`, which does not apply to the state of optimizers, or `PATTERN=bf16`.
     """
     found: dict[str, str] = {}
     for order in orders:
@@ -191,7 +178,7 @@ def new_dtypes(orders: Sequence[str], world: WorldLayout) -> Mapping[str, str]:
         dtype = name.upper()
         if dtype not in FLOATS:
             known = ", ".join(FLOATS).lower()
-            raise UsageError(f"--dtype {order}: there are {known}, and PATTERN= before one")
+            raise UsageError(f"--dtype {order}: it is one of {known}, or PATTERN= and one of them")
         floats = [one for one in world.wholes.values() if one.dtype in FLOATS]
         if equals:
             of_all = NamePattern(pattern)
@@ -205,20 +192,19 @@ def new_dtypes(orders: Sequence[str], world: WorldLayout) -> Mapping[str, str]:
 
 
 def _folder_of(path: Path) -> Path:
-    """A checkpoint, or the latest one in a directory of them."""
     if (path / INDEX_NAME).exists():
         return path
     latest = path / LATEST_NAME
     if latest.is_symlink():
         return path / latest.readlink()
-    raise CheckpointError(f"{path} is neither a checkpoint nor a directory with one that is latest")
+    raise CheckpointError(f"{path} is neither a checkpoint nor a directory that has a latest one")
 
 
 # --- the new checkpoint -------------------------------------------------------------------------
 
 
 class LinkedFiles:
-    """The files of a checkpoint as they are."""
+    """Links the files of a checkpoint."""
 
     def __init__(self, source: CheckpointReader) -> None:
         self._source = source
@@ -242,7 +228,7 @@ def _link(old: Path, new: Path) -> None:
 def publish(
     source: CheckpointReader, out: Path, writer: WorldWriter | LinkedFiles
 ) -> tuple[Path, int]:
-    """The path of the new checkpoint, durable and the latest one, and its bytes."""
+    """Returns path and bytes of the new checkpoint, which is durable and the latest one."""
     index = source.index
     wanted = version(index.generation, index.step)
     storage = LocalStorage(out, threading.Event())

@@ -1,18 +1,15 @@
-"""The shards of a new world, written entry by entry.
+"""Writes the shards of a new world, entry by entry.
 
-Runs in:  the process that converts checkpoints: entries are put together by a few threads, and
-          written by the one that asks for them.
-Takes in: a `Conversion`: the old checkpoint, both worlds.
-Gives:    files of all new ranks, durable, with digests of the bytes that were written.
+A few threads assemble the entries; one thread writes them.
 
-Rule 1: a file is written from its first byte to its last, so its bytes do not depend on how many
-        threads there are, nor on which is faster.
-Rule 2: at most one entry more than there are threads is in memory. Ranks that have the same entry
-        get the same bytes, put together once.
+Rule 1: A file is written from its first byte to its last, so that its bytes do not depend on the
+        number or the speed of the threads.
+Rule 2: The number of entries in memory is at most the number of threads plus one. Ranks that have
+        the same entry get the same bytes, which are assembled once.
 
 Numbers are converted from one dtype to another as bits, rounded to the nearest, ties to even, as
-torch does. Any dtype except F64 is converted through F32, which holds every value of the smaller
-ones.
+torch does. Any dtype except F64 is converted through F32, which can represent every value of the
+smaller ones.
 
 Source: parallel within a file as across files is the nested parallel reconfiguration of Universal
 Checkpointing (arXiv 2406.18820), without files in between.
@@ -45,23 +42,18 @@ from ftrun.snapshot.layout import (
     make_layout,
 )
 
-MOST_FILES = 4
-"""Written at the same time; each takes two buffers."""
+MAX_FILES = 4
+"""Files that are written at the same time; each takes two buffers."""
 _NUMPY: dict[str, type[np.floating]] = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 _AT_ONCE = 1 << 20
-"""Items that are converted together, so that what is needed meanwhile stays small."""
+"""Items that are converted together, which bounds the temporary memory."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What is to be made of what.
+    """The old checkpoint with its world, and the new world.
 
-    Args:
-        source: the checkpoint.
-        before: the world that took it.
-        after: the world that is to go on from it.
-        dtypes: of tensors that get another one, by name.
-        plain: of each new rank: its plain values.
+    `dtypes` has the new dtypes by tensor name; `plain` the plain values of each new rank.
     """
 
     source: CheckpointReader
@@ -75,7 +67,7 @@ class Conversion:
 
     @cached_property
     def placed(self) -> list[dict[str, PlacedEntry]]:
-        """What each new rank has, by the names that it calls its entries."""
+        """The entries of each new rank, by the rank's own names."""
         return [
             {self.after.own_name(rank, name): one for name, one in entries.items()}
             for rank, entries in enumerate(self.after.entries)
@@ -83,7 +75,6 @@ class Conversion:
 
     @cached_property
     def layouts(self) -> list[Layout]:
-        """The layout of each new rank's image."""
         return [
             make_layout(
                 [
@@ -106,12 +97,7 @@ class Conversion:
 
 
 class WorldWriter:
-    """Writes the files of all ranks.
-
-    Args:
-        conversion: what is to be written.
-        workers: threads; at least 1.
-    """
+    """Writes the files of all ranks with `workers` threads."""
 
     def __init__(self, conversion: Conversion, *, workers: int) -> None:
         self._job = conversion
@@ -119,10 +105,10 @@ class WorldWriter:
         self._workers = workers
 
     def write(self, folder: Path) -> list[ShardFile]:
-        """All files, durable.
+        """Writes all files, durable.
 
         Raises:
-            CheckpointError: the old checkpoint is not what was written.
+            CheckpointError: the old checkpoint is damaged.
             OSError: a file cannot be written.
         """
         found: list[ShardFile] = []
@@ -132,12 +118,12 @@ class WorldWriter:
         return found
 
     def _batches(self) -> Iterator[list[int]]:
-        """Ranks whose files have the same entries at the same places, a few at a time."""
+        """Yields ranks whose files have the same layout, a few at a time."""
         alike: dict[tuple[LayoutEntry, ...], list[int]] = {}
         for rank, layout in enumerate(self._job.layouts):
             alike.setdefault(layout.entries, []).append(rank)
         for ranks in alike.values():
-            yield from (ranks[at : at + MOST_FILES] for at in range(0, len(ranks), MOST_FILES))
+            yield from (ranks[at : at + MAX_FILES] for at in range(0, len(ranks), MAX_FILES))
 
     def _write_ranks(
         self, folder: Path, ranks: Sequence[int], pool: ThreadPoolExecutor
@@ -156,7 +142,7 @@ class WorldWriter:
     def _in_order(
         self, ranks: Sequence[int], pool: ThreadPoolExecutor
     ) -> Iterator[tuple[list[int], memoryview]]:
-        """The bytes of each entry in the order of the files, and the ranks that have them."""
+        """Yields the bytes of each entry in the order of the files, and the ranks that have it."""
         waiting: deque[tuple[list[int], Future[memoryview]]] = deque()
         try:
             for entry in self._job.layouts[ranks[0]].entries:
@@ -174,7 +160,7 @@ class WorldWriter:
                 left.cancel()
 
     def _alike(self, entry: LayoutEntry, ranks: Sequence[int]) -> list[list[int]]:
-        """Ranks by what they have of an entry."""
+        """Groups ranks that have the same content of an entry."""
         if entry.name == PLAIN_NAME:
             return [[rank] for rank in ranks]
         found: dict[int, list[int]] = {}
@@ -189,13 +175,13 @@ class WorldWriter:
             data = len(text).to_bytes(8, "little") + text
             return memoryview(data.ljust(entry.num_bytes, b"\0"))
         placed = self._job.placed[rank].get(entry.name)
-        if placed is None:  # what fills a gap
+        if placed is None:  # the filler of a gap
             return memoryview(bytes(entry.num_bytes))
-        made = self._put_together(placed, self._job.before.wholes[placed.name].dtype, entry.dtype)
+        made = self._assembled(placed, self._job.before.wholes[placed.name].dtype, entry.dtype)
         return made.view(np.uint8).data
 
-    def _put_together(self, placed: PlacedEntry, old: str, new: str) -> Bits:
-        """[items] of one entry; padding is 0."""
+    def _assembled(self, placed: PlacedEntry, old: str, new: str) -> Bits:
+        """Returns [items] of one entry; padding is 0."""
         read = [
             gathered(copies, placed.num_items, ITEM_BYTES[old], self._read)
             for copies in self._index.copies(placed.patches)
@@ -211,7 +197,7 @@ class WorldWriter:
 
 
 class _ShardWriter:
-    """One file, in order; the digest of each piece is of what went into the file."""
+    """Writes one file in order; digests are of the bytes that were written."""
 
     def __init__(self, rank: int, file: DirectFile, layout: Layout) -> None:
         self._rank = rank
@@ -219,13 +205,12 @@ class _ShardWriter:
         self._layout = layout
         self._digest = xxhash.xxh3_64()
         self._left = 0
-        """Bytes of the piece under way that are still to come."""
+        """Remaining bytes of the current piece."""
         self._sizes = deque(piece.num_bytes for piece in layout.pieces)
         self._digests: list[int] = []
         file.write(layout.header)
 
     def add(self, data: memoryview) -> None:
-        """The next bytes of the data."""
         self._file.write(data)
         while data:
             if not self._left:
@@ -238,7 +223,7 @@ class _ShardWriter:
                 self._digests.append(self._digest.intdigest())
 
     def finish(self, folder: Path) -> ShardFile:
-        """The digests, durable; the file itself is."""
+        """Writes the digests, durable; the file itself already is."""
         self._add_empty_pieces()
         assert not self._left
         assert len(self._digests) == len(self._layout.pieces)
@@ -273,18 +258,11 @@ class _ShardWriter:
 
 
 def bits_type(item_bytes: int) -> np.dtype[np.unsignedinteger]:
-    """The dtype of the bits of items of 1, 2, 4 or 8 bytes."""
     return np.dtype(f"u{item_bytes}")
 
 
 def converted(bits: Bits, old: str, new: str) -> Bits:
-    """The same numbers in another dtype.
-
-    Args:
-        bits: [items].
-        old: their dtype, one of `world_layout.FLOATS`.
-        new: the dtype wanted, one of `world_layout.FLOATS`.
-    """
+    """Converts [items] between two dtypes of `world_layout.FLOATS`."""
     made: Bits = np.empty(bits.shape, bits_type(8 if new == "F64" else 4 if new == "F32" else 2))
     for at in range(0, len(bits), _AT_ONCE):
         part = bits[at : at + _AT_ONCE]
@@ -293,12 +271,7 @@ def converted(bits: Bits, old: str, new: str) -> Bits:
 
 
 def mean(copies: Sequence[Bits], dtype: str) -> Bits:
-    """Item by item: added up in F64 in the order given, rounded once.
-
-    Args:
-        copies: at least one, each [items].
-        dtype: of all of them and of the result, one of `world_layout.FLOATS`.
-    """
+    """Returns the mean of copies, each [items]: added in F64 in the order given, rounded once."""
     made = np.empty_like(copies[0])
     for at in range(0, len(made), _AT_ONCE):
         total = _numbers(copies[0][at : at + _AT_ONCE], dtype).astype(np.float64)
@@ -309,7 +282,7 @@ def mean(copies: Sequence[Bits], dtype: str) -> Bits:
 
 
 def _numbers(bits: Bits, dtype: str) -> npt.NDArray[np.floating]:
-    """F64 stays what it is, all else becomes F32."""
+    """Returns F64 unchanged, and all other dtypes as F32."""
     if dtype == "BF16":
         return (bits.astype(np.uint32) << 16).view(np.float32)
     found = bits.view(_NUMPY[dtype])
@@ -317,7 +290,7 @@ def _numbers(bits: Bits, dtype: str) -> npt.NDArray[np.floating]:
 
 
 def _to_bits(numbers: npt.NDArray[np.floating], dtype: str) -> Bits:
-    with np.errstate(over="ignore", invalid="ignore"):  # what is too large becomes infinite
+    with np.errstate(over="ignore", invalid="ignore"):  # an overflow becomes infinite
         if dtype == "F64":
             return numbers.astype(np.float64).view(np.uint64)
         narrow = numbers.astype(np.float32)
@@ -326,6 +299,6 @@ def _to_bits(numbers: npt.NDArray[np.floating], dtype: str) -> Bits:
             return made.view(bits_type(made.itemsize))
     raw = narrow.view(np.uint32)
     rounded = (raw + np.uint32(0x7FFF) + ((raw >> 16) & 1)) >> 16
-    # A NaN whose upper bits are none would round to infinity.
+    # A NaN without upper mantissa bits would round to infinity.
     rounded = np.where(np.isnan(narrow), (raw >> 16) | 0x40, rounded)
     return rounded.astype(np.uint16)

@@ -1,4 +1,4 @@
-"""Implements `ftrun drill`: injects every fault of a plan and judges how the job handles it.
+"""`ftrun drill`: injects every fault of a plan and judges how the job handles it.
 
 Runs in:  cli.
 Takes in: a drill plan by name or file.
@@ -10,41 +10,71 @@ import json
 import os
 import platform
 import signal
+import statistics
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Annotated, Any
 
+import typer
 from msgspec.structs import replace
 
 from ftrun import __version__, clock
 from ftrun.cli.launch.profiles import shown_path
 from ftrun.cli.screen import terminal as render
+from ftrun.cli.screen.text import count, duration
 from ftrun.errors import ExitCode, FtrunError
-from ftrun.tools.drill.drill_plan_files import drill_plan_names, find_drill_plan, read_drill_plan
-from ftrun.tools.drill.drill_table import HEAD, cells, line, markdown, summary
 from ftrun.tools.drill.judge import FaultResult
-from ftrun.tools.drill.plan import trials_of
+from ftrun.tools.drill.plan import (
+    drill_plan_names,
+    find_drill_plan,
+    read_drill_plan,
+    trials_of,
+)
 from ftrun.tools.drill.series import DrillSeries, check, shape
 
 DEFAULT_PLAN = "drill-quick"
 JSON_NAME, PAGE_NAME = "drill.json", "drill.html"
+HEAD = ("fault", "on", "nodes", "detected", "culprit", "action", "steps lost", "equal", "passed")
 _FAILED = 1
+_MOST_ROWS = 500
+
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def _drill(
+    plan: Annotated[
+        str | None,
+        typer.Argument(help="name or file; see --list", autocompletion=lambda: drill_plan_names()),
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", metavar="DIR", help="results and logs go there")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="KIND", help="only this kind of fault")
+    ] = None,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="the table as Markdown, one line for each kind")
+    ] = False,
+    again: Annotated[
+        str | None, typer.Option("--show", metavar="JSON", help="only print an earlier drill.json")
+    ] = None,
+    wants_list: Annotated[bool, typer.Option("--list", help="show the plans")] = False,
+) -> None:
+    """Inject every fault of a plan into a job, and judge how the job handles it."""
+    if wants_list:
+        raise typer.Exit(list_drills())
+    if again is not None:
+        raise typer.Exit(show_again(again))
+    raise typer.Exit(drill(plan, out=out, only=only or [], as_markdown=as_markdown))
 
 
 def drill(name: str | None, *, out: str | None, only: list[str], as_markdown: bool) -> int:
-    """Executes a plan.
-
-    Args:
-        name: the name or file of the plan; None for the quick plan.
-        out: folder for results, logs and run data; None for a new folder below `ftrun-drills/`.
-        only: kinds of fault to inject; empty for all.
-        as_markdown: print the table as Markdown.
-
-    Raises:
-        UsageError: there is no such plan, or it is invalid.
-        FtrunError: the plan cannot be executed on this machine.
-    """
+    """Executes a plan; without `out`, in a new folder below `ftrun-drills/`."""
     path = find_drill_plan(name or DEFAULT_PLAN)
     plan = read_drill_plan(path)
     if only:
@@ -81,9 +111,9 @@ def list_drills() -> int:
     rows = []
     for name in drill_plan_names():
         plan = read_drill_plan(find_drill_plan(name))
-        count = sum(1 for part in plan.parts() for _ in trials_of(part))
+        faults = sum(1 for part in plan.parts() for _ in trials_of(part))
         shapes = ", ".join(dict.fromkeys(shape(part) for part in plan.parts()))
-        rows.append((name, f"{count} faults on {shapes}: {plan.about}"))
+        rows.append((name, f"{faults} faults on {shapes}: {plan.about}"))
     render.show_pairs(rows)
     return ExitCode.DONE
 
@@ -112,9 +142,6 @@ def _folder(name: str, out: str | None) -> Path:
 
 
 def _write(folder: Path, rows: list[FaultResult], *, name: str, about: str, took_s: float) -> None:
-    # Imported here, because the template engine takes 0.1 s to import.
-    from ftrun.tools.drill.drill_page import drill_page
-
     text = json.dumps([asdict(row) for row in rows], indent=1) + "\n"
     (folder / JSON_NAME).write_text(text, encoding="utf-8")
     page = drill_page(
@@ -134,3 +161,151 @@ def _conditions() -> list[str]:
 def _leave(number: int, _frame: FrameType | None) -> None:
     """Ends the drill on SIGTERM and SIGHUP as on ^C, so that all its runs end."""
     raise SystemExit(128 + number)
+
+
+# --- the table and the page -------------------------------------------------------------------
+
+
+def cells(row: FaultResult) -> tuple[str, ...]:
+    return (
+        row.fault, row.target, row.nodes, detected(row), yes_or_no(row.culprit_right),
+        row.action or "-", "-" if row.steps_lost is None else str(row.steps_lost),
+        yes_or_no(row.equal), "yes" if row.passed else "NO",
+    )  # fmt: skip
+
+
+def line(row: FaultResult) -> str:
+    said = f"{row.fault:16} {row.target:8} {row.nodes:9} {detected(row):>17}  "
+    lost = "-" if row.steps_lost is None else row.steps_lost
+    told = f"{row.found}; {row.action or 'no action'}; {lost} steps lost; equal: " + yes_or_no(
+        row.equal
+    )
+    return said + (told if row.passed else f"FAILED: {row.problem}")
+
+
+def summary(rows: Sequence[FaultResult]) -> str:
+    passed = sum(row.passed for row in rows)
+    named = [row.culprit_right for row in rows if row.culprit_right is not None]
+    wrong = sum(not one for one in named)
+    if passed == len(rows):
+        said = f"all {len(rows)} faults passed"
+    else:
+        said = f"{len(rows) - passed} of {len(rows)} faults failed"
+    return f"{said}; {wrong} wrong culprits in {len(named)} that had to be named"
+
+
+def markdown(rows: Sequence[FaultResult]) -> str:
+    """Formats one line per kind of fault: median times, and the worst of all other values."""
+    lines = [
+        "| fault | trials | verdict | detected in (median) | culprit right | action | steps lost "
+        "| bitwise equal | passed |",
+        "|---|--:|---|--:|---|---|--:|---|---|",
+    ]
+    for group in grouped(rows):
+        passed = f"{group.passed} of {group.count}"
+        lines.append(
+            f"| `{group.fault}` | {group.count} | {_escaped(group.found)} | "
+            f"{detected(group)} | {group.culprit} | {group.action} | {group.lost} | "
+            f"{group.equal} | {passed if group.passed < group.count else 'yes'} |"
+        )
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class FaultSummary:
+    """All rows of one fault."""
+
+    fault: str
+    count: int
+    found: str
+    detected_s: float | None
+    detected_steps: float | None
+    culprit: str
+    action: str
+    lost: str
+    equal: str
+    passed: int
+
+
+def grouped(rows: Sequence[FaultResult]) -> list[FaultSummary]:
+    """Groups rows by kind, in the order of first occurrence."""
+    found = []
+    for kind in dict.fromkeys(row.kind for row in rows):
+        own = [row for row in rows if row.kind == kind]
+        times_s = [row.detected_s for row in own if row.detected_s is not None]
+        steps = [row.detected_steps for row in own if row.detected_steps is not None]
+        lost = [row.steps_lost for row in own if row.steps_lost is not None]
+        found.append(
+            FaultSummary(
+                fault=own[0].fault,
+                count=len(own),
+                found=", ".join(dict.fromkeys(row.found for row in own if row.found)),
+                detected_s=statistics.median(times_s) if times_s else None,
+                detected_steps=statistics.median(steps) if steps else None,
+                culprit=_share([row.culprit_right for row in own]),
+                action=", ".join(dict.fromkeys(row.action or "none" for row in own)),
+                lost=str(max(lost)) if lost else "-",
+                equal=_share([row.equal for row in own]),
+                passed=sum(row.passed for row in own),
+            )
+        )
+    return found
+
+
+def _share(said: Sequence[bool | None]) -> str:
+    known = [one for one in said if one is not None]
+    if not known:
+        return "-"
+    return "yes" if all(known) else f"{sum(known)} of {len(known)}"
+
+
+def yes_or_no(value: bool | None) -> str:
+    return "-" if value is None else ("yes" if value else "NO")
+
+
+def seconds(value: float | None) -> str:
+    return "-" if value is None else duration(value)
+
+
+def detected(it: "FaultResult | FaultSummary") -> str:
+    """Formats the detection time; steps are included only if some were made."""
+    steps = round(it.detected_steps or 0)
+    return seconds(it.detected_s) + (f", {count(steps, 'step')}" if steps else "")
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def drill_page(
+    rows: Sequence[FaultResult],
+    *,
+    name: str,
+    about: str,
+    conditions: Sequence[str],
+    took_s: float,
+    source: str,
+    made_t_s: float,
+) -> str:
+    """`took_s` is the duration of the whole drill, `source` the JSON file with the same rows."""
+    # Imported here, because the template engine takes 0.1 s to import.
+    from ftrun.tools.report.render.page import fitted_page
+
+    def values(share: float) -> dict[str, Any]:
+        return {
+            "rows": rows,
+            "failed": [row for row in rows if not row.passed],
+            "groups": grouped(rows),
+            "passed": sum(row.passed for row in rows),
+            "sentence": summary(rows),
+            "name": name,
+            "about": about,
+            "conditions": conditions,
+            "took_s": took_s,
+            "most": max(int(_MOST_ROWS * share), 20),
+            "detected": detected,
+            "seconds": seconds,
+            "yes_or_no": yes_or_no,
+        }
+
+    return fitted_page("drill.html", values, source=source, made_t_s=made_t_s)

@@ -36,11 +36,7 @@ class JobHost(Protocol):
     ) -> "subprocess.Popen[bytes]": ...
 
     def ask(self, node: int, argv: Sequence[str], *, folder: Path, within_s: float) -> str:
-        """Runs a command on a node and returns its stdout.
-
-        Raises:
-            FtrunError: the command failed, with the last line of its stderr, or timed out.
-        """
+        """Runs a command on a node; returns stdout, or raises FtrunError with the end of stderr."""
         ...
 
     def address(self, node: int) -> str: ...
@@ -63,11 +59,7 @@ def scripts_folder() -> Path:
 
 
 def load_script(name: str, purpose: str) -> Any:
-    """Imports a module from the scripts' folder.
-
-    Raises:
-        FtrunError: the module or one of its dependencies is missing.
-    """
+    """Imports a module from the scripts' folder; FtrunError if that fails."""
     folder = str(scripts_folder())
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -83,11 +75,7 @@ def load_script(name: str, purpose: str) -> Any:
 
 @contextlib.contextmanager
 def place_for(nodes: int) -> Iterator[JobHost]:
-    """Provides a host with this number of nodes for the length of a block.
-
-    Raises:
-        FtrunError: this machine cannot provide it; the message says what is missing.
-    """
+    """A host with this number of nodes; FtrunError says what is missing for that."""
     if nodes == 1:
         yield LocalHost()
         return

@@ -57,7 +57,7 @@ class ExpectedOutcome:
 
 _AGAIN = ("respawn",)
 _LOST = ("respawn", "evict")
-_EXITED = "WorkersExited"
+_EXITED = "workers_exited"
 
 
 def _exit(signal_or_text: str, *verdicts: str) -> ExpectedOutcome:
@@ -67,24 +67,24 @@ def _exit(signal_or_text: str, *verdicts: str) -> ExpectedOutcome:
 
 
 def _hang(*verdicts: str, proof_text: str = "") -> ExpectedOutcome:
-    return ExpectedOutcome(verdicts=verdicts, action=_AGAIN, proof="Verdict", proof_text=proof_text)
+    return ExpectedOutcome(verdicts=verdicts, action=_AGAIN, proof="verdict", proof_text=proof_text)
 
 
 def _unharmed(proof: str = "", proof_text: str = "", *, alone: bool = False) -> ExpectedOutcome:
     return ExpectedOutcome(steps_lost=0, proof=proof, proof_text=proof_text, alone=alone)
 
 
-_BAD_NUMBERS = ExpectedOutcome(  # the rank's replicas differ until the values have spread
-    verdicts=("bad numbers", "replicas differ"),
+_NUMERICAL_ANOMALY = ExpectedOutcome(  # the rank's replicas differ until the values have spread
+    verdicts=("numerical anomaly", "replicas differ"),
     incidents=2,
     steps_lost=None,
     equal=False,
     alone=True,
-    proof="Verdict",
-    proof_text="bad numbers",
+    proof="verdict",
+    proof_text="numerical anomaly",
 )
 _LOST_NODE = ExpectedOutcome(
-    verdicts=("node lost",), action=_LOST, alone=True, proof="NodeLost|LeadLost"
+    verdicts=("node lost",), action=_LOST, alone=True, proof="node_lost|leader_lost"
 )
 
 _TABLE: dict[str, ExpectedOutcome] = {
@@ -95,18 +95,18 @@ _TABLE: dict[str, ExpectedOutcome] = {
     "exit0-early": _exit('"finished"', "crash", "hang in computation"),
     "stop": _hang("frozen"),
     "hang": _hang("hang in computation"),
-    "gil": _hang("GIL stuck"),
-    "spin": _hang("busy loop"),
+    "gil-hold": _hang("GIL stuck"),
+    "busy-loop": _hang("busy loop"),
     "collective-skip": ExpectedOutcome(  # gloo aborts a rank that receives more data than expected
         verdicts=("skipped collective", "replicas differ", "crash"),
         action=("respawn", "report"),
-        proof="Verdict",
+        proof="verdict",
         steps_lost=None,
     ),
     "slow": ExpectedOutcome(verdicts=("slow computation",), action=("report",), steps_lost=0),
     "slow-input": ExpectedOutcome(verdicts=("input-bound",), steps_lost=None),
-    "nan": _BAD_NUMBERS,
-    "spike": _BAD_NUMBERS,
+    "nan": _NUMERICAL_ANOMALY,
+    "spike": _NUMERICAL_ANOMALY,
     "poison-batch": ExpectedOutcome(
         verdicts=("crash",), action=("stop",), steps_lost=None, equal=False, exit_code=93,
         ends=True, alone=True, proof=_EXITED, proof_text="RuntimeError",
@@ -115,12 +115,12 @@ _TABLE: dict[str, ExpectedOutcome] = {
     "weight-bitflip": ExpectedOutcome(
         verdicts=("replicas differ",), steps_lost=None, equal=False, alone=True
     ),
-    "smp-kill": _unharmed("SmpExited", "SIGKILL"),
+    "smp-kill": _unharmed("smp_exited", "SIGKILL"),
     "smp-stop": _unharmed(),
-    "agent-kill": ExpectedOutcome(steps_lost=None, alone=True, proof="StartGeneration"),
-    "agent-zombie": ExpectedOutcome(steps_lost=None, alone=True),
-    "zygote-kill": _unharmed("ZygoteExited"),
-    "lead-kill": ExpectedOutcome(steps_lost=None, alone=True, proof="StartGeneration"),
+    "agent-kill": ExpectedOutcome(steps_lost=None, alone=True, proof="generation_started"),
+    "agent-stop": ExpectedOutcome(steps_lost=None, alone=True),
+    "zygote-kill": _unharmed("zygote_exited"),
+    "leader-kill": ExpectedOutcome(steps_lost=None, alone=True, proof="generation_started"),
     "node-loss": _LOST_NODE,
     "freeze": _LOST_NODE,
     "shm-full": _unharmed(),
@@ -130,7 +130,7 @@ _TABLE: dict[str, ExpectedOutcome] = {
     "cpu-starve": _unharmed(),
     "clock-jump": _unharmed(),
     "partition": _LOST_NODE,
-    "one-way": _LOST_NODE,
+    "one-way-partition": _LOST_NODE,
     "slow-link": ExpectedOutcome(
         verdicts=("slow communication",), action=("report",), steps_lost=0, alone=True
     ),
@@ -158,9 +158,9 @@ _OF_CLUSTER: dict[str, ExpectedOutcome] = {
         ("stale-rejoin", "one-by-one", "recovery", "two-nodes", "two-at-once"),
         replace(_NODE_LOST, incidents=2),
     ),
-    "spare-lost": replace(_unharmed("NodeLost"), alone=True),
-    "drained": _unharmed("Leaving", alone=True),
-    "lead-drained": replace(_unharmed("Leaving", alone=True), steps_lost=None),
+    "spare-lost": replace(_unharmed("node_lost"), alone=True),
+    "drained": _unharmed("nodes_draining", alone=True),
+    "lead-drained": replace(_unharmed("nodes_draining", alone=True), steps_lost=None),
     **dict.fromkeys(("flap", "slow-link", "lossy-link", "smp-kill"), _unharmed(alone=True)),
     "rank-kill": ExpectedOutcome(verdicts=("crash",), culprits=(1,), alone=True),
 }
@@ -168,17 +168,7 @@ _OF_CLUSTER: dict[str, ExpectedOutcome] = {
 
 
 def expected_of(kind: str, *, rank: int = -1, node: str = "", nodes: int = 1) -> ExpectedOutcome:
-    """Returns the expected outcome of this fault for this target.
-
-    Args:
-        kind: the kind as in a plan.
-        rank: the target rank; -1 if the target is a node.
-        node: the name of the target node, if the run has several nodes.
-        nodes: number of nodes of the run.
-
-    Raises:
-        UsageError: there is no such kind.
-    """
+    """The expected outcome; `rank` is -1 for a node, `node` is empty in a run on one node."""
     if kind.startswith(CLUSTER):
         return _OF_CLUSTER.get(kind.removeprefix(CLUSTER), _NODE_LOST)
     if kind not in _TABLE or kind not in FAULTS:
@@ -187,7 +177,7 @@ def expected_of(kind: str, *, rank: int = -1, node: str = "", nodes: int = 1) ->
     within_s = fault.within_s + _SLACK_S if found.verdicts and fault.within_s else 0.0
     culprits = (rank,) if fault.by_rank and rank >= 0 and kind not in _SPREADS else ()
     of_node = (node,) if node and found.verdicts and not fault.by_rank else ()
-    if nodes > 1 and kind in ("agent-kill", "lead-kill", "agent-zombie"):
+    if nodes > 1 and kind in ("agent-kill", "leader-kill", "agent-stop"):
         found = replace(_LOST_NODE, steps_lost=None)
         within_s = fault.within_s + _SLACK_S
     return replace(found, within_s=within_s, culprits=culprits, nodes=of_node)

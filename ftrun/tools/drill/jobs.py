@@ -6,6 +6,7 @@ Gives:    the command line of the job, the files in which it records its steps, 
           an undisturbed run under torchrun.
 """
 
+import contextlib
 import json
 import math
 import subprocess
@@ -17,9 +18,11 @@ from typing import Any
 
 from ftrun.errors import FtrunError
 from ftrun.linux import end_with_parent
-from ftrun.tools.drill.drill_outcome import Outcome, outcome_of
 from ftrun.tools.drill.environments import environment, scripts_folder
 from ftrun.tools.drill.plan import FaultTrial, RunSection
+
+Outcome = dict[int | str, str]
+"""Results of one rank: the loss of each step, and the final `digest`."""
 
 _TAIL_BYTES = 8192
 _STEPS_AT_LEAST = 120
@@ -124,11 +127,7 @@ class BaselineRuns:
     _found: dict[tuple[DrillJob, int], list[Outcome]] = field(default_factory=dict)
 
     def of(self, job: DrillJob, ranks: int) -> list[Outcome]:
-        """Returns the outcome of each rank; empty if the job records none.
-
-        Raises:
-            FtrunError: torchrun fails or times out.
-        """
+        """The outcome of each rank, or nothing; FtrunError if torchrun fails or times out."""
         if not job.notes:
             return []
         if (job, ranks) not in self._found:
@@ -163,3 +162,57 @@ class BaselineRuns:
             said = output.read_text(errors="replace")[-2000:]
             raise FtrunError(f"torchrun ended with {code}:\n{said}")
         return found
+
+
+# --- outcomes ---------------------------------------------------------------------------------
+
+
+def outcome_of(path: Path) -> Outcome:
+    """If a repeated step has another result, both are joined to a text that equals no outcome."""
+    found: Outcome = {}
+    for line in notes_of(path):
+        at: int | str
+        if "loss" in line and "step" in line:
+            at, value = int(line["step"]), str(line["loss"])
+        elif "digest" in line:
+            at, value = "digest", str(line["digest"])
+        else:
+            continue
+        if found.setdefault(at, value) != value:
+            found[at] += f" and {value}"
+    return found
+
+
+def notes_of(path: Path) -> list[dict[str, Any]]:
+    """Returns the complete lines of a file that may still grow."""
+    found = []
+    if path.exists():
+        for raw in path.read_bytes().split(b"\n")[:-1]:
+            with contextlib.suppress(ValueError):
+                line = json.loads(raw)
+                if isinstance(line, dict):
+                    found.append(line)
+    return found
+
+
+def difference(expected: Sequence[Outcome], found: Sequence[Outcome]) -> str:
+    """Describes the first difference; empty if there is none."""
+    at, said = first_difference(expected, found)
+    return said if at is not None else ""
+
+
+def first_difference(
+    expected: Sequence[Outcome], found: Sequence[Outcome]
+) -> tuple[int | str | None, str]:
+    """The step of the first difference (or `digest`) and its description; (None, ""): none."""
+    differences: list[tuple[int | str, str]] = []
+    for rank, (right, is_so) in enumerate(zip(expected, found, strict=True)):
+        for at in right:
+            if is_so.get(at) != right[at]:
+                what = "the state at the end" if at == "digest" else f"the loss of step {at}"
+                said = f"{what} of rank {rank} is {is_so.get(at)}, undisturbed {right[at]}"
+                differences.append((at, said))
+                break
+    if not differences:
+        return None, ""
+    return min(differences, key=lambda one: one[0] if isinstance(one[0], int) else 1 << 60)

@@ -10,18 +10,23 @@ Rule 3: All verdicts between a fault and the next one count for this fault. Any 
 they name is wrong.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+import msgspec
 
 from ftrun.cli.screen.text import clean
+from ftrun.events import Record
+from ftrun.monitor.verdicts import Confidence, Verdict
+from ftrun.records.decode import JournalLine, of_kinds
+from ftrun.records.faults import FaultInjected, FaultReverted
+from ftrun.records.incidents import ActionTaken, IncidentClosed, SuspicionRaised, VerdictRecord
+from ftrun.records.recovery import DowntimeRecord
 from ftrun.tools.drill.expected import ExpectedOutcome
 from ftrun.tools.drill.plan import FaultTrial
 
-DecodedLine = dict[str, Any]
-
+Line = JournalLine[Record]
 NOTHING = "no incident"
 
 
@@ -50,6 +55,8 @@ class FaultResult:
     """
     recovered_s: float | None = None
     """From the fault to the end of the incident, when every rank exceeds its earlier progress."""
+    training_again_s: float | None = None
+    """From the fault until every rank has completed its next step; None: training did not stop."""
     culprits: list[int] = field(default_factory=list)
     culprit_right: bool | None = None
     """None if no culprit is expected."""
@@ -74,37 +81,30 @@ def row_of(trial: FaultTrial, job: str, nodes: str) -> FaultResult:
     return FaultResult(trial.name, trial.kind, trial.target, job, nodes, expected=wanted)
 
 
-def fired_at(lines: Sequence[DecodedLine], order_id: str) -> DecodedLine | None:
+def fired_at(lines: Sequence[Line], order_id: str) -> FaultInjected | None:
     """Returns the first journal line that reports this order as fired."""
-    return _first(lines, "FaultFired", id=order_id)
+    injected = (line.record for line in of_kinds(lines, FaultInjected))
+    return next((one for one in injected if one.id == order_id), None)
 
 
-def is_over(
-    trial: FaultTrial, lines: Sequence[DecodedLine], order_id: str, *, more_steps: bool
-) -> bool:
-    """Returns whether all expected effects of a trial have occurred.
-
-    Args:
-        trial: the ordered fault.
-        lines: journal lines of all nodes, in order of time.
-        order_id: id of the order.
-        more_steps: the steps required between two faults were made after it.
-    """
+def is_over(trial: FaultTrial, lines: Sequence[Line], order_id: str, *, more_steps: bool) -> bool:
+    """Whether all expected effects of a trial have occurred, and `more_steps` were made."""
     fired = fired_at(lines, order_id)
     if fired is None:
         return False
-    if trial.lasts_s and not _first(lines, "FaultEnded", id=order_id) and _is_taken_back(trial):
+    reverted = (line.record.id for line in of_kinds(lines, FaultReverted))
+    if trial.lasts_s and order_id not in reverted and _is_taken_back(trial):
         return False
-    return is_settled(trial, lines, _time_of(fired), more_steps=more_steps)
+    return is_settled(trial, lines, fired.fired_s, more_steps=more_steps)
 
 
 def is_settled(
-    trial: FaultTrial, lines: Sequence[DecodedLine], since_s: float, *, more_steps: bool
+    trial: FaultTrial, lines: Sequence[Line], since_s: float, *, more_steps: bool
 ) -> bool:
     """Returns whether all incidents since then are closed, and the expected ones have occurred."""
-    later = [line for line in lines if line["mono_s"] >= since_s]
+    later = [line for line in lines if line.monotonic_s >= since_s]
     opened = _incidents(later)
-    closed = {line["incident"] for line in later if line["kind"] == "IncidentClosed"}
+    closed = {line.record.incident for line in of_kinds(later, IncidentClosed)}
     if trial.expected.verdicts and not opened:
         return False
     if trial.expected.proof and not _proof(trial.expected, later):
@@ -113,56 +113,41 @@ def is_settled(
 
 
 def _is_taken_back(trial: FaultTrial) -> bool:
-    """Returns whether the journal reports the end of this fault.
-
-    A fault inside a rank ends with the rank, and the journal has no line for it.
-    """
+    """A fault inside a rank ends with the rank, and the journal has no line for its end."""
     return trial.rank < 0 or trial.kind == "slow" or not trial.expected.verdicts
 
 
 def judge(
     trial: FaultTrial,
     row: FaultResult,
-    lines: Sequence[DecodedLine],
+    lines: Sequence[Line],
     *,
     order_id: str = "",
     hit_s: float | None = None,
 ) -> None:
-    """Fills the row; `passed` does not yet include the result of the run.
-
-    Args:
-        trial: the ordered fault.
-        row: the row to fill.
-        lines: journal lines of all nodes, in order of time, up to the next fault.
-        order_id: id of the order.
-        hit_s: time of a fault that no agent injected.
-    """
+    """Fills the row, without the result of the run; `hit_s`: time of a fault made from outside."""
     problems = [row.problem] if row.problem else []
     fired = fired_at(lines, order_id) if order_id else None
     row.fired = fired is not None or hit_s is not None
     if not row.fired:
         row.problem = "; ".join([*problems, "it has not fired"])
         return
-    since_s = _time_of(fired) if fired is not None else float(hit_s or 0.0)
+    since_s = fired.fired_s if fired is not None else float(hit_s or 0.0)
     if fired is not None:
-        row.fired_step = fired.get("step")
-    later = [line for line in lines if line["mono_s"] >= since_s]
+        row.fired_step = fired.step
+    later = [line for line in lines if line.monotonic_s >= since_s]
     _in_effect(trial.expected, row, later, since_s, problems)
     _verdicts(trial.expected, row, later, since_s, problems)
     _ends(trial.expected, row, later, problems)
+    recovered = [line.record for line in later if isinstance(line.record, DowntimeRecord)]
+    stepped_s = [one.stepped_s for one in recovered if one.stepped_s is not None]
+    row.training_again_s = round(max(stepped_s) - since_s, 3) if stepped_s else None
     row.problem = "; ".join(problems)
     row.passed = not problems
 
 
 def compare(row: FaultResult, trial: FaultTrial, *, difference: str, is_compared: bool) -> None:
-    """Records whether the result equals that of an undisturbed run.
-
-    Args:
-        row: the judged row.
-        trial: the ordered fault.
-        difference: description of the first difference; empty if there is none.
-        is_compared: the run is complete, and there was a result to compare.
-    """
+    """Records whether the result equals that of an undisturbed run; empty `difference`: it does."""
     row.equal = not difference if is_compared else None
     if difference and trial.expected.equal:
         row.fail(difference)
@@ -174,7 +159,7 @@ def compare(row: FaultResult, trial: FaultTrial, *, difference: str, is_compared
 def _in_effect(
     expected: ExpectedOutcome,
     row: FaultResult,
-    later: Sequence[DecodedLine],
+    later: Sequence[Line],
     since_s: float,
     problems: list[str],
 ) -> None:
@@ -187,31 +172,32 @@ def _in_effect(
         text = f" with {expected.proof_text!r}" if expected.proof_text else ""
         problems.append(f"no sign that it was in effect: no line {expected.proof}{text}")
     elif not expected.verdicts:
-        row.detected_s = round(proof["mono_s"] - since_s, 3)
+        row.detected_s = round(proof.monotonic_s - since_s, 3)
 
 
 def _verdicts(
     expected: ExpectedOutcome,
     row: FaultResult,
-    later: Sequence[DecodedLine],
+    later: Sequence[Line],
     since_s: float,
     problems: list[str],
 ) -> None:
-    said = [line for line in later if line["kind"] == "Verdict"]
-    kinds = list(dict.fromkeys(str(line["verdict"]["kind"]) for line in said))
+    said = of_kinds(later, VerdictRecord)
+    verdicts = [line.record.verdict for line in said]
+    kinds = list(dict.fromkeys(one.kind.value for one in verdicts))
     row.found = ", ".join(kinds) or ("suspicion" if _incidents(later) else NOTHING)
-    if said:
-        row.text = clean(str(said[-1]["verdict"]["text"]), 400)
+    if verdicts:
+        row.text = clean(verdicts[-1].text, 400)
     if not expected.verdicts:
         if _incidents(later):
             problems.append(f"taken for an incident: {row.text or row.found}")
         return
-    right = [line for line in said if line["verdict"]["kind"] in expected.verdicts]
-    if not right:
+    right = next((line for line in said if _kind(line.record) in expected.verdicts), None)
+    if right is None:
         problems.append(f"expected {row.expected}, found {row.found}")
     else:
-        row.detected_s = round(right[0]["mono_s"] - since_s, 3)
-        told_step = right[0].get("step")
+        row.detected_s = round(right.monotonic_s - since_s, 3)
+        told_step = right.record.step
         if row.fired_step is not None and told_step is not None and told_step >= row.fired_step:
             row.detected_steps = told_step - row.fired_step
         if expected.within_steps and (row.detected_steps or 0) > expected.within_steps:
@@ -219,46 +205,46 @@ def _verdicts(
             problems.append(f"{told}, {expected.within_steps} allowed")
         if expected.within_s and row.detected_s > expected.within_s:
             problems.append(f"named after {row.detected_s:.1f} s, {expected.within_s:g} s allowed")
-        firm = said[said.index(right[0]) :]
-        firm += [line for line in said if line["verdict"]["sure"] == "certain"]
-        wrong = {line["verdict"]["kind"] for line in firm} - set(expected.verdicts)
+        firm = verdicts[said.index(right) :]
+        firm += [one for one in verdicts if one.confidence is Confidence.CERTAIN]
+        wrong = {one.kind.value for one in firm} - set(expected.verdicts)
         if wrong:
             problems.append(f"also taken for {', '.join(sorted(wrong))}")
     if (count := len(_incidents(later))) > expected.incidents:
         problems.append(f"{count} incidents, {expected.incidents} expected")
-    _culprits(expected, row, said, problems)
+    _culprits(expected, row, verdicts, problems)
 
 
 def _culprits(
-    expected: ExpectedOutcome, row: FaultResult, said: Sequence[DecodedLine], problems: list[str]
+    expected: ExpectedOutcome, row: FaultResult, named: Sequence[Verdict], problems: list[str]
 ) -> None:
     if not expected.culprits and not expected.nodes:
         return
-    row.culprits = [int(one) for one in said[-1]["verdict"]["culprits"]] if said else []
-    named = [line["verdict"] for line in said]
+    row.culprits = list(named[-1].culprits) if named else []
     row.culprit_right = bool(named)
     if expected.culprits:
-        wrong = [one for one in named if tuple(one["culprits"]) != expected.culprits]
+        wrong = [one for one in named if one.culprits != expected.culprits]
         if wrong:
             row.culprit_right = False
-            problems.append(f"names ranks {wrong[0]['culprits']}, not {list(expected.culprits)}")
+            found = list(wrong[0].culprits)
+            problems.append(f"names ranks {found}, not {list(expected.culprits)}")
     if expected.nodes:
-        wrong = [one for one in named if tuple(one["nodes"]) != expected.nodes]
+        wrong = [one for one in named if one.nodes != expected.nodes]
         if wrong:
             row.culprit_right = False
-            problems.append(f"names nodes {wrong[0]['nodes']}, not {list(expected.nodes)}")
+            problems.append(f"names nodes {list(wrong[0].nodes)}, not {list(expected.nodes)}")
 
 
 def _ends(
-    expected: ExpectedOutcome, row: FaultResult, later: Sequence[DecodedLine], problems: list[str]
+    expected: ExpectedOutcome, row: FaultResult, later: Sequence[Line], problems: list[str]
 ) -> None:
-    closed = [line for line in later if line["kind"] == "IncidentClosed"]
-    actions = [line["action"] for line in later if line["kind"] == "Action"]
-    row.action = str(closed[-1]["action"]) if closed else (actions[-1] if actions else "")
-    lost = [line["steps_lost"] for line in closed if line.get("steps_lost") is not None]
+    closed = [line.record for line in of_kinds(later, IncidentClosed)]
+    actions = [line.record.action for line in of_kinds(later, ActionTaken)]
+    row.action = closed[-1].action if closed else (actions[-1] if actions else "")
+    lost = [one.steps_lost for one in closed if one.steps_lost is not None]
     row.steps_lost = sum(lost) if lost else (0 if not closed else None)
     # The downtime that the leader measured, as in status and report.
-    took_s = [line["recovered_s"] for line in closed if line.get("recovered_s") is not None]
+    took_s = [one.recovered_s for one in closed if one.recovered_s is not None]
     row.recovered_s = round(sum(took_s), 3) if took_s else None
     if not closed and expected.verdicts and not expected.ends:
         problems.append("the incident was not closed")
@@ -275,26 +261,23 @@ def _ends(
 # --- lines ------------------------------------------------------------------------------------
 
 
-def _proof(expected: ExpectedOutcome, later: Sequence[DecodedLine]) -> DecodedLine | None:
+def _proof(expected: ExpectedOutcome, later: Sequence[Line]) -> Line | None:
     """Returns the first line that exists only because the fault was in effect."""
     for line in later:
-        is_kind = re.fullmatch(expected.proof, line["kind"])
-        if is_kind and re.search(expected.proof_text, json.dumps(line, ensure_ascii=False)):
+        is_kind = re.fullmatch(expected.proof, line.record.kind)
+        if is_kind and re.search(expected.proof_text, msgspec.json.encode(line.record).decode()):
             return line
     return None
 
 
-def _incidents(lines: Sequence[DecodedLine]) -> set[int]:
-    kinds = ("Suspected", "Verdict", "Action")
-    return {line["incident"] for line in lines if line["kind"] in kinds}
+def _incidents(lines: Sequence[Line]) -> set[int]:
+    numbered = [line.record for line in lines]
+    return {
+        one.incident
+        for one in numbered
+        if isinstance(one, SuspicionRaised | VerdictRecord | ActionTaken)
+    }
 
 
-def _time_of(fired: DecodedLine) -> float:
-    return float(fired["fired_mono_s"] if "fired_mono_s" in fired else fired["mono_s"])
-
-
-def _first(lines: Sequence[DecodedLine], kind: str, **fields: object) -> DecodedLine | None:
-    for line in lines:
-        if line["kind"] == kind and all(line.get(key) == it for key, it in fields.items()):
-            return line
-    return None
+def _kind(record: VerdictRecord) -> str:
+    return record.verdict.kind.value

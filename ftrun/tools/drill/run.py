@@ -19,11 +19,13 @@ from types import TracebackType
 
 from ftrun import clock
 from ftrun.cli.screen.text import clean
-from ftrun.errors import FtrunError, InternalError
-from ftrun.tools.drill.drill_outcome import Outcome, outcome_of
+from ftrun.errors import FtrunError
+from ftrun.monitor.verdicts import VerdictKind
+from ftrun.records.decode import decode, of_kinds
+from ftrun.records.incidents import LifecycleChanged, VerdictRecord
 from ftrun.tools.drill.environments import JobHost, end
-from ftrun.tools.drill.jobs import DrillJob
-from ftrun.tools.drill.judge import DecodedLine, FaultResult, is_over, judge
+from ftrun.tools.drill.jobs import DrillJob, Outcome, outcome_of
+from ftrun.tools.drill.judge import FaultResult, Line, is_over, judge
 from ftrun.tools.drill.plan import FaultTrial, RunSection
 
 FIRST_STEP = 12
@@ -110,11 +112,7 @@ class DrillRun:
         return [str(word) for word in (*words, *part.flags)]
 
     def ready(self) -> None:
-        """Waits until every rank makes steps and the usual step time is known.
-
-        Raises:
-            DrillRunFailed: the run has ended or timed out.
-        """
+        """Waits until every rank makes steps and the usual step time is known."""
         if self.job.notes:
             first = max(FIRST_STEP, self.part.steps_between)
             self._wait(f"step {first}", lambda: self.last_step() >= first, _START_S)
@@ -122,11 +120,7 @@ class DrillRun:
             self._wait("the first step of every rank", self._runs, _START_S)
 
     def perform(self, trial: FaultTrial, row: FaultResult) -> None:
-        """Orders one fault, waits until it is over, and records the result in the row.
-
-        Raises:
-            DrillRunFailed: this run accepts no more faults. The row is judged before.
-        """
+        """Orders one fault, waits for its end, and fills the row, also if the run fails."""
         since = len(self.journal())
         if trial.rank < 0 and trial.node >= 0:
             self._may_end.add(trial.node)
@@ -151,11 +145,7 @@ class DrillRun:
             judge(trial, row, lines, order_id=order_id)
 
     def finish(self, *, exit_code: int = 0) -> None:
-        """Lets the job complete.
-
-        Raises:
-            DrillRunFailed: the run ends with another exit code or times out.
-        """
+        """Lets the job complete; DrillRunFailed at another exit code or a timeout."""
         self.job.let_go(self.folder)
         self._wait(
             "the end of the job",
@@ -181,14 +171,14 @@ class DrillRun:
 
     # --- what it shows ------------------------------------------------------------------------
 
-    def journal(self) -> list[DecodedLine]:
+    def journal(self) -> list[Line]:
         """Returns the lines of all nodes in order of time; the nodes share a clock."""
         logs = self.folder / "ftrun-logs" / self.run_id
         of_nodes = list(logs.glob("*/journal.jsonl"))  # logs/journal.jsonl merges them
         for path in of_nodes if self.place.nodes > 1 else [logs / "journal.jsonl"]:
             self._journals.setdefault(path, _JournalFile(path))
         found = [line for journal in self._journals.values() for line in journal.read()]
-        return sorted(found, key=lambda line: float(line["mono_s"]))
+        return sorted(found, key=lambda line: line.monotonic_s)
 
     def outcomes(self) -> list[Outcome]:
         return [outcome_of(path) for path in self.job.note_files(self.folder)]
@@ -223,8 +213,8 @@ class DrillRun:
         return trial.expected.within_s + min(trial.lasts_s, 3600.0) + kill_after_s + _SPARE_S
 
     def _runs(self) -> bool:
-        states = [line for line in self.journal() if line["kind"] == "Transition"]
-        return bool(states) and states[-1]["new"] == "run"
+        states = of_kinds(self.journal(), LifecycleChanged)
+        return bool(states) and states[-1].record.new == "run"
 
     def has_ended(self) -> bool:
         return all(
@@ -236,11 +226,7 @@ class DrillRun:
     def _wait(
         self, what: str, is_so: Callable[[], bool], within_s: float, *, exit_code: int = 0
     ) -> None:
-        """Polls until the condition is true.
-
-        Raises:
-            DrillRunFailed: the run ended unexpectedly or timed out.
-        """
+        """Polls until the condition is true; DrillRunFailed if the run has ended or timed out."""
         give_up_s = clock.now_s() + within_s
         while not is_so():
             codes = [process.poll() for process in self._processes]
@@ -268,10 +254,10 @@ class DrillRun:
         return f"Its last word: {clean(own[-1], 400)}" if own else "It has said nothing"
 
 
-def _lost_nodes(lines: Sequence[DecodedLine]) -> set[int]:
+def _lost_nodes(lines: Sequence[Line]) -> set[int]:
     """Returns nodes that may rejoin after the end of the job and then wait for the others."""
-    verdicts = [line["verdict"] for line in lines if line["kind"] == "Verdict"]
-    lost = [name for one in verdicts if one["kind"] == "node lost" for name in one["nodes"]]
+    verdicts = [line.record.verdict for line in of_kinds(lines, VerdictRecord)]
+    lost = [name for one in verdicts if one.kind is VerdictKind.NODE_LOST for name in one.nodes]
     return {int(name.removeprefix("node")) for name in lost if name[4:].isdigit()}
 
 
@@ -305,9 +291,9 @@ class _JournalFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read_bytes = 0
-        self._lines: list[DecodedLine] = []
+        self._lines: list[Line] = []
 
-    def read(self) -> Sequence[DecodedLine]:
+    def read(self) -> Sequence[Line]:
         if not self._path.exists():
             return self._lines
         with self._path.open("rb") as file:
@@ -315,12 +301,5 @@ class _JournalFile:
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._read_bytes += len(whole)
-        for raw in whole.splitlines():
-            try:
-                line = json.loads(raw)
-            except ValueError:
-                continue
-            if not isinstance(line, dict) or "kind" not in line or "mono_s" not in line:
-                raise InternalError(f"{self._path} holds a line without kind and mono_s")
-            self._lines.append(line)
+        self._lines += filter(None, map(decode, whole.split(b"\n")))
         return self._lines

@@ -8,6 +8,7 @@ Faults of one part share a run if possible. A fault that ends a run, or changes 
 the next fault, has a run of its own. If a run fails, its remaining faults get a new run.
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,10 @@ from pathlib import Path
 
 from ftrun import clock
 from ftrun.errors import FtrunError
-from ftrun.tools.drill.drill_cluster import cluster_row
-from ftrun.tools.drill.drill_outcome import Outcome, first_difference
 from ftrun.tools.drill.environments import load_script, place_for
 from ftrun.tools.drill.expected import CLUSTER
-from ftrun.tools.drill.jobs import BaselineRuns, job_for, steps_for
-from ftrun.tools.drill.judge import FaultResult, compare, row_of
+from ftrun.tools.drill.jobs import BaselineRuns, Outcome, first_difference, job_for, steps_for
+from ftrun.tools.drill.judge import FaultResult, compare, judge, row_of
 from ftrun.tools.drill.plan import DrillPlan, FaultTrial, RunSection, trials_of
 from ftrun.tools.drill.run import DrillRun, DrillRunFailed
 
@@ -46,11 +45,7 @@ class DrillSeries:
         """Rows of all runs that have ended."""
 
     def carry_out(self) -> None:
-        """Fills `rows` with one row per fault.
-
-        Raises:
-            FtrunError: this machine cannot run the drill: no cluster, no script, or torchrun fails.
-        """
+        """Fills `rows`; FtrunError if this machine cannot run the drill."""
         for part in self.plan.parts():
             for batch in batches(list(trials_of(part)), part.most_faults):
                 self.rows.extend(self._batch(part, batch))
@@ -141,13 +136,10 @@ def compare_all(
     expected: Sequence[Outcome],
     outcomes: Sequence[Outcome],
 ) -> list[FaultResult]:
-    """Records in each row whether the result is equal up to the next fault.
+    """Records in each row whether the result is equal up to the next fault; returns failed rows.
 
     A difference counts against the fault before the first differing step and against all later
     faults.
-
-    Returns:
-        The rows that passed before and fail by the comparison.
     """
     at, said = first_difference(expected, outcomes) if expected else (None, "")
     failed = []
@@ -205,3 +197,34 @@ def _check_cluster(part: RunSection) -> None:
         for kind in names:
             if kind.removeprefix(CLUSTER) not in known:
                 raise FtrunError(f"there is no fault {kind}: {', '.join(known)}")
+
+
+def cluster_row(trial: FaultTrial, part: RunSection, folder: Path) -> FaultResult:
+    """Injects one fault into a virtual node from outside: power, cable, kernel.
+
+    An agent cannot switch off its own node. Each of these faults, which scripts/drill_faults.py
+    describes, defines its own number of nodes with one rank each, and has its own cluster.
+    """
+    faults = load_script("drill_faults", "breaking virtual nodes")
+    nodes = load_script("drill_nodes", "breaking virtual nodes")
+    fault = faults.FAULTS[trial.kind.removeprefix(CLUSTER)]
+    spares = f" + {fault.spares}" if fault.spares else ""
+    row = row_of(trial, part.job, f"{fault.members} x 1{spares}")
+    row.target, row.run = fault.what, folder.name
+    folder.mkdir(parents=True)
+    if part.job not in nodes.KINDS:
+        raise FtrunError(f"{trial.kind} goes with job ddp or fsdp2, not {part.job}")
+    broken = nodes.break_in(fault, part.job, folder, _undisturbed(folder.parent / "from-outside"))
+    row.problem = broken.problem
+    judge(trial, row, broken.journal, hit_s=broken.hit_s)
+    if broken.steps_lost is not None:
+        row.steps_lost = broken.steps_lost
+    if broken.is_over:
+        compare(row, trial, difference=broken.difference, is_compared=True)
+    return row
+
+
+@functools.cache
+def _undisturbed(folder: Path) -> object:
+    """Cached per drill folder, so that each job has one baseline run."""
+    return load_script("drill_nodes", "breaking virtual nodes").BaselineRuns(folder)

@@ -1,6 +1,7 @@
 """Lists every assumption of an estimate with its unit, default and source.
 
-Runs in: the caller (the cli). Pure.
+Failure rates are published rates per 1000 node-days. Llama 3, arXiv 2407.21783: 419 unplanned
+interruptions of 2,048 nodes in 54 days. docs/estimate.md names the sources of the others.
 
 Rule 1: Every unknown quantity is a named assumption that can be set. No other module of this folder
 contains a number of its own.
@@ -11,18 +12,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from ftrun.tools.estimate.failure_rates import FT_HSDP, LLAMA3, RSC1, RSC2
+DAY_S = 86_400.0
+LLAMA3, RSC1, RSC2, FT_HSDP = 3.79, 6.50, 2.34, 2.3
+"""Failures per 1000 node-days."""
+CROWDED_FROM = 4000
+"""Number of nodes above which failures coincide and exceed the rate of single nodes."""
 
 SNAPSHOT_S_PER_GB = 0.157
 """bench_snapshot: a snapshot of 2 x 512 MB adds 160.7 ms on two cores, docs/benchmarks.md."""
-
 CRASH_DETECT_S, CRASH_RESTART_S = 0.04, 0.35
 """bench_recovery: 38 ms to detect, 0.386 s in all, docs/benchmarks.md."""
-
 TRANSFER_GB_PER_S = 0.226
 """bench_erasure: 256 MB of each of six nodes in 1.13 s, 4+2, unlimited links, two cores."""
-
-
 AUTO_BUDGET = 0.02
 """snapshot.overhead_budget of the profile: share of time that `auto` spends on snapshots."""
 
@@ -76,21 +77,16 @@ class Assumptions:
 
     @property
     def transfer_s(self) -> float:
-        """Seconds to send or fetch a node's state, including encoding or decoding."""
+        """Time to send or fetch a node's state, including encoding or decoding."""
         return self.state_gb / self.transfer_gb_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class AssumptionInfo:
-    """Description of one assumption.
+    """Description of one assumption; `source` is that of its default, or how it is derived.
 
     Args:
         group: heading in the help text.
-        unit: unit of the value.
-        meaning: a short phrase.
-        source: source of the default, or its derivation.
-        low: the minimum.
-        high: the maximum.
         is_above: the minimum itself is excluded.
     """
 
@@ -106,149 +102,77 @@ class AssumptionInfo:
 _RUN, _FAILURES = "The run", "Failures"
 _PERIODIC, _FTRUN, _CHOICE = "Checkpoints and a restart", "ftrun", "The choice"
 
+# fmt: off
 ABOUT: Mapping[str, AssumptionInfo] = {
-    "days": AssumptionInfo(
-        _RUN,
-        "days",
-        "how long it trains",
-        "Llama 3's pre-training, arXiv 2407.21783",
-        high=1e6,
-        is_above=True,
-    ),
+    "days": AssumptionInfo(_RUN, "days", "duration of the training",
+        "Llama 3's pre-training, arXiv 2407.21783", high=1e6, is_above=True),
     "step_s": AssumptionInfo(_RUN, "seconds", "one step", "a guess, for a large model", low=1e-6),
-    "state_gb": AssumptionInfo(
-        _RUN,
-        "GB",
-        "what one node saves: parameters, moments, all of its ranks",
-        "a guess; 405e9 parameters of 14 bytes over 2,048 nodes are 2.8",
-        low=1e-6,
-    ),
-    "rate": AssumptionInfo(
-        _FAILURES,
-        "N",
-        "failures in 1000 node-days, whatever their cause",
+    "state_gb": AssumptionInfo(_RUN, "GB",
+        "state of one node: parameters and moments of all its ranks",
+        "a guess; 405e9 parameters of 14 bytes over 2,048 nodes are 2.8", low=1e-6),
+    "rate": AssumptionInfo(_FAILURES, "N", "failures in 1000 node-days, whatever their cause",
         "Llama 3: 419 on 2,048 nodes in 54 days; "
-        f"others: {RSC1:g} and {RSC2:g} (Meta's RSC-1 and RSC-2), {FT_HSDP:g} (FT-HSDP)",
-    ),
-    "crowding": AssumptionInfo(
-        _FAILURES,
-        "X",
+        f"others: {RSC1:g} and {RSC2:g} (Meta's RSC-1 and RSC-2), {FT_HSDP:g} (FT-HSDP)"),
+    "crowding": AssumptionInfo(_FAILURES, "X",
         "above 4,000 nodes N the time between failures is multiplied by (4000/N)^X",
-        "failures are independent; 0.9 fits FT-HSDP's 18 min on 12,500 nodes",
-        high=3.0,
-    ),
-    "hang_share": AssumptionInfo(
-        _FAILURES,
-        "part",
-        "of the failures, those where a rank hangs",
-        "ByteRobust: 9.9 %",
-        high=1.0,
-    ),
-    "node_share": AssumptionInfo(
-        _FAILURES,
-        "part",
-        "those after which a node cannot be used",
-        "Unicron: 73 % need only a restart",
-        high=1.0,
-    ),
-    "domain_share": AssumptionInfo(
-        _FAILURES,
-        "part",
-        "those that take a whole fault domain",
-        "a guess: 5 % of the failures of switches and cables, which are 8 % (Llama 3)",
-        high=1.0,
-    ),
-    "disk_share": AssumptionInfo(
-        _FAILURES,
-        "part",
-        "those after which no memory helps, whatever the code",
-        "a guess",
-        high=1.0,
-    ),
-    "domain_nodes": AssumptionInfo(
-        _FAILURES,
-        "N",
-        "nodes of one fault domain, as a switch or a rack",
-        "a guess",
-        low=1.0,
-        high=1e6,
-    ),
-    "repair_s": AssumptionInfo(
-        _FAILURES,
-        "seconds",
-        "until a node that was lost can be used again (mean)",
-        "LANL: mean 355 min, median 54; elsewhere 38 % take above a day",
-    ),
-    "periodic_cost_s": AssumptionInfo(
-        _PERIODIC, "seconds", "training stands still for one checkpoint", "a guess"
-    ),
-    "periodic_detect_s": AssumptionInfo(
-        _PERIODIC, "seconds", "until a failure is noticed", "NCCL's timeout, 10 min"
-    ),
-    "periodic_restart_s": AssumptionInfo(
-        _PERIODIC,
-        "seconds",
-        "from there to the next step: scheduler, "
-        "processes, imports, loading; ftrun's too where only a checkpoint "
-        "on disk is left",
-        "a guess; FT-HSDP: 200 s on 2,048 nodes, 900 on 12,250",
-    ),
-    "snapshot_cost_s": AssumptionInfo(
-        _FTRUN,
-        "seconds",
-        "by which one snapshot makes the run longer",
-        f"{SNAPSHOT_S_PER_GB:g} for each GB of --state-gb: scripts/bench_snapshot.py",
-    ),
-    "crash_detect_s": AssumptionInfo(
-        _FTRUN, "seconds", "until it knows of a rank that ended", "scripts/bench_recovery.py"
-    ),
-    "hang_detect_s": AssumptionInfo(
-        _FTRUN,
-        "seconds",
-        "until it names a rank that hangs",
-        "3 steps, at least 10 s: hang.suspect_s and suspect_factor of the profile",
-    ),
-    "node_detect_s": AssumptionInfo(
-        _FTRUN, "seconds", "until a silent node counts as lost", "nodes.deadline_s of the profile"
-    ),
-    "restart_s": AssumptionInfo(
-        _FTRUN,
-        "seconds",
+        "failures are independent; 0.9 fits FT-HSDP's 18 min on 12,500 nodes", high=3.0),
+    "hang_share": AssumptionInfo(_FAILURES, "part", "share of failures in which a rank hangs",
+        "ByteRobust: 9.9 %", high=1.0),
+    "node_share": AssumptionInfo(_FAILURES, "part", "share after which a node cannot be used",
+        "Unicron: 73 % need only a restart", high=1.0),
+    "domain_share": AssumptionInfo(_FAILURES, "part", "share that takes a whole fault domain",
+        "a guess: 5 % of the failures of switches and cables, which are 8 % (Llama 3)", high=1.0),
+    "disk_share": AssumptionInfo(_FAILURES, "part",
+        "share after which only a checkpoint on disk helps",
+        "a guess", high=1.0),
+    "domain_nodes": AssumptionInfo(_FAILURES, "N",
+        "nodes of one fault domain, such as a switch or a rack",
+        "a guess", low=1.0, high=1e6),
+    "repair_s": AssumptionInfo(_FAILURES, "seconds",
+        "until a lost node can be used again (mean)",
+        "LANL: mean 355 min, median 54; elsewhere 38 % take above a day"),
+    "periodic_cost_s": AssumptionInfo(_PERIODIC, "seconds",
+        "training is blocked for one checkpoint",
+        "a guess"),
+    "periodic_detect_s": AssumptionInfo(_PERIODIC, "seconds", "until a failure is detected",
+        "NCCL's timeout, 10 min"),
+    "periodic_restart_s": AssumptionInfo(_PERIODIC, "seconds",
+        "from there to the next step: scheduler, processes, imports, loading; with ftrun too if "
+        "only a checkpoint on disk is left",
+        "a guess; FT-HSDP: 200 s on 2,048 nodes, 900 on 12,250"),
+    "snapshot_cost_s": AssumptionInfo(_FTRUN, "seconds",
+        "time that one snapshot adds to the run",
+        f"{SNAPSHOT_S_PER_GB:g} for each GB of --state-gb: scripts/bench_snapshot.py"),
+    "crash_detect_s": AssumptionInfo(_FTRUN, "seconds", "until it detects a rank that ended",
+        "scripts/bench_recovery.py"),
+    "hang_detect_s": AssumptionInfo(_FTRUN, "seconds", "until it identifies a rank that hangs",
+        "3 steps, at least 10 s: hang.suspect_s and suspect_factor of the profile"),
+    "node_detect_s": AssumptionInfo(_FTRUN, "seconds", "until an unresponsive node counts as lost",
+        "nodes.deadline_s of the profile"),
+    "restart_s": AssumptionInfo(_FTRUN, "seconds",
         "from there to the next step, of a small model on two cores",
-        "scripts/bench_recovery.py",
-    ),
-    "restart_more_s": AssumptionInfo(
-        _FTRUN,
-        "seconds",
-        "by which that is longer on your machines: process group, model, first step",
-        "a guess, and the largest of ftrun's costs; measure it",
-    ),
-    "transfer_gb_per_s": AssumptionInfo(
-        _FTRUN,
-        "GB/s",
-        "a node's state to or from the others, with its code",
-        "scripts/bench_erasure.py: six nodes on two cores",
-        low=1e-6,
-    ),
-    "disk_every_s": AssumptionInfo(
-        _FTRUN,
-        "seconds",
-        "between two checkpoints that the SMPs write",
-        "checkpoint.every_s of the profile",
-        low=1e-3,
-    ),
-    "disk_blocks_s": AssumptionInfo(
-        _FTRUN, "seconds", "by which one of them makes the run longer", "written in the background"
-    ),
-    "risk": AssumptionInfo(
-        _CHOICE,
-        "part",
-        "how probable it may be that lost nodes cost all snapshots, once in all the days",
-        "a guess: one run in a thousand",
-        high=1.0,
-        is_above=True,
-    ),
+        "scripts/bench_recovery.py"),
+    "restart_more_s": AssumptionInfo(_FTRUN, "seconds",
+        "additional restart time on your machines: process group, model, first step",
+        "a guess, and the largest cost of ftrun; measure it"),
+    "transfer_gb_per_s": AssumptionInfo(_FTRUN, "GB/s",
+        "a node's state to or from other nodes, including its code",
+        "scripts/bench_erasure.py: six nodes on two cores", low=1e-6),
+    "disk_every_s": AssumptionInfo(_FTRUN, "seconds", "between two checkpoints that the SMPs write",
+        "checkpoint.every_s of the profile", low=1e-3),
+    "disk_blocks_s": AssumptionInfo(_FTRUN, "seconds", "time that one of them adds to the run",
+        "written in the background"),
+    "risk": AssumptionInfo(_CHOICE, "part",
+        "accepted probability that lost nodes destroy all snapshots during the run",
+        "a guess: one run in a thousand", high=1.0, is_above=True),
 }
+# fmt: on
+
+
+def mtbf_s(nodes: int, given: Assumptions) -> float:
+    """Returns the mean time between failures of the whole run; infinite if nothing fails."""
+    per_s = nodes * (given.rate / 1000.0 / DAY_S)
+    return math.inf if per_s == 0.0 else min(1.0, CROWDED_FROM / nodes) ** given.crowding / per_s
 
 
 def flag_of(name: str) -> str:
@@ -270,9 +194,7 @@ def problems(assumptions: Assumptions) -> list[str]:
     total = math.fsum(getattr(assumptions, name) for name in shares)
     if not found and total > 1.0 + 1e-9:
         named = ", ".join(flag_of(name) for name in shares)
-        found.append(
-            f"{named} are {total:g} together, and no more than all failures can be of them"
-        )
+        found.append(f"{named} are {total:g} together, and shares of all failures are at most 1")
     return found
 
 

@@ -1,47 +1,75 @@
-"""Implements `ftrun estimate`: the expected cost of failures, and the resulting choices.
+"""`ftrun estimate`: the expected cost of failures, and the resulting choices.
 
-Runs in:  cli. It starts and queries no process.
-Takes in: numbers of nodes, assumptions, and optionally the journal of a run.
-Gives:    tables and text; a picture, a page or JSON.
+It starts and queries no process.
 """
 
-import json
+import inspect
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
 
 from ftrun import clock
-from ftrun.cli.screen.atomic_output import is_stdout, write_out
+from ftrun.cli.app import help_rows, help_width
+from ftrun.cli.screen import terminal as render
+from ftrun.cli.screen.atomic_output import requested_files, write_outputs
+from ftrun.cli.screen.text import count
 from ftrun.erasure.codec import MAX_DATA, MAX_PARITY
 from ftrun.errors import ExitCode, UsageError
 from ftrun.tools.estimate import text as words
 from ftrun.tools.estimate.assumptions import ABOUT, Assumptions, flag_of, problems
-from ftrun.tools.estimate.estimate_run import measured_in, nothing_measured
 from ftrun.tools.estimate.outlook import MAX_NODES, FixedChoices, Outlook, outlook
-from ftrun.tools.report.report_logs import folder_of, is_alive, raw_lines
+from ftrun.tools.report.command import folder_of, is_alive, raw_lines
+from ftrun.tools.report.costs import HANGS
+from ftrun.tools.report.facts import IncidentFacts, RunFacts
+from ftrun.tools.report.incident.ranks import slow_kind
+from ftrun.tools.report.render.page import fitted_page, picture_style
 from ftrun.tools.report.run import run_facts
 
+DEFAULT_NODES = "16..16384"
 _MOST_POINTS = 64
+_NODES_LOST = ("node lost", "lead lost")
+
+_OWN: Mapping[str, tuple[Any, str, str]] = {
+    "nodes": (str, "N|MIN..MAX|N,N", "number of nodes that train; a range is doubled from MIN to "
+              f"MAX. Default {DEFAULT_NODES}"),
+    "run": (str, "RUN", "use ftrun's costs from the journal of this run: run id, or folder of its "
+            "logs; `last`: the newest journal"),
+    "code": (str, "K+M", "evaluate this code instead of choosing one"),
+    "snapshot_every": (int, "STEPS", "evaluate this interval instead of choosing one"),
+    "spares": (int, "N", "evaluate this number of spares instead of choosing one"),
+    "svg": (str, "FILE", "the picture, as a separate file; - for stdout"),
+    "html": (str, "FILE", "everything as one page; - for stdout"),
+    "json": (bool, "", "everything as one JSON document, with every assumption and its source"),
+}  # fmt: skip
+
+_INTRO = """\
+Usage: ftrun estimate [OPTIONS]
+
+Estimate what failures will cost a run of a given size, and choose k + m, interval and spares.
+Nothing is started. Three strategies are compared: checkpoints at their best interval with a restart
+of the whole job; the same, but ftrun detects the failures; snapshots in memory under ftrun.
+
+Examples:
+  ftrun estimate                                     16 to 16,384 nodes, all assumptions as below
+  ftrun estimate --nodes 2048 --days 54 --state-gb 3 --step 15
+  ftrun estimate --run last --nodes 64..1024         with the costs that were measured in your run
+  ftrun estimate --svg goodput.svg
+
+Every assumption is an option, with its default and the source of the default. If the source is a
+guess, give your own value. docs/estimate.md has the formulas.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class EstimateRequest:
-    """The request as typed.
-
-    Args:
-        values: assumptions that were given.
-        nodes: see `node_counts`.
-        run: a run id, a folder of logs, or `last`; None: no run.
-        code: K+M; None: choose one.
-        snapshot_every: steps; None: choose.
-        spares: number of spares; None: choose.
-        svg: file for the picture.
-        html: file for the page.
-        as_json: print one JSON document instead of tables.
-    """
+    """The options as typed; `values` are the assumptions that were given, None: choose or none."""
 
     nodes: str
     values: Mapping[str, float]
@@ -56,31 +84,30 @@ class EstimateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The complete result."""
+    """The complete result; `origins` has the source of each assumption's value."""
 
     outlooks: Sequence[Outlook]
     given: Assumptions
     origins: Mapping[str, str]
-    """The source of each assumption's value."""
     notes: Sequence[str]
+
+    @property
+    def all_notes(self) -> list[str]:
+        return [*self.notes, *words.caveats(self.outlooks, self.given)]
 
 
 def estimate(wanted: EstimateRequest) -> int:
-    named = ((wanted.svg, "--svg"), (wanted.html, "--html"))
-    files = [("-" if _is_stdout(path) else path, flag) for path, flag in named if path]
-    has_stdout = [path for path, _ in files].count("-") + wanted.as_json
-    if has_stdout > 1:
-        raise UsageError(
-            "one of --json, --svg - and --html - can have stdout. Name files for the others"
-        )
+    files = requested_files(wanted.svg, wanted.html, as_json=wanted.as_json)
     made = estimated(wanted)
-    for path, flag in files:
-        write_out(path, _svg(made) if flag == "--svg" else _html(made), flag=flag)
-    if wanted.as_json:
-        write_out(None, json.dumps(_document(made), indent=1) + "\n")
-    elif not has_stdout:
-        _show(made)
-        write_out(None, "".join(f"{path}\n" for path, _ in files))
+    write_outputs(
+        files,
+        {
+            "--svg": lambda: f"{words.picture(made.outlooks, picture_style())}\n",
+            "--html": lambda: _html(made),
+        },
+        document=(lambda: _document(made)) if wanted.as_json else None,
+        show=lambda: _show(made),
+    )
     return ExitCode.DONE
 
 
@@ -106,8 +133,7 @@ def estimated(wanted: EstimateRequest) -> Estimate:
     given = Assumptions(**values)
     if wrong := problems(given):
         raise UsageError("; ".join(wrong))
-    outlooks = [outlook(count, given, decided) for count in nodes]
-    return Estimate(outlooks, given, origins, notes)
+    return Estimate([outlook(one, given, decided) for one in nodes], given, origins, notes)
 
 
 def node_counts(text: str) -> list[int]:
@@ -127,15 +153,13 @@ def node_counts(text: str) -> list[int]:
         if low > high:
             raise UsageError(f"--nodes {part}: {low} is above {high}; a range is MIN..MAX")
         if low < 1 or high > MAX_NODES:
-            raise UsageError(f"--nodes {part}: from 1 to {MAX_NODES:,} nodes can be looked at")
+            raise UsageError(f"--nodes {part}: the number of nodes is from 1 to {MAX_NODES:,}")
         while low < high:
             found.add(low)
             low *= 2
         found.add(high)
     if len(found) > _MOST_POINTS:
-        raise UsageError(
-            f"--nodes names {len(found)} numbers; {_MOST_POINTS} are looked at at once"
-        )
+        raise UsageError(f"--nodes names {len(found)} numbers; {_MOST_POINTS} is the limit")
     return sorted(found)
 
 
@@ -156,21 +180,73 @@ def _code(text: str, fewest: int) -> tuple[int, int]:
 
 def _at_least(least: int, value: int | None, flag: str) -> int | None:
     if value is not None and value < least:
-        raise UsageError(f"{flag} {value}: at least {least} can be")
+        raise UsageError(f"{flag} is at least {least}, not {value}")
     return value
 
 
-def _is_stdout(path: str) -> bool:
-    return path == "-" or is_stdout(path)
+# --- costs of a run ---------------------------------------------------------------------------
 
 
-# --- showing ----------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class MeasuredValue:
+    """A value and its method, as words that follow `of run X:`."""
+
+    value: float
+    how: str
+
+
+def measured_in(facts: RunFacts) -> dict[str, MeasuredValue]:
+    """Returns the fields of `Assumptions` that the run measures.
+
+    The failure rate is not measured, because a few failures have little significance. Failures
+    injected by `ftrun inject-fault` count, because they cost the same as others.
+    """
+    found: dict[str, MeasuredValue] = {}
+    if facts.step_s:
+        found["step_s"] = MeasuredValue(facts.step_s, "median of its steps")
+    if (snapshots := facts.snapshots) is not None and snapshots.taken > 0:
+        how = f"mean of {count(snapshots.taken, 'snapshot')}: training was blocked"
+        found["snapshot_cost_s"] = MeasuredValue(snapshots.blocked_s / snapshots.taken, how)
+    over = [one for one in facts.incidents if _counts(one)]
+    hung = [one for one in over if one.kind in HANGS]
+    lost = [one for one in over if one.kind in _NODES_LOST]
+    ended = [one for one in over if one not in hung and one not in lost]
+    for name, incidents, what in (
+        ("crash_detect_s", ended, "ended rank"),
+        ("hang_detect_s", hung, "hang"),
+        ("node_detect_s", lost, "lost node"),
+    ):
+        # 0: the journal has no line from before the detection.
+        if took_s := [one.noticed_s for one in incidents if one.noticed_s > 0]:
+            found[name] = MeasuredValue(median(took_s), f"median of {count(len(took_s), what)}")
+    # The restart of a lost node includes the fetch of its state, which is a separate assumption.
+    if restarted := ended + hung or lost:
+        how = f"median of {count(len(restarted), 'restart')}"
+        took = [(one.recovered_s or 0.0) - one.noticed_s - one.paused_s for one in restarted]
+        found["restart_s"] = MeasuredValue(median(max(one, 0.0) for one in took), how)
+        found["restart_more_s"] = MeasuredValue(0.0, "included in --restart of that run")
+    return found
+
+
+def _counts(one: IncidentFacts) -> bool:
+    is_over = one.recovered_s is not None and not one.is_reported
+    return is_over and not one.is_planned and not slow_kind(one.kind)
+
+
+def nothing_measured(facts: RunFacts, found: Sequence[str]) -> str:
+    """Describes what this run does not measure; empty if it measures all that matters."""
+    missing = {
+        "snapshot_cost_s": "the cost of a snapshot (no Pulse line, or none was taken)",
+        "restart_s": "the cost of a restart (no failure was survived)",
+    }
+    texts = [what for name, what in missing.items() if name not in found]
+    return f"run {facts.run_id} does not measure {' or '.join(texts)}" if texts else ""
+
+
+# --- output -----------------------------------------------------------------------------------
 
 
 def _show(made: Estimate) -> None:
-    # Imported here, because JSON and files need no tables.
-    from ftrun.cli.screen import terminal as render
-
     render.show_table(words.head(made.given), [words.row(one, made.given) for one in made.outlooks])
     last = made.outlooks[-1]
     render.write_plain(f"\n{words.code_title(last, made.given)}:\n")
@@ -178,46 +254,27 @@ def _show(made: Estimate) -> None:
     render.write_plain(f"\nFor {last.nodes:,} nodes:\n")
     render.show_pairs(words.advice(last, made.given))
     render.write_plain("")
-    for line in _lines(made):
-        render.write_plain(line)
-
-
-def _lines(made: Estimate) -> list[str]:
-    """Lists the assumptions that were used, and the limits of the model."""
-    found = [f"taken: {one}" for one in _changed(made)]
-    at_default = sum(origin.startswith("default") for origin in made.origins.values())
-    found.append(
-        f"taken: {at_default} assumptions at their defaults; ftrun estimate --help says each, and "
-        "where it is from"
+    at_default = 0
+    for name, origin in made.origins.items():
+        if origin.startswith("default"):
+            at_default += 1
+        else:
+            value = getattr(made.given, name)
+            render.write_plain(f"assumed: {flag_of(name)} {value:.6g} ({origin})")
+    render.write_plain(
+        f"assumed: defaults of {at_default} assumptions; ftrun estimate --help lists them with "
+        "their sources"
     )
-    found += [f"note: {note}" for note in made.notes]
-    return found + [f"note: {one}" for one in words.caveats(made.outlooks, made.given)]
-
-
-def _changed(made: Estimate) -> list[str]:
-    return [
-        f"{flag_of(name)} {getattr(made.given, name):.6g} ({origin})"
-        for name, origin in made.origins.items()
-        if not origin.startswith("default")
-    ]
-
-
-def _svg(made: Estimate) -> str:
-    from ftrun.tools.estimate.estimate_picture import picture
-    from ftrun.tools.report.render.page import picture_style
-
-    return f"{picture(made.outlooks, picture_style())}\n"
+    for note in made.all_notes:
+        render.write_plain(f"note: {note}")
 
 
 def _html(made: Estimate) -> str:
-    from ftrun.tools.estimate.estimate_picture import picture
-    from ftrun.tools.report.render.page import fitted_page
-
     last = made.outlooks[-1]
 
     def values(_share: float) -> dict[str, Any]:
         return {
-            "picture": picture(made.outlooks),
+            "picture": words.picture(made.outlooks),
             "head": words.head(made.given),
             "rows": [words.row(one, made.given) for one in made.outlooks],
             "code_title": words.code_title(last, made.given),
@@ -226,7 +283,7 @@ def _html(made: Estimate) -> str:
             "nodes": last.nodes,
             "advice": words.advice(last, made.given),
             "assumptions": _assumptions(made),
-            "notes": [*made.notes, *words.caveats(made.outlooks, made.given)],
+            "notes": made.all_notes,
         }
 
     return fitted_page("estimate.html", values, source="ftrun estimate", made_t_s=clock.wall_s())
@@ -235,13 +292,13 @@ def _html(made: Estimate) -> str:
 def _assumptions(made: Estimate) -> list[dict[str, Any]]:
     return [
         {
-            "flag": flag_of(field.name),
-            "value": getattr(made.given, field.name),
-            "unit": ABOUT[field.name].unit,
-            "meaning": ABOUT[field.name].meaning,
-            "origin": made.origins[field.name],
+            "flag": flag_of(name),
+            "value": getattr(made.given, name),
+            "unit": about.unit,
+            "meaning": about.meaning,
+            "origin": made.origins[name],
         }
-        for field in fields(made.given)
+        for name, about in ((one.name, ABOUT[one.name]) for one in fields(made.given))
     ]
 
 
@@ -251,7 +308,7 @@ def _document(made: Estimate) -> dict[str, Any]:
         "assumptions": _assumptions(made),
         "nodes": [_plain(asdict(one) | {"code": one.code.name}) for one in made.outlooks],
         "advice": {"nodes": last.nodes, **dict(words.advice(last, made.given))},
-        "notes": [*made.notes, *words.caveats(made.outlooks, made.given)],
+        "notes": made.all_notes,
     }
 
 
@@ -262,3 +319,72 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# --- flags ------------------------------------------------------------------------------------
+
+
+class EstimateCommand(TyperCommand):
+    """Command with its own help text: groups of flags with their sources."""
+
+    def get_help(self, ctx: Any) -> str:
+        return estimate_help()
+
+
+def estimate_help() -> str:
+    width = help_width()
+    own = {f"{_flag(name)} {metavar}".rstrip(): text for name, (_, metavar, text) in _OWN.items()}
+    parts = [_INTRO, "Options:", *help_rows(own, width)]
+    groups: dict[str, dict[str, str]] = {}
+    for name, about in ABOUT.items():
+        value = default_words(name)
+        default = f"Default {value} ({about.source})" if value else f"Default: {about.source}"
+        flag = f"{flag_of(name)} {about.unit.upper()}"
+        groups.setdefault(about.group, {})[flag] = f"{about.meaning}. {default}"
+    for group, rows in groups.items():
+        parts += ["", f"{group}:", *help_rows(rows, width)]
+    return "\n".join(parts)
+
+
+def default_words(name: str) -> str:
+    value = next(field.default for field in fields(Assumptions) if field.name == name)
+    return "" if value is None else f"{value:,.10g}"
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def estimate_command(**typed: Any) -> None:
+    """Estimate what failures will cost, and which code, interval and spares to choose."""
+    values = {name: typed[name] for name in ABOUT if typed[name] is not None}
+    own = {name: typed[name] for name in _OWN}
+    own["nodes"] = own["nodes"] or DEFAULT_NODES
+    wanted = EstimateRequest(values=values, as_json=own.pop("json"), **own)
+    raise typer.Exit(estimate(wanted))
+
+
+def _parameters() -> Iterator[inspect.Parameter]:
+    for name, (kind, metavar, text) in _OWN.items():
+        option = typer.Option(_flag(name), metavar=metavar or None, help=text)
+        yield _parameter(name, kind if kind is bool else kind | None, option)
+    for field in fields(Assumptions):
+        about = ABOUT[field.name]
+        option = typer.Option(flag_of(field.name), metavar=about.unit.upper(), help=about.meaning)
+        yield _parameter(field.name, (int if field.type is int else float) | None, option)
+
+
+def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
+    default = False if kind is bool else None
+    annotation = Annotated[kind, option]
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
+
+
+# typer derives flags from a function's parameters; these come from the table.
+estimate_command.__signature__ = inspect.Signature(list(_parameters()))  # type: ignore[attr-defined]
+estimate_command.__annotations__ = {one.name: one.annotation for one in _parameters()}
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+app.command(cls=EstimateCommand)(estimate_command)

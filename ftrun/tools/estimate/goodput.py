@@ -1,12 +1,10 @@
 """Computes goodput: useful time divided by wall time, with random failures of known cost.
 
-Runs in:  the caller (the cli). Pure.
-Takes in: the time between failures, the cost of a save, the cost of each kind of failure.
-Gives:    goodput, exact for failures at exponentially distributed intervals, and the interval
-          between saves that maximises it.
-Source:   Young 1974 and Daly 2006 for the first-order and higher-order interval. The formula is
-          theirs, with the mean over kinds of failure in place of one dead time. docs/estimate.md
-          derives it; tests/unit/estimate compares it with a simulation.
+It is exact for failures at exponentially distributed intervals.
+
+Source: Young 1974 and Daly 2006. The formula is theirs, with the mean over kinds of failure in
+place of one dead time. docs/estimate.md derives it; tests/unit/estimate compares it with a
+simulation.
 
 M is the mean time between failures, T the useful time between two saves, C the cost of one save. A
 life is the time between two recoveries. It ends with a failure after an exponentially distributed
@@ -49,16 +47,13 @@ class FailureKind:
 def goodput(
     *, interval_s: float, save_s: float, mtbf_s: float, kinds: Sequence[FailureKind]
 ) -> float:
-    """Returns useful time divided by wall time, in the long run.
+    """Returns useful time divided by wall time; 0 if failures are too frequent for a float.
 
     Args:
-        interval_s: T, useful time between two saves; above 0.
-        save_s: C, the time that one save adds to the run.
-        mtbf_s: M of the whole run; infinite if nothing fails.
+        interval_s: T, above 0.
+        save_s: C.
+        mtbf_s: M; infinite if nothing fails.
         kinds: kinds of failure, whose shares add up to 1.
-
-    Returns:
-        0 to 1; also 0 if failures are too frequent compared with saves for a float.
     """
     whole_s = interval_s + save_s
     if math.isinf(mtbf_s):
@@ -72,15 +67,10 @@ def goodput(
 
 
 def best_interval_s(*, save_s: float, mtbf_s: float, longest_s: float) -> float:
-    """Returns the T with the highest goodput, independent of the cost of a failure.
+    """Returns the T with the highest goodput, at most `longest_s`; 0 if a save costs nothing.
 
     At this T, (1 - T/M) exp((T + C)/M) is 1; the left side falls from T = 0 to T = M. Dead time and
     lag are factors without T, so that they do not move the maximum.
-
-    Args:
-        save_s: C; if it is 0, the result is 0, because saves may be as frequent as possible.
-        mtbf_s: M.
-        longest_s: upper bound of T, such as the length of the run.
     """
     if save_s == 0.0:
         return 0.0
@@ -94,20 +84,6 @@ def best_interval_s(*, save_s: float, mtbf_s: float, longest_s: float) -> float:
         is_short = part < 1.0 and math.log1p(-part) + part + save_s / mtbf_s > 0.0
         low, high = (middle, high) if is_short else (low, middle)
     return (low + high) / 2
-
-
-def young_interval_s(*, save_s: float, mtbf_s: float) -> float:
-    """First-order approximation of the best interval; accurate far below M."""
-    return math.sqrt(2.0 * save_s * mtbf_s)
-
-
-def daly_interval_s(*, save_s: float, mtbf_s: float) -> float:
-    """Higher-order approximation of the best interval; M if a save takes 2 M or longer."""
-    if save_s >= 2.0 * mtbf_s:
-        return mtbf_s
-    part = save_s / (2.0 * mtbf_s)
-    young_s = young_interval_s(save_s=save_s, mtbf_s=mtbf_s)
-    return young_s * (1.0 + math.sqrt(part) / 3.0 + part / 9.0) - save_s
 
 
 def over_disk(

@@ -1,10 +1,5 @@
 """Predicts what a run with a given number of nodes loses to failures, and recommends settings.
 
-Runs in:  the caller (the cli). Pure.
-Takes in: a number of nodes, assumptions, and settings that are fixed.
-Gives:    an `Outlook`: goodput of three recovery strategies, the code, the interval, the spares,
-          and the probability that each code loses the state.
-
 Rule 1: The three strategies differ only as described. They have the same failures, and each uses
 its own best interval.
 """
@@ -14,16 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ftrun.erasure.groups import GROUP_NODES, default_parity
-from ftrun.tools.estimate.assumptions import AUTO_BUDGET, Assumptions
-from ftrun.tools.estimate.failure_rates import DAY_S, mtbf_s
+from ftrun.tools.estimate.assumptions import AUTO_BUDGET, DAY_S, Assumptions, mtbf_s
 from ftrun.tools.estimate.goodput import FailureKind, best_interval_s, goodput, life_s, over_disk
-from ftrun.tools.estimate.spare_nodes import best_spares, too_few
 from ftrun.tools.estimate.survival import (
     NodeLossModel,
+    best_spares,
     loss_per_s,
     lost_within,
     side_by_side,
     spread,
+    too_few,
 )
 
 MAX_NODES = 100_000
@@ -36,13 +31,7 @@ _HARDLY = 0.9
 
 @dataclass(frozen=True, slots=True)
 class FixedChoices:
-    """Settings that are fixed; None: choose the value.
-
-    Args:
-        code: k and m.
-        every: steps between two snapshots.
-        spares: number of spares.
-    """
+    """Settings that are fixed: (k, m), steps between snapshots, spares; None: choose the value."""
 
     code: tuple[int, int] | None = None
     every: int | None = None
@@ -51,11 +40,11 @@ class FixedChoices:
 
 @dataclass(frozen=True, slots=True)
 class CodeOption:
-    """A code, and its properties with a given number of nodes.
+    """A code k + m, and its properties with a given number of nodes; m = 0: no parity.
 
     Args:
         data: k.
-        parity: m; 0: a lost node loses the snapshots.
+        parity: m.
         loss: probability that lost nodes destroy all snapshots during the run, if domains are
             spread over the groups. ftrun spreads domains that are configured.
         loss_side_by_side: the same if each group consists of neighbours.
@@ -136,19 +125,20 @@ class Outlook:
 
 
 def outlook(nodes: int, given: Assumptions, decided: FixedChoices) -> Outlook:
-    m_s = mtbf_s(nodes, per_1000_node_days=given.rate, crowding=given.crowding)
+    m_s = mtbf_s(nodes, given)
     every = decided.every or best_every(given, m_s)
     interval_s = every * given.step_s
     window_s = _node_dead_s(given) + interval_s + given.one_snapshot_s + given.transfer_s
     codes = _codes(nodes, given, m_s, window_s, decided.code)
     code = _chosen(codes, given.risk)
     in_repair = given.node_share * given.repair_s / m_s
+    periodic_s = given.periodic_detect_s + given.periodic_restart_s
     spares = decided.spares if decided.spares is not None else best_spares(nodes, in_repair)
     return Outlook(
         nodes=nodes,
         mtbf_s=m_s,
         failures=given.days * DAY_S / m_s,
-        periodic=_periodic(given, m_s),
+        periodic=_saved_on_disk(given, m_s, [FailureKind(1.0, periodic_s)]),
         noticed=_noticed(given, m_s),
         ftrun=_ftrun(given, m_s, interval_s, code.share),
         every=every,
@@ -164,16 +154,7 @@ def outlook(nodes: int, given: Assumptions, decided: FixedChoices) -> Outlook:
     )
 
 
-# --- ways -------------------------------------------------------------------------------------
-
-
-def _longest_s(given: Assumptions) -> float:
-    return given.days * DAY_S
-
-
-def _periodic(given: Assumptions, m_s: float) -> RecoveryStrategy:
-    dead_s = given.periodic_detect_s + given.periodic_restart_s
-    return _saved_on_disk(given, m_s, [FailureKind(1.0, dead_s)])
+# --- strategies -------------------------------------------------------------------------------
 
 
 def _noticed(given: Assumptions, m_s: float) -> RecoveryStrategy:
@@ -190,7 +171,7 @@ def _saved_on_disk(
     given: Assumptions, m_s: float, kinds: Sequence[FailureKind]
 ) -> RecoveryStrategy:
     cost_s = given.periodic_cost_s
-    interval_s = best_interval_s(save_s=cost_s, mtbf_s=m_s, longest_s=_longest_s(given))
+    interval_s = best_interval_s(save_s=cost_s, mtbf_s=m_s, longest_s=given.days * DAY_S)
     interval_s = max(interval_s, given.step_s)
     found = goodput(interval_s=interval_s, save_s=cost_s, mtbf_s=m_s, kinds=kinds)
     return RecoveryStrategy(interval_s, found, _mean_dead_s(kinds), interval_s / 2)
@@ -203,12 +184,9 @@ def _ftrun(given: Assumptions, m_s: float, interval_s: float, lost: float) -> Re
     # A checkpoint on disk is a written snapshot, so it cannot be more frequent.
     disk_every_s = max(given.disk_every_s, interval_s)
     memory = goodput(interval_s=interval_s, save_s=given.one_snapshot_s, mtbf_s=m_s, kinds=kinds)
+    recovery_s, blocks_s = life_s(mtbf_s=m_s, kinds=kinds), given.disk_blocks_s
     found = over_disk(
-        memory,
-        every_s=disk_every_s,
-        blocks_s=given.disk_blocks_s,
-        share=on_disk,
-        recovery_s=life_s(mtbf_s=m_s, kinds=kinds),
+        memory, every_s=disk_every_s, blocks_s=blocks_s, share=on_disk, recovery_s=recovery_s
     )
     redone_s = interval_s / 2 + sum(kind.share * kind.lag_s for kind in kinds)
     redone_s += on_disk * disk_every_s / 2
@@ -218,10 +196,8 @@ def _ftrun(given: Assumptions, m_s: float, interval_s: float, lost: float) -> Re
 def ftrun_kinds(given: Assumptions, on_disk: float) -> list[FailureKind]:
     """Returns the cost of each kind of failure under ftrun.
 
-    Args:
-        given: the assumptions.
-        on_disk: share of failures that need the disk, at least `disk_share`. The excess over
-            `disk_share` consists of lost nodes.
+    `on_disk` is the share of failures that need the disk, at least `disk_share`. The excess over
+    `disk_share` consists of lost nodes.
     """
     again_s = given.restart_s + given.restart_more_s
     more = on_disk - given.disk_share
@@ -245,7 +221,7 @@ def best_every(given: Assumptions, m_s: float) -> int:
     cost_s = given.one_snapshot_s
     kinds = ftrun_kinds(given, given.disk_share)
     least = max(1, math.ceil(given.transfer_s / given.step_s - 1e-9))
-    best_s = best_interval_s(save_s=cost_s, mtbf_s=m_s, longest_s=_longest_s(given))
+    best_s = best_interval_s(save_s=cost_s, mtbf_s=m_s, longest_s=given.days * DAY_S)
     steps = best_s / given.step_s
     around = {max(least, math.floor(steps)), max(least, math.ceil(steps))}
     return max(
@@ -270,11 +246,7 @@ def _mean_dead_s(kinds: Sequence[FailureKind]) -> float:
 
 
 def _codes(
-    nodes: int,
-    given: Assumptions,
-    m_s: float,
-    window_s: float,
-    code: tuple[int, int] | None,
+    nodes: int, given: Assumptions, m_s: float, window_s: float, code: tuple[int, int] | None
 ) -> list[CodeOption]:
     per_s = 0.0 if math.isinf(m_s) else 1.0 / m_s
     losses = NodeLossModel(
@@ -296,15 +268,15 @@ def _code(
     nodes: int, given: Assumptions, losses: NodeLossModel, m_s: float, code: tuple[int, int]
 ) -> CodeOption:
     data, parity = code
-    domain_nodes, over_s = given.domain_nodes, _longest_s(given)
-    placed = spread(nodes, data=data, parity=parity, domain_nodes=domain_nodes)
-    beside = side_by_side(nodes, data=data, parity=parity, domain_nodes=domain_nodes)
+    over_s = given.days * DAY_S
+    placed = spread(nodes, data=data, parity=parity, domain_nodes=given.domain_nodes)
+    neighbours = side_by_side(nodes, data=data, parity=parity, domain_nodes=given.domain_nodes)
     per_s = loss_per_s(placed, losses)
     return CodeOption(
         data=data,
         parity=parity,
         loss=lost_within(per_s, over_s=over_s),
-        loss_side_by_side=lost_within(loss_per_s(beside, losses), over_s=over_s),
+        loss_side_by_side=lost_within(loss_per_s(neighbours, losses), over_s=over_s),
         taken=placed.worst,
         share=per_s * m_s if per_s > 0.0 else 0.0,
     )

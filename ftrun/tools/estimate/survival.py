@@ -1,10 +1,4 @@
-"""Computes the probability that snapshots in memory survive the losses of nodes.
-
-Runs in:  the caller (the cli). Pure.
-Takes in: groups of k + m nodes, rates of lost nodes and lost domains, and the time until the state
-          is protected again after a loss.
-Gives:    the rate at which more than m nodes of a group are lost at the same time, and the
-          probability that this happens during a run.
+"""Computes the probability that snapshots in memory survive lost nodes, and the number of spares.
 
 A lost node counts as lost for the window. The window includes detection, replacement by another
 node, the fetch of the state, and the protection of a new version. Nodes and domains are lost
@@ -18,25 +12,28 @@ state is lost if one more loss exceeds what the code of a group tolerates:
 If the loss of a domain alone loses the state, this domain does not count as lost for other groups.
 Three lost domains within a window are not considered. State that several nodes hold (replicas)
 survives more losses than this model shows.
+
+The number of nodes in repair has a Poisson distribution with the mean (arrivals x repair time).
+This holds for any distribution of the repair time (the M/G/infinity queue), so that only its mean
+is needed.
 """
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 from ftrun.erasure.groups import ProtectionGroup, make_groups
 
+_MOST = 100_000
+
 
 @dataclass(frozen=True, slots=True)
 class NodeLossModel:
-    """Rates of losses.
+    """Rates of losses of one node alone, and of all whole domains together.
 
-    Args:
-        node_per_s: losses of one node alone, per second.
-        domains_per_s: losses of whole domains, of all domains of the run together.
-        window_s: from a loss until the state is protected again.
+    `window_s` is the time from a loss until the state is protected again.
     """
 
     node_per_s: float
@@ -91,8 +88,8 @@ def side_by_side(nodes: int, *, data: int, parity: int, domain_nodes: int) -> Gr
 def loss_per_s(placement: GroupPlacement, losses: NodeLossModel) -> float:
     """Returns how often per second the state in memory is lost."""
     domain_per_s = losses.domains_per_s / placement.num_domains
-    gone = _within(losses.node_per_s, losses.window_s)
-    domain_gone = _within(domain_per_s, losses.window_s)
+    gone = lost_within(losses.node_per_s, over_s=losses.window_s)
+    domain_gone = lost_within(domain_per_s, over_s=losses.window_s)
     by_node = math.fsum(
         count * _met(parity, borne, fatal, gone, domain_gone)
         for (parity, borne, fatal), count in placement.groups.items()
@@ -104,7 +101,7 @@ def loss_per_s(placement: GroupPlacement, losses: NodeLossModel) -> float:
 
 def lost_within(per_s: float, *, over_s: float) -> float:
     """Returns the probability of at least one event in that time."""
-    return _within(per_s, over_s)
+    return -math.expm1(-per_s * over_s)
 
 
 def at_least(least: int, *, of: int, p: float) -> float:
@@ -114,12 +111,7 @@ def at_least(least: int, *, of: int, p: float) -> float:
     """
     if least <= 0:
         return 1.0
-    terms = (math.comb(of, n) * p**n * (1.0 - p) ** (of - n) for n in range(least, of + 1))
-    return min(1.0, math.fsum(terms))
-
-
-def _within(per_s: float, over_s: float) -> float:
-    return -math.expm1(-per_s * over_s)
+    return min(1.0, math.fsum(_gone(of, p)[least:]))
 
 
 def _met(
@@ -198,3 +190,33 @@ def _seen(groups: Sequence[ProtectionGroup], domains: Mapping[str, str]) -> Grou
         )
     hits = Counter(tuple(sorted(hit.items())) for hit in taken.values())
     return GroupPlacement(kinds, [(count, dict(hit)) for hit, count in hits.items()], len(pairs))
+
+
+def too_few(mean_in_repair: float, spares: int) -> float:
+    """Returns the share of time in which more nodes are in repair than there are spares."""
+    *_, enough = _enough(mean_in_repair, spares)
+    return 1.0 - enough
+
+
+def best_spares(nodes: int, mean_in_repair: float) -> int:
+    """Returns the number of spares with the highest share of all node time spent on training.
+
+    This is the worst case: the run waits while nodes are missing. With `--nnodes MIN:MAX` it
+    continues with fewer nodes and needs fewer spares.
+    """
+    # No run uses more spares than this.
+    most = min(_MOST, math.ceil(mean_in_repair + 12.0 * math.sqrt(mean_in_repair) + 12.0))
+    used = [
+        nodes / (nodes + spares) * enough
+        for spares, enough in enumerate(_enough(mean_in_repair, most))
+    ]
+    return max(range(len(used)), key=used.__getitem__)
+
+
+def _enough(mean: float, most: int) -> Iterator[float]:
+    """Yields the probabilities that at most 0, 1, 2 ... `most` nodes are in repair."""
+    total = 0.0
+    for count in range(most + 1):
+        # Use logarithms, because exp(-mean) underflows for the largest runs.
+        total += math.exp(count * math.log(mean) - mean - math.lgamma(count + 1)) if mean else 0.0
+        yield min(total, 1.0) if mean else 1.0

@@ -1,20 +1,26 @@
-"""Formats an estimate as text.
-
-Runs in: cli. Pure.
-"""
+"""Formats an estimate as text, and draws goodput over the number of nodes."""
 
 import math
 from collections.abc import Sequence
 
-from ftrun.cli.screen.text import count, duration, percent
-from ftrun.tools.estimate.assumptions import Assumptions
-from ftrun.tools.estimate.failure_rates import CROWDED_FROM, DAY_S
-from ftrun.tools.estimate.outlook import CodeOption, Outlook
+from markupsafe import Markup
 
-WAYS = ("checkpoints", "checkpoints, noticed by ftrun", "snapshots under ftrun")
+from ftrun.cli.screen.text import count, duration, percent
+from ftrun.tools.estimate.assumptions import CROWDED_FROM, DAY_S, Assumptions
+from ftrun.tools.estimate.outlook import CodeOption, Outlook
+from ftrun.tools.report.render.svg import Drawing, nice
+
+_STRATEGIES = ("periodic", "noticed", "ftrun")
+WAYS = ("checkpoints", "checkpoints, ftrun detects", "snapshots under ftrun")
 CODE_HEAD = ("code", "memory for it", "nodes of a group in a domain", "domains spread",
              "neighbours in one group")  # fmt: skip
 _SMALL = 16
+
+_WIDTH, _HEIGHT = 980.0, 430.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 660.0, 40.0, 362.0
+_LINE = 32.0
+"""Pixels; twice the minimum distance between the labels of two curves."""
+_TICK_PX = 78.0
 
 
 def chance(p: float) -> str:
@@ -40,12 +46,12 @@ def part(p: float) -> str:
 def head(given: Assumptions) -> tuple[str, ...]:
     return (
         "nodes",
-        "a failure each",
+        "failure every",
         f"in {given.days:g} d",
-        "checkpoint each",
+        "checkpoint every",
         "goodput",
-        "noticed by ftrun",
-        "snapshot each",
+        "ftrun detects",
+        "snapshot every",
         "ftrun",
         "code",
         "spares",
@@ -80,7 +86,7 @@ def code_row(code: CodeOption) -> tuple[str, ...]:
 
 def code_title(it: Outlook, given: Assumptions) -> str:
     return (
-        f"How probable it is that lost nodes cost all snapshots, once in {_days(given)} on "
+        f"Probability that lost nodes destroy all snapshots within {_days(given)} on "
         f"{count(it.nodes, 'node')}"
     )
 
@@ -96,27 +102,27 @@ def advice(it: Outlook, given: Assumptions) -> list[tuple[str, str]]:
 
 def caveats(outlooks: Sequence[Outlook], given: Assumptions) -> list[str]:
     found = [
-        "a model, not a measurement: failures come independently of one another, of the time and "
-        "of what the run does"
+        "this is a model, not a measurement: failures are independent of each other, of the time "
+        "and of the work of the run"
     ]
     if outlooks[-1].nodes > CROWDED_FROM and not given.crowding:
         found.append(
-            f"above {CROWDED_FROM:,} nodes that is optimistic: faults come together there "
-            "(--crowding 0.9 fits what Meta saw)"
+            f"above {CROWDED_FROM:,} nodes it is optimistic, because failures coincide there "
+            "(--crowding 0.9 fits the rates of Meta)"
         )
     if outlooks[0].nodes < _SMALL:
         found.append(
-            f"below {_SMALL} nodes it is optimistic: small jobs fail more often than their nodes "
-            "alone tell, by other causes"
+            f"below {_SMALL} nodes it is optimistic: small jobs fail more often than their nodes, "
+            "because of other causes"
         )
     if given.restart_more_s == Assumptions().restart_more_s:
         found.append(
             f"{duration(given.restart_more_s)} of each restart is a guess (--restart-more); the "
-            f"other {duration(given.restart_s)} were measured, on two cores without a GPU"
+            f"other {duration(given.restart_s)} was measured, on two cores without a GPU"
         )
     found.append(
-        "spares are not in goodput, which counts time; each way needs them alike, and a run "
-        "without a node for its ranks is taken to wait"
+        "goodput counts time and does not include spares; each strategy needs them equally, and a "
+        "run without a node for its ranks waits"
     )
     return found
 
@@ -124,44 +130,47 @@ def caveats(outlooks: Sequence[Outlook], given: Assumptions) -> list[str]:
 def _goodput(it: Outlook, given: Assumptions) -> str:
     if math.isinf(it.mtbf_s):
         return (
-            f"{percent(it.ftrun.goodput)} of the time is progress, as nothing fails; the rest is "
-            "what snapshots cost"
+            f"{percent(it.ftrun.goodput)} of the time is progress, because nothing fails; the rest "
+            "is the cost of snapshots"
         )
     more_days = (it.ftrun.goodput - it.periodic.goodput) * given.days
     than = "more" if more_days >= 0 else "less"
     return (
-        f"{percent(it.ftrun.goodput)} of the time is progress, with checkpoints each "
-        f"{duration(it.periodic.interval_s)} {percent(it.periodic.goodput)}, and "
-        f"{percent(it.noticed.goodput)} where ftrun notices failures and the script goes on from "
-        f"its own checkpoints. Of {_days(given)} that is {duration(abs(more_days) * DAY_S)} {than}."
-        f" A failure comes each {duration(it.mtbf_s)} and costs {duration(it.ftrun.dead_s)} to "
-        f"the next step and {duration(it.ftrun.redone_s)} done again, instead of "
+        f"{percent(it.ftrun.goodput)} of the time is progress. It is "
+        f"{percent(it.periodic.goodput)} with checkpoints only (one every "
+        f"{duration(it.periodic.interval_s)}), and {percent(it.noticed.goodput)} if ftrun detects "
+        "failures and the script resumes from its own checkpoints. Of "
+        f"{_days(given)} that is {duration(abs(more_days) * DAY_S)} {than}. A failure occurs every "
+        f"{duration(it.mtbf_s)}. It costs {duration(it.ftrun.dead_s)} until the next step and "
+        f"{duration(it.ftrun.redone_s)} of repeated steps, instead of "
         f"{duration(it.periodic.dead_s)} and {duration(it.periodic.redone_s)}"
     )
 
 
 def _code(it: Outlook, given: Assumptions) -> str:
     code = it.code
-    risk = f"lost nodes cost all snapshots in {_days(given)} with a probability of "
+    risk = f"lost nodes destroy all snapshots in {_days(given)} with a probability of "
     risk += chance(code.loss)
     if it.nodes == 1:
-        return f"none: one node has no other to keep its parity. {_first(risk)}"
+        return f"none: there is no other node to store parity. {risk[0].upper()}{risk[1:]}"
     if len(it.codes) == 1:
         return f"{code.name}, as given: {risk}. {_domain(it, given)}"
     if not code.parity:
         return f"none is needed: {risk}"
     is_auto = code.name == it.auto_code
-    flag = "as --erasure auto takes" if is_auto else f"--erasure {code.name}; auto: {it.auto_code}"
+    flag = (
+        "as --erasure auto chooses" if is_auto else f"--erasure {code.name}; auto: {it.auto_code}"
+    )
     below = it.codes[it.codes.index(code) - 1]
     if code.loss <= given.risk:
-        why = (
-            f"with {below.name} of {chance(below.loss)}. It is the least parity that keeps it at "
-            f"{chance(given.risk)} or below (--risk)"
+        reason = (
+            f"with {below.name} of {chance(below.loss)}. It is the least parity with at most "
+            f"{chance(given.risk)} (--risk)"
         )
     else:
-        why = f"above {chance(given.risk)} (--risk), and more parity hardly lowers it"
+        reason = f"above {chance(given.risk)} (--risk), and more parity hardly reduces it"
     memory = f"It needs {100 * code.memory:.0f} % of the state in memory"
-    return f"{code.name} ({flag}): {risk}, {why}. {memory}. {_domain(it, given)}"
+    return f"{code.name} ({flag}): {risk}, {reason}. {memory}. {_domain(it, given)}"
 
 
 def _domain(it: Outlook, given: Assumptions) -> str:
@@ -169,11 +178,11 @@ def _domain(it: Outlook, given: Assumptions) -> str:
     taken = f"{count(code.taken, 'node')} of a group in a domain of {given.domain_nodes}"
     if not code.bears_a_domain:
         return (
-            f"At best there are {taken}, and {code.parity} may go: losing it costs the snapshots. "
-            "More domains mend that, and a checkpoint on disk outlives it; more parity does not"
+            f"At best there are {taken}, and {code.parity} may be lost: losing the domain destroys "
+            "the snapshots. More domains or a checkpoint on disk help; more parity does not"
         )
     return (
-        f"With --fault-domain on each node there is no more than {taken}; with neighbours in one "
+        f"With --fault-domain on each node there is at most {taken}; with neighbours in one "
         f"group the probability is {chance(code.loss_side_by_side)}"
     )
 
@@ -182,21 +191,22 @@ def _interval(it: Outlook, given: Assumptions) -> str:
     every_s = it.every * given.step_s
     cost = given.one_snapshot_s / (every_s + given.one_snapshot_s)
     redone = 0.0 if math.isinf(it.mtbf_s) else it.ftrun.redone_s / it.mtbf_s
-    why = f"snapshots take {percent(cost)} of the time, and steps done again {percent(redone)}"
+    reason = f"snapshots take {percent(cost)} of the time, and repeated steps {percent(redone)}"
     least = given.transfer_s > every_s - given.step_s and it.every > 1
     bound = (
-        f". No sooner: the one before has to be protected first, {duration(given.transfer_s)}"
+        f". Not more often, because the previous one is protected first, in "
+        f"{duration(given.transfer_s)}"
         if least
         else ""
     )
     auto_cost = given.one_snapshot_s / (it.every_auto * given.step_s + given.one_snapshot_s)
     auto = (
-        f". auto takes one each {count(it.every_auto, 'step')}, for {percent(auto_cost)} of the "
-        "time: it does not know how often nodes fail"
+        f". auto takes one every {count(it.every_auto, 'step')}, for {percent(auto_cost)} of the "
+        "time, because the failure rate is unknown to it"
         if it.every_auto != it.every
         else ", as auto does"
     )
-    return f"each {count(it.every, 'step')} (--snapshot-every {it.every}): {why}{bound}{auto}"
+    return f"every {count(it.every, 'step')} (--snapshot-every {it.every}): {reason}{bound}{auto}"
 
 
 def _spares(it: Outlook, given: Assumptions) -> str:
@@ -205,8 +215,8 @@ def _spares(it: Outlook, given: Assumptions) -> str:
     if not it.spares:
         one = percent(1 / (it.nodes + 1))
         return (
-            f"none: {repair}. Without one the run waits for a node, or goes on with fewer "
-            f"(--nnodes MIN:MAX), for {without}; one more node would be {one} of all of them"
+            f"none: {repair}. Without one the run waits for a node, or continues with fewer "
+            f"(--nnodes MIN:MAX), for {without}; one more node would be {one} of all nodes"
         )
     domain = (
         f". A lost domain takes {given.domain_nodes} at once"
@@ -214,7 +224,7 @@ def _spares(it: Outlook, given: Assumptions) -> str:
         else ""
     )
     return (
-        f"{it.spares} (--spares {it.spares}): {repair}. Nodes are too few for "
+        f"{it.spares} (--spares {it.spares}): {repair}. There are too few nodes for "
         f"{part(it.too_few)} of the time, without spares for {without}{domain}"
     )
 
@@ -223,5 +233,91 @@ def _days(given: Assumptions) -> str:
     return f"{given.days:g} days" if given.days != 1 else "one day"
 
 
-def _first(words: str) -> str:
-    return words[:1].upper() + words[1:]
+# --- the picture ------------------------------------------------------------------------------
+
+
+def picture(outlooks: Sequence[Outlook], style_sheet: str = "") -> Markup:
+    """Draws a curve for each strategy.
+
+    Args:
+        outlooks: results with the same assumptions, for rising numbers of nodes.
+        style_sheet: styles to embed if the picture is a file of its own.
+    """
+    ways = [[getattr(one, way).goodput for one in outlooks] for way in _STRATEGIES]
+    last = outlooks[-1]
+    about = f"with {last.nodes:,} nodes " + ", ".join(
+        f"{name} {percent(way[-1])}" for name, way in zip(WAYS, ways, strict=True)
+    )
+    title = "Goodput over the number of nodes"
+    drawing = Drawing(_WIDTH, _HEIGHT, name="estimate", title=title, about=about)
+    drawing.rect(0, 0, _WIDTH, _HEIGHT, "paper")
+    drawing.text(_LEFT, 20, "share of time that is progress (goodput)", "label strong")
+    least = _floor(min(min(way) for way in ways))
+    xs = _xs([one.nodes for one in outlooks])
+    _grid(drawing, outlooks, xs, least)
+    lines = [[(x, _y(value, least)) for x, value in zip(xs, way, strict=True)] for way in ways]
+    for number, points in enumerate(lines):
+        if len(points) > 1:
+            drawing.path(points, f"way-{number}")
+        for x, y in points:
+            drawing.rect(x - 2.5, y - 2.5, 5, 5, f"at-{number}")
+    ends = _apart([points[-1][1] for points in lines])
+    for number, (name, y) in enumerate(zip(WAYS, ends, strict=True)):
+        drawing.rect(_RIGHT + 16, y - 5, 10, 10, f"at-{number}")
+        drawing.text(_RIGHT + 32, y + 4, f"{percent(ways[number][-1])}  {name}", "label")
+    return drawing.markup(style_sheet)
+
+
+def _floor(least: float) -> float:
+    """Returns the lower end of the axis: 0, or close to the values if all are 0.7 or more."""
+    if least < 0.7:
+        return 0.0
+    part = nice((1.0 - least) / 4)
+    return max(0.0, 1.0 - part * math.ceil((1.0 - least) / part + 1e-9))
+
+
+def _xs(nodes: Sequence[int]) -> list[float]:
+    """Returns logarithmic positions: every doubling has the same width."""
+    low, high = math.log2(nodes[0]), math.log2(nodes[-1])
+    if high == low:
+        return [(_LEFT + _RIGHT) / 2]
+    return [_LEFT + 20 + (math.log2(one) - low) / (high - low) * (_RIGHT - _LEFT - 40)
+            for one in nodes]  # fmt: skip
+
+
+def _y(value: float, least: float) -> float:
+    return _BOTTOM - (value - least) / (1.0 - least) * (_BOTTOM - _TOP)
+
+
+def _grid(drawing: Drawing, outlooks: Sequence[Outlook], xs: Sequence[float], least: float) -> None:
+    part = nice((1.0 - least) / 5)
+    for index in range(round((1.0 - least) / part) + 1):
+        value = 1.0 - index * part
+        if value < least - 1e-9:
+            break
+        y = _y(value, least)
+        drawing.line(_LEFT, y, _RIGHT, y, "grid")
+        drawing.text(_LEFT - 8, y + 4, f"{100 * value:.4g} %", "tick", "end")
+    after = math.inf
+    # Begin at the largest number, which is always labelled.
+    for one, x in zip(reversed(outlooks), reversed(xs), strict=True):
+        drawing.line(x, _TOP, x, _BOTTOM, "grid")
+        if after - x < _TICK_PX:
+            continue
+        after = x
+        drawing.text(x, _BOTTOM + 18, f"{one.nodes:,}", "tick", "middle")
+        shown = "never" if math.isinf(one.mtbf_s) else duration(one.mtbf_s)
+        drawing.text(x, _BOTTOM + 36, shown, "tick", "middle")
+    drawing.text(_RIGHT + 32, _BOTTOM + 18, "nodes", "tick")
+    drawing.text(_RIGHT + 32, _BOTTOM + 36, "between two failures", "tick")
+
+
+def _apart(ys: Sequence[float]) -> list[float]:
+    """Moves the heights apart so that no two labels overlap."""
+    order = sorted(range(len(ys)), key=lambda index: (ys[index], -index))
+    placed: dict[int, float] = {}
+    lowest = -math.inf
+    for index in order:
+        lowest = max(ys[index], lowest + _LINE / 2)
+        placed[index] = lowest
+    return [placed[index] for index in range(len(ys))]

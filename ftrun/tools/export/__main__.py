@@ -1,10 +1,9 @@
-"""`python -m ftrun.tools.export.__main__`: a checkpoint, written in a format that others read.
+"""Exports a checkpoint: `python -m ftrun.tools.export.__main__`.
 
-Runs in:  a process of its own, started by the cli: what knows tensors is of this folder. torch is
-          loaded only where the format or the dtype needs it.
+Runs in:  a process that the cli starts. torch is loaded only if the format or the dtype needs it.
 Takes in: an `ExportJob` as JSON on stdin.
-Gives:    `ExportReport` as JSON on stdout; a directory or a file that is whole, or nothing.
-Survives: the run that writes there meanwhile; files it removes are open already.
+Gives:    `ExportReport` as JSON on stdout; a complete directory or file, or nothing.
+Survives: a run that writes to the same directory; files that it removes are already open.
 """
 
 import signal
@@ -23,11 +22,10 @@ from ftrun.tools.export.selection import ExportOutline, NameFilter, replaced
 from ftrun.tools.export.source import ExportSource
 from ftrun.tools.export.tensor_writer import dtype_out
 from ftrun.wire.messages.checkpoint import ExportJob, ExportReport
-from ftrun.worker.disk_images import DiskImages
+from ftrun.worker.reshard.source import DiskImages
 
 
 def main() -> int:
-    """Do what is asked; 0 also where it cannot be done: that is said."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=ExportJob)
@@ -39,13 +37,13 @@ def main() -> int:
         facts = msgspec.structs.replace(facts, problem=str(error))
     except ImportError as error:
         problem = (
-            f"torch is needed for that, and cannot be loaded: {error}. --format safetensors "
-            "without --dtype does without it"
+            f"this format or dtype needs torch, which cannot be loaded: {error}. --format "
+            "safetensors without --dtype does not need it"
         )
         facts = msgspec.structs.replace(facts, problem=problem)
     except OSError as error:
         reason = error.strerror or str(error)
-        problem = f"{order.out} is not written: {reason}. Nothing is left of it"
+        problem = f"{order.out} is not written: {reason}. Nothing of it remains"
         facts = msgspec.structs.replace(facts, problem=problem)
     facts = msgspec.structs.replace(facts, seconds=clock.now_s() - began_s)
     sys.stdout.buffer.write(msgspec.json.encode(facts))
@@ -53,7 +51,7 @@ def main() -> int:
 
 
 def _end(number: int, _: object) -> NoReturn:
-    """So that what is half-written is removed on the way."""
+    """Exits by an exception, so that incomplete files are removed."""
     sys.exit(128 + number)
 
 
@@ -84,7 +82,7 @@ def _export(order: ExportJob, facts: ExportReport) -> ExportReport:
 
 
 def _write(made: Path, outline: ExportOutline, world: ExportSource, order: ExportJob) -> int:
-    """Write it; how many tensors there are in it."""
+    """Writes the export; returns the number of its tensors."""
     if order.format == "safetensors":
         return write_safetensors(made, outline, world, order)
     if order.format == "dcp":
@@ -103,13 +101,9 @@ def _write(made: Path, outline: ExportOutline, world: ExportSource, order: Expor
 
 
 class _Filled:
-    """The tree of an outline with something of the format's own in place of each reference.
+    """The tree of an outline with a placeholder of the format in place of each reference.
 
-    Args:
-        outline: what is exported.
-        world: where the tensors are.
-        order: has the dtype for tensors of modules.
-        make: given a name, a tensor and a dtype, gives what stands for it.
+    `make` returns the placeholder for a name, a tensor and a dtype.
     """
 
     def __init__(
@@ -132,7 +126,7 @@ class _Filled:
             tensor = self._world.whole(value.name)
             self.num_tensors += 1
             if value.kind == "array":
-                self._world.tell(f"{value.name} is a numpy array; it is written as a tensor")
+                self._world.note(f"{value.name} is a numpy array; it is written as a tensor")
             wanted = self._dtype if value.name in self._learned else ""
             return self._make(value.name, tensor, dtype_out(tensor, wanted))
         if type(value).__module__ == "numpy":

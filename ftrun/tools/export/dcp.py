@@ -1,12 +1,7 @@
-"""A checkpoint as one that torch.distributed.checkpoint reads.
+"""Writes a folder for torch.distributed.checkpoint, which all of torch's readers can load.
 
-Runs in:  the process of ftrun.tools.export.__main__. Loads torch.
-Takes in: the checkpoint, the tree of what is wanted.
-Gives:    a folder with `.metadata` and `.distcp` files: `load`, `dcp_to_torch_save` and every
-          reader of torch's own understand it, under any number of ranks.
-
-torch plans and writes; tensors are given to it when it writes them, so that few are in memory. Its
-writer keeps all tensors of a file until the file is closed, so a file has some hundred megabytes.
+torch plans and writes. Each tensor is read when torch writes it, so that few are in memory. torch's
+writer keeps all tensors of a file until the file is closed, so that the size of files is limited.
 
 Source: torch.distributed.checkpoint, `FileSystemWriter` and `DefaultSavePlanner` (read in 2.13).
 """
@@ -39,11 +34,7 @@ FILE_BYTES = 256 << 20
 
 
 class Placeholders:
-    """Stand for tensors in a state dict, and are read when they are written.
-
-    Args:
-        world: the checkpoint.
-    """
+    """Placeholders for tensors in a state dict, which are read when torch writes them."""
 
     def __init__(self, world: ExportSource) -> None:
         self._world = world
@@ -51,19 +42,14 @@ class Placeholders:
         self._own = threading.local()
 
     def make(self, tensor: WholeTensor, dtype: str) -> torch.Tensor:
-        """What stands for a tensor that is written in this dtype."""
         made = torch.empty(tensor.shape, dtype=DTYPES[dtype], device="meta")
         self._meant[id(made)] = (tensor, cast_of(tensor.dtype, dtype))
         return made
 
     def read(self, placeholder: torch.Tensor) -> torch.Tensor:
-        """The tensor that is meant; in any thread.
-
-        Raises:
-            CheckpointError: it is damaged.
-        """
+        """Reads the tensor of a placeholder, in any thread."""
         if not hasattr(self._own, "reader"):
-            self._own.reader = WholeTensorReader(self._world.images, self._world.tell)
+            self._own.reader = WholeTensorReader(self._world.images, self._world.note)
         tensor, cast = self._meant[id(placeholder)]
         if 0 in tensor.shape:
             return torch.empty_like(placeholder, device="cpu")
@@ -75,16 +61,10 @@ class Placeholders:
 def write_dcp(
     folder: Path, tree: dict[str, Any], placeholders: Placeholders, *, num_writers: int
 ) -> None:
-    """Fill a new folder.
-
-    Raises:
-        CheckpointError: a tensor is damaged.
-        OSError: there is no room.
-    """
     folder.mkdir()
     try:
         with warnings.catch_warnings():
-            # It is meant to be one process, and that is said with `no_dist`.
+            # This is one process, as `no_dist` says.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             save(
                 tree,
@@ -92,13 +72,13 @@ def write_dcp(
                 planner=_Planner(placeholders),
                 no_dist=True,
             )
-    except CheckpointException as error:  # torch's wrapping of what went wrong in each rank
+    except CheckpointException as error:  # torch's wrapper of the errors of all ranks
         first, _ = next(iter(error.failures.values()))
         raise _behind(first) from error
 
 
 def _behind(error: BaseException) -> BaseException:
-    """What the file system has said, where that is behind an error of torch's writer in C++."""
+    """Returns the error of the file system, if it caused an error of torch's writer in C++."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError):
         found = found.__cause__ or found.__context__
@@ -106,7 +86,7 @@ def _behind(error: BaseException) -> BaseException:
 
 
 class _Planner(DefaultSavePlanner):
-    """torch's planner, but for where a tensor comes from."""
+    """torch's planner, with tensors from a checkpoint."""
 
     def __init__(self, placeholders: Placeholders) -> None:
         super().__init__()
@@ -119,9 +99,9 @@ class _Planner(DefaultSavePlanner):
 
 
 class _Writer(FileSystemWriter):
-    """torch's writer, given a part of its plan at a time by several threads.
+    """torch's writer in several threads, each of which writes parts of the plan.
 
-    How the plan is cut does not depend on how many threads there are.
+    The parts do not depend on the number of threads.
     """
 
     def __init__(self, folder: Path, num_writers: int) -> None:
@@ -148,7 +128,7 @@ class _Writer(FileSystemWriter):
 
 
 def _cut(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
-    """Items of neighbouring names, for files of limited size."""
+    """Groups items of neighbouring names into files of limited size."""
     groups: list[list[WriteItem]] = [[]]
     room = FILE_BYTES
     for item in items:

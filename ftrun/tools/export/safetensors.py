@@ -1,17 +1,11 @@
-"""Whole tensors in files of the safetensors format, in a directory that transformers reads.
+"""Writes whole tensors to files of the safetensors format, in a directory that transformers reads.
 
-Runs in:  the process of ftrun.tools.export.__main__. Loads torch only for another dtype.
-Takes in: the checkpoint, the outline of what is wanted; how large a file may be.
-Gives:    `model-00001-of-000NN.safetensors` and so on, with the index that names the file of each
-          tensor.
-
-The public library writes a file from tensors that are all in memory at once. Here only the header
-is needed beforehand, so a file of any size is filled from several places at a time. The format is
-eight bytes of length, a JSON header, and the data. The tests read it with the library.
+The public library writes a file from tensors that are all in memory. This writer needs only the
+header beforehand, and several threads fill the file. The tests read the files with the library.
 
 Source: the format of huggingface/safetensors (README, "Format"), the index and the file names of
-huggingface/transformers; a tied tensor is there once, and `__metadata__` says under its other
-names where, as the library's own `save_model` has it.
+huggingface/transformers. A tied tensor is stored once, and `__metadata__` maps its other names to
+it, as the library's `save_model` does.
 """
 
 import json
@@ -39,7 +33,7 @@ _ALIGN_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class TensorDescription:
-    """A tensor as it goes out."""
+    """A tensor as it is written."""
 
     name: str
     dtype: str
@@ -52,14 +46,7 @@ class TensorDescription:
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """One file.
-
-    Args:
-        name: of the file.
-        header: the bytes in front of the data, their length included.
-        places: names of the tensors, and where in the file each begins.
-        num_bytes: of the whole file.
-    """
+    """One file: its header including the length, and the offset of each tensor in the file."""
 
     name: str
     header: bytes
@@ -70,12 +57,10 @@ class PlannedFile:
 def plan_files(
     tensors: Sequence[TensorDescription], *, limit_bytes: int, tied: Mapping[str, str]
 ) -> list[PlannedFile]:
-    """Files of at most so many bytes of data, but for single tensors that are larger.
+    """Plans files of at most `limit_bytes` of data, except for single tensors that are larger.
 
-    Args:
-        tensors: in whatever order; the result is the same.
-        limit_bytes: at least 1.
-        tied: other names, with the names that are among the tensors.
+    The result does not depend on the order of the tensors. `tied` maps other names to names of
+    tensors.
     """
     groups: list[list[TensorDescription]] = []
     room = 0
@@ -92,7 +77,7 @@ def plan_files(
 
 
 def index_of(files: Sequence[PlannedFile]) -> bytes:
-    """The file that names the file of each tensor."""
+    """Returns the content of the file that names the file of each tensor."""
     weight_map = {name: file.name for file in files for name in file.places}
     total = sum(file.num_bytes - len(file.header) for file in files)
     found = {
@@ -105,7 +90,7 @@ def index_of(files: Sequence[PlannedFile]) -> bytes:
 def _planned(
     file_name: str, group: Sequence[TensorDescription], tied: Mapping[str, str]
 ) -> PlannedFile:
-    # Wide items first, so that each tensor is aligned to its own items.
+    # Wide items first, so that each tensor is aligned to its items.
     ordered = sorted(group, key=lambda one: -ITEM_BYTES[one.dtype])
     names = {one.name for one in ordered}
     others = {other: name for other, name in tied.items() if name in names}
@@ -131,33 +116,29 @@ def _planned(
 
 
 def left_out_of_safetensors(outline: ExportOutline) -> list[str]:
-    """What is no tensor of a module, in words."""
     return [f"{name}: safetensors files hold tensors of modules only" for name in outline.others]
 
 
 def write_safetensors(
     folder: Path, outline: ExportOutline, world: ExportSource, order: ExportJob
 ) -> int:
-    """Fill a new folder; how many tensors there are in it.
-
-    Raises:
-        CheckpointError: there is nothing to write, or a tensor is damaged.
-        OSError: there is no room.
-    """
+    """Fills a new folder; returns the number of tensors."""
     names, tied = outline.flat()
     if not names:
         raise CheckpointError(
-            "there is no tensor of a module to write; the others need --format dcp or state_dict"
+            "there is no tensor of a module to write; other state needs --format dcp or state_dict"
         )
     tensors = {name: world.whole(saved) for name, saved in names.items()}
     dtypes = {name: dtype_out(tensor, order.dtype) for name, tensor in tensors.items()}
     described = [TensorDescription(name, dtypes[name], one.shape) for name, one in tensors.items()]
     files = plan_files(described, limit_bytes=order.file_bytes, tied=tied)
     for other, name in tied.items():
-        world.tell(f"{other} is tied to {name}; it is written once, under that name")
+        world.note(f"{other} is tied to {name}; it is written once, under that name")
     folder.mkdir()
     create_files({folder / file.name: file.num_bytes for file in files})
-    _write_headers(folder, files)
+    for file in files:
+        with (folder / file.name).open("r+b", buffering=0) as opened:
+            write_at(opened.fileno(), file.header, 0)
     placed = [
         TensorPlacement(tensors[name], folder / file.name, at, dtypes[name])
         for file in files
@@ -166,9 +147,3 @@ def write_safetensors(
     write_tensors(placed, world, num_writers=order.num_writers)
     (folder / INDEX_NAME).write_bytes(index_of(files))
     return len(names)
-
-
-def _write_headers(folder: Path, files: list[PlannedFile]) -> None:
-    for file in files:
-        with (folder / file.name).open("r+b", buffering=0) as opened:
-            write_at(opened.fileno(), file.header, 0)

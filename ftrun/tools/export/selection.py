@@ -1,12 +1,8 @@
-"""What of a version is exported, and under which names: those of the script's own state dicts.
+"""Selects the state that is exported, under the names of the script's own state dicts. Pure.
 
-Runs in:  worker-side process of `ftrun snapshots export`. Pure.
-Takes in: the plain values of a version, with references in place of tensors; patterns.
-Gives:    an `ExportOutline`, and the tree of it that is saved; what is left out, in words.
-
-A tensor of a module has the name it has in the module's own `state_dict()`; in front of it, where
-that is asked, stands the name under which the module was attached. A tied tensor is saved once in
-a snapshot; its other names are in the plain values, so that they can be given back.
+A tensor of a module has the name that it has in the module's own `state_dict()`, with the name of
+the attached module as a prefix if there are several. A tied tensor is saved once in a snapshot; its
+other names are in the plain values.
 """
 
 import re
@@ -27,35 +23,26 @@ _EXTRA_STATE = "_extra_state"
 
 @dataclass
 class NameFilter:
-    """Which names are wanted: those that match a pattern, or all where there is none.
-
-    Args:
-        patterns: as of a shell.
-    """
+    """Selects names that match a shell pattern; all names if there is no pattern."""
 
     patterns: Sequence[str] = ()
     _offered: list[str] = field(default_factory=list)
     _fitting: set[str] = field(default_factory=set)
 
     def takes(self, name: str) -> bool:
-        """Whether this is wanted."""
         self._offered.append(name)
         fitting = [one for one in self.patterns if fnmatchcase(name, one)]
         self._fitting.update(fitting)
         return bool(fitting) or not self.patterns
 
     def check_all_used(self) -> None:
-        """Every pattern has matched something.
-
-        Raises:
-            CheckpointError: names the first that has not, and what there is.
-        """
+        """Raises a CheckpointError with the first pattern that has matched nothing."""
         for one in self.patterns:
             if one not in self._fitting:
                 shown = ", ".join(self._offered[:_SHOWN])
                 more = len(self._offered) - _SHOWN
                 raise CheckpointError(
-                    f"--only {one!r} matches nothing; there are: {shown}"
+                    f"--only {one!r} matches nothing; existing names: {shown}"
                     + (f" and {more} more" if more > 0 else "")
                 )
 
@@ -67,7 +54,7 @@ class SavedOptimizer:
     Args:
         groups: with names in place of parameters.
         state: of each parameter, by name; other keys are the optimizer's own.
-        own: the names that their module gives the parameters, in the order of the groups.
+        own: names of the parameters in their module, in the order of the groups.
     """
 
     groups: Sequence[Plain]
@@ -75,7 +62,7 @@ class SavedOptimizer:
     own: Mapping[str, str]
 
     def tree(self, *, by_index: bool) -> dict[str, Any]:
-        """As a state dict; see `ExportOutline.tree`."""
+        """Returns a state dict; see `ExportOutline.tree`."""
         keys: dict[Any, Any] = dict(self.own)
         if by_index:
             keys = {name: at for at, name in enumerate(self.own)}
@@ -90,14 +77,14 @@ class SavedOptimizer:
 
 @dataclass
 class ExportOutline:
-    """What is exported, by the names under which it was attached.
+    """The exported state, by the names under which it was attached.
 
     Args:
         modules: of each module, its own names and the names of the tensors in the snapshot.
-        extra_state: of each module, what `get_extra_state` had given, by torch's own keys.
-        tensors: attached by themselves.
-        optimizers: with all that belongs to them.
-        objects: trees of all else that has a state.
+        extra_state: of each module, the results of `get_extra_state`, by torch's own keys.
+        tensors: names of attached tensors.
+        optimizers: by name.
+        objects: trees of all other objects that have a state.
         session: step and epoch.
     """
 
@@ -110,18 +97,14 @@ class ExportOutline:
 
     @property
     def others(self) -> list[str]:
-        """What is no tensor of a module, by name."""
+        """Names of all state that is not a tensor of a module."""
         extra = [f"{name}.{key}" for name, found in self.extra_state.items() for key in found]
         return [*extra, *self.tensors, *self.optimizers, *self.objects]
 
     def flat(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Names of tensors of modules without those that only repeat another.
+        """Returns names in the snapshot by exported name, and exported names by tied name.
 
-        One module's tensors have the names that it gives them; with several, each is led by the
-        name of its module.
-
-        Returns:
-            By name, what it is in the snapshot; and by other name of a tied tensor, its name.
+        The names of a single module have no prefix.
         """
         is_one = len(self.modules) == 1
         every = [
@@ -130,19 +113,17 @@ class ExportOutline:
             for own, saved in names.items()
         ]
         names: dict[str, str] = {}
-        # The name under which it was saved is the first that the module gives it.
+        # A tensor was saved under its first name in the module.
         for _, name, saved in sorted(every, key=lambda one: one[0] != one[2]):
             names.setdefault(saved, name)
         tied = {name: names[saved] for _, name, saved in every if names[saved] != name}
         return {name: saved for saved, name in names.items()}, tied
 
     def tree(self, *, by_index: bool) -> dict[str, Any]:
-        """All of it as one state dict, with references in place of tensors.
+        """Returns one state dict, with references in place of tensors.
 
-        Args:
-            by_index: parameters of optimizers have numbers, as `Optimizer.load_state_dict` wants
-                them; else the names they have in their module, as torch's functions for
-                distributed checkpoints do.
+        With `by_index`, parameters of optimizers have numbers, as in `Optimizer.load_state_dict`;
+        else names, as in torch's functions for distributed checkpoints.
         """
         found: dict[str, Any] = {
             module: {own: TensorRef(saved) for own, saved in names.items()}
@@ -165,17 +146,14 @@ def outline_of(
     held: Sequence[str],
     choice: NameFilter,
 ) -> ExportOutline:
-    """Sort out what a version holds.
+    """Builds the outline of a version.
 
     Args:
-        parts: plain values, as one rank has them: `modules`, `groups`, `stateful`, `dicts`,
-            `extra_state`, `session`.
+        parts: plain values of one rank: `modules`, `groups`, `stateful`, `dicts`, `extra_state`,
+            `session`.
         optimizer_states: of each optimizer the state of every parameter, of all ranks together.
-        held: names of all tensors that nothing refers to.
-        choice: which are wanted.
-
-    Raises:
-        CheckpointError: a pattern matches nothing.
+        held: names of all tensors without a reference.
+        choice: selects names.
     """
     modules, tied = _modules(parts, held)
     found = ExportOutline()
@@ -211,7 +189,7 @@ def _add_tensors(
 
 
 def replaced(tree: object, leaf: Callable[[object], object]) -> object:
-    """The same tree with something else in place of each value that holds no others."""
+    """Returns the tree with each leaf replaced."""
     if isinstance(tree, Mapping):
         return {key: replaced(value, leaf) for key, value in tree.items()}
     if isinstance(tree, list | tuple | set | frozenset):
@@ -220,16 +198,16 @@ def replaced(tree: object, leaf: Callable[[object], object]) -> object:
 
 
 def natural(name: str) -> tuple[list[tuple[int, str]], str]:
-    """A key to sort names by: layer 2 comes before layer 10."""
+    """Returns a sort key: layer 2 precedes layer 10."""
     words = re.split(r"(\d+)", name)
     return [(int(word), "") if word.isdecimal() else (-1, word) for word in words], name
 
 
 def _modules(parts: Plain, held: Iterable[str]) -> tuple[list[str], dict[str, str]]:
-    """Names of the attached modules, and the other names of tied tensors."""
+    """Returns the names of the attached modules, and the other names of tied tensors."""
     if "modules" in parts:
         return parts["modules"]["names"], parts["modules"]["tied"]
-    # Written before modules were noted: whatever has a dot in its name is part of one.
+    # An older format without modules: every name with a dot belongs to a module.
     first = (name.partition(".")[0] for name in held if "." in name)
     return [name for name in dict.fromkeys(first) if name not in parts["groups"]], {}
 
@@ -240,7 +218,7 @@ def _module_of(name: str, modules: Iterable[str]) -> str | None:
 
 
 def _own_names(groups: Sequence[Plain], modules: Sequence[str]) -> dict[str, str]:
-    """Names of an optimizer's parameters without their module's, where all are of one."""
+    """Returns names of an optimizer's parameters, without the prefix if all are of one module."""
     names = [name for group in groups for name in group["params"]]
     inside = {_module_of(name, modules) for name in names}
     module = inside.pop() if len(inside) == 1 else None

@@ -1,19 +1,13 @@
-"""A checkpoint as one state, for any number of ranks that wrote it.
+"""Reads a checkpoint as one state, for any number of ranks that wrote it. Loads no torch.
 
-Runs in:  the process of ftrun.tools.export.__main__; tensors are read in any of its threads. Loads
-          no torch.
-Takes in: the shards of all ranks, on disk.
-Gives:    the outline of what is exported; tensors by name, and their bytes in order, each compared
-          with its digest; in words, what is left out, and where ranks have different things so that
-          one rank's were taken.
+Tensors are read in any thread, and all bytes are compared with their digests. A tensor is read in
+parts of some megabytes: each is gathered from all chunks that overlap it. Memory therefore does not
+depend on the size of a tensor, nor on its sharding.
 
-A tensor is read in parts of some megabytes: each is gathered from all chunks that hold some of it.
-So memory does not depend on the size of a tensor, nor on how it was split.
-
-Rule 1: what belongs to an optimizer, or is sharded, has one content in the world. If ranks differ
-        in it, there is no whole tensor, and nothing is exported.
-Rule 2: buffers and objects that no optimizer owns are each rank's own. Those of rank 0 are taken,
-        and a note says which of them differ on another rank.
+Rule 1: State of an optimizer and sharded state has one content in the world. If ranks differ in it,
+        there is no whole tensor, and nothing is exported.
+Rule 2: Buffers and objects that no optimizer owns belong to each rank. Those of rank 0 are
+        exported, and a note names those that differ on another rank.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ftrun.cli.screen.text import count
 from ftrun.errors import CheckpointError, RanksDiffer, SnapshotCorrupt, TensorIncomplete
 from ftrun.ids import Rank
 from ftrun.sharding.partition import StoredRegion
@@ -32,14 +27,10 @@ from ftrun.snapshot.boxes import Box, cut_to, strides_of, whole
 from ftrun.snapshot.layout import ITEM_BYTES, PLAIN_NAME
 from ftrun.snapshot.plain_values import refs_in
 from ftrun.tools.export.selection import ExportOutline, NameFilter, outline_of
-from ftrun.worker.disk_images import DiskImages
-from ftrun.worker.reshard.source import CheckedShards
+from ftrun.worker.reshard.source import CheckedShards, DiskImages
 
 PART_BYTES = 8 << 20
-"""Gathered and written in one go: pieces at its ends are read twice, so not too small."""
-
-Tell = Callable[[str], object]
-"""Takes what the operator should know, in words."""
+"""Size of a part; the pieces at its ends are read twice, so that it must not be small."""
 
 FIRST = Rank(0)
 _OBJECTS = {"stateful": "", "dicts": "", "extra_state": "", "session": "session"}
@@ -49,12 +40,9 @@ _SHOWN = 3
 class ExportSource:
     """One checkpoint.
 
-    Args:
-        images: its shards.
-
     Raises:
         CheckpointError: its plain values are damaged.
-        LayoutUnknown: an older ftrun has written it, which did not note what is a part of what.
+        LayoutUnknown: an older ftrun wrote it, without the regions of tensor parts.
     """
 
     def __init__(self, images: DiskImages) -> None:
@@ -62,46 +50,34 @@ class ExportSource:
         self.notes: list[str] = []
         self._heads = images.headers()
         self._index = SourceIndex(self._heads, prefer=FIRST)
-        self._reader = WholeTensorReader(images, self.tell)
+        self._reader = WholeTensorReader(images, self.note)
         self._parts = {rank: self._plain_of(rank) for rank in sorted(self._heads)}
 
-    def tell(self, note: str) -> None:
-        """Note once what the operator should know."""
+    def note(self, note: str) -> None:
+        """Adds a note for the operator, once."""
         if note not in self.notes:
             self.notes.append(note)
 
     def outline(self, choice: NameFilter, *, is_whole: bool) -> ExportOutline:
-        """What is exported of it.
-
-        Args:
-            choice: which names are wanted.
-            is_whole: more than the tensors of modules is.
-
-        Raises:
-            CheckpointError: a pattern matches nothing.
-        """
+        """Returns the selected state; `is_whole`: more than the tensors of modules is exported."""
         parts = dict(self._first)
         if (differing := self._differing("groups", "parameter groups")) is not None:
-            self.tell(f"optimizers are left out: {differing}")
+            self.note(f"optimizers are left out: {differing}")
             parts["groups"] = {}
         for name, words in _OBJECTS.items() if is_whole else ():
             if (differing := self._differing(name, words)) is not None:
-                self.tell(f"{differing}; that of rank 0 was taken")
+                self.note(f"{differing}; that of rank 0 is exported")
         return outline_of(parts, self._optimizer_states, self._held, choice)
 
     def whole(self, name: str) -> WholeTensor:
-        """A tensor that all ranks together have.
-
-        Raises:
-            CheckpointError: a part of it is nowhere, or ranks have different things in it.
-        """
+        """Returns a tensor; raises a CheckpointError if parts are missing or differ."""
         try:
             found = self._index.tensor(name)
             assert found is not None, name
             found.check_is_whole()
         except TensorIncomplete as error:
             raise CheckpointError(
-                f"{name} of shape {list(error.shape)} cannot be exported: no rank has saved "
+                f"{name} of shape {list(error.shape)} cannot be exported: no rank saved "
                 f"{error.hole} as a block of it. Leave it out with --only"
             ) from error
         except RanksDiffer as error:
@@ -112,19 +88,18 @@ class ExportSource:
                 ranks = (chunk.holders[0].rank, other.rank)
                 raise _no_one_tensor(name, ranks, "tensors of different content")
             if other is not None:
-                self.tell(f"{name} is not the same on all ranks; that of rank 0 was taken")
+                self.note(f"{name} differs between ranks; that of rank 0 is exported")
         return found
 
     @cached_property
     def left_out(self) -> list[str]:
-        """What no format can hold, because each rank has its own, or it is no state of tensors."""
-        count = len(self._parts)
+        """State that no format can contain, because it belongs to a rank or is not in tensors."""
         generators = ", ".join(["", *self._first["generators"]])
-        found = [f"random states of {count} rank{'s' if count > 1 else ''}{generators}"]
+        found = [f"random states of {count(len(self._parts), 'rank')}{generators}"]
         found += [f"position of {name}" for name in self._first["loaders"]]
         if frozen := self._first["frozen"]:
             more = f" and {len(frozen) - _SHOWN} more" if len(frozen) > _SHOWN else ""
-            found.append(f"that these are frozen: {', '.join(frozen[:_SHOWN])}{more}")
+            found.append(f"frozen parameters: {', '.join(frozen[:_SHOWN])}{more}")
         return found
 
     # --- inside ------------------------------------------------------------------------------
@@ -142,7 +117,7 @@ class ExportSource:
         return {name: plain.decode(raw) for name, raw in self._parts[FIRST].items()}
 
     def _each(self, name: str) -> Iterator[tuple[Rank, Any]]:
-        """A part of the plain values: of rank 0, and of each rank that has it otherwise."""
+        """Yields one part of the plain values: of rank 0, and of each rank that differs."""
         seen: set[bytes] = set()
         for rank, parts in self._parts.items():
             if name in parts and parts[name] not in seen:
@@ -150,7 +125,7 @@ class ExportSource:
                 yield rank, plain.decode(parts[name])
 
     def _differing(self, name: str, words: str) -> str | None:
-        """How the ranks differ in a part of the plain values, in words."""
+        """Describes how the ranks differ in a part of the plain values."""
         (_, first), *others = self._each(name)
         for rank, other in others:
             if (found := difference(first, other, words)) is not None:
@@ -160,7 +135,7 @@ class ExportSource:
 
     @cached_property
     def _optimizer_states(self) -> Mapping[str, dict[Any, Any]]:
-        """The state of every parameter; a rank may have none of what another one steps."""
+        """The state of every parameter; a rank may lack those that another rank steps."""
         found: dict[str, dict[Any, Any]] = {}
         for _, optimizers in self._each("optimizer_state"):
             for name, saved in optimizers.items():
@@ -169,50 +144,48 @@ class ExportSource:
 
     @cached_property
     def _held(self) -> list[str]:
-        """Tensors that nothing refers to: of modules, and attached by themselves."""
+        """Tensors without a reference: of modules, and attached tensors."""
         names = {name for parts in self._parts.values() for name in parts}
         trees = (tree for name in names for _, tree in self._each(name))
         referred = {ref.name for tree in trees for ref in refs_in(tree)}
         return [name for name in self._index.names if name not in referred]
 
     def _other_content(self, name: str, chunk: Chunk) -> Holder | None:
-        """A rank that holds something else in a chunk than the first of its holders does."""
+        """Returns a rank whose content of a chunk differs from that of its first holder."""
         first, other = chunk.holders[0], unequal_holder(chunk, self._heads)
         if other is None or not first.entry.is_small:
             return other
-        # It is hashed with its neighbours, which may be what differs.
+        # A small entry is hashed with its neighbours, which may be the difference.
         held = self._reader.held
         return other if held(name, first) != held(name, other) else None
 
 
 def _no_one_tensor(name: str, ranks: tuple[int, int], values: str) -> CheckpointError:
     return CheckpointError(
-        f"{name} cannot be exported: ranks {ranks[0]} and {ranks[1]} hold {values} under this "
-        "name, so there is no one tensor. Leave it out with --only, or shard it as a DTensor"
+        f"{name} cannot be exported: ranks {ranks[0]} and {ranks[1]} have {values} under this "
+        "name. Leave it out with --only, or shard it as a DTensor"
     )
 
 
 class WholeTensorReader:
-    """Reads tensors of one checkpoint; one for each thread, as it keeps what it has read last.
+    """Reads tensors of one checkpoint; one for each thread, because it caches what it read last.
 
-    Args:
-        images: the shards.
-        tell: told of a damaged file where another rank's copy of the same is read instead.
-        part_bytes: of one part, at most.
+    `note` is called for a damaged file, if the copy of another rank is read instead.
     """
 
-    def __init__(self, images: DiskImages, tell: Tell, part_bytes: int = PART_BYTES) -> None:
+    def __init__(
+        self, images: DiskImages, note: Callable[[str], object], part_bytes: int = PART_BYTES
+    ) -> None:
         self._files = images
         self._images = CheckedShards(images, "the checkpoint")
-        self._tell = tell
+        self._note = note
         self._part_bytes = part_bytes
 
     def parts(self, tensor: WholeTensor) -> Iterator[memoryview]:
-        """The bytes of a tensor, in order; none where it has no items.
+        """Yields the bytes of a tensor, in order.
 
         Raises:
-            CheckpointError: a piece is not what was written, and no other rank has the same; it
-                names the file and the tensor.
+            CheckpointError: a piece is damaged, and no other rank has the same.
         """
         if 0 in tensor.shape:
             return
@@ -221,23 +194,18 @@ class WholeTensorReader:
             yield self._gathered(tensor, box)
 
     def everything(self, tensor: WholeTensor) -> bytearray:
-        """All bytes of a tensor."""
         found = bytearray()
         for part in self.parts(tensor):
             found += part
         return found
 
     def held(self, name: str, holder: Holder) -> memoryview:
-        """The bytes of one rank's entry.
-
-        Raises:
-            CheckpointError: they are not what was written.
-        """
+        """Returns the bytes of one rank's entry."""
         entry = holder.entry
         return self._read(name, holder, entry.offset, entry.num_bytes)
 
     def _gathered(self, tensor: WholeTensor, box: Box) -> memoryview:
-        """The items of a box of the whole tensor, row by row."""
+        """Returns the items of a box of the whole tensor, row by row."""
         copies = tensor.copies_into(StoredRegion(tensor.name, box, 0, strides_of(box.shape)))
         read = partial(self._first_good, tensor.name)
         if len(copies) == 1 and copies[0].span == box.num_items:
@@ -246,7 +214,7 @@ class WholeTensorReader:
         return made.view(np.uint8).data
 
     def _first_good(self, name: str, copy: BoxCopy) -> memoryview:
-        """Bytes of a copy, from the first of its holders whose file is not damaged there."""
+        """Returns bytes of a copy from the first holder whose file is not damaged there."""
         first: CheckpointError | None = None
         for holder in copy.holders:
             one = copy.bytes_in(holder)
@@ -256,7 +224,7 @@ class WholeTensorReader:
                 first = first or error
                 continue
             if first is not None:
-                self._tell(f"{first}; {self._files.path_of(holder.rank)} holds the same, whole")
+                self._note(f"{first}; {self._files.path_of(holder.rank)} has a whole copy")
             return found
         assert first is not None
         raise first
@@ -268,5 +236,5 @@ class WholeTensorReader:
             pieces = len(self._images.heads[holder.rank].digests)
             raise CheckpointError(
                 f"{self._files.path_of(holder.rank)} is damaged: piece {error.piece} of {pieces}, "
-                f"in which {name} lies, is not what was written"
+                f"which has {name}, differs from its digest"
             ) from error

@@ -1,13 +1,8 @@
-"""A checkpoint as one file that torch.load reads.
+"""Writes a checkpoint as one file that torch.load reads.
 
-Runs in:  the process of ftrun.tools.export.__main__. Loads torch.
-Takes in: the checkpoint, the tree of what is wanted.
-Gives:    one file of `torch.save`; whether `torch.load` reads it with `weights_only=True`.
-
-torch writes the file without the bytes of the tensors, but with room for them. They are filled in
-afterwards, from several places at once, so no tensor is ever whole in memory. Which record of the
-archive is which tensor is told by torch as well: it maps the file, and the order of the addresses
-is that of the records.
+torch writes the file with space for the tensors but without their bytes. Several threads fill them
+in, so that no whole tensor is in memory. torch.load also shows which record of the archive belongs
+to which tensor: it maps the file, and the order of the addresses is that of the records.
 
 Source: `torch.serialization.skip_data` (since 2.6, "prototype"; read in 2.13); the fields of a zip
 archive (PKWARE APPNOTE 4.3.7 and 4.3.12), whose CRCs are set once the bytes are known.
@@ -31,22 +26,21 @@ from ftrun.tools.export.tensor_writer import TensorPlacement, write_at, write_te
 from ftrun.worker.state.tensors import DTYPES
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-"""Of Linux; not every Python names it."""
+"""Linux has it; some Python versions do not name it."""
 
 _LOCAL_CRC_AT, _LOCAL_NAME_AT, _LOCAL_BYTES = 14, 26, 30
 _CENTRAL_CRC_AT, _CENTRAL_NAME_AT, _CENTRAL_BYTES = 16, 28, 46
 
 
 class PlaceholderTensors:
-    """Tensors of the right kind whose memory is never touched, one for each name."""
+    """Tensors with the right shapes and dtypes whose memory is never touched, one for each name."""
 
     def __init__(self) -> None:
         self._made: dict[str, torch.Tensor] = {}
         self.meant: dict[int, tuple[WholeTensor, str]] = {}
-        """What is to be put where, by id of the tensor, and in which dtype."""
+        """Source tensor and dtype by the id of the placeholder."""
 
     def make(self, name: str, tensor: WholeTensor, dtype: str) -> torch.Tensor:
-        """What stands for a tensor that is written in this dtype."""
         if name not in self._made:
             kind = DTYPES[dtype]
             made = torch.empty(0, dtype=kind)
@@ -62,13 +56,7 @@ class PlaceholderTensors:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """The bytes of one tensor in the archive.
-
-    Args:
-        at: of the first byte.
-        num_bytes: of the tensor.
-        crcs_at: where the archive has its CRC-32, twice.
-    """
+    """Offset and size of a tensor in the archive, and the two offsets of its CRC-32."""
 
     at: int
     num_bytes: int
@@ -83,19 +71,7 @@ def write_state_dict(
     *,
     num_writers: int,
 ) -> None:
-    """Write a new file.
-
-    Args:
-        path: of the file.
-        tree: with tensors that `rooms` has made.
-        rooms: what they stand for.
-        world: the checkpoint.
-        num_writers: threads.
-
-    Raises:
-        CheckpointError: a tensor is damaged.
-        OSError: there is no room.
-    """
+    """Writes a new file; the tensors of the tree are placeholders of `rooms`."""
     _write_rooms(path, tree)
     records = _by_room(_tensors_in(tree), _tensors_in(_loaded(path, world)), _records(path))
     placed = []
@@ -110,34 +86,32 @@ def write_state_dict(
 
 
 def _write_rooms(path: Path, tree: dict[str, Any]) -> None:
-    """All of the file but the bytes of the tensors."""
+    """Writes the file without the bytes of the tensors."""
     try:
         with torch.serialization.skip_data():
             torch.save(tree, path)
     except RuntimeError as error:
-        # torch's writer in C++ does not say what the file system has said.
+        # torch's writer in C++ hides the error of the file system.
         raise OSError(0, f"torch.save: {str(error).splitlines()[0]}", str(path)) from error
 
 
 def _loaded(path: Path, world: ExportSource) -> object:
-    """The file as torch reads it; noted where it does so only without `weights_only`."""
+    """Loads the file with torch; adds a note if that needs `weights_only=False`."""
     try:
         return torch.load(path, mmap=True, weights_only=True)
     except UnpicklingError as error:
         reason = str(error).partition("Unsupported ")[2].partition("\n")[0] or "a Python object"
-        world.tell(f"torch.load needs weights_only=False to read it: {reason}")
+        world.note(f"torch.load needs weights_only=False to read it: {reason}")
         return torch.load(path, mmap=True, weights_only=False)
 
 
 def _by_room(
     rooms: Iterator[torch.Tensor], loaded: Iterator[torch.Tensor], records: list[_Record]
 ) -> dict[int, _Record]:
-    """The record of each tensor, by its id.
+    """Returns the record of each placeholder, by its id.
 
-    Args:
-        rooms: what was saved.
-        loaded: the same in the same order, mapped, so that addresses are in the file's order.
-        records: in the file's order.
+    `loaded` are the same tensors in the same order, mapped, so that addresses are in the order of
+    the file, as `records` are.
     """
     addresses: dict[int, tuple[int, int]] = {}
     for room, found in zip(rooms, loaded, strict=True):
@@ -146,12 +120,12 @@ def _by_room(
     order = sorted(addresses, key=lambda room: addresses[room])
     sizes = [addresses[room][1] for room in order]
     if sizes != [record.num_bytes for record in records]:
-        raise InternalError("the archive that torch.save has made is not one with room for tensors")
+        raise InternalError("the archive of torch.save has no space for the tensors")
     return dict(zip(order, records, strict=True))
 
 
 def _records(path: Path) -> list[_Record]:
-    """The records of all tensors that have items, in the file's order."""
+    """Returns the records of all tensors that have items, in the order of the file."""
     found = []
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         central_at = archive.start_dir
@@ -166,7 +140,7 @@ def _records(path: Path) -> list[_Record]:
 
 
 def _numbers(file: Any, at: int, count: int) -> tuple[int, ...]:
-    """Numbers of 16 bits."""
+    """Reads numbers of 16 bits."""
     file.seek(at)
     return struct.unpack(f"<{count}H", file.read(2 * count))
 

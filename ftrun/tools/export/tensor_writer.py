@@ -1,10 +1,7 @@
-"""Many tensors at once, each to its place in a file.
+"""Writes tensors to their places in files, with a few threads.
 
-Runs in:  the process of ftrun.tools.export.__main__; a few threads, since reading, hashing and
-          writing
-          need no interpreter lock. Loads torch only where numbers are turned into another dtype.
-Takes in: where each tensor goes; the checkpoint.
-Gives:    the bytes in their places, the same for any number of writers; CRCs where they are asked.
+Reading, hashing and writing need no interpreter lock. torch is loaded only to convert dtypes. The
+result does not depend on the number of threads.
 """
 
 import os
@@ -19,20 +16,14 @@ from ftrun.sharding.source_index import WholeTensor
 from ftrun.tools.export.source import ExportSource, WholeTensorReader
 
 Cast = Callable[[memoryview], memoryview]
-"""Items of one dtype in, the same numbers in another one out."""
+"""Converts items of one dtype to another."""
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlacement:
-    """A tensor and where its bytes go.
-
-    Args:
-        path: of a file that is there.
-        at: of its first byte.
-        dtype: in which it is written.
-    """
+    """A tensor, the dtype in which it is written, and the offset in an existing file."""
 
     tensor: WholeTensor
     path: Path
@@ -41,7 +32,7 @@ class TensorPlacement:
 
 
 def dtype_out(tensor: WholeTensor, wanted: str) -> str:
-    """The dtype in which a tensor is written: only floating-point numbers are turned."""
+    """Returns the dtype in which a tensor is written: only floating-point numbers are converted."""
     return wanted if wanted and tensor.dtype in FLOATS else tensor.dtype
 
 
@@ -52,11 +43,10 @@ def write_tensors(
     num_writers: int,
     wants_crc: bool = False,
 ) -> list[int]:
-    """Write all of them; the CRC-32 of each, in the same order, or 0 where none is wanted.
+    """Writes all tensors; returns the CRC-32 of each in the same order, or 0 if not `wants_crc`.
 
     Raises:
-        CheckpointError: a tensor is damaged; the files are not whole then.
-        OSError: there is no room, or another reason not to write.
+        CheckpointError: a tensor is damaged; the files are incomplete.
     """
     casts = {(one.tensor.dtype, one.dtype): cast_of(one.tensor.dtype, one.dtype) for one in placed}
     fds = {path: os.open(path, os.O_WRONLY | os.O_CLOEXEC) for path in {one.path for one in placed}}
@@ -64,12 +54,13 @@ def write_tensors(
 
     def write(one: TensorPlacement) -> int:
         if not hasattr(own, "reader"):
-            own.reader = WholeTensorReader(world.images, world.tell)
+            own.reader = WholeTensorReader(world.images, world.note)
         cast = casts[one.tensor.dtype, one.dtype]
         return _write(fds[one.path], one, own.reader, cast, wants_crc=wants_crc)
 
-    # The largest first, so that no thread is left with one when the others are done.
-    order = sorted(range(len(placed)), key=lambda at: -_num_items(placed[at].tensor))
+    # The largest first, so that no thread is busy with one after the others have ended.
+    sizes = [sum(chunk.box.num_items for chunk in one.tensor.chunks) for one in placed]
+    order = sorted(range(len(placed)), key=lambda at: -sizes[at])
     pool = ThreadPoolExecutor(num_writers, thread_name_prefix="export")
     try:
         waiting = {at: pool.submit(write, placed[at]) for at in order}
@@ -81,30 +72,29 @@ def write_tensors(
 
 
 def cast_of(source: str, target: str) -> Cast | None:
-    """What turns items of one dtype into another; None where there is nothing to do."""
+    """Returns the conversion between two dtypes; None if they are equal."""
     if source == target:
         return None
-    import torch  # some seconds, so only where it is needed
+    import torch  # takes seconds
 
     from ftrun.worker.reshard.tensor_reader import readable
     from ftrun.worker.state.tensors import DTYPES, byte_view
 
     def cast(raw: memoryview) -> memoryview:
-        turned: torch.Tensor = readable(raw, DTYPES[source]).to(DTYPES[target])
-        return byte_view(turned).numpy().data
+        converted: torch.Tensor = readable(raw, DTYPES[source]).to(DTYPES[target])
+        return byte_view(converted).numpy().data
 
     return cast
 
 
 def create_files(sizes: Mapping[Path, int]) -> None:
-    """Make these files, of these sizes, all zeros."""
+    """Creates files of these sizes, filled with zeros."""
     for path, num_bytes in sizes.items():
         with path.open("xb") as file:
             file.truncate(num_bytes)
 
 
 def write_at(fd: int, data: memoryview | bytes, at: int) -> None:
-    """Write all of it there."""
     left = memoryview(data).cast("B")
     while left:
         done = os.pwrite(fd, left, at)
@@ -123,7 +113,3 @@ def _write(
         if wants_crc:
             crc = zlib.crc32(data, crc)
     return crc
-
-
-def _num_items(tensor: WholeTensor) -> int:
-    return sum(chunk.box.num_items for chunk in tensor.chunks)

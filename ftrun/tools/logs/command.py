@@ -17,16 +17,29 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from ftrun.cli.completion import RunIdArgument
 from ftrun.cli.runs import RunLiveness, choose, look_at
-from ftrun.cli.screen.text import clean, numbers, ranges
+from ftrun.cli.screen.text import clean, ranges
 from ftrun.errors import ExitCode, FtrunError, UsageError
+from ftrun.records.decode import of_kinds
+from ftrun.records.run import RunStarted
 from ftrun.tools.logs.files import LogFile, log_files, parse_ranks, started
-from ftrun.tools.logs.follow import LogFilter, follow, is_run_alive, read_lines, say, say_generation
-from ftrun.tools.logs.log_lines import lines_of
+from ftrun.tools.logs.follow import (
+    LogFilter,
+    follow,
+    is_run_alive,
+    lines_of,
+    read_lines,
+    say,
+    say_generation,
+)
+from ftrun.tools.report.command import folder_of, raw_lines
 from ftrun.tools.report.facts import IncidentFacts
-from ftrun.tools.report.journal import JournalLine
-from ftrun.tools.report.report_logs import folder_of, raw_lines
+from ftrun.tools.report.journal import Line
 from ftrun.tools.report.run import incident_by, run_facts
 from ftrun.wire.run_environment import all_run_folders
 
@@ -42,6 +55,33 @@ class LogRequest:
     generation: int | None = None
     incident: str | None = None
     lines: int | None = None
+
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def _logs(
+    run_id: RunIdArgument = None,
+    ranks: Annotated[
+        str | None, typer.Option("-r", "--rank", metavar="RANKS", help="such as 3 or 0-7,12")
+    ] = None,
+    node: Annotated[str | None, typer.Option("--node", help="ranks of this node only")] = None,
+    generation: Annotated[
+        int | None, typer.Option("--generation", metavar="G", help="not given: all")
+    ] = None,
+    incident: Annotated[
+        str | None,
+        typer.Option("--incident", metavar="I", help="last words of its culprit; or last"),
+    ] = None,
+    follows: Annotated[bool, typer.Option("-f", "--follow", help="go on as they write")] = False,
+    last: Annotated[
+        int | None, typer.Option("-n", "--lines", metavar="N", help="so many of each at the end")
+    ] = None,
+) -> None:
+    """Show what the ranks have written, if their output goes to files."""
+    wanted = LogRequest(ranks, node, generation, incident, last)
+    raise typer.Exit(logs(run_id, wanted, follows=follows))
 
 
 def logs(run_id: str | None, wanted: LogRequest, *, follows: bool) -> int:
@@ -78,9 +118,9 @@ def _folder(run_id: str | None) -> Path:
     return folder_of(run_id, below=Path.cwd())
 
 
-def _choice(wanted: LogRequest, lines: Sequence[JournalLine], folder: Path) -> LogFilter:
+def _choice(wanted: LogRequest, lines: Sequence[Line], folder: Path) -> LogFilter:
     ranks = parse_ranks(wanted.ranks) if wanted.ranks is not None else None
-    nodes = sorted({line.node for line in lines if line.kind == "run"})
+    nodes = sorted({line.node for line in of_kinds(lines, RunStarted)})
     if wanted.node is not None and wanted.node not in nodes:
         known = ", ".join(node for node in nodes if node) or "none, it runs on one node"
         raise UsageError(
@@ -106,17 +146,17 @@ def _incident(name: str, folder: Path) -> IncidentFacts:
         raise UsageError(clean(str(error), 500)) from None
 
 
-def _culprits_of(incident: IncidentFacts, lines: Sequence[JournalLine]) -> frozenset[int] | None:
+def _culprits_of(incident: IncidentFacts, lines: Sequence[Line]) -> frozenset[int] | None:
     """Returns the culprit ranks; if only nodes are named, all ranks of these nodes."""
     ranks = set(incident.culprits)
     for node in () if ranks else incident.nodes:
         start = started(lines, generation=incident.generation or 0, node=node)
-        ranks.update(numbers(start.fields.get("ranks")) if start is not None else ())
+        ranks.update(start.record.ranks if start is not None else ())
     return frozenset(ranks) or None
 
 
-def _no_files(lines: Sequence[JournalLine]) -> str:
-    nodes = sorted({line.node for line in lines if line.kind == "run" and line.node})
+def _no_files(lines: Sequence[Line]) -> str:
+    nodes = sorted({line.node for line in of_kinds(lines, RunStarted) if line.node})
     where = f" Each node has its own files: ask on {', '.join(nodes)}." if nodes else ""
     return (
         "no file on this machine holds what the ranks of this run have said: it went to the "
@@ -140,7 +180,7 @@ def _none_of_them(every: Sequence[LogFile], choice: LogFilter) -> str:
 # --- all that is there ------------------------------------------------------------------------
 
 
-def _show(files: Sequence[LogFile], last: int | None, lines: Sequence[JournalLine]) -> None:
+def _show(files: Sequence[LogFile], last: int | None, lines: Sequence[Line]) -> None:
     """Prints generation by generation, each merged by estimated time."""
     width = max((len(file.prefix) for file in files), default=0)
     eras = sorted({file.era for file in files})

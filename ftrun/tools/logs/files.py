@@ -13,9 +13,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftrun.cli.screen.text import numbers
 from ftrun.errors import UsageError
-from ftrun.tools.report.journal import JournalLine
+from ftrun.records.decode import JournalLine, of_kinds
+from ftrun.records.recovery import GenerationStartedRecord
+from ftrun.records.run import RunStarted
+from ftrun.tools.report.journal import Line
 
 STREAMS = ("stdout.log", "stderr.log")
 
@@ -46,13 +48,8 @@ class LogFile:
         return f"{self.node}:{self.rank}" if self.node else str(self.rank)
 
 
-def log_files(folder: Path, lines: Sequence[JournalLine]) -> list[LogFile]:
-    """Returns all files visible on this machine, ordered by generation and rank.
-
-    Args:
-        folder: the folder of the run's logs.
-        lines: lines of the run's journals.
-    """
+def log_files(folder: Path, lines: Sequence[Line]) -> list[LogFile]:
+    """All files visible on this machine, ordered by generation and rank."""
     found: list[LogFile] = []
     for node, root in _roots(folder, lines):
         is_shared = root not in (folder / node / "workers", folder / "workers")
@@ -64,24 +61,20 @@ def log_files(folder: Path, lines: Sequence[JournalLine]) -> list[LogFile]:
     return sorted(found, key=lambda one: (one.era, one.rank, one.path.name))
 
 
-def started(lines: Iterable[JournalLine], *, generation: int, node: str) -> JournalLine | None:
+def started(
+    lines: Iterable[Line], *, generation: int, node: str
+) -> JournalLine[GenerationStartedRecord] | None:
     """Returns the newest start of this generation on this node."""
     starts = (
         line
-        for line in lines
-        if line.kind == "StartGeneration"
-        and line.node == node
-        and line.whole("generation") == generation
+        for line in of_kinds(lines, GenerationStartedRecord)
+        if line.node == node and line.record.generation == generation
     )
     return max(starts, key=lambda line: line.t_s, default=None)
 
 
 def parse_ranks(text: str) -> frozenset[int]:
-    """Parses `3`, `0-7` or `1,5-6`.
-
-    Raises:
-        UsageError: the text has none of these forms.
-    """
+    """Parses `3`, `0-7` or `1,5-6`."""
     found: set[int] = set()
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
@@ -96,24 +89,23 @@ def parse_ranks(text: str) -> frozenset[int]:
     return frozenset(found)
 
 
-def _roots(folder: Path, lines: Sequence[JournalLine]) -> list[tuple[str, Path]]:
+def _roots(folder: Path, lines: Sequence[Line]) -> list[tuple[str, Path]]:
     """Returns each node's folder of files, as in its journal, or the default folder."""
     told: dict[str, Path] = {}
-    for line in lines:
-        if line.kind == "run":
-            default = folder / line.node / "workers" if line.node else folder / "workers"
-            said = Path(line.text("logs") or default)
-            told[line.node] = said if said.is_dir() else default
+    for line in of_kinds(lines, RunStarted):
+        default = folder / line.node / "workers" if line.node else folder / "workers"
+        said = Path(line.record.logs or default)
+        told[line.node] = said if said.is_dir() else default
     if not told:
         told[""] = folder / "workers"
     return [(node, root) for node, root in sorted(told.items()) if root.is_dir()]
 
 
-def _launches(root: Path, lines: Sequence[JournalLine], *, is_shared: bool) -> list[Path]:
+def _launches(root: Path, lines: Sequence[Line], *, is_shared: bool) -> list[Path]:
     """Returns the launch folders, oldest first; a shared folder is filtered for this run."""
     folders = [one for one in root.iterdir() if one.is_dir()]
-    told = [line for line in lines if line.kind == "run"]
-    names = {line.text("rdzv_id") or line.text("run_id") for line in told}
+    told = [line.record for line in of_kinds(lines, RunStarted)]
+    names = {one.rdzv_id or one.run_id for one in told}
     ours = [one for one in folders if any(_is_launch(one.name, name) for name in names)]
     return sorted(ours if is_shared else folders, key=_born_s)
 
@@ -124,10 +116,10 @@ def _is_launch(folder: str, name: str) -> bool:
 
 
 def _of_attempt(
-    attempt: Path, node: str, launch: int, generation: int, lines: Sequence[JournalLine]
+    attempt: Path, node: str, launch: int, generation: int, lines: Sequence[Line]
 ) -> list[LogFile]:
     start = started(lines, generation=generation, node=node)
-    ranks = numbers(start.fields.get("ranks")) if start is not None else ()
+    ranks = start.record.ranks if start is not None else ()
     began_s = start.t_s if start is not None else _born_s(attempt)
     found: list[LogFile] = []
     for folder in attempt.iterdir():

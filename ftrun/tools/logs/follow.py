@@ -4,18 +4,33 @@ Runs in:  cli.
 Takes in: the files of a run, polled.
 Gives:    their new lines, in the order in which the files grow.
 Survives: restarts. It finds the files of a new generation and prints the last lines of the old one.
+
+Rule 1: a line is printed if it is complete, or if no process writes to its file any more. It has no
+        control characters except colours; of a progress bar only the last state remains.
 """
 
+import itertools
+import os
+import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ftrun import clock
+from ftrun.records.decode import of_kinds
+from ftrun.records.recovery import GenerationStartedRecord
+from ftrun.records.run import RunStarted
 from ftrun.tools.logs.files import LogFile, log_files
-from ftrun.tools.logs.log_lines import LogReader, tail_offset
-from ftrun.tools.report.journal import JournalLine, parse
-from ftrun.tools.report.report_logs import is_alive, raw_lines
+from ftrun.tools.report.command import is_alive, raw_lines
+from ftrun.tools.report.journal import Line, parse
+
+MAX_LINE_BYTES = 1 << 16
+"""A longer line is returned in parts, because some programs never end a line."""
+_CHUNK_BYTES = 1 << 16
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_HIDDEN = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b.?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_PLAIN_AGAIN = "\x1b[0m"
 
 LOOK_S = 0.1
 LIST_EVERY_S = 0.5
@@ -103,7 +118,7 @@ class LogTailer:
             self._print(file, reader.grown())
         sys.stdout.flush()
 
-    def finish(self, readers: Mapping[Path, tuple[LogFile, LogReader]]) -> None:
+    def finish(self, readers: "Mapping[Path, tuple[LogFile, LogReader]]") -> None:
         for file, reader in readers.values():
             self._print(file, reader.ended())
         sys.stdout.flush()
@@ -128,20 +143,20 @@ class LogTailer:
             sys.stdout.write(f"{file.prefix.ljust(self._width)} | {text}\n")
 
 
-def read_lines(folder: Path) -> list[JournalLine]:
+def read_lines(folder: Path) -> list[Line]:
     return parse(raw_lines(folder))[0]
 
 
-def is_run_alive(lines: Sequence[JournalLine]) -> bool:
+def is_run_alive(lines: Sequence[Line]) -> bool:
     """Returns whether the run's launcher is alive on this machine."""
-    run_id = next((line.text("run_id") for line in lines if line.kind == "run"), "")
-    return bool(run_id) and is_alive(run_id)
+    runs = of_kinds(lines, RunStarted)
+    return bool(runs) and is_alive(runs[0].record.run_id)
 
 
-def say_generation(generation: int, lines: Sequence[JournalLine]) -> None:
-    starts = [line for line in lines if line.kind == "StartGeneration"]
-    found = [line for line in starts if line.whole("generation") == generation]
-    why = f": {found[-1].text('why')}" if found and generation > 0 else ""
+def say_generation(generation: int, lines: Sequence[Line]) -> None:
+    starts = [line.record for line in of_kinds(lines, GenerationStartedRecord)]
+    found = [one for one in starts if one.generation == generation]
+    why = f": {found[-1].reason}" if found and generation > 0 else ""
     say(f"generation {generation}{why}")
 
 
@@ -156,3 +171,120 @@ def _changed_s(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
+
+
+# --- lines of a file --------------------------------------------------------------------------
+
+
+class LineSplitter:
+    """Splits the bytes of one file into lines."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[str]:
+        """Returns the lines that are now complete."""
+        *lines, rest = (self._rest + data).split(b"\n")
+        while len(rest) > MAX_LINE_BYTES:
+            # An unfinished progress bar has overwritten this text, so it is dropped.
+            before, back, newest = rest.rpartition(b"\r")
+            if back and before:
+                rest = newest
+                continue
+            lines.append(rest[:MAX_LINE_BYTES])
+            rest = rest[MAX_LINE_BYTES:]
+        self._rest = rest
+        return [shown(line) for line in lines]
+
+    def rest(self) -> list[str]:
+        rest, self._rest = self._rest, b""
+        return [shown(rest)] if rest.strip() else []
+
+
+class LogReader:
+    """Reads one growing file."""
+
+    def __init__(self, path: Path, *, offset: int = 0) -> None:
+        self.path = path
+        self._offset = offset
+        self._splitter = LineSplitter()
+
+    def grown(self) -> list[str]:
+        """Returns complete lines since the last poll."""
+        found: list[str] = []
+        try:
+            with self.path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size < self._offset:  # the file was truncated: read it from its beginning
+                    self._offset = 0
+                file.seek(self._offset)
+                while data := file.read(_CHUNK_BYTES):
+                    self._offset += len(data)
+                    found += self._splitter.feed(data)
+        except OSError:
+            return found
+        return found
+
+    def ended(self) -> list[str]:
+        return [*self.grown(), *self._splitter.rest()]
+
+
+def lines_of(path: Path, *, last: int | None) -> Iterator[tuple[float, str]]:
+    """Yields each line with its approximate position in the file, from 0 (begin) to 1 (end)."""
+    return itertools.islice(_lines_of(path, last), last)
+
+
+def _lines_of(path: Path, last: int | None) -> Iterator[tuple[float, str]]:
+    try:
+        size = max(1, path.stat().st_size)
+        start = 0 if last is None else tail_offset(path, last)
+        splitter = LineSplitter()
+        with path.open("rb") as file:
+            file.seek(start)
+            at = start
+            while data := file.read(_CHUNK_BYTES):
+                whole = splitter.feed(data)
+                for number, line in enumerate(whole):
+                    yield min(1.0, (at + len(data) * (number + 1) / len(whole)) / size), line
+                at += len(data)
+        for line in splitter.rest():
+            yield 1.0, line
+    except OSError:
+        return
+
+
+def tail_offset(path: Path, last: int) -> int:
+    """Returns the byte offset at which the last `last` lines begin."""
+    with path.open("rb") as file:
+        at = file.seek(0, os.SEEK_END)
+        if last <= 0:
+            return at
+        missing, is_end = last, True
+        while at > 0:
+            begin = max(0, at - _CHUNK_BYTES)
+            file.seek(begin)
+            data = file.read(at - begin)
+            end = len(data) - 1 if is_end and data.endswith(b"\n") else len(data)
+            is_end = False
+            while (found := data.rfind(b"\n", 0, end)) >= 0:
+                missing -= 1
+                if missing == 0:
+                    return begin + found + 1
+                end = found
+            at = begin
+        return 0
+
+
+def shown(raw: bytes) -> str:
+    """Returns a line as a terminal shows it, without control sequences except colours."""
+    text = raw.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]
+    if not _HIDDEN.search(text):
+        return text
+    parts: list[str] = []
+    at = 0
+    for colour in _COLOUR.finditer(text):
+        parts += [_HIDDEN.sub("", text[at : colour.start()]), colour.group()]
+        at = colour.end()
+    parts.append(_HIDDEN.sub("", text[at:]))
+    plain = "".join(parts)
+    return plain + _PLAIN_AGAIN if at else plain

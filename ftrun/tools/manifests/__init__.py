@@ -1,1 +1,1 @@
-"""`ftrun render`: a Slurm batch script, a JobSet or a TrainJob."""
+"""`ftrun manifest`: a Slurm batch script, a JobSet or a TrainJob."""

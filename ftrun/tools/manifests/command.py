@@ -1,9 +1,4 @@
-"""Implements `ftrun render`: converts a command line of `ftrun` to a scheduler's input.
-
-Runs in:  cli.
-Takes in: its own options, and after `--` the flags, script and arguments for `ftrun`.
-Gives:    a batch script for Slurm, or manifests for Kubernetes, on stdout or in a file.
-"""
+"""`ftrun manifest`: converts a command line of `ftrun` to a scheduler's input."""
 
 import itertools
 import os
@@ -15,6 +10,9 @@ from typer.core import TyperCommand
 from ftrun.cli.launch.command_line import OWN_FLAGS
 from ftrun.cli.launch.torchrun_flags import TORCHRUN_FLAGS
 from ftrun.errors import FtrunError, UsageError
+from ftrun.tools.manifests.job import MachineSpec, job_of
+from ftrun.tools.manifests.kubernetes import KubernetesOptions, PodOptions, manifest
+from ftrun.tools.manifests.slurm import SlurmOptions, batch_script
 
 _OF_FTRUN = (*OWN_FLAGS, *TORCHRUN_FLAGS)
 _WORDS = "-- [FTRUN_OPTIONS] SCRIPT [ARGS...]"
@@ -29,8 +27,8 @@ class _Command(TyperCommand):
             flag = word.partition("=")[0]
             if flag not in own and any(flag in known.spellings for known in _OF_FTRUN):
                 raise UsageError(
-                    f"{flag} is an option of ftrun, not of ftrun render. Put -- before the words "
-                    f"that ftrun is to be given: {ctx.command_path} [OPTIONS] {_WORDS}"
+                    f"{flag} is an option of ftrun, not of ftrun manifest. Put -- before the words "
+                    f"for ftrun: {ctx.command_path} [OPTIONS] {_WORDS}"
                 )
         return super().parse_args(ctx, args)
 
@@ -45,31 +43,27 @@ app = typer.Typer(
     add_completion=False,
 )
 
+
+def _option(flag: str, metavar: str, text: str, **more: Any) -> Any:
+    return typer.Option(flag, metavar=metavar, help=text, **more)
+
+
 _Words = Annotated[
-    list[str], typer.Argument(metavar="WORDS", help="options, script and words of ftrun")
+    list[str], typer.Argument(metavar="WORDS", help="options, script and arguments for ftrun")
 ]
-_Out = Annotated[str | None, typer.Option("--out", metavar="FILE", help="write it there")]
+_Out = Annotated[str | None, _option("--out", "FILE", "write it there")]
 _Name = Annotated[str | None, typer.Option("--name", help="of the job (default: the script's)")]
-_Time = Annotated[str | None, typer.Option("--time", metavar="T", help="at most: 90m, 24h, 7d")]
-_Cpus = Annotated[
-    int | None, typer.Option("--cpus", metavar="N", min=1, help="processors on each node")
-]
-_Gpus = Annotated[int | None, typer.Option("--gpus", metavar="N", min=1, help="GPUs on each node")]
+_Time = Annotated[str | None, _option("--time", "T", "at most: 90m, 24h, 7d")]
+_Cpus = Annotated[int | None, _option("--cpus", "N", "processors on each node", min=1)]
+_Gpus = Annotated[int | None, _option("--gpus", "N", "GPUs on each node", min=1)]
 _Memory = Annotated[
-    str | None,
-    typer.Option(
-        "--memory", metavar="SIZE", help="of the training itself on each node; the rest is added"
-    ),
+    str | None, _option("--memory", "SIZE", "of the training on each node; the rest is added")
 ]
 _State = Annotated[
-    str | None,
-    typer.Option("--state", metavar="SIZE", help="of one rank: parameters and optimizer state"),
+    str | None, _option("--state", "SIZE", "of one rank: parameters and optimizer state")
 ]
 _LastCheckpoint = Annotated[
-    str | None,
-    typer.Option(
-        "--last-checkpoint", metavar="T", help="a node writes its part in (default: by --state)"
-    ),
+    str | None, _option("--last-checkpoint", "T", "to write a node's part (default: by --state)")
 ]
 
 
@@ -85,19 +79,14 @@ def _slurm(  # noqa: PLR0913 - its flags
     last_checkpoint: _LastCheckpoint = None,
     partition: Annotated[str | None, typer.Option("--partition", help="of the cluster")] = None,
     account: Annotated[str | None, typer.Option("--account", help="that pays")] = None,
-    max_requeues: Annotated[
-        int, typer.Option("--max-requeues", metavar="N", help="queued again so often at most")
-    ] = 100,
+    max_requeues: Annotated[int, _option("--max-requeues", "N", "limit of requeues")] = 100,
     directives: Annotated[
         list[str] | None,
-        typer.Option("--sbatch", metavar="OPTION", help="one more, as --constraint=ib; repeatable"),
+        _option("--sbatch", "OPTION", "one more, such as --constraint=ib; repeatable"),
     ] = None,
     out: _Out = None,
 ) -> None:
     """Write a batch script for sbatch."""
-    from ftrun.tools.manifests.job import MachineSpec, job_of
-    from ftrun.tools.manifests.slurm import SlurmOptions, batch_script
-
     machine = MachineSpec(cpus, gpus, memory, state)
     job = job_of(words, machine=machine, name=name, time=time, last_checkpoint=last_checkpoint)
     place = SlurmOptions(partition, account, max_requeues, directives or [])
@@ -115,43 +104,28 @@ def _kubernetes(  # noqa: PLR0913 - its flags
     cpus: _Cpus = None,
     gpus: _Gpus = None,
     gpu_resource: Annotated[
-        str, typer.Option("--gpu-resource", help="what the cluster calls a GPU")
+        str, typer.Option("--gpu-resource", help="the cluster's name of a GPU")
     ] = "nvidia.com/gpu",
     memory: _Memory = None,
     state: _State = None,
     last_checkpoint: _LastCheckpoint = None,
-    shm: Annotated[
-        str | None, typer.Option("--shm", metavar="SIZE", help="of /dev/shm (default: reckoned)")
-    ] = None,
+    shm: Annotated[str | None, _option("--shm", "SIZE", "of /dev/shm (default: computed)")] = None,
     loader_workers: Annotated[
-        int, typer.Option("--loader-workers", metavar="N", help="of each rank, for /dev/shm")
+        int, _option("--loader-workers", "N", "of each rank, for /dev/shm")
     ] = 4,
-    batch: Annotated[
-        str, typer.Option("--batch", metavar="SIZE", help="of one batch, for /dev/shm")
-    ] = "16Mi",
+    batch: Annotated[str, _option("--batch", "SIZE", "of one batch, for /dev/shm")] = "16Mi",
     claim: Annotated[
-        str | None,
-        typer.Option("--claim", metavar="NAME[:PATH]", help="of the volume for checkpoints"),
+        str | None, _option("--claim", "NAME[:PATH]", "of the volume for checkpoints")
     ] = None,
     secret: Annotated[
         str | None, typer.Option("--secret", help="name of the Secret (default: NAME-secret)")
     ] = None,
-    user: Annotated[
-        int, typer.Option("--user", metavar="UID", help="of the pods; 0: as the image says")
-    ] = 1000,
-    workdir: Annotated[
-        str, typer.Option("--workdir", metavar="DIR", help="where ftrun is started")
-    ] = "/workspace",
-    restarts: Annotated[
-        int, typer.Option("--restarts", metavar="N", help="all pods may fail so often")
-    ] = 20,
+    user: Annotated[int, _option("--user", "UID", "of the pods; 0: the image's own")] = 1000,
+    workdir: Annotated[str, _option("--workdir", "DIR", "where ftrun is started")] = "/workspace",
+    restarts: Annotated[int, _option("--restarts", "N", "times that all pods may fail")] = 20,
     out: _Out = None,
 ) -> None:
     """Write a JobSet, or a TrainJob with its runtime."""
-    from ftrun.tools.manifests.job import MachineSpec, job_of
-    from ftrun.tools.manifests.kubernetes import KubernetesOptions, manifest
-    from ftrun.tools.manifests.volumes import PodOptions
-
     machine = MachineSpec(cpus, gpus, memory, state)
     job = job_of(words, machine=machine, name=name, time=time, last_checkpoint=last_checkpoint)
     place = PodOptions(
@@ -171,6 +145,6 @@ def _give(text: str, out: str | None, *, is_script: bool = False) -> None:
         with os.fdopen(fd, "w", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise UsageError(f"--out {out} is there already. Remove it, or name another file") from None
+        raise UsageError(f"--out {out} exists already. Remove it, or name another file") from None
     except OSError as error:
         raise FtrunError(f"--out {out} cannot be written: {error.strerror}") from error

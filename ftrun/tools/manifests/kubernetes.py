@@ -1,60 +1,118 @@
-"""Implements `ftrun render kubernetes`: a JobSet, or a TrainJob and its runtime.
+"""Renders `ftrun manifest kubernetes`: a JobSet, or a TrainJob and its runtime.
 
-Runs in:  cli. Pure.
-Takes in: a `ManifestJob` and a `PodOptions`.
-Gives:    YAML for `kubectl apply`. A comment above each part says what happens without it.
-Source:   JobSet API v1alpha2 and Kubeflow Trainer v1alpha1 (custom resource definitions of August
-          2026). The variables of a TrainJob are those that its torch plugin sets.
+Source: JobSet API v1alpha2 and Kubeflow Trainer v1alpha1 (custom resource definitions of August
+2026); the variables of a TrainJob are those that its torch plugin sets. NCCL's user guide requires
+1 GiB of /dev/shm (Troubleshooting, Shared memory). torch's default `prefetch_factor` keeps two
+batches ready per loader worker.
+
+Rule 1: A `$` in the user's words is doubled, because Kubernetes expands `$(NAME)` in a command.
 """
 
 import re
 from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
 
+from ftrun.cli.screen.text import count, size_of
 from ftrun.errors import ExitCode, UsageError
-from ftrun.tools.manifests.job import ManifestJob
-from ftrun.tools.manifests.pods import CONTAINER, PodTemplate
-from ftrun.tools.manifests.volumes import PodOptions, PodVolumes
-from ftrun.tools.manifests.yaml_text import Commented, Tree, to_yaml
+from ftrun.tools.manifests.job import GIB, MIB, ManifestJob, quantity
+from ftrun.tools.manifests.yaml_text import rendered
 
-LOOPBACK = "127.0.0.1"
 KINDS = ("jobset", "trainjob")
 
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_MAX_LABEL = 63
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+_IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]*")
+_RESOURCE = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?")
+_MAX_LABEL, _MAX_NAME = 63, 253
 _RANDOM_END = len("-abcde")
 _MAX_WORDS = 128
-_NO_OTHER_START = (ExitCode.USAGE, ExitCode.STATE_LOST, ExitCode.DO_NOT_RESTART)
-_WHY_FLAGS = (
-    "--nnodes and --nproc-per-node are said here: PET_NNODES counts the spares too, and a flag "
-    "wins over its variable."
-)
-_BY_SIGNAL = (138, ExitCode.TERMINATED)
+_NCCL_BYTES = GIB
+_PREFETCH = 2
+_HELD_BATCHES = 2
+_EXIT_CODES = {
+    "final": [int(c) for c in (ExitCode.USAGE, ExitCode.STATE_LOST, ExitCode.DO_NOT_RESTART)],
+    "by_signal": [138, int(ExitCode.TERMINATED)],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PodOptions:
+    """Options of a pod.
+
+    Args:
+        image: contains ftrun, torch and the script.
+        claim: claim of the volume for checkpoints and logs, `NAME` or `NAME:PATH`.
+        secret: name of the Secret whose key `run` is the run's secret.
+        user: uid of all processes in the pod; 0 for the image's own user.
+        workdir: working directory of ftrun; the script's path is relative to it.
+        shm: size of /dev/shm; None: computed from the next two.
+        loader_workers: DataLoader workers of each rank.
+        batch: size of one batch.
+        gpu_resource: the cluster's resource name of a GPU.
+    """
+
+    image: str
+    claim: str | None = None
+    secret: str | None = None
+    user: int = 1000
+    workdir: str = "/workspace"
+    shm: str | None = None
+    loader_workers: int = 4
+    batch: str = "16Mi"
+    gpu_resource: str = "nvidia.com/gpu"
 
 
 @dataclass(frozen=True, slots=True)
 class KubernetesOptions:
-    """Options of the whole job, not of a pod."""
+    """Options of the whole job; `restarts` is how often all pods may fail before the Job fails."""
 
     kind: str = "jobset"
     namespace: str | None = None
     restarts: int = 20
-    """Number of times that all pods may fail before the Job fails."""
 
 
 def manifest(job: ManifestJob, place: PodOptions, cluster: KubernetesOptions) -> str:
+    """Returns YAML for `kubectl apply`; a comment above each part says what happens without it."""
     if cluster.kind not in KINDS:
         raise UsageError(f"--kind is {' or '.join(KINDS)}, not {cluster.kind!r}")
     if not 0 <= cluster.restarts <= 10_000:
         raise UsageError(f"--restarts is 0 to 10000, not {cluster.restarts}")
-    pod = PodTemplate(PodVolumes(job, place, _name(job, cluster)))
-    documents = _jobset(pod, cluster) if cluster.kind == "jobset" else _trainjob(pod, cluster)
-    return to_yaml(documents, head=_head(pod, cluster))
+    name = _name(job, cluster)
+    secret = place.secret or f"{name}-secret"
+    mount = _mount(job, place)
+    _check_pod(place, secret)
+    _check_paths(job, place, mount)
+    shm_bytes = _shm_bytes(job, place)
+    command, script = _command(job, name), [_literally(word) for word in job.script]
+    text = job.line.torchrun_value("nproc-per-node") or "1"
+    if cluster.kind == "trainjob":
+        _check_words(command, script)
+        if job.nodes == 1:
+            command[1:1] = ["--master-addr", "127.0.0.1"]
+    lines = rendered(
+        "kubernetes.yaml",
+        job=job,
+        place=place,
+        cluster=cluster,
+        name=name,
+        secret=secret,
+        mount=mount,
+        logs=f"{place.workdir.rstrip('/')}/ftrun-logs",
+        shm={"size": quantity(shm_bytes), "reason": _shm_reason(job, place)},
+        resources=_resources(job, place, shm_bytes),
+        command=command,
+        script=script,
+        ranks=int(text) if text.isdecimal() else None,
+        exit_codes=_EXIT_CODES,
+    )
+    return "".join(f"{line}\n" for line in lines if line)
 
 
 def _name(job: ManifestJob, cluster: KubernetesOptions) -> str:
     """Returns the name of the JobSet; Kubernetes derives the names of pods from it."""
     stem = re.sub(r"[^a-z0-9-]+", "-", job.stem.lower()).strip("-0123456789")
-    room = _MAX_LABEL - len(f"-{CONTAINER}-0-{job.nodes - 1}") - _RANDOM_END
+    room = _MAX_LABEL - len(f"-node-0-{job.nodes - 1}") - _RANDOM_END
     name = job.name if job.name is not None else stem[:room].rstrip("-") or "ftrun"
     for what, text, most in (
         ("--name", name, room),
@@ -68,217 +126,117 @@ def _name(job: ManifestJob, cluster: KubernetesOptions) -> str:
     return name
 
 
-def _head(pod: PodTemplate, cluster: KubernetesOptions) -> str:
-    kind = {"jobset": "a JobSet", "trainjob": "a TrainJob and its runtime"}[cluster.kind]
-    where = f" -n {cluster.namespace}" if cluster.namespace else ""
-    lines = [
-        f"Written by ftrun render kubernetes: {kind}; {pod.job.in_words}.",
-        "Above each part stands what happens without it. Once, before it is applied:",
-    ]
-    secret = pod.volumes.secret
-    if pod.job.nodes > 1:
-        lines += [
-            "  (umask 077 && head -c 32 /dev/urandom > run.secret)",
-            f"  kubectl{where} create secret generic {secret} --from-file=run=run.secret",
-            "Then:",
-        ]
-    else:
-        lines[-1] = "Above each part stands what happens without it."
-    lines += [f"  kubectl{where} apply -f FILE"]
-    lines += [f"  kubectl{where} exec {pod.name}-{CONTAINER}-0-0-xxxxx -- ftrun status"]
-    return "\n".join(lines)
+def _check_pod(place: PodOptions, secret: str) -> None:
+    claim = [("--claim", place.claim.partition(":")[0], _NAME)] if place.claim is not None else []
+    for flag, text, form in (
+        ("--secret", secret, _NAME),
+        ("--image", place.image, _IMAGE),
+        ("--gpu-resource", place.gpu_resource, _RESOURCE),
+        *claim,
+    ):
+        if not form.fullmatch(text) or len(text) > _MAX_NAME:
+            raise UsageError(f"{flag} {text!r} is no name that Kubernetes accepts")
+    if not 0 <= place.user < 1 << 31:
+        raise UsageError(f"--user is a uid, 0 or more, not {place.user}")
+    if not 0 <= place.loader_workers <= 1000:
+        raise UsageError(f"--loader-workers is 0 to 1000, not {place.loader_workers}")
 
 
-# --- a JobSet ---------------------------------------------------------------------------------
-
-
-def _jobset(pod: PodTemplate, cluster: KubernetesOptions) -> list[dict[str, Tree]]:
-    start: dict[str, Tree] = {
-        "image": pod.place.image,
-        "command": pod.command(),
-        "args": pod.script(),
-        "resources": Commented(pod.resources_in_words(), pod.resources()),
-    }
-    container = pod.container(start=start, env=pod.meeting())
-    return [
-        {
-            "apiVersion": "jobset.x-k8s.io/v1alpha2",
-            "kind": "JobSet",
-            "metadata": _metadata(pod, cluster),
-            "spec": _jobset_spec(pod, cluster, container, network=True),
-        }
-    ]
-
-
-def _jobset_spec(
-    pod: PodTemplate, cluster: KubernetesOptions, container: dict[str, Tree], *, network: bool
-) -> dict[str, Tree]:
-    found: dict[str, Tree] = {}
-    if network and pod.job.nodes > 1:
-        found["network"] = Commented(
-            "A headless Service of this name, so that pods have names that stay. Without "
-            "publishNotReadyAddresses a pod has none before it is ready, and it is not before "
-            "the others are found.",
-            {
-                "enableDNSHostnames": True,
-                "subdomain": pod.name,
-                "publishNotReadyAddresses": True,
-            },
-        )
-    found["failurePolicy"] = Commented(
-        "The outer net: a Job that has used up its pods is made anew, all of it, and goes on from "
-        "the checkpoint; one whose time is over or whose exit code says that another start does "
-        "not help is not.",
-        {
-            "maxRestarts": 3,
-            "rules": [
-                {
-                    "name": "noOtherStart",
-                    "action": "FailJobSet",
-                    "onJobFailureReasons": ["PodFailurePolicy", "DeadlineExceeded"],
-                }
-            ],
-        },
-    )
-    template: dict[str, Tree] = {"spec": _job_spec(pod, cluster, container)}
-    if not network:
-        template = {
-            "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
-            **template,
-        }
-    found["replicatedJobs"] = [{"name": CONTAINER, "replicas": 1, "template": template}]
-    return found
-
-
-def _job_spec(
-    pod: PodTemplate, cluster: KubernetesOptions, container: dict[str, Tree]
-) -> dict[str, Tree]:
-    job = pod.job
-    found: dict[str, Tree] = {
-        "completionMode": Commented(
-            "Each pod has a number and a name that stay: one that is made anew joins again as the "
-            "same node.",
-            "Indexed",
-        ),
-        "completions": Commented(f"All nodes: {job.in_words}.", job.nodes),
-        "parallelism": job.nodes,
-        "backoffLimit": Commented(
-            f"So many pods may fail: all {job.nodes}, {cluster.restarts} times. Without it 6, "
-            "and a few lost machines are the end of the run.",
-            cluster.restarts * job.nodes,
-        ),
-        "podReplacementPolicy": Commented(
-            "A pod is made anew once the one before it is really gone: two of one number would be "
-            "two nodes of one name. Of a machine that is off that is known when its Node object "
-            "is deleted, or has the taint node.kubernetes.io/out-of-service.",
-            "Failed",
-        ),
-        "podFailurePolicy": {"rules": _rules()},
-    }
-    if job.time_s is not None:
-        found["activeDeadlineSeconds"] = Commented(
-            "As --time says: then the pods get SIGTERM, write a checkpoint, and that is all.",
-            job.time_s,
-        )
-    found["template"] = pod.template(containers=[container])
-    return found
-
-
-def _rules() -> list[Tree]:
-    return [
-        Commented(
-            "Wrong usage, a state that is lost, the same failure again and again: another start "
-            "does not help. Without this rule it is tried until the pods are used up.",
-            {
-                "action": "FailJob",
-                "onExitCodes": {
-                    "containerName": CONTAINER,
-                    "operator": "In",
-                    "values": [int(code) for code in _NO_OTHER_START],
-                },
-            },
-        ),
-        Commented(
-            "Drained, preempted, evicted: not the pod's fault, and not counted.",
-            {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
-        ),
-        Commented(
-            "Stopped by a signal: a drained pod, or the whole run where too few would be left. "
-            "Pods are made anew. To stop it for good, delete it.",
-            {
-                "action": "Ignore",
-                "onExitCodes": {
-                    "containerName": CONTAINER,
-                    "operator": "In",
-                    "values": [int(code) for code in _BY_SIGNAL],
-                },
-            },
-        ),
-    ]
-
-
-def _metadata(pod: PodTemplate, cluster: KubernetesOptions) -> dict[str, Tree]:
-    found: dict[str, Tree] = {"name": pod.name}
-    if cluster.namespace is not None:
-        found["namespace"] = cluster.namespace
-    found["labels"] = pod.labels()
-    return found
-
-
-# --- a TrainJob -------------------------------------------------------------------------------
-
-
-def _trainjob(pod: PodTemplate, cluster: KubernetesOptions) -> list[dict[str, Tree]]:
-    job = pod.job
-    for what, words in (("flags", pod.command()), ("words of the script", pod.script())):
+def _check_words(command: list[str], script: list[str]) -> None:
+    for what, words in (("flags", command), ("words of the script", script)):
         if len(words) > _MAX_WORDS:
             raise UsageError(
-                f"a TrainJob takes {_MAX_WORDS} words at most, and these are {len(words)} {what}. "
+                f"a TrainJob takes at most {_MAX_WORDS} words, and there are {len(words)} {what}. "
                 "Put flags into a profile, or render --kind jobset"
             )
-    command, why = pod.command(), _WHY_FLAGS
-    if job.nodes == 1:
-        command[1:1] = ["--master-addr", LOOPBACK]
-        why += " --master-addr: the pod's own name may not be known yet when it starts."
-    container = pod.container(start={"image": pod.place.image}, env=[])
-    runtime: dict[str, Tree] = {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainingRuntime",
-        "metadata": _metadata(pod, cluster),
-        "spec": {
-            "mlPolicy": Commented(
-                "torch: gives the pods PET_MASTER_ADDR (the first pod), PET_MASTER_PORT and "
-                "PET_NODE_RANK, with which they find each other.",
-                {"numNodes": job.nodes, "torch": {}},
-            ),
-            "template": {"spec": _jobset_spec(pod, cluster, container, network=False)},
-        },
-    }
-    trainer: dict[str, Tree] = {
-        "numNodes": Commented("All pods, those that stand by too.", job.nodes),
-        "image": pod.place.image,
-        "command": Commented(why, command),
-        "args": pod.script(),
-        "resourcesPerNode": Commented(pod.resources_in_words(), pod.resources()),
-    }
-    text = job.line.torchrun_value("nproc-per-node") or "1"
-    if text.isdecimal():
-        trainer["numProcPerNode"] = int(text)
-    trains: dict[str, Tree] = {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": _metadata(pod, cluster),
-        "spec": {
-            "runtimeRef": Commented(
-                "The runtime above. Without it: one of the cluster's, which has neither /dev/shm "
-                "nor rules for exit codes.",
-                {
-                    "apiGroup": "trainer.kubeflow.org",
-                    "kind": "TrainingRuntime",
-                    "name": pod.name,
-                },
-            ),
-            "trainer": trainer,
-        },
-    }
-    return [runtime, trains]
+
+
+def _mount(job: ManifestJob, place: PodOptions) -> str | None:
+    if place.claim is None:
+        return None
+    return place.claim.partition(":")[2] or job.shared_directory or "/shared"
+
+
+def _check_paths(job: ManifestJob, place: PodOptions, mount: str | None) -> None:
+    directory = job.shared_directory
+    paths = (("--workdir", place.workdir), ("--checkpoint-dir", directory), ("--claim", mount))
+    for flag, path in paths:
+        if path and (not path.startswith("/") or ".." in PurePosixPath(path).parts or ":" in path):
+            raise UsageError(
+                f"{flag} is an absolute path in the pod, such as /shared/run1, not {path!r}"
+            )
+    if directory is None:
+        return
+    if mount is None:
+        raise UsageError(
+            f"--checkpoint-dir {directory} would be in the pod, and be deleted with it. Name the "
+            "claim of a volume that all pods can write: --claim NAME, or NAME:PATH to mount it "
+            "there"
+        )
+    if not PurePosixPath(directory).is_relative_to(mount):
+        raise UsageError(
+            f"--checkpoint-dir {directory} is not on the volume that --claim mounts at {mount}. "
+            "Name a directory below it"
+        )
+
+
+def _shm_bytes(job: ManifestJob, place: PodOptions) -> int:
+    if place.shm is not None:
+        return size_of(place.shm, "--shm")
+    in_flight = _PREFETCH * place.loader_workers + _HELD_BATCHES
+    batches = job.ranks * in_flight if place.loader_workers else 0
+    return -(-(_NCCL_BYTES + batches * size_of(place.batch, "--batch")) // MIB) * MIB
+
+
+def _shm_reason(job: ManifestJob, place: PodOptions) -> str:
+    if place.shm is not None:
+        return "As --shm says."
+    found = f"{quantity(_NCCL_BYTES)} for NCCL, as its guide requires"
+    if place.loader_workers:
+        found += (
+            f", and for {count(job.ranks, 'rank')} with {place.loader_workers} loader workers each "
+            f"{_PREFETCH} batches of {place.batch.strip()} for every worker and {_HELD_BATCHES} in "
+            "use"
+        )
+    return f"{found}."
+
+
+def _resources(job: ManifestJob, place: PodOptions, shm_bytes: int) -> dict[str, Any]:
+    machine = job.machine
+    requests: dict[str, str] = {}
+    limits: dict[str, str | int] = {}
+    needed = job.memory_bytes(shm_bytes)
+    if needed is not None:
+        limits["memory"] = requests["memory"] = quantity(needed)
+        reason = (
+            f"Memory: {job.memory_in_words(shm_bytes)}. Without a request the pod is among the "
+            "first to be evicted."
+        )
+    else:
+        reason = (
+            "--memory was not given: the pod is among the first to be evicted when the memory of "
+            "the machine is short."
+        )
+    if machine.gpus:
+        limits[place.gpu_resource] = machine.gpus
+    if machine.cpus is not None:
+        requests["cpu"] = str(machine.cpus)
+        reason += " No limit for cpu, because the kernel would throttle ranks that are behind."
+    return {"requests": requests, "limits": limits, "reason": reason}
+
+
+def _command(job: ManifestJob, name: str) -> list[str]:
+    words = list(job.flags)
+    # PET_ variables of a TrainJob count all pods, and set one rank per GPU or processor. The
+    # flags state the intended numbers.
+    if job.line.torchrun_value("nnodes") is None:
+        words = ["--nnodes", "1", *words]
+    if job.line.torchrun_value("nproc-per-node") is None:
+        words = ["--nproc-per-node", "1", *words]
+    if not job.has_run_id:
+        words = ["--run-id", name, *words]
+    return ["ftrun", *map(_literally, words)]
+
+
+def _literally(word: str) -> str:
+    return word.replace("$", "$$")

@@ -1,79 +1,70 @@
 """`ftrun network`: the paths between a run's nodes, and the network plan.
 
-Runs in:  cli. Changes nothing.
-Takes in: the status of the run's agent; if the run has ended, `network.json` below its log folder.
-Gives:    tables and text; a picture, a page or JSON.
+It reads the status of the run's agent; if the run has ended, `network.json` below its log folder.
 """
 
-import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import typer
 
 from ftrun import clock
 from ftrun.cli.commands.status import status_of
+from ftrun.cli.completion import RunIdArgument
 from ftrun.cli.runs import FoundRun, RunLiveness, choose
-from ftrun.cli.screen.atomic_output import is_stdout, write_out
+from ftrun.cli.screen.atomic_output import requested_files, write_outputs
 from ftrun.errors import ExitCode, FtrunError, UsageError
 from ftrun.journal import NETWORK_NAME
 from ftrun.tools.network_view import text as words
 from ftrun.tools.network_view.facts import NetworkFacts, NetworkReport, network_facts
-from ftrun.tools.report.report_logs import folder_of
+from ftrun.tools.network_view.picture import FEW_DRAWN, picture
+from ftrun.tools.report.command import folder_of
+from ftrun.tools.report.render.page import fitted_page, picture_style
 from ftrun.wire.messages.status import NetworkStatus, StatusView, decode_status
 
 _MOST_ROWS = 60
 
 
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def _network(
+    run_id: RunIdArgument = None,
+    as_json: Annotated[bool, typer.Option("--json", help="as one JSON document")] = False,
+    svg: Annotated[
+        str | None, typer.Option("--svg", metavar="FILE", help="the picture; - for stdout")
+    ] = None,
+    html: Annotated[
+        str | None, typer.Option("--html", metavar="FILE", help="all as one page; - for stdout")
+    ] = None,
+) -> None:
+    """Show the paths between a run's nodes, and the network plan."""
+    raise typer.Exit(network(run_id, as_json=as_json, svg=svg, html=html))
+
+
 def network(
     run_id: str | None, *, as_json: bool = False, svg: str | None = None, html: str | None = None
 ) -> int:
-    """Shows the paths of a run.
-
-    Args:
-        run_id: or the folder of its logs; None: the run that is alive, else the newest one here.
-        as_json: print the network status instead of text.
-        svg: file for the picture.
-        html: file for the page.
-
-    Raises:
-        UsageError: several runs are alive and none is named; two documents for stdout.
-        FtrunError: no such run, or it has no network status; a file cannot be written.
-    """
-    named = ((svg, "--svg"), (html, "--html"))
-    files = [("-" if is_stdout(path) else path, flag) for path, flag in named if path]
-    on_stdout = [path for path, _ in files].count("-") + as_json
-    if on_stdout > 1:
-        raise UsageError(
-            "only one of --json, --svg - and --html - can have stdout. Name files for the others"
-        )
+    """Shows the paths of a run, which may be named by its log folder; see `report_of`."""
+    files = requested_files(svg, html, as_json=as_json)
     report = report_of(run_id, below=Path.cwd())
     facts = network_facts(report.part)
-    for path, flag in files:
-        write_out(path, svg_of(facts) if flag == "--svg" else html_of(report, facts), flag=flag)
-    if as_json:
-        document = {"run_id": report.run_id, "is_live": report.is_live}
-        document |= msgspec.to_builtins(report.part)
-        write_out(None, json.dumps(document, indent=1) + "\n")
-    elif not on_stdout:
-        words.show_network(report, facts)
-        write_out(None, "".join(f"{path}\n" for path, _ in files))
+    document = {"run_id": report.run_id, "is_live": report.is_live}
+    write_outputs(
+        files,
+        {
+            "--svg": lambda: f"{picture(facts, picture_style())}\n",
+            "--html": lambda: _html(report, facts),
+        },
+        document=(lambda: document | msgspec.to_builtins(report.part)) if as_json else None,
+        show=lambda: words.show_network(report, facts),
+    )
     return ExitCode.DONE
 
 
-def svg_of(facts: NetworkFacts) -> str:
-    """The picture as a file of its own."""
-    from ftrun.tools.network_view.picture import picture
-    from ftrun.tools.report.render.page import picture_style
-
-    return f"{picture(facts, picture_style())}\n"
-
-
-def html_of(report: NetworkReport, facts: NetworkFacts) -> str:
-    """The complete page."""
-    from ftrun.tools.network_view.picture import FEW_DRAWN, picture
-    from ftrun.tools.report.render.page import fitted_page
-
+def _html(report: NetworkReport, facts: NetworkFacts) -> str:
     is_few = len(facts.nodes) <= words.FEW
     rails = words.matrix_rails(facts) if is_few else []
 
@@ -118,11 +109,6 @@ def report_of(name: str | None, *, below: Path) -> NetworkReport:
         name: a run id, or the folder of its logs; None: the run that is alive, else the one with
             the newest journal.
         below: where `ftrun-logs` is searched.
-
-    Raises:
-        UsageError: several runs are alive and none is named.
-        FtrunError: there is no such run, or it has no network status.
-        PeerError: the agent does not answer.
     """
     run, reason = _alive(name)
     if run is not None and run.life is RunLiveness.RUNNING:
@@ -170,8 +156,7 @@ def _kept(folder: Path) -> NetworkReport:
         )
     path = max(existing, key=lambda one: one.stat().st_mtime)
     try:
-        document = path.read_bytes()
+        part = decode_status(path.read_bytes(), NetworkStatus, source=str(path))
     except OSError as error:
         raise FtrunError(f"{path} cannot be read: {error}") from error
-    part = decode_status(document, NetworkStatus, source=str(path))
     return NetworkReport(folder.name, part, is_live=False, source=str(path))

@@ -1,10 +1,6 @@
 """Aggregates the paths of a survey: for each rail, each node, and all bad paths.
 
-Runs in:  cli. Pure.
-Takes in: the network status.
-Gives:    values for tables and pictures; no text.
-
-`ftrun.network.detect.findings` decides which places are at fault. This module counts them.
+It counts the faults that `ftrun.network.detect.findings` localized, and makes no text.
 """
 
 import ipaddress
@@ -23,13 +19,12 @@ from ftrun.wire.messages.status import NetworkStatus
 
 @dataclass(frozen=True, slots=True)
 class NetworkReport:
-    """The network status of a run, and its source."""
+    """The network status of a run, and the run or the file that it is from, for messages."""
 
     run_id: str
     part: NetworkStatus
     is_live: bool
     source: str
-    """The run or the file, for messages."""
 
 
 class PathState(IntEnum):
@@ -141,7 +136,6 @@ class NetworkFacts:
 
 
 def network_facts(part: NetworkStatus) -> NetworkFacts:
-    """Derives all values from the network status."""
     leaf_of = part.chosen.leaf_switches
     judged = judge(part.rails, part.paths, leaf_of)
     nodes = _nodes(part)
@@ -271,7 +265,7 @@ def _blamed(judged: NetworkFindings) -> dict[tuple[str, str, str], PathState]:
     """Dead and slow places by node, rail and `out` or `in`; a whole rail has no node."""
     found: dict[tuple[str, str, str], PathState] = {}
     for one in judged.found:
-        state = _state_told(one)
+        state = _state_of(one)
         if len(one.nodes) > 1 or state is PathState.GOOD:
             continue
         ways = ("out", "in") if not one.direction else (one.direction,)
@@ -281,7 +275,7 @@ def _blamed(judged: NetworkFindings) -> dict[tuple[str, str, str], PathState]:
     return found
 
 
-def _state_told(one: NetworkFinding) -> PathState:
+def _state_of(one: NetworkFinding) -> PathState:
     if one.kind is NetworkFindingKind.DEAD:
         return PathState.DEAD
     is_bad = one.kind in (NetworkFindingKind.SLOW, NetworkFindingKind.SPEED) and one.pace < SLOW

@@ -1,6 +1,6 @@
 """The picture of a network: leaf switches, nodes in ring order, rails, and their bad parts.
 
-Runs in: cli. Pure. Up to `FEW_DRAWN` nodes each have a box; more nodes are squares in leaf boxes.
+Up to `FEW_DRAWN` nodes each have a box; more nodes are squares in boxes of leaf switches.
 """
 
 import math
@@ -59,12 +59,7 @@ class _Places:
 
 
 def picture(facts: NetworkFacts, style_sheet: str = "") -> Markup:
-    """Draws any number of nodes.
-
-    Args:
-        facts: of one survey.
-        style_sheet: for a file of its own.
-    """
+    """Draws any number of nodes; `style_sheet` is embedded in a separate file."""
     if len(facts.nodes) > FEW_DRAWN:
         return many_picture(facts, style_sheet)
     places = _places(facts)
@@ -84,7 +79,7 @@ def picture(facts: NetworkFacts, style_sheet: str = "") -> Markup:
         _node(drawing, facts, places, node)
     _ring(drawing, facts, places)
     for number, path in enumerate(single):
-        _single(drawing, places, (path.source, path.destination))
+        _arc(drawing, places, (path.source, path.destination), 24.0, "link-dead")
         told = f"{words.path_name(path)} over {path.rail}: {words.wrong(path, facts)}"
         y = words_top + _LINE * (number + 1)
         drawing.text(_LEFT, y, fit(told, _RIGHT - _LEFT, 13), "mark-label")
@@ -186,15 +181,11 @@ def _ring(drawing: Drawing, facts: NetworkFacts, places: _Places) -> None:
         _arc(drawing, places, (one, other), 10.0, "ring")
 
 
-def _single(drawing: Drawing, places: _Places, ends: tuple[str, str]) -> None:
-    _arc(drawing, places, ends, 24.0, "link-dead")
-
-
 def _arc(
     drawing: Drawing, places: _Places, ends: tuple[str, str], least: float, style: str
 ) -> None:
     a, b = (places.middle[end] for end in ends)
-    # The ends of two arcs at one node stand beside each other.
+    # The ends of two arcs at one node are next to each other.
     shift = 5.0 if b > a else -5.0
     depth = min(least + abs(b - a) * 0.09, 84.0)
     y = places.bottom + 2
@@ -243,7 +234,9 @@ def many_picture(facts: NetworkFacts, style_sheet: str = "") -> Markup:
         _WIDTH, height, name="network", title="Leaf switches and nodes", about=about(facts)
     )
     drawing.rect(0, 0, _WIDTH, height, "paper")
-    drawing.text(_EDGE, 20, _many_title(facts), "tick")
+    order = "in the order of the ring"
+    title = f"leaf switches and their nodes, {order}: from the left, row by row"
+    drawing.text(_EDGE, 20, title if facts.leaves else f"nodes {order}", "tick")
     between = between_leaves(facts)
     bad: list[tuple[float, float, str]] = []
     good: list[str] = []
@@ -270,12 +263,6 @@ def many_picture(facts: NetworkFacts, style_sheet: str = "") -> Markup:
     return drawing.markup(style_sheet)
 
 
-def _many_title(facts: NetworkFacts) -> str:
-    if not facts.leaves:
-        return "nodes in the order of the ring"
-    return "leaf switches and their nodes, in the order of the ring: from the left, row by row"
-
-
 def _levels(facts: NetworkFacts) -> dict[str, int]:
     """Index of the style, from 1; 0: no fault."""
     found: dict[str, int] = {}
@@ -300,10 +287,7 @@ def _many_entries(facts: NetworkFacts, levels: dict[str, int], hidden: int) -> S
         for level, (style, told) in enumerate(zip(_STYLES, _LEVEL_WORDS, strict=True), 1)
         if level in there
     ]
-    if len(facts.leaves) > 1:
-        found.append(UP)
-    if len(facts.ring) > 1:
-        found.append(("", "", f"ring: {crossings(facts)}"))
+    found += _shared_entries(facts, "")
     if hidden > 0:
         found.append(("", "", f"and {count(hidden, 'leaf switch')} more"))
     return found
@@ -313,13 +297,11 @@ def _many_entries(facts: NetworkFacts, levels: dict[str, int], hidden: int) -> S
 
 _ROW = 22.0
 _SIGN, _SPACE = 26.0, 24.0
-
-
 UP: Entry = ("", "", "up: median of paths to other leaves")
 
 
 def rail_entries(facts: NetworkFacts, rails: Sequence[str]) -> list[Entry]:
-    """Entries for all elements of a picture with node boxes."""
+    """Returns entries for all elements of a picture with node boxes."""
     found: list[Entry] = []
     for number, rail in enumerate(rails):
         words = f"{rail}: not for training" if rail in facts.dropped else rail
@@ -331,21 +313,22 @@ def rail_entries(facts: NetworkFacts, rails: Sequence[str]) -> list[Entry]:
         found.append(("line", "link-slow", "slower than similar paths"))
     if PathState.DEAD in states or facts.single():
         found.append(("line", "link-dead", "dead, or one bad path"))
-    if len(facts.leaves) > 1:
-        found.append(UP)
-    if len(facts.ring) > 1:
-        found.append(("line", "ring", f"ring: {crossings(facts)}"))
-    return found
+    return [*found, *_shared_entries(facts, "line")]
+
+
+def _shared_entries(facts: NetworkFacts, sign: str) -> list[Entry]:
+    up = [UP] * (len(facts.leaves) > 1)
+    return [*up, *[(sign, "ring", f"ring: {crossings(facts)}")] * (len(facts.ring) > 1)]
 
 
 def rail_style(facts: NetworkFacts, rail: str, number: int) -> str:
-    """A bar in the rail's colour; an outline if training does not use the rail."""
+    """Returns a bar in the rail's colour; an outline if training does not use the rail."""
     color = number % 4
     return f"left-out rail-{color}" if rail in facts.dropped else f"at-rail-{color}"
 
 
 def crossings(facts: NetworkFacts) -> str:
-    """Number of ring hops between leaf switches."""
+    """Returns the number of ring hops between leaf switches."""
     if not facts.leaves:
         return "the order of the ranks"
     ring = facts.ring
@@ -355,7 +338,7 @@ def crossings(facts: NetworkFacts) -> str:
 
 
 def about(facts: NetworkFacts) -> str:
-    """The alternative text of the picture."""
+    """Returns the alternative text of the picture."""
     leaves = f" on {count(len(facts.leaves), 'leaf switch')}" if facts.leaves else ""
     dead, slow = facts.count(PathState.DEAD), facts.count(PathState.SLOW)
     bad = [

@@ -1,7 +1,4 @@
-"""Text and tables of a network status.
-
-Runs in: cli. Pure.
-"""
+"""Text and tables of a network status."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -35,17 +32,17 @@ NONE = "-"
 
 
 def rate(bytes_per_s: float) -> str:
-    """`1,175 MB/s`; a dash if it is not known."""
+    """Formats as `1,175 MB/s`; a dash if unknown."""
     return rate_words(bytes_per_s) if bytes_per_s > 0 else NONE
 
 
 def megabytes(bytes_per_s: float) -> str:
-    """The rate without its unit, for tables that name the unit in the heading."""
+    """Formats without the unit, for tables that name the unit in the heading."""
     return rate_words(bytes_per_s).removesuffix(" MB/s")
 
 
 def round_trip(seconds: float) -> str:
-    """`82 us`, `1.24 ms`, `2.05 s`; a dash if it is not known."""
+    """Formats as `82 us`, `1.24 ms`, `2.05 s`; a dash if unknown."""
     if seconds <= 0:
         return NONE
     if seconds < 0.0009995:
@@ -54,7 +51,7 @@ def round_trip(seconds: float) -> str:
 
 
 def verdict(report: NetworkReport, facts: NetworkFacts) -> str:
-    """The state of all paths, and whether the plan is applied."""
+    """Describes the state of all paths, and whether the plan is applied."""
     part = report.part
     if part.mode == "off":
         return "not surveyed: --network-plan off"
@@ -81,7 +78,7 @@ def effect(part: NetworkStatus) -> str:
 
 
 def survey_words(report: NetworkReport, facts: NetworkFacts) -> str:
-    """Size, coverage and age of the survey."""
+    """Describes size, coverage and age of the survey."""
     part = report.part
     nodes, rails = count(len(facts.nodes), "node"), count(len(facts.rails), "rail")
     if part.age_s is None:
@@ -92,7 +89,7 @@ def survey_words(report: NetworkReport, facts: NetworkFacts) -> str:
 
 
 def notes(report: NetworkReport, facts: NetworkFacts) -> list[str]:
-    """Limits of the values that are shown."""
+    """Returns limits of the values that are shown."""
     found = []
     if not report.is_live:
         found.append(
@@ -129,7 +126,6 @@ def rail_row(one: RailSummary, part: NetworkStatus) -> tuple[str, ...]:
 
 
 def use_of(rail: str, part: NetworkStatus) -> str:
-    """`training`, `training, snapshots`, `dropped`."""
     plan = part.chosen
     uses = ["training"] * (rail in plan.rails) + ["snapshots"] * (rail == plan.snapshot_rail)
     return ", ".join(uses) or ("dropped" if rail in plan.dropped else NONE)
@@ -178,7 +174,7 @@ def node_row(one: NodeRailSummary, facts: NetworkFacts) -> tuple[str, ...]:
 
 
 def remark(one: NodeRailSummary) -> str:
-    """Fault of a node's rail as a whole."""
+    """Describes the fault of a node's rail as a whole."""
     if one.sends is one.receives:
         return one.state.name.lower() if one.state >= PathState.SLOW else ""
     words = [
@@ -190,17 +186,16 @@ def remark(one: NodeRailSummary) -> str:
 
 
 def caption(facts: NetworkFacts, *, is_few: bool) -> str:
-    """Caption of the picture."""
     where = ", on their leaf switches" if facts.leaves else ""
     rates = (
-        ". A node's figure for a rail is the lower of what it sends and receives, each the median "
-        "of its paths inside of its leaf"
+        ". A node's rate on a rail is the lower one of sending and receiving, each the median of "
+        "its paths within its leaf switch"
     )
-    return f"Nodes in the order that was chosen for their ranks{where}{rates if is_few else ''}."
+    return f"Nodes in the order that is chosen for their ranks{where}{rates if is_few else ''}."
 
 
 def nodes_title(nodes: Sequence[NodeRailSummary]) -> str:
-    """Title of a table of node rails, the worst first."""
+    """Returns the title of a table of node rails, the worst first."""
     is_bad = bool(nodes) and nodes[0].state >= PathState.SLOW
     return "bad rails of nodes" if is_bad else "the slowest rails of nodes"
 
@@ -209,7 +204,7 @@ SINGLE_PATHS = "bad paths between nodes without another fault"
 
 
 def plan_rows(report: NetworkReport, facts: NetworkFacts) -> list[tuple[str, str]]:
-    """Choices of the plan with their reasons: title and text."""
+    """Returns the choices of the plan with their reasons: title and text."""
     part, plan = report.part, report.part.chosen
     found = [("plan", effect(part))]
     if plan.order:
@@ -233,7 +228,7 @@ def plan_rows(report: NetworkReport, facts: NetworkFacts) -> list[tuple[str, str
 
 
 def order_words(facts: NetworkFacts) -> str:
-    """Nodes in the order of their ranks; a bar before each change of the leaf switch."""
+    """Lists nodes in the order of their ranks; a bar marks each change of the leaf switch."""
     on_leaves = groupby(facts.ring, lambda node: facts.leaf_of.get(node, ""))
     return _cut([folded(list(nodes)) for _, nodes in on_leaves], " | ", "stretch")
 
@@ -245,7 +240,7 @@ def _cut(parts: Sequence[str], between: str, thing: str) -> str:
 
 
 def folded(names: Sequence[str]) -> str:
-    """`node0, node2`, `node0-node31`, `node0-node56 by 8, other`."""
+    """Formats as `node0, node2`, `node0-node31`, `node0-node56 by 8, other`."""
     return ", ".join(_runs(names))
 
 
@@ -254,7 +249,7 @@ def _runs(names: Sequence[str]) -> Iterator[str]:
     while begin < len(names):
         end, step = _run(names, begin)
         ends = names[begin:end]
-        # Four with gaps between them read as well one by one.
+        # Up to four names with gaps are as readable without a range.
         if len(ends) > (2 if step == 1 else 4):
             yield f"{ends[0]}-{ends[-1]}" + (f" by {step}" if step > 1 else "")
             begin = end
@@ -264,7 +259,7 @@ def _runs(names: Sequence[str]) -> Iterator[str]:
 
 
 def _run(names: Sequence[str], begin: int) -> tuple[int, int]:
-    """End and step of a run of names that increase by the same number."""
+    """Returns end and step of a run of names that increase by the same number."""
     end, step = begin + 1, 0
     while end < len(names):
         by = _difference(names[end - 1], names[end])
@@ -275,7 +270,7 @@ def _run(names: Sequence[str], begin: int) -> tuple[int, int]:
 
 
 def _difference(before: str, after: str) -> int:
-    """Difference of the numbers in two names; 0: they do not increase."""
+    """Returns the difference of the numbers in two names; 0 if they do not increase."""
     one, other = (re.fullmatch(r"(.*?)(\d{1,15})", name) for name in (before, after))
     if one is None or other is None or one[1] != other[1]:
         return 0
@@ -293,7 +288,6 @@ _MARKS = "!: slower than similar paths; dead: no answer; ?: not probed"
 
 
 def show_network(report: NetworkReport, facts: NetworkFacts) -> None:
-    """Prints the complete network status."""
     terminal.write_plain(f"run {report.run_id}: {verdict(report, facts)}")
     terminal.write_plain(survey_words(report, facts))
     for finding in findings(report.part):
@@ -310,7 +304,7 @@ def show_network(report: NetworkReport, facts: NetworkFacts) -> None:
 
 
 def matrix_rails(facts: NetworkFacts) -> list[str]:
-    """The first rails, and all rails with a bad path."""
+    """Returns the first rails, and all rails with a bad path."""
     bad = {one.name for one in facts.rail_facts if one.dead or one.slow}
     return [
         rail for number, rail in enumerate(facts.rails) if number < MOST_MATRICES or rail in bad
@@ -321,7 +315,7 @@ CELLS = "MB/s and round trip in us, from the node of the row to the node of the 
 
 
 def matrix(facts: NetworkFacts, rail: str) -> list[tuple[str, ...]]:
-    """One row per node with its name first; the columns are the same nodes."""
+    """Returns one row per node with its name first; the columns are the same nodes."""
     return [
         (f"{number} {source}", *(_cell(facts, source, other, rail) for other in facts.nodes))
         for number, source in enumerate(facts.nodes)
@@ -329,7 +323,7 @@ def matrix(facts: NetworkFacts, rail: str) -> list[tuple[str, ...]]:
 
 
 def worst_nodes(facts: NetworkFacts) -> list[NodeRailSummary]:
-    """Rails of nodes that are bad as a whole, the worst first; if there are none, the slowest."""
+    """Returns rails of nodes that are bad as a whole, the worst first; else the slowest."""
     found = sorted(
         facts.node_rails.values(), key=lambda one: (-one.state, -one.dead, one.lower_per_s)
     )

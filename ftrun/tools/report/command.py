@@ -6,20 +6,51 @@ Gives:    `report.html` or `incident-0003.html` beside it, and its one sentence 
 """
 
 import json
+import os
 import sys
 import webbrowser
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from ftrun import clock
 from ftrun.cli.screen.atomic_output import is_stdout, write_out
-from ftrun.errors import ExitCode
+from ftrun.cli.screen.text import clean, ranges
+from ftrun.errors import ExitCode, FtrunError, UsageError
+from ftrun.journal import FILE_NAME
+from ftrun.records.decode import decode
 from ftrun.tools.report.facts import IncidentFacts, RunFacts
-from ftrun.tools.report.report_logs import folder_of, is_alive, last_words, raw_lines
 from ftrun.tools.report.run import incident_by, run_facts
 
+LOGS = "ftrun-logs"
+LAST_LINES = 30
+_TAIL_BYTES = 32_768
+_MAX_LINE_CHARS = 400
+_MAX_READ_BYTES = 8_000_000
 MAX_PAGES = 200
 """So many pages of incidents are written along with a run's, the newest."""
+
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def _report(
+    incident: Annotated[
+        str | None, typer.Argument(help="its number, or last; not given: the whole run")
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="RUN", help="run id, or folder of its logs")
+    ] = None,
+    out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="write it there")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="the facts, as JSON")] = False,
+    opens: Annotated[bool, typer.Option("--open", help="show it in the browser")] = False,
+) -> None:
+    """Write a run, or one incident of it, as one HTML file."""
+    raise typer.Exit(report(incident, run=run, out=out, as_json=as_json, opens=opens))
 
 
 def report(
@@ -30,19 +61,7 @@ def report(
     as_json: bool = False,
     opens: bool = False,
 ) -> int:
-    """Write the page, and say where it is.
-
-    Args:
-        incident: its number, or `last`; None: the whole run.
-        run: a run id or a folder of logs; None: the one that was written to last.
-        out: the file, or a FIFO or device to write into; `-` for stdout; None: beside the journal.
-        as_json: the facts on stdout instead of a page.
-        opens: show it in a browser.
-
-    Raises:
-        UsageError: there is no such run.
-        FtrunError: there is no such incident; a file cannot be read or written.
-    """
+    """Writes the page, and prints its path. Without `run`, the run with the newest journal."""
     if out is not None and is_stdout(out):
         out = "-"
     folder = folder_of(run, below=Path.cwd())
@@ -106,3 +125,164 @@ def _with_log(facts: RunFacts, chosen: IncidentFacts, folder: Path) -> IncidentF
         logs=facts.logs.get(home.name if home is not None else "", ""),
     )
     return replace(chosen, log_title=title, log_lines=lines)
+
+
+# --- files of a run ---------------------------------------------------------------------------
+
+
+def folder_of(run: str | None, *, below: Path) -> Path:
+    """The folder with the journal of a run id, of a folder, or (None) of the newest run."""
+    if run is None:
+        return _newest(below)
+    for folder in (below / LOGS / run, Path(run)):
+        if _journals(folder):
+            return folder.resolve()
+    from_spec = _of_a_live_run(run)
+    if from_spec is not None and _journals(from_spec):
+        return from_spec
+    known = ", ".join(sorted(found.name for found in _runs(below))[:20])
+    raise UsageError(
+        f"no journal of run {clean(run, 200)}: neither {LOGS}/ here nor a folder of that name has "
+        f"one. {f'Here are: {known}' if known else f'There is no {LOGS}/ with journals here'}"
+    )
+
+
+def _newest(below: Path) -> Path:
+    runs = _runs(below)
+    if not runs:
+        raise UsageError(
+            f"there is no {LOGS}/ with a journal below {below}. Name the run or the folder of its "
+            "logs: ftrun report --run FOLDER"
+        )
+    return max(runs, key=lambda one: max(_changed(path) for path in _journals(one)))
+
+
+def _runs(below: Path) -> list[Path]:
+    folder = below / LOGS
+    found = folder.iterdir() if folder.is_dir() else ()
+    return [one.resolve() for one in found if _journals(one)]
+
+
+def _journals(folder: Path) -> list[Path]:
+    """The merged journal first, then those of the nodes, which hold a few lines more."""
+    try:
+        merged = folder / FILE_NAME
+        found = [merged] if merged.is_file() else []
+        return found + [one for one in sorted(folder.glob(f"*/{FILE_NAME}")) if _is_of_a_node(one)]
+    except (OSError, ValueError):
+        return []
+
+
+def _is_of_a_node(path: Path) -> bool:
+    """Else it is a run's own, and the folder above it holds several runs."""
+    with path.open("rb") as lines:
+        first = decode(lines.readline(_MAX_READ_BYTES))
+    return first is not None and first.node == path.parent.name
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _of_a_live_run(run_id: str) -> Path | None:
+    from ftrun.wire.run_environment import all_run_folders
+
+    for folder in all_run_folders():
+        if folder.run_id == run_id:
+            try:
+                spec = json.loads(folder.spec.read_text())
+                logs = Path(str(spec["log_folder"]))
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+            return logs.parent if spec.get("nodes") and _journals(logs.parent) else logs
+    return None
+
+
+def is_alive(run_id: str) -> bool:
+    """A launcher of that run is alive on this machine."""
+    from ftrun.cli.runs import RunLiveness, look_at
+    from ftrun.wire.run_environment import all_run_folders
+
+    folders = [folder for folder in all_run_folders() if folder.run_id == run_id]
+    return any(
+        look_at(folder).life in (RunLiveness.RUNNING, RunLiveness.STARTING) for folder in folders
+    )
+
+
+def raw_lines(folder: Path) -> Iterator[bytes]:
+    """Every line of the run's journals; a line that is far too long is cut."""
+    paths = _journals(folder)
+    if not paths:
+        raise FtrunError(f"{folder} has no {FILE_NAME}")
+    for path in paths:
+        try:
+            with path.open("rb") as lines:
+                while line := lines.readline(_MAX_READ_BYTES):
+                    yield line
+        except OSError as error:
+            raise FtrunError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def last_words(
+    folder: Path,
+    *,
+    rank: int,
+    node: str,
+    ranks_here: tuple[int, ...],
+    generation: int,
+    logs: str = "",
+) -> tuple[str, tuple[str, ...]]:
+    """A title, and the last lines that a rank wrote to its files; `logs`: its node's --log-dir."""
+    local = sorted(ranks_here).index(rank) if rank in ranks_here else rank
+    places = [folder / node / "workers" if node else folder / "workers", folder / "workers"]
+    places += [Path(logs)] if logs else []
+    empty: Path | None = None
+    found: list[Path] = []
+    for place in places:
+        pattern = f"*/attempt_{generation}/{local}"
+        streams = [sorted(one.glob("std*.log")) for one in _sorted(place, pattern)]
+        found = next((paths for paths in streams if any(_size(p) for p in paths)), [])
+        empty = empty or next((paths[0].parent for paths in streams if paths), None)
+        if found:
+            break
+    if not found and empty is not None:
+        return f"Rank {rank} had written nothing to {clean(str(empty), 250)}", ()
+    if not found:
+        return (
+            f"No file holds the output of rank {ranges([rank])}: its streams went to the terminal. "
+            "Start with --redirects 3 to have it here",
+            (),
+        )
+    lines: list[str] = []
+    for path in found:
+        if tail := _tail(path):
+            lines += [f"[{path.name}]", *tail] if len(found) > 1 else tail
+    shown = found[0].parent
+    return f"Rank {rank}, generation {generation}: {clean(str(shown), 250)}", tuple(lines)
+
+
+def _sorted(place: Path, pattern: str) -> list[Path]:
+    """The newest first: each launch of a run has a folder of its own."""
+    if not place.is_dir():
+        return []
+    return sorted(place.glob(pattern), key=_changed, reverse=True)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _tail(path: Path) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(file.tell() - _TAIL_BYTES, 0))
+            text = file.read(_TAIL_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return []
+    # Of a progress bar only what would be seen of it in the end.
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+    return [clean(line, _MAX_LINE_CHARS) for line in lines if line.strip()][-LAST_LINES:]

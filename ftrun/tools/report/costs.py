@@ -12,41 +12,55 @@ and time that is PAUSED is no part of a restart.
 from collections.abc import Sequence
 
 from ftrun.cli.screen.text import count, duration, likely_rates
+from ftrun.events import WorkersExited
+from ftrun.records.decode import of_kinds
+from ftrun.records.recovery import EndRun, GenerationStartedRecord, Recovered
+from ftrun.records.run import ProgressRecord, RunEndedRecord, RunStarted
+from ftrun.records.snapshots import MemoryAdopted, SmpReady
 from ftrun.tools.report.background import RunBackground, start_of
-from ftrun.tools.report.facts import IncidentFacts, LostTime, SnapshotTotals
-from ftrun.tools.report.journal import JournalLine
+from ftrun.tools.report.facts import IncidentCost, IncidentFacts, LostTime, SnapshotTotals
+from ftrun.tools.report.incident.ranks import slow_kind
+from ftrun.tools.report.incident.timeline import IncidentTimes
+from ftrun.tools.report.journal import Line
 
 GOODPUT_MEANS = (
     "useful step time / wall time. Wall time runs from the first line of the journal to its last, "
     "over all launches; useful is what is left of it without the classes of lost time below"
 )
 _ENOUGH_FAILURES = 10
+HANGS = (
+    "hang in computation",
+    "hang in communication",
+    "skipped collective",
+    "deadlock",
+    "frozen",
+    "GIL stuck",
+    "busy loop",
+)
+"""Kinds of verdict on a run that makes no steps."""
 
 
-def wall_of(launches: Sequence[Sequence[JournalLine]]) -> tuple[float, float]:
+def wall_of(launches: Sequence[Sequence[Line]]) -> tuple[float, float]:
     """(seconds in launches, seconds between them in which nobody had ended the run)."""
     inside = sum(launch[-1].t_s - launch[0].t_s for launch in launches if launch)
     return inside, _away(launches)
 
 
-def _away(launches: Sequence[Sequence[JournalLine]]) -> float:
-    """An agent took over memory of one that had said nothing of an end: its launcher was gone.
-
-    From the last word of the one until the other was there; what follows is an incident's.
-    """
+def _away(launches: Sequence[Sequence[Line]]) -> float:
+    """Seconds from the last line of a lost launcher until another agent took over its memory."""
     away_s = 0.0
     for launch in launches:
-        last: JournalLine | None = None
+        last: Line | None = None
         for line in launch:
-            if line.kind == "adopted" and last is not None:
+            if isinstance(line.record, MemoryAdopted) and last is not None:
                 away_s += max(line.t_s - last.t_s, 0.0)
-            elif line.kind not in ("run", "smp_up"):
+            elif not isinstance(line.record, RunStarted | SmpReady):
                 last = line
     return away_s
 
 
 def losses_of(
-    launches: Sequence[Sequence[JournalLine]],
+    launches: Sequence[Sequence[Line]],
     incidents: Sequence[IncidentFacts],
     background: RunBackground,
     snapshots: SnapshotTotals | None,
@@ -74,31 +88,25 @@ def losses_of(
     return [one for one in found if one.seconds > 0]
 
 
-def _ending(launch: Sequence[JournalLine]) -> float:
-    kinds = ("WorkersExited", "StartGeneration", "Recovered", "Pulse")
-    last = next((line for line in reversed(launch) if line.kind in kinds), None)
-    if last is None or last.kind != "WorkersExited":
+def _ending(launch: Sequence[Line]) -> float:
+    told = of_kinds(launch, WorkersExited, GenerationStartedRecord, Recovered, ProgressRecord)
+    if not told or not isinstance(told[-1].record, WorkersExited):
         return 0.0
-    has_ended = any(line.kind in ("end", "EndRun") for line in launch)
-    return launch[-1].t_s - last.t_s if has_ended else 0.0
+    has_ended = bool(of_kinds(launch, RunEndedRecord, EndRun))
+    return launch[-1].t_s - told[-1].t_s if has_ended else 0.0
 
 
-def snapshots_of(lines: Sequence[JournalLine]) -> SnapshotTotals | None:
-    """Sums over the run: the pulses count within one generation, and begin anew in the next.
+def snapshots_of(lines: Sequence[Line]) -> SnapshotTotals | None:
+    """Sums over the run; the progress lines count within one generation.
 
-    Nodes stand still together, so that of the blocked time the largest counts; snapshots are of
-    all ranks.
+    All nodes are blocked at the same time, so the largest value counts.
     """
     totals: dict[str, dict[str, float]] = {}
     before: dict[tuple[str, str], float] = {}
-    for line in lines:
-        if line.kind != "Pulse":
-            continue
+    for line in of_kinds(lines, ProgressRecord):
         sums = totals.setdefault(line.node, {})
         for name in ("blocked_s", "taken", "skipped", "discarded"):
-            value = line.number(name)
-            if value is None or value < 0:
-                continue
+            value = max(getattr(line.record, name), 0)
             last = before.get((line.node, name), 0.0)
             sums[name] = sums.get(name, 0.0) + (value - last if value >= last else value)
             before[line.node, name] = value
@@ -130,3 +138,45 @@ def mtbf_of(failures: int, over_s: float) -> str:
         f"{mean}. With so few, the true mean is between {duration(1 / high)} and "
         f"{duration(1 / low)} (90 % interval)"
     )
+
+
+def cost_of(
+    moments: IncidentTimes,
+    step: int | None,
+    steps_lost: int | None,
+    background: RunBackground,
+    *,
+    kind: str,
+) -> IncidentCost | None:
+    """The cost of an incident, and of a restart from a checkpoint by figures of this run alone."""
+    if slow_kind(kind) and moments.recovered is None:
+        return None
+    stood = None if moments.recovered is None else moments.recovered - moments.began
+    step_s, start_s = background.step_s, background.start_s
+    redone = None if steps_lost is None or step_s is None else steps_lost * step_s
+    before = [one for one in background.checkpoints if one[0] < moments.began]
+    from_step = before[-1][1] if before else 0
+    how = []
+    total: float | None = None
+    if start_s is not None:
+        what = "to the first step" if background.has_first_step else "until its ranks were started"
+        how.append(f"{duration(start_s)} to start again: what this run's own start took, {what}")
+    if step is not None:
+        again = max(step - from_step, 0)
+        whence = f"since the checkpoint of step {from_step:,}" if before else (
+            "since step 0, as no checkpoint is on disk")  # fmt: skip
+        takes = "" if step_s is None else f", {duration(step_s)} each: {duration(again * step_s)}"
+        how.append(f"{count(again, 'step')} {whence}{takes}")
+        if start_s is not None and step_s is not None:
+            total = start_s + again * step_s + (moments.noticed - moments.began)
+    took_s = moments.noticed - moments.began
+    noticed = f"{duration(took_s)} to notice it, as it took here"
+    if took_s < 1e-3:
+        noticed = "no time to notice it, as here"
+    if kind in HANGS:
+        noticed += (
+            ". Without ftrun it lasts until the process group's own timeout, 10 min (NCCL) or 30 "
+            "min (gloo) unless it is set; that is not counted"
+        )
+    how.append(noticed)
+    return IncidentCost(stood, redone, len(background.world) or None, total, tuple(how))

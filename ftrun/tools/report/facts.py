@@ -110,7 +110,7 @@ class IncidentFacts:
     outcome: str
     is_planned: bool = False
     is_open: bool = False
-    sure: str = ""
+    confidence: str = ""
     culprits: tuple[int, ...] = ()
     nodes: tuple[str, ...] = ()
     victims: tuple[int, ...] = ()
@@ -129,7 +129,7 @@ class IncidentFacts:
     stacks: tuple[StackView, ...] = ()
     delays: DelayView | None = None
     evidence: tuple[str, ...] = ()
-    against: tuple[str, ...] = ()
+    counter_evidence: tuple[str, ...] = ()
     cost: IncidentCost | None = None
     drill: str = ""
     drill_note: str = ""

@@ -1,157 +1,174 @@
-"""The journal as values: parsed, cleaned and in the order of time; what is torn is left out.
+"""The lines of a journal in the order of time, each once, with texts that are safe to print.
 
 Runs in:  cli. Pure.
 Takes in: the lines of one journal, or of several that overlap, as bytes.
-Gives:    `JournalLine`s whose fields can be asked for without knowing whether they are there.
+Gives:    `JournalLine`s.
 
-Whatever has been written to a journal may stand in it: names of scripts and nodes, exceptions,
-words of a rank. Rule 1: no text leaves a `JournalLine` before it has been through `clean`.
+A journal may contain any text: names of scripts and nodes, exceptions, words of a rank.
+Rule 1: no line is decoded before its texts have been through `clean`.
 """
 
-import json
+import itertools
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+import re
+from collections.abc import Iterable, Sequence
 
-from ftrun.cli.screen.text import MAX_TEXT, clean, number, whole
-from ftrun.tools.report.report_pulses import Entry, ProgressSampler
+import msgspec
 
-MAX_LINE_BYTES = 2_000_000
+from ftrun.cli.screen.text import clean
+from ftrun.events import Record
+from ftrun.records.decode import JournalLine, decode, of_kinds
+from ftrun.records.membership import BallotStarted
+from ftrun.records.recovery import EndRun, GenerationStartedRecord, Recovered
+from ftrun.records.run import ProgressRecord, RunEndedRecord, RunStarted
+
+MAX_PROGRESS_LINES = 50_000
 _MAX_WALL_S = 32_503_680_000.0  # the year 3000
-_FAR_S = 7 * 86_400.0
-"""Two times of one line do not lie further apart; nor is a wall clock set by more."""
+_JUMP_S = 7 * 86_400.0
+"""A wall clock is set by less than this."""
+_NEEDS_CLEANING = re.compile(rb'[^\x20-\x7e]|\\[bfru]|"[^"]{2000,}')
+
+Line = JournalLine[Record]
 
 
-@dataclass(frozen=True, slots=True)
-class JournalLine:
-    """One line of a journal."""
-
-    t_s: float
-    """When: as wall time, but with the steps of that node's monotonic clock."""
-    node: str
-    kind: str
-    mono_s: float
-    fields: Mapping[str, Any]
-
-    def number(self, name: str) -> float | None:
-        return number(self.fields.get(name))
-
-    def whole(self, name: str) -> int | None:
-        return whole(self.fields.get(name))
-
-    def text(self, name: str, limit: int = MAX_TEXT) -> str:
-        value = self.fields.get(name)
-        return clean(value, limit) if isinstance(value, str) else ""
-
-    def part(self, name: str) -> Mapping[str, Any]:
-        value = self.fields.get(name)
-        return value if isinstance(value, dict) else {}
-
-    def parts(self, name: str) -> list[Mapping[str, Any]]:
-        value = self.fields.get(name)
-        return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
-
-    def at_mono(self, name: str) -> float | None:
-        """A field that is a time of the same monotonic clock, as `t_s` counts."""
-        value = self.number(name)
-        is_near = value is not None and abs(value - self.mono_s) < _FAR_S
-        return self.t_s + value - self.mono_s if value is not None and is_near else None
-
-
-def parse(raw: Iterable[bytes]) -> tuple[list[JournalLine], int]:
-    """The lines in the order of time, each once, and how many could not be read."""
+def parse(raw: Iterable[bytes]) -> tuple[list[Line], int]:
+    """Returns the lines in the order of time, and the number of lines that cannot be read."""
     seen: set[int] = set()
-    by_node: dict[str, list[Entry]] = {}
-    pulses = ProgressSampler()
+    by_node: dict[str, list[Line]] = {}
+    progress = ProgressSampler()
     unreadable = 0
-    for line in raw:
-        if not line.strip() or (key := hash(line.rstrip())) in seen:
+    for line in map(bytes.strip, raw):
+        if not line or (key := hash(line)) in seen:
             continue
         seen.add(key)
-        fields = _fields(line)
-        at_s, mono_s = (number((fields or {}).get(name)) for name in ("at", "mono_s"))
-        if fields is None or at_s is None or not 0 <= at_s < _MAX_WALL_S:
+        found = decode(_cleaned(line) if _NEEDS_CLEANING.search(line) else line)
+        if found is None or not 0 <= found.t_s < _MAX_WALL_S:
             unreadable += 1
-            continue
-        node = fields.get("node")
-        name = clean(node, 100) if isinstance(node, str) else ""
-        entry = (at_s, mono_s, fields)
-        if fields["kind"] == "Pulse":
-            pulses.add(name, entry)
+        elif isinstance(found.record, ProgressRecord):
+            progress.add(JournalLine(found.t_s, found.node, found.monotonic_s, found.record))
         else:
-            by_node.setdefault(name, []).append(entry)
-    for name, kept in pulses.kept().items():
-        by_node.setdefault(name, []).extend(kept)
-    found = [line for node, entries in by_node.items() for line in _steady(node, entries)]
-    return sorted(found, key=lambda one: one.t_s), unreadable
+            by_node.setdefault(found.node, []).append(found)
+    for node, kept in progress.kept().items():
+        by_node.setdefault(node, []).extend(kept)
+    lines = [line for entries in by_node.values() for line in _steady(entries)]
+    return sorted(lines, key=lambda one: one.t_s), unreadable
 
 
-def _fields(line: bytes) -> dict[str, Any] | None:
-    if len(line) > MAX_LINE_BYTES:
-        return None
+def _cleaned(line: bytes) -> bytes:
     try:
-        found = json.loads(line.decode("utf-8", "replace"))
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(found, dict) or not isinstance(found.get("kind"), str):
-        return None
-    return found
+        return msgspec.json.encode(_with_clean_texts(msgspec.json.decode(line)))
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return b""
 
 
-def _steady(node: str, entries: list[Entry]) -> Iterable[JournalLine]:
+def _with_clean_texts(value: object) -> object:
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, list):
+        return [_with_clean_texts(one) for one in value]
+    if isinstance(value, dict):
+        return {clean(key): _with_clean_texts(one) for key, one in value.items()}
+    return value
+
+
+def _steady(lines: list[Line]) -> Iterable[Line]:
     """Lines of one node whose time does not jump when its wall clock is set.
 
-    A monotonic time before the last one is another machine's, or that of one started anew.
+    The monotonic clock restarts on another machine and after a reboot.
     """
-    entries.sort(key=lambda entry: entry[0])
+    lines.sort(key=lambda line: line.t_s)
     last_at_s, last_s = -math.inf, math.inf
     offset_s = 0.0
-    for at_s, mono_s, fields in entries:
-        if mono_s is None:
-            yield JournalLine(at_s, node, fields["kind"], at_s, fields)
-            continue
-        jump_s = abs((at_s - last_at_s) - (mono_s - last_s))
-        if mono_s < last_s - 1.0 or jump_s > _FAR_S:
-            offset_s = at_s - mono_s
-        last_at_s, last_s = at_s, mono_s
-        yield JournalLine(mono_s + offset_s, node, fields["kind"], mono_s, fields)
+    for line in lines:
+        jump_s = abs((line.t_s - last_at_s) - (line.monotonic_s - last_s))
+        if line.monotonic_s < last_s - 1.0 or jump_s > _JUMP_S:
+            offset_s = line.t_s - line.monotonic_s
+        last_at_s, last_s = line.t_s, line.monotonic_s
+        yield JournalLine(last_s + offset_s, line.node, last_s, line.record)
 
 
-def first_step_at(line: JournalLine) -> float | None:
-    """When the last rank of a node had completed its first step, by its `Recovered` line."""
-    begun, phases = line.at_mono("noticed_s"), line.part("phases_s")
-    parts = [number(took) for name, took in phases.items() if name != "total"]
-    if begun is None or not parts:
-        return None
-    return begun + sum(part for part in parts if part is not None)
+class ProgressSampler:
+    """Thins out the progress lines, so that a journal of weeks fits into memory.
 
-
-_ENDS = ("end", "EndRun")
-
-
-def newest_run(lines: list[JournalLine]) -> tuple[list[list[JournalLine]], int]:
-    """The launches that make up the newest run, and how many before them are left out.
-
-    A run id may be used again. A launch that went on from a state belongs to the run before it;
-    one that began from nothing is a run of its own.
+    They come every few seconds and count upwards, so those in between can be left out; the last
+    one before a count restarts is always kept. Of their ranks only the numbers are of use.
     """
-    launches: list[list[JournalLine]] = [[]]
+
+    def __init__(self) -> None:
+        self._kept: dict[str, list[JournalLine[ProgressRecord]]] = {}
+        self._newest: dict[str, JournalLine[ProgressRecord]] = {}
+        self._every_s = 0.0
+        self._count = 0
+
+    def add(self, line: JournalLine[ProgressRecord]) -> None:
+        last = self._newest.get(line.node)
+        if last is not None:
+            before, rows = last.record.ranks, line.record.ranks
+            if [row[0] for row in before] == [row[0] for row in rows]:  # saves memory
+                record = msgspec.structs.replace(line.record, ranks=before)
+                line = JournalLine(line.t_s, line.node, line.monotonic_s, record)
+            if line.record.steps_here < last.record.steps_here:
+                self._keep(last)
+        self._newest[line.node] = line
+        kept = self._kept.get(line.node)
+        if not kept or line.t_s - kept[-1].t_s >= self._every_s:
+            self._keep(line)
+
+    def kept(self) -> dict[str, list[JournalLine[ProgressRecord]]]:
+        for line in self._newest.values():
+            self._keep(line)
+        return self._kept
+
+    def _keep(self, line: JournalLine[ProgressRecord]) -> None:
+        kept = self._kept.setdefault(line.node, [])
+        if kept and kept[-1] is line:
+            return
+        kept.append(line)
+        self._count += 1
+        if self._count > MAX_PROGRESS_LINES:
+            self._every_s = max(2 * self._every_s, 20.0)
+            self._thin_out()
+
+    def _thin_out(self) -> None:
+        for lines in self._kept.values():
+            thin = lines[:1]
+            for line, following in itertools.pairwise([*lines[1:], lines[-1]]):
+                restarts = following.record.steps_here < line.record.steps_here
+                if restarts or following is line or line.t_s - thin[-1].t_s >= self._every_s:
+                    thin.append(line)
+            lines[:] = thin
+        self._count = sum(len(lines) for lines in self._kept.values())
+
+
+def first_step_at(line: Line) -> float | None:
+    """When the last rank of a node had completed its first step, by a `Recovered` line."""
+    record = line.record
+    if not isinstance(record, Recovered) or (begun := line.at(record.noticed_s)) is None:
+        return None
+    return begun + sum(record.phases_s.values()) if record.phases_s else None
+
+
+def newest_run(lines: Sequence[Line]) -> tuple[list[list[Line]], int]:
+    """The launches of the newest run, and the number of launches before them.
+
+    A run id may be used again. A launch that resumed a state belongs to the run before it.
+    """
+    launches: list[list[Line]] = [[]]
     has_ended = False
     for line in lines:
-        begins = line.kind == "run" or (line.kind == "Ballot" and line.whole("generation") == 0)
-        if has_ended and begins:
+        record = line.record
+        begins = isinstance(record, BallotStarted) and record.generation == 0
+        if has_ended and (begins or isinstance(record, RunStarted)):
             launches.append([])
             has_ended = False
-        has_ended = has_ended or line.kind in _ENDS
+        has_ended = has_ended or isinstance(record, RunEndedRecord | EndRun)
         launches[-1].append(line)
     first = len(launches) - 1
-    while first > 0 and _went_on(launches[first]):
+    while first > 0 and _has_resumed(launches[first]):
         first -= 1
     return launches[first:], first
 
 
-def _went_on(launch: list[JournalLine]) -> bool:
-    starts = (line for line in launch if line.kind == "StartGeneration")
-    first = next(starts, None)
-    return first is not None and bool(first.text("restored"))
+def _has_resumed(launch: Sequence[Line]) -> bool:
+    starts = of_kinds(launch, GenerationStartedRecord)
+    return bool(starts) and starts[0].record.restored is not None

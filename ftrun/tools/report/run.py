@@ -2,8 +2,7 @@
 
 Runs in:  cli. Pure.
 Takes in: the raw lines of the journal, torn ones and all.
-Gives:    `RunFacts`. A kind of line that is not known is skipped, a field that is not there is
-          "not known".
+Gives:    `RunFacts`. What no line says is "not known".
 """
 
 from collections import Counter
@@ -11,39 +10,37 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from ftrun.cli.screen.text import by_number, count, duration, percent
+from ftrun.cli.screen.text import by_number, clean, count, duration, percent
 from ftrun.errors import FtrunError
-from ftrun.tools.report.background import RunBackground, background_of, progress_in
+from ftrun.events import Record, SmpExited, StopRequested, WorkersExited, ZygoteExited
+from ftrun.records.decode import of_kinds
+from ftrun.records.incidents import LifecycleChanged
+from ftrun.records.membership import LeaderLost
+from ftrun.records.recovery import DisableComponent, EndRun, GenerationStartedRecord, Recovered
+from ftrun.records.run import InternalErrorRecord, ProgressRecord, RunEndedRecord, RunStarted
+from ftrun.records.snapshots import CheckpointFailedRecord, FreshStartUsed, MemoryAdopted
+from ftrun.tools.report.background import RunBackground, background_of
 from ftrun.tools.report.costs import losses_of, mtbf_of, snapshots_of, wall_of
 from ftrun.tools.report.facts import IncidentFacts, NodeFacts, RunFacts
-from ftrun.tools.report.incident.grouping import cases_of, failed
+from ftrun.tools.report.incident.grouping import cases_of
 from ftrun.tools.report.incident.incident import incident_of
-from ftrun.tools.report.journal import JournalLine, newest_run, parse
+from ftrun.tools.report.journal import Line, newest_run, parse
 
 _MAX_POINTS = 400
-_OWN_DEATHS = {
-    "SmpExited": "snapshot manager ended",
-    "ZygoteExited": "warm process ended",
-    "adopted": "new agent took over",
-    "LeadLost": "lead lost",
-    "GoOnWithout": "part of ftrun given up",
-    "checkpoint_not_written": "checkpoint not written",
-    "fresh_start": "ranks started fresh instead of warm",
-    "bug": "bug in ftrun",
+_OWN_DEATHS: dict[type[Record], str] = {
+    SmpExited: "snapshot manager ended",
+    ZygoteExited: "warm process ended",
+    MemoryAdopted: "new agent took over",
+    LeaderLost: "lead lost",
+    DisableComponent: "part of ftrun given up",
+    CheckpointFailedRecord: "checkpoint not written",
+    FreshStartUsed: "ranks started fresh instead of warm",
+    InternalErrorRecord: "bug in ftrun",
 }
 
 
 def run_facts(raw: Iterable[bytes], *, name: str = "", is_alive: bool = False) -> RunFacts:
-    """Everything a report says.
-
-    Args:
-        raw: lines of one journal, or of several that overlap.
-        name: of the run, where the journal does not say it.
-        is_alive: somebody knows that the run is going on.
-
-    Raises:
-        FtrunError: no line of it can be read.
-    """
+    """All facts of a report; FtrunError if no line can be read."""
     lines, unreadable = parse(raw)
     if not lines:
         raise FtrunError(
@@ -55,7 +52,7 @@ def run_facts(raw: Iterable[bytes], *, name: str = "", is_alive: bool = False) -
     return _with_verdict(replace(facts, unreadable=unreadable, left_out=left_out))
 
 
-def _facts(launches: Sequence[Sequence[JournalLine]], *, name: str, is_alive: bool) -> RunFacts:
+def _facts(launches: Sequence[Sequence[Line]], *, name: str, is_alive: bool) -> RunFacts:
     lines = list(chain.from_iterable(launches))
     background = background_of(lines)
     incidents = tuple(incident_of(case, background) for case in cases_of(lines))
@@ -66,15 +63,16 @@ def _facts(launches: Sequence[Sequence[JournalLine]], *, name: str, is_alive: bo
     state, exit_code, why = _state(lines, is_alive=is_alive)
     unplanned = [one for one in incidents if not one.is_planned]
     failures = sum(1 for one in unplanned if not one.is_reported)
-    began = next((line for line in lines if line.kind == "run"), lines[0])
+    runs = of_kinds(lines, RunStarted)
+    began = runs[0].record if runs else None
     step = max((step for _, step in _points(lines)), default=None)
     has_trained = bool(step) and wall_s > 0
-    pulses = [line.number("loss") for line in lines if line.kind == "Pulse"]
-    starts = {line.whole("generation") for line in lines if line.kind == "StartGeneration"}
+    progress = of_kinds(lines, ProgressRecord)
+    starts = {line.record.generation for line in of_kinds(lines, GenerationStartedRecord)}
     return RunFacts(
-        run_id=began.text("run_id", 100) or name,
-        script=began.text("script", 300),
-        torch=began.text("torch", 40),
+        run_id=clean(began.run_id, 100) if began is not None else name,
+        script=clean(began.script, 300) if began is not None else "",
+        torch=clean(began.torch, 40) if began is not None else "",
         state=state,
         verdict="",
         began_t_s=lines[0].t_s,
@@ -85,7 +83,7 @@ def _facts(launches: Sequence[Sequence[JournalLine]], *, name: str, is_alive: bo
         world_size=len(background.world) or None,
         step=step,
         step_s=background.step_s,
-        loss=pulses[-1] if pulses else None,
+        loss=progress[-1].record.loss if progress else None,
         goodput=useful_s / wall_s if has_trained else None,
         useful_s=useful_s if has_trained else None,
         losses=tuple(losses),
@@ -101,20 +99,20 @@ def _facts(launches: Sequence[Sequence[JournalLine]], *, name: str, is_alive: bo
         other_deaths=tuple(_own_deaths(lines)),
         launches=len(launches),
         generations=len(starts),
-        logs={line.node: line.text("logs") for line in lines if line.kind == "run"},
+        logs={line.node: line.record.logs for line in runs},
     )
 
 
-def _state(lines: Sequence[JournalLine], *, is_alive: bool) -> tuple[str, int | None, str]:
-    end = next((line for line in reversed(lines) if line.kind in ("end", "EndRun", "run",
-                "StartGeneration")), None)  # fmt: skip
-    if end is None or end.kind in ("run", "StartGeneration"):
+def _state(lines: Sequence[Line], *, is_alive: bool) -> tuple[str, int | None, str]:
+    told = of_kinds(lines, RunEndedRecord, EndRun, RunStarted, GenerationStartedRecord)
+    end = told[-1].record if told else None
+    if not isinstance(end, RunEndedRecord | EndRun):
         return ("running" if is_alive else "no end in the journal"), None, ""
-    code, why = end.whole("exit_code"), end.text("why", 500)
-    if not failed(end):
+    code, why = end.exit_code, clean(end.reason, 500)
+    if code == 0:
         return "finished", code, why
-    stopped = any(line.kind == "StopAsked" for line in lines)
-    return ("stopped" if stopped and (code or 0) > 128 else "failed"), code, why
+    stopped = bool(of_kinds(lines, StopRequested))
+    return ("stopped" if stopped and code > 128 else "failed"), code, why
 
 
 def _with_verdict(facts: RunFacts) -> RunFacts:
@@ -138,35 +136,29 @@ def _with_verdict(facts: RunFacts) -> RunFacts:
     return replace(facts, verdict="  ".join([*parts, told]))
 
 
-def _points(lines: Sequence[JournalLine]) -> list[tuple[float, int]]:
+def _points(lines: Sequence[Line]) -> list[tuple[float, int]]:
     found: list[tuple[float, int]] = []
     for line in lines:
-        if line.kind == "WorkersExited":
-            step, _ = progress_in(line)
-        elif line.kind == "StartGeneration":
-            step = _step_of(line.text("restored"))
-            step = 0 if step is None and line.whole("generation") == 0 else step
-        elif line.kind == "Recovered":
-            step = _step_of(line.text("restored"))
-        elif line.kind == "Pulse":
-            step = line.whole("step")
-        elif line.kind == "Transition" and line.text("old") == "check":
-            step = found[-1][1] if found else 0
-        else:
-            continue
+        step: int | None = None
+        match line.record:
+            case WorkersExited(progress=progress):
+                step = progress.step
+            case GenerationStartedRecord(restored=None, generation=0):
+                step = 0
+            case GenerationStartedRecord() | Recovered():
+                step = line.record.restored.step if line.record.restored is not None else None
+            case ProgressRecord():
+                step = line.record.step
+            case LifecycleChanged(old="check"):
+                step = found[-1][1] if found else 0
+            case _:
+                pass
         if step is not None:
             found.append((line.t_s, step))
     return found
 
 
-def _step_of(text: str) -> int | None:
-    words = text.split()
-    return int(words[1]) if len(words) > 1 and words[1].isdecimal() and len(words[1]) < 16 else None
-
-
-def _progress(
-    lines: Sequence[JournalLine], incidents: Sequence[IncidentFacts]
-) -> list[tuple[float, int]]:
+def _progress(lines: Sequence[Line], incidents: Sequence[IncidentFacts]) -> list[tuple[float, int]]:
     """Few enough points to draw; every turn downwards is kept."""
     last_good = [(one.began_t_s, one.step) for one in incidents if one.step is not None]
     points = sorted([*_points(lines), *last_good], key=lambda point: point[0])
@@ -181,10 +173,10 @@ def _progress(
 
 
 def _nodes(
-    lines: Sequence[JournalLine], incidents: Sequence[IncidentFacts], background: RunBackground
+    lines: Sequence[Line], incidents: Sequence[IncidentFacts], background: RunBackground
 ) -> list[NodeFacts]:
     names = sorted({line.node for line in lines if line.node}, key=by_number)
-    starts = Counter(line.node for line in lines if line.kind == "StartGeneration")
+    starts = Counter(line.node for line in of_kinds(lines, GenerationStartedRecord))
     found = []
     for name in names:
         ranks = tuple(sorted(rank for rank, node in background.node_of.items() if node == name))
@@ -193,18 +185,15 @@ def _nodes(
     return found
 
 
-def _own_deaths(lines: Sequence[JournalLine]) -> list[str]:
-    counted: dict[str, int] = {}
-    for line in lines:
-        if line.kind in _OWN_DEATHS:
-            counted[line.kind] = counted.get(line.kind, 0) + 1
+def _own_deaths(lines: Sequence[Line]) -> list[str]:
+    counted = Counter(type(line.record) for line in lines if type(line.record) in _OWN_DEATHS)
     return [f"{_OWN_DEATHS[kind]}: {count(times, 'time')}" for kind, times in counted.items()]
 
 
 def _notes(
     background: RunBackground,
-    lines: Sequence[JournalLine],
-    launches: Sequence[Sequence[JournalLine]],
+    lines: Sequence[Line],
+    launches: Sequence[Sequence[Line]],
 ) -> list[str]:
     found = []
     if not background.has_first_step:
@@ -214,19 +203,15 @@ def _notes(
         )
     if background.step_s is None:
         found.append("steps done again are not counted as time: a step's duration is not known")
-    if not any(line.kind == "Pulse" for line in lines):
-        found.append("snapshot overhead is not counted: the journal has no Pulse lines")
+    if not of_kinds(lines, ProgressRecord):
+        found.append("snapshot overhead is not counted: the journal has no progress lines")
     if len(launches) > 1:
         found.append(f"{len(launches)} launches; the time between them does not count")
     return found
 
 
 def incident_by(facts: RunFacts, wanted: str) -> IncidentFacts:
-    """The incident of this number, or the `last` one.
-
-    Raises:
-        FtrunError: there is none.
-    """
+    """The incident of this number, or the `last` one."""
     known = {one.number: one for one in facts.incidents}
     if not known:
         raise FtrunError(f"run {facts.run_id} has had no incident")

@@ -1,8 +1,4 @@
-"""`ftrun verify train.py`: does a restart change what the script computes, and why.
-
-Takes in: its own flags, those of `ftrun run`, a script.
-Gives:    a verdict and its reasons, as text or JSON, and an exit code.
-"""
+"""`ftrun verify train.py`: does a restart change what the script computes, and why."""
 
 import json
 import os
@@ -15,9 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
-from ftrun.cli.help_text import help_width, rows
-from ftrun.cli.launch.command_line import CommandLine, parse
+import typer
+
+from ftrun.cli.app import help_rows, help_width
+from ftrun.cli.completion import AsTyped, with_flags
+from ftrun.cli.launch.command_line import OWN_FLAGS, CommandLine, parse
 from ftrun.cli.launch.torchrun_flags import CliFlag
 from ftrun.errors import UsageError
 
@@ -35,19 +35,10 @@ FLAGS = (
 )
 
 _REPLACED = (
-    "run-id",
-    "checkpoint-dir",
-    "resume",
-    "checkpoint-every",
-    "checkpoint-keep",
-    "snapshot-every",
-    "no-snapshots",
-    "orphan",
-    "metrics-port",
-    "quiet",
-    "grace",
+    *("run-id", "checkpoint-dir", "resume", "checkpoint-every", "checkpoint-keep"),
+    *("snapshot-every", "no-snapshots", "orphan-timeout", "metrics-port", "quiet", "grace"),
 )
-"""Flags of a run for which a verification has values of its own."""
+"""Flags of a run whose values a verification sets."""
 
 _INTRO = """\
 Usage: ftrun verify [OPTIONS] [OPTIONS OF ftrun run] SCRIPT [ARGS...]
@@ -75,12 +66,10 @@ be compared: the script failed, or a limit was reached; 130 and 143 stopped by a
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for."""
+    """The options as typed; `words` are flags, script and its arguments of each run."""
 
     line: CommandLine
     words: tuple[str, ...]
-    """Of each run: flags, script and its arguments."""
-
     steps: int
     kill_steps: tuple[int, ...] | None
     num_kills: int
@@ -90,15 +79,19 @@ class Options:
     is_json: bool
 
 
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+def _verify(ctx: typer.Context, **_: object) -> None:
+    """Kill ranks of a script, and compare its results bit for bit."""
+    raise typer.Exit(verify(ctx.args))
+
+
+app.command(cls=AsTyped)(with_flags(_verify))
+
+
 def verify(words: Sequence[str]) -> int:
-    """Carry out a verification; the exit code.
-
-    Args:
-        words: after `ftrun verify`, as typed.
-
-    Raises:
-        UsageError: nothing was started.
-    """
+    """Carries out a verification and returns the exit code."""
     line = parse(words, more=FLAGS)
     if line.wants_help or not words:
         sys.stdout.write(_help())
@@ -112,7 +105,8 @@ def verify(words: Sequence[str]) -> int:
         signal.signal(signal.SIGHUP, _leave)
     try:
         with _folder(options.folder) as folder:
-            outcome = Verification(options, folder, _tell_on(options.is_json)).carry_out()
+            show = _writer(sys.stderr if options.is_json else sys.stdout)
+            outcome = Verification(options, folder, show).carry_out()
     except KeyboardInterrupt:
         sys.stderr.write("ftrun verify: stopped, and its run is ended\n")
         return 128 + signal.SIGINT
@@ -122,11 +116,7 @@ def verify(words: Sequence[str]) -> int:
 
 
 def options_of(line: CommandLine) -> Options:
-    """Check what was typed.
-
-    Raises:
-        UsageError: a value or a flag that a verification cannot use.
-    """
+    """Checks the options; raises a UsageError."""
     if line.script is None:
         raise UsageError(
             "no script is given. For example: ftrun verify --nproc-per-node 2 train.py"
@@ -156,18 +146,14 @@ def options_of(line: CommandLine) -> Options:
 
 
 def _words_of_run(line: CommandLine) -> tuple[str, ...]:
-    """The flags that are passed on, and the script.
-
-    Raises:
-        UsageError: a run of these words would not start.
-    """
+    """Returns the flags that each run gets, and the script; checks that a run would start."""
     from ftrun.cli.run import build_spec
 
-    own = {flag.name for flag in FLAGS} | set(_REPLACED)
+    takes_value = {flag.name: flag.takes_value for flag in OWN_FLAGS}
     flags = [
-        f"--{name}" if value == "1" and not _takes_value(name) else f"--{name}={value}"
+        f"--{name}={value}" if takes_value[name] else f"--{name}"
         for name, values in line.own.items()
-        if name not in own
+        if name in takes_value and name not in _REPLACED
         for value in values
     ]
     passed = CommandLine(
@@ -177,16 +163,10 @@ def _words_of_run(line: CommandLine) -> tuple[str, ...]:
     words = (*flags, *passed.torchrun_argv())
     if build_spec(parse(words), variables=os.environ).nodes is not None:
         raise UsageError(
-            "ftrun verify runs on one node, and these flags or variables ask for several: leave "
+            "ftrun verify runs on one node, and these flags or variables request several: leave "
             "out --nnodes, --spares and --rdzv-endpoint; inside Slurm use a step of one task"
         )
     return words
-
-
-def _takes_value(name: str) -> bool:
-    from ftrun.cli.launch.command_line import OWN_FLAGS
-
-    return next(flag.takes_value for flag in OWN_FLAGS if flag.name == name)
 
 
 def _count(flag: str, text: str) -> int:
@@ -197,18 +177,14 @@ def _count(flag: str, text: str) -> int:
 
 @contextmanager
 def _folder(wanted: Path | None) -> Iterator[Path]:
-    """The folder of a verification; a temporary one is removed.
-
-    Raises:
-        UsageError: it cannot be used.
-    """
+    """Yields the folder of a verification; a temporary one is removed."""
     if wanted is not None:
         if wanted.exists() and (not wanted.is_dir() or any(wanted.iterdir())):
             raise UsageError(f"--folder {wanted} is not an empty folder: name another one")
         try:
             wanted.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"--folder {wanted} cannot be made: {error.strerror}") from error
+            raise UsageError(f"--folder {wanted} cannot be created: {error.strerror}") from error
         yield wanted.resolve()
         return
     folder = Path(tempfile.mkdtemp(prefix="ftrun-verify-"))
@@ -218,24 +194,21 @@ def _folder(wanted: Path | None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _tell_on(is_json: bool) -> Callable[[str], None]:
-    """Writes progress and result; with --json to stderr, so that stdout is one document."""
-    stream = sys.stderr if is_json else sys.stdout
-
-    def tell(text: str) -> None:
+def _writer(stream: TextIO) -> Callable[[str], None]:
+    def write(text: str) -> None:
         stream.write(f"{text}\n")
         stream.flush()
 
-    return tell
+    return write
 
 
 def _help() -> str:
     flags = {f"--{f.name} {f.metavar or ''}".rstrip(): f.help for f in FLAGS}
-    shown = "\n".join(rows(flags, help_width()))
+    shown = "\n".join(help_rows(flags, help_width()))
     others = "and those of ftrun run, such as --nproc-per-node N: ftrun --help lists them"
     return f"{_INTRO}\n{shown}\n  {others}\n\n{_OUTRO}"
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:
-    """SIGTERM and SIGHUP end a verification as ^C does: nothing of its runs is left."""
+    """Handles SIGTERM and SIGHUP as ^C, so that the runs are ended and removed."""
     raise SystemExit(128 + number)

@@ -1,8 +1,5 @@
 """Compares the records of two runs step by step, event by event. Pure.
 
-Takes in: a `Trace` per run: for each rank the records of each generation.
-Gives:    the first difference in what a run computes, and what differs without counting.
-
 A result is a tensor or value of the state, a loss, a batch, or the input of a module. Everything
 else that is recorded (random states, variables, flags) serves to explain a difference in a result.
 """
@@ -25,12 +22,12 @@ _RESULTS = ("tensor", "value", "loss", "batch", "input")
 
 
 def word_of(key: str) -> str:
-    """What a key of `VerifyRecord.digests` is about."""
+    """Returns the first word of a key of `VerifyRecord.digests`, which says what it is about."""
     return key.split(" ", 1)[0].split("[", 1)[0].split(".", 1)[0]
 
 
 def name_of(key: str) -> str:
-    """The key without its first word; of a batch or an input the key itself."""
+    """Returns the key without its first word; for a batch or an input the key itself."""
     head, _, name = key.partition(" ")
     return name or head
 
@@ -41,24 +38,20 @@ def is_result(key: str) -> bool:
 
 @dataclass
 class Life:
-    """One rank in one generation."""
+    """One rank in one generation: steps done at its start, and the restored version, if any."""
 
     generation: int
     start: int = 0
-    """Steps done when it began."""
-
     restored: str = ""
-    """The restored version; empty: none."""
-
     attached: VerifyRecord | None = None
     begun: VerifyRecord | None = None
     killed: VerifyRecord | None = None
     turns: dict[int, list[VerifyRecord]] = field(default_factory=dict)
-    """The events of each step, in order; the boundary is the last one of a step that was done."""
+    """The events of each step, in order; the boundary is the last one of a complete step."""
 
     @property
     def last_step(self) -> int:
-        """The last step that was done."""
+        """The last complete step."""
         done = [step for step, events in self.turns.items() if events[-1].event == BOUNDARY]
         return max(done, default=self.start)
 
@@ -68,13 +61,12 @@ Trace = Mapping[int, Sequence[Life]]
 
 
 def life_of(generation: int, records: Sequence[VerifyRecord]) -> Life:
-    """Sort the records of one rank in one generation."""
     life = Life(generation)
     has_session = any(record.event == ATTACHED for record in records)
     for record in records:
         if record.event == ATTACHED:
             life.attached, life.start, life.restored = record, record.step, record.what
-            life.turns.clear()  # what the script did before attach belongs to no step
+            life.turns.clear()  # events before attach belong to no step
         elif record.event == BEGUN:
             life.begun = record
         elif record.event == KILLED:
@@ -86,30 +78,27 @@ def life_of(generation: int, records: Sequence[VerifyRecord]) -> Life:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first event of a rank in which a result differs from the reference."""
+    """The first event of a rank in which a result differs from the reference.
+
+    `keys` are all keys that differ in this event, results first.
+    """
 
     rank: int
     generation: int
     step: int
     event: str
     keys: tuple[str, ...]
-    """All keys that differ in this event, results first."""
-
     record: VerifyRecord
     reference: VerifyRecord
 
 
 @dataclass(frozen=True)
 class ObservedRestart:
-    """One kill and what followed it."""
+    """A kill after `step` complete steps, and the restart in the state of step `resumed_from`."""
 
     rank: int
     step: int
-    """Steps that were done when it was killed."""
-
     resumed_from: int
-    """Steps that were done in the state that was restored; 0: from the beginning."""
-
     is_restored: bool
 
     @property
@@ -122,12 +111,12 @@ def has_session(trace: Trace) -> bool:
 
 
 def steps_of(trace: Trace) -> int:
-    """Steps that every rank has done."""
+    """Returns the number of steps that every rank has completed."""
     return min((max(life.last_step for life in lives) for lives in trace.values()), default=0)
 
 
 def reference_turns(lives: Sequence[Life]) -> dict[int, list[VerifyRecord]]:
-    """The events of each step, from the last time that it was made."""
+    """Returns the events of each step, of the last generation that made it."""
     found: dict[int, list[VerifyRecord]] = {}
     for life in lives:
         found.update(life.turns)
@@ -135,21 +124,19 @@ def reference_turns(lives: Sequence[Life]) -> dict[int, list[VerifyRecord]]:
 
 
 def restarts(trace: Trace) -> list[ObservedRestart]:
-    """The kills that were followed by another generation, in order."""
+    """Returns the kills that were followed by another generation, in order."""
     found = []
     for rank, lives in trace.items():
         for life, after in itertools.pairwise(lives):
             if life.killed is not None:
-                is_restored = bool(after.restored)
-                start = after.start if is_restored else 0
-                found.append(
-                    (life.generation, ObservedRestart(rank, life.killed.step, start, is_restored))
-                )
+                start = after.start if after.restored else 0
+                restart = ObservedRestart(rank, life.killed.step, start, bool(after.restored))
+                found.append((life.generation, restart))
     return [restart for _, restart in sorted(found, key=itemgetter(0))]
 
 
 def differing(reference: VerifyRecord, record: VerifyRecord) -> list[str]:
-    """Keys whose digests differ, results first; of variables those that both have."""
+    """Returns the keys whose digests differ, results first; variables only if both have them."""
     before, now = reference.digests, record.digests
     found = [
         key
@@ -163,13 +150,10 @@ def differing(reference: VerifyRecord, record: VerifyRecord) -> list[str]:
 def pairs(
     reference: Sequence[VerifyRecord], events: Sequence[VerifyRecord], *, is_first: bool
 ) -> Iterator[tuple[VerifyRecord, VerifyRecord]]:
-    """Each event with the one of the reference that it repeats.
+    """Yields each event of a step with the one of the reference that it repeats.
 
-    Args:
-        reference: the same step of the reference.
-        events: of one step.
-        is_first: the step is the first one after a restart, so that a loader may have loaded
-            batches again that it does not hand out; the last ones count.
+    In the first step after a restart a loader may load batches again that it does not return, so
+    that only its last batches count.
     """
     waiting = {
         event: [r for r in reference if r.event == event] for event in {r.event for r in reference}
@@ -194,7 +178,7 @@ def compared_lives(trace: Trace) -> Iterator[tuple[int, Life]]:
 def event_pairs(
     reference: Trace, rank: int, life: Life
 ) -> Iterator[tuple[int, VerifyRecord, VerifyRecord]]:
-    """Step by step the events of a life with those of the reference."""
+    """Yields step by step the events of a life with those of the reference."""
     turns = reference_turns(reference.get(rank, ()))
     shift = 0 if life.attached is not None else _shift(turns, life)
     for step, events in sorted(life.turns.items()):
@@ -204,7 +188,7 @@ def event_pairs(
 
 
 def _shift(turns: Mapping[int, Sequence[VerifyRecord]], life: Life) -> int:
-    """Steps that a script without a session left out by a checkpoint of its own."""
+    """Returns the number of steps that a script without a session skipped by its own checkpoint."""
     if not life.turns:
         return 0
     step, events = min(life.turns.items())
@@ -216,7 +200,7 @@ def _shift(turns: Mapping[int, Sequence[VerifyRecord]], life: Life) -> int:
 
 
 def first_difference(reference: Trace, trace: Trace, *, generations: range) -> Difference | None:
-    """The earliest event in which a result differs, over all ranks.
+    """Returns the earliest event in which a result differs, over all ranks.
 
     Args:
         reference: the undisturbed run.
@@ -246,7 +230,7 @@ def _first_of(reference: Trace, rank: int, life: Life) -> Difference | None:
 
 
 def noise(reference: Trace, trace: Trace, *, generations: range) -> set[str]:
-    """Keys that differ between two runs without a failure, and so explain nothing."""
+    """Returns keys that differ between two runs without a failure, and so explain nothing."""
     found: set[str] = set()
     for rank, life in compared_lives(trace):
         if life.generation not in generations:
@@ -260,7 +244,7 @@ def noise(reference: Trace, trace: Trace, *, generations: range) -> set[str]:
 
 
 def counts(trace: Trace) -> dict[str, int]:
-    """How many different things of each kind were recorded, over all ranks."""
+    """Returns the number of different results of each kind that were recorded, over all ranks."""
     seen: dict[str, set[tuple[int, str]]] = {word: set() for word in _RESULTS}
     losses = batches = 0
     for rank, life in compared_lives(trace):

@@ -1,10 +1,11 @@
-"""Names the reason of a difference, where the records of two runs tell it.
+"""Finds the reasons of a difference in the records of two runs.
 
-Takes in: two traces, the keys that differ without a failure, the first difference if there is one.
-Gives:    `Finding`s: what in the script is not restored, at which line, and what to do.
+A finding says what in the script is not restored, at which line, and what to do.
 """
 
-from collections.abc import Iterator, Sequence
+import ast
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from ftrun.tools.verify.compare import (
     reference_turns,
     word_of,
 )
-from ftrun.tools.verify.source_lines import lines_that_set
 from ftrun.wire.verify_records import (
     BATCH,
     BOUNDARY,
@@ -35,23 +35,20 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing in the script that a restart does not bring back, or that ftrun cannot protect."""
+    """State of the script that a restart does not restore; `where` is FILE:LINE."""
 
     kind: str
     names: tuple[str, ...]
     text: str
     remedy: str = ""
     where: str = ""
-    """FILE:LINE."""
 
 
 def find(
     reference: Trace, trace: Trace, noise: set[str], difference: Difference | None
 ) -> list[Finding]:
-    """Everything that is found, each thing once."""
-    found: list[Finding] = []
-    found += _optimizers(trace)
-    found += _swaps(reference)
+    """Returns all findings, each once; `noise` are the keys that differ without a failure."""
+    found = [*_optimizers(trace), *_swaps(reference)]
     for rank, life in compared_lives(trace):
         if life.generation > 0 and life.attached is not None:
             found += _restored(trace[rank], life, noise)
@@ -68,47 +65,38 @@ def find(
 
 
 def random_sources(reference: Trace, trace: Trace, difference: Difference) -> Finding:
-    """Why two runs without a failure differ."""
-    names = tuple(
-        sorted(
-            {
-                name_of(key).removeprefix("rng.").split("[")[0]
-                for rank, life in compared_lives(trace)
-                for before in reference.get(rank, ())[:1]
-                if life.generation == 0
-                if life.attached is not None and before.attached is not None
-                for key in differing(before.attached, life.attached)
-                if word_of(key) == "random"
-            }
-        )
-    )
-    starts = {
-        (before.begun.step, life.begun.step)
-        for rank, life in compared_lives(trace)
-        for before in reference.get(rank, ())[:1]
-        if life.generation == 0 and life.begun is not None and before.begun is not None
-    }
-    first, second = max(starts, default=(0, 0))
+    """Explains why two runs without a failure differ."""
+    random: set[str] = set()
+    starts = {(0, 0)}
+    for rank, life in compared_lives(trace):
+        for before in reference.get(rank, ())[:1] if life.generation == 0 else ():
+            if life.attached is not None and before.attached is not None:
+                keys = differing(before.attached, life.attached)
+                random |= {name_of(key) for key in keys if word_of(key) == "random"}
+            if life.begun is not None and before.begun is not None:
+                starts.add((before.begun.step, life.begun.step))
+    names = tuple(sorted({name.removeprefix("rng.").split("[")[0] for name in random}))
+    first, second = max(starts)
     if first != second:
         text = (
             f"the first of them begins after step {first}, and the other one after step {second}: "
-            "the script loads what an earlier run has written, such as its own checkpoint"
+            "the script loads a file that an earlier run wrote, such as its own checkpoint"
         )
         remedy = (
-            "let the script load nothing where FTRUN_VERIFY is set in its environment, or end the "
-            "runs before the first file is written, by --steps"
+            "let the script load nothing if FTRUN_VERIFY is set in its environment, or end the "
+            "runs before the first file is written, with --steps"
         )
     elif names:
         text = f"random states that differ when attach returns: {', '.join(names)}"
         remedy = "seed them at the top of the script, such as torch.manual_seed(0)"
     elif difference.event == BATCH or word_of(difference.keys[0]) == "input":
-        text = "the random states are equal, and the data differ"
+        text = "the random states are equal, but the data differ"
         remedy = "seed the generators of data set and sampler; sort file lists"
     else:
         text = "random states are equal when attach returns"
         remedy = (
             "look for operations that are not deterministic (torch.use_deterministic_algorithms), "
-            "the time of day, races between threads, and files that the first run has written"
+            "the time of day, races between threads, and files that the first run wrote"
         )
     return Finding("not deterministic", names, text, remedy, _place(difference.record.where))
 
@@ -123,8 +111,8 @@ def _restored(lives: Sequence[Life], life: Life, noise: set[str]) -> Iterator[Fi
         yield Finding(
             "not restored",
             (),
-            "no snapshot could be restored: the run began again at step 0",
-            "see what ftrun reports in the log of the run",
+            "no snapshot could be restored: the run restarted at step 0",
+            "see the messages of ftrun in the log of the run",
         )
         return
     saved = _boundary_before(lives, life)
@@ -139,10 +127,10 @@ def _restored(lives: Sequence[Life], life: Life, noise: set[str]) -> Iterator[Fi
             yield Finding(
                 "snapshot",
                 names,
-                f"the snapshot of step {step} holds other values than that step ended with: "
+                f"the snapshot of step {step} has other values than the end of that step: "
                 f"{_some(names)}",
                 "if the script writes to these tensors between two steps (weights swapped by "
-                ".data), do it inside of `with session.phase(...)`; else report it as a bug",
+                ".data), do it inside `with session.phase(...)`; else report it as a bug",
             )
     if life.begun is not None:
         overwritten = [
@@ -165,7 +153,7 @@ def _overwritten(names: Sequence[str], record: VerifyRecord) -> Finding:
 
 
 def _boundary_before(lives: Sequence[Life], life: Life) -> VerifyRecord | None:
-    """The boundary of the restored step, from the last generation that made it."""
+    """Returns the boundary of the restored step, of the last generation that made it."""
     for earlier in reversed(lives[: lives.index(life)]):
         events = earlier.turns.get(life.start)
         if events and events[-1].event == BOUNDARY:
@@ -177,7 +165,7 @@ def _boundary_before(lives: Sequence[Life], life: Life) -> VerifyRecord | None:
 
 
 def _first_turn(reference: Trace, rank: int, life: Life, noise: set[str]) -> Iterator[Finding]:
-    """What differs before the first step after a restart has computed anything."""
+    """Yields what differs before the first step after a restart has computed anything."""
     events = life.turns.get(life.start + 1, [])
     inputs = {d for event in events for k, d in event.digests.items() if word_of(k) == "input"}
     if life.begun is not None:
@@ -198,14 +186,14 @@ def _first_turn(reference: Trace, rank: int, life: Life, noise: set[str]) -> Ite
         changed = now.notes.get("changed", "").split()
         if changed and not before.notes.get("changed"):
             yield _overwritten(changed, now)
-        if not has_other_batch:  # else they may differ because the batch does
+        if not has_other_batch:  # otherwise the batch may be the reason
             yield from _variables(before, now, keys, inputs)
         yield from _modules(keys)
         return
 
 
 def _end_of(reference: Trace, rank: int, step: int) -> VerifyRecord | None:
-    """How a rank of the reference entered the step after this one."""
+    """Returns the record with which a rank of the reference entered the step after this one."""
     lives = reference.get(rank, ())
     if step == 0:
         return lives[0].begun if lives else None
@@ -217,7 +205,7 @@ def _variables(
     before: VerifyRecord, now: VerifyRecord, keys: Sequence[str], inputs: set[str]
 ) -> Iterator[Finding]:
     local = [key for key in keys if word_of(key) == "local"]
-    # What a module is called with comes first, then tensors, which may be the rest of the batch.
+    # Inputs of modules come first, then tensors, which may be the rest of the batch.
     local.sort(key=lambda key: now.digests[key] not in inputs)
     batch = [key for key in local if now.digests[key] in inputs]
     if batch:
@@ -234,7 +222,7 @@ def _variables(
             "variable",
             [key for key in local if key not in batch],
             "variables of the script are not restored",
-            "keep what has to last in session.state, or attach it",
+            "keep persistent values in session.state, or attach them",
         ),
     )
     for kind, found, head, remedy in kinds:
@@ -256,7 +244,7 @@ def _variable(key: str, before: VerifyRecord, now: VerifyRecord) -> str:
 
 def _modules(keys: Sequence[str]) -> Iterator[Finding]:
     kinds = {
-        "mode": "train() or eval() was called on modules, and that is not restored",
+        "mode": "the mode of modules, set by train() or eval(), is not restored",
         "buffer": "buffers that are not persistent are not restored",
         "attribute": "plain attributes of modules are not restored",
     }
@@ -301,56 +289,47 @@ def _batch(difference: Difference) -> Finding:
     same_indices = record.digests.get("indices") == before.digests.get("indices")
     workers = int(record.notes.get("workers", "0"))
     if not same_indices or "indices" not in record.digests:
-        return Finding(
-            "data order",
-            (),
-            f"{at} hands out other samples in step {difference.step} than without the failure",
-            "attach the loader and take its batches from "
-            "session.batches(loader); give the loader its generator",
-            place,
+        text = f"{at} returns other samples in step {difference.step} than without the failure"
+        remedy = (
+            "attach the loader and take its batches from session.batches(loader); give the loader "
+            "its generator"
         )
+        return Finding("data order", (), text, remedy, place)
+    text = f"{at} loads the same samples in step {difference.step} with other values: "
     if workers and record.notes.get("kind") != "stateful":
-        return Finding(
-            "augmentation",
-            (),
-            f"{at} loads the same samples in step {difference.step} with other "
-            f"values: its {workers} worker processes draw random numbers, and a restart does not "
-            "repeat them",
-            "use torchdata's StatefulDataLoader, or seed the augmentation by the "
-            "sample's index and the epoch",
-            place,
+        text += f"its {workers} worker processes draw random numbers, and a restart does not repeat"
+        text += " them"
+        remedy = (
+            "use torchdata's StatefulDataLoader, or seed the augmentation by the sample's index "
+            "and the epoch"
         )
-    return Finding(
-        "augmentation",
-        (),
-        f"{at} loads the same samples in step {difference.step} with other "
-        "values: the data set draws random numbers that are not restored",
-        "draw them from python's, numpy's or torch's global generator, or attach the generator",
-        place,
-    )
+    else:
+        text += "the data set draws random numbers that are not restored"
+        remedy = (
+            "draw them from python's, numpy's or torch's global generator, or attach the generator"
+        )
+    return Finding("augmentation", (), text, remedy, place)
 
 
 # --- found in any run ----------------------------------------------------------------------------
 
 
 def _optimizers(trace: Trace) -> Iterator[Finding]:
-    for _, life in compared_lives(trace):
-        for events in life.turns.values():
-            for record in events:
-                if record.event == OPTIMIZER and record.notes.get("is_attached") == "0":
-                    place = _place(record.where)
-                    yield Finding(
-                        "unattached optimizer",
-                        (record.what, place),
-                        f"{record.what}, whose step() is called at {place}, is not attached: its "
-                        "state is in no snapshot",
-                        "pass it to attach, such as attach(optimizer={'a': a, 'b': b})",
-                        place,
-                    )
+    for record in _every_record(trace):
+        if record.event == OPTIMIZER and record.notes.get("is_attached") == "0":
+            place = _place(record.where)
+            yield Finding(
+                "unattached optimizer",
+                (record.what, place),
+                f"{record.what}, whose step() is called at {place}, is not attached: its state is "
+                "in no snapshot",
+                "pass it to attach, such as attach(optimizer={'a': a, 'b': b})",
+                place,
+            )
 
 
 def _swaps(trace: Trace) -> Iterator[Finding]:
-    """Weights that a forward finds changed, and the optimizer finds as they were."""
+    """Yields weights that are changed in a forward pass, and unchanged in the optimizer step."""
     for lives in trace.values():
         for events in reference_turns(lives).values():
             changed: list[str] = []
@@ -366,7 +345,7 @@ def _swaps(trace: Trace) -> Iterator[Finding]:
                             "weight swap",
                             back,
                             f"between two steps the model runs with other weights at {place}: "
-                            f"{_some(back)}; they are put back before the optimizer steps",
+                            f"{_some(back)}; they are restored before the optimizer steps",
                             'put the swap into `with session.phase("eval"):`',
                             place,
                         )
@@ -374,13 +353,8 @@ def _swaps(trace: Trace) -> Iterator[Finding]:
 
 
 def _reported(trace: Trace) -> Iterator[Finding]:
-    """What ftrun reports, the shorter of two texts left out; and what could not be recorded."""
-    every = [
-        record
-        for _, life in compared_lives(trace)
-        for events in life.turns.values()
-        for record in events
-    ]
+    """Yields what ftrun reports, without texts that are parts of others, and failed records."""
+    every = list(_every_record(trace))
     notes = {note for record in every if (note := record.notes.get("unprotected"))}
     for note in sorted(notes):
         if not any(note in other for other in notes - {note}):
@@ -398,23 +372,28 @@ def _reported(trace: Trace) -> Iterator[Finding]:
             )
 
 
+def _every_record(trace: Trace) -> Iterator[VerifyRecord]:
+    for _, life in compared_lives(trace):
+        for events in life.turns.values():
+            yield from events
+
+
 def _unexplained(difference: Difference, is_attached: bool) -> Finding:
     if not is_attached:
         return Finding(
             "not attached",
             (),
-            "the script calls no ftrun.attach, and continues otherwise after a "
-            "restart than it would have",
+            "the script calls no ftrun.attach, and does not continue equally after a restart",
             "attach its state, or keep all of it in its checkpoints",
         )
     what = f"{difference.event} at {_place(difference.record.where)}".removesuffix(" at ")
     return Finding(
         "unexplained",
         (),
-        f"all that is recorded before the {what} is equal: state, "
-        "random states, inputs and variables. Something else differs, such as a file, an object "
-        "in a library, or an iterator that holds values",
-        "attach what holds it",
+        f"all records before the {what} are equal: state, random states, inputs and variables. "
+        "Something else differs, such as a file, an object in a library, or an iterator that has "
+        "values",
+        "attach the object that has this state",
         _place(difference.record.where),
     )
 
@@ -430,8 +409,63 @@ def _place(where: str) -> str:
 
 
 def _file(path: str) -> str:
-    """Relative to the current folder, if it lies there."""
+    """Returns a path relative to the current folder, if it is in it."""
     try:
         return str(Path(path).relative_to(Path.cwd()))
     except ValueError:
         return path
+
+
+# --- lines of the script -------------------------------------------------------------------------
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def lines_that_set(file: str, variable: str, function_line: int) -> list[int]:
+    """Returns lines of a script that assign to a variable in a function, or at the top level.
+
+    Args:
+        file: of the script.
+        variable: its name, or NAME.ATTRIBUTE.
+        function_line: first line of the function's code; of a module's code 0 or 1.
+    """
+    tree = _parsed(file)
+    if tree is None:
+        return []
+    scope: ast.AST = tree
+    for node in ast.walk(tree):
+        if isinstance(node, _FUNCTIONS) and function_line in _first_lines(node):
+            scope = node
+            break
+    attribute = variable.rpartition(".")[2] if "." in variable else None
+    if attribute is not None:
+        stored = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+        return _lines(node for node in stored if node.attr == attribute)
+    names = (node for node in _own_nodes(scope) if isinstance(node, ast.Name))
+    return _lines(node for node in names if node.id == variable)
+
+
+def _lines(nodes: Iterable[ast.Name | ast.Attribute]) -> list[int]:
+    return sorted({node.lineno for node in nodes if isinstance(node.ctx, ast.Store)})
+
+
+def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
+    """Yields the nodes of a function or module without those of functions and classes in it."""
+    waiting = list(ast.iter_child_nodes(scope))
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
+            yield node
+            waiting += ast.iter_child_nodes(node)
+
+
+def _first_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[int]:
+    return {node.lineno, *(decorator.lineno for decorator in node.decorator_list)}
+
+
+@functools.cache
+def _parsed(file: str) -> ast.Module | None:
+    try:
+        return ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return None

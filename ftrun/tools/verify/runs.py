@@ -1,8 +1,6 @@
-"""The runs of a verification: planned, started one after the other, watched, and ended.
+"""Plans, starts, observes and ends the runs of a verification, one after the other.
 
-Takes in: the words of a run, a folder, limits of time and disk.
-Gives:    a `Finished` with the trace of each run.
-Survives: nothing: what a run has started is gone when its block ends, also after ^C.
+All processes of a run have ended when its `with` block ends, also after ^C.
 """
 
 import os
@@ -13,7 +11,6 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
@@ -41,16 +38,15 @@ class LimitReached(FtrunError):
 
 
 def plan_kills(steps: int, count: int) -> tuple[Kill, ...]:
-    """Kills spread over the steps, every second one in the middle of a step.
+    """Spreads kills over the steps, every second one in the middle of a step.
 
-    The others, or a single one, come after steps without a snapshot, so that steps are repeated.
+    The others, or a single one, follow steps without a snapshot, so that steps are repeated.
     """
     spread = (at * steps // (count + 1) for at in range(1, count + 1))
     return kills_at(sorted({max(1, step) for step in spread if step < steps}))
 
 
 def kills_at(steps: Sequence[int]) -> tuple[Kill, ...]:
-    """One kill after each of these steps."""
     kills = []
     before = 0
     for at, step in enumerate(steps):
@@ -63,11 +59,9 @@ def kills_at(steps: Sequence[int]) -> tuple[Kill, ...]:
 
 @dataclass(frozen=True)
 class Limits:
-    """What all runs together may use."""
+    """Limits of all runs together; `give_up_s` is monotonic time."""
 
     give_up_s: float
-    """On the monotonic clock."""
-
     disk_bytes: int
 
 
@@ -91,14 +85,7 @@ class VerifyRun:
     def __init__(
         self, folder: Path, words: Sequence[str], plan: VerifyPlan, *, is_kept: bool = True
     ) -> None:
-        """Plan it.
-
-        Args:
-            folder: for its records and logs.
-            words: of the run.
-            plan: what is recorded, and who is killed when.
-            is_kept: the folder stays; else no line that is shown names it.
-        """
+        """Plans a run; if the folder is not kept, no line that is shown names it."""
         self._folder = folder
         self._is_kept = is_kept
         self._run_id = f"verify-{secrets.token_hex(4)}"
@@ -126,21 +113,16 @@ class VerifyRun:
                     command, env=variables, stdin=subprocess.DEVNULL, stdout=output,
                     stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=end_with_parent,
                 )  # fmt: skip
-        except BaseException:  # a signal just now; a `with` block ends only what has been entered
+        except BaseException:  # a signal; a `with` block that is not entered has no exit
             self.close()
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """End it, and free what it holds."""
+        """Ends the run, and frees its memory."""
         process = self._process
         if process is None or process.poll() is not None:
             return
@@ -155,15 +137,11 @@ class VerifyRun:
                 python_command("ftrun", "stop", self._run_id),
                 capture_output=True, timeout=_STOP_S, check=False,
             )  # fmt: skip
-        if process.returncode < 0:  # before it was the stub, or by SIGKILL: its folder is left
+        if process.returncode < 0:  # killed before it was the stub, or by SIGKILL
             sweep()
 
     def wait(self, limits: Limits, *, share: float = 1.0) -> Finished:
-        """Wait for its end.
-
-        Args:
-            limits: of all runs together.
-            share: the part of the time that is left which this run may use.
+        """Waits for the end; the run may use this share of the remaining time.
 
         Raises:
             LimitReached: the time or the disk space is used up.
@@ -174,10 +152,12 @@ class VerifyRun:
         while (code := self._process.poll()) is None:
             now_s = clock.now_s()
             if now_s > give_up_s:
+                lives = [life for lives in self._trace().values() for life in lives]
+                steps = max((life.last_step for life in lives), default=0)
                 raise LimitReached(
-                    f"the time of this run is used up (--timeout): after {now_s - began_s:.0f} s "
-                    f"it has made {_furthest(self._trace())} steps. Raise --timeout or lower "
-                    "--steps. Its last lines:\n"
+                    f"the time of this run is over (--timeout): after {now_s - began_s:.0f} s "
+                    f"it has made {steps} steps. Raise --timeout or lower --steps. Its last "
+                    "lines:\n"
                     f"{self._finished(0, began_s).last_lines}"
                 )
             if now_s - looked_s > _DISK_EVERY_S:
@@ -196,7 +176,6 @@ class VerifyRun:
         return Finished(code, clock.now_s() - began_s, output)
 
     def _check_disk(self, limits: Limits) -> None:
-        """Raises: LimitReached."""
         used = _size(self._folder.parent)
         if used > limits.disk_bytes:
             raise LimitReached(
@@ -217,16 +196,12 @@ class VerifyRun:
         }
 
 
-def _furthest(trace: Trace) -> int:
-    return max((life.last_step for lives in trace.values() for life in lives), default=0)
-
-
 def _size(folder: Path) -> int:
     total = 0
     for base, _, names in os.walk(folder):
         for name in names:
             try:
                 total += os.lstat(os.path.join(base, name)).st_size
-            except OSError:  # removed meanwhile
+            except OSError:  # just removed
                 continue
     return total

@@ -1,24 +1,18 @@
-"""One verification: its runs in order, the comparison, and the result in words."""
+"""Carries out a verification: its runs in order, the comparison, and the result as text."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ftrun import clock
+from ftrun.cli.screen.text import count
 from ftrun.errors import ExitCode
 from ftrun.tools.verify import compare
 from ftrun.tools.verify.command import DIFFERENT, NOT_COMPARED, Options
 from ftrun.tools.verify.compare import Difference, ObservedRestart, Trace
 from ftrun.tools.verify.findings import Finding, find, random_sources
-from ftrun.tools.verify.runs import (
-    Finished,
-    LimitReached,
-    Limits,
-    VerifyRun,
-    kills_at,
-    plan_kills,
-)
+from ftrun.tools.verify.runs import Finished, LimitReached, Limits, VerifyRun, kills_at, plan_kills
 from ftrun.wire.verify_records import VerifyPlan
 
 EQUAL = "equal"
@@ -29,12 +23,12 @@ NOTHING_COMPARED = "nothing compared"
 
 _FIRST, _REST = range(1), range(1, 1 << 30)
 _FIRST_SHARE = 0.6
-"""Of the time of all runs, for the first one."""
+"""Share of the time of all runs for the first one."""
 
 
 @dataclass(frozen=True)
 class VerifyOutcome:
-    """What is shown and what the process ends with."""
+    """The result, and the exit code of the process."""
 
     verdict: str
     exit_code: int
@@ -42,12 +36,12 @@ class VerifyOutcome:
 
 
 class Verification:
-    """Runs a script several times and compares."""
+    """Runs a script several times and compares the runs."""
 
-    def __init__(self, options: Options, folder: Path, tell: Callable[[str], None]) -> None:
+    def __init__(self, options: Options, folder: Path, show: Callable[[str], None]) -> None:
         self._options = options
         self._folder = folder
-        self._tell = tell
+        self._show = show
         steps = options.kill_steps
         self._kills = (
             kills_at(steps) if steps is not None else plan_kills(options.steps, options.num_kills)
@@ -56,7 +50,6 @@ class Verification:
         self._runs: list[Finished] = []
 
     def carry_out(self) -> VerifyOutcome:
-        """All of it; the result is shown."""
         self._announce()
         try:
             first = self._run("undisturbed")
@@ -65,8 +58,14 @@ class Verification:
             if compare.steps_of(first.trace) == 0:
                 return self._nothing("the script has made no step: no session's boundary was "
                                      "passed, and no torch optimizer has stepped")  # fmt: skip
-            self._say_what_is_compared(first.trace)
-            second = self._run(self._kill_words(), disturbed=True)
+            if not compare.has_session(first.trace):
+                self._show(
+                    "Nothing is attached: the script calls no ftrun.attach, so that a restart "
+                    "begins at the beginning of the script or at its own checkpoint. Compared are "
+                    "parameters and state of the optimizers after each of their steps, losses, and "
+                    "batches of DataLoaders."
+                )
+            second = self._run(self._kill_text(), disturbed=True)
             return self._judge(first, second)
         except LimitReached as error:
             return self._nothing(str(error))
@@ -75,9 +74,9 @@ class Verification:
 
     def _announce(self) -> None:
         options = self._options
-        self._tell(
+        self._show(
             f"ftrun verify {options.line.script}: {options.steps} steps undisturbed, then "
-            f"{options.steps} steps with {self._kill_words()}; a third run if the two differ.\n"
+            f"{options.steps} steps with {self._kill_text()}; a third run if the two differ.\n"
             "The script is executed as a whole each time: what it writes to files and trackers is "
             f"written 2 or 3 times.\nAt most {options.timeout_s:.0f} s. "
             + (f"Records and logs: {self._folder}" if options.folder is not None else
@@ -85,41 +84,31 @@ class Verification:
             + "\n"
         )  # fmt: skip
 
-    def _kill_words(self) -> str:
+    def _kill_text(self) -> str:
         *most, last = (str(kill.step) for kill in self._kills)
         steps = f"steps {', '.join(most)} and {last}" if most else f"step {last}"
         return f"a rank killed after {steps}"
 
     def _run(self, what: str, *, disturbed: bool = False) -> Finished:
-        """Raises: LimitReached."""
         number = len(self._runs) + 1
-        self._tell(f"run {number}: {what} ...")
+        self._show(f"run {number}: {what} ...")
         folder = self._folder / f"run{number}"
         kills = self._kills if disturbed else ()
         plan = VerifyPlan(str(folder / "records"), self._options.steps, kills)
         is_kept = self._options.folder is not None
         with VerifyRun(folder, self._options.words, plan, is_kept=is_kept) as run:
-            # What the first run takes, the ones after it take again.
+            # The other runs need the time of the first one again.
             finished = run.wait(self._limits, share=_FIRST_SHARE if number == 1 else 1.0)
         self._runs.append(finished)
-        told = [f"run {number}: {compare.steps_of(finished.trace)} steps, {finished.took_s:.1f} s"]
-        told += [_restart_words(restart) for restart in compare.restarts(finished.trace)]
-        self._tell("; ".join(told))
+        texts = [f"run {number}: {compare.steps_of(finished.trace)} steps, {finished.took_s:.1f} s"]
+        texts += [_restart_text(restart) for restart in compare.restarts(finished.trace)]
+        self._show("; ".join(texts))
         return finished
-
-    def _say_what_is_compared(self, trace: Trace) -> None:
-        if not compare.has_session(trace):
-            self._tell(
-                "Nothing is attached: the script calls no ftrun.attach, so that a restart begins "
-                "at its own beginning or at its own checkpoint. Compared are parameters and state "
-                "of the optimizers after each of their steps, losses, and batches of DataLoaders."
-            )
 
     # --- verdict -------------------------------------------------------------------------------
 
     def _judge(self, first: Finished, second: Finished) -> VerifyOutcome:
         reference, trace = first.trace, second.trace
-        restarts = compare.restarts(trace)
         early = compare.first_difference(reference, trace, generations=_FIRST)
         if early is not None:
             return self._not_deterministic(reference, trace, early, "the second before its kill")
@@ -132,80 +121,58 @@ class Verification:
                 f"no rank could be killed: the script made {compare.steps_of(trace)} steps, and "
                 f"the first kill was due after step {self._kills[0].step}. Lower --steps or --at"
             )
-        steps, made = compare.steps_of(reference), compare.steps_of(trace)
-        # Without a session a restart begins to count anew.
-        is_complete = made == steps or not compare.has_session(trace)
+        # Without a session a restart counts steps from 0 again.
+        is_complete = (
+            compare.steps_of(trace) == compare.steps_of(reference)
+            or not compare.has_session(trace)
+        )  # fmt: skip
         if late is None and is_complete and second.exit_code == ExitCode.DONE:
-            findings = find(reference, trace, noise, None)
-            return self._equal(trace, restarts, findings)
-        third = self._run("undisturbed again, to tell apart what is not deterministic")
+            return self._equal(trace, find(reference, trace, noise, None))
+        third = self._run("undisturbed again, to exclude a script that is not deterministic")
         again = compare.first_difference(reference, third.trace, generations=_FIRST)
         if again is not None:
             return self._not_deterministic(reference, third.trace, again, "the third")
         noise |= compare.noise(reference, third.trace, generations=_FIRST)
-        findings = find(reference, trace, noise, late)
-        if second.exit_code != ExitCode.DONE:
-            return self._failed_after_restart(second, late, restarts, findings)
-        if late is None:
-            return self._ends_elsewhere(steps, made, restarts, findings)
-        return self._differs(trace, late, restarts, findings)
+        return self._differs(second, late, find(reference, trace, noise, late))
 
-    def _equal(
-        self, trace: Trace, restarts: list[ObservedRestart], findings: list[Finding]
-    ) -> VerifyOutcome:
-        counts = compare.counts(trace)
+    def _equal(self, trace: Trace, findings: list[Finding]) -> VerifyOutcome:
+        counts, restarts = compare.counts(trace), compare.restarts(trace)
         repeated = sum(restart.repeated for restart in restarts)
         lines = [
-            f"EQUAL: {_count(len(restarts), 'restart')}, {_count(repeated, 'step')} repeated; "
+            f"EQUAL: {count(len(restarts), 'restart')}, {count(repeated, 'step')} repeated; "
             "equal bit for bit: "
             f"{counts['tensors']} tensors and {counts['values']} values of the state after each "
             f"step, {counts['losses']} losses, {counts['inputs']} batches and inputs"
         ]
         if findings:
-            lines.append("Also found, without an effect on this result:")
-            lines += _numbered(findings)
+            lines += ["Also found, without an effect on this result:", *_numbered(findings)]
         if len(restarts) < len(self._kills):
             lines.append(f"{len(restarts)} of {len(self._kills)} kills were carried out.")
-        return self._outcome(EQUAL, ExitCode.DONE, lines, restarts, findings)
+        return self._outcome(EQUAL, ExitCode.DONE, lines, findings, restarts=restarts)
 
     def _differs(
-        self,
-        trace: Trace,
-        found: Difference,
-        restarts: list[ObservedRestart],
-        findings: list[Finding],
+        self, run: Finished, found: Difference | None, findings: list[Finding]
     ) -> VerifyOutcome:
-        lines = [f"DIFFERS: {_difference_words(found)}", *_exactness(trace, found, findings)]
-        lines += ["Reasons found:", *_numbered(findings)]
-        return self._outcome(DIFFERS, DIFFERENT, lines, restarts, findings, found)
-
-    def _ends_elsewhere(
-        self, steps: int, made: int, restarts: list[ObservedRestart], findings: list[Finding]
-    ) -> VerifyOutcome:
-        again = compare.steps_of(self._runs[-1].trace)
-        lines = [
-            f"DIFFERS: the run with kills ends after step {made:,}, and two runs without a failure "
-            f"after steps {steps:,} and {again:,}; the steps that were made are equal. The total "
-            "of session.steps() and batches(until=) counts the steps before a restart"
-        ]
+        verdict = DIFFERS
+        if run.exit_code != ExitCode.DONE:
+            verdict = FAILED_AFTER_RESTART
+            lines = [
+                f"DIFFERS: after a kill the run ends with {run.exit_code}; undisturbed it does "
+                f"not. Its last lines:\n{_indented(run.last_lines)}"
+            ]
+        elif found is not None:
+            lines = [f"DIFFERS: {_difference_text(found)}", *_exactness(run.trace, found, findings)]
+        else:
+            first, made, third = (compare.steps_of(one.trace) for one in self._runs)
+            lines = [
+                f"DIFFERS: the run with kills ends after step {made:,}, and two runs without a "
+                f"failure after steps {first:,} and {third:,}; the steps that were made are equal. "
+                "The total of session.steps() and batches(until=) counts the steps before a restart"
+            ]
         if findings:
             lines += ["Reasons found:", *_numbered(findings)]
-        return self._outcome(DIFFERS, DIFFERENT, lines, restarts, findings)
-
-    def _failed_after_restart(
-        self,
-        run: Finished,
-        found: Difference | None,
-        restarts: list[ObservedRestart],
-        findings: list[Finding],
-    ) -> VerifyOutcome:
-        lines = [
-            f"DIFFERS: after a kill the run ends with {run.exit_code}; undisturbed it does not. "
-            f"Its last lines:\n{_indented(run.last_lines)}"
-        ]
-        if findings:
-            lines += ["Reasons found:", *_numbered(findings)]
-        return self._outcome(FAILED_AFTER_RESTART, DIFFERENT, lines, restarts, findings, found)
+        restarts = compare.restarts(run.trace)
+        return self._outcome(verdict, DIFFERENT, lines, findings, found, restarts=restarts)
 
     def _not_deterministic(
         self, reference: Trace, trace: Trace, found: Difference, which: str
@@ -213,11 +180,13 @@ class Verification:
         finding = random_sources(reference, trace, found)
         lines = [
             f"NOT DETERMINISTIC: two runs without a failure differ (the first, and {which}), so "
-            f"that a restart cannot be judged: {_difference_words(found)}",
+            f"that a restart cannot be judged: {_difference_text(found)}",
             *_numbered([finding]),
         ]
         restarts = compare.restarts(self._runs[1].trace)
-        return self._outcome(NOT_DETERMINISTIC, DIFFERENT, lines, restarts, [finding], found)
+        return self._outcome(
+            NOT_DETERMINISTIC, DIFFERENT, lines, [finding], found, restarts=restarts
+        )
 
     def _script_failed(self, run: Finished) -> VerifyOutcome:
         return self._nothing(
@@ -226,19 +195,19 @@ class Verification:
         )
 
     def _nothing(self, reason: str) -> VerifyOutcome:
-        return self._outcome(NOTHING_COMPARED, NOT_COMPARED, [f"NOT COMPARED: {reason}"], [], [])
+        return self._outcome(NOTHING_COMPARED, NOT_COMPARED, [f"NOT COMPARED: {reason}"], [])
 
     def _outcome(
         self,
         verdict: str,
         exit_code: int,
         lines: list[str],
-        restarts: list[ObservedRestart],
         findings: list[Finding],
         found: Difference | None = None,
+        *,
+        restarts: Sequence[ObservedRestart] = (),
     ) -> VerifyOutcome:
-        self._tell("\n" + "\n".join(lines))
-        counts = compare.counts(self._runs[-1].trace) if self._runs else {}
+        self._show("\n" + "\n".join(lines))
         document = {
             "verdict": verdict,
             "exit_code": int(exit_code),
@@ -256,24 +225,20 @@ class Verification:
             "restarts": [{**asdict(one), "repeated": one.repeated} for one in restarts],
             "difference": None if found is None else _difference_document(found),
             "findings": [asdict(finding) for finding in findings],
-            "compared": counts,
+            "compared": compare.counts(self._runs[-1].trace) if self._runs else {},
         }
         return VerifyOutcome(verdict, exit_code, document)
 
 
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
-
-
-def _restart_words(restart: ObservedRestart) -> str:
+def _restart_text(restart: ObservedRestart) -> str:
     resumed = f"resumed from step {restart.resumed_from}"
     if not restart.is_restored:
-        resumed = "began again"
-    repeated = f", {_count(restart.repeated, 'step')} repeated" if restart.repeated else ""
+        resumed = "restarted from the beginning"
+    repeated = f", {count(restart.repeated, 'step')} repeated" if restart.repeated else ""
     return f"rank {restart.rank} killed after step {restart.step}, {resumed}{repeated}"
 
 
-def _difference_words(found: Difference) -> str:
+def _difference_text(found: Difference) -> str:
     names = [compare.name_of(key) for key in found.keys if compare.is_result(key)]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     kinds = {"tensor": "state", "value": "state", "batch": "data", "input": "model input"}
@@ -287,15 +252,13 @@ def _difference_words(found: Difference) -> str:
 
 
 def _exactness(trace: Trace, found: Difference, findings: list[Finding]) -> list[str]:
-    """That the restored state is not the reason."""
+    """Says that the restored state is not the reason, if that is known."""
     if any(finding.kind in ("snapshot", "overwritten", "not restored") for finding in findings):
         return []
     life = next((x for x in trace[found.rank] if x.generation == found.generation), None)
     if life is None or not life.restored:
         return []
-    return [
-        f"The state of step {life.start} was restored exactly; something outside of it differs."
-    ]
+    return [f"The state of step {life.start} was restored exactly; other state differs."]
 
 
 def _numbered(findings: list[Finding]) -> list[str]:

@@ -106,7 +106,6 @@ class NodeCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
 
     @property
     def identity(self) -> Identity:
-        """Identity of this agent process. The next agent process on the node has another one."""
         return (self.node_id, self.incarnation)
 
 
@@ -188,7 +187,7 @@ class FailureHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     incidents: int = 0
     """Number of incidents opened so far."""
     spoiled: VersionPair | None = None
-    """This version and later ones contain bad numbers, and the run does not resume from them."""
+    """The run does not resume from this version or later ones: they hold numerical anomalies."""
     skip_to: int = -1
     """Batches up to this step are skipped when steps are repeated; -1: none is skipped."""
     hung_nodes: list[str] = []
@@ -256,7 +255,6 @@ class GenerationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def node_of(self) -> dict[int, str]:
-        """Node id of each rank."""
         return {rank: node.node_id for node in self.members for rank in node.ranks}
 
     @property

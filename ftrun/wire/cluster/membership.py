@@ -273,3 +273,19 @@ class LeaderHeartbeat(Message, frozen=True, tag="LeadBeat"):
     why: str = ""
     advice: str = ""
     cause: WorkerExit | None = None
+
+
+MembershipMessage = (
+    Accept
+    | Accepted
+    | Heartbeat
+    | Join
+    | JoinAccepted
+    | JoinPending
+    | JoinRejected
+    | LeaderHeartbeat
+    | LeaderInfo
+    | Prepare
+    | PrepareRejected
+    | Promise
+)

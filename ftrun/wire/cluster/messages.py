@@ -3,20 +3,7 @@
 import msgspec
 
 from ftrun.wire.cluster.generation import PathMeasurement
-from ftrun.wire.cluster.membership import (
-    Accept,
-    Accepted,
-    Heartbeat,
-    Join,
-    JoinAccepted,
-    JoinPending,
-    JoinRejected,
-    LeaderHeartbeat,
-    LeaderInfo,
-    Prepare,
-    PrepareRejected,
-    Promise,
-)
+from ftrun.wire.cluster.membership import MembershipMessage
 from ftrun.wire.messages.faults import ForwardFault, ForwardFaultReply
 from ftrun.wire.messages.message import Message
 
@@ -103,18 +90,7 @@ class RailSilent(Message, frozen=True, tag="RoadSilent"):
 RoadWord = ProbeLinkResult | ProbePathResult | RailSilent
 
 AnyClusterMessage = (
-    Join
-    | JoinPending
-    | LeaderInfo
-    | JoinAccepted
-    | JoinRejected
-    | Prepare
-    | Promise
-    | PrepareRejected
-    | Accept
-    | Accepted
-    | Heartbeat
-    | LeaderHeartbeat
+    MembershipMessage
     | JournalLines
     | ClusterStatusRequest
     | ClusterStatusReply

@@ -19,12 +19,10 @@ class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LinkHello(Transfer, frozen=True, tag="LinkHello"):
-    """First message on each link: its purpose.
+    """First message on each link; its purpose is "protect" or "fetch".
 
-    Args:
-        purpose: "protect" or "fetch".
-        session: of a "protect" link: digest of the group with its addresses. It is equal at both
-            ends, unless one end has not received the other's update yet.
+    `session` of a "protect" link is the digest of the group with its addresses. It is equal at both
+    ends, unless one end has not received the other's update yet.
     """
 
     generation: int
@@ -101,9 +99,7 @@ class FetchPeers(Transfer, frozen=True, tag="Meet"):
 class FetchRequest(Transfer, frozen=True):
     """Base of requests about a version as a group protected it; replies have the same `request`.
 
-    Args:
-        group: `ProtectionGroup.id` of its members.
-        protected_in: generation in which it was protected.
+    `group` is `ProtectionGroup.id`, `protected_in` the generation in which it was protected.
     """
 
     request: int
@@ -128,8 +124,7 @@ class GetShardHeader(FetchRequest, frozen=True, tag="AskHead"):
 class GetPieces(FetchRequest, frozen=True, tag="AskPieces"):
     """Pieces by their digests, u64 each, from any slot. Reply per index: FetchData or FetchMissing.
 
-    Args:
-        settled: indexes that were answered before a connection was lost; not answered again.
+    `settled` are indexes that were answered before a connection was lost; not answered again.
     """
 
     digests: bytes
@@ -137,10 +132,7 @@ class GetPieces(FetchRequest, frozen=True, tag="AskPieces"):
 
 
 class GetBlock(FetchRequest, frozen=True, tag="AskUnit"):
-    """The receiver's block of a stripe, data or parity.
-
-    Reply: FetchData with the fragment's header.
-    """
+    """The receiver's block of a stripe. Reply: FetchData with the fragment's header."""
 
     stripe: int
 
@@ -148,10 +140,8 @@ class GetBlock(FetchRequest, frozen=True, tag="AskUnit"):
 class RebuildBlock(FetchRequest, frozen=True, tag="AskRebuilt"):
     """Rebuild a lost block with the receiver's parity. Reply: FetchData or FetchMissing.
 
-    Args:
-        place: position of the node that has lost the block.
-        stripe: that contains the block.
-        alive: positions of the group that can be asked.
+    `place` is the position of the node that has lost the block, `alive` are those that can be
+    asked.
     """
 
     place: int
@@ -199,7 +189,6 @@ class TransferEnvelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A message, and the raw bytes that follow it.
 
     Args:
-        generation: the running one.
         raw_bytes: length of the bytes behind the message.
         raw_digest: their xxh3 digest; None if a fragment's header contains it.
     """

@@ -30,7 +30,6 @@ class WriteCheckpoint(Message, frozen=True, tag="WriteCheckpoint"):
             life of the run or another generation. Parts with different tokens are never merged.
         keep_s: checkpoints older than this are removed too, but never the newest. 0: no age limit.
         bytes_per_s: limit of this node's write rate; 0: no limit.
-        life: of the run, for the index.
         stream_wait_s: without a version: if the capture of a snapshot begins within this time, that
             snapshot is written during its capture (live capture), instead of the newest committed
             version. 0: no live capture.
@@ -76,9 +75,9 @@ class CheckpointWritten(Message, frozen=True, tag="CheckpointWritten"):
 
 
 class CheckpointFailed(Message, frozen=True, tag="CheckpointRefused"):
-    """SMP -> agent: nothing is written, for this reason.
+    """SMP -> agent: nothing is written.
 
-    It is not `Refused`, because other replies may arrive before it.
+    Not `Refused`, because other replies may arrive before it.
     """
 
     why: str
@@ -148,6 +147,16 @@ class CheckpointLoaded(Message, frozen=True, tag="CheckpointLoaded"):
     is_taken: bool = False
     """The problem is that another live run owns the directory."""
 
+
+CheckpointMessage = (
+    CheckpointFailed
+    | CheckpointLoaded
+    | CheckpointWritten
+    | EndCheckpoints
+    | ExpediteCheckpoint
+    | LoadCheckpoint
+    | WriteCheckpoint
+)
 
 Format = Literal["safetensors", "dcp", "state_dict"]
 FORMATS: tuple[Format, ...] = ("safetensors", "dcp", "state_dict")

@@ -9,56 +9,11 @@ messages that are older than its own state. Descriptors accompany a message (SCM
 
 import msgspec
 
-from ftrun.wire.messages.checkpoint import (
-    CheckpointFailed,
-    CheckpointLoaded,
-    CheckpointWritten,
-    EndCheckpoints,
-    ExpediteCheckpoint,
-    LoadCheckpoint,
-    WriteCheckpoint,
-)
+from ftrun.wire.messages.checkpoint import CheckpointMessage
 from ftrun.wire.messages.faults import FaultAccepted, InjectFault
 from ftrun.wire.messages.message import Message
-from ftrun.wire.messages.smp import (
-    AbandonVersion,
-    AdoptMemory,
-    BeginGeneration,
-    CommitVersion,
-    HandOverMemory,
-    Inventory,
-    InventoryRequest,
-    ListenForPeers,
-    ListeningForPeers,
-    MemoryHandedOver,
-    ParityRegionCreated,
-    PeersUnreachable,
-    PersistRunState,
-    RestoreFailed,
-    RestoreReady,
-    Shutdown,
-    SmpNotice,
-    VaultFreed,
-    VersionCommitted,
-    VersionReady,
-    VoidAfter,
-)
-from ftrun.wire.messages.worker import (
-    ArenaGranted,
-    AwaitRestored,
-    FetchPieces,
-    FetchShardHeaders,
-    MemoryRefused,
-    OpenShards,
-    PiecesFetched,
-    RequestArena,
-    ReserveMemory,
-    ShardHeadersFetched,
-    ShardSealed,
-    ShardSkipped,
-    ShardsOpened,
-    WithdrawShard,
-)
+from ftrun.wire.messages.smp import SmpMessage
+from ftrun.wire.messages.worker import WorkerMessage
 
 PROTOCOL_VERSION = 1
 
@@ -103,53 +58,14 @@ AnyMessage = (
     Hello
     | Done
     | Refused
-    | ReserveMemory
-    | MemoryRefused
-    | RequestArena
-    | ArenaGranted
-    | ShardSealed
-    | WithdrawShard
-    | ShardSkipped
-    | AwaitRestored
-    | OpenShards
-    | ShardsOpened
-    | FetchShardHeaders
-    | ShardHeadersFetched
-    | FetchPieces
-    | PiecesFetched
-    | ListenForPeers
-    | ListeningForPeers
-    | BeginGeneration
-    | VersionReady
-    | CommitVersion
-    | AbandonVersion
-    | RestoreReady
-    | RestoreFailed
-    | ParityRegionCreated
-    | VaultFreed
-    | PeersUnreachable
-    | SmpNotice
-    | InventoryRequest
-    | Inventory
-    | VoidAfter
-    | HandOverMemory
-    | MemoryHandedOver
-    | AdoptMemory
-    | PersistRunState
-    | WriteCheckpoint
-    | ExpediteCheckpoint
-    | CheckpointWritten
-    | CheckpointFailed
-    | LoadCheckpoint
-    | EndCheckpoints
-    | CheckpointLoaded
-    | VersionCommitted
-    | Shutdown
     | StatusRequest
     | StatusReply
     | StopRequest
     | InjectFault
     | FaultAccepted
+    | CheckpointMessage
+    | SmpMessage
+    | WorkerMessage
 )
 
 

@@ -9,7 +9,6 @@ class FaultOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One fault to inject: kind, target and time.
 
     Args:
-        id: of this order, in the journal.
         kind: a name in the catalogue, see fault_catalog.py.
         rank: target rank; -1 if the target is a node.
         node: name of the node, or its position in the run; empty: the only node, or the rank's.
@@ -42,13 +41,7 @@ class InjectFault(Message, frozen=True, tag="InjectFault"):
 
 
 class FaultAccepted(Message, frozen=True, tag="FaultTaken"):
-    """Agent -> cli: the fault is scheduled; the journal records when it fires.
-
-    Args:
-        id: of the order.
-        node: on which the fault is injected.
-        how: in words.
-    """
+    """Agent -> cli: the fault is scheduled on `node`; the journal records when it fires."""
 
     id: str
     node: str

@@ -27,7 +27,6 @@ class PreviousGroup(msgspec.Struct, frozen=True):
 
     Args:
         nodes: with the ranks that each held then, and the current address of its SMP.
-        parity: m.
         generation: in which the version was protected, see `ProtectionPart.protected_in`.
     """
 
@@ -57,14 +56,9 @@ class ProtectionPart(msgspec.Struct, frozen=True):
     """This node's part in the protection of one version by one group.
 
     Args:
-        generation: of the version.
-        step: of the version.
-        world_size: of the version.
         protected_in: generation in which the group has protected it. Together with the version and
             the members it identifies the protection: parts with equal identity belong together.
         members: the group in order; the position in it is the position in each stripe.
-        parity: m.
-        node_id: of the node whose part this is.
         mirrors: nodes whose small state is stored here. A node without any mirror cannot be
             rebuilt.
         is_complete: all mirrors and parity that belong here are stored.
@@ -156,13 +150,8 @@ class VersionReady(Message, frozen=True, tag="VersionReady"):
     """SMP -> agent, unsolicited: this node has completed its work for this version.
 
     All local ranks have sealed it (or hold it, if it is the restored version), and the group
-    protects it. Never sent without a group.
-
-    Args:
-        generation: of the version.
-        step: of the version.
-        survives: number of nodes of the group that may be lost: m, or 0 if it cannot be protected.
-        why: reason if it is 0, in words.
+    protects it. Never sent without a group. `survives` is the number of nodes of the group that may
+    be lost: m, or 0 if it cannot be protected, for the reason `why`.
     """
 
     generation: int
@@ -201,7 +190,6 @@ class RestoreFailed(Message, frozen=True, tag="RestoreFailed"):
 
     Args:
         generation: the one that was begun, not the version's.
-        why: rank, version, nodes, and the number of the k blocks that are available.
         is_link: connections to nodes of the plan were lost; the same fetch may succeed later.
     """
 
@@ -230,9 +218,8 @@ class SmpNotice(Message, frozen=True, tag="SmpNotice"):
     """SMP -> agent, unsolicited: an entry for the journal that requires no action.
 
     Args:
-        kind: "replicas_differ", "peer_lost", "stalled", "source_set_aside", "unprotected", "memory"
-            or "restore".
-        why: in words.
+        kind: "replicas_differ", "peer_lost", "stalled", "source_set_aside", "unprotected",
+            "memory" or "restore".
         nodes: nodes that the notice concerns.
         ranks: ranks that the notice concerns, if known.
     """
@@ -258,12 +245,9 @@ class InventoryRequest(Message, frozen=True, tag="TakeInventory"):
 
 
 class Inventory(Message, frozen=True, tag="Inventory"):
-    """SMP -> agent: all sealed slots, and everything stored for other nodes.
+    """SMP -> agent: sealed slots (`offers`), and everything stored for other nodes (`protected`).
 
-    Args:
-        offers: sealed slots.
-        protected: parts of protections; incomplete parts are included.
-        set_aside: descriptions of slots that are corrupt and no longer offered.
+    Incomplete parts are included. `set_aside` describes slots that are corrupt and not offered.
     """
 
     offers: list[ShardOffer]
@@ -324,3 +308,28 @@ class VersionCommitted(Message, frozen=True, tag="VersionCommitted"):
 
 class Shutdown(Message, frozen=True, tag="Shutdown"):
     """Agent or cli -> SMP: free all memory and end. Reply: Done."""
+
+
+SmpMessage = (
+    AbandonVersion
+    | AdoptMemory
+    | BeginGeneration
+    | CommitVersion
+    | HandOverMemory
+    | Inventory
+    | InventoryRequest
+    | ListenForPeers
+    | ListeningForPeers
+    | MemoryHandedOver
+    | ParityRegionCreated
+    | PeersUnreachable
+    | PersistRunState
+    | RestoreFailed
+    | RestoreReady
+    | Shutdown
+    | SmpNotice
+    | VaultFreed
+    | VersionCommitted
+    | VersionReady
+    | VoidAfter
+)

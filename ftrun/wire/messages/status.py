@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ftrun.errors import ProtocolError
+from ftrun.monitor.repeat_check import Repeat
 from ftrun.wire.cluster.generation import NetworkPlan, PathMeasurement, Rail
 
 STALE_S = 2.0
@@ -41,18 +42,6 @@ class RankStatus(msgspec.Struct, frozen=True):
     last_collective: str | None = None
 
 
-class RepeatStatus(msgspec.Struct, frozen=True):
-    """Result of comparing the steps that a generation repeated."""
-
-    outcome: str = ""
-    text: str = ""
-    repeated: int = 0
-    compared: int = 0
-    step: int | None = None
-    rank: int | None = None
-    what: str = ""
-
-
 class RestartStatus(msgspec.Struct, frozen=True):
     """One restart of the ranks."""
 
@@ -63,7 +52,7 @@ class RestartStatus(msgspec.Struct, frozen=True):
     """The version that was restored; None: the ranks began at the script's beginning."""
     phases_s: dict[str, float] | None = None
     """Phases on this node."""
-    repeated: RepeatStatus | None = None
+    repeated: Repeat | None = None
     downtime_s: float | None = None
     """From the fault to the next step of every rank."""
 
@@ -322,11 +311,7 @@ T = TypeVar("T", StatusView, SmpStatus, ClusterStatus, NetworkStatus)
 
 
 def decode_status(document: bytes, kind: type[T], *, source: str) -> T:
-    """Decode a status document.
-
-    Raises:
-        ProtocolError: it has another form, such as that of another version of ftrun.
-    """
+    """Raises ProtocolError for another form, such as that of another version of ftrun."""
     try:
         return msgspec.json.decode(document, type=kind)
     except msgspec.DecodeError as error:

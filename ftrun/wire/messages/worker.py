@@ -49,11 +49,7 @@ def encode_launch(request: LaunchRequest) -> bytes:
 
 
 def decode_launch(data: bytes | str) -> LaunchRequest:
-    """Decode a request.
-
-    Raises:
-        msgspec.MsgspecError: the data is not a request.
-    """
+    """Raises msgspec.MsgspecError if the data is not a request."""
     return msgspec.json.decode(data, type=LaunchRequest)
 
 
@@ -68,9 +64,9 @@ class ReserveMemory(Message, frozen=True, tag="ReserveMemory"):
 
 
 class MemoryRefused(Message, frozen=True, tag="MemoryRefused"):
-    """SMP -> worker: the memory requested by the ranks of this node does not fit.
+    """SMP -> worker: the memory of this node's ranks does not fit.
 
-    The fields are those of `MemoryTooSmall`.
+    Fields as in `MemoryTooSmall`.
     """
 
     needed_bytes: int
@@ -161,9 +157,7 @@ class OpenShards(Message, frozen=True, tag="OpenImages"):
 class ShardsOpened(Message, frozen=True, tag="ImagesOpened"):
     """SMP -> worker, with one memfd per entry: arenas in which the version is sealed.
 
-    Args:
-        ranks: of the previous world, in the order of the descriptors; only ranks that are stored
-            here.
+    `ranks` are those of the previous world that are stored here, in the order of the descriptors.
     """
 
     ranks: list[int]
@@ -173,9 +167,6 @@ class FetchShardHeaders(Message, frozen=True, tag="FetchHeads"):
     """Worker -> SMP: fetch shard headers of a version from other nodes; some may be of lost nodes.
 
     Reply: ShardHeadersFetched with a memfd per header (see snapshot/shard_header.py), or Refused.
-
-    Args:
-        ranks: of the previous world.
     """
 
     rank: int
@@ -194,10 +185,8 @@ class FetchPieces(Message, frozen=True, tag="FetchPieces"):
     """Worker -> SMP: fetch pieces of such shards, after their headers; at most 64 MiB in total.
 
     Reply: PiecesFetched with a memfd that contains them in order, or Refused. The worker verifies
-    each piece against its digest.
-
-    Args:
-        wanted: (rank of the previous world, first piece, number of pieces).
+    each piece against its digest. `wanted` is (rank of the previous world, first piece, number of
+    pieces).
     """
 
     rank: int
@@ -210,3 +199,21 @@ class PiecesFetched(Message, frozen=True, tag="PiecesFetched"):
     """SMP -> worker, with one memfd."""
 
     num_bytes: int
+
+
+WorkerMessage = (
+    ArenaGranted
+    | AwaitRestored
+    | FetchPieces
+    | FetchShardHeaders
+    | MemoryRefused
+    | OpenShards
+    | PiecesFetched
+    | RequestArena
+    | ReserveMemory
+    | ShardHeadersFetched
+    | ShardSealed
+    | ShardSkipped
+    | ShardsOpened
+    | WithdrawShard
+)

@@ -103,15 +103,9 @@ def arena_bytes(image_bytes: int, num_pieces: int) -> int:
 def create_memfd(shape: ArenaShape, allocated: Callable[[int], object] | None = None) -> int:
     """Create a fully allocated arena, sealed against resizing.
 
-    posix_fallocate reports a full memory as an OSError here. Without it, a later write in a step
-    would raise SIGBUS. The call releases the interpreter lock.
-
-    Args:
-        shape: of the arena.
-        allocated: called with the number of bytes allocated so far.
-
-    Raises:
-        OSError: ENOSPC or ENOMEM; nothing stays allocated.
+    Raises OSError (ENOSPC, ENOMEM); nothing stays allocated. posix_fallocate reports a full memory
+    here. Without it, a later write in a step would raise SIGBUS. The call releases the interpreter
+    lock. `allocated` is called with the number of bytes allocated so far.
     """
     import fcntl
 
@@ -141,11 +135,7 @@ def create_memfd(shape: ArenaShape, allocated: Callable[[int], object] | None = 
 
 
 def read_shape(fd: int) -> ArenaShape:
-    """Read how an arena is divided.
-
-    Raises:
-        LayoutUnknown: the descriptor is not an arena of this format.
-    """
+    """Raises LayoutUnknown if the descriptor is not an arena of this format."""
     raw = os.pread(fd, _ARENA_HEADER.size + _CHECK.size, 0)
     if len(raw) < _ARENA_HEADER.size + _CHECK.size:
         raise LayoutUnknown(f"an arena of {len(raw)} bytes has no header")
@@ -153,7 +143,7 @@ def read_shape(fd: int) -> ArenaShape:
     (check,) = _CHECK.unpack(raw[_ARENA_HEADER.size :])
     magic, page, rank, world_size, image_bytes, num_pieces, layout_id = _ARENA_HEADER.unpack(header)
     if magic != _MAGIC or page != PAGE_BYTES or check != xxhash.xxh3_64_intdigest(header):
-        raise LayoutUnknown("the header of an arena is not one of this version of ftrun")
+        raise LayoutUnknown("the header of an arena is not of this version of ftrun")
     return ArenaShape(rank, world_size, image_bytes, num_pieces, layout_id)
 
 
@@ -216,18 +206,17 @@ class Arena:
 
     def begin_copy(self, slot: int, header: SlotHeader) -> None:
         """Mark a slot as being overwritten, and clear its digest table."""
-        self.write_header(slot, header)
+        self.write_header(slot, header)  # Rule 1: COPYING, before any byte changes
         at = self._slot_offset(slot) + PAGE_BYTES
         num_bytes = 8 * self.shape.num_pieces
         self.memory[at : at + num_bytes] = bytes(num_bytes)
 
     def table(self, slot: int) -> memoryview:
-        """The slot's digest table: u64 per piece."""
+        """u64 per piece."""
         at = self._slot_offset(slot) + PAGE_BYTES
         return self.memory[at : at + 8 * self.shape.num_pieces].cast("Q")
 
     def image(self, slot: int) -> memoryview:
-        """The slot's safetensors file, `image_bytes` long."""
         at = self._slot_offset(slot) + PAGE_BYTES + self.shape.table_bytes
         return self.memory[at : at + self.shape.image_bytes]
 
@@ -239,7 +228,7 @@ class Arena:
         return None
 
     def close(self) -> None:
-        """Unmap the arena. Views that still exist keep the mapping alive."""
+        """Views that still exist keep the mapping alive."""
         try:
             self.memory.release()
             self._map.close()
@@ -251,16 +240,13 @@ class Arena:
 
 
 def table_digest(table: memoryview) -> int:
-    """Digest of a slot: xxh3 of the digest table."""
     return xxhash.xxh3_64_intdigest(table)
 
 
 def open_slot(arena: Arena, slot: int, *, what: str) -> tuple[Layout, memoryview, memoryview]:
     """Return a slot's layout, data and digest table. Only the table is verified, not the data.
 
-    Raises:
-        SnapshotCorrupt: the table does not match its digest.
-        LayoutUnknown: the image has no readable header.
+    Raises SnapshotCorrupt or LayoutUnknown.
     """
     header = arena.header(slot)
     table = arena.table(slot)
@@ -271,12 +257,7 @@ def open_slot(arena: Arena, slot: int, *, what: str) -> tuple[Layout, memoryview
 
 
 def verify(arena: Arena, slot: int, *, what: str) -> tuple[Layout, memoryview]:
-    """Verify every digest of a slot; return its layout and data.
-
-    Raises:
-        SnapshotCorrupt: a digest does not match.
-        LayoutUnknown: the image has no readable header.
-    """
+    """Verify every digest of a slot; return its layout and data. Raises as `open_slot`."""
     layout, data, table = open_slot(arena, slot, what=what)
     pieces = layout.pieces
     for index, piece in enumerate(pieces):
@@ -305,10 +286,9 @@ def _unpack_slot(raw: bytes) -> SlotHeader:
     (check,) = _CHECK.unpack(raw[_SLOT_HEADER.size :])
     magic, state, generation, step, image_bytes, digest, sealed_ns, _ = _SLOT_HEADER.unpack(data)
     if magic != _MAGIC or check != xxhash.xxh3_64_intdigest(data):
-        return EMPTY_HEADER
+        return EMPTY_HEADER  # Rule 2: never written, or torn by a kill
     return SlotHeader(SlotState(state), generation, step, image_bytes, digest, sealed_ns)
 
 
 def round_up(num_bytes: int) -> int:
-    """To whole pages."""
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

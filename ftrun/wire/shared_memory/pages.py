@@ -85,7 +85,7 @@ class HeartbeatField(IntEnum):
     WISHED_EVERY = 26  # snapshot interval in steps that this rank's measurements suggest
     CORRUPT_SLOT = 27  # 1 + the slot whose digest did not match at the restore
     CORRUPT_RANK = 28  # 1 + rank of the previous world that owns the slot; 0: this rank
-    BAD_NUMBERS_STEP = 29  # first step after which a parameter was not a finite number
+    NUMERICAL_ANOMALY_STEP = 29  # first step after which a parameter was not a finite number
     HAS_SERVER = 30  # the flight recorder can be read on the agent's named socket
     HAS_DUMPER = 31  # signal number that writes all stacks to the stack file
 
@@ -135,7 +135,7 @@ class SharedPage:
         self._floats[HeartbeatField.LOSS] = value
 
     def count_step(self, duration_ns: int) -> None:
-        """Count the duration of one step; only for the one writer of the page."""
+        """Only for the one writer of the page."""
         self._words[_TIMES_AT + bucket_of(duration_ns)] += 1
         self._words[_NUM_TIMES_AT] += 1
         if self._words[_NUM_TIMES_AT] >= FORGET_AT:
@@ -189,7 +189,7 @@ class SharedPage:
     def samples(self, names: Sequence[str]) -> None:
         """Set at most `MAX_SAMPLES` names, and remove all records.
 
-        Only the end of a long name is stored.
+        Only the end of a long name is kept.
         """
         self._map[_RECORDS_AT : _RECORDS_AT + NUM_RECORDS * _RECORD_BYTES] = bytes(
             NUM_RECORDS * _RECORD_BYTES
@@ -201,12 +201,8 @@ class SharedPage:
         """Store the record of a boundary; a second call for the same step replaces it.
 
         If a kill or a concurrent reader meets a half-written record, its check does not match.
-
-        Args:
-            step: from 1.
-            loss: bits of the loss; None: not known.
-            has_digest: bit i is set if `digests[i]` is valid.
-            digests: 4 bytes for each of at most `MAX_SAMPLES` parameters.
+        `step` counts from 1. `loss` is the bits of the loss. Bit i of `has_digest` is set if
+        `digests[i]` is valid: 4 bytes for each of at most `MAX_SAMPLES` parameters.
         """
         known = int(loss is not None)
         body = _RECORD.pack(0, known, has_digest, 0, step, loss or 0, digests)

@@ -58,14 +58,11 @@ class ParityRecord(msgspec.Struct, frozen=True):
 
     Args:
         protected_in: generation in which the group protects this version.
-        members: the group, in order.
-        parity: m.
         place: position in the group of the node that owns this region.
         coded_bytes: of each node, by position.
         own: the node's own plan, to find its blocks in the slots of its ranks.
         holders: sets of nodes, by position, that hold the same sections.
         mirrors: positions whose small state is stored here, with the buffer size of each in bytes.
-        num_rows: number of parity rows.
     """
 
     generation: int
@@ -113,8 +110,7 @@ def vault_bytes(record: ParityRecord) -> int:
 def create_vault(total_bytes: int) -> int:
     """Return a descriptor of an empty parity region, with its memory allocated and touched.
 
-    Raises:
-        OSError: ENOSPC or ENOMEM; nothing stays allocated.
+    Raises OSError (ENOSPC, ENOMEM); nothing stays allocated.
     """
     fd = os.memfd_create("ftrun-vault", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -132,17 +128,13 @@ def create_vault(total_bytes: int) -> int:
 
 
 class ParityRegion:
-    """A mapped parity region. This object owns the descriptor.
-
-    Raises:
-        LayoutUnknown: the descriptor is not a parity region.
-    """
+    """A mapped parity region, which owns its descriptor. Raises LayoutUnknown for other memory."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.size = os.fstat(fd).st_size
         if self.size < 2 * PAGE_BYTES:
-            raise LayoutUnknown(f"{self.size} bytes are too few for a vault")
+            raise LayoutUnknown(f"{self.size} bytes are too few for a parity region")
         self._map = mmap.mmap(fd, self.size)
         self._memory = memoryview(self._map)
         self.state = ParityRegionState.EMPTY
@@ -158,7 +150,7 @@ class ParityRegion:
         raw = msgspec.msgpack.encode(record)
         areas = _Areas(record, raw)
         if areas.total > self.size:
-            raise LayoutUnknown(f"{areas.total} bytes do not fit a vault of {self.size}")
+            raise LayoutUnknown(f"{areas.total} bytes do not fit a parity region of {self.size}")
         self.mark(ParityRegionState.EMPTY)
         self.record, self._areas, self._raw = record, areas, raw
         self.is_damaged = False
@@ -224,7 +216,7 @@ class ParityRegion:
 
     def _known(self) -> _Areas:
         if self._areas is None:
-            raise LayoutUnknown("this vault has no record")
+            raise LayoutUnknown("this parity region has no record")
         return self._areas
 
     def _mirror_area(self, place: int) -> tuple[int, int, int]:

@@ -40,8 +40,6 @@ class PeerAddress:
     """One address of a process.
 
     Args:
-        host: a name or an address; an address if the process has several.
-        port: on which the process listens there.
         source: address of this node to dial from; empty: the kernel chooses.
         is_sure: a refusal there comes from the peer's own machine.
     """
@@ -78,17 +76,13 @@ def source_to(host: str, own: Sequence[Rail]) -> str:
 def reach(
     ways: Sequence[PeerAddress], greet: Greet[T], *, deadline_s: float, next_s: float = NEXT_S
 ) -> tuple[T, PeerAddress]:
-    """Dial all addresses until one gives a result.
+    """Dial all addresses, the best first, until one gives a result.
 
-    Args:
-        ways: at least one address, the best first.
-        greet: see `Greet`.
-        deadline_s: for the connections; `greet` has its own deadline.
-        next_s: see NEXT_S.
+    `greet` has a deadline of its own.
 
     Raises:
-        PeerLost: no address has answered. `how` is "refused" only if that is sure, or if all have
-            refused.
+        PeerLost: no address has answered. `how` is "refused" only if that is sure, or if all
+            have refused.
         PeerError: the process that has answered is not the intended one.
     """
     if len(ways) == 1:
@@ -124,8 +118,7 @@ class _Race:
     def connected(self) -> tuple[socket.socket, PeerAddress] | None:
         """Return the next connection, blocking; None if there will be no more.
 
-        Raises:
-            PeerLost: a refusal that is sure.
+        Raises as `failed`.
         """
         while True:
             now_s = clock.now_s()
@@ -140,7 +133,10 @@ class _Race:
                     return found
 
     def failed(self, way: PeerAddress, error: PeerError) -> None:
-        """Record a failure. Raises: PeerLost: a sure refusal proves the peer gone."""
+        """Record a failure.
+
+        Raises PeerLost for a sure refusal, which proves that the peer is gone.
+        """
         self._failed[way] = error
         if way.is_sure and isinstance(error, PeerLost) and error.how == "refused":
             raise error
@@ -208,7 +204,7 @@ def _greeted(greet: Greet[T], sock: socket.socket, way: PeerAddress) -> T:
 
 def _check_connected(sock: socket.socket) -> None:
     if number := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-        raise OSError(number, "it was not connected")
+        raise OSError(number, "not connected")
     check_not_itself(sock)
 
 

@@ -24,7 +24,6 @@ from ftrun import clock
 from ftrun.errors import PeerLost, PeerTimeout, ProtocolError
 from ftrun.wire.cluster.transfer import AnyTransfer, TransferEnvelope
 from ftrun.wire.transport.framing import (
-    MAX_FRAME_BYTES,
     PREFIX_BYTES,
     body_length,
     check_body,
@@ -48,10 +47,8 @@ Bytes = bytes | bytearray | memoryview
 class BulkSocket:
     """One direction of a connected socket. One thread may use it at a time, except for `interrupt`.
 
-    Args:
-        sock: blocking; this object owns it from now on.
-        session: of its handshake.
-        patience_s: how long a peer may accept no data, or pause inside a frame.
+    It owns the socket. `patience_s`: a peer may not accept no data, or pause in a frame, for
+    longer.
     """
 
     def __init__(self, sock: socket.socket, session: AuthSession, *, patience_s: float) -> None:
@@ -88,21 +85,15 @@ class BulkSocket:
         *,
         raw_digest: int | None = None,
     ) -> None:
-        """Send a message, followed by raw bytes.
+        """Send a message, followed by raw buffers in order, without a copy.
 
-        Args:
-            generation: the running one.
-            body: the message.
-            raw: buffers, sent in order without a copy.
-            raw_digest: of all buffers; None if the body contains it.
-
-        Raises:
-            PeerLost, PeerTimeout: the link is unusable.
+        `raw_digest` covers all buffers; None if the body contains it. Raises PeerLost or
+        PeerTimeout if the link is unusable.
         """
         size = sum(map(len, raw))
         told = encode_body(TransferEnvelope(generation, body, size, raw_digest))
         key = self._session.send_key
-        head = seal_header(key, self._sequence, told, limit_bytes=MAX_FRAME_BYTES)
+        head = seal_header(key, self._sequence, told)
         self._sequence += 1
         left = [memoryview(part).cast("B") for part in (head, *raw) if len(part)]
         try:
@@ -116,16 +107,13 @@ class BulkSocket:
     def receive(self, *, within_s: float | None = None) -> TransferEnvelope:
         """Receive the next message. `receive_raw` must then read its raw bytes, if there are any.
 
-        Args:
-            within_s: limit for the whole message; None: waits without a limit for its first byte.
-
-        Raises:
-            PeerLost, PeerTimeout, ProtocolError.
+        `within_s` limits the whole message; None waits without a limit for its first byte. Raises
+        PeerLost, PeerTimeout or ProtocolError.
         """
         self._until_s = None if within_s is None else clock.now_s() + within_s
         prefix = bytearray(PREFIX_BYTES)
         self._read([memoryview(prefix)], may_wait=True)
-        length = body_length(prefix, self._sequence, limit_bytes=MAX_FRAME_BYTES)
+        length = body_length(prefix, self._sequence)
         body = bytearray(length)
         self._read([memoryview(body)])
         check_body(self._session.receive_key, prefix, body)
@@ -137,14 +125,11 @@ class BulkSocket:
         return envelope
 
     def receive_raw(self, envelope: TransferEnvelope, into: Sequence[memoryview] | None) -> bool:
-        """Read the raw bytes behind a message.
+        """Read the raw bytes behind a message into buffers of exactly their size.
 
-        Args:
-            envelope: the message just received.
-            into: buffers of exactly the announced size; None: read and discard the bytes.
+        None discards them.
 
-        Returns:
-            Whether the bytes are in the buffers and match the message's digest, if it has one.
+        Returns whether the bytes are in the buffers and match the message's digest, if it has one.
         """
         if into is None or sum(map(len, into)) != envelope.raw_bytes:
             self._skip(envelope.raw_bytes)

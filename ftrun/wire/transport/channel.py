@@ -69,15 +69,9 @@ class Channel:
     ) -> None:
         """Send one message. The receiver gets duplicates of the descriptors.
 
-        Args:
-            body: the message.
-            fds: descriptors; the caller still has to close its own.
-            deadline_s: time within which the other end must take the message.
-            question: number of the question that this message answers, see `Envelope.question`.
+        The caller closes its own.
 
-        Raises:
-            PeerLost: the other end is closed.
-            PeerTimeout: the other end has not taken it within `deadline_s`.
+        `question` is the number of the question that this answers. Raises PeerLost or PeerTimeout.
         """
         envelope = Envelope(
             self.run_id, self.generation, self.incarnation, body, len(fds), question
@@ -100,11 +94,7 @@ class Channel:
             raise PeerLost(peer=self.peer) from error
 
     def receive(self, *, deadline_s: float) -> ReceivedMessage:
-        """Wait for the next message.
-
-        Raises:
-            PeerLost, PeerTimeout, ProtocolError.
-        """
+        """Wait for the next message; raises PeerLost, PeerTimeout, ProtocolError."""
         give_up_s = clock.now_s() + deadline_s
         while not self._ready:
             left_s = give_up_s - clock.now_s()
@@ -115,11 +105,7 @@ class Channel:
         return self._ready.popleft()
 
     def receive_ready(self) -> list[ReceivedMessage]:
-        """Return all messages that have arrived; never waits.
-
-        Raises:
-            PeerLost, ProtocolError.
-        """
+        """Return all messages that have arrived; never waits. Raises PeerLost, ProtocolError."""
         # MSG_DONTWAIT would not do: if a timeout is set, as by an earlier send, Python polls first.
         self._sock.setblocking(False)
         try:
@@ -139,8 +125,7 @@ class Channel:
     ) -> ReceivedMessage:
         """Send a question and wait for its reply; other messages before it stay for `receive`.
 
-        Raises:
-            PeerLost, PeerTimeout, ProtocolError.
+        Raises PeerLost, PeerTimeout, ProtocolError.
         """
         number = self.pose(body, fds=fds, deadline_s=deadline_s)
         unasked: list[ReceivedMessage] = []
@@ -196,21 +181,16 @@ class Channel:
         for envelope in self._reader.feed(data):
             if envelope.run_id != self.run_id:
                 raise ProtocolError(
-                    f"{self.peer} speaks for run {envelope.run_id!r}, not {self.run_id!r}"
+                    f"{self.peer} sent a message of run {envelope.run_id!r}, not {self.run_id!r}"
                 )
             if envelope.num_fds > len(self._fds):
-                raise ProtocolError(f"{self.peer} announced descriptors that did not come")
+                raise ProtocolError(f"{self.peer} announced descriptors that are missing")
             fds = tuple(self._fds.popleft() for _ in range(envelope.num_fds))
             self._ready.append(ReceivedMessage(envelope, fds))
 
 
 def connect(path: Path, *, run_id: str, peer: str, hello: Hello, deadline_s: float) -> Channel:
-    """Connect to the process that listens at `path`.
-
-    Raises:
-        PeerLost: no process listens there.
-        PeerTimeout: the process does not accept within `deadline_s`.
-    """
+    """Raises PeerLost if no process listens at `path`, PeerTimeout if it does not accept."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     sock.settimeout(deadline_s)
     try:

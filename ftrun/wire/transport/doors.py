@@ -55,11 +55,8 @@ class Doors:
 class Door:
     """One taken slot.
 
-    Args:
-        doors: the object that owns this slot.
-        address: of the process that has connected.
-        hello_s: limit for the first message, and for the first message after the handshake.
-        handshake_s: limit for the whole handshake.
+    `hello_s` limits the first message, and the first message after the handshake; `handshake_s` the
+    whole handshake.
     """
 
     def __init__(self, doors: Doors, address: str, *, hello_s: float, handshake_s: float) -> None:

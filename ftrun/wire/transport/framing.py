@@ -39,11 +39,7 @@ T = TypeVar("T")
 
 
 def encode_body(envelope: msgspec.Struct) -> bytes:
-    """Encode an envelope without the frame's length.
-
-    Raises:
-        ProtocolError: the body is longer than `MAX_FRAME_BYTES`.
-    """
+    """Encode an envelope without the length; raises ProtocolError above `MAX_FRAME_BYTES`."""
     body = _ENCODER.encode(envelope)
     if len(body) > MAX_FRAME_BYTES:
         kind = type(getattr(envelope, "body", envelope)).__name__
@@ -54,20 +50,21 @@ def encode_body(envelope: msgspec.Struct) -> bytes:
 
 
 def decode_body(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
-    """Decode a body.
-
-    Raises:
-        ProtocolError: the bytes are not a message.
-    """
+    """Raises ProtocolError if the bytes are not a message."""
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"{len(body)} bytes are no message: {error}") from error
+        raise ProtocolError(f"{len(body)} bytes are not a message: {error}") from error
 
 
 def encode(envelope: Envelope) -> bytes:
     body = encode_body(envelope)
     return _LENGTH.pack(len(body)) + body
+
+
+def _check_length(length: int) -> None:
+    if length > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
 
 
 class FrameReader:
@@ -79,15 +76,13 @@ class FrameReader:
     def feed(self, data: bytes) -> list[Envelope]:
         """Return the messages that `data` completes.
 
-        Raises:
-            ProtocolError: a length is over the limit, or bytes are not a message.
+        Raises ProtocolError if a length is over the limit, or bytes are not a message.
         """
         self._buffer += data
         found: list[Envelope] = []
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
-            if length > MAX_FRAME_BYTES:
-                raise ProtocolError(f"a frame of {length} bytes is over the limit of 1 MiB")
+            _check_length(length)
             end = _LENGTH.size + length
             if len(self._buffer) < end:
                 break
@@ -97,9 +92,6 @@ class FrameReader:
         return found
 
 
-MAX_HEADER_BYTES = 64 * 1024
-"""Limit for a header of bulk data; a control message may be longer."""
-
 Bytes = bytes | bytearray | memoryview
 
 _START = struct.Struct("<IQ")
@@ -107,48 +99,35 @@ _CODE_BYTES = 16
 PREFIX_BYTES = _START.size + _CODE_BYTES
 
 
-def seal_header(
-    key: bytes, sequence: int, body: bytes, *, limit_bytes: int = MAX_HEADER_BYTES
-) -> bytes:
-    """Return prefix and body. Raw bytes may follow them on the wire.
-
-    Raises:
-        ProtocolError: the body is longer than the other end accepts.
-    """
-    if len(body) > limit_bytes:
-        raise ProtocolError(f"{len(body)} bytes are over the limit of {limit_bytes}")
+def seal_header(key: bytes, sequence: int, body: bytes) -> bytes:
+    """Return prefix and body. Raw bytes may follow them on the wire."""
+    _check_length(len(body))
     start = _START.pack(len(body), sequence)
     return b"".join((start, _code(key, start, body), body))
 
 
-def body_length(prefix: Bytes, sequence: int, *, limit_bytes: int = MAX_HEADER_BYTES) -> int:
+def body_length(prefix: Bytes, sequence: int) -> int:
     """Return the number of body bytes that follow a prefix of `PREFIX_BYTES`.
 
     The length is not authenticated yet. Read exactly that number of bytes, then call `check_body`.
-
-    Raises:
-        ProtocolError: the length is over the limit, or the sequence number is not the next one.
+    Raises ProtocolError if the length is over the limit, or the sequence number is not the next
+    one.
     """
     length, found = _START.unpack_from(prefix)
-    if length > limit_bytes:
-        raise ProtocolError(f"a frame of {length} bytes is over the limit of {limit_bytes}")
+    _check_length(length)
     if found != sequence:
         raise ProtocolError(
-            f"frame {found} came where frame {sequence} was due: it is repeated, lost or damaged"
+            f"received frame {found} instead of {sequence}: a frame is repeated, lost or damaged"
         )
     return int(length)
 
 
 def check_body(key: bytes, prefix: Bytes, body: Bytes) -> None:
-    """Verify that the other end of this session has sealed prefix and body.
-
-    Raises:
-        ProtocolError: the code does not match.
-    """
+    """Raises ProtocolError unless the other end of this session has sealed prefix and body."""
     view = memoryview(prefix)
     code = _code(key, view[: _START.size], body)
     if not hmac.compare_digest(code, view[_START.size : PREFIX_BYTES]):
-        raise ProtocolError("a frame does not carry the code of this session: it is not genuine")
+        raise ProtocolError("a frame does not have the code of this session: it is not authentic")
 
 
 def _code(key: bytes, start: Bytes, body: Bytes) -> bytes:

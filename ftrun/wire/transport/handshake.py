@@ -74,15 +74,15 @@ def unfit(own: PeerIdentity, peer: PeerIdentity) -> str:
     """Why `own` must not communicate with `peer`, worded for the user of `own`; empty if it may."""
     if peer.run_id != own.run_id:
         return (
-            f"it belongs to run {peer.run_id}, and this is run {own.run_id}. Give the same "
-            "--run-id to every node, or another --rdzv-endpoint to another run"
+            f"it belongs to run {peer.run_id}, and this is run {own.run_id}. Use the same "
+            "--run-id on every node, or another --rdzv-endpoint for another run"
         )
     if own.purpose != _TALKS_WITH[peer.purpose] and peer.purpose != _TALKS_WITH[own.purpose]:
-        return f"it wants to speak to an {peer.purpose}, and this is an {own.purpose}"
+        return f"it expects an {peer.purpose}, and this is an {own.purpose}"
     if peer.node_id == own.node_id:
         return (
-            f"both nodes are named {own.node_id}. Name each one differently with --node-id, and "
-            "do not start two on one machine without it"
+            f"both nodes are named {own.node_id}. Use a different --node-id on each node, and "
+            "do not start two nodes on one machine without it"
         )
     for what, here, there in (
         ("ftrun", own.ftrun, peer.ftrun),
@@ -128,9 +128,8 @@ def dial_handshake(
 ) -> AuthSession:
     """Run the dialler's side. If it raises, the caller must close the socket.
 
-    Raises:
-        HandshakeRefused: by one of the two sides, with its reason.
-        ProtocolError: the listener does not speak this protocol. PeerLost, PeerTimeout.
+    Raises HandshakeRefused by one of the two sides with its reason, ProtocolError if the listener
+    does not speak this protocol, PeerLost, or PeerTimeout.
     """
     talk = _Talk(sock, deadline_s=deadline_s)
     hello = talk.say(_Kind.HELLO, _hello(secret))
@@ -154,10 +153,7 @@ def accept_handshake(
     deadline_s: float = HANDSHAKE_S,
     hello_s: float = HANDSHAKE_S,
 ) -> AuthSession:
-    """Run the acceptor's side. The first message must arrive within `hello_s`.
-
-    Raises as `dial_handshake`.
-    """
+    """Run the acceptor's side. The first message must arrive within `hello_s`. Raises as above."""
     talk = _Talk(sock, deadline_s=min(hello_s, deadline_s))
     theirs = talk.hear(_Kind.HELLO)
     talk.extend(deadline_s)
@@ -169,7 +165,7 @@ def accept_handshake(
     talk.say(_Kind.CLAIM, proof.claim(b"acceptor", talk.digest, own))
     expected = proof.code(b"welcome", talk.digest)
     if not hmac.compare_digest(talk.hear(_Kind.WELCOME), expected):
-        raise ProtocolError(f"{talk.peer} ends the handshake with a code that is not of it")
+        raise ProtocolError(f"{talk.peer} ends the handshake with a wrong code")
     talk.release()
     to_acceptor, to_dialler = proof.keys(talk.digest)
     return AuthSession(own, peer, to_dialler, to_acceptor, secret is not None)
@@ -225,7 +221,7 @@ class _Talk:
         start = self._take(_FRAME.size)
         kind, length = _FRAME.unpack(start)
         if kind not in (wanted, _Kind.REFUSED):
-            raise ProtocolError(f"{self.peer} does not speak ftrun's protocol")
+            raise ProtocolError(f"{self.peer} does not use ftrun's protocol")
         body = self._take(length)
         if kind == _Kind.REFUSED:
             raise HandshakeRefused(peer=self.peer, why=_in_plain_words(body), is_ours=False)
@@ -233,9 +229,9 @@ class _Talk:
         return body
 
     def refuse(self, why: str, *, told: str) -> HandshakeRefused:
-        """Send a reason to the other side if possible, and return the error to raise here.
+        """Send the reason `told` to the other side if possible.
 
-        `why` is worded for this side, `told` for the other one.
+        Return the error with `why` for this one.
         """
         body = told[:MAX_REASON_CHARACTERS].encode()
         try:
@@ -256,7 +252,9 @@ class _Talk:
 
     def _take(self, num_bytes: int) -> bytes:
         if num_bytes > self._left_bytes:
-            raise ProtocolError(f"{self.peer} says more than {MAX_BYTES} bytes before it is known")
+            raise ProtocolError(
+                f"{self.peer} sends more than {MAX_BYTES} bytes before it is authenticated"
+            )
         self._left_bytes -= num_bytes
         found = b""
         while len(found) < num_bytes:
@@ -302,11 +300,11 @@ class _Proof:
 
 def _check_hello(talk: _Talk, theirs: bytes, secret: Secret | None, *, own_nonce: bytes) -> None:
     if len(theirs) != _HELLO.size or not theirs.startswith(_MAGIC):
-        raise ProtocolError(f"{talk.peer} does not speak ftrun's protocol")
+        raise ProtocolError(f"{talk.peer} does not use ftrun's protocol")
     _, protocol, has_secret, nonce = _HELLO.unpack(theirs)
     if protocol != PROTOCOL_VERSION:
         raise talk.refuse(
-            f"its ftrun speaks protocol {protocol}, and this one, {ftrun.__version__}, speaks "
+            f"its ftrun uses protocol {protocol}, and this one, {ftrun.__version__}, uses "
             f"{PROTOCOL_VERSION}. Install the same ftrun on every node",
             told=f"your protocol is {protocol}, and theirs is {PROTOCOL_VERSION} (ftrun "
             f"{ftrun.__version__}). Install the same ftrun on every node",
@@ -315,7 +313,7 @@ def _check_hello(talk: _Talk, theirs: bytes, secret: Secret | None, *, own_nonce
         ours = "this side has a secret, and the other has none"
         other = "this side has no secret, and the other has one"
         ours, other = (ours, other) if secret is not None else (other, ours)
-        cure = ". Give the same --secret-file to every node"
+        cure = ". Use the same --secret-file on every node"
         raise talk.refuse(ours + cure, told=other + cure)
     if hmac.compare_digest(nonce, own_nonce):
         raise ProtocolError(f"{talk.peer} repeats our own nonce")
@@ -330,7 +328,7 @@ def _check_claim(
     cut = len(proof.code(role, before))
     code, told = body[:cut], body[cut:]
     if not hmac.compare_digest(code, proof.code(role, before + told)):
-        why = "the secret differs. Give the same --secret-file to every node of the run"
+        why = "the secret differs. Use the same --secret-file on every node of the run"
         raise talk.refuse(why, told=why)
     peer = decode_body(_DECODER, told)
     if peer == own:

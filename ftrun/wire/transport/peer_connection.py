@@ -50,14 +50,12 @@ E = TypeVar("E", bound=AnyEnvelope)
 
 
 class PeerConnection(Generic[E]):
-    """Sealed messages over one connected socket; each direction keeps order or fails.
+    """Sealed messages over one connected socket, which it owns.
 
-    Args:
-        sock: connected, after the handshake; this object owns it from now on.
-        session: result of the handshake.
-        envelope: struct of the frames, such as `ClusterEnvelope`.
-        max_queued_bytes: limit of frames that the peer has not taken; beyond it the peer counts as
-            lost.
+    Each direction keeps order or fails.
+
+    If more than `max_queued_bytes` wait for the peer, it counts as lost. `envelope` is the struct
+    of the frames, such as `ClusterEnvelope`.
     """
 
     def __init__(
@@ -105,16 +103,13 @@ class PeerConnection(Generic[E]):
     def send(self, body: object) -> None:
         """Queue a message, and pass to the kernel what it accepts now.
 
-        Raises:
-            PeerLost: the connection is lost, or more than `max_queued_bytes` are queued.
-            ProtocolError: the message does not fit into a frame; the connection stays usable.
+        Raises PeerLost if the connection is lost or the queue too long. After a ProtocolError (the
+        message does not fit into a frame) the connection stays usable.
         """
         self._check_whole()
         own = self.session.own
         told = encode_body(self._wrap(own.run_id, self.generation, own.incarnation, body))
-        self._out += seal_header(
-            self.session.send_key, self._sent, told, limit_bytes=MAX_FRAME_BYTES
-        )
+        self._out += seal_header(self.session.send_key, self._sent, told)
         self._sent += 1
         if self.is_spoilt:
             self.is_spoilt = False
@@ -124,11 +119,7 @@ class PeerConnection(Generic[E]):
             raise self._break(PeerLost(peer=str(self.peer), how="silent"))
 
     def flush(self) -> None:
-        """Pass queued bytes to the kernel as far as it accepts them.
-
-        Raises:
-            PeerLost: the connection is lost.
-        """
+        """Pass queued bytes to the kernel as far as it accepts them; raises PeerLost."""
         self._check_whole()
         try:
             while self._out:
@@ -144,11 +135,8 @@ class PeerConnection(Generic[E]):
     def receive_ready(self) -> list[E]:
         """Return messages that have arrived; never waits, and may leave some for the next call.
 
-        Messages that arrived before a loss are returned first. The next call raises the loss; until
-        then the socket stays readable.
-
-        Raises:
-            PeerLost, ProtocolError.
+        Raises PeerLost, ProtocolError. Messages that arrived before a loss are returned first. The
+        next call raises the loss; until then the socket stays readable.
         """
         self._check_whole()
         found: list[E] = []
@@ -179,7 +167,7 @@ class PeerConnection(Generic[E]):
         with memoryview(self._in) as view:
             while len(view) - at >= PREFIX_BYTES:
                 prefix = bytes(view[at : at + PREFIX_BYTES])
-                length = body_length(prefix, self._received, limit_bytes=MAX_FRAME_BYTES)
+                length = body_length(prefix, self._received)
                 if len(view) - at - PREFIX_BYTES < length:
                     break
                 body = bytes(view[at + PREFIX_BYTES : at + PREFIX_BYTES + length])
@@ -193,10 +181,11 @@ class PeerConnection(Generic[E]):
     def _checked(self, envelope: E) -> E:
         if envelope.run_id != self.session.own.run_id:
             raise ProtocolError(
-                f"{self.peer} speaks for run {envelope.run_id!r}, not {self.session.own.run_id!r}"
+                f"{self.peer} sent a message of run {envelope.run_id!r}, not of "
+                f"{self.session.own.run_id!r}"
             )
         if envelope.incarnation != self.peer.incarnation:
-            raise ProtocolError(f"{self.peer} speaks as another incarnation than it was met as")
+            raise ProtocolError(f"{self.peer} sent a message of another incarnation")
         return envelope
 
     def _break(self, why: PeerError) -> PeerError:

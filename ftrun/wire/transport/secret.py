@@ -40,7 +40,7 @@ class Secret:
 
     def __init__(self, key: bytes) -> None:
         if len(key) != SECRET_BYTES:
-            raise ValueError(f"a secret has {SECRET_BYTES} bytes, and {len(key)} were given")
+            raise ValueError(f"a secret has {SECRET_BYTES} bytes, not {len(key)}")
         self._key = key
 
     def mac(self, message: bytes) -> bytes:
@@ -64,7 +64,7 @@ class Secret:
         return "Secret(hidden)"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a secret is not copied into other bytes")
+        raise TypeError("a secret cannot be serialized")
 
 
 def make_secret() -> Secret:
@@ -74,20 +74,19 @@ def make_secret() -> Secret:
 def load_secret(path: Path) -> Secret:
     """Read a secret: 64 hexadecimal digits, 32 bytes, or a line of 32 characters or more.
 
-    Raises:
-        UsageError: the file is missing, other users can read it, or its content is too short.
+    Raises UsageError if the file is missing, other users can read it, or its content is too short.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise UsageError(
-            f"the secret file {path} cannot be read: {error.strerror}. Make one with "
+            f"cannot read the secret file {path}: {error.strerror}. Create one with "
             f"{HOW_TO_MAKE}, and copy it to every node"
         ) from error
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
-            raise UsageError(f"{path} is not a file, and a secret is read from one")
+            raise UsageError(f"the secret file {path} is not a regular file")
         _check_private(path, found)
         data = os.read(fd, MAX_FILE_BYTES + 1)
     finally:
@@ -98,18 +97,14 @@ def load_secret(path: Path) -> Secret:
 def shared_secret_file(folder: Path, key: str, *, deadline_s: float = 10.0) -> Path:
     """Return the secret file for `key` in a shared folder; create it if it is missing.
 
-    Any number of nodes may call this at once with the same key. All get the same secret.
-
-    Args:
-        folder: created with mode 0700 if it is missing.
-        key: names the run, such as `CLUSTER-JOB-STEP`; letters, digits, `._-`.
-        deadline_s: how long to wait for another node that is writing the file.
-
-    Raises:
-        UsageError: the folder is unusable, or the file is not complete within the deadline.
+    Any number of nodes may call this at once with the same key, such as `CLUSTER-JOB-STEP`. All get
+    the same secret. Raises UsageError if the folder is unusable, or if another node has not
+    completed the file within the deadline.
     """
     if not _GOOD_KEY.fullmatch(key):
-        raise UsageError(f"{key!r} cannot name a secret file: letters, digits, '.', '_' and '-'")
+        raise UsageError(
+            f"{key!r} cannot name a secret file: use letters, digits, '.', '_' and '-'"
+        )
     path = folder / f"{key}.secret"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -119,8 +114,8 @@ def shared_secret_file(folder: Path, key: str, *, deadline_s: float = 10.0) -> P
         return _when_complete(path, deadline_s)
     except OSError as error:
         raise UsageError(
-            f"no secret file can be kept in {folder}: {error.strerror}. Make one yourself with "
-            f"{HOW_TO_MAKE}, and name it with --secret-file on every node"
+            f"cannot store a secret file in {folder}: {error.strerror}. Create one with "
+            f"{HOW_TO_MAKE}, and pass it with --secret-file on every node"
         ) from error
 
 
@@ -173,26 +168,23 @@ def _when_complete(path: Path, deadline_s: float) -> Path:
 
 
 def _check_private(path: Path, found: os.stat_result) -> None:
-    """Require that only the owner can read it, and that the owner is this user or root.
-
-    A mounted secret belongs to root.
-    """
+    """Require an owner who is this user or root (a mounted secret), and no access for others."""
     if found.st_uid not in (os.getuid(), 0):
         raise UsageError(
-            f"{path} belongs to user {found.st_uid}, and you are {os.getuid()}: a secret that "
-            f"others wrote is none. Copy it: install -m 600 {path} MY_FILE"
+            f"{path} belongs to user {found.st_uid}, and you are {os.getuid()}: a file that "
+            f"others wrote is not secret. Copy it: install -m 600 {path} MY_FILE"
         )
     if found.st_mode & 0o077:
         wanted = "700" if stat.S_ISDIR(found.st_mode) else "600"
         raise UsageError(
-            f"{path} can be read by others (mode {stat.S_IMODE(found.st_mode):o}). Make it yours "
-            f"alone: chmod {wanted} {path} (a Kubernetes Secret: defaultMode: 0400)"
+            f"{path} can be read by others (mode {stat.S_IMODE(found.st_mode):o}). Restrict it: "
+            f"chmod {wanted} {path} (a Kubernetes Secret: defaultMode: 0400)"
         )
 
 
 def _from_bytes(data: bytes, path: Path) -> Secret:
     if len(data) > MAX_FILE_BYTES:
-        raise UsageError(f"{path} is longer than {MAX_FILE_BYTES} bytes, and a secret is short")
+        raise UsageError(f"the secret file {path} is longer than {MAX_FILE_BYTES} bytes")
     with contextlib.suppress(UnicodeDecodeError):
         text = data.decode().strip("\r\n")
         if _HEX.fullmatch(text):
@@ -202,6 +194,6 @@ def _from_bytes(data: bytes, path: Path) -> Secret:
     if len(data) == SECRET_BYTES:
         return Secret(data)
     raise UsageError(
-        f"{path} holds no secret: it has {len(data)} bytes, and 64 hexadecimal digits, 32 bytes or "
-        f"one line of {MIN_TEXT_CHARACTERS} characters or more are one. Make it with {HOW_TO_MAKE}"
+        f"{path} is not a secret: it has {len(data)} bytes. Use 64 hexadecimal digits, 32 bytes or "
+        f"one line of at least {MIN_TEXT_CHARACTERS} characters. Create one with {HOW_TO_MAKE}"
     )

@@ -48,15 +48,14 @@ _Info = tuple[int, int, int, str, Any]
 def listen_tcp(host: str, port: int, *, any_interface: bool = False) -> socket.socket:
     """Listen at one address of this node; port 0 takes any free port.
 
-    Raises:
-        UsageError: the host is not an address of this node, or it means all of them.
-        AddressTaken: another process listens there.
+    Raises UsageError if the host is no address of this node or means all of them, AddressTaken if
+    another process listens there.
     """
     family, kind, number, _, address = _addresses(host, port)[0]
     if ipaddress.ip_address(_plain(address[0])).is_unspecified and not any_interface:
         raise UsageError(
-            f"{host or 'an empty host'} means every network of this machine. Name the one address "
-            "that the other nodes reach it by, with --bind"
+            f"{host or 'an empty host'} means every network of this machine. Pass the address "
+            "at which other nodes reach it with --bind"
         )
     sock = socket.socket(family, kind, number)
     try:
@@ -70,8 +69,8 @@ def listen_tcp(host: str, port: int, *, any_interface: bool = False) -> socket.s
         if error.errno == errno.EADDRINUSE:
             raise AddressTaken(host=host, port=port) from error
         raise UsageError(
-            f"cannot listen at {host} port {port}: {error.strerror}. Name an address of this "
-            "machine with --bind, and a port above 1023"
+            f"cannot listen at {host} port {port}: {error.strerror}. Pass an address of this "
+            "machine with --bind, and use a port above 1023"
         ) from error
     return sock
 
@@ -81,18 +80,12 @@ def dial(
 ) -> socket.socket:
     """Return a tuned, blocking socket that is connected to a node.
 
-    All addresses of the name are tried. The resolver has its own deadlines for the name look-up.
-    Pass an address if `deadline_s` must hold.
-
-    Args:
-        host: name or address.
-        port: of the host.
-        deadline_s: for all addresses together.
-        source: interface of this node and its address, over which to connect.
+    All addresses of the name are tried within `deadline_s`. The resolver has its own deadlines for
+    the name look-up. `source` is an interface of this node and its address, over which to connect.
 
     Raises:
-        PeerLost: `how` says whether the peer refuses, does not answer, is unreachable, or has no
-            address. It is "refused" only if no other address may hide a live peer.
+        PeerLost: `how` says whether the peer refuses, does not answer, is unreachable, or has
+            no address. It is "refused" only if no other address may hide a live peer.
     """
     peer = f"{host} port {port}"
     give_up_s = clock.now_s() + deadline_s
@@ -127,13 +120,10 @@ def dial(
 def tune(sock: socket.socket, *, bulk: bool, user_timeout_s: float = USER_TIMEOUT_S) -> None:
     """Send messages without delay, and detect a vanished peer within `user_timeout_s`.
 
-    Args:
-        sock: a TCP socket, connected or not.
-        bulk: for large transfers: use cubic if the kernel permits it. The kernel's bbr lowered the
-            rate between two nodes of one machine (erasure coding study: 2.36 GB/s with cubic, 1.61
-            GB/s with bbr).
-        user_timeout_s: limit for unacknowledged bytes. It also ends a connection whose reader takes
-            nothing for this time.
+    That limit for unacknowledged bytes also ends a connection whose reader takes nothing for this
+    time. Large transfers (`bulk`) use cubic if the kernel permits it. The kernel's bbr lowered the
+    rate between two nodes of one machine (erasure coding study: 2.36 GB/s with cubic, 1.61 GB/s
+    with bbr).
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -192,7 +182,7 @@ def name_of_peer(sock: socket.socket) -> str:
     try:
         host, port = sock.getpeername()[:2]
     except (OSError, ValueError):
-        return "a process that has gone"
+        return "a disconnected process"
     return f"{host} port {port}"
 
 
@@ -203,10 +193,9 @@ def how_lost(error: OSError) -> HowLost:
 
 
 def interface_for(host: str, port: int) -> str:
-    """Address of this node from which a host is reached. Nothing is sent.
+    """Address of this node from which a host is reached; nothing is sent.
 
-    Raises:
-        PeerLost: the host has no address, or there is no route to any.
+    Raises PeerLost if the host has no address, or there is no route to any.
     """
     peer = f"{host} port {port}"
     try:
@@ -233,10 +222,7 @@ def bind_address(endpoint_host: str, endpoint_port: int) -> str:
 
     On the endpoint's own node, the name may resolve to a loopback address (Debian maps the host
     name to 127.0.1.1), at which no other node reaches it. Loopback is returned only if the endpoint
-    names it.
-
-    Raises:
-        PeerLost: there is no route.
+    names it. Raises PeerLost if there is no route.
     """
     if not is_local_address(endpoint_host):
         return interface_for(endpoint_host, endpoint_port)
@@ -250,7 +236,7 @@ def bind_address(endpoint_host: str, endpoint_port: int) -> str:
 
 
 def _go_by(sock: socket.socket, name: str, address: str, *, host: str) -> None:
-    """Bind a connection to this interface, because two interfaces may be in one network."""
+    """Bind to this interface, because two interfaces may be in one network."""
     sock.bind((address, 0))
     if not is_local_address(host):
         # Some kernels need a privilege for this. The address alone suffices, except in that case.

@@ -1,8 +1,13 @@
-"""Decides at which step boundaries a snapshot is due.
+"""Decides at which step boundaries a snapshot is due, possible and allowed.
 
-Runs in:  worker, training thread.
-Takes in: the profile's `snapshot.every`, the command page, the measured cost of snapshots.
-Gives:    whether a snapshot is due; the interval that this rank requests.
+Runs in:  worker, training thread; `CommitWait` in any of its threads.
+Takes in: the profile's `snapshot.every`, the command page, the measured cost of snapshots; torch's
+          global hook before each optimizer step, the gradients at a boundary, the answers of
+          attached objects that hold gradients themselves; the seals and skips of this rank.
+Gives:    whether a snapshot is due, and the interval that this rank requests; whether the boundary
+          is in the middle of a gradient accumulation; whether this rank's last seal is resolved, so
+          that a slot is free.
+Survives: nothing; a new process of the rank starts with the version that it was restored from.
 
 All ranks must take snapshots at the same steps, otherwise no version is committed. The ranks do not
 communicate about it. Therefore `auto` uses only values that are equal on all ranks: the agent
@@ -11,13 +16,50 @@ Each rank publishes the interval that its own measurements suggest, and the agen
 
 The cost of a snapshot is the extra time of all turns from its copy to its commit, compared with
 turns without snapshot activity. This includes encoding and sending, because they need CPUs too.
+
+Snapshots do not contain gradients, so none is taken during an accumulation. An optimizer
+accumulates if it has not stepped in this turn and a gradient was added since its last step. The
+gradients of all its parameters are compared, by identity and version counter, because a backward
+may reach only some of them: adapters of a frozen model, or one expert of many. An id alone does not
+identify a gradient, because after it is freed the next one may have the same id. A step that
+GradScaler skips looks like an accumulation; it costs the snapshot of that boundary.
+
+If other optimizers step in the turn, gradients that are all zero do not count as accumulation,
+because `zero_grad(set_to_none=False)` of the optimizer also writes to them. Values are read only
+in this case, because a read waits for the device.
+
+A loop that steps first and runs backward at the end of its turn also has gradients at each
+boundary. They look like gradients that the next turn sets to zero, as in a GAN, until the next step
+uses them.
+
+Rule 1: a seal is resolved when its version, or a newer one, is committed, or when its step is
+        abandoned. An abandoned step is never committed, because some rank has no seal of it.
+Rule 2: if a leader decides, all ranks take the same step next: the first due step from TAKE_FROM
+        on. A rank may lack a step that others have taken, because it learned too late that its
+        slot is free, or because it has withdrawn that step. Such a rank takes no snapshot until
+        the leader has named a later step (ftrun/recovery/snapshot_coordination.py). Without this
+        rule, nodes that once took different steps could forever take the steps that the others
+        skip. No version would be committed again.
+Rule 3: the slot with the newest committed version is never overwritten. Ranks of another world size
+        start from a version that is not in their arenas and may not be committed. Their arenas may
+        still hold the committed version.
 """
 
 import math
+import weakref
+from collections.abc import Callable, Iterable
 from enum import Enum, auto
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ftrun.config.profile import SnapshotConfig
+from ftrun.ids import Version, version
+from ftrun.wire.shared_memory.arena import NUM_SLOTS
 from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField, SharedPage
+from ftrun.worker.state.tensors import is_sharded, version_of
+from ftrun.worker.state.unprotected import Hook
 
 _LONGEST = 10_000
 _WEIGHT = 0.1
@@ -103,3 +145,228 @@ class SnapshotSchedule:
         turns_s, self._turns_s = self._turns_s, []
         if self._quiet_s.count:
             self._added_s.add(sum(turns_s) - len(turns_s) * self._quiet_s.value)
+
+
+# --- gradient accumulation ----------------------------------------------------------------------
+
+_SAMPLED = 16
+
+Signature = dict[int, tuple["weakref.ref[torch.Tensor]", int]]
+"""Gradients with their version counters, by id."""
+
+
+@runtime_checkable
+class AccumulationAware(Protocol):
+    """An attached object with gradients that are not in `grad` of an optimizer's parameters."""
+
+    def is_within_accumulation(self) -> bool:
+        """Whether an accumulation is in progress; called once at each boundary."""
+        ...
+
+
+class AccumulationTracker:
+    """Tracks the gradients of the attached optimizers from boundary to boundary."""
+
+    def __init__(
+        self,
+        optimizers: Iterable[Optimizer],
+        objects: Iterable[object] = (),
+        guarded: Callable[[Hook], Hook] = lambda hook: hook,
+    ) -> None:
+        self._telling = [one for one in objects if isinstance(one, AccumulationAware)]
+        self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
+        self.waiting_turns = 0
+        """Turns with a step of some optimizer, since the last boundary without an accumulation."""
+        self.pending: list[Optimizer] = []
+        """Optimizers with an accumulation in progress at the last boundary."""
+        self.crossing: list[Optimizer] = []
+        """Optimizers that have used gradients computed after a step and before a boundary."""
+        self._stepped: set[int] = set()
+        self._hooked: set[int] = set()
+        self._sampled: dict[int, list[torch.Tensor]] = {}
+        self._at_boundary: dict[int, list[tuple[weakref.ref[torch.Tensor], int]]] = {}
+        self._at_step: dict[int, Signature] = {}
+        self._versions: dict[int, list[int]] = {}
+        self._hook = register_optimizer_step_pre_hook(guarded(self.before_step))
+
+    def close(self) -> None:
+        self._hook.remove()
+
+    def restored(self) -> None:
+        """Treat the present gradients, which a restore has created, as those of the last step."""
+        for key, optimizer in self._optimizers.items():
+            self._at_step[key] = _signature(p.grad for p in _parameters(optimizer))
+
+    def boundary(self) -> bool:
+        """End a turn; return whether an accumulation is in progress."""
+        self.pending = [one for one in self._optimizers.values() if self._is_pending(one)]
+        told = [one.is_within_accumulation() for one in self._telling]
+        is_pending = bool(self.pending) or any(told)
+        self.waiting_turns = self.waiting_turns + bool(self._stepped) if is_pending else 0
+        for key in self._stepped:
+            then = self._at_step[key]
+            grads = [p.grad for p in self._sampled[key] if p.grad is not None]
+            new = [(weakref.ref(one), version_of(one)) for one in grads if _is_new(one, then)]
+            self._at_boundary[key] = new
+        self._stepped.clear()
+        return is_pending
+
+    def before_step(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
+        """Called by torch before a step, and before the replay of a graph that contains it."""
+        if torch.compiler.is_compiling():
+            return  # see `_has_compiled_step`
+        key = id(optimizer)
+        if key not in self._optimizers:
+            return
+        has_closure = any(callable(one) for one in (*args, *(kwargs or {}).values()))
+        new = self._at_boundary.pop(key, [])
+        if not has_closure and optimizer not in self.crossing:
+            grads = {id(p.grad) for p in self._sampled[key]} if new else set()
+            held = [(reference(), version) for reference, version in new]
+            if any(id(g) in grads and version_of(g) == v for g, v in held if g is not None):
+                self.crossing.append(optimizer)
+        with_grad = [p for p in _parameters(optimizer) if p.grad is not None]
+        self._sampled[key] = with_grad[:: max(1, len(with_grad) // _SAMPLED)]
+        self._stepped.add(key)
+        self._hooked.add(key)
+        self._at_step[key] = _signature(p.grad for p in with_grad)
+
+    def _is_pending(self, optimizer: Optimizer) -> bool:
+        key = id(optimizer)
+        if key in self._stepped:
+            return False
+        parameters = _parameters(optimizer)
+        grads = [parameter.grad for parameter in parameters]
+        if key not in self._hooked and self._has_compiled_step(key, parameters, grads):
+            self._at_step[key] = _signature(grads)
+            return False
+        then = self._at_step.get(key, {})
+        new = [grad for grad in grads if grad is not None and _is_new(grad, then)]
+        return bool(new) and not (self._stepped and all(map(_is_zero, new)))
+
+    def _has_compiled_step(
+        self, key: int, parameters: list[torch.Tensor], grads: list[torch.Tensor | None]
+    ) -> bool:
+        """Detect a compiled step, which calls no hook: all parameters with a gradient changed."""
+        versions = [version_of(parameter) for parameter in parameters]
+        before, self._versions[key] = self._versions.get(key, versions), versions
+        used = [at for at, grad in enumerate(grads) if grad is not None]
+        return bool(
+            len(before) == len(versions) and used and all(before[i] != versions[i] for i in used)
+        )
+
+
+def _is_new(grad: torch.Tensor, then: Signature) -> bool:
+    """Whether the gradient was created or written after the last step."""
+    reference, version = then.get(id(grad), (None, -1))
+    return reference is None or reference() is not grad or version != version_of(grad)
+
+
+def _is_zero(grad: torch.Tensor) -> bool:
+    # If this rank's part of a sharded gradient is zero, other parts may not be.
+    is_readable = grad.layout is torch.strided and not is_sharded(grad)
+    return is_readable and not bool(grad.any())
+
+
+def _signature(grads: Iterable[torch.Tensor | None]) -> Signature:
+    return {id(one): (weakref.ref(one), version_of(one)) for one in grads if one is not None}
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+# --- commits ------------------------------------------------------------------------------------
+
+
+class CommitWait:
+    """Commit state of the seals of one rank."""
+
+    def __init__(self, commands: SharedPage, generation: int, restored: Version | None) -> None:
+        self._commands = commands
+        self._generation = generation
+        self._restored = restored
+        self._sealed = restored
+        self._skipped = -1
+
+    @property
+    def newest_sealed(self) -> Version | None:
+        return self._sealed
+
+    def sealed(self, step: int) -> None:
+        self._sealed = version(self._generation, step)
+
+    def skipped(self, step: int) -> None:
+        """Record that this rank has no snapshot of a due step, or withdraws its own."""
+        self._skipped = max(self._skipped, step)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether this rank awaits no commit and may take the next snapshot."""
+        return not self._awaits_recommit and self._is_over() and not self._awaits_others
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether protection across nodes, or other nodes' commits, are in progress.
+
+        The training must not wait for this, because its duration depends on the network.
+        """
+        protecting = self._commands.get(CommandField.PROTECTING_STEP)
+        last = self._sealed if self._is_ours else None
+        is_protected = last is not None and protecting >= last.step
+        return self._awaits_recommit or self._awaits_others or is_protected
+
+    @property
+    def committed(self) -> Version | None:
+        """Newest version that is committed or was restored."""
+        commands = self._commands
+        found = version(
+            commands.get(CommandField.COMMITTED_GENERATION),
+            commands.get(CommandField.COMMITTED_STEP),
+        )
+        # A version from a checkpoint has generation -1. Step -1 means that there is no version.
+        known = [v for v in (found, self._restored) if v is not None and v.step >= 0]
+        return max(known, default=None)
+
+    def slot_to_fill(self, find: Callable[[Version], int | None]) -> int:
+        """Slot of an arena that may be overwritten: rule 3.
+
+        Args:
+            find: returns the slot in which a version is sealed, or None.
+        """
+        commands = self._commands
+        before = version(
+            commands.get(CommandField.KEPT_GENERATION), commands.get(CommandField.KEPT_STEP)
+        )
+        for kept in (self.committed, before):
+            slot = find(kept) if kept is not None else None
+            if slot is not None:
+                return (slot + 1) % NUM_SLOTS
+        return 0
+
+    @property
+    def _is_ours(self) -> bool:
+        return self._sealed is not None and self._sealed.generation == self._generation
+
+    @property
+    def _awaits_recommit(self) -> bool:
+        """The restored version must be committed in this generation before any new version."""
+        if self._restored is None:
+            return False
+        return self._commands.get(CommandField.COMMITTED_IN) < self._generation
+
+    @property
+    def _awaits_others(self) -> bool:
+        """This rank has skipped a step that others may have taken: rule 2."""
+        return 0 <= self._commands.get(CommandField.TAKE_FROM) <= self._skipped
+
+    def _is_over(self) -> bool:
+        """The newest seal of this rank is resolved: rule 1."""
+        last = self._sealed
+        if last is None or self._is_committed():
+            return True
+        return self._is_ours and self._commands.get(CommandField.ABANDONED_STEP) >= last.step
+
+    def _is_committed(self) -> bool:
+        committed = self.committed
+        return self._sealed is not None and committed is not None and committed >= self._sealed

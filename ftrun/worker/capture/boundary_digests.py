@@ -25,9 +25,9 @@ import xxhash
 from ftrun.errors import ValueNotStorable
 from ftrun.monitor.repeat_check import LATE_STEPS
 from ftrun.wire.shared_memory.pages import MAX_SAMPLES, SharedPage
-from ftrun.worker.capture.host_copies import HostCopy
-from ftrun.worker.state.attached import AttachedState, every_name
-from ftrun.worker.state.tensors import is_sharded, local_tensor
+from ftrun.worker.state.attached import AttachedState
+from ftrun.worker.state.module_state import every_name
+from ftrun.worker.state.tensors import HostCopy, is_sharded, local_tensor
 
 SLICE_BYTES = 64
 STAYS = 32

@@ -10,7 +10,7 @@ Survives: nothing; the slot with the newest committed version is never written, 
 Rule 1: between two boundaries at most one snapshot is in progress. The copy thread is idle whenever
         an optimizer changes a parameter.
 Rule 2: tensors that belong to an optimizer are copied lazily. Each lazy copy is checked against the
-        boundary before its slot is sealed (laziness.py), and a difference discards the snapshot.
+        boundary before its slot is sealed (copying.py), and a difference discards the snapshot.
         The first `proof_first` snapshots, and one in `proof_every`, are verified snapshots. They
         are copied at the boundary, so they are exact regardless of the script, and compared by
         digest just before the optimizer steps. A tensor that differs is copied at the boundary
@@ -43,16 +43,16 @@ from ftrun.errors import (
     StructureChanged,
 )
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.shared_memory.arena import Arena, SlotHeader, SlotState, table_digest
+from ftrun.wire.shared_memory.arena import Arena
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.capture.boundaries import SnapshotSchedule, StepActivity
-from ftrun.worker.capture.copying import CopyThread, SlotCopy
-from ftrun.worker.capture.laziness import LazyCopyCheck
-from ftrun.worker.capture.settling import CommitWait
+from ftrun.worker.capture.copying import CopyThread, LazyCopyCheck, SlotCopy
+from ftrun.worker.capture.device_order import CopyStreams
 from ftrun.worker.capture.slots import ArenaSlots, SlotProvider
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.smp_client import WorkerSmpClient
 from ftrun.worker.state.state_tree import BoundaryState, StateTree
+from ftrun.worker.state.unprotected import shown
 
 _POLL_S = 0.0005
 _LAST_COMMIT_WAIT_S = 5.0
@@ -81,7 +81,7 @@ class Capture:
         self._pid = os.getpid()
         self._store = SlotProvider(context)
         self._hasty: set[str] = set()
-        self._settling = CommitWait(context.commands, context.generation, context.restore)
+        self._settling = self._store.settling
         self._check: LazyCopyCheck | None = None
         self._verified: tuple[SlotCopy, memoryview] | None = None
         self._num_taken = 0
@@ -94,7 +94,8 @@ class Capture:
         self._is_patient = True
         self._is_off = False
         self._trouble = ""
-        self._hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
+        self._streams = CopyStreams()
+        self._hook = register_optimizer_step_pre_hook(self.before_step)
 
     # --- training thread -------------------------------------------------------------------
 
@@ -174,7 +175,8 @@ class Capture:
             self._give_up(error)
         self._count_blocked(began_ns)
 
-    def _before_optimizer_step(self, *_: Any) -> None:
+    def before_step(self, *_: Any) -> None:
+        """Called by torch before an optimizer steps, and before the replay of any graph."""
         # A compiled step must not trace the code below; `_end_turn` detects such a step. A process
         # that the script has forked has this hook but no copy thread, so `settle` returns there.
         if torch.compiler.is_compiling():
@@ -256,9 +258,7 @@ class Capture:
             self._settling.skipped(step)
             self._link.withdraw(step)
             return
-        slot = self._settling.slot_to_fill(slots.arena.find)
-        slots.arena.begin_copy(slot, self._header(slots, SlotState.COPYING, step, 0))
-        crash_point("worker.capture.marked")
+        slot = self._store.begin_copy(slots, step)
         copy = slots.copy_of(slot, state, self._hasty)
         copy.copy_boundary()
         slots.views[slot].write_header()
@@ -271,7 +271,8 @@ class Capture:
             self._is_typical = False
         else:
             self._turn = StepActivity.COPY
-            self._thread.start(lambda: self._copy(slots, slot, copy, check, step))
+            job = lambda: self._copy(slots, slot, copy, check, step)  # noqa: E731
+            self._thread.start(self._streams.after_this(copy.devices, job))
 
     def _is_verified(self) -> bool:
         settings = self._context.settings
@@ -303,11 +304,6 @@ class Capture:
         self._is_patient = True
         return True
 
-    def _header(self, slots: ArenaSlots, state: SlotState, step: int, digest: int) -> SlotHeader:
-        image_bytes = slots.layout.image_bytes
-        now_ns = clock.now_ns() if state is SlotState.SEALED else 0
-        return SlotHeader(state, self._context.generation, step, image_bytes, digest, now_ns)
-
     # --- copy thread -----------------------------------------------------------------------
 
     def _copy(
@@ -315,8 +311,7 @@ class Capture:
     ) -> None:
         began_ns = clock.now_ns()
         try:
-            table = slots.arena.table(slot)
-            copy.copy_lazy(table)
+            copy.copy_lazy(slots.arena.table(slot))
             crash_point("worker.capture.copied")
             wrong = check.wrong_copies()
             if wrong:
@@ -325,18 +320,9 @@ class Capture:
                 self._settling.skipped(step)
                 self._link.withdraw(step)
                 return
-            digest = table_digest(table)
-            slots.arena.write_header(slot, self._header(slots, SlotState.SEALED, step, digest))
-            crash_point("worker.capture.sealed")
-            self._settling.sealed(step)
+            self._store.seal(slots, slot, step, self._link)
             for key in ("memory", "value"):
                 self._context.unprotected.remove(key)
-            self._page.set(HeartbeatField.SEALED_GENERATION, self._context.generation)
-            self._page.set(HeartbeatField.SEALED_STEP, step)
-            self._page.set(HeartbeatField.SEALED_NS, clock.now_ns())
-            self._page.add(HeartbeatField.SEALED_COUNT, 1)
-            self._link.tell_sealed(step=step, layout_id=slots.layout_id)
-            crash_point("worker.capture.told")
         except Exception as error:  # noqa: BLE001 - rule 5
             self._give_up(error)
         finally:
@@ -349,8 +335,7 @@ class Capture:
             return
         self._hasty.update(new)
         self._store.forget_copies()
-        shown = ", ".join(new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
-        text = f"{shown} {what}. From now on ftrun copies it at the step boundary"
+        text = f"{shown(new)} {what}. From now on ftrun copies it at the step boundary"
         if not self._page.get(HeartbeatField.UNPROTECTED):
             self._page.note = text
         _log.warning("%s", text)

@@ -6,7 +6,7 @@ Gives:    a sealed slot; a report of it to the SMP; its commit, or the reason wh
 Survives: nothing; a kill at any moment leaves the committed slot whole.
 
 Slots, layouts, digests, seals and commits are those of a session (`slots.py`, `copying.py`,
-`settling.py`). Parts that serve a loop are not used: the snapshot interval, lazy copies and their
+`boundaries.py`). Parts that serve a loop are not used: the snapshot interval, lazy copies and their
 check. The sources cannot change during the copy, because the caller waits for it.
 
 Rule 1: copying and sealing are two calls. The coordinator seals last, with results of all other
@@ -26,10 +26,9 @@ from ftrun.errors import PeerError, SnapshotError
 from ftrun.ids import Version, version
 from ftrun.snapshot.layout import PLAIN_NAME
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.shared_memory.arena import Arena, SlotHeader, SlotState, table_digest
-from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
+from ftrun.wire.shared_memory.arena import Arena
+from ftrun.wire.shared_memory.pages import CommandField
 from ftrun.worker.capture.copying import digest_of
-from ftrun.worker.capture.settling import CommitWait
 from ftrun.worker.capture.slots import ArenaSlots, SlotProvider
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.smp_client import WorkerSmpClient
@@ -70,7 +69,7 @@ class ExplicitSaver:
         self.pid = os.getpid()
         self.link = WorkerSmpClient(context)
         self._store = SlotProvider(context)
-        self._settling = CommitWait(context.commands, context.generation, context.restore)
+        self._settling = self._store.settling
         self._copied: _Copied | None = None
         self._step = -1 if context.restore is None else context.restore.step
         self.room_bytes = 0
@@ -119,9 +118,7 @@ class ExplicitSaver:
         self._await_free(give_up_s)
         state = BoundaryState(_lasting(sources), (), plain)
         slots = self._await_slots(state, give_up_s)
-        slot = self._settling.slot_to_fill(slots.arena.find)
-        slots.arena.begin_copy(slot, self._header(slots, SlotState.COPYING, step, 0))
-        crash_point("worker.capture.marked")
+        slot = self._store.begin_copy(slots, step)
         views = slots.views[slot]
         views.write_header()
         views.write_plain(plain)
@@ -137,29 +134,15 @@ class ExplicitSaver:
     def seal(self, plain: bytes | None = None) -> Version:
         """Seal the copied slot, and report it to the SMP.
 
-        Args:
-            plain: replaces the packed values that were copied.
-
         Raises:
             SnapshotError: the new values do not fit.
         """
         assert self._copied is not None
         copied, self._copied = self._copied, None
         slots, slot, step = copied.slots, copied.slot, copied.step
-        table = slots.arena.table(slot)
         if plain is not None:
-            _replace_plain(slots, slot, plain, table)
-        header = self._header(slots, SlotState.SEALED, step, table_digest(table))
-        slots.arena.write_header(slot, header)
-        crash_point("worker.capture.sealed")
-        self._settling.sealed(step)
-        page = self.context.page
-        page.set(HeartbeatField.SEALED_GENERATION, self.context.generation)
-        page.set(HeartbeatField.SEALED_STEP, step)
-        page.set(HeartbeatField.SEALED_NS, clock.now_ns())
-        page.add(HeartbeatField.SEALED_COUNT, 1)
-        self.link.tell_sealed(step=step, layout_id=slots.layout_id)
-        crash_point("worker.capture.told")
+            _replace_plain(slots, slot, plain)
+        self._store.seal(slots, slot, step, self.link)
         return version(self.context.generation, step)
 
     def await_commit(self, sealed: Version, *, give_up_s: float) -> None:
@@ -232,19 +215,14 @@ class ExplicitSaver:
                 raise SnapshotError("no snapshot was taken: the memory for it is still being made")
             clock.sleep(_RETRY_S)
 
-    def _header(self, slots: ArenaSlots, state: SlotState, step: int, digest: int) -> SlotHeader:
-        now_ns = clock.now_ns() if state is SlotState.SEALED else 0
-        generation = self.context.generation
-        return SlotHeader(state, generation, step, slots.layout.image_bytes, digest, now_ns)
 
-
-def _replace_plain(slots: ArenaSlots, slot: int, plain: bytes, table: memoryview) -> None:
+def _replace_plain(slots: ArenaSlots, slot: int, plain: bytes) -> None:
     if len(plain) + 8 > slots.layout.plain_capacity:
         raise SnapshotError(
             f"{len(plain):,} bytes of plain values do not fit into the "
             f"{slots.layout.plain_capacity:,} set aside. Save again: the next one has more room"
         )
-    views = slots.views[slot]
+    views, table = slots.views[slot], slots.arena.table(slot)
     views.write_plain(plain)
     start = next(one.offset for one in slots.layout.entries if one.name == PLAIN_NAME)
     for index, piece in enumerate(slots.layout.pieces):

@@ -1,8 +1,9 @@
-"""Provides the arena for snapshots: reuses the inherited one, or allocates a new one.
+"""Provides the arena for snapshots, and seals its slots.
 
 Runs in:  worker: the training thread, and a thread of its own during an allocation.
 Takes in: the state of a boundary, an arena inherited from the last worker.
-Gives:    `ArenaSlots` that fit the state, or None during an allocation.
+Gives:    `ArenaSlots` that fit the state, or None during an allocation: those of the inherited
+          arena if it fits, else of a new one.
 
 An arena costs 0.5 s per GiB (2026-11), most of it the first touch of its pages. The boundary that
 needs an arena waits for it, so that the first step is protected, but at most `commit_wait_s`. A
@@ -24,11 +25,18 @@ import xxhash
 
 from ftrun import clock
 from ftrun.errors import LayoutUnknown, MemoryTooSmall, PeerError
-from ftrun.free_memory import available_memory
+from ftrun.linux import available_memory
 from ftrun.snapshot.layout import Layout, LayoutEntry, make_layout, parse_header
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.shared_memory.arena import NUM_SLOTS, Arena, SlotState
+from ftrun.wire.shared_memory.arena import (
+    NUM_SLOTS,
+    Arena,
+    SlotHeader,
+    SlotState,
+    table_digest,
+)
 from ftrun.wire.shared_memory.pages import HeartbeatField
+from ftrun.worker.capture.boundaries import CommitWait
 from ftrun.worker.capture.copying import SlotCopy, SlotViews
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.smp_client import WorkerSmpClient
@@ -123,6 +131,7 @@ class SlotProvider:
         self._made: ArenaSlots | Exception | None = None
         self._is_size_known = False
         self._num_arenas = 0
+        self.settling = CommitWait(context.commands, context.generation, context.restore)
 
     def inherit(self, arena: Arena) -> None:
         """Set the arena to reuse if the layout of the state is still the same."""
@@ -130,10 +139,6 @@ class SlotProvider:
 
     def slots_for(self, state: BoundaryState, *, is_last: bool = False) -> ArenaSlots | None:
         """Return slots that fit this state; None while their arena is being allocated.
-
-        Args:
-            state: state of a boundary.
-            is_last: this rank is about to stop, so a longer wait is acceptable.
 
         Raises:
             MemoryTooSmall, PeerError, OSError: the arena cannot be allocated.
@@ -153,6 +158,31 @@ class SlotProvider:
         maker = self._begin_making(shape, plain_bytes, frozen_bytes(state))
         maker.join(_LAST_WAIT_S if is_last else self._context.settings.commit_wait_s)
         return self.current if self._take_made() else None
+
+    def begin_copy(self, slots: ArenaSlots, step: int) -> int:
+        slot = self.settling.slot_to_fill(slots.arena.find)
+        slots.arena.begin_copy(slot, self._header(slots, SlotState.COPYING, step, 0))
+        crash_point("worker.capture.marked")
+        return slot
+
+    def seal(self, slots: ArenaSlots, slot: int, step: int, link: WorkerSmpClient) -> None:
+        """Seal a copied slot, and report it on the heartbeat page and to the SMP."""
+        digest = table_digest(slots.arena.table(slot))
+        slots.arena.write_header(slot, self._header(slots, SlotState.SEALED, step, digest))
+        crash_point("worker.capture.sealed")
+        self.settling.sealed(step)
+        page = self._context.page
+        page.set(HeartbeatField.SEALED_GENERATION, self._context.generation)
+        page.set(HeartbeatField.SEALED_STEP, step)
+        page.set(HeartbeatField.SEALED_NS, clock.now_ns())
+        page.add(HeartbeatField.SEALED_COUNT, 1)
+        link.tell_sealed(step=step, layout_id=slots.layout_id)
+        crash_point("worker.capture.told")
+
+    def _header(self, slots: ArenaSlots, state: SlotState, step: int, digest: int) -> SlotHeader:
+        now_ns = clock.now_ns() if state is SlotState.SEALED else 0
+        generation = self._context.generation
+        return SlotHeader(state, generation, step, slots.layout.image_bytes, digest, now_ns)
 
     def check_size(
         self, tree: StateTree, collect: Callable[[], BoundaryState], link: WorkerSmpClient
@@ -242,13 +272,12 @@ class SlotProvider:
             for entry in made.layout.entries
             if entry.name not in before and not entry.name.startswith("ftrun.")
         ]
-        shown = ", ".join(names[:3]) or "plain values that grow"
         _log.warning(
             "the state has changed its shape %d times (now: %s), and each time costs a new arena "
             "of %.0f MB; keep tensors that are added as the run proceeds as numbers, or in one "
             "tensor of a fixed size",
             self._num_arenas - 1,
-            shown,
+            ", ".join(names[:3]) or "plain values that grow",
             made.arena.shape.total_bytes / 1e6,
         )
 

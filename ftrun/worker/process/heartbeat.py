@@ -173,14 +173,9 @@ def check_finite(optimizer: Any, page: SharedPage, step: int) -> None:
     A NaN spreads to all parameters within one or two steps, so one element of another parameter
     each time is enough. Only parameters on the CPU are read, because a read from a device would
     wait for it. On a device, the loss shows the NaN.
-
-    Args:
-        optimizer: a torch optimizer.
-        page: the heartbeat page.
-        step: the step that has just ended; counts from 1.
     """
     global _turn
-    if page.get(HeartbeatField.BAD_NUMBERS_STEP):
+    if page.get(HeartbeatField.NUMERICAL_ANOMALY_STEP):
         return
     _turn += 1
     groups = optimizer.param_groups
@@ -193,4 +188,4 @@ def check_finite(optimizer: Any, page: SharedPage, step: int) -> None:
         return
     with suppress(RuntimeError, NotImplementedError):  # sparse and quantised ones are not checked
         if not math.isfinite(local[(0,) * local.dim()].item()):
-            page.set(HeartbeatField.BAD_NUMBERS_STEP, step)
+            page.set(HeartbeatField.NUMERICAL_ANOMALY_STEP, step)

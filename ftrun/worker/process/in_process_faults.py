@@ -196,12 +196,12 @@ def run_in_circles(now_s, until_s):
 
 
 def _stand_still(how: str, for_s: float, now_s: Callable[[], float]) -> None:
-    """Block this thread: `hang` sleeps, `spin` is busy, `gil` sleeps with the GIL held."""
-    if how == "gil":
+    """Block this thread: asleep (`hang`), asleep with the GIL (`gil-hold`), or in a busy loop."""
+    if how == "gil-hold":
         _keep_the_lock(for_s)
         return
     until_s = clock.now_s() + for_s
-    if how == "spin":
+    if how == "busy-loop":
         # Compiled under its own file name, because the diagnosis treats a loop in files of torch
         # or ftrun as library work.
         names: dict[str, Any] = {}
@@ -307,9 +307,6 @@ def skip_collective(fired: Callable[[], None]) -> list[Callable[[], None]]:
 
     With DDP, the whole next step has no synchronisation. Without DDP, the next explicit all_reduce
     returns at once.
-
-    Args:
-        fired: called when the skip takes effect.
     """
     wrapped = _live_ddp()
     if wrapped is not None:

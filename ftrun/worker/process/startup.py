@@ -86,6 +86,9 @@ def _touch() -> None:
 
     A first call costs page faults of the forked heap and builds lazy tables. This function does not
     change the state of the random generator. With one OpenMP thread it starts no thread.
+
+    A backward and a step query all devices, which fixes CUDA_VISIBLE_DEVICES before the script can
+    set it. If this torch is built for a device, both are left to the script.
     """
     import torch
 
@@ -93,9 +96,11 @@ def _touch() -> None:
         return  # a parallel region would start threads that the script may want to configure
     weight = torch.zeros(8, 8, requires_grad=True)
     optimizer = torch.optim.AdamW([weight])
-    torch.nn.functional.linear(torch.zeros(2, 8), weight).sum().backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    optimizer.zero_grad()
+    loss = torch.nn.functional.linear(torch.zeros(2, 8), weight).sum()
+    if torch.accelerator.current_accelerator() is None:
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
     gc.collect(0)
 
 
@@ -299,7 +304,6 @@ class _InstallingLoader(importlib.abc.Loader):
 
 
 def main() -> None:
-    """Run the program of a fresh start."""
     kind, argv = sys.argv[1], sys.argv[2:]
     offer_to_oom_killer()
     request = decode_launch(os.environ[LAUNCH])

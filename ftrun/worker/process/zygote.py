@@ -11,6 +11,14 @@ Rule 1: one thread, no tensor operation and no CUDA call before a fork. If the p
         parallel operation, the child hangs in libgomp. Checked before each fork.
 Rule 2: a standby is forked twice, so that it becomes a child of the agent (a subreaper). The agent
         reads its exit status, and the kernel kills the standby when the agent dies.
+
+The first zygote also forks the reserve when it has imported everything: a process from which the
+stub forks the next agents of this node, with torch already imported, on orders over a
+SOCK_SEQPACKET socket. The reserve is a child of the agent, and of the stub after the agent ends. It
+ends when the stub closes the socket.
+
+Rule 3: the reserve has one thread, and imports no module of the agent or of the user.
+Rule 4: if the stub no longer waits for a forked agent, that agent ends before it has any effect.
 """
 
 import contextlib
@@ -18,6 +26,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -29,8 +38,15 @@ from ftrun.linux import (
     name_process,
     threads_in_the_way,
 )
-from ftrun.wire.messages.agent_start import RESERVE_SOCKET
-from ftrun.worker.process import agent_reserve as reserve
+from ftrun.wire.messages.agent_start import (
+    MAX_FDS,
+    MAX_ORDER_BYTES,
+    RESERVE_SOCKET,
+    RETAINED_FDS,
+    STUB_SOCKET,
+    decode_order,
+    encode_numbers,
+)
 from ftrun.worker.process import startup as standby
 
 PRELOAD = (
@@ -117,7 +133,7 @@ def main() -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     missing = preload(PRELOAD)
     reserve_fd = int(variables.pop(RESERVE_SOCKET, "-1"))
-    if reserve_fd >= 0 and reserve.begin(reserve_fd, control, variables):
+    if reserve_fd >= 0 and begin_reserve(reserve_fd, control, variables):
         return  # this process is an agent that was forked later, or its rank, and has ended
     missing += preload(tuple(sys.argv[3:]))
     gc.collect()
@@ -129,6 +145,78 @@ def main() -> None:
     # Returns after the user's script, into a normal interpreter exit, so that atexit handlers and
     # non-daemon threads of the script run.
     standby.run(orders)
+
+
+# --- the reserve --------------------------------------------------------------------------------
+
+_AS_IN_A_NEW_PROCESS = (
+    signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
+)  # fmt: skip
+
+
+def begin_reserve(fd: int, zygotes: socket.socket, variables: dict[str, str]) -> bool:
+    """Fork the reserve; return True only in an agent or rank forked from it, after its program."""
+    is_reserve = False
+    with contextlib.suppress(OSError):  # if fork fails, the next agent starts as a new program
+        is_reserve = fork_orphan()
+    if not is_reserve:
+        os.close(fd)
+        return False
+    zygotes.close()
+    return _serve_stub(socket.socket(fileno=fd), variables)
+
+
+def _serve_stub(control: socket.socket, variables: dict[str, str]) -> bool:
+    """Fork an agent on each order; return only in agents."""
+    os.setsid()
+    name_process("ftrun-reserve")
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    gc.freeze()
+    _say(control, str(os.getpid()))
+    while True:
+        order, fds = b"", list[int]()
+        with contextlib.suppress(OSError):
+            order, fds, _, _ = socket.recv_fds(
+                control, MAX_ORDER_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC
+            )
+        if not order:
+            os._exit(0)
+        is_agent = False
+        with contextlib.suppress(OSError):
+            is_agent = fork_orphan()
+        if is_agent:
+            control.close()
+            _become_agent(order, fds, variables)
+            return True
+        for fd in fds:
+            os.close(fd)
+
+
+def _become_agent(order: bytes, fds: list[int], variables: dict[str, str]) -> None:
+    """Answer the stub, then run the agent as if this process had started as that program."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as the stub does
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in _AS_IN_A_NEW_PROCESS:
+        signal.signal(number, signal.SIG_DFL)
+    os.setsid()
+    with socket.socket(fileno=fds[0]) as stub:
+        _say(stub, str(os.getpid()))
+        if not stub.recv(1):
+            os._exit(0)  # Rule 4
+    folder, changed = decode_order(order)
+    os.environ.clear()
+    os.environ.update(variables | changed)
+    os.environ[STUB_SOCKET] = str(fds[1])
+    os.environ[RETAINED_FDS] = encode_numbers(fds[2:])
+    sys.argv = ["", folder]
+    runpy._run_module_as_main("ftrun.agent")  # type: ignore[attr-defined]
+
+
+def _say(to: socket.socket, text: str) -> None:
+    try:
+        to.send(text.encode())
+    except OSError:
+        os._exit(0)  # the stub has ended
 
 
 if __name__ == "__main__":

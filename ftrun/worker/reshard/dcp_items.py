@@ -84,11 +84,6 @@ COORDINATOR = Rank(0)
 class ItemsToSave:
     """One rank's items of a save plan.
 
-    Args:
-        plan: the result of the global planning.
-        planner: resolves its items.
-        rank: this one.
-
     Raises:
         ValueNotStorable: an item has no bytes that can be copied.
     """
@@ -135,10 +130,6 @@ def packed_metadata(metadata: Metadata, places: Places) -> bytes:
 
 class SavedItems:
     """One version, to load items from. Closed by `close`.
-
-    Args:
-        saver: of this rank.
-        wanted: the version.
 
     Raises:
         SnapshotError, PeerError: it is not available.
@@ -227,7 +218,6 @@ class SavedItems:
             raise
 
     def _copies(self, item: ReadItem, holder: Holder, strides: Shape) -> list[BoxCopy]:
-        """The copies of an item into a tensor with these strides."""
         index = item.storage_index
         if not isinstance(self.metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
             raise ShapeChanged(key=index.fqn, saved="an object", present="a tensor")
@@ -276,10 +266,6 @@ def _check(source: TensorSource, item: WriteItem) -> None:
 
 def pack(metadata: Metadata, places: Places) -> dict[str, Any]:
     """Convert the description to plain values.
-
-    Args:
-        metadata: from the planner; its own storage_data is left out.
-        places: of every item.
 
     Raises:
         ValueNotStorable: a dtype or a kind of metadata cannot be stored.

@@ -15,15 +15,14 @@ contains its own layout, because `attach(layout=...)` stores the rules and the m
 values of every snapshot. Only the new layout has to be declared.
 """
 
-import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from ftrun.errors import LayoutUnknown, RulesMismatch, ShapeChanged, SnapshotCorrupt
+from ftrun.errors import LayoutUnknown, RulesMismatch, ShapeChanged
 from ftrun.ids import Rank, Version
 from ftrun.sharding.rank_values import RankValues
 from ftrun.sharding.replica_check import check_replicas, differing
@@ -35,23 +34,21 @@ from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.boxes import Shape
 from ftrun.snapshot.layout import CopyTiming, LayoutEntry
 from ftrun.snapshot.plain_values import TensorRef
-from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.reshard.source import CheckedShards, JoinedShards, LocalShards, RemoteShards
 from ftrun.worker.reshard.source_state import NewRank, SourceState
 from ftrun.worker.reshard.tensor_reader import copy_boxes, fill
 from ftrun.worker.restore import early_restore
-from ftrun.worker.restore.loader import RankState, fill_expanded, put_back_random_states, reload
+from ftrun.worker.restore.loader import RankState, fill_expanded, telling_of_corruption
 from ftrun.worker.restore.shard import check_fits, check_used, fits
 from ftrun.worker.smp_client import WorkerSmpClient
-from ftrun.worker.state.attached import AttachedState
-from ftrun.worker.state.declared_layout import DeclaredSharding
-from ftrun.worker.state.parts import box_of
+from ftrun.worker.state.attached import DeclaredSharding
 from ftrun.worker.state.state_tree import PersistentSources, StateTree
 from ftrun.worker.state.tensors import (
     DTYPE_NAMES,
     DTYPES,
     at_home,
+    box_of,
     is_expanded,
     is_sharded,
     local_tensor,
@@ -67,11 +64,6 @@ def open_resharded(
     context: WorkerContext, link: WorkerSmpClient, layout: DeclaredSharding | None = None
 ) -> "ReshardedState | RuledState":
     """Open the version to restore from the shards of ranks of another layout.
-
-    Args:
-        context: of the rank that restores it.
-        link: to the SMP.
-        layout: that all ranks declare; None: the script declares none.
 
     Raises:
         SnapshotError, PeerError: a shard is missing, or differs from the sealed one.
@@ -107,19 +99,6 @@ def _shards_of(wanted: Version, link: WorkerSmpClient, old_size: int) -> ShardSo
     return JoinedShards(here, RemoteShards(link, wanted, elsewhere)) if elsewhere else here
 
 
-@contextlib.contextmanager
-def telling_of_corruption(context: WorkerContext) -> Iterator[None]:
-    """Report a corrupt shard on the heartbeat page, so that the agent rejects it."""
-    try:
-        yield
-    except SnapshotCorrupt as error:
-        context.page.note = str(error)
-        if error.rank is not None:
-            context.page.set(HeartbeatField.CORRUPT_RANK, 1 + error.rank)
-            context.page.set(HeartbeatField.CORRUPT_SLOT, 1)
-        raise
-
-
 class ReshardedState(SourceState):
     """One version for one rank of another world, by the part metadata in the shards."""
 
@@ -147,13 +126,6 @@ class ReshardedState(SourceState):
 
     def optimizer_states(self) -> dict[str, Any]:
         return self._states
-
-    def load(self, tree: StateTree, context: WorkerContext) -> None:
-        with telling_of_corruption(context):
-            reload(self, tree, context)
-
-    def put_back_random_states(self, attached: AttachedState) -> None:
-        put_back_random_states(self, attached)
 
 
 class _Wanted:
@@ -280,12 +252,6 @@ def _like(parameter: Any, dtype: torch.dtype) -> torch.Tensor:
 class RuledState(RankState):
     """One version, assembled for one rank of another layout.
 
-    Args:
-        shards: of all ranks that took it.
-        wanted: the version.
-        rank: that restores it.
-        rules: of the layout of that rank.
-
     Raises:
         LayoutUnknown: the version contains no layout.
         RulesMismatch: the version cannot be converted to this layout.
@@ -301,7 +267,7 @@ class RuledState(RankState):
         if "layout" not in parts[0]:
             raise LayoutUnknown(
                 f"{self.version} was taken by a script that declared no layout: start the ranks "
-                "that took it, or make a checkpoint of it another one by ftrun snapshots convert"
+                "that took it, or make a checkpoint of it another one by ftrun checkpoints convert"
             )
         saved = read_carried(plain.decode(parts[0]["layout"]))
         self.heads = [head for _, head in sorted(shards.heads.items())]
@@ -335,10 +301,6 @@ class RuledState(RankState):
 
     def optional_part(self, name: str) -> Any:
         return self.part(name) if name in self._parts else None
-
-    def load(self, tree: StateTree, context: WorkerContext) -> None:
-        with telling_of_corruption(context):
-            reload(self, tree, context)
 
     def close(self) -> None:
         self._shards.close()

@@ -1,8 +1,9 @@
 """Reads the shards of all ranks of a version.
 
-Runs in:  worker, inside `attach`, when a version is restored into another number of ranks.
+Runs in:  worker, inside `attach`, when a version is restored into another number of ranks; for a
+          checkpoint on disk, any thread of ftrun.tools.export.__main__.
 Takes in: descriptors of arenas from the SMP; the ranks whose shards are on other nodes; announced
-          reads.
+          reads; file locations with the digests from the checkpoint's index.
 Gives:    bytes of any rank's shard; each piece is compared with its digest before it is used.
 
 Rule 1: only requested bytes are read. A digest covers a piece, so the pieces that contain the
@@ -10,20 +11,26 @@ Rule 1: only requested bytes are read. A digest covers a piece, so the pieces th
 Rule 2: a reader that knows its reads announces them first (`expect`), in their order. Pieces on
         other nodes are fetched in the announced order. One fetch gets as many as fit
         `WINDOW_BYTES`, and the next fetch replaces them. At most one window is therefore in memory.
+Rule 3: a reader of a checkpoint on disk opens all files at once, because a run may remove the
+        checkpoint during an export. It does not import torch.
 """
 
 import mmap
 import os
+import resource
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import xxhash
 
-from ftrun.errors import LayoutUnknown, SnapshotCorrupt
+from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
 from ftrun.sharding.source_index import ByteRange, ShardSource
 from ftrun.snapshot.layout import parse_header
 from ftrun.snapshot.shard_header import ShardHeader, unpack_head
+from ftrun.wire.messages.checkpoint import ShardFileLocation
 from ftrun.wire.shared_memory.arena import Arena, SlotHeader, SlotState, table_digest
 from ftrun.worker.smp_client import WorkerSmpClient
 
@@ -121,13 +128,7 @@ def make_head(
 
 
 class RemoteShards:
-    """Shards on other nodes, or of lost ones.
-
-    Args:
-        link: to the SMP, which requests them from the other SMPs.
-        wanted: the version.
-        ranks: of the previous world.
-    """
+    """Shards on other nodes, or of lost ones."""
 
     def __init__(self, link: WorkerSmpClient, wanted: Version, ranks: Sequence[Rank]) -> None:
         self._link = link
@@ -199,12 +200,7 @@ class RemoteShards:
 
 
 class JoinedShards:
-    """Shards of two sources, as one.
-
-    Args:
-        here: preferred for ranks that both have.
-        elsewhere: has the other ranks.
-    """
+    """Shards of two sources, as one."""
 
     def __init__(self, here: ShardSource, elsewhere: ShardSource) -> None:
         self._here = here
@@ -238,12 +234,7 @@ def _mapped(fd: int) -> memoryview:
 
 
 class CheckedShards:
-    """Reads from a source, and returns only bytes that match their digests.
-
-    Args:
-        source: of the shards.
-        what: name of the version, for errors.
-    """
+    """Reads from a source, and returns only bytes that match their digests."""
 
     def __init__(self, source: ShardSource, what: str) -> None:
         self._source = source
@@ -297,3 +288,102 @@ class CheckedShards:
                 what = f"{self._what} of rank {rank}"
                 pieces_in_all = len(head.digests)
                 raise SnapshotCorrupt(what=what, piece=index, pieces=pieces_in_all, rank=rank)
+
+
+_LENGTH_BYTES = 8
+_LONGEST_HEADER = 1 << 30
+_SPARE_FDS = 64
+
+
+class DiskImages:
+    """Shards of one checkpoint.
+
+    Raises:
+        CheckpointError: a file is missing, or differs from the index.
+    """
+
+    def __init__(self, places: Sequence[ShardFileLocation]) -> None:
+        self._places = {Rank(place.rank): place for place in places}
+        self._fds: dict[Rank, int] = {}
+        self._heads: dict[Rank, ShardHeader] = {}
+        _allow_files(len(places) + _SPARE_FDS)
+        try:
+            for rank, place in self._places.items():
+                self._fds[rank] = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)
+                self._heads[rank] = _file_head(self._fds[rank], place)
+        except OSError as error:
+            self.close()
+            raise CheckpointError(f"{error.filename} is not readable: {error.strerror}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def path_of(self, rank: Rank) -> str:
+        return self._places[rank].path
+
+    def headers(self) -> Mapping[Rank, ShardHeader]:
+        return self._heads
+
+    def expect(self, ranges: Sequence[ByteRange]) -> None:
+        """Do nothing, because `read` reads on demand."""
+
+    def read(self, rank: Rank, offset: int, num_bytes: int) -> memoryview:
+        path, at = self.path_of(rank), self._heads[rank].start + offset
+        try:
+            return memoryview(_read(self._fds[rank], at, num_bytes, path))
+        except OSError as error:
+            raise CheckpointError(f"{path} is not readable: {error.strerror}") from error
+
+    def close(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+
+def _file_head(fd: int, place: ShardFileLocation) -> ShardHeader:
+    """Read the header and digest table of a shard, and check both against the index."""
+    size = os.fstat(fd).st_size
+    if size != place.num_bytes:
+        raise CheckpointError(f"{place.path} has {size:,} bytes of {place.num_bytes:,}")
+    length = int.from_bytes(_read(fd, 0, _LENGTH_BYTES, place.path), "little")
+    num_bytes = _LENGTH_BYTES + min(length, size - _LENGTH_BYTES, _LONGEST_HEADER)
+    header = _read(fd, 0, num_bytes, place.path)
+    table = Path(place.digests_path).read_bytes()
+    sealed = SlotHeader(SlotState.SEALED, 0, 0, size, int(place.table_digest, 16), 0)
+    try:
+        return make_head(
+            memoryview(header),
+            memoryview(table[: len(table) // 8 * 8]).cast("Q"),
+            layout_id=int(place.header_digest, 16),
+            sealed=sealed,
+            what=place.path,
+            rank=Rank(place.rank),
+        )
+    except SnapshotCorrupt as error:
+        path, what = place.path, "its header is"
+        if error.what.endswith("digest table"):
+            path, what = place.digests_path, "these are"
+        raise CheckpointError(f"{path} is damaged: {what} not what was written") from error
+    except LayoutUnknown as error:
+        raise CheckpointError(f"{place.path}: {error}") from error
+
+
+def _read(fd: int, at: int, num_bytes: int, path: str) -> bytes:
+    parts = []
+    while num_bytes:
+        part = os.pread(fd, num_bytes, at)
+        if not part:
+            raise CheckpointError(f"{path} ends after {at:,} bytes")
+        parts.append(part)
+        at += len(part)
+        num_bytes -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _allow_files(count: int) -> None:
+    """Raise the soft limit of open files to `count`, or to the hard limit if that is lower."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -61,12 +61,6 @@ class NewRank:
 class SourceState:
     """One version, in the shards of all ranks that took it.
 
-    Args:
-        shards: of all ranks; closed by `close`.
-        wanted: the version.
-        old_size: number of ranks that took it.
-        seat: the new rank whose part is restored.
-
     Raises:
         SnapshotError, PeerError: a shard is missing or differs from the sealed one, or the ranks
             have no single state.
@@ -123,11 +117,7 @@ class SourceState:
         return self.part(name) if name in self._parts[self._own] else None
 
     def groups_among(self, present: Collection[str]) -> dict[str, list[dict[str, Any]]]:
-        """Parameter groups; with pipeline stages, the groups of all ranks reduced to `present`.
-
-        Args:
-            present: names of tensors that this rank has.
-        """
+        """Parameter groups; with pipeline stages, the groups of all ranks reduced to `present`."""
         first, *others = every = self._different("groups")
         if not self.has_stages and all(_named(one) == _named(first) for one in others):
             return dict(first)

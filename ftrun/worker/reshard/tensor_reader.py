@@ -18,8 +18,7 @@ from ftrun.errors import SnapshotCorrupt
 from ftrun.sharding.partition import StoredRegion
 from ftrun.sharding.source_index import MOST_BYTES, BoxCopy, WholeTensor
 from ftrun.worker.reshard.source import CheckedShards
-from ftrun.worker.state.parts import box_of
-from ftrun.worker.state.tensors import DTYPES, local_tensor
+from ftrun.worker.state.tensors import DTYPES, box_of, local_tensor
 
 _log = logging.getLogger(__name__)
 

@@ -41,8 +41,8 @@ import numpy as np
 import torch
 
 from ftrun.errors import FtrunError
-from ftrun.free_memory import available_memory
 from ftrun.ids import Rank, Version
+from ftrun.linux import available_memory
 from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.layout import PAGE_BYTES, PLAIN_NAME, Layout, LayoutEntry
 from ftrun.snapshot.plain_values import TensorRef
@@ -216,9 +216,6 @@ def _work(context: WorkerContext, ahead: EarlyRestore | None) -> None:
 class PrefaultedMemory:
     """A range of anonymous memory, prefaulted and handed out from its beginning.
 
-    Args:
-        num_bytes: size of the range.
-
     Raises:
         OSError: the address space has no such range.
     """
@@ -388,11 +385,7 @@ def _state_bytes(images: LocalShards, rank: Rank) -> tuple[int, int]:
 
 
 def state_names(parts: Mapping[str, bytes]) -> list[str]:
-    """Names of the optimizer state tensors, in the order in which a restore reads them.
-
-    Args:
-        parts: the plain values of a shard.
-    """
+    """Names of the optimizer state tensors, in the order in which a restore reads them."""
     names: list[str] = []
     if "optimizer_state" not in parts:
         return names  # saved by ftrun.dcp, which fills existing tensors

@@ -9,26 +9,26 @@ views of the arena would change the snapshot. Random states are restored last an
 because code that runs between restore and first step may draw random numbers.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from ftrun import clock
-from ftrun.errors import ShapeChanged
+from ftrun.errors import ShapeChanged, SnapshotCorrupt
 from ftrun.ids import Version
 from ftrun.snapshot.boxes import Shape
 from ftrun.snapshot.layout import LayoutEntry
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.shared_memory.pages import HeartbeatField
+from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.restore.shard import LocalShardReader, check_fits, fits
 from ftrun.worker.state import determinism as rng
 from ftrun.worker.state import module_state
 from ftrun.worker.state.attached import SESSION_STATE, AttachedState, Skip
-from ftrun.worker.state.gradients import put_back_gradients
-from ftrun.worker.state.optimizer_state import groups_for, load_optimizer
+from ftrun.worker.state.optimizer_state import groups_for, load_optimizer, put_back_gradients
 from ftrun.worker.state.state_tree import PersistentSources, StateTree, TensorSource
 from ftrun.worker.state.structure import add_groups, make_fit
 from ftrun.worker.state.tensors import DTYPES, byte_view, is_expanded
@@ -48,26 +48,8 @@ class Parts(Protocol):
         ...
 
 
-class RestorableVersion(Protocol):
-    """A version that can be loaded into the attached objects, more than once."""
-
-    def part(self, name: str) -> Any: ...
-
-    def load(self, tree: StateTree, context: WorkerContext) -> None:
-        """Load everything except the random states.
-
-        Raises:
-            SnapshotError: the attached objects do not match the saved ones.
-        """
-        ...
-
-    def put_back_random_states(self, attached: AttachedState) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class SavedState(Parts, Protocol):
-    """The state of one rank, as `reload` loads it."""
+    """The state of one rank, as `reload` loads it; more than once."""
 
     version: Version
 
@@ -75,9 +57,7 @@ class SavedState(Parts, Protocol):
         """Dtype and whole shape of a tensor; None if it was not saved."""
         ...
 
-    def groups_among(self, present: Collection[str]) -> dict[str, list[dict[str, Any]]]:
-        """Parameter groups by optimizer, for a rank that has these tensors."""
-        ...
+    def groups_among(self, present: Collection[str]) -> dict[str, list[dict[str, Any]]]: ...
 
     def load_tensors(self, tree: StateTree, lasting: PersistentSources, groups: Named) -> None:
         """Fill all tensors that exist; `groups` names the saved optimizers."""
@@ -94,6 +74,8 @@ class SavedState(Parts, Protocol):
             ShapeChanged: names the tensors that were not used.
         """
         ...
+
+    def close(self) -> None: ...
 
 
 class RankState(SavedState, Protocol):
@@ -124,12 +106,6 @@ class RankState(SavedState, Protocol):
         saved = self.part("optimizer_state")
         return {name: optimizer["state"] for name, optimizer in saved.items()}
 
-    def load(self, tree: StateTree, context: WorkerContext) -> None:
-        reload(self, tree, context)
-
-    def put_back_random_states(self, attached: AttachedState) -> None:
-        put_back_random_states(self, attached)
-
 
 class LocalState(LocalShardReader, RankState):
     """One version of this rank's shard, for loading into the attached objects."""
@@ -141,6 +117,19 @@ class LocalState(LocalShardReader, RankState):
 
     def close(self) -> None:
         """Nothing to release: the arena is this rank's own and stays in use."""
+
+
+@contextlib.contextmanager
+def telling_of_corruption(context: WorkerContext) -> Iterator[None]:
+    """Report a corrupt shard on the heartbeat page, so that the agent rejects it."""
+    try:
+        yield
+    except SnapshotCorrupt as error:
+        context.page.note = str(error)
+        if error.rank is not None:
+            context.page.set(HeartbeatField.CORRUPT_RANK, 1 + error.rank)
+            context.page.set(HeartbeatField.CORRUPT_SLOT, 1)
+        raise
 
 
 def put_back_random_states(saved: Parts, attached: AttachedState) -> None:
@@ -157,7 +146,11 @@ def reload(saved: SavedState, tree: StateTree, context: WorkerContext) -> None:
         ShapeChanged: the attached objects do not match the saved ones.
         SnapshotCorrupt, TensorIncomplete, RanksDiffer: the saved state is damaged or incomplete.
     """
-    page = context.page
+    with telling_of_corruption(context):
+        _reload(saved, tree, context.page)
+
+
+def _reload(saved: SavedState, tree: StateTree, page: SharedPage) -> None:
     page.set(HeartbeatField.RESTORE_BEGIN_NS, clock.now_ns())
     crash_point("worker.restore.begun")
     make_fit(saved.optional_part("modules") or {}, saved.described, tree)
@@ -278,13 +271,7 @@ def _load_optimizers(
 
 
 def load_objects(saved: Parts, attached: AttachedState, lasting: PersistentSources) -> None:
-    """Load the state of all objects that are neither tensor nor optimizer, and all flags.
-
-    Args:
-        saved: the parts of the plain values.
-        attached: receives them.
-        lasting: the sources of `attached`.
-    """
+    """Load the state of all objects that are neither tensor nor optimizer, and all flags."""
     stateful = saved.part("stateful")
     dicts = saved.part("dicts")
     holders = {**attached.dicts, SESSION_STATE: attached.state}

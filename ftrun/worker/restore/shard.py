@@ -203,13 +203,7 @@ def check_used(saved: Mapping[str, str], used: Iterable[str]) -> None:
 
 
 def fits(saved: str, now: str, casts: bool) -> bool:
-    """Whether a saved dtype may be loaded into another, both by safetensors' names.
-
-    Args:
-        saved: the saved dtype.
-        now: the present dtype.
-        casts: floating-point numbers may be rounded.
-    """
+    """Whether a saved dtype may be loaded into another, both by safetensors' names."""
     return saved == now or (casts and all(DTYPES[one].is_floating_point for one in (saved, now)))
 
 

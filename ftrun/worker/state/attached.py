@@ -1,28 +1,34 @@
-"""The attached objects, sorted by how they are captured and restored.
+"""The attached objects, sorted by how they are captured and restored, and their declared layout.
 
 Runs in:  worker; also under plain python, on any system.
-Takes in: the arguments of `ftrun.attach`.
+Takes in: the arguments of `ftrun.attach`; for the layout a file of sharding rules, if there is one,
+          sizes of mesh axes, the world size.
 Gives:    an `AttachedState`: modules, optimizers, objects with a state_dict, tensors, dicts and
-          generators, each under its name in a snapshot.
+          generators, each under its name in a snapshot; the rules on the mesh of this run.
+
+DTensors need no rules. A mesh without a file declares which ranks see the same data, because
+DTensors do not contain that.
 """
 
 import copy
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from fnmatch import translate
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import nn
 
 from ftrun.errors import UsageError
+from ftrun.sharding.rule_parser import carried, read_carried, read_rules
+from ftrun.sharding.rules import ShardingRules
 from ftrun.snapshot.plain_values import join
 from ftrun.worker.state import determinism as rng
-
-if TYPE_CHECKING:
-    from ftrun.worker.state.declared_layout import DeclaredSharding
+from ftrun.worker.state.module_state import named_parts
 
 
 @runtime_checkable
@@ -198,44 +204,60 @@ def held_by(module: nn.Module, prefix: str) -> Iterator[HeldTensor]:
                     yield HeldTensor(holder, key, f"{path}.{key}", tensor, is_buffer)
 
 
-def every_name(module: nn.Module, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Like `held_by`, with each name that a tied tensor has in `state_dict()`."""
-    for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None and key not in module._non_persistent_buffers_set:
-            yield f"{path}.{key}", tensor
-    inner = wrapped_key(module)
-    for key, child in module._modules.items():
-        if child is not None:
-            yield from every_name(child, path if key == inner else f"{path}.{key}")
+@dataclass(frozen=True)
+class DeclaredSharding:
+    """The declared layout of this run."""
+
+    rules: ShardingRules
+
+    @property
+    def has_rules(self) -> bool:
+        return bool(self.rules.rules or self.rules.homes)
+
+    @property
+    def saved(self) -> dict[str, object]:
+        return carried(self.rules)
+
+    def is_that_of(self, saved: Mapping[str, Any] | None) -> bool:
+        """Whether a snapshot is of this layout; a snapshot without a layout counts as such."""
+        return saved is None or read_carried(saved).layout == self.rules.layout
 
 
-def named_parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Every submodule once, without wrappers (DDP, torch.compile) in the names."""
-    seen: set[int] = set()
-    waiting = [(path, module)]
-    while waiting:
-        path, part = waiting.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        yield path, part
-        inner = wrapped_key(part)
-        waiting += [
-            (path if key == inner else f"{path}.{key}", child)
-            for key, child in reversed(part._modules.items())
-            if child is not None
-        ]
+def declared(
+    path: str | Path | None, mesh: Mapping[str, int] | None, world_size: int | None
+) -> DeclaredSharding:
+    """Read the rules of this run.
+
+    Args:
+        path: of the file; None: there are no rules, and `mesh` has all axes.
+        mesh: sizes of axes that differ from those in the file.
+        world_size: of this run; the batch axis is resized to fit it. None: not known.
+
+    Raises:
+        UsageError: the file has mistakes, or its mesh does not fit.
+    """
+    rules = read_rules(_text_of(path, mesh or {}), source=str(path or "mesh"))
+    if unknown := [name for name in mesh or {} if name not in rules.mesh.names]:
+        raise UsageError(f"mesh has {unknown[0]}, and {path} has {rules.mesh}")
+    fitted = rules.mesh.having(mesh or {})
+    if world_size is not None and fitted.size != world_size:
+        resized = fitted.resized(world_size)
+        if resized is None:
+            raise UsageError(
+                f"{rules.source} has a mesh of {fitted.size} ranks ({fitted}), and there are "
+                f"{world_size}: say the sizes of its axes, such as mesh={{'tp': 2}}"
+            )
+        fitted = resized
+    return DeclaredSharding(rules.on(fitted))
 
 
-def wrapped_key(module: nn.Module) -> str | None:
-    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        return "module"
-    return "_orig_mod" if "_orig_mod" in module._modules else None
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    while (key := wrapped_key(module)) is not None:
-        inner = module._modules[key]
-        assert inner is not None
-        module = inner
-    return module
+def _text_of(path: str | Path | None, mesh: Mapping[str, int]) -> str:
+    if path is not None:
+        try:
+            return Path(path).read_text()
+        except OSError as error:
+            raise UsageError(f"layout={str(path)!r}: {error.strerror}") from error
+    if any(size < 1 for size in mesh.values()):
+        raise UsageError(f"mesh={dict(mesh)}: its axes have sizes of 1 and more")
+    batches = [name for name in mesh if name.startswith("dp")]
+    return json.dumps({"mesh": dict(mesh), "batches": batches})

@@ -11,8 +11,7 @@ from typing import Any
 
 from ftrun.errors import FtrunError, StructureChanged
 from ftrun.worker.state.attached import AttachedState
-from ftrun.worker.state.inner_optimizers import InnerOptimizers
-from ftrun.worker.state.optimizer_watch import OptimizerWatch
+from ftrun.worker.state.optimizers import InnerOptimizers, OptimizerWatch
 from ftrun.worker.state.state_tree import BoundaryState, StateTree
 from ftrun.worker.state.unprotected import UnprotectedReasons
 
@@ -85,10 +84,6 @@ class CheckedState:
 
 class PlainCheck:
     """Without an agent, finds what a snapshot would lose: at `attach` and at the first boundaries.
-
-    Args:
-        attached: the objects to check.
-        extra: ftrun's own plain values.
 
     Raises:
         SnapshotError, UsageError: as under an agent.

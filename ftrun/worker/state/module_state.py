@@ -1,9 +1,9 @@
-"""State of modules in addition to parameters and buffers.
+"""The submodules of a module, and their state in addition to parameters and buffers.
 
 Runs in:  worker, training thread: at each step boundary, and inside `attach`.
-Takes in: the submodules of the attached modules, each with its path.
-Gives:    training flags, extra state, and keys that a module adds to its own `state_dict()`;
-          restores them.
+Takes in: the attached modules.
+Gives:    submodules by path; training flags, extra state, and keys that a module adds to its own
+          `state_dict()`; restores them.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -28,6 +28,52 @@ buffers."""
 
 Submodules = Sequence[tuple[str, nn.Module]]
 """As `named_parts` yields them; a wrapper precedes the module it wraps, under the same path."""
+
+
+# --- submodules -------------------------------------------------------------------------------
+
+
+def every_name(module: nn.Module, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Like `held_by`, with each name that a tied tensor has in `state_dict()`."""
+    for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None and key not in module._non_persistent_buffers_set:
+            yield f"{path}.{key}", tensor
+    inner = wrapped_key(module)
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from every_name(child, path if key == inner else f"{path}.{key}")
+
+
+def named_parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Every submodule once, without wrappers (DDP, torch.compile) in the names."""
+    seen: set[int] = set()
+    waiting = [(path, module)]
+    while waiting:
+        path, part = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield path, part
+        inner = wrapped_key(part)
+        waiting += [
+            (path if key == inner else f"{path}.{key}", child)
+            for key, child in reversed(part._modules.items())
+            if child is not None
+        ]
+
+
+def wrapped_key(module: nn.Module) -> str | None:
+    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        return "module"
+    return "_orig_mod" if "_orig_mod" in module._modules else None
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    while (key := wrapped_key(module)) is not None:
+        inner = module._modules[key]
+        assert inner is not None
+        module = inner
+    return module
 
 
 # --- training flags ----------------------------------------------------------------------------
@@ -104,11 +150,6 @@ def put_back_own_keys(
 ) -> None:
     """Call `load_state_dict()` of each module whose additional keys differ from the saved ones.
 
-    Args:
-        saved: by the module's path.
-        submodules: receive them.
-        completed: adds the values that the script skips to a saved tree.
-
     Raises:
         ShapeChanged: a module does not load its additional keys.
     """
@@ -134,10 +175,6 @@ def put_back_own_keys(
 
 def given_by(method: Callable[[], Any], name: str) -> Any:
     """Call a method of an attached object.
-
-    Args:
-        method: its `state_dict` or a similar one.
-        name: under which the object is attached.
 
     Raises:
         StateDictFailed: the method raised; its exception is the cause.

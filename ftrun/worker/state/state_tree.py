@@ -33,16 +33,24 @@ from ftrun.worker.state.attached import (
     AttachedState,
     HeldTensor,
     SkipWithin,
-    every_name,
     held_by,
-    named_parts,
 )
-from ftrun.worker.state.gradients import present_gradients
-from ftrun.worker.state.module_state import given_by
-from ftrun.worker.state.optimizer_state import GroupReader, state_of, state_values
-from ftrun.worker.state.parts import part_of
+from ftrun.worker.state.module_state import every_name, given_by, named_parts
+from ftrun.worker.state.optimizer_state import (
+    GroupReader,
+    present_gradients,
+    state_of,
+    state_values,
+)
 from ftrun.worker.state.structure import Structure, structure_of
-from ftrun.worker.state.tensors import described, is_sharded, kind_of, local_tensor, stride_of
+from ftrun.worker.state.tensors import (
+    described,
+    is_sharded,
+    kind_of,
+    local_tensor,
+    part_of,
+    stride_of,
+)
 
 _GROUP_KEYS = r"[^\[\]]*(\[\d+\](\.params(\[\d+\])?)?)?"
 """An optimizer, its groups and their parameters; `skip` does not leave these out."""
@@ -144,9 +152,6 @@ class StateTree:
 
     def collect(self, extra: dict[str, Any]) -> BoundaryState:
         """The state at this moment.
-
-        Args:
-            extra: ftrun's own plain values: counters, loader positions.
 
         Raises:
             ValueNotStorable: names the key of a value that is neither tensor nor plain.

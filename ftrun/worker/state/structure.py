@@ -21,6 +21,7 @@ from torch import nn
 from ftrun.errors import ShapeChanged
 from ftrun.snapshot.boxes import Shape
 from ftrun.worker.state.tensors import DTYPE_NAMES, DTYPES, is_sharded, stride_for
+from ftrun.worker.state.unprotected import shown
 
 if TYPE_CHECKING:
     from ftrun.worker.state.attached import AttachedState
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 Described = Callable[[str], tuple[str, Shape] | None]
 """Returns the dtype and whole shape saved under a name; None if there is none."""
-
-_SHOWN = 3
 
 _log = logging.getLogger(__name__)
 
@@ -48,11 +47,7 @@ class Structure:
     groups: Mapping[str, list[frozenset[str]]]
 
     def lost_since(self, built: "Structure") -> list[str]:
-        """Describe the changes that a restore cannot apply; one sentence each.
-
-        Args:
-            built: the structure at `attach`.
-        """
+        """Describe the changes that a restore cannot apply; one sentence each."""
         return [*self._parameters_since(built), *self._others_since(built)]
 
     def _parameters_since(self, built: "Structure") -> Iterator[str]:
@@ -114,11 +109,6 @@ def make_fit(saved: Mapping[str, Any], described: Described, tree: "StateTree") 
 
     Dtypes, shapes and strides are adapted; the values are loaded later. Parameters of another shape
     stay unchanged: `reload` refuses them.
-
-    Args:
-        saved: the part `modules` of the plain values.
-        described: of the saved tensors.
-        tree: of the attached objects.
     """
     lasting = tree.lasting()
     for name, tensor in lasting.uninitialized:
@@ -136,9 +126,7 @@ def make_fit(saved: Mapping[str, Any], described: Described, tree: "StateTree") 
         *_fit_attached(wanted, tree.attached),
     ]
     if changed:
-        shown = ", ".join(changed[:_SHOWN])
-        more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
-        _log.info("made as they were saved, not as the script has built them: %s%s", shown, more)
+        _log.info("made as they were saved, not as the script has built them: %s", shown(changed))
 
 
 _Wanted = Callable[[str], _Saved | None]

@@ -1,11 +1,18 @@
-"""Properties of one tensor: its dtype's name, its local part, its strides, its bytes."""
+"""Properties of one tensor: dtype's name, strides, bytes, and the part of it that this rank holds.
 
+The placements of a DTensor determine its part. Two cases have no single box: the items of a
+dimension are not adjacent (an uneven strided shard), or the values are partial sums. Such a
+snapshot can be restored by the same number of ranks only.
+"""
+
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ftrun.errors import ValueNotStorable
+from ftrun.snapshot.boxes import Box, Shape, TensorPart, whole
 
 DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -141,3 +148,94 @@ class LocalPart:
             shape=parameter.shape,
             stride=parameter.stride(),
         )
+
+
+Cut = tuple[Any, int, int]
+"""A placement, the number of its chunks, and the index of this rank's chunk."""
+
+
+def part_of(tensor: torch.Tensor, local_shape: Shape) -> TensorPart | None:
+    """The part of the global tensor that this rank holds; None if it holds all of it."""
+    if not is_sharded(tensor):
+        return None
+    sharded: Any = tensor
+    shape = tuple(sharded.shape)
+    coordinate = sharded.device_mesh.get_coordinate()
+    offsets = None
+    if coordinate is not None:
+        cuts = tuple(zip(sharded.placements, sharded.device_mesh.shape, coordinate, strict=True))
+        offsets = _offsets(shape, cuts, local_shape)
+    is_whole = offsets is not None and local_shape == shape and not any(offsets)
+    return None if is_whole else TensorPart(shape, offsets)
+
+
+@lru_cache(maxsize=1024)
+def _offsets(shape: Shape, cuts: tuple[Cut, ...], local: Shape) -> Shape | None:
+    if any(placement.is_partial() for placement, _, _ in cuts):
+        return None
+    ranges = [_Range(0, size) for size in shape]
+    for placement, count, index in cuts:
+        dim = getattr(placement, "dim", None)
+        if dim is None:
+            continue  # a replica
+        if type(placement).__name__ != "Shard":
+            return _by_index(shape, cuts, local)
+        ranges[dim] = ranges[dim].chunk(count, index)
+    found = tuple(one.start for one in ranges)
+    return found if tuple(one.size for one in ranges) == local else None
+
+
+class _Range:
+    """Adjacent items of one dimension."""
+
+    def __init__(self, start: int, size: int) -> None:
+        self.start = start
+        self.size = size
+
+    def chunk(self, count: int, index: int) -> "_Range":
+        """One of `count` chunks as torch.chunk cuts them: equal sizes, except the last ones."""
+        step = -(-self.size // count)
+        low, high = (min(self.size, at * step) for at in (index, index + 1))
+        return _Range(self.start + low, high - low)
+
+
+def _by_index(shape: Shape, cuts: tuple[Cut, ...], local: Shape) -> Shape | None:
+    """Like `_offsets`, for other placements: apply their split to the item indices."""
+    offsets = []
+    for dim, size in enumerate(shape):
+        items = torch.arange(size, device="cpu")
+        for placement, count, index in cuts:
+            if getattr(placement, "dim", None) == dim:
+                chunks, _ = placement._split_tensor(items, count, with_padding=False)
+                items = chunks[index]
+        num_items = items.numel()
+        first = int(items[0]) if num_items else size
+        if num_items != local[dim] or (num_items and int(items[-1]) - first + 1 != num_items):
+            return None
+        offsets.append(first)
+    return tuple(offsets)
+
+
+def box_of(tensor: torch.Tensor) -> Box | None:
+    local = tuple(local_tensor(tensor, "a tensor").shape)
+    part = part_of(tensor, local)
+    if part is None:
+        return whole(local)
+    return None if part.offsets is None else Box(part.offsets, local)
+
+
+class HostCopy:
+    """Copy of one tensor in host memory; shares the memory of a CPU tensor."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        # torch allocates a pinned target for this copy from CUDA, so the copy is asynchronous.
+        self.tensor = source.detach().to("cpu", non_blocking=True)
+        self._event: torch.cuda.Event | None = None
+        if source.is_cuda:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(source.device))
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the copy is complete; until then the content of `tensor` is undefined."""
+        return self._event is None or self._event.query()  # type: ignore[no-untyped-call]

@@ -91,3 +91,8 @@ class UnprotectedReasons:
         elif self._page.get(HeartbeatField.UNPROTECTED):
             self._page.note = ""
         self._page.set(HeartbeatField.UNPROTECTED, int(bool(self._reasons)))
+
+
+def shown(names: list[str], limit: int = 3) -> str:
+    more = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")

@@ -98,7 +98,7 @@ def test_a_suspected_hang_is_named_before_and_after_its_verdict() -> None:
         kind=VerdictKind.BUSY_LOOP,
         culprits=(1,),
         text="rank 1 stands still",
-        sure=Confidence.LIKELY,
+        confidence=Confidence.LIKELY,
     )
     incidents.named(found, (), now_s=made.now_s)
     assert "on 3 nodes and 1 spare: rank 1 stands still" in verdict(made)
@@ -118,7 +118,7 @@ def test_nodes_of_a_paused_run_do_not_run() -> None:
     made.cut("c")
     made.passes(10.0)
     found = status(made)
-    assert found.summary.startswith("PAUSED: too few of the 3 nodes")
+    assert found.summary.startswith("PAUSED: too few of the voters (3 nodes)")
     assert {node.node_id: node.state for node in found.nodes} == {
         "a": "idle", "b": "unknown", "c": "unknown",
     }  # fmt: skip

@@ -1,10 +1,12 @@
 """A value that torch does not take is the caller's mistake, and said before anything starts."""
 
 import os
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import run as torchrun
 
 from ftrun.agent.launch import elastic
 from ftrun.config.profile import Profile
@@ -56,3 +58,22 @@ def test_right_flags_make_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     args = elastic.parse(spec(tmp_path, "--nproc-per-node=2", "--redirects=3"))
     config, _, words = elastic.launch_config(args)
     assert (config.nproc_per_node, words[-1]) == (2, "train.py")
+
+
+def test_a_default_port_of_torch_is_not_a_given_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to torch 2.12 the parser has a default, and a second run would find the port taken."""
+    parser_of = torchrun.get_args_parser
+
+    def with_default() -> ArgumentParser:
+        parser = parser_of()
+        if "PET_MASTER_PORT" not in os.environ:
+            parser.set_defaults(master_port=29500)
+        return parser
+
+    monkeypatch.setattr(torchrun, "get_args_parser", with_default)
+    assert elastic.parse(spec(tmp_path)).master_port is None
+    assert elastic.parse(spec(tmp_path, "--master-port=6000")).master_port == 6000
+    monkeypatch.setenv("PET_MASTER_PORT", "6001")
+    assert elastic.parse(spec(tmp_path)).master_port == 6001

@@ -197,8 +197,8 @@ def test_a_cut_drops_both_ways_and_one_way_only_what_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert "ingress" in json.dumps(plan(monkeypatch, "partition").do)
-    assert "ingress" not in json.dumps(plan(monkeypatch, "one-way").do)
-    for kind in ("partition", "one-way", "lossy-link"):
+    assert "ingress" not in json.dumps(plan(monkeypatch, "one-way-partition").do)
+    for kind in ("partition", "one-way-partition", "lossy-link"):
         found = plan(monkeypatch, kind)
         assert found.undo == [["run", ["/sbin/tc", "qdisc", "delete", "dev", "eth7", "clsact"]]]
 
@@ -208,7 +208,7 @@ def test_what_somebody_else_has_set_on_a_device_is_left_alone(
 ) -> None:
     clsact: dict[str, object] = {"kind": "clsact", "handle": "ffff:", "parent": "ffff:fff1"}
     shaper: dict[str, object] = {"kind": "tbf", "handle": "8001:", "root": True}
-    for kind in ("partition", "one-way", "lossy-link"):
+    for kind in ("partition", "one-way-partition", "lossy-link"):
         with pytest.raises(FaultRefused, match="clsact already"):
             plan(monkeypatch, kind, clsact)
         plan(monkeypatch, kind, shaper)

@@ -21,32 +21,46 @@ from ftrun.agent.publish.hooks import (
     variables_of,
 )
 from ftrun.config.profile import HooksConfig
-from ftrun.journal import Journal, read_journal
+from ftrun.events import Record
+from ftrun.journal import Journal
+from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
+from ftrun.records.decode import decode
+from ftrun.records.incidents import IncidentClosed, IncidentVerification, VerdictRecord
+from ftrun.records.run import HookFailed, ProgressRecord
 
 NASTY = "a'; touch pwned; echo \"$(touch pwned)`touch pwned`\n\0\ud800"
-VERDICT = {
-    "incident": 3,
-    "text": NASTY,
-    "verdict": {"kind": "crash", "culprits": [1, 2], "nodes": ["n0"], "text": NASTY,
-                "sure": "certain", "evidence": ["it is dead"], "against": [], "victims": [0]},
-}  # fmt: skip
-CLOSED = {"incident": 3, "text": "over", "verdict_kind": "crash", "culprits": [1], "nodes": [],
-          "detected_s": 0.1, "recovered_s": 0.4, "steps_lost": 1, "action": "respawn"}  # fmt: skip
+VERDICT = VerdictRecord(
+    NASTY,
+    3,
+    Verdict(
+        VerdictKind.CRASH,
+        (1, 2),
+        NASTY,
+        nodes=("n0",),
+        victims=(0,),
+        evidence=("it is dead",),
+        confidence=Confidence.CERTAIN,
+    ),
+)
+CLOSED = IncidentClosed(
+    "over", 3, "crash", (1,), (), IncidentVerification(progress=True, loss="continuous"), "respawn",
+    ("kill", "respawn"), 0.5, detected_s=0.1, recovered_s=0.4, steps_lost=1,
+)  # fmt: skip
 FACTS = {"run_id": "r", "script": "train.py", "node": "n0", "generation": 1}
 
 
-def told(kind: str = "Verdict") -> dict[str, Any]:
-    return document(kind, VERDICT if kind == "Verdict" else CLOSED, FACTS)
+def told() -> dict[str, Any]:
+    return document(VERDICT, FACTS)
 
 
 def test_what_a_hook_is_told() -> None:
-    first, last = told(), told("IncidentClosed")
+    first, last = told(), document(CLOSED, FACTS)
     assert first["event"] == "verdict"
-    assert first["culprits"] == [1, 2]
-    assert first["evidence"] == ["it is dead"]
+    assert first["culprits"] == (1, 2)
+    assert first["evidence"] == ("it is dead",)
     assert last["event"] == "closed"
     assert last["verdict_kind"] == first["verdict_kind"] == "crash"
-    assert (first["number"], first["confidence"], first["counter_evidence"]) == (3, "certain", [])
+    assert (first["number"], first["confidence"], first["counter_evidence"]) == (3, "certain", ())
     assert last["recovered_s"] == 0.4
     assert first["run_id"] == last["run_id"] == "r"
     variables = variables_of(first)
@@ -91,36 +105,39 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "END_S", 60.0)
 
 
-def failures(folder: Path) -> list[dict[str, Any]]:
-    return [line for line in read_journal(folder) if line["kind"] == "HookFailed"]
+def failures(folder: Path) -> list[HookFailed]:
+    lines = map(decode, (folder / "journal.jsonl").read_bytes().splitlines())
+    records = [line.record for line in lines if line is not None]
+    return [one for one in records if isinstance(one, HookFailed)]
 
 
 def hooks_of(folder: Path, **settings: str) -> Hooks:
-    return Hooks(HooksConfig(**settings), Journal(folder, who="agent"), facts=lambda: FACTS,
+    return Hooks(HooksConfig(**settings), Journal(folder), facts=lambda: FACTS,
                  cwd=str(folder))  # fmt: skip
 
 
 def test_a_failed_hook_is_a_line_in_the_journal_and_the_next_is_told(tmp_path: Path) -> None:
     found = hooks_of(tmp_path, on_incident="cat >> all; exit 7")
-    for kind, fields in (("Verdict", VERDICT), ("Pulse", {}), ("IncidentClosed", CLOSED)):
-        found.take(kind, fields)
+    records: tuple[Record, ...] = (VERDICT, ProgressRecord(1, 1), CLOSED)
+    for record in records:
+        found.take(record)
     found.close()
     assert (tmp_path / "all").read_text().count('"event"') == 2
     first, second = failures(tmp_path)
-    assert first["why"] == "it ended with 7"
-    assert (first["event"], second["event"]) == ("verdict", "closed")
-    assert first["hook"] == "on_incident"
+    assert first.reason == "it ended with 7"
+    assert (first.event, second.event) == ("verdict", "closed")
+    assert first.hook == "on_incident"
 
 
 def test_only_so_many_wait(tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     found = hooks_of(tmp_path, on_incident="while [ -e go ]; do sleep 0.05; done; echo x >> ran")
     for _ in range(MAX_WAITING + 3):
-        found.take("Verdict", VERDICT)
+        found.take(VERDICT)
     refused = failures(tmp_path)
     (tmp_path / "go").unlink()
     assert 2 <= len(refused) <= 3
-    assert str(MAX_WAITING) in refused[0]["why"]
+    assert str(MAX_WAITING) in refused[0].reason
     found.close()
     assert (tmp_path / "ran").read_text().count("x") == MAX_WAITING + 3 - len(refused)
 
@@ -128,7 +145,7 @@ def test_only_so_many_wait(tmp_path: Path) -> None:
 def test_no_hooks_no_threads(tmp_path: Path) -> None:
     before = threading.active_count()
     found = hooks_of(tmp_path)
-    found.take("Verdict", VERDICT)
+    found.take(VERDICT)
     assert threading.active_count() <= before  # one that another test has left may end just now
     found.close()
 

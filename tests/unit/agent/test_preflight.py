@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from ftrun.agent.observe.devices import soundness
 from ftrun.agent.observe.node_check import NodeCheck
-from ftrun.agent.observe.nvidia import soundness
 from ftrun.agent.observe.preflight import (
     clock_fault,
     copy_rate,
@@ -25,10 +25,12 @@ from ftrun.agent.observe.preflight import (
 from ftrun.config.cluster import NodesSpec
 from ftrun.config.profile import Profile
 from ftrun.config.run_spec import RunSpec
-from ftrun.journal import Journal, read_journal
+from ftrun.journal import Journal
 from ftrun.linux import cgroup_room
 from ftrun.membership.events import NodeChecked
-from ftrun.monitor.node_fitness import CheckOutcome, NodeMeasurements
+from ftrun.monitor.node_fitness import CheckOutcome, NodeFitness, NodeMeasurements
+from ftrun.records.decode import decode
+from ftrun.records.membership import PreflightFinished
 from ftrun.wire.transport.handshake import PeerIdentity
 
 WAIT_S = 60.0
@@ -189,11 +191,13 @@ def desk_of(folder: Path, *, nodes: bool = True, **keys: object) -> NodeCheck:
         profile=profile,
         nodes=about if nodes else None,
     )
-    return NodeCheck(spec, Journal(folder, who="agent"))
+    return NodeCheck(spec, Journal(folder))
 
 
-def lines(folder: Path) -> list[dict[str, object]]:
-    return [line for line in read_journal(folder) if line["kind"] == "PreFlight"]
+def checks(folder: Path) -> list[NodeFitness]:
+    lines = map(decode, (folder / "journal.jsonl").read_bytes().splitlines())
+    records = [line.record for line in lines if line is not None]
+    return [one.fitness for one in records if isinstance(one, PreflightFinished)]
 
 
 def test_a_node_of_several_is_checked_whole_and_told(tmp_path: Path) -> None:
@@ -205,7 +209,7 @@ def test_a_node_of_several_is_checked_whole_and_told(tmp_path: Path) -> None:
     assert desk.fitness is not None
     assert desk.fitness.is_whole
     assert desk.fitness.figures.memory_bytes_per_s > 0
-    assert [line["outcome"] for line in lines(tmp_path)] == [desk.fitness.outcome.value]
+    assert checks(tmp_path) == [desk.fitness]
     desk.close()
 
 
@@ -227,7 +231,7 @@ def test_no_check_is_made_where_none_is_wanted(tmp_path: Path) -> None:
     desk.begin(is_awaited=False)
     desk.first()
     assert desk.fitness is None
-    assert lines(tmp_path) == []
+    assert checks(tmp_path) == []
     desk.close()
 
 

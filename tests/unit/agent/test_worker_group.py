@@ -30,7 +30,7 @@ from ftrun.wire.run_environment import RunFolder
 def group_of(*commands, stuck_pids=()):
     become_subreaper()
     spec = RunSpec(run_id="r", script="s", torchrun_argv=[], log_folder=".", cwd=".")
-    starter = WorkerStarter(None, Journal(Path("."), who="agent"))
+    starter = WorkerStarter(None, Journal(Path(".")))
     smp = AgentSmpClient(RunFolder(Path(".")), 1.0)
     group = WorkerGroup(spec, smp=smp, starter=starter, stuck_pids=stuck_pids)
     for rank, command in enumerate(commands):
@@ -117,7 +117,7 @@ maintenance = SimpleNamespace(smp_given_up="")
 observer = SimpleNamespace(p99_s=0.0, views=(), sample=None)
 signals = SimpleNamespace(stops=0, stop_signal=0, leaves=False)
 report = NodeReporter(
-    lambda here: told.append(here.beat), Journal(Path("."), who="agent"), group, generations,
+    lambda here: told.append(here.beat), Journal(Path(".")), group, generations,
     maintenance, group._smp, observer, signals, is_cluster=False,
 )
 

@@ -7,10 +7,9 @@ import pytest
 
 from ftrun.errors import FtrunError
 from ftrun.tools.drill import environments as drill_places
-from ftrun.tools.drill.drill_plan_files import plan_from
 from ftrun.tools.drill.environments import environment, load_script
 from ftrun.tools.drill.jobs import DrillJob, job_for, steps_for
-from ftrun.tools.drill.plan import trials_of
+from ftrun.tools.drill.plan import plan_from, trials_of
 
 
 def steps(plan: dict[str, object]) -> int:

@@ -1,14 +1,19 @@
 """A row of the drill's table says what the journal says; recorded journals, and made ones."""
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from ftrun.tools.drill.drill_outcome import Outcome, difference, outcome_of
+from ftrun.records.decode import decode
+from ftrun.records.faults import FaultAcceptedRecord
+from ftrun.records.incidents import IncidentClosed, VerdictRecord
 from ftrun.tools.drill.expected import ExpectedOutcome, expected_of
-from ftrun.tools.drill.judge import DecodedLine, FaultResult, is_over, judge, row_of
+from ftrun.tools.drill.jobs import Outcome, difference, outcome_of
+from ftrun.tools.drill.judge import FaultResult, Line, is_over, judge, row_of
 from ftrun.tools.drill.plan import FaultTrial
 from ftrun.tools.drill.series import batches, compare_all
 from ftrun.wire.fault_catalog import FAULTS
@@ -21,19 +26,28 @@ def trial(kind: str, rank: int = -1, **more: object) -> FaultTrial:
     return FaultTrial(kind, kind, rank, -1, 0, None, None, expected)
 
 
-def lines_of(fault: str) -> tuple[str, list[DecodedLine]]:
+def lines_of(fault: str) -> tuple[str, list[Line]]:
     """The order's id, and the lines from its order up to the next one."""
-    lines = [json.loads(line) for line in RECORDED.read_text().splitlines()]
-    found: list[DecodedLine] = []
-    for line in lines:
-        if line["kind"] == "FaultOrdered" and found:
-            break
-        if found or line.get("fault") == fault:
-            found.append(line)
-    return str(found[0]["id"]), found
+    lines = [found for line in RECORDED.read_bytes().splitlines() if (found := decode(line))]
+    starts = [at for at, one in enumerate(lines) if isinstance(one.record, FaultAcceptedRecord)]
+    for at, end in itertools.pairwise([*starts, len(lines)]):
+        order = lines[at].record
+        if isinstance(order, FaultAcceptedRecord) and order.fault == fault:
+            return order.id, lines[at:end]
+    raise AssertionError(fault)
 
 
-def judged(it: FaultTrial, lines: list[DecodedLine], order_id: str) -> FaultResult:
+def with_step(lines: list[Line], step: int | None) -> list[Line]:
+    """The same lines; verdicts are of this step."""
+    return [
+        replace(line, record=msgspec.structs.replace(line.record, step=step))
+        if isinstance(line.record, VerdictRecord)
+        else line
+        for line in lines
+    ]
+
+
+def judged(it: FaultTrial, lines: list[Line], order_id: str) -> FaultResult:
     row = row_of(it, "ddp", "1 x 2")
     judge(it, row, lines, order_id=order_id)
     return row
@@ -48,10 +62,9 @@ def test_every_fault_of_the_catalogue_has_an_expectation() -> None:
 
 def test_rank_that_died_and_was_named() -> None:
     order_id, lines = lines_of("segv")
-    closed = next(at for at, line in enumerate(lines) if line["kind"] == "IncidentClosed")
-    stepped_s = lines[closed]["mono_s"] - 0.25
-    lines.insert(closed, {"kind": "Downtime", "mono_s": stepped_s, "stepped_s": stepped_s})
-    lines[closed + 1]["recovered_s"] = 1.04
+    (at,) = [at for at, line in enumerate(lines) if isinstance(line.record, IncidentClosed)]
+    closed = msgspec.structs.replace(lines[at].record, recovered_s=1.04)  # type: ignore[type-var]
+    lines[at] = replace(lines[at], record=closed)
     row = judged(trial("segv", 0), lines, order_id)
     assert row.passed, row.problem
     assert (row.found, row.culprits, row.culprit_right) == ("crash", [0], True)
@@ -62,13 +75,13 @@ def test_rank_that_died_and_was_named() -> None:
 
 def test_steps_that_were_made_until_the_verdict_are_counted() -> None:
     order_id, lines = lines_of("segv")
-    told = [{**line, "step": 80} if line["kind"] == "Verdict" else line for line in lines]
+    told = with_step(lines, 80)
     assert judged(trial("segv", 0, within_steps=12), told, order_id).detected_steps == 12
     late = judged(trial("segv", 0, within_steps=11), told, order_id)
     assert late.problem == "named after 12 steps, 11 allowed"
-    set_back = [{**line, "step": 60} if line["kind"] == "Verdict" else line for line in lines]
+    set_back = with_step(lines, 60)
     assert judged(trial("segv", 0), set_back, order_id).detected_steps is None
-    unknown = [line for line in lines if "step" not in line or line["kind"] != "Verdict"]
+    unknown = with_step(lines, None)
     assert judged(trial("segv", 0), unknown, order_id).detected_steps is None
 
 
@@ -77,7 +90,7 @@ def test_hang_is_over_when_its_incident_is_closed_and_steps_are_made() -> None:
     it = trial("hang", 0)
     assert not is_over(it, lines, order_id, more_steps=False)
     assert is_over(it, lines, order_id, more_steps=True)
-    unfinished = [line for line in lines if line["kind"] != "IncidentClosed"]
+    unfinished = [line for line in lines if not isinstance(line.record, IncidentClosed)]
     assert not is_over(it, unfinished, order_id, more_steps=True)
     assert judged(it, lines, order_id).passed
 
@@ -93,7 +106,7 @@ def test_what_was_not_in_effect_has_not_passed() -> None:
     order_id, lines = lines_of("segv")
     row = judged(trial("abort", 0), lines, order_id)
     assert not row.in_effect
-    assert row.problem == "no sign that it was in effect: no line WorkersExited with 'SIGABRT'"
+    assert row.problem == "no sign that it was in effect: no line workers_exited with 'SIGABRT'"
     row = judged(trial("segv", 0), lines, "another")
     assert (row.fired, row.problem) == (False, "it has not fired")
 
@@ -115,7 +128,7 @@ def test_nothing_may_be_taken_for_an_incident_where_only_the_smp_died() -> None:
     assert (row.found, row.culprit_right, row.steps_lost) == ("no incident", None, 0)
     assert row.detected_s == pytest.approx(0.009, abs=0.002)
     _, others = lines_of("hang")
-    row = judged(it, [*lines, *({**line, "mono_s": 1e9} for line in others)], order_id)
+    row = judged(it, [*lines, *(replace(line, monotonic_s=1e9) for line in others)], order_id)
     assert row.problem.startswith("taken for an incident: rank 0 on")
 
 

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from ftrun.tools.drill.drill_page import drill_page
-from ftrun.tools.drill.drill_table import HEAD, cells, grouped, line, markdown, summary
+from ftrun.tools.drill.command import HEAD, cells, drill_page, grouped, line, markdown, summary
 from ftrun.tools.drill.judge import FaultResult
 from ftrun.tools.report.render.page import MAX_BYTES
 

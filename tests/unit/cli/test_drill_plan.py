@@ -6,13 +6,14 @@ import pytest
 
 from ftrun.cli.launch.profiles import find_profile, profile_names
 from ftrun.errors import ProfileInvalid, UsageError
-from ftrun.tools.drill.drill_plan_files import (
+from ftrun.tools.drill.plan import (
+    DrillPlan,
     drill_plan_names,
     find_drill_plan,
     plan_from,
     read_drill_plan,
+    trials_of,
 )
-from ftrun.tools.drill.plan import DrillPlan, trials_of
 
 
 def problems(found: object) -> list[str]:
@@ -52,7 +53,7 @@ def test_parts_take_over_what_the_plan_sets() -> None:
             "faults": [{"kind": "abort"}],
             "runs": [
                 {"faults": [{"kind": "segv"}]},
-                {"ranks": 1, "set": {"restart.budget": 9}, "faults": [{"kind": "gil"}]},
+                {"ranks": 1, "set": {"restart.budget": 9}, "faults": [{"kind": "gil-hold"}]},
             ],
         },
         "",
@@ -142,7 +143,7 @@ def test_all_mistakes_are_said_at_once_each_with_its_place() -> None:
 def test_what_makes_no_sense_is_said_before_anything_is_started() -> None:
     assert problems({}) == ["it orders nothing: give it faults, or runs with faults"]
     (said,) = problems({"faults": [{"kind": "rank-kil"}]})
-    assert said.endswith("there is no fault 'rank-kil'. Did you mean rank-kill?")
+    assert said.endswith("unknown fault 'rank-kil'. Did you mean rank-kill?")
     (said,) = problems({"faults": [{"kind": "segv", "rank": 2}]})
     assert said.endswith("there is no rank 2 among 2")
     (said,) = problems({"faults": [{"kind": "segv", "node": 0}]})
@@ -178,7 +179,15 @@ def test_plans_that_come_with_ftrun() -> None:
     assert len(hangs) >= 40
     assert {(kind, target, nodes) for kind, target, nodes in hangs} >= {
         (kind, f"rank {rank}", nodes)
-        for kind in ("hang", "gil", "spin", "stop", "collective-skip", "exit0-early", "slow-input")
+        for kind in (
+            "hang",
+            "gil-hold",
+            "busy-loop",
+            "stop",
+            "collective-skip",
+            "exit0-early",
+            "slow-input",
+        )
         for rank in range(4)
         for nodes in (2, 4)
     }

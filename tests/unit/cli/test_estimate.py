@@ -16,11 +16,17 @@ from ftrun.cli.screen import terminal as render
 from ftrun.errors import FtrunError, UsageError
 from ftrun.tools.estimate import text as words
 from ftrun.tools.estimate.assumptions import ABOUT, Assumptions, flag_of
-from ftrun.tools.estimate.command import EstimateRequest, estimated, node_counts
-from ftrun.tools.estimate.estimate_flags import default_words, estimate_help
-from ftrun.tools.estimate.estimate_picture import picture
-from ftrun.tools.estimate.estimate_run import measured_in, nothing_measured
+from ftrun.tools.estimate.command import (
+    EstimateRequest,
+    default_words,
+    estimate_help,
+    estimated,
+    measured_in,
+    node_counts,
+    nothing_measured,
+)
 from ftrun.tools.estimate.outlook import MAX_NODES, FixedChoices, outlook
+from ftrun.tools.estimate.text import picture
 from ftrun.tools.report.render.svg import width_of
 from ftrun.tools.report.run import run_facts
 
@@ -108,8 +114,8 @@ def test_numbers_of_nodes() -> None:
         (["--nodes", "4..16", "--code", "6+2"], "needs 8 nodes, and --nodes begins at 4"),
         (["--code", "6"], "not K+M"),
         (["--code", "0+2"], "K is 1 to 32"),
-        (["--snapshot-every", "0"], "at least 1"),
-        (["--spares", "-1"], "at least 0"),
+        (["--snapshot-every", "0"], "--snapshot-every is at least 1, not 0"),
+        (["--spares", "-1"], "--spares is at least 0, not -1"),
         (["--run", "no-such-run"], "no journal of run no-such-run"),
         (["--svg", "-", "--json"], "can have stdout"),
     ],
@@ -164,7 +170,7 @@ def advice(nodes: int, decided: FixedChoices | None = None, **values: float) -> 
 
 def test_each_choice_says_why() -> None:
     large = advice(2048)
-    assert "as --erasure auto takes" in large["code"]
+    assert "as --erasure auto chooses" in large["code"]
     assert "with 7+1 of 0.48 %" in large["code"]
     assert "neighbours in one group" in large["code"]
     assert "--snapshot-every 12" in large["interval"]
@@ -177,7 +183,7 @@ def test_each_choice_says_why() -> None:
 
 
 def test_what_is_not_so_is_not_said() -> None:
-    assert advice(1)["code"].startswith("none: one node")
+    assert advice(1)["code"].startswith("none: there is no other node")
     assert advice(16, risk=1.0)["code"].startswith("none is needed")
     assert "as given" in advice(64, FixedChoices(code=(6, 2)))["code"]
     assert "nothing fails" in advice(64, rate=0.0)["goodput"]
@@ -233,7 +239,7 @@ def test_what_a_run_has_cost_is_taken(tmp_path: Path, monkeypatch: pytest.Monkey
     # What is given wins, and what did not happen stays.
     assert told["--crash-detect"] == (2.0, "given")
     assert told["--node-detect"][1].startswith("default: ")
-    assert "taken: --step 0.25 (run big-1" in run("--nodes", "64", "--run", "big-1")
+    assert "assumed: --step 0.25 (run big-1" in run("--nodes", "64", "--run", "big-1")
 
 
 def test_a_run_that_lost_a_node_tells_how_soon_that_was_known() -> None:
@@ -253,12 +259,14 @@ def test_a_notice_without_a_first_sign_is_no_measurement() -> None:
 
 def test_a_run_that_tells_too_little_says_so() -> None:
     made = long_run()
-    made.entries = [one for one in made.entries if one["kind"] in ("run", "Ballot", "end")]
+    made.entries = [
+        one for one in made.entries if one["kind"] in ("run_started", "ballot_started", "run_ended")
+    ]
     facts = run_facts(made.raw())
     assert measured_in(facts) == {}
     told = nothing_measured(facts, [])
-    assert "what a snapshot costs" in told
-    assert "what a restart costs" in told
+    assert "the cost of a snapshot" in told
+    assert "the cost of a restart" in told
     assert nothing_measured(facts, ["snapshot_cost_s", "restart_s"]) == ""
 
 
@@ -319,3 +327,33 @@ def test_files_are_whole_and_need_nothing_else(tmp_path: Path) -> None:
 def test_one_document_can_have_stdout() -> None:
     assert ElementTree.fromstring(run("--nodes", "16", "--svg", "-")).tag == f"{SVG}svg"
     assert run("--nodes", "16", "--html", "-").startswith("<!doctype html>")
+
+
+# --- the axis of the picture ------------------------------------------------------------------
+
+
+class Drawn:
+    """What is drawn at which height."""
+
+    def __init__(self) -> None:
+        self.labels: list[str] = []
+
+    def line(self, *_: Any) -> None:
+        pass
+
+    def text(self, _x: float, _y: float, label: str, *_: Any) -> None:
+        self.labels.append(label)
+
+
+def test_the_axis_begins_at_zero_where_a_value_is_low() -> None:
+    assert words._floor(0.69) == 0.0
+    assert 0.7 < words._floor(0.9) <= 0.9
+
+
+@pytest.mark.parametrize("least", [one / 100 for one in range(0, 99, 3)])
+def test_no_label_is_below_the_axis(least: float) -> None:
+    drawn = Drawn()
+    words._grid(drawn, [], [], least)  # type: ignore[arg-type]
+    shown = [float(label.removesuffix(" %")) for label in drawn.labels if "%" in label]
+    assert shown[0] == 100
+    assert min(shown) >= 100 * least - 1e-6

@@ -54,7 +54,7 @@ def test_a_late_node_ends_with_the_result_before_anything_is_started(
     with pytest.raises(SystemExit) as ended:
         run(parse(f"{WORDS} {SCRIPT}".split()), variables={})
     assert ended.value.code == 0
-    assert "run job7 has finished at 1970-01-01 00:00:04 UTC" in capsys.readouterr().err
+    assert "run job7 finished at 1970-01-01 00:00:04 UTC" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_node_that_was_part_of_the_run_knows_its_result_by_the_life_of_the_run
     owner: CheckpointOwner,
 ) -> None:
     other = spec(script="train.py --steps 10")
-    assert "job7 has finished" in has_finished(other, owner, life="1")
+    assert "job7 finished" in has_finished(other, owner, life="1")
     assert has_finished(other, owner, life="2") == ""
     failed = msgspec.structs.replace(owner, exit_code=76)
     assert has_finished(other, failed, life="1") == ""

@@ -5,8 +5,12 @@ from pathlib import Path
 import pytest
 
 from ftrun.errors import UsageError
+from ftrun.events import Record
+from ftrun.records.decode import JournalLine
+from ftrun.records.recovery import GenerationStartedRecord
+from ftrun.records.run import RunStarted
 from ftrun.tools.logs.files import log_files, parse_ranks
-from ftrun.tools.logs.log_lines import (
+from ftrun.tools.logs.follow import (
     MAX_LINE_BYTES,
     LineSplitter,
     LogReader,
@@ -14,7 +18,7 @@ from ftrun.tools.logs.log_lines import (
     shown,
     tail_offset,
 )
-from ftrun.tools.report.journal import JournalLine
+from ftrun.tools.report.journal import Line
 
 
 def test_a_line_is_shown_when_it_is_whole() -> None:
@@ -89,8 +93,12 @@ def test_ranks_as_they_are_typed() -> None:
             parse_ranks(wrong)
 
 
-def line(t_s: float, kind: str, node: str = "", **fields: object) -> JournalLine:
-    return JournalLine(t_s=t_s, node=node, kind=kind, mono_s=t_s, fields=fields)
+def line(t_s: float, record: Record, node: str = "") -> Line:
+    return JournalLine(t_s, node, t_s, record)
+
+
+def started(t_s: float, node: str, generation: int, *ranks: int) -> Line:
+    return line(t_s, GenerationStartedRecord("", generation, None, (1, 2), ranks), node)
 
 
 def make(folder: Path, *names: str) -> None:
@@ -105,10 +113,10 @@ def test_files_of_several_nodes_have_the_ranks_of_their_generation(tmp_path: Pat
              f"{node}/workers/r_x/attempt_0/1/stderr.log")  # fmt: skip
     make(tmp_path, "n1/workers/r_x/attempt_1/0/stdout.log", "n1/workers/r_x/attempt_1/0/error.json")
     lines = [
-        *(line(1.0, "run", node, run_id="r", logs=f"/gone/{node}") for node in ("n0", "n1")),
-        line(2.0, "StartGeneration", "n0", generation=0, ranks=[0, 1]),
-        line(2.0, "StartGeneration", "n1", generation=0, ranks=[2, 3]),
-        line(9.0, "StartGeneration", "n1", generation=1, ranks=[0, 1]),
+        *(line(1.0, RunStarted("r", "", "", f"/gone/{node}"), node) for node in ("n0", "n1")),
+        started(2.0, "n0", 0, 0, 1),
+        started(2.0, "n1", 0, 2, 3),
+        started(9.0, "n1", 1, 0, 1),
     ]
     found = [(one.prefix, one.generation, one.path.name) for one in log_files(tmp_path, lines)]
     assert found == [
@@ -123,12 +131,12 @@ def test_files_of_several_nodes_have_the_ranks_of_their_generation(tmp_path: Pat
 def test_other_runs_in_the_same_folder_are_not_ours(tmp_path: Path) -> None:
     for launch in ("r_ab1_defg", "r_b_ab1_defg", "r_b_c_ab1_defg", "other_ab1_defg"):
         make(tmp_path, f"logs/{launch}/attempt_0/0/stdout.log")
-    lines = [line(1.0, "run", run_id="r", logs=str(tmp_path / "logs"))]
+    lines = [line(1.0, RunStarted("r", "", "", str(tmp_path / "logs")))]
     (found,) = log_files(tmp_path, lines)
     assert "r_ab1_defg" in str(found.path)
     assert found.prefix == "0"
-    lines = [line(1.0, "run", run_id="r", rdzv_id="r_b", logs=str(tmp_path / "logs"))]
+    lines = [line(1.0, RunStarted("r", "", "", str(tmp_path / "logs"), "r_b"))]
     (found,) = log_files(tmp_path, lines)
     assert "r_b_ab1_defg" in str(found.path)
-    lines = [line(1.0, "run", run_id="gone", logs=str(tmp_path / "logs"))]
+    lines = [line(1.0, RunStarted("gone", "", "", str(tmp_path / "logs")))]
     assert not log_files(tmp_path, lines)

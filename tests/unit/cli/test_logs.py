@@ -7,7 +7,7 @@ import pytest
 from ftrun.errors import UsageError
 from ftrun.tools.logs.command import LogRequest, _choice
 from ftrun.tools.logs.follow import read_lines
-from ftrun.tools.report.report_logs import raw_lines
+from ftrun.tools.report.command import raw_lines
 from ftrun.tools.report.run import run_facts
 
 JOURNALS = Path(__file__).parent / "journals"

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftrun.cli.screen.text import seconds_of, size_of
 from ftrun.errors import FtrunError, UsageError
 from ftrun.tools.manifests.job import (
     GIB,
@@ -14,8 +15,6 @@ from ftrun.tools.manifests.job import (
     ManifestJob,
     job_of,
     quantity,
-    seconds_of,
-    size_of,
 )
 
 
@@ -61,12 +60,12 @@ def test_flags_and_script_stay_as_typed() -> None:
         ("--nnodes 4", "no script is given"),
         ("--nnodes 4 --sparse 1 train.py", "--sparse is not a flag"),
         ("--nnodes 4:2 train.py", "--nnodes is a number of nodes"),
-        ("--nproc-per-node gpu train.py", "Say how many it has, with --gpus N"),
+        ("--nproc-per-node gpu train.py", "Give the number of its devices with --gpus N"),
         ("--nproc-per-node cpu train.py", "with --cpus N"),
         ("--nproc-per-node many train.py", "--nproc-per-node is a whole number"),
-        ("--nnodes 2 --node-rank 0 train.py", "--node-rank is of one node"),
-        ("--nnodes 2 --bind 10.0.0.1 train.py", "--bind is of one node"),
-        ("--nnodes 2 --rdzv-endpoint n1 train.py", "--rdzv-endpoint is known where a scheduler"),
+        ("--nnodes 2 --node-rank 0 train.py", "--node-rank is for one node"),
+        ("--nnodes 2 --bind 10.0.0.1 train.py", "--bind is for one node"),
+        ("--nnodes 2 --rdzv-endpoint n1 train.py", "--rdzv-endpoint is set by the scheduler"),
         ("--nnodes 2 --standalone train.py", "--standalone means one node alone"),
         ("--profile nowhere.yaml train.py", "nowhere"),
         ("--set checkpoint.evry_s=1 train.py", "evry_s"),
@@ -126,7 +125,7 @@ def test_a_checkpoint_that_takes_long_gets_its_time() -> None:
     made = job("train.py", MachineSpec(state="20G"), last_checkpoint="20s")
     assert (made.flags, made.ending_s) == ((), 70)
     said = refused("--grace 45 train.py", last_checkpoint="2m")
-    assert "--grace 45 lets the last checkpoint take 45 s, and it takes 120 s" in said
+    assert "--grace 45 gives the last checkpoint 45 s, and it takes 120 s" in said
 
 
 @pytest.mark.parametrize(

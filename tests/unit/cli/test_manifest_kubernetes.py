@@ -12,8 +12,7 @@ from manifest_schema import problems
 
 from ftrun.errors import UsageError
 from ftrun.tools.manifests.job import MachineSpec, job_of
-from ftrun.tools.manifests.kubernetes import KubernetesOptions, manifest
-from ftrun.tools.manifests.volumes import PodOptions
+from ftrun.tools.manifests.kubernetes import KubernetesOptions, PodOptions, manifest
 from ftrun.tools.manifests.yaml_text import WIDTH
 
 LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -294,10 +293,14 @@ def test_lines_are_no_longer_than_a_screen() -> None:
         ("train.py", {"loader_workers": -1}, "--loader-workers is 0 to 1000"),
         ("train.py", {"shm": "lots"}, "--shm is a size"),
         ("train.py", {"batch": "0"}, "--batch is a size"),
-        ("--checkpoint-dir /x train.py", {"claim": None}, "would be in the pod, and go with it"),
+        (
+            "--checkpoint-dir /x train.py",
+            {"claim": None},
+            "would be in the pod, and be deleted with it",
+        ),
         ("--checkpoint-dir x train.py", {}, "--checkpoint-dir is an absolute path"),
         ("--checkpoint-dir /x train.py", {"claim": "a:/y"}, "is not on the volume"),
-        ("train.py " + "x " * 128, {"kind": "trainjob"}, "takes 128 words at most"),
+        ("train.py " + "x " * 128, {"kind": "trainjob"}, "takes at most 128 words"),
     ],
 )
 def test_what_kubernetes_would_not_take_is_told(

@@ -113,7 +113,7 @@ def test_one_node_has_nothing_of_several() -> None:
     assert "--kill-on-bad-exit" not in text
     assert "%t" not in text
     assert directives(text)["nodes"] == "1"
-    assert "begins from is the script's own" in text.replace("\n# ", " ")
+    assert "the script resumes from its own checkpoints" in text.replace("\n# ", " ")
 
 
 @pytest.mark.parametrize("cpus", [None, 2, 1234567])
@@ -156,15 +156,15 @@ def test_the_scripts_words_are_given_as_they_were_typed(words: list[str]) -> Non
         (
             "train.py",
             {"place": SlurmOptions(directives=["--nodes=9"])},
-            "is set by ftrun render already",
+            "is set by ftrun manifest already",
         ),
         (
             "train.py",
             {"place": SlurmOptions(directives=["-N 9"])},
-            "is set by ftrun render already",
+            "is set by ftrun manifest already",
         ),
         ("train.py", {"time": "100s"}, "the end of the job takes 130 s"),
-        ("--grace 40000 train.py", {}, "and 65535 s are there"),
+        ("--grace 40000 train.py", {}, "only 65535 s are available"),
     ],
 )
 def test_what_slurm_would_not_take_is_told(

@@ -7,30 +7,18 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrun.tools.manifests.yaml_text import WIDTH, Commented, Tree, plain, scalar, to_yaml
+from ftrun.tools.manifests.yaml_text import WIDTH, listing, scalar, wrapped
 
 _letters = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 _texts = st.text(_letters, max_size=30)
-_values = st.booleans() | st.integers(-(10**9), 10**9) | _texts
-_keys = st.from_regex(r"[a-z][a-z./-]{0,8}", fullmatch=True)
-_reasons = st.text(st.characters(categories=["L", "N", "P", "Zs"]), max_size=200)
-
-
-def _grown(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
-    said = st.builds(Commented, _reasons, inner)
-    branch = inner | said
-    return st.lists(branch, max_size=4) | st.dictionaries(_keys, branch, max_size=4)
-
-
-_trees = st.recursive(_values, _grown, max_leaves=12)
-_documents = st.dictionaries(_keys, _trees | st.builds(Commented, _reasons, _trees), min_size=1)
 
 
 @settings(max_examples=40)
-@given(st.lists(_documents, min_size=1, max_size=2))
-def test_a_reader_gets_the_tree(documents: list[dict[str, Tree]]) -> None:
-    text = to_yaml(documents, head="what this is\nand more")
-    assert list(yaml.safe_load_all(text)) == [plain(one) for one in documents]
+@given(st.lists(_texts, max_size=12))
+def test_a_reader_gets_the_words(words: list[str]) -> None:
+    text = f"a:\n  command:{listing(words, 2, nested=20)}\n"
+    assert yaml.safe_load(text) == {"a": {"command": words}}
+    assert all(len(line) <= WIDTH - 20 for line in text.splitlines() if "[" in line)
 
 
 NUMBER_OR_WORD = re.compile(
@@ -53,17 +41,10 @@ def test_what_is_plain_can_be_nothing_but_text(text: str) -> None:
         assert not re.search(r"[\s#,\[\]{}&*!|>'\"%@`]|: |:$|^[-?]", text)
 
 
-def test_what_is_said_stands_above_and_is_folded() -> None:
-    tree: dict[str, Tree] = {
-        "a": Commented("word " * 40, {"b": [Commented("of the first", {"c": 1, "d": {}}), "x"]}),
-    }
-    lines = to_yaml([tree]).splitlines()
+def test_only_comments_are_wrapped() -> None:
+    lines = wrapped("  # " + "word " * 40)
     assert max(map(len, lines)) <= WIDTH
-    assert [line for line in lines if not line.startswith("# word")] == [
-        "a:",
-        "  b:",
-        "  # of the first",
-        "  - c: 1",
-        "    d: {}",
-        "  - x",
-    ]
+    assert all(line.startswith("  # word") for line in lines)
+    assert " ".join(line.removeprefix("  # ") for line in lines).split() == ["word"] * 40
+    for line in ("x: " + "word " * 40, "#SBATCH " + "w " * 90, "#   kubectl " + "w " * 90, "#", ""):
+        assert wrapped(line) == [line]

@@ -1,4 +1,4 @@
-"""`ftrun render` as it is typed; and the page shows just what it prints."""
+"""`ftrun manifest` as it is typed; and the page shows just what it prints."""
 
 import re
 import shlex
@@ -30,8 +30,8 @@ def examples() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("command", "text"), examples())
 def test_the_page_shows_what_is_printed(command: str, text: str) -> None:
-    ftrun, render, *words = shlex.split(command)
-    assert (ftrun, render) == ("ftrun", "render")
+    ftrun, manifest, *words = shlex.split(command)
+    assert (ftrun, manifest) == ("ftrun", "manifest")
     assert rendered(words) == text
 
 
@@ -54,7 +54,7 @@ def test_it_is_written_into_a_file_that_is_new(tmp_path: Path) -> None:
     assert path.read_text() == rendered(["slurm", "--", "train.py"])
     assert stat.S_IMODE(path.stat().st_mode) & 0o500 == 0o500
     path.write_text("mine")
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="exists already"):
         rendered(words)
     assert path.read_text() == "mine"
     with pytest.raises(FtrunError, match="cannot be written: No such file"):

@@ -45,7 +45,8 @@ def keep(document: Any, *, run_id: str = "big-1", node: str = "node0") -> Path:
     """What an agent leaves of a run that is over."""
     folder = Path("ftrun-logs") / run_id
     (folder / node).mkdir(parents=True, exist_ok=True)
-    line = {"at": 1.0, "kind": "run", "node": node, "run_id": run_id}
+    line = {"time": 1.0, "monotonic_s": 1.0, "node": node, "kind": "agent_started",
+            "is_forked": True}  # fmt: skip
     (folder / node / "journal.jsonl").write_text(json.dumps(line) + "\n")
     path = folder / node / NETWORK_NAME
     path.write_text(json.dumps(document))
@@ -194,7 +195,7 @@ def test_a_few_nodes_have_every_road() -> None:
     # node2 has the second place of the order: leaf0 holds node0 and node2.
     assert re.search(r"^0 node0 +\d+! \d+ ", told, re.MULTILINE)
     assert "!: slower than similar paths" in told
-    assert "- node3 neither reaches others nor is reached over eth1" in told
+    assert "- node3 cannot reach or be reached by any other node over eth1" in told
 
 
 def test_many_nodes_have_their_worst() -> None:

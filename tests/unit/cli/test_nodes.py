@@ -10,6 +10,8 @@ import msgspec
 import pytest
 
 from ftrun.cli.launch.command_line import parse
+from ftrun.cli.launch.nodes import read_topology
+from ftrun.cli.launch.slurm import leaf_switch
 from ftrun.cli.run import build_spec, take_folder
 from ftrun.config.cluster import EtcdTls, NodesSpec
 from ftrun.config.run_spec import RunSpec
@@ -420,7 +422,7 @@ def test_an_erasure_scheme_that_is_none(text: str) -> None:
 
 
 def test_times_must_let_a_node_stop_before_it_is_replaced() -> None:
-    assert spec(f"--nnodes 2 {MEET} --pause-limit 60").profile.nodes.pause_limit_s == 60
+    assert spec(f"--nnodes 2 {MEET} --pause-timeout 60").profile.nodes.pause_limit_s == 60
     said = refused(f"--nnodes 2 {MEET} --set nodes.deadline_s=1.5")
     assert "nodes.stop_cut_off_s (2)" in said
     assert "nodes.deadline_s (1.5)" in said
@@ -459,11 +461,11 @@ def test_a_secret_file_is_named_and_never_shown(place: Path) -> None:
 
 
 def test_a_secret_file_that_is_none_is_refused_before_anything_starts(place: Path) -> None:
-    assert "cannot be read" in refused(f"--nnodes 2 {MEET} --secret-file nothing")
+    assert "cannot read" in refused(f"--nnodes 2 {MEET} --secret-file nothing")
     (private(place / "open")).chmod(0o644)
     assert "chmod 600" in refused(f"--nnodes 2 {MEET} --secret-file open")
     said = refused(f"--nnodes 2 --secret-file {private(place / 'short', 'canary')} {MEET}")
-    assert "holds no secret" in said
+    assert "is not a secret" in said
     assert "canary" not in said
 
 
@@ -506,3 +508,57 @@ def test_every_error_is_one_of_ours() -> None:
     for words in ("--nnodes 2 --bind no-such-host.invalid", "--nnodes 2 --rdzv-endpoint ' '"):
         with pytest.raises(FtrunError):
             spec(words)
+
+
+# --- topology files ---------------------------------------------------------------------------
+
+
+def test_without_a_file_nothing_is_known() -> None:
+    assert read_topology(None) == (None, "")
+
+
+def test_yaml_is_taken_as_it_is_parsed(tmp_path: Path) -> None:
+    path = tmp_path / "switches.yaml"
+    path.write_text("spine:\n  leaf1: [n1, n2]\n  leaf2: [n3]\n")
+    assert read_topology(str(path)) == ({"spine": {"leaf1": ["n1", "n2"], "leaf2": ["n3"]}}, "")
+
+
+def test_slurms_own_file_is_taken_as_text(tmp_path: Path) -> None:
+    path = tmp_path / "topology.conf"
+    path.write_text("SwitchName=s0 Nodes=n[1-2]\n")
+    assert read_topology(str(path)) == (None, "SwitchName=s0 Nodes=n[1-2]\n")
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "SwitchName=s0 Nodes=n[x]\n", ""])
+def test_what_is_neither_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "switches"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="is not understood"):
+        read_topology(str(path))
+
+
+def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
+        read_topology(str(tmp_path / "none"))
+    path = tmp_path / "binary"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_topology(str(path))
+    path.write_bytes(b"a" * ((8 << 20) + 1))
+    with pytest.raises(UsageError, match="more than 8 MiB"):
+        read_topology(str(path))
+
+
+@pytest.mark.parametrize(
+    ("address", "pattern", "leaf"),
+    [
+        ("s0.s2.n7", "switch.switch.node", "s2"),
+        ("n7", "node", ""),
+        ("", "", ""),
+        ("s0.n7", "switch.switch.node", ""),
+        ("s0.n7.local", "switch.node", "s0"),
+    ],
+)
+def test_slurm_tells_the_leaf_switch(address: str, pattern: str, leaf: str) -> None:
+    told = {"SLURM_TOPOLOGY_ADDR": address, "SLURM_TOPOLOGY_ADDR_PATTERN": pattern}
+    assert leaf_switch(told) == leaf

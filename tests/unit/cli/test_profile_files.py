@@ -81,7 +81,7 @@ def test_all_that_is_wrong_is_listed_at_once(tmp_path: Path) -> None:
         f"{name}:6: restrt: there is no such section; did you mean restart?",
         "line 7: smp: should hold keys with values",
         f"{name}:9: stop.grace_s: should be a number above 0, and is -1",
-        "line 11: forward is there twice",
+        "line 11: forward occurs twice",
         f"{name}:11: stop.forward: 'USR8' is no signal",
         "line 12: nonsense: there is no such section",
         "environment FTRUN_RESTART_BUDGET: restart.budget: should be a whole number of at least 0",

@@ -9,8 +9,7 @@ import pytest
 from made_journals import long_run
 
 from ftrun.errors import FtrunError, UsageError
-from ftrun.tools.report.command import report
-from ftrun.tools.report.report_logs import LAST_LINES, last_words
+from ftrun.tools.report.command import LAST_LINES, last_words, report
 
 JOURNALS = Path(__file__).parent / "journals"
 

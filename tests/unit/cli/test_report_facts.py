@@ -11,10 +11,10 @@ from made_journals import MadeJournal, long_run
 
 from ftrun.errors import FtrunError
 from ftrun.monitor.verdicts import VerdictKind
+from ftrun.records.run import ProgressRecord
 from ftrun.tools.report import journal as report_lines
-from ftrun.tools.report import report_pulses
 from ftrun.tools.report.facts import RunFacts
-from ftrun.tools.report.incident import report_sentence
+from ftrun.tools.report.incident import incident as report_incident
 from ftrun.tools.report.render.page import incident_page, run_page
 from ftrun.tools.report.run import incident_by, run_facts
 from ftrun.wire.fault_catalog import FAULTS
@@ -42,7 +42,7 @@ def test_two_kills_on_one_node_without_numbered_incidents() -> None:
         "after the fault; 3 steps done again, nothing lost."
     )
     assert "SIGSEGV" in second.sentence
-    assert (first.culprits, first.sure, first.kind) == ((1,), "certain", "crash")
+    assert (first.culprits, first.confidence, first.kind) == ((1,), "certain", "crash")
     assert first.recovered_s == pytest.approx(0.0645, abs=1e-4)
     assert first.drill == "ftrun inject-fault rank-kill --rank 1 --at-step 339"
     assert second.drill == "ftrun inject-fault segv --rank 1 --at-step 583"
@@ -83,7 +83,7 @@ def test_a_node_without_power_and_the_spare_that_took_its_rank() -> None:
         "node node1 is lost at step 31: silent for 3.2 s; all 2 ranks started again and training "
         "3.35 s after the fault; 1 step done again, nothing lost."
     )
-    assert (it.kind, it.nodes, it.sure) == ("node lost", ("node1",), "likely")
+    assert (it.kind, it.nodes, it.confidence) == ("node lost", ("node1",), "likely")
     assert it.noticed_s == pytest.approx(3.2, abs=1e-3)
     assert [row.label for row in it.rows] == ["rank 1 on node1, then node2", "rank 0 on node0"]
     assert it.culprits == (1,)
@@ -133,7 +133,7 @@ def test_a_hang_that_was_ordered_and_found() -> None:
         "started again and training 11.4 s after the fault; 1 step done again, nothing lost."
     )
     assert it.injected == "hang on rank 2 at step 69"
-    assert (it.culprits, it.victims, it.sure) == ((2,), (0, 1, 3), "certain")
+    assert (it.culprits, it.victims, it.confidence) == ((2,), (0, 1, 3), "certain")
     assert [(row.label, row.role) for row in it.rows] == [
         ("rank 2", "culprit"),
         ("ranks 0, 1, 3 (3)", "victim"),
@@ -163,7 +163,7 @@ def test_fields_may_be_of_any_kind(name: str) -> None:
     ]  # fmt: skip
 
     def spoil(value: object, key: str = "") -> object:
-        if key not in ("at", "kind") and chance.random() < 0.05:
+        if key not in ("time", "kind") and chance.random() < 0.05:
             return chance.choice(strange)
         if isinstance(value, dict):
             return {name: spoil(one, name) for name, one in value.items()}
@@ -181,14 +181,14 @@ def test_fields_may_be_of_any_kind(name: str) -> None:
 
 def test_what_is_not_a_journal_is_told() -> None:
     with pytest.raises(FtrunError, match="no line that can be read"):
-        run_facts([b"\xff\xfe\n", b"[]\n", b"{}\n", b'{"kind": "run"}\n', b"[" * 100_000])
+        run_facts([b"\xff\xfe\n", b"[]\n", b"{}\n", b'{"kind": "run_started"}\n', b"[" * 100_000])
 
 
 def test_torn_lines_are_counted_and_unknown_kinds_skipped() -> None:
     lines = recorded("one-node-two-kills")
-    extra = b'{"at": 1795292770.0, "mono_s": 24270.0, "who": "agent", "kind": "Tomorrow", "x": 1}\n'
-    facts = run_facts([*lines, extra, b'{"at": 1795292770.0, "ki\n', b"\n"])
-    assert facts.unreadable == 1
+    extra = b'{"time": 1795292770.0, "monotonic_s": 24270.0, "kind": "tomorrow", "x": 1}\n'
+    facts = run_facts([*lines, extra, b'{"time": 1795292770.0, "ki\n', b"\n"])
+    assert facts.unreadable == 2
     assert len(facts.incidents) == 2
 
 
@@ -202,8 +202,8 @@ def test_a_clock_that_is_set_does_not_change_what_was_measured() -> None:
     lines = [json.loads(line) for line in recorded("one-node-two-kills")]
     plain = run_facts([json.dumps(one).encode() for one in lines])
     for one in lines:
-        if one["mono_s"] > 24271:
-            one["at"] += 3600.0
+        if one["monotonic_s"] > 24271:
+            one["time"] += 3600.0
     moved = run_facts([json.dumps(one).encode() for one in lines])
     assert moved.wall_s == pytest.approx(plain.wall_s)
     assert [one.recovered_s for one in moved.incidents] == pytest.approx(
@@ -281,7 +281,7 @@ def test_a_failure_during_recovery_is_the_same_incident() -> None:
     made = MadeJournal()
     made.begin()
     made.crash(60.0, 150, 1)
-    made.entries = [one for one in made.entries if one["kind"] != "Recovered"]
+    made.entries = [one for one in made.entries if one["kind"] != "recovered"]
     made.crash(62.0, 150, 5)
     made.end(90.0)
     (it,) = run_facts(made.raw()).incidents
@@ -294,7 +294,7 @@ def test_a_run_that_gave_up() -> None:
     made = MadeJournal()
     made.begin()
     made.crash(60.0, 150, 1)
-    made.entries = [one for one in made.entries if one["kind"] != "Recovered"]
+    made.entries = [one for one in made.entries if one["kind"] != "recovered"]
     made.end(62.0, exit_code=93, why="the same failure three times")
     facts = run_facts(made.raw())
     assert (facts.state, facts.exit_code) == ("failed", 93)
@@ -305,9 +305,11 @@ def test_a_run_that_gave_up() -> None:
 def test_a_run_that_was_stopped_has_not_failed() -> None:
     made = MadeJournal()
     made.begin()
-    made.put(60.0, "StopAsked", signal=15, by="SIGTERM")
-    exits = [{"rank": rank, "kind": "signal", "text": "killed by SIGTERM"} for rank in range(8)]
-    made.put(61.0, "WorkersExited", exits=exits, progress="Progress(step=150, steps_here=150)")
+    made.put(60.0, "stop_requested", signal=15, by="SIGTERM", attached=True)
+    exits = [{"rank": rank, "kind": "signal", "code": -15, "text": "killed by SIGTERM"}
+             for rank in range(8)]  # fmt: skip
+    progress = {"step": 150, "steps_here": 150, "attached": True}
+    made.put(61.0, "workers_exited", exits=exits, progress=progress)
     made.end(62.0, exit_code=143, why="stopped by SIGTERM")
     facts = run_facts(made.raw())
     assert facts.state == "stopped"
@@ -330,9 +332,9 @@ def test_pulses_of_weeks_are_thinned_out_and_count_the_same(
         made.pulse(30.0 + 10 * number, 40 * number % 7000, blocked_s=0.1 * (number % 175), taken=1)
     made.end(20_100.0)
     whole = run_facts(made.raw())
-    monkeypatch.setattr(report_pulses, "MAX_PULSES", 300)
+    monkeypatch.setattr(report_lines, "MAX_PROGRESS_LINES", 300)
     lines, _ = report_lines.parse(made.raw())
-    assert sum(1 for line in lines if line.kind == "Pulse") <= 400
+    assert sum(1 for line in lines if isinstance(line.record, ProgressRecord)) <= 400
     thin = run_facts(made.raw())
     assert thin.snapshots is not None
     assert whole.snapshots is not None
@@ -341,25 +343,25 @@ def test_pulses_of_weeks_are_thinned_out_and_count_the_same(
 
 
 @pytest.mark.parametrize(
-    "kind", [*report_sentence.DRILLS.values(), *report_sentence.SIGNALS.values()]
+    "kind", [*report_incident.DRILLS.values(), *report_incident.SIGNALS.values()]
 )
 def test_a_drill_is_one_that_there_is(kind: str) -> None:
-    assert FAULTS[kind].by_rank != (kind in report_sentence.BY_NODE)
+    assert FAULTS[kind].by_rank != (kind in report_incident.BY_NODE)
 
 
 def test_every_kind_of_verdict_but_a_few_has_a_drill() -> None:
-    without = {kind.value for kind in VerdictKind} - set(report_sentence.DRILLS)
-    assert without == {"crash", "deadlock", "memory creeping", "failing node"}
+    without = {kind.value for kind in VerdictKind} - set(report_incident.DRILLS)
+    assert without == {"crash", "deadlock", "memory growth", "failing node"}
 
 
 def test_a_script_that_does_not_attach_has_no_step_and_its_restart_is_told() -> None:
     made = MadeJournal()
     made.begin()
     made.crash(60.0, 150, 1)
-    made.entries = [one for one in made.entries if one["kind"] != "Recovered"]
+    made.entries = [one for one in made.entries if one["kind"] != "recovered"]
     for one in made.entries:
-        if one["kind"] == "WorkersExited":
-            one["progress"] = "Progress(step=0, steps_here=0, attached=False)"
+        if one["kind"] == "workers_exited":
+            one["progress"] = {"step": 0, "steps_here": 0, "attached": False}
     made.end(90.0)
     (it,) = run_facts(made.raw()).incidents
     assert it.step is None
@@ -368,8 +370,8 @@ def test_a_script_that_does_not_attach_has_no_step_and_its_restart_is_told() -> 
 
 
 def repeated(journal: MadeJournal, t: float, text: str, *, node: str) -> None:
-    journal.put(t, "RepeatedSteps", node=node, generation=journal.generation, outcome="",
-                text=text, repeated=1, compared=1)  # fmt: skip
+    journal.put(t, "repeated_steps", node=node, generation=journal.generation,
+                result={"outcome": "equal", "text": text})  # fmt: skip
 
 
 def test_an_incident_says_what_its_repeated_steps_were() -> None:

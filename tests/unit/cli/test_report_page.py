@@ -92,7 +92,7 @@ def spoilt(value: object, words: str) -> object:
     if isinstance(value, list):
         return [spoilt(one, words) for one in value]
     if isinstance(value, dict):
-        keep = ("kind", "action", "old", "new", "at", "mono_s", "sender", "receiver")
+        keep = ("kind", "action", "old", "new", "confidence", "sender", "receiver")
         return {key: one if key in keep else spoilt(one, words) for key, one in value.items()}
     return value
 
@@ -129,10 +129,10 @@ def test_hostile_words_stay_words(words: str) -> None:
 def test_hostile_bytes_and_lines_of_any_length() -> None:
     made = long_run()
     raw = made.raw()
-    raw[3:3] = [b"\xff" * 100_000 + b"\n", b'{"at": 1, "kind": "\xff\xfe"}\n', b"[" * 100_000]
+    raw[3:3] = [b"\xff" * 100_000 + b"\n", b'{"time": 1, "kind": "\xff\xfe"}\n', b"[" * 100_000]
     long_text = "<" * 100_000
     for entry in made.entries[:]:
-        if entry["kind"] in ("WorkersExited", "Verdict", "IncidentClosed", "KillWorkers"):
+        if entry["kind"] in ("workers_exited", "verdict", "incident_closed", "workers_killed"):
             raw.append(json.dumps(spoilt(entry, long_text)).encode())
     for page in pages_of(raw).values():
         assert_needs_nothing(page)
@@ -165,7 +165,7 @@ def test_hundreds_of_ranks_and_a_matrix_of_64_nodes_fit() -> None:
 
 def test_what_is_not_known_is_said() -> None:
     made = MadeJournal(ranks=1, nodes=1)
-    made.put(0.0, "Verdict", incident=1, verdict={}, ranks=[])
+    made.put(0.0, "suspicion_raised", incident=1, text="", ranks=[], silent_s=0.0, deadline_s=9.0)
     pages = pages_of(made.raw())
     assert "not known" in pages["run"]
     assert_needs_nothing(pages["incident 1"])

@@ -62,8 +62,8 @@ def test_plain_run(place: Path) -> None:
 
 def test_each_own_flag_sets_its_key(place: Path) -> None:
     made = spec(
-        "--snapshot-every 3 --snapshot-required --orphan 5 --checkpoint-dir c --checkpoint-every 7"
-        " --checkpoint-keep 4 --start fresh --preload a --preload b --grace 9"
+        "--snapshot-every 3 --snapshot-required --orphan-timeout 5 --checkpoint-dir c"
+        " --checkpoint-every 7 --checkpoint-keep 4 --start fresh --preload a --preload b --grace 9"
         " --forward-signals usr1,SIGUSR2 --no-snapshots --set restart.budget=2 -q --debug train.py"
     )
     assert made.profile.snapshot.every == 3
@@ -270,11 +270,11 @@ def test_what_is_to_be_resumed_is_looked_for_before_anything_starts(place: Path)
     (place / "saved" / "step-00000007-g0").mkdir(parents=True)
     (place / "file").touch()
     for words, told in (
-        ("nowhere", "nowhere is not there"),
+        ("nowhere", "nowhere does not exist"),
         ("file", "file is a file"),
         ("saved", "there is no checkpoint of ftrun in"),
         ("saved/step-00000007-g0", "there is no checkpoint of ftrun in"),
-        ("saved --no-snapshots", "there are none with --no-snapshots"),
+        ("saved --no-snapshots", "--no-snapshots disables them"),
     ):
         with pytest.raises(UsageError, match=told):
             check_resume(spec(f"--resume {words} train.py"))

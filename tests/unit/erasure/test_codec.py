@@ -1,6 +1,6 @@
-"""Both codecs do the same, and refuse the same, whatever memory the blocks lie in.
+"""Both codecs compute and refuse the same, for all kinds of memory.
 
-A codec that is wrong in one place is found before it is used.
+A codec that is wrong in one place is detected before it is used.
 """
 
 import mmap
@@ -44,7 +44,7 @@ def noise(*seed: int, length: int) -> bytes:
 
 
 def stripe(k: int, m: int, length: int) -> tuple[list[bytes], list[bytearray]]:
-    """Data, and parity memory with something old in it."""
+    """Data, and parity memory with old content."""
     data = [noise(k, m, length, i, length=length) for i in range(k)]
     return data, [bytearray(noise(99, i, length=length)) for i in range(m)]
 
@@ -371,7 +371,7 @@ def test_a_set_is_found_by_its_number(n: int, k: int) -> None:
 
 
 class Faulty(IsalCodec):
-    """Wrong in one bit, in one of its methods."""
+    """A codec with one wrong bit in one of its methods."""
 
     def __init__(self, where: str) -> None:
         super().__init__(3, 2)

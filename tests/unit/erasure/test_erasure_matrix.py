@@ -1,6 +1,6 @@
 """Every loss of up to m nodes with every kind of damage: exact bytes or an explicit refusal.
 
-A refusal is right only where fewer than k good fragments are left, and then it is required.
+A refusal is right only if fewer than k good fragments are left, and then it is required.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ OF = StripeId(run_digest(RunId("run")), version(4, 100), 9, 2)
 
 
 class World:
-    """A stripe of this generation, and the same stripe as it was a snapshot before."""
+    """A stripe of this generation, and the same stripe one snapshot earlier."""
 
     def __init__(self, codec: Codec, *, tells_digests: bool) -> None:
         self.codec = codec
@@ -73,13 +73,13 @@ def truncated(world: World, index: int) -> Fragment:
 
 
 def duplicate_index(world: World, index: int) -> Fragment:
-    """The node sends, sound in itself, the fragment of its neighbour."""
+    """The node sends the valid fragment of its neighbour."""
     other = world.fragment((index + 1) % world.n)
     return replace(other, sender=f"n{index}", index=index)
 
 
 def other_generation(world: World, index: int) -> Fragment:
-    """Sound in itself, made now, of the snapshot that another generation took of the same step."""
+    """A valid fragment, made now, of another generation's snapshot of the same step."""
     block = world.old_blocks[index]
     of = replace(OF, version=version(3, 100))
     header = FragmentHeader(of, Generation(4), index, block_digest(block))
@@ -87,7 +87,7 @@ def other_generation(world: World, index: int) -> Fragment:
 
 
 def protected_by_another_generation(world: World, index: int) -> Fragment:
-    """It says this version; who made it lives in the generation before."""
+    """A fragment of this version that an earlier generation made."""
     block = world.old_blocks[index]
     header = FragmentHeader(OF, Generation(3), index, block_digest(block))
     return Fragment(f"n{index}", index, pack(header), block)
@@ -114,7 +114,7 @@ DAMAGES = [
 
 
 def cases(world: World) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Every loss of up to m nodes, with every set of survivors that is damaged as well."""
+    """Every loss of up to m nodes, with every set of damaged survivors."""
     places = range(world.n)
     for num_lost in range(world.codec.m + 1):
         for lost in combinations(places, num_lost):

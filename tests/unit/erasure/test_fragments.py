@@ -1,4 +1,4 @@
-"""A fragment is exactly the one that was asked for, or it is refused with a reason."""
+"""A fragment is exactly the requested one, or it is refused with a reason."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Every node has one group, groups are even, domains are spread, and who stays keeps its place."""
+"""Each node has one group, sizes and domains are balanced, and remaining nodes keep their place."""
 
 from collections import Counter
 from math import ceil

@@ -1,4 +1,4 @@
-"""What is rebuilt is what was protected, whatever is wrong with some of the fragments."""
+"""The rebuilt bytes are the protected ones, also if some of the fragments are bad."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,7 +31,7 @@ FACTS = StripeFacts(OF, NODES, generation=Generation(3))
 
 
 def fragment(index: int, payload: bytes | None = None, *, place: int | None = None) -> Fragment:
-    """The fragment at that place, or one with other bytes that agrees with its own digest."""
+    """The fragment at that place, or one with other bytes and a matching digest."""
     payload = STRIPE[index] if payload is None else payload
     header = FragmentHeader(OF, Generation(3), index, block_digest(payload))
     at = index if place is None else place
@@ -179,7 +179,7 @@ def test_fragments_that_do_not_give_what_was_protected_are_a_refusal() -> None:
 
 
 def short_stripe() -> tuple[list[bytes], StripeFacts]:
-    """A stripe whose data block 2 ends early and whose data block 3 is not there."""
+    """A stripe whose data block 2 is short and whose data block 3 does not exist."""
     blocks = [DATA[0], DATA[1], DATA[2][:50], b""]
     parity = [bytearray(BLOCK_BYTES) for _ in range(2)]
     CODEC.encode([block.ljust(BLOCK_BYTES, b"\0") for block in blocks], parity)

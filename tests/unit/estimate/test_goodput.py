@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 from ftrun.tools.estimate.goodput import (
     FailureKind,
     best_interval_s,
-    daly_interval_s,
     goodput,
     life_s,
     over_disk,
-    young_interval_s,
 )
 
 seconds = st.floats(0.1, 1e5)
@@ -125,12 +123,10 @@ def test_no_other_interval_is_better(
 def test_young_and_daly_come_near_where_saves_are_cheap(save_s: float, part: float) -> None:
     mtbf_s = save_s / part
     best_s = best_interval_s(save_s=save_s, mtbf_s=mtbf_s, longest_s=math.inf)
-    assert young_interval_s(save_s=save_s, mtbf_s=mtbf_s) == pytest.approx(best_s, rel=0.02)
-    assert daly_interval_s(save_s=save_s, mtbf_s=mtbf_s) == pytest.approx(best_s, rel=1e-4)
-
-
-def test_daly_of_saves_that_take_too_long_is_the_time_between_failures() -> None:
-    assert daly_interval_s(save_s=200.0, mtbf_s=100.0) == 100.0
+    young_s = math.sqrt(2.0 * save_s * mtbf_s)
+    assert young_s == pytest.approx(best_s, rel=0.02)
+    daly_s = young_s * (1.0 + math.sqrt(part / 2.0) / 3.0 + part / 18.0) - save_s
+    assert daly_s == pytest.approx(best_s, rel=1e-4)
 
 
 def test_the_best_interval_is_no_longer_than_it_may_be() -> None:

@@ -8,8 +8,7 @@ from failing_run import Costs, Run, interval_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrun.tools.estimate.assumptions import ABOUT, Assumptions, flag_of, problems
-from ftrun.tools.estimate.failure_rates import mtbf_s
+from ftrun.tools.estimate.assumptions import ABOUT, Assumptions, flag_of, mtbf_s, problems
 from ftrun.tools.estimate.outlook import FixedChoices, Outlook, best_every, ftrun_kinds, outlook
 
 NOTHING_DECIDED = FixedChoices()
@@ -29,9 +28,9 @@ def test_llama_3_is_what_it_was() -> None:
 
 
 def test_crowded_nodes_fail_more_often_than_alone() -> None:
-    rate = {"per_1000_node_days": 2.3, "crowding": 0.9}
-    assert mtbf_s(12_500, **rate) / 60 == pytest.approx(18, abs=0.5)
-    assert mtbf_s(4000, **rate) == mtbf_s(4000, per_1000_node_days=2.3)
+    given = Assumptions(rate=2.3, crowding=0.9)
+    assert mtbf_s(12_500, given) / 60 == pytest.approx(18, abs=0.5)
+    assert mtbf_s(4000, given) == mtbf_s(4000, Assumptions(rate=2.3))
 
 
 # --- limits and order -------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def test_batches_that_are_to_be_left_out_come_again_and_that_is_said(
     feed.leave_out(0)
     assert not caplog.records
     feed.leave_out(2)
-    assert "2 batches were to be left out" in caplog.text
+    assert "2 batches are repeated" in caplog.text
 
 
 def test_what_cannot_be_exact_is_said() -> None:

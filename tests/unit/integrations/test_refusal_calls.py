@@ -253,7 +253,7 @@ def test_a_checkpoint_of_the_script_does_not_count_where_ftrun_restores(
 def test_a_trainer_that_trains_twice() -> None:
     trainer = hugging_face()
     trainer.train()
-    with pytest.raises(UsageError, match="follows one train"):
+    with pytest.raises(UsageError, match="supports one train"):
         trainer.train()
 
 
@@ -278,7 +278,7 @@ def test_a_strategy_that_is_taken_once() -> None:
     trainer = lightning(DDPStrategy())
     trainer.fit()
     assert trainer.callbacks[0].session is None
-    with pytest.raises(UsageError, match="follows one fit"):
+    with pytest.raises(UsageError, match="supports one fit"):
         trainer.fit()
 
 

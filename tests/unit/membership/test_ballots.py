@@ -341,11 +341,12 @@ def test_whoever_has_no_memory_stands_for_nothing_of_the_first_generation() -> N
 def test_who_is_missing_is_said_or_that_their_memory_is() -> None:
     made = ballot(9, plan(4, "abc"))
     made.take_promise(promise(9, "b"))
-    assert made.shortage() == "too few of the 3 nodes that decide are here; missing: a, c"
+    assert made.shortage() == "too few of the voters (3 nodes) are present; missing: a, c"
     for one in "abc":
         made.take_promise(promise(9, card(one, 2)))
     assert not made.is_promised()
-    assert made.shortage() == "too many of the 3 nodes that decide have lost their memory"
+    lost = "too many of the voters (3 nodes) were restarted without the plan of the run"
+    assert made.shortage() == lost
 
 
 @pytest.mark.parametrize("voters", ["ab", "abcd"])
@@ -527,7 +528,7 @@ def test_the_witness_is_one_of_three_beside_two_nodes() -> None:
     ballot.take_promise(promise(5, "a"))
     assert not ballot.is_promised()
     assert ballot.shortage() == (
-        "too few of the 2 nodes that decide beside the witness are here; missing: b, the witness"
+        "too few of the voters (2 nodes and the witness) are present; missing: b, the witness"
     )
     ballot.take_witness(7, None)
     assert ballot.is_promised()
@@ -575,6 +576,6 @@ def test_a_first_generation_that_needs_the_witness_waits_for_it() -> None:
     ballot = Ballot(0, "a test", (-1, 0), {}, needs_witness=True)
     ballot.take_promise(promise(0, "a"))
     assert not ballot.is_promised()
-    assert ballot.shortage() == "the witness has not answered, and no run begins without it"
+    assert ballot.shortage() == "the witness has not answered, and no run starts without it"
     ballot.take_witness(7, None)
     assert ballot.is_promised()

@@ -23,13 +23,13 @@ def test_ranks_wait_once_the_lead_was_not_heard_for_as_long_as_it_may_be_replace
     assert made.why(now_s=102.9) == ""
     assert not made.is_cut_off(now_s=102.9)
     assert made.is_cut_off(now_s=103.0)
-    assert made.why(now_s=103.0) == "the lead is not heard"
+    assert made.why(now_s=103.0) == "no heartbeat from the leader"
 
 
 def test_ranks_wait_where_the_lead_says_so() -> None:
     made = waiting()
     made.lead_says_hold = True
-    assert made.why(now_s=100.0) == "the lead does not hear enough nodes"
+    assert made.why(now_s=100.0) == "the leader receives from too few nodes"
 
 
 def test_a_process_that_stood_still_says_for_how_long() -> None:
@@ -61,7 +61,7 @@ def test_a_question_is_answered_by_its_number_and_not_by_an_older_one() -> None:
     assert second > first > 0
     made.heard_s = 100.0
     made.answered(first)
-    assert "stood still" in made.why(now_s=100.0)
+    assert "was paused" in made.why(now_s=100.0)
     made.answered(second)
     assert made.why(now_s=100.0) == ""
 
@@ -70,7 +70,7 @@ def test_the_question_is_the_first_reason() -> None:
     made = waiting()
     made.lead_says_hold = True
     made.ask()
-    assert "stood still" in made.why(now_s=200.0)
+    assert "was paused" in made.why(now_s=200.0)
 
 
 def test_another_lead_begins_anew() -> None:

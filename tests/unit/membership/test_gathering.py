@@ -9,6 +9,7 @@ import pytest
 from ftrun.config.cluster import ClusterSize
 from ftrun.errors import ExitCode
 from ftrun.membership.gathering import SAY_EVERY_S, InitialQuorum, JoinTimeout
+from ftrun.records.membership import WaitingForNodes
 from ftrun.recovery.commands import EndRun, JournalEntry, Send
 from ftrun.wire.cluster.generation import NodeCard
 from ftrun.wire.cluster.membership import Join, JoinPending, JoinRejected
@@ -63,13 +64,13 @@ def test_with_enough_it_begins_once_nobody_has_come_for_a_while() -> None:
 def test_with_too_few_it_never_begins() -> None:
     made = gatherer()
     assert not made.is_complete(now_s=1e6)
-    assert made.missing() == "a is here, and 2 nodes are needed"
+    assert made.missing() == "a is present, and 2 nodes are needed"
     join(made, card("b"))
     made.gone("b")
     made.gone("b")
     assert not made.is_complete(now_s=1e6)
     join(made, card("b"))
-    assert made.missing() == "a, b are here, and 2 nodes are needed"
+    assert made.missing() == "a, b are present, and 2 nodes are needed"
 
 
 def test_where_one_knows_of_a_run_none_is_begun() -> None:
@@ -113,7 +114,7 @@ def test_no_run_begins_while_one_may_go_on_that_the_witness_remembers() -> None:
     for one in "bc":
         join(made, card(one))
     assert not made.is_complete(now_s=1e6)
-    assert "a run of this id is remembered with which d may go on" in made.missing()
+    assert "A run of this id exists, which d may resume" in made.missing()
     join(made, card("d"))
     assert made.missing().endswith("2 nodes are needed")
     assert made.is_complete(now_s=1e6)
@@ -129,7 +130,7 @@ def test_it_says_now_and_then_what_is_waited_for() -> None:
         found = made.wait(now_s - 50.0, "a is here", gathers=True, now_s=float(now_s))
         if found:
             assert found == [
-                JournalEntry("Waiting", f"waiting for {now_s - 50} s: a is here", say=True)
+                JournalEntry(WaitingForNodes(f"waiting for {now_s - 50} s: a is here"), say=True)
             ]
             said_s.append(now_s - 50)
     assert said_s == [SAY_EVERY_S, 2 * SAY_EVERY_S, 3 * SAY_EVERY_S]
@@ -137,7 +138,7 @@ def test_it_says_now_and_then_what_is_waited_for() -> None:
 
 def test_a_wait_that_has_just_begun_says_nothing() -> None:
     made = JoinTimeout(SETTINGS_OF_PATIENCE, now_s=50.0)
-    assert made.wait(0.0, "4 of 4 nodes are here", gathers=True, now_s=200.0) == []
+    assert made.wait(0.0, "4 of 4 nodes are present", gathers=True, now_s=200.0) == []
 
 
 @pytest.mark.parametrize(
@@ -156,8 +157,8 @@ def test_it_gives_up_after_the_limit_with_what_to_check(
     (end,) = made.wait(100.0, "nobody", gathers=gathers, now_s=100.0)
     assert isinstance(end, EndRun)
     assert end.exit_code == code
-    assert "within 100 s: nobody" in end.why
-    assert advice in end.why
+    assert "within 100 s: nobody" in end.reason
+    assert advice in end.reason
 
 
 @pytest.mark.parametrize("gathers", [True, False])
@@ -166,5 +167,6 @@ def test_where_they_meet_at_a_witness_that_is_what_to_check(gathers: bool) -> No
     (end,) = made.wait(100.0, "nobody", gathers=gathers, now_s=100.0)
     assert isinstance(end, EndRun)
     assert (
-        "within 100 s: nobody. Check that ftrun runs on the others, with the same etcd" in end.why
+        "within 100 s: nobody. Check that ftrun runs on the others, with the same etcd"
+        in end.reason
     )

@@ -54,7 +54,7 @@ def begun(node_ids: str = "abc", **changes: object) -> Agents:
 
 
 def notes(made: Agents, node_id: str, kind: str) -> list[str]:
-    return [one.text for one in made[node_id].told(JournalEntry) if one.kind == kind]
+    return [one.record.text for one in made[node_id].told(JournalEntry) if one.record.kind == kind]
 
 
 # --- finding the run --------------------------------------------------------------------------
@@ -67,10 +67,10 @@ def test_a_first_generation_begins_with_all_nodes() -> None:
         MemberRole.JOINING,
         MemberRole.JOINING,
     ]
-    assert made["a"].member.reach == "a is here, and 2 nodes are needed"
+    assert made["a"].member.reach == "a is present, and 2 nodes are needed"
     made.passes(1.75)
     assert made.running() == {}, "a lead may come that looks for a"
-    assert made["b"].member.reach == "3 of 3 nodes are here"
+    assert made["b"].member.reach == "3 of 3 nodes are present"
     made.passes(1.0)
     assert made.running() == {"a": 0, "b": 0, "c": 0}
     assert [agent.member.role for agent in made.all.values()] == [
@@ -94,7 +94,7 @@ def test_who_was_started_with_other_numbers_is_turned_away() -> None:
     made.passes(1.0)
     (end,) = made["c"].told(EndRun)
     assert end.exit_code == ExitCode.USAGE
-    assert "--nnodes/--spares 2:4+0, and this run with 2:3+0" in end.why
+    assert "--nnodes/--spares 2:4+0, and this run with 2:3+0" in end.reason
     assert made.role("c") is MemberRole.ENDED
 
 
@@ -158,11 +158,11 @@ def test_who_finds_nobody_gives_up_in_the_end() -> None:
     made = Agents("b", settings(join_wait_s=60.0))
     made.passes(59.0)
     assert made["b"].told(EndRun) == []
-    assert notes(made, "b", "Waiting")
+    assert notes(made, "b", "waiting_for_nodes")
     made.passes(1.5)
     (end,) = made["b"].told(EndRun)
     assert end.exit_code == ExitCode.TRY_AGAIN
-    assert "refused" in end.why
+    assert "refused" in end.reason
 
 
 def test_who_waits_for_too_few_gives_up_in_the_end() -> None:
@@ -207,7 +207,7 @@ def test_what_is_not_urgent_goes_with_the_next_heartbeat() -> None:
     assert made["b"].told(EndRun) == []
 
 
-# --- the lead is lost -------------------------------------------------------------------------
+# --- the leader is lost -------------------------------------------------------------------------
 
 
 def test_the_next_in_order_takes_over_at_once_where_the_lead_is_dead() -> None:
@@ -216,7 +216,7 @@ def test_the_next_in_order_takes_over_at_once_where_the_lead_is_dead() -> None:
     made.passes(1.0)
     assert made.lead() == "b"
     assert made.running() == {"b": 1, "c": 1}
-    assert notes(made, "b", "LeadLost") == ["the lead is lost: a refuses the connection"]
+    assert notes(made, "b", "leader_lost") == ["the leader is lost: a refuses the connection"]
 
 
 def test_the_next_in_order_takes_over_after_the_deadline_where_it_is_silent() -> None:
@@ -226,7 +226,7 @@ def test_the_next_in_order_takes_over_after_the_deadline_where_it_is_silent() ->
     assert made.running() == {"a": 0, "b": 0, "c": 0}
     made.passes(4.0)
     assert [made[one].runs for one in "bc"] == [1, 1]
-    assert notes(made, "b", "LeadLost")
+    assert notes(made, "b", "leader_lost")
 
 
 def test_where_the_next_one_is_gone_too_the_one_after_it_takes_over() -> None:
@@ -285,7 +285,7 @@ def test_ranks_wait_before_the_lead_may_have_been_replaced() -> None:
     made.passes(1.5)
     assert made["c"].told(SuspendRanks) == []
     made.passes(1.0)
-    assert [one.why for one in made["c"].told(SuspendRanks)] == ["the lead is not heard"]
+    assert [one.reason for one in made["c"].told(SuspendRanks)] == ["no heartbeat from the leader"]
     assert made["c"].member.is_held
     assert made.running() == {"a": 0, "b": 0, "c": 0}, "nobody has replaced it yet"
 
@@ -296,7 +296,7 @@ def test_a_short_silence_is_over_without_a_new_generation() -> None:
     made.passes(2.5)
     made.heal()
     made.passes(1.0)
-    assert [one.why for one in made["c"].told(ResumeRanks)] == ["the lead is heard again"]
+    assert [one.reason for one in made["c"].told(ResumeRanks)] == ["the leader is reachable again"]
     assert not made["c"].member.is_held
     assert made.running() == {"a": 0, "b": 0, "c": 0}
 
@@ -305,15 +305,17 @@ def test_a_lead_that_is_cut_off_has_its_ranks_wait_and_comes_back_beside_the_oth
     made = begun()
     made.cut("a")
     made.passes(3.0)
-    assert [one.why for one in made["a"].told(SuspendRanks)] == [
-        "too few of the other nodes are heard"
+    assert [one.reason for one in made["a"].told(SuspendRanks)] == [
+        "heartbeats from too few of the other nodes"
     ]
     made.passes(5.0)
     assert [made[one].runs for one in "bc"] == [1, 1]
     made.heal()
     made.passes(15.0)
     assert made.lead() == "b"
-    assert made["a"].told(KillWorkers) == [KillWorkers("generation 1 has begun without this node")]
+    assert made["a"].told(KillWorkers) == [
+        KillWorkers("generation 1 has started without this node")
+    ]
     assert made.running() == {"a": 2, "b": 2, "c": 2}
 
 
@@ -338,8 +340,8 @@ def test_an_agent_that_stood_still_doubts_itself() -> None:
     made.passes(2.5)
     made.cut("c")
     made.thaw("c")
-    assert [one.why for one in made["c"].told(SuspendRanks)] == [
-        "this node stood still, and asks whether the run has gone on without it"
+    assert [one.reason for one in made["c"].told(SuspendRanks)] == [
+        "this node was paused, and the run may have continued without it"
     ]
     made.heal()
     made.passes(1.0)
@@ -409,7 +411,7 @@ def test_a_lead_at_whose_place_another_agent_answers_is_lost() -> None:
     made = begun()
     made.cut("c", "b")
     made.happens("c", ConnectionOpened("a", 2))
-    assert notes(made, "c", "LeadLost") == ["the lead is lost: the agent of a was started again"]
+    assert notes(made, "c", "leader_lost") == ["the leader is lost: the agent of a was restarted"]
 
 
 def test_a_dial_that_fails_beside_a_connection_says_nothing() -> None:
@@ -436,7 +438,7 @@ def test_two_nodes_that_refuse_each_other_pause_and_go_on_together() -> None:
     made.passes(8.0)
     assert made.running() == {}
     assert made["a"].told(StartRanks)[1:] == made["b"].told(StartRanks)[1:] == []
-    assert any("PAUSED" in text for text in notes(made, "a", "Paused"))
+    assert any("PAUSED" in text for text in notes(made, "a", "run_paused"))
     made.heal()
     made.passes(15.0)
     assert set(made.running()) == {"a", "b"}
@@ -541,7 +543,7 @@ def test_a_proposer_gives_way_to_a_settled_lead_and_to_no_other_proposer() -> No
     assert made.role("b") is MemberRole.LEADING
     made.happens("b", MessageReceived("c", LeaderInfo(card("c"), 7, True)))
     assert made.role("b") is MemberRole.JOINING
-    assert notes(made, "b", "SteppedDown") == ["node c leads"]
+    assert notes(made, "b", "stepped_down") == ["node c leads"]
 
 
 def test_a_proposer_whose_voter_hears_a_lead_steps_down() -> None:
@@ -549,7 +551,7 @@ def test_a_proposer_whose_voter_hears_a_lead_steps_down() -> None:
     made.cut("a", "b")
     made.passes(5.0)
     assert made["c"].runs == made["a"].runs
-    assert notes(made, "b", "SteppedDown")
+    assert notes(made, "b", "stepped_down")
     assert made["c"].member.lead_card == made["a"].card
 
 
@@ -597,7 +599,9 @@ def test_a_stale_leader_does_not_take_back_a_node_that_has_promised_another() ->
     first = made.plan("a")
     made.cut("c")
     made.passes(3.5)
-    made.happens("c", MessageReceived("b", Prepare(1, made["b"].card, "the lead is lost", (0, 0))))
+    made.happens(
+        "c", MessageReceived("b", Prepare(1, made["b"].card, "the leader is lost", (0, 0)))
+    )
     assert made["c"].member.lead_card == made["b"].card
     made.happens("c", MessageReceived("a", JoinAccepted(first)))
     assert made["c"].member.lead_card == made["b"].card

@@ -132,8 +132,8 @@ def test_a_rail_that_falls_silent_is_left_within_one_generation() -> None:
     assert [one.node_id for one in after.members] == [one.node_id for one in before.members]
     host = after.members[0].card.rails[int(after.roads.rails[0][-1])].host
     assert after.store_host == host
-    findings = [one for one in made["a"].told(JournalEntry) if one.kind == "RoadFinding"]
-    assert any(one.say and rail in one.text for one in findings)
+    findings = [one for one in made["a"].told(JournalEntry) if one.record.kind == "path_finding"]
+    assert any(one.say and rail in one.record.text for one in findings)
 
 
 def test_with_report_a_dead_rail_is_named_and_nothing_else_happens() -> None:
@@ -144,7 +144,9 @@ def test_with_report_a_dead_rail_is_named_and_nothing_else_happens() -> None:
     made.happens("a", MessageReceived("b", RailSilent("c", "eth1", 1.0)))
     made.passes(2.0)
     assert made.plan().generation == 0
-    findings = [one.text for one in made["a"].told(JournalEntry) if one.kind == "RoadFinding"]
+    findings = [
+        one.record.text for one in made["a"].told(JournalEntry) if one.record.kind == "path_finding"
+    ]
     assert any("eth1" in text for text in findings)
 
 

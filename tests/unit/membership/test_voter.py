@@ -287,7 +287,7 @@ def test_who_has_promised_a_later_one_starts_no_ranks_of_the_earlier() -> None:
 def test_a_generation_that_goes_on_without_this_node_ends_its_ranks() -> None:
     made = follower()
     gone_on = plan(6, "acd")
-    assert made.take_current(gone_on) == [KillWorkers("generation 6 has begun without this node")]
+    assert made.take_current(gone_on) == [KillWorkers("generation 6 has started without this node")]
     assert (made.plan, made.is_member) == (gone_on, False)
     assert made.take_current(gone_on) == []
     assert made.take_current(plan(5, "ab")) == []

@@ -84,8 +84,8 @@ def test_going_and_coming_are_told_once_and_timed() -> None:
     assert not made.has_been_there(5.1, now_s=6.1)
     (lost,) = is_away(made, asked_s=10.0, now_s=11.0)
     assert isinstance(lost, JournalEntry)
-    assert (lost.kind, lost.say) == ("WitnessLost", True)
-    assert lost.text.startswith("etcd is away; training continues")
+    assert (lost.record.kind, lost.say) == ("witness_unreachable", True)
+    assert lost.record.text.startswith("etcd is away; training continues")
     assert is_away(made, asked_s=12.0, now_s=13.0) == []
     assert (made.is_reached, made.why) == (False, "etcd is away")
     assert made.has_been_away(2.0, now_s=13.0)
@@ -93,7 +93,7 @@ def test_going_and_coming_are_told_once_and_timed() -> None:
     assert not made.has_been_there(0.0, now_s=13.0)
     (back,) = says(made, asked_s=14.0, now_s=14.5)
     assert isinstance(back, JournalEntry)
-    assert back.text == "the witness is reached again, after 3.5 s"
+    assert back.record.text == "the witness is reachable again after 3.5 s"
     assert not made.has_been_away(0.0, now_s=14.5)
 
 

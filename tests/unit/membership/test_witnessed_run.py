@@ -40,7 +40,7 @@ def begun(node_ids: str = "ab", **changes: object) -> Agents:
 
 
 def notes(made: Agents, node_id: str, kind: str) -> list[str]:
-    return [one.text for one in made[node_id].told(JournalEntry) if one.kind == kind]
+    return [one.record.text for one in made[node_id].told(JournalEntry) if one.record.kind == kind]
 
 
 # --- finding the run --------------------------------------------------------------------------
@@ -55,7 +55,7 @@ def test_first_to_claim_gathers_and_the_others_come_to_it() -> None:
     assert made.outside.register is not None
     assert made.plan("a").witness == made.outside.register.life
     assert made.outside.lead == made["a"].card
-    assert notes(made, "a", "TwoVoters") == []
+    assert notes(made, "a", "two_voters_warning") == []
 
 
 def test_another_one_gathers_where_the_first_is_gone() -> None:
@@ -91,7 +91,7 @@ def test_no_run_begins_without_its_promise() -> None:
     made.outside.away = {"a", "b"}
     made.passes(5.0)
     assert made.running() == {}
-    assert "no run begins without it" in notes(made, "a", "Paused")[-1]
+    assert "no run starts without it" in notes(made, "a", "run_paused")[-1]
     made.outside.away.clear()
     made.passes(3.0)
     assert made.running() == {"a": 0, "b": 0}
@@ -104,7 +104,7 @@ def test_run_that_is_remembered_is_not_begun_anew_by_a_part_of_it() -> None:
     made.passes(20.0)
     assert made.running() == {}
     assert made.role("b") is MemberRole.GATHERING
-    assert "with which a may go on" in made["b"].member.reach
+    assert "which a may resume" in made["b"].member.reach
     made.start("a", 2)
     made.passes(5.0)
     assert made.running() == {"a": 0, "b": 0}
@@ -198,7 +198,7 @@ def test_of_two_who_both_reach_it_the_lead_goes_on() -> None:
     made.cut("a")
     made.passes(10.0)
     assert made.running() == {"a": 1}
-    assert "missing: a, the witness" in notes(made, "b", "Paused")[-1]
+    assert "missing: a, the witness" in notes(made, "b", "run_paused")[-1]
     made.heal()
     made.passes(12.0)
     assert set(made.running()) == {"a", "b"}
@@ -215,7 +215,7 @@ def test_without_it_the_survivor_of_two_pauses_until_it_is_back() -> None:
     made.cut("b")
     made.passes(6.0)
     assert made.running() == {}
-    assert "PAUSED" in notes(made, "a", "Paused")[-1]
+    assert "PAUSED" in notes(made, "a", "run_paused")[-1]
 
 
 def test_half_of_four_goes_on_with_it() -> None:

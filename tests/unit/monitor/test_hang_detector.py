@@ -68,8 +68,8 @@ def test_who_has_not_entered_is_the_culprit(culprit: int) -> None:
     assert found.culprits == (culprit,)
     assert found.victims == tuple(r for r in range(4) if r != culprit)
     assert found.nodes == (f"node{culprit // 2}",)
-    assert found.acts_at_once
-    assert found.sure is Confidence.CERTAIN
+    assert found.act_immediately
+    assert found.confidence is Confidence.CERTAIN
     assert f"rank {culprit} on node{culprit // 2}" in found.text
     assert "train.py:42 in step" in found.text
     assert "all_reduce #5 of the default group" in found.text
@@ -118,7 +118,7 @@ def test_what_is_wrong_with_the_culprit(
     state: dict[str, object], kind: VerdictKind, at_once: bool
 ) -> None:
     found = judged({0: waiting(0), 1: behind(1, **state), 2: waiting(2), 3: waiting(3)})
-    assert (found.kind, found.culprits, found.acts_at_once) == (kind, (1,), at_once)
+    assert (found.kind, found.culprits, found.act_immediately) == (kind, (1,), at_once)
     assert found.text.endswith("wait in all_reduce #5 of the default group")
     assert found.evidence
 
@@ -126,15 +126,15 @@ def test_what_is_wrong_with_the_culprit(
 def test_patience_is_asked_for_where_a_rank_evaluates_or_computes() -> None:
     busy = behind(1, phase="eval", cpu=0.8, still_s=0.0)
     found = judged({0: waiting(0), 1: busy, 2: waiting(2), 3: waiting(3)})
-    assert len(found.against) == 2
-    assert found.sure is Confidence.LIKELY
+    assert len(found.counter_evidence) == 2
+    assert found.confidence is Confidence.LIKELY
 
 
 def test_a_sleeper_of_which_the_lock_is_not_known_may_hold_it() -> None:
     unseen = behind(1, is_gil_known=False)
     found = judged({0: waiting(0), 1: unseen, 2: waiting(2), 3: waiting(3)})
     assert found.kind is VerdictKind.HANG_IN_COMPUTATION
-    assert any("py-spy is missing" in one for one in found.against)
+    assert any("py-spy is missing" in one for one in found.counter_evidence)
 
 
 def test_a_rank_that_makes_steps_will_come() -> None:
@@ -145,7 +145,11 @@ def test_a_rank_that_makes_steps_will_come() -> None:
 
 def test_a_rank_that_nobody_waits_for_may_be_at_something_of_its_own() -> None:
     found = judged({0: view(0, silent_s=1.0), 1: view(1)})
-    assert (found.culprits, found.acts_at_once, found.sure) == ((1,), False, Confidence.LIKELY)
+    assert (found.culprits, found.act_immediately, found.confidence) == (
+        (1,),
+        False,
+        Confidence.LIKELY,
+    )
 
 
 @pytest.mark.parametrize(
@@ -154,14 +158,14 @@ def test_a_rank_that_nobody_waits_for_may_be_at_something_of_its_own() -> None:
 def test_a_rank_that_waits_for_the_outside_has_leave(frame: str) -> None:
     outside = behind(1, stack=(frame, "/me/t.py:4 in upload"))
     found = judged({0: waiting(0), 1: outside, 2: waiting(2), 3: waiting(3)})
-    assert (found.has_leave, found.acts_at_once) == (True, False)
+    assert (found.may_take_long, found.act_immediately) == (True, False)
 
 
 def test_who_computes_with_a_collective_under_way_does_not_wait_for_it() -> None:
     """An asynchronous operation is out while rank 1 computes; the others have come for the next."""
     busy = view(1, groups=(group(1, entered=4, waits=True),), cpu=1.0, still_s=0.0)
     found = judged({0: waiting(0), 1: busy, 2: waiting(2), 3: waiting(3)})
-    assert (found.culprits, found.acts_at_once) == ((1,), False)
+    assert (found.culprits, found.act_immediately) == ((1,), False)
     held_up = (f"{AUTOGRAD}:1 in _engine_run_backward", "/me/t.py:4 in step")
     spins = view(1, groups=(group(1, entered=4, waits=True),), cpu=1.0, stack=held_up)
     assert spins.is_held_up
@@ -188,7 +192,7 @@ def test_all_have_entered_and_none_has_left() -> None:
     assert found.kind is VerdictKind.HANG_IN_COMMUNICATION
     assert found.culprits == ()
     assert found.nodes == ("node0", "node1")
-    assert not found.acts_at_once
+    assert not found.act_immediately
     assert "between nodes node0, node1" in found.text
 
 
@@ -207,7 +211,7 @@ def test_a_rank_that_calls_something_else_has_skipped_one() -> None:
     views[2] = view(2, groups=(odd,))
     found = judged(views)
     assert (found.kind, found.culprits) == (VerdictKind.SKIPPED_COLLECTIVE, (2,))
-    assert found.acts_at_once
+    assert found.act_immediately
     assert "broadcast on rank 2" in found.text
 
 
@@ -221,8 +225,8 @@ def test_of_two_who_differ_in_nothing_else_nobody_can_tell() -> None:
     odd = group(1, entered=5, waits=True, sizes="[10]")
     found = judged({0: waiting(0), 1: view(1, groups=(odd,))})
     assert found.culprits == (0, 1)
-    assert found.sure is Confidence.POSSIBLE
-    assert found.against
+    assert found.confidence is Confidence.POSSIBLE
+    assert found.counter_evidence
 
 
 def test_sizes_of_a_gather_may_differ() -> None:
@@ -260,9 +264,12 @@ def test_two_who_wait_for_one_another_in_two_groups() -> None:
     }
     found = judged(views)
     assert (found.kind, found.culprits) == (VerdictKind.DEADLOCK, (0, 1))
-    assert (found.acts_at_once, found.sure) == (True, Confidence.CERTAIN)
+    assert (found.act_immediately, found.confidence) == (True, Confidence.CERTAIN)
     moving = {rank: replace(one, still_s=0.0) for rank, one in views.items()}
-    assert (judged(moving).acts_at_once, judged(moving).sure) == (False, Confidence.POSSIBLE)
+    assert (judged(moving).act_immediately, judged(moving).confidence) == (
+        False,
+        Confidence.POSSIBLE,
+    )
 
 
 RECEIVES = ("/x/site-packages/torch/distributed/distributed_c10d.py:99 in recv", "/me/t.py:5 in f")
@@ -276,7 +283,10 @@ def test_who_waits_for_a_message_is_a_victim() -> None:
 
 def test_all_wait_for_messages() -> None:
     found = judged({0: view(0, stack=RECEIVES), 1: view(1, stack=RECEIVES)})
-    assert (found.kind, found.sure) == (VerdictKind.HANG_IN_COMMUNICATION, Confidence.POSSIBLE)
+    assert (found.kind, found.confidence) == (
+        VerdictKind.HANG_IN_COMMUNICATION,
+        Confidence.POSSIBLE,
+    )
 
 
 def test_a_rank_that_waits_for_a_message_is_not_the_end_of_the_chain() -> None:
@@ -305,7 +315,7 @@ def test_over_many_groups_one_culprit_is_named_and_all_others_are_victims(
     found = judged(views_of(world, players))
     assert found.culprits == (culprit,)
     assert set(found.victims) == set(range(world.size)) - {culprit}
-    assert found.acts_at_once
+    assert found.act_immediately
 
 
 @settings(max_examples=100, deadline=None)

@@ -56,27 +56,27 @@ def test_good_figures_pass() -> None:
     [
         (
             {"memory_bytes_per_s": 4.9e8},
-            "memory is copied at 490 MB/s, and at least 1.0 GB/s are wanted",
+            "memory is copied at 490 MB/s (minimum 1.0 GB/s)",
         ),
         (
             {"loopback_bytes_per_s": 5e6},
-            "the loopback carries 5.0 MB/s, and at least 20 MB/s are wanted",
+            "the loopback carries 5.0 MB/s (minimum 20 MB/s)",
         ),
         (
             {"link_bytes_per_s": 1e5},
-            "the link to node0 carries 0.1 MB/s, and at least 0.5 MB/s are wanted",
+            "the link to node0 carries 0.1 MB/s (minimum 0.5 MB/s)",
         ),
         (
             {"free_memory_bytes": 100_000_000},
-            "100 MB of memory are free, and at least 128 MB are wanted",
+            "100 MB of memory are free (minimum 128 MB)",
         ),
         (
             {"open_files": 64},
-            "64 open files are allowed (ulimit -n), and at least 256 are wanted",
+            "64 open files are allowed (ulimit -n; minimum 256)",
         ),
         (
             {"processes": 3},
-            "3 more processes can be started (ulimit -u), and at least 64 are wanted",
+            "3 more processes can be started (ulimit -u; minimum 64)",
         ),
         ({"clock": "the monotonic clock goes backwards"}, "the monotonic clock goes backwards"),
         ({"gpu_faults": ("GPU 2 needs a reset",)}, "GPU 2 needs a reset"),
@@ -95,7 +95,7 @@ def test_what_ranks_cannot_run_with_is_a_failure(changes: dict[str, object], pro
     [
         (
             {"free_disk_bytes": 1_000_000},
-            "1.0 MB of disk for the logs are free, and at least 64 MB are wanted",
+            "1.0 MB of disk for the logs are free (minimum 64 MB)",
         ),
         ({"gpu_remarks": ("GPU 0 is slowed down",)}, "GPU 0 is slowed down"),
         ({"not_done": "the loopback was not measured"}, "the loopback was not measured"),
@@ -125,8 +125,8 @@ def test_a_node_far_below_the_others_is_told() -> None:
         "d": figures(memory_bytes_per_s=0.0, link_bytes_per_s=0.0),
     }
     assert far_below(all_of_them, 0.5) == {
-        "b": "memory is copied at 3.0 GB/s, of the other nodes 7.5 GB/s; the link carries 10 MB/s, "
-        "of the other nodes 100 MB/s"
+        "b": "memory is copied at 3.0 GB/s (other nodes 7.5 GB/s); the link carries 10 MB/s "
+        "(other nodes 100 MB/s)"
     }
     assert far_below(all_of_them, 0.1) == {}
 

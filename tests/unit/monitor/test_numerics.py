@@ -31,8 +31,8 @@ def test_whoever_had_it_first_is_named() -> None:
     found = look(made, 9, [math.nan, math.nan], {0: 8, 1: 7})
     assert found is not None
     assert (found.culprits, found.nodes, found.victims) == ((1,), ("b",), (0,))
-    assert found.sure is Confidence.CERTAIN
-    assert found.text == "rank 1 has computed something that is not a number at step 7"
+    assert found.confidence is Confidence.CERTAIN
+    assert found.text == "rank 1 has computed NaN or infinity at step 7"
     assert made.bad_since == 7
     assert look(made, 10, [math.nan, math.nan], {0: 8, 1: 7}) is None, "said once"
     made.begin()
@@ -43,7 +43,7 @@ def test_whoever_had_it_first_is_named() -> None:
 def test_a_parameter_may_be_bad_before_the_loss_is() -> None:
     found = look(NumericsDetector(), 10, [0.5, 0.5], {1: 9})
     assert found is not None
-    assert found.evidence == ("a parameter of rank 1 is not finite since step 9",)
+    assert found.evidence == ("a parameter of rank 1 is NaN or infinite since step 9",)
 
 
 def test_a_single_bad_loss_is_an_overflow_that_a_scaler_skips() -> None:
@@ -60,7 +60,7 @@ def test_who_has_not_told_yet_is_waited_for_and_nobody_named_where_it_does_not()
     assert made.look(behind, NODES, now_s=2.0) is None
     found = made.look(behind, NODES, now_s=3.0)
     assert found is not None
-    assert (found.culprits, found.sure) == ((), Confidence.LIKELY)
+    assert (found.culprits, found.confidence) == ((), Confidence.LIKELY)
 
 
 def test_all_had_it_at_once() -> None:
@@ -68,9 +68,13 @@ def test_all_had_it_at_once() -> None:
     assert look(made, 9, [math.nan, math.nan], {}) is None
     found = look(made, 10, [math.nan, math.nan], {})
     assert found is not None
-    assert (found.kind, found.culprits, found.victims) == (VerdictKind.BAD_NUMBERS, (), (0, 1))
+    assert (found.kind, found.culprits, found.victims) == (
+        VerdictKind.NUMERICAL_ANOMALY,
+        (),
+        (0, 1),
+    )
     assert found.text.startswith("all ranks have computed")
-    assert found.against
+    assert found.counter_evidence
 
 
 def test_a_loss_that_jumps_and_stays_there() -> None:
@@ -82,7 +86,7 @@ def test_a_loss_that_jumps_and_stays_there() -> None:
     assert look(made, 40, [30.0], {}) is None, "one batch may be odd"
     found = look(made, 41, [40.0], {})
     assert found is not None
-    assert (found.sure, found.acts_at_once) == (Confidence.POSSIBLE, False)
+    assert (found.confidence, found.act_immediately) == (Confidence.POSSIBLE, False)
     assert "to 40 by step 41" in found.text
     assert look(made, 42, [41.0], {}) is None, "said once"
     assert look(made, 43, [2.05], {}) is None

@@ -95,7 +95,7 @@ def test_equal_steps(node: Node) -> None:
         Outcome.EQUAL, "repeated 2 steps: losses and parameter samples bitwise equal", 2, 2
     )
     assert not node.result.is_warning
-    assert node.result.as_json()["outcome"] == "equal"
+    assert node.result.outcome is Outcome.EQUAL
 
 
 def test_the_first_different_loss_is_named(node: Node) -> None:
@@ -165,8 +165,8 @@ def test_repeats_that_differ_show_that_the_script_is_not_deterministic(node: Nod
     node.steps(11, 12, extra=2)
     assert node.result.outcome is Outcome.NOT_DETERMINISTIC
     assert node.result.text == (
-        "repeated steps differ each time: first at step 11 in loss on rank 0; the script is not "
-        "deterministic"
+        "repeated steps differ in each repeat: first at step 11 in loss on rank 0; the script is "
+        "not deterministic"
     )
 
 

@@ -47,8 +47,8 @@ FACTS = ExitFacts(rank=Rank(1), pid=42, status=0)
             "raised ValueError: bad",
         ),
         (replace(FACTS, status=-11), ExitKind.SIGNAL, "killed by SIGSEGV"),
-        (replace(FACTS, status=-9), ExitKind.SIGNAL, "by whom is not known"),
-        (replace(FACTS, status=-9, oom_kills=0), ExitKind.SIGNAL, "has not run out of memory"),
+        (replace(FACTS, status=-9), ExitKind.SIGNAL, "sender unknown"),
+        (replace(FACTS, status=-9, oom_kills=0), ExitKind.SIGNAL, "not out of memory"),
         (replace(FACTS, status=-9, oom_kills=1), ExitKind.OUT_OF_MEMORY, "out of memory"),
         (replace(FACTS, status=-9, stopped_s=6.0), ExitKind.STOPPED, "stopped (SIGSTOP) for 6 s"),
         (replace(FACTS, status=1, corrupt="digest"), ExitKind.CORRUPT_SNAPSHOT, "digest"),
@@ -146,7 +146,7 @@ def test_a_rank_that_ends_while_others_need_it_is_to_blame() -> None:
     cause, verdict = found
     assert (cause.rank, cause.kind, cause.code) == (2, ExitKind.LEFT_EARLY, 1)
     assert cause.text == (
-        "rank 2 on b has ended with exit code 0 while ranks 1 and 3 still needed it"
+        "rank 2 on b exited early (code 0) while ranks 1 and 3 were still in a collective"
     )
     assert verdict is None
     assert first_cause([broken(1), cause, broken(3)]) == cause
@@ -164,7 +164,7 @@ def test_the_traceback_of_a_victim_stands_under_its_own_name() -> None:
 def test_without_a_place_for_it_the_rank_alone_is_named() -> None:
     found = hidden_cause([finished(2), broken(1)], {}, {})
     assert found is not None
-    assert found[0].text.startswith("rank 2 has ended")
+    assert found[0].text.startswith("rank 2 exited early")
 
 
 def test_a_rank_that_calls_something_else_is_to_blame_for_an_abort() -> None:

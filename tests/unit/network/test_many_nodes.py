@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from ftrun.network.detect.findings import judge
-from ftrun.network.detect.leaves import LeafSwitches
+from ftrun.network.detect.leaf_switches import LeafSwitches
 from ftrun.network.detect.probe_schedule import ProbeSchedule, schedule
 from ftrun.network.plan.planner import PlanningInputs, plan_roads
 from ftrun.wire.cluster.generation import PathMeasurement

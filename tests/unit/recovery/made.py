@@ -1,12 +1,14 @@
 """Nodes, generations and answers, as short as the tests of recovery want them."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 from made_settings import changed, made_settings
 
 from ftrun.config.cluster import ClusterSize, MembershipSettings
 from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
+from ftrun.recovery.commands import JournalEntry
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard, PlanMember, VersionPair
 from ftrun.wire.cluster.membership import Promise
 from ftrun.wire.messages.smp import GroupMember, Inventory, ProtectionPart, ShardOffer
@@ -105,3 +107,9 @@ def meet(
 ) -> PeerState:
     """An agent that has come, and hears this lead as far as anybody knows."""
     return peers.put(cards([who])[0], now_s=now_s, linked=linked, has_answered=True)
+
+
+def fields(entry: JournalEntry) -> dict[str, Any]:
+    """The fields of a journal entry, as in the journal."""
+    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(entry.record))
+    return found

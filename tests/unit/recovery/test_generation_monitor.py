@@ -44,7 +44,7 @@ def exited(rank: int, kind: ExitKind = ExitKind.EXCEPTION, code: int = 1) -> Wor
 
 
 def starts(commands: list[SupervisorCommand]) -> list[str]:
-    return [one.why for one in commands if isinstance(one, StartGeneration)]
+    return [one.reason for one in commands if isinstance(one, StartGeneration)]
 
 
 # --- rule 1: of which generation --------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_a_node_that_cannot_get_its_state_back_fails_once() -> None:
     made = oversight()
     for _ in range(2):
         made.beat("b", beat(problem="no source"), now_s=1.0)
-    assert starts(made.passing(now_s=1.0)) == ["node b could not get its state back: no source"]
+    assert starts(made.passing(now_s=1.0)) == ["node b could not restore its state: no source"]
     made.beat("b", beat(problem="no source"), now_s=2.0)
     assert starts(made.passing(now_s=2.0)) == []
 
@@ -176,14 +176,14 @@ def test_a_fetch_that_failed_for_lost_connections_never_ends_with_93() -> None:
 def test_a_problem_is_the_cause_of_the_exit_beside_it() -> None:
     made = oversight()
     made.beat("b", beat(exits=(exited(2),), problem="no source"), now_s=1.0)
-    assert starts(made.passing(now_s=1.0)) == ["node b could not get its state back: no source"]
+    assert starts(made.passing(now_s=1.0)) == ["node b could not restore its state: no source"]
 
 
 def test_a_problem_takes_the_place_of_an_exit_that_still_waits_for_its_cause() -> None:
     made = oversight()
     made.beat("b", beat(exits=(exited(2), exited(3))), now_s=1.0)
     made.beat("b", beat(exits=(exited(2), exited(3)), problem="no source"), now_s=1.05)
-    assert starts(made.passing(now_s=1.1)) == ["node b could not get its state back: no source"]
+    assert starts(made.passing(now_s=1.1)) == ["node b could not restore its state: no source"]
 
 
 def test_a_problem_that_is_told_after_the_decision_changes_nothing() -> None:
@@ -580,9 +580,9 @@ def test_a_hang_is_named_and_then_acted_on() -> None:
     whys = starts(looked(made, 10.5, 110.5))
     assert len(whys) == 1
     assert whys[0].startswith("hang in computation: rank 1")
-    kinds = [note.kind for note in made.incidents.take_notes()]
-    assert kinds.count("Verdict") == 1
-    assert "TransitionRefused" not in kinds
+    kinds = [note.record.kind for note in made.incidents.take_notes()]
+    assert kinds.count("verdict") == 1
+    assert "lifecycle_change_rejected" not in kinds
 
 
 def test_a_silence_that_ends_is_not_acted_on() -> None:

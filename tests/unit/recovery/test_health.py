@@ -19,7 +19,7 @@ from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.recovery.suspicions import SlowSuspicions
 from ftrun.wire.cluster.membership import Heartbeat, RankReport
 from ftrun.wire.cluster.messages import ProbeLinkRequest, ProbeLinkResult
-from tests.unit.recovery.made import card, plan, settings
+from tests.unit.recovery.made import card, fields, plan, settings
 
 PLAN = plan(1, [card("a", num_ranks=2), card("b", num_ranks=2)], spares="s")
 SETTINGS = settings(heartbeat_s=0.5)
@@ -45,11 +45,11 @@ def beat(node: str, step: int, **changes: object) -> Heartbeat:
 
 
 def told(made: GenerationMonitor, kind: str) -> list[dict[str, Any]]:
-    return [note.fields for note in made.incidents.take_notes() if note.kind == kind]
+    return [fields(note) for note in made.incidents.take_notes() if note.record.kind == kind]
 
 
 def whys(commands: list[SupervisorCommand]) -> list[str]:
-    return [one.why for one in commands if isinstance(one, StartGeneration)]
+    return [one.reason for one in commands if isinstance(one, StartGeneration)]
 
 
 # --- numbers ----------------------------------------------------------------------------------
@@ -66,27 +66,27 @@ def bad(
     return found
 
 
-def test_bad_numbers_are_reported() -> None:
+def test_numerical_anomalies_are_reported() -> None:
     made = oversight()
     assert bad(made) == []
     notes = made.incidents.take_notes()
-    closed = [note.fields for note in notes if note.kind == "IncidentClosed"]
+    closed = [fields(note) for note in notes if note.record.kind == "incident_closed"]
     assert [one["actions"] for one in closed] == [["report"]]
     assert made.history(now_s=11.0).spoiled is None
-    (text,) = (note.text for note in notes if note.kind == "Verdict")
-    assert "numbers.policy=rollback would go back to a version from before it" in text
+    (text,) = (note.record.text for note in notes if note.record.kind == "verdict")
+    assert "numbers.policy=rollback would resume from a version before it" in text
 
 
-def test_bad_numbers_of_a_script_without_snapshots_name_the_policy_that_ends_it() -> None:
+def test_numerical_anomalies_of_a_script_without_snapshots_name_the_policy_that_ends_it() -> None:
     made = oversight()
     assert bad(made, attached=False) == []
     notes = made.incidents.take_notes()
-    (text,) = (note.text for note in notes if note.kind == "Verdict")
+    (text,) = (note.record.text for note in notes if note.record.kind == "verdict")
     assert "numbers.policy=stop would end the run" in text
     assert "rollback" not in text
 
 
-def test_bad_numbers_are_rolled_back_behind_what_they_have_spoiled() -> None:
+def test_numerical_anomalies_are_rolled_back_behind_what_they_have_spoiled() -> None:
     made = oversight("rollback")
     assert len(whys(bad(made))) == 1
     assert made.history(now_s=12.0).spoiled == (1, 37)
@@ -94,7 +94,7 @@ def test_bad_numbers_are_rolled_back_behind_what_they_have_spoiled() -> None:
     assert made.history(now_s=13.0).spoiled is None
 
 
-def test_the_data_that_led_to_bad_numbers_are_left_out_where_that_is_wished() -> None:
+def test_the_data_that_led_to_numerical_anomalies_are_left_out_where_that_is_wished() -> None:
     made = oversight("skip-data")
     assert len(whys(bad(made))) == 1
     assert made.history(now_s=12.0).spoiled == (1, 37)
@@ -103,7 +103,7 @@ def test_the_data_that_led_to_bad_numbers_are_left_out_where_that_is_wished() ->
     assert made.history(now_s=13.0).skip_to == -1
 
 
-def test_bad_numbers_end_the_run_where_that_is_wished() -> None:
+def test_numerical_anomalies_end_the_run_where_that_is_wished() -> None:
     ends = [one for one in bad(oversight("stop")) if isinstance(one, EndRun)]
     assert [one.exit_code for one in ends] == [93]
 
@@ -163,7 +163,8 @@ def test_a_node_whose_clock_is_not_known_is_not_compared() -> None:
 def test_calls_that_were_left_out_are_told() -> None:
     made = slow_watch()
     looks(made, 1, 10, 0.0)
-    assert [one.fingerprint for one in looks(made, 10, 14, 0.0, calls=1)] == ["skipped in silence"]
+    told = [one.fingerprint for one in looks(made, 10, 14, 0.0, calls=1)]
+    assert told == ["skipped without a hang"]
 
 
 def test_ranks_that_evaluate_are_left_out_and_old_samples_too() -> None:
@@ -202,8 +203,8 @@ def test_a_suspect_link_is_tried_by_the_node_that_does_not_lead() -> None:
     slow.probed(ProbeLinkResult(body.number, "a", 0.001, 1e6, 1e9), now_s=60.0)
     slow.probed(ProbeLinkResult(body.number, "a", 0.001, 1e6, 1e9), now_s=60.0)  # it came twice
     slow.probed(ProbeLinkResult(99, "a", problem="x"), now_s=60.0)
-    assert {cell["sender"] for cell in slow.matrix()} == {"a", "b"}
-    told_of = told(made, "Verdict")
+    assert {cell.sender for cell in slow.matrix()} == {"a", "b"}
+    told_of = told(made, "verdict")
     assert [one["verdict"]["kind"] for one in told_of] == ["slow communication"]
     assert told_of[0]["matrix"]
 
@@ -224,8 +225,8 @@ def test_what_cards_and_gpus_have_counted_stands_in_the_verdict() -> None:
         one = beat(node.node_id, 5, views=own, troubles=troubles)
         made.beat(node.node_id, one, now_s=10.0)
     made.passing(now_s=10.3)
-    (verdict,) = [one["verdict"] for one in told(made, "Verdict")]
-    assert verdict["nodes"] == ("a",)
+    (verdict,) = [one["verdict"] for one in told(made, "verdict")]
+    assert verdict["nodes"] == ["a"]
     assert verdict["evidence"][-1] == "a: GPU 0 of a has reported XID 79"
 
 
@@ -238,7 +239,7 @@ def test_what_is_slow_is_told_beside_an_open_incident() -> None:
     for node in "ab":
         made.beat(node, beat(node, 3, generation=2, loss=math.nan, bad_step=3), now_s=4.0)
     made.passing(now_s=5.0)
-    assert len(told(made, "Also")) == 1
+    assert len(told(made, "additional_finding")) == 1
 
 
 def test_a_hang_is_looked_at_only_once_in_a_while() -> None:
@@ -248,7 +249,7 @@ def test_a_hang_is_looked_at_only_once_in_a_while() -> None:
         own = tuple(views[rank] for rank in node.ranks)
         made.beat(node.node_id, beat(node.node_id, 5, views=own), now_s=10.0)
     made.passing(now_s=10.3)
-    assert len(told(made, "Suspected")) == 1
+    assert len(told(made, "suspicion_raised")) == 1
 
 
 # --- ranks that fall together -----------------------------------------------------------------
@@ -275,7 +276,7 @@ def test_all_nodes_are_asked_what_was_called_before_an_abort_is_judged() -> None
     found = made.beat("b", beat("b", 5, views=(views[2], views[3])), now_s=1.3)
     found += made.passing(now_s=1.3)
     assert [why[:45] for why in whys(found)] == ["skipped collective: rank 2 calls another coll"]
-    assert [list(one["verdict"]["culprits"]) for one in told(made, "Verdict")] == [[2]]
+    assert [list(one["verdict"]["culprits"]) for one in told(made, "verdict")] == [[2]]
 
 
 def test_a_rank_that_left_early_is_blamed_for_broken_connections() -> None:
@@ -283,7 +284,7 @@ def test_a_rank_that_left_early_is_blamed_for_broken_connections() -> None:
     made.beat("b", beat("b", 5, exits=(end(2, ExitKind.FINISHED, "x", 0),)), now_s=1.0)
     made.beat("a", beat("a", 5, exits=(end(0, ExitKind.EXCEPTION, BROKEN, 1),)), now_s=1.1)
     found = whys(made.passing(now_s=2.0))
-    assert found == ["rank 2 on b has ended with exit code 0 while rank 0 still needed it"]
+    assert found == ["rank 2 on b exited early (code 0) while rank 0 was still in a collective"]
 
 
 def test_replicas_that_differ_are_told_once_with_the_ranks_of_the_node() -> None:
@@ -295,7 +296,7 @@ def test_replicas_that_differ_are_told_once_with_the_ranks_of_the_node() -> None
             one = Heartbeat(generation=1, step=5, steps_here=5, differs="x", differing_ranks=(1,))
             made.beat(node, one, now_s=now_s)
         made.passing(now_s=now_s + 0.5)
-    verdicts = [one["verdict"] for one in told(made, "Verdict")]
+    verdicts = [one["verdict"] for one in told(made, "verdict")]
     assert [(one["kind"], list(one["culprits"])) for one in verdicts] == [("replicas differ", [1])]
 
 
@@ -304,9 +305,9 @@ def test_of_two_replicas_that_differ_none_is_named() -> None:
     made.beat("a", beat("a", 5, differs="x", differing_ranks=(0, 2)), now_s=1.0)
     made.beat("b", beat("b", 5), now_s=1.0)
     made.passing(now_s=1.5)
-    (verdict,) = [one["verdict"] for one in told(made, "Verdict")]
-    assert (verdict["culprits"], verdict["victims"]) == ((), (0, 2))
-    assert "cannot be told" in verdict["text"]
+    (verdict,) = [one["verdict"] for one in told(made, "verdict")]
+    assert (verdict["culprits"], verdict["victims"]) == ([], [0, 2])
+    assert "is unknown" in verdict["text"]
 
 
 def test_a_bug_in_what_looks_costs_the_looks_and_not_the_run() -> None:
@@ -315,7 +316,10 @@ def test_a_bug_in_what_looks_costs_the_looks_and_not_the_run() -> None:
     made.reports._current.add("a")
     assert made.passing(now_s=1.0) == []
     assert made.passing(now_s=2.0) == []
-    assert len([note for note in made.incidents.take_notes() if note.kind == "bug"]) == 1
+    assert (
+        len([note for note in made.incidents.take_notes() if note.record.kind == "internal_error"])
+        == 1
+    )
     killed = end(0, ExitKind.SIGNAL, "was killed", -9)
     made._take_exits([killed], 3.0)
     assert len(whys(made.passing(now_s=4.0))) == 1

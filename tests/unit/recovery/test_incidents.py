@@ -20,7 +20,7 @@ from ftrun.recovery.incidents import IncidentLog, verdict_of
 from ftrun.recovery.lifecycle import TABLE, Lifecycle, LifecycleState
 from ftrun.recovery.suspicions import HangFinding
 from ftrun.wire.cluster.membership import Heartbeat, RankReport, RestartTimes
-from tests.unit.recovery.made import plan
+from tests.unit.recovery.made import fields, plan
 
 KILLED = WorkerExit(
     Rank(0), ExitKind.SIGNAL, -9, "rank 0 was killed", detail="a\n  b", fingerprint="k"
@@ -29,7 +29,7 @@ KILLED = WorkerExit(
 
 def lines(made: IncidentLog, kind: str) -> list[dict[str, Any]]:
     """Of this kind, since the last look; all others are dropped."""
-    return [note.fields for note in made.take_notes() if note.kind == kind]
+    return [fields(note) for note in made.take_notes() if note.record.kind == kind]
 
 
 def progress(step: int, *, attached: bool = True) -> Progress:
@@ -71,10 +71,10 @@ def test_a_rank_that_is_killed() -> None:
     made.progress(beats(21, loss=0.5), progress(22), now_s=5.9)
     assert made.open is None
     ((closed_s, shown),) = made.closed
-    assert (closed_s, shown["generations"], shown["text"]) == (5.9, [1], KILLED.text)
+    assert (closed_s, shown.generations, shown.text) == (5.9, (1,), KILLED.text)
     notes = made.take_notes()
-    verdicts = [note for note in notes if note.kind == "Verdict"]
-    closed = next(note.fields for note in notes if note.kind == "IncidentClosed")
+    verdicts = [note for note in notes if note.record.kind == "verdict"]
+    closed = next(fields(note) for note in notes if note.record.kind == "incident_closed")
     assert [note.say for note in verdicts] == [True]
     assert closed["verdict_kind"] == "crash"
     assert closed["culprits"] == [0]
@@ -82,9 +82,9 @@ def test_a_rank_that_is_killed() -> None:
     assert (closed["detected_s"], closed["recovered_s"]) == (0.0, 0.5)
     assert closed["verified"] == {"progress": True, "loss": "not reported"}
     assert closed["actions"] == ["kill", "respawn"]
-    states = [note.fields["new"] for note in notes if note.kind == "Transition"]
+    states = [fields(note)["new"] for note in notes if note.record.kind == "lifecycle_changed"]
     assert states == ["check", "run", "diagnose", "recover", "verify", "run"]
-    assert not [note for note in notes if note.kind == "TransitionRefused"]
+    assert not [note for note in notes if note.record.kind == "lifecycle_change_rejected"]
 
 
 def test_a_hang_from_suspicion_to_the_end() -> None:
@@ -103,12 +103,12 @@ def test_a_hang_from_suspicion_to_the_end() -> None:
         made.stepped(node_id, TIMES, now_s=112.6)
     made.progress(beats(21, loss=1.65), progress(21), now_s=113.0)
     notes = made.take_notes()
-    kinds = [note.kind for note in notes if note.kind != "Transition"]
-    assert kinds == ["Suspected", "Verdict", "Action", "Downtime", "IncidentClosed"]
-    named = next(note.fields for note in notes if note.kind == "Verdict")
+    kinds = [note.record.kind for note in notes if note.record.kind != "lifecycle_changed"]
+    assert kinds == ["suspicion_raised", "verdict", "action_taken", "downtime", "incident_closed"]
+    named = next(fields(note) for note in notes if note.record.kind == "verdict")
     stacks = {one["rank"]: len(one["stack"]) for one in named["ranks"]}
     assert stacks == {0: 2, 1: 2, 2: 1, 3: 1}  # the culprit's, one victim's, of others the top
-    closed = notes[-1].fields
+    closed = fields(notes[-1])
     assert closed["detected_s"] == 10.0
     assert closed["verified"] == {"progress": True, "loss": "continuous"}
     assert closed["steps_lost"] == 0
@@ -118,9 +118,9 @@ def test_a_verdict_that_changes_is_told_again() -> None:
     made = running()
     views = tuple(hang(9.0).values())
     made.suspected(HangFinding(9.0, 10.0, None, views), progress(20), now_s=109.0)
-    for one in (replace(verdict(), acts_at_once=False), verdict(), replace(verdict(), text="x")):
+    for one in (replace(verdict(), act_immediately=False), verdict(), replace(verdict(), text="x")):
         made.named(one, views, now_s=110.0)
-    notes = [note for note in made.take_notes() if note.kind == "Verdict"]
+    notes = [note for note in made.take_notes() if note.record.kind == "verdict"]
     assert [note.say for note in notes] == [True, False], "the words were said already"
 
 
@@ -131,7 +131,7 @@ def test_what_fails_before_it_is_verified_belongs_to_it() -> None:
     made.generation_begins(plan(1, "ab", restore=(0, 20)))
     lost = WorkerExit(Rank(1), ExitKind.NODE_LOST, 76, "node b is lost", fingerprint="node b")
     made.failed(lost, ["b"], progress(20), now_s=6.0)
-    assert [one["incident"] for one in lines(made, "Also")] == [1]
+    assert [one["incident"] for one in lines(made, "additional_finding")] == [1]
     assert made.count == 1
 
 
@@ -141,11 +141,11 @@ def test_a_silence_that_ends_by_itself_is_closed_as_reported() -> None:
     made.suspected(HangFinding(9.0, 10.0, None, views), progress(20), now_s=100.0)
     assert made.is_suspected
     made.cleared(progress(21), now_s=101.0)
-    closed = lines(made, "IncidentClosed")[0]
+    closed = lines(made, "incident_closed")[0]
     assert (closed["verdict_kind"], closed["action"]) == ("suspicion", "report")
     assert closed["steps_lost"] is None
     made.cleared(progress(22), now_s=102.0)  # nothing is open
-    assert lines(made, "IncidentClosed") == []
+    assert lines(made, "incident_closed") == []
 
 
 def test_nothing_is_named_without_an_incident() -> None:
@@ -165,9 +165,9 @@ def test_the_end_of_the_run_closes_what_is_open(is_done: bool, actions: list[str
     made.acted("respawn", "x")
     made.generation_begins(plan(1, "ab"))
     made.ended("over", progress(20), is_done=is_done, now_s=6.0)
-    assert lines(made, "IncidentClosed")[0]["actions"] == actions
+    assert lines(made, "incident_closed")[0]["actions"] == actions
     made.acted("respawn", "late")
-    assert len(lines(made, "TransitionRefused")) == 1
+    assert len(lines(made, "lifecycle_change_rejected")) == 1
 
 
 def test_without_attach_running_again_is_all_that_can_be_verified() -> None:
@@ -269,11 +269,11 @@ def restarted(
     """The line on the downtime, once both nodes have said when their ranks had a first step."""
     made.generation_begins(plan(generation, "ab", restore=(0, 18)))
     made.stepped("a", TIMES, now_s=at_s - 0.3)
-    assert lines(made, "Downtime") == []
+    assert lines(made, "downtime") == []
     made.stepped("b", replace(TIMES, **changes), now_s=at_s + TIMES.stepped_age_s)
-    (told,) = lines(made, "Downtime")
+    (told,) = lines(made, "downtime")
     made.stepped("a", TIMES, now_s=at_s + 9.0)
-    assert lines(made, "Downtime") == []
+    assert lines(made, "downtime") == []
     return told
 
 
@@ -292,7 +292,7 @@ def test_the_downtime_is_from_the_fault_to_the_next_step_of_the_last_node() -> N
     assert (told["fault_s"], told["stepped_s"]) == (4.8, pytest.approx(6.0))
     assert made.open is not None
     made.progress(beats(21), progress(21), now_s=7.0)
-    (closed,) = lines(made, "IncidentClosed")
+    (closed,) = lines(made, "incident_closed")
     assert closed["recovered_s"] == told["total_s"]
     assert closed["downtime"] == {name: told[name] for name in closed["downtime"]}
 
@@ -315,6 +315,6 @@ def test_an_agent_that_took_over_after_a_killed_one_counts_from_its_end() -> Non
     told = restarted(made, 1, at_s=12.0)
     assert parts_of(told)[:2] == pytest.approx((2.0, 0.8))
     made.progress(beats(19), progress(19), now_s=13.0)
-    (closed,) = lines(made, "IncidentClosed")
+    (closed,) = lines(made, "incident_closed")
     assert (closed["incident"], closed["verdict_kind"], closed["steps_lost"]) == (
         3, "agent lost", None)  # fmt: skip

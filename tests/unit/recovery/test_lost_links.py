@@ -15,7 +15,7 @@ from ftrun.recovery.commands import StartGeneration
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.recovery.lost_links import lost_links, with_lost_links
 from ftrun.wire.cluster.membership import Heartbeat
-from tests.unit.recovery.made import card, plan, settings
+from tests.unit.recovery.made import card, fields, plan, settings
 
 MEMBERS = [card("a"), card("b"), card("c"), card("d")]
 PLAN = plan(1, MEMBERS, spares="s")
@@ -52,7 +52,7 @@ def test_a_link_is_lost_where_both_ends_say_so(
 def test_each_lost_link_is_named() -> None:
     found = lost_links(beats({"b": "ac", "a": "b", "c": "b"}), PLAN)
     assert found is not None
-    assert found.words == "the links between nodes a and b, b and c carry nothing"
+    assert found.words == "the links between nodes a and b, b and c carry no data"
 
 
 def test_reports_of_another_generation_do_not_count() -> None:
@@ -63,14 +63,16 @@ def test_a_rank_with_a_cause_of_its_own_stays_the_culprit() -> None:
     lost = lost_links(beats({"b": "c", "c": "b"}), PLAN)
     assert lost is not None
     made = with_lost_links(None, lost, [0, 1])
-    assert "the link between nodes b and c carries nothing" in made.text
+    assert "the link between nodes b and c carries no data" in made.text
     frozen = msgspec.structs.replace(made, kind=VerdictKind.FROZEN)
     assert with_lost_links(frozen, lost, [0, 1]) is frozen
     elsewhere = msgspec.structs.replace(
         made, kind=VerdictKind.HANG_IN_COMPUTATION, nodes=("a",), culprits=(0,)
     )
     assert with_lost_links(elsewhere, lost, [0, 1]) is elsewhere
-    computes = msgspec.structs.replace(elsewhere, nodes=("b",), against=("rank 1 computes",))
+    computes = msgspec.structs.replace(
+        elsewhere, nodes=("b",), counter_evidence=("rank 1 computes",)
+    )
     assert with_lost_links(computes, lost, [0, 1]) is computes
 
 
@@ -106,7 +108,7 @@ class Run:
             self.oversight.beat(one, body, now_s=now_s)
         found = self.oversight.passing(now_s=now_s)
         found += self.oversight.passing(now_s=now_s + 0.7)
-        self.whys += [one.why for one in found if isinstance(one, StartGeneration)]
+        self.whys += [one.reason for one in found if isinstance(one, StartGeneration)]
 
     @staticmethod
     def _view(rank: int, silent_s: float, has_not_entered: bool) -> RankView:
@@ -126,16 +128,16 @@ def test_the_link_is_named_and_one_end_replaced_at_the_deadline() -> None:
     run = Run()
     run.at(50.0, 40, 9.0)
     verdict = next(
-        note.fields["verdict"]
+        fields(note)["verdict"]
         for note in run.oversight.incidents.take_notes()
-        if note.kind == "Verdict"
+        if note.record.kind == "verdict"
     )
     assert list(verdict["nodes"]) == ["b", "c"]
     assert not run.whys
     run.at(52.0, 40, 11.0)
     assert run.aside() == {"c"}
     assert len(run.whys) == 1
-    assert "the link between nodes b and c carries nothing" in run.whys[0]
+    assert "the link between nodes b and c carries no data" in run.whys[0]
 
 
 def test_ranks_that_wait_on_the_way_to_a_collective_do_not_hide_the_link() -> None:

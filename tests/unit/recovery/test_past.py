@@ -21,7 +21,7 @@ def places(made: Agents, node_id: str) -> dict[str, str]:
 
 
 def drained(made: Agents, node_id: str, *, members: str = "abc", after: str = "adc") -> None:
-    """A member is asked to leave, and does so once a spare has its ranks."""
+    """A member drains: it ends once a spare has its ranks."""
     works(made, 5, members)
     ask(made, node_id)
     made.passes(NOTICE_S + 0.5)
@@ -35,8 +35,8 @@ def drained(made: Agents, node_id: str, *, members: str = "abc", after: str = "a
 def test_a_node_that_was_drained_has_left_and_is_not_lost() -> None:
     made = with_spares()
     drained(made, "b")
-    assert notes(made, "a", "NodeLost") == []
-    assert notes(made, "a", "NodeLeft") == ["node b has left, as it was asked to"]
+    assert notes(made, "a", "node_lost") == []
+    assert notes(made, "a", "node_left") == ["node b has drained"]
     assert places(made, "a")["b"] == "left"
     assert "lost:" not in verdict(made)
     assert made["a"].member.lead is not None
@@ -53,7 +53,7 @@ def test_a_node_that_was_asked_to_leave_and_dies_with_its_ranks_is_lost_but_has_
     made.kill("b")
     made.passes(1.0)
     assert made.running() == {"a": 1, "c": 1, "d": 1}
-    assert len(notes(made, "a", "NodeLost")) == 1
+    assert len(notes(made, "a", "node_lost")) == 1
     assert places(made, "a")["b"] == "lost"
     assert made["a"].member.lead is not None
     assert made["a"].member.lead.oversight.history(now_s=made.now_s).node_failures == {}
@@ -82,7 +82,7 @@ def test_a_new_leader_knows_restarts_lost_nodes_and_nodes_that_have_left() -> No
     assert found.summary.endswith("lost: a, d")
     assert [one.generation for one in found.restarts] == [1, 2, 3]
     first, second, _ = found.restarts
-    assert first.cause == "node b asked to leave"
+    assert first.cause == "draining b"
     assert second.cause == "node d is lost: the connection is refused"
     # Its age is that of the event, not of the new leader. (Status uses the real clock.)
     assert second.age_s == pytest.approx(before[1].age_s, abs=1.5)

@@ -82,7 +82,7 @@ def test_a_version_survives_the_loss_of_any_m_nodes_and_no_more(
         assert not found.sources
         if here:
             assert found.holders == lost
-            assert f"and only {parity} may be" in found.why
+            assert f"at most {parity} may be missing" in found.why
             assert all(one in found.why for one in lost)
 
 
@@ -110,14 +110,14 @@ def test_without_protection_the_slots_themselves_must_be_here() -> None:
     assert found.sources == (RestoreSource(["a"], [[0]], 0, -1), RestoreSource(["b"], [[1]], 0, -1))
     lost = choose(bare((0, 8), "a", "ab"), None)
     assert lost.version is None
-    assert "rank 1 is held by no node that is here, and nothing protects it" in lost.why
+    assert "no present node holds rank 1, which is not protected" in lost.why
 
 
 def test_several_ranks_that_are_missing_are_named_in_the_plural() -> None:
     lost = choose(bare((0, 8), "a", "abc"), None)
-    assert "ranks 1, 2 are held by no node that is here, and nothing protects them" in lost.why
+    assert "no present node holds ranks 1, 2, which are not protected" in lost.why
     gone = choose(held((0, 8), "ab", "abcd"), None)
-    assert "ranks 2, 3 cannot be rebuilt: of the group a, b, c, d, c, d are missing" in gone.why
+    assert "ranks 2, 3 cannot be rebuilt: missing of the group a, b, c, d: c, d" in gone.why
 
 
 def test_slots_that_lie_on_two_nodes_are_taken_from_one() -> None:
@@ -127,7 +127,7 @@ def test_slots_that_lie_on_two_nodes_are_taken_from_one() -> None:
 
 def test_where_nothing_is_here_that_is_said() -> None:
     found = choose({}, None)
-    assert (found.version, found.why) == (None, "nothing is offered")
+    assert (found.version, found.why) == (None, "no node holds a snapshot")
 
 
 def test_without_its_mirror_a_lost_rank_cannot_be_rebuilt() -> None:
@@ -144,7 +144,7 @@ def test_a_part_that_is_not_complete_counts_as_missing() -> None:
     holdings = with_part(held((0, 8), "abd", "abcd"), "a", is_complete=False)
     found = choose(holdings, None)
     assert found.version is None
-    assert "a, c are missing, and only 1 may be" in found.why
+    assert "missing of the group a, b, c, d: a, c; at most 1 may be missing" in found.why
 
 
 @pytest.mark.parametrize("is_filled_first", [False, True])
@@ -368,8 +368,8 @@ def test_where_the_commit_is_lost_the_older_version_is_named_as_such() -> None:
     found = choose(holdings, None, committed=[(0, 9), (0, 7)])
     assert found.version == found.committed == version(0, 8)
     assert found.wanted == version(0, 9)
-    assert "step 9 (generation 0), which was committed, is lost: " in found.why
-    assert "rank 0 is held by no node" in found.why
+    assert "step 9 (generation 0) was committed and is lost: " in found.why
+    assert "no present node holds rank 0" in found.why
 
 
 def test_where_nothing_can_be_had_the_commit_is_named() -> None:
@@ -398,14 +398,14 @@ def test_a_version_that_may_have_been_committed_is_missed_like_a_commit() -> Non
     found = choose(here, None, committed=[(0, 8)])
     assert (found.version, found.committed) == (version(0, 8), version(0, 8))
     assert (found.wanted, found.holders) == (version(0, 9), {"a"})
-    assert "step 9 (generation 0), which may have been committed, is lost: " in found.why
+    assert "step 9 (generation 0) may have been committed and is lost: " in found.why
     # With nothing older, and with a commit that is older than both.
     nothing = choose(newer, None, committed=[(0, 7)])
     assert (nothing.version, nothing.wanted) == (None, version(0, 9))
     assert nothing.committed == version(0, 7)
 
 
-@pytest.mark.parametrize("why_not", ["a part is not complete", "all nodes are here", "no part"])
+@pytest.mark.parametrize("why_not", ["a part is not complete", "all nodes are present", "no part"])
 def test_a_version_that_cannot_have_been_committed_is_not_missed(why_not: str) -> None:
     newer = held((0, 9), "bc", "abcd")
     if why_not == "a part is not complete":
@@ -413,7 +413,7 @@ def test_a_version_that_cannot_have_been_committed_is_not_missed(why_not: str) -
     elif why_not == "no part":
         newer = bare((0, 9), "bc", "abcd")
     here = both(held((0, 8), "abc", "abcd"), newer)
-    if why_not == "all nodes are here":
+    if why_not == "all nodes are present":
         here["d"] = Inventory([])
     found = choose(here, None, committed=[(0, 8)])
     assert (found.version, found.wanted) == (version(0, 8), None)
@@ -442,4 +442,4 @@ def test_parts_without_any_slot_are_something_that_is_held() -> None:
     found = choose({"a": Inventory([], parts)}, None)
     assert found.version is None
     assert found.holders == {"b", "c"}
-    assert "of the group a, b, c, a, b, c are missing" in found.why
+    assert "missing of the group a, b, c: a, b, c" in found.why

@@ -2,7 +2,7 @@
 
 RestartBudget: a burst uses it up, time gives it back.
 
-OwnParts: a dead SMP or zygote is started again, until it has died too often.
+OwnParts: a dead SMP or zygote is restarted, until it died too often.
 """
 
 from signal import SIGINT, SIGTERM
@@ -96,7 +96,7 @@ def test_killed_worker_restarts_all_at_once() -> None:
 def test_restart_of_a_script_without_attach_says_where_it_begins() -> None:
     commands = supervisor().handle(ends(killed(), at=progress(5, attached=False)), now_s=1.0)
     assert isinstance(commands[1], StartGeneration)
-    assert "from its own beginning" in commands[1].why
+    assert "restarts from its beginning" in commands[1].reason
 
 
 def test_a_rank_that_is_killed_before_it_attaches_again_is_no_script_without_attach() -> None:
@@ -104,7 +104,7 @@ def test_a_rank_that_is_killed_before_it_attaches_again_is_no_script_without_att
         ends(killed(), at=progress(5, here=0, attached=False)), now_s=1.0
     )
     assert isinstance(commands[1], StartGeneration)
-    assert "attach" not in commands[1].why
+    assert "attach" not in commands[1].reason
 
 
 def test_run_ends_when_every_rank_has_finished() -> None:
@@ -153,7 +153,7 @@ def test_exception_before_the_first_step_is_retried_when_max_restarts_is_given()
     last = made.handle(ends(raised(1), at=progress(0)), now_s=2.0)[-1]
     assert isinstance(last, EndRun)
     assert last.exit_code == 1
-    assert last.advice == "The budget is used up: 1 restarts."
+    assert last.advice == "The restart budget is used up: 1 restarts."
 
 
 def test_max_restarts_of_zero_is_obeyed() -> None:

@@ -97,7 +97,7 @@ def test_a_verdict_that_changes_is_told() -> None:
     assert busy is not None
     assert still is not None
     assert still.verdict is not None
-    assert still.verdict.acts_at_once
+    assert still.verdict.act_immediately
 
 
 def test_deadlines_follow_the_slowest_node() -> None:
@@ -132,7 +132,7 @@ def test_a_node_that_has_not_told_is_waited_for_but_not_for_ever() -> None:
     last = look(made, late)
     assert last is not None
     assert last.verdict is not None
-    assert (last.verdict.sure, last.acts) == (Confidence.POSSIBLE, True)
+    assert (last.verdict.confidence, last.acts) == (Confidence.POSSIBLE, True)
     assert last.verdict.kind is VerdictKind.HANG_IN_COMPUTATION
     assert last.verdict.victims == (0, 1)
 

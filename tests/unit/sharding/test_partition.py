@@ -68,7 +68,7 @@ def test_units_that_are_fewer_than_the_coordinates_may_be_shared() -> None:
 @pytest.mark.parametrize(
     ("cut", "size", "told"),
     [
-        (DimensionSplit("tp", 0, size=9), 8, "rule's size 9"),
+        (DimensionSplit("tp", 0, size=9), 8, "rule has size 9"),
         (DimensionSplit("tp", 0, (FusedPart(2), FusedPart(1))), 8, "parts of 2 : 1"),
         (DimensionSplit("tp", 0, (FusedPart(unit=3),)), 8, "units of 3"),
         (DimensionSplit("tp", 0, (FusedPart(sizes=(4, 4)),)), 8, "for 2 coordinates"),
@@ -76,7 +76,7 @@ def test_units_that_are_fewer_than_the_coordinates_may_be_shared() -> None:
         (
             DimensionSplit("tp", 0, (FusedPart(unit=4, is_shared=True),)),
             8,
-            "2 units cannot be shared",
+            "2 units cannot be divided",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Stages that number their layers anew have each layer once, and it moves under its true number."""
+"""Stages that number their layers from 0 have each layer once, under its true number."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def rules(text: str) -> ShardingRules:
 
 @st.composite
 def pipelines(draw: st.DrawFn, count: int) -> dict[str, Any]:
-    """How `count` layers are dealt out and called."""
+    """The distribution and the names of `count` layers."""
     size, turns = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     ends = sorted(draw(st.lists(st.integers(0, count), min_size=size * turns - 1,
                                 max_size=size * turns - 1)))  # fmt: skip
@@ -51,7 +51,7 @@ def rules_of(count: int, way: dict[str, Any]) -> ShardingRules:
 
 
 def ranks_of(layers: Layers, way: dict[str, Any]) -> list[dict[str, Array]]:
-    """What each rank has, dealt out by numpy."""
+    """The layers of each rank, distributed by numpy."""
     size, turns = way["size"], way["turns"]
     runs = np.array_split(np.arange(len(layers)), size * turns)
     if way["sizes"]:

@@ -175,10 +175,10 @@ def test_what_happens_to_a_loader_is_said() -> None:
     assert note is not None
     assert "3 ranks have used 18 batches" in note
     assert "after 5 in each of 4 ranks" in note
-    assert "2 batches are left out" in note
+    assert "2 batches are skipped" in note
     own = loader_note("loader", [feed_of(6, own={"at": 6})] * 3, WorldResize(0, 3, 2))
     assert own is not None
-    assert "left out" not in own
+    assert "skipped" not in own
     assert "dropped" in own
 
 

@@ -1,4 +1,4 @@
-"""Two trees that are equal have no difference; else the path to the first one is told."""
+"""Two equal trees have no difference; otherwise the path to the first one is returned."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -108,7 +108,7 @@ def test_what_not_every_rank_has_is_compared_where_it_is() -> None:
 
 
 class ReadShards:
-    """Shards as they are read by offsets; notes what is announced."""
+    """Shards that are read by offsets; records the announced reads."""
 
     def __init__(self, *ranks: Mapping[str, Array], part: TensorPart | None = None) -> None:
         self._made = MadeShards(ranks, part=part)

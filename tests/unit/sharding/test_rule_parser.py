@@ -1,4 +1,4 @@
-"""A file of rules is read whole, and whatever is wrong with it is told with line and column."""
+"""A file of rules is read completely, and every mistake is reported with line and column."""
 
 import pytest
 
@@ -153,7 +153,7 @@ def test_what_is_wrong_is_told_with_its_place(text: str, told: str) -> None:
     with pytest.raises(RulesInvalid) as caught:
         read_rules(text, source="x.yaml")
     assert told in caught.value.problems[0]
-    assert str(caught.value).startswith("x.yaml has 1 problem(s):")
+    assert str(caught.value).startswith("1 problem in x.yaml:")
 
 
 def test_everything_that_is_wrong_is_told_at_once() -> None:

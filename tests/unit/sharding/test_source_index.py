@@ -1,4 +1,4 @@
-"""Whatever ranks have cut a tensor into, any other cut of it can be read from their shards."""
+"""Whatever parts the ranks have of a tensor, any other part can be read from their shards."""
 
 import itertools
 import math
@@ -64,7 +64,7 @@ def entry_of(shape: tuple[int, ...], box: Box) -> LayoutEntry:
 
 
 def read(tensor: WholeTensor, held: list[np.ndarray], wanted: Box) -> np.ndarray:
-    """A box, put together of the first holder of each chunk, a few items at a time."""
+    """A box, assembled from the first holder of each chunk, a few items at a time."""
 
     def raw(copy: BoxCopy) -> memoryview:
         items = held[copy.holders[0].rank].reshape(-1)

@@ -1,4 +1,4 @@
-"""What ranks store is what numpy cuts, and one world's items are another's, each copied once."""
+"""Ranks store what numpy cuts, and the items of another world are copies, each copied once."""
 
 import numpy as np
 import pytest
@@ -278,26 +278,26 @@ def problems_of(text: str, *ranks: list[StoredEntry]) -> tuple[str, ...]:
 
 def test_a_mesh_of_another_size_is_told() -> None:
     (problem,) = problems_of("mesh: {dp: 2, tp: 2}", [], [], [])
-    assert "4 ranks (dp 2, tp 2), and 3 ranks" in problem
+    assert "4 ranks (dp 2, tp 2), but 3 ranks" in problem
 
 
 @pytest.mark.parametrize(
     ("text", "shapes_there", "told"),
     [
-        ("shard: [{name: w, axis: tp, dim: 2}]", [(2, 2), (2, 2)], "2 dimensions, and dimension 2"),
+        ("shard: [{name: w, axis: tp, dim: 2}]", [(2, 2), (2, 2)], "2 dimensions, but dimension 2"),
         ("shard: [{name: w, axis: tp, dim: 0}]", [(2, 2), (2,)], "different numbers of dimensions"),
         ("shard: [{name: w, axis: tp, dim: 0}]", [(1, 2), (3, 2)], "on rank 0, and should have"),
         ("shard: [{name: w, axis: tp, dim: 0}]", [(2, 2), (2, 3)], "on rank 1, and should have"),
-        ("shard: [{name: w, axis: tp, dim: 0, pad_to: 4}]", [(4,), (4,)], "give it as size:"),
+        ("shard: [{name: w, axis: tp, dim: 0, pad_to: 4}]", [(4,), (4,)], "set size:"),
         ("replicate: [w]", [(2,), (3,)], "[3] on rank 1, and should have [2]"),
         ("fragment: [{name: w, axis: tp, dim: 0, parts: [2, 1]}]", [(2,), (2,)], "parts of 2 : 1"),
         ("flat: [{name: w, axis: tp, tensors: {a: [5]}}]", [(2,), (2,)], "should have [3]"),
         ("flat: [{name: w, axis: dp, tensors: {a: []}}]\nshard: [{name: a, axis: tp, dim: 0}]",
-         [(1,), (1,)], "0 dimensions, and dimension 0"),
+         [(1,), (1,)], "0 dimensions, but dimension 0"),
         ("flat: [{name: w, axis: dp, tensors: {aa: [2]}}]\nreplicate: ['a*', '*a']",
          [(1,), (1,)], "aa in it is matched by replicate a* (line 3) and by replicate *a"),
         ("unique: [{name: w, axis: tp, at: 0}]", [(2,), (2,)], "also on ranks [1]"),
-        ("unique: [{name: w, axis: tp, at: 5}]", [(2,), (2,)], "lives at 5 of tp 2"),
+        ("unique: [{name: w, axis: tp, at: 5}]", [(2,), (2,)], "is placed at 5 of tp 2"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_told(
@@ -328,9 +328,11 @@ def test_a_target_that_cannot_be_is_told() -> None:
     assert "4 units of 1 for 2" in problems(
         "mesh: {tp: 2}\nfragment: [{name: w, axis: tp, dim: 0, sizes: [1, 2]}]"
     )
-    assert "flat row" in problems("mesh: {tp: 2}\nflat: [{name: w, axis: tp, tensors: {a: [4]}}]")
+    assert "flat buffer" in problems(
+        "mesh: {tp: 2}\nflat: [{name: w, axis: tp, tensors: {a: [4]}}]"
+    )
     assert "own by only one" in problems("mesh: {tp: 2}\nown: [w]")
-    assert "rule's size 5" in problems(
+    assert "rule has size 5" in problems(
         "mesh: {tp: 2}\nshard: [{name: w, axis: tp, dim: 0, size: 5}]"
     )
 

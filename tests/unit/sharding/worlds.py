@@ -1,4 +1,4 @@
-"""Made-up worlds for tests: tensors cut by numpy, and rules that say the same."""
+"""Generated worlds for tests: tensors cut by numpy, and rules for the same cuts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass
 class Made:
-    """One entry: its whole tensors, the rules for it, and what numpy gives each coordinate."""
+    """One entry: its whole tensors, the rules for it, and each coordinate's part from numpy."""
 
     name: str
     wholes: dict[str, Array]
@@ -167,7 +167,7 @@ def fragmented(draw: st.DrawFn, name: str) -> Made:
 
 @st.composite
 def flat_row(draw: st.DrawFn, name: str) -> Made:
-    """A ZeRO buffer over dp; some of what lies in it is sharded over tp as well."""
+    """A ZeRO buffer over dp; a part of it is also sharded over tp."""
     given = draw(st.lists(shapes, min_size=1, max_size=4))
     wholes = {f"{name}.w{at}": numbers(shape) for at, shape in enumerate(given)}
     is_cut = {one: draw(st.booleans()) for one in wholes}
@@ -246,7 +246,7 @@ def stored_of(arrays: Sequence[Mapping[str, Array]]) -> list[list[StoredEntry]]:
 
 
 def filled(placed: PlacedEntry, wholes: Mapping[str, Array]) -> Array:
-    """An entry, filled from whole tensors patch by patch."""
+    """An entry that is filled from whole tensors, region by region."""
     items = np.zeros(placed.num_items, np.int64)
     for patch in placed.patches:
         slices = tuple(map(slice, patch.box.offsets, patch.box.end))
@@ -269,7 +269,7 @@ def entry_named(rank: int, name: str) -> LayoutEntry:
 def moved(
     world: WorldLayout, arrays: Sequence[Mapping[str, Array]], target: WorldLayout
 ) -> list[dict[str, Array]]:
-    """The arrays of another world, copied box by box; each item that is no padding once."""
+    """The arrays of another world, copied box by box; each item that is not padding once."""
     index = world.index(entry_named)
     found: list[dict[str, Array]] = []
     for entries in target.entries:

@@ -1,4 +1,4 @@
-"""What is done calmly gives way, and its result and its errors come back."""
+"""Work at low priority returns its result and its errors."""
 
 import os
 import threading

@@ -1,8 +1,8 @@
-"""Snapshots never come to a standstill, however late each node hears of commits and skips.
+"""Snapshots never stop, however late each node receives commits and skips.
 
-The SMPs' commits and the ranks' settling are the real ones, on real command pages. What is made
-up is the time that words between them take, and the lead, which does here what it does there:
-commits what all nodes are ready for, and orders abandoned the newest step that one has skipped.
+The SMPs' commits and the ranks' settling are real, on real command pages. Simulated are the delays
+of messages and the leader: it commits what all nodes are ready for, and orders that the newest
+skipped step is abandoned.
 """
 
 import heapq
@@ -24,7 +24,7 @@ from ftrun.smp.memory.commits import CommitCoordinator, GenerationStart
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.shared_memory.pages import CommandField, SharedPage, create_command_page
-from ftrun.worker.capture.settling import CommitWait
+from ftrun.worker.capture.boundaries import CommitWait
 
 GENERATION = 3
 NUM_STEPS = 400
@@ -32,7 +32,7 @@ NUM_STEPS = 400
 
 @dataclass
 class Delays:
-    """In steps: from rank to SMP, from node to lead and back, and of a rank behind the others."""
+    """In steps: from rank to SMP, from node to leader and back, and of a rank behind the others."""
 
     socket: float
     network: float
@@ -43,7 +43,7 @@ class Delays:
 
 
 class Run:
-    """Nodes with their ranks, an SMP each, and the lead; time goes on by events."""
+    """Nodes with their ranks, an SMP each, and the leader, in simulated time."""
 
     def __init__(self, num_nodes: int, ranks_each: int, delays: Delays, seed: int) -> None:
         self.random = random.Random(seed)
@@ -64,7 +64,7 @@ class Run:
         ]
 
     def later(self, at_most: float, act: Callable[[], None], *, line: object) -> None:
-        """Do this in a while; what goes over one line keeps its order."""
+        """Do this after a delay; the order within one line is kept."""
         at = max(self.now + self.random.uniform(0.2, 1.0) * at_most, self.lines.get(line, 0.0))
         self.lines[line] = at
         self.num_events += 1
@@ -111,13 +111,13 @@ class Run:
 
 @dataclass
 class Slots:
-    """What a rank holds in its two slots."""
+    """The versions in the two slots of a rank."""
 
     steps: list[int] = field(default_factory=lambda: [-1, -1])
 
 
 class Node:
-    """A real SMP's commits, the real settling of its ranks."""
+    """The real commits of an SMP and the real settling of its ranks."""
 
     def __init__(self, run: Run, place: int, ranks: Sequence[Rank]) -> None:
         self.run, self.place, self.ranks = run, place, ranks
@@ -125,7 +125,7 @@ class Node:
         self.page = SharedPage(fd)
         os.close(fd)
         self.commits = CommitCoordinator(ArenaStore(), self.tell_agent)
-        self.commits.protect_with(self)  # type: ignore[arg-type]
+        self.commits.protector = self  # type: ignore[assignment]
         self.ready: Version | None = None
         group: Any = SimpleNamespace()  # there is one: that is all that commits ask of it
         self.commits.begin(
@@ -136,7 +136,7 @@ class Node:
         self.done = (-1, -1)
 
     def step(self, rank: Rank, step: int) -> None:
-        """What `Capture` does at a boundary, with no patience for slower ranks."""
+        """As `Capture` at a boundary, without waiting for slower ranks."""
         if step < self.page.get(CommandField.TAKE_FROM):
             return
         settling = self.settling[rank]

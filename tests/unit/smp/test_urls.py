@@ -1,4 +1,4 @@
-"""A URL is told from a path, and its password from everybody."""
+"""URLs are distinguished from paths, and their passwords are hidden."""
 
 import pytest
 

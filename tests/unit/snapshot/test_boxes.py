@@ -1,4 +1,4 @@
-"""Boxes cut and joined in any way hold each item once, and a part is found in its chunk's bytes."""
+"""Boxes that are cut and joined hold each item once, and a part is found in its chunk's bytes."""
 
 import itertools
 import math

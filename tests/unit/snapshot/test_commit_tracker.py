@@ -1,4 +1,4 @@
-"""A commit means that every rank holds just that version."""
+"""A commit means that every rank holds exactly that version."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -135,7 +135,7 @@ def test_every_commit_is_newer_and_is_what_each_rank_sealed_last(
 def test_a_fresh_tracker_filled_from_the_slots_agrees_with_the_one_that_heard_all(
     told: list[tuple[int, int, int]], world_size: int
 ) -> None:
-    """The protocol: no rank takes a version before the one before it is committed."""
+    """The protocol: no rank takes a version before the previous one is committed."""
     ranks = [Rank(rank) for rank in range(world_size)]
     heard = CommitTracker()
     heard.begin_generation(Generation(0), ranks, world_size, {})

@@ -1,4 +1,4 @@
-"""A layout has no holes and no overlaps, and reads back from its own bytes."""
+"""A layout has no holes and no overlaps, and is equal when parsed from its own bytes."""
 
 import json
 

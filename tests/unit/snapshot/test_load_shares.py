@@ -1,4 +1,4 @@
-"""Nodes that load together read each piece once, and each of them about as much."""
+"""Nodes that load together read each piece once, in about equal shares."""
 
 from collections import Counter
 
@@ -24,7 +24,7 @@ def worlds(draw: st.DrawFn) -> tuple[dict[int, list[int]], dict[int, list[int]]]
 
 
 def shares(ranks: dict[int, list[int]], tables: dict[int, list[int]]) -> dict[int, LoadShare]:
-    """Each as its node finds it: with the sizes of its own pieces only."""
+    """The share of each node, computed with the sizes of its own pieces only."""
     return {
         node: share_of(
             node, ranks, tables, {rank: [SIZE[one] for one in tables[rank]] for rank in some}

@@ -1,4 +1,4 @@
-"""Manifest: sections cover a shard, and say what they are and what is in them."""
+"""Sections cover a shard, and identify their entries and content."""
 
 from dataclasses import replace
 
@@ -65,7 +65,7 @@ def test_a_large_entry_is_a_section_of_its_own(given_: list[LayoutEntry]) -> Non
 
 
 def test_only_what_belongs_to_an_optimizer_may_repeat() -> None:
-    """The plain values are each rank's own, and so is a pack that has anything else in it."""
+    """Plain values belong to one rank, and so does a pack that has anything else in it."""
     layout = layout_of(
         lazy("large", LARGE),
         lazy("small", 1),

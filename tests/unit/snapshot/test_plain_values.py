@@ -1,4 +1,4 @@
-"""What is packed comes back the same; what cannot be packed is named by its whole path."""
+"""Decoding returns the encoded values; a value that cannot be encoded is named by its path."""
 
 import enum
 import math
@@ -38,7 +38,7 @@ trees = st.recursive(
 
 
 def same(one: object, other: object) -> bool:
-    """Equal, and of equal types all the way down."""
+    """Equal, with equal types in all parts."""
     if type(one) is not type(other):
         return False
     if isinstance(one, (list, tuple)):

@@ -1,6 +1,6 @@
-"""All nodes of a group conclude the same, whoever hears what first.
+"""All nodes of a group reach the same result, in whatever order messages arrive.
 
-Ranks of one node that held the same, and do no more.
+Ranks of one node whose replicas have diverged are found.
 """
 
 from collections.abc import Mapping

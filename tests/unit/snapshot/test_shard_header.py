@@ -1,4 +1,4 @@
-"""Pieces under a run of bytes are found, and fingerprints tell what they can."""
+"""Pieces of a byte range are found, and fingerprints prove equality."""
 
 from array import array
 
@@ -75,5 +75,5 @@ def test_a_packed_header_is_unpacked_to_the_same_values() -> None:
 
 @pytest.mark.parametrize("raw", [b"", packed()[:39], packed()[:-1], packed() + b"x"])
 def test_bytes_of_another_length_are_not_a_packed_header(raw: bytes) -> None:
-    with pytest.raises(LayoutUnknown, match="the head of a shard"):
+    with pytest.raises(LayoutUnknown, match="the header of a shard"):
         unpack_head(memoryview(raw))

@@ -6,9 +6,8 @@ import pytest
 
 from ftrun.tools.verify import compare
 from ftrun.tools.verify.compare import Life, Trace, life_of
-from ftrun.tools.verify.findings import find, random_sources
+from ftrun.tools.verify.findings import find, lines_that_set, random_sources
 from ftrun.tools.verify.runs import kills_at, plan_kills
-from ftrun.tools.verify.source_lines import lines_that_set
 from ftrun.wire.verify_records import (
     ATTACHED,
     BATCH,

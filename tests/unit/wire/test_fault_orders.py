@@ -1,4 +1,4 @@
-"""The catalogue of faults is whole, what is typed is checked, and a page tells what has fired."""
+"""The catalogue is complete, options are validated, and a page shows what has fired."""
 
 import os
 
@@ -10,9 +10,10 @@ from ftrun.wire.fault_catalog import FAULTS, TARGETS
 from ftrun.wire.fault_orders import FaultOrder, FaultPage, FaultPages, duration_s, make_order
 
 EVERY_KIND = """
-    rank-kill segv abort exception exit0-early stop hang gil spin collective-skip slow nan spike
-    poison-batch oom smp-kill smp-stop agent-kill agent-zombie zygote-kill lead-kill node-loss
-    freeze partition one-way slow-link lossy-link bitflip-shm bitflip-wire fragment-truncate
+    rank-kill segv abort exception exit0-early stop hang gil-hold busy-loop collective-skip slow nan
+    spike poison-batch oom smp-kill smp-stop agent-kill agent-stop zygote-kill leader-kill node-loss
+    freeze partition one-way-partition slow-link lossy-link bitflip-shm bitflip-wire
+    fragment-truncate
     fragment-stale torn-snapshot weight-bitflip corrupt-checkpoint shm-full disk-full fd-limit
     pid-limit cpu-starve clock-jump slow-input
 """
@@ -51,9 +52,9 @@ def test_an_order_has_what_its_kind_has_unless_it_is_typed() -> None:
         ("segv", {"rank": -1}, "0 or more"),
         ("segv", {"at_step": 0}, "1 or more"),
         ("poison-batch", {"rank": 1}, "needs --at-step"),
-        ("hang", {"for_s": 0.0}, "--for is above 0"),
+        ("hang", {"for_s": 0.0}, "--for must be above 0"),
         ("segv", {"amount": 3.0}, "takes no --amount"),
-        ("slow", {"amount": float("nan")}, "is a number"),
+        ("slow", {"amount": float("nan")}, "a finite number"),
         ("smp-kill", {"again": True}, "--again"),
     ],
 )

@@ -10,8 +10,8 @@ from torch import nn
 from ftrun.monitor.repeat_check import LATE_STEPS, BoundaryRecord
 from ftrun.wire.shared_memory.pages import MAX_SAMPLES, SharedPage, create_page
 from ftrun.worker.capture.boundary_digests import STAYS, BoundaryDigests
-from ftrun.worker.capture.host_copies import HostCopy
 from ftrun.worker.state.attached import AttachedState
+from ftrun.worker.state.tensors import HostCopy
 
 
 class Watched:

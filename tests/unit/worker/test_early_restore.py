@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ftrun.free_memory import AvailableMemory
+from ftrun.linux import AvailableMemory
 from ftrun.snapshot.layout import PAGE_BYTES
 from ftrun.worker.restore import early_restore
 from ftrun.worker.restore.early_restore import LEAST_BYTES, PrefaultedMemory

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from ftrun.worker.capture import record_digests as digests
 from ftrun.worker.state.attached import AttachedState
 from ftrun.worker.state.state_tree import StateTree
-from ftrun.worker.verify import record_digests as digests
 
 _PLAIN = [
     *(None, True, 3, 2.5, "a", b"b", 1j, range(4), np.float32(1.5), np.arange(4)),

@@ -26,8 +26,8 @@ from torch import nn
 from ftrun.wire import run_environment as env
 from ftrun.wire.verify_records import VerifyPlan
 from ftrun.worker import context as contexts
-from ftrun.worker.state.attached import AttachedState
-from ftrun.worker.verify.recording import Recording
+from ftrun.worker.state.attached import (AttachedState)
+from ftrun.worker.capture.recording import Recording
 
 def recording(folder, steps=100):
     page = SimpleNamespace(note="", phase="")

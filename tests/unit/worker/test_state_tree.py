@@ -13,7 +13,8 @@ from torch import nn
 from ftrun.errors import UsageError, ValueNotStorable
 from ftrun.snapshot.layout import CopyTiming
 from ftrun.snapshot.plain_values import decode
-from ftrun.worker.state.attached import AttachedState, Skip, by_name, every_name, unwrapped
+from ftrun.worker.state.attached import AttachedState, Skip, by_name
+from ftrun.worker.state.module_state import every_name, unwrapped
 from ftrun.worker.state.state_tree import StateTree
 from ftrun.worker.state.tensors import at_home, kind_of
 

@@ -1,10 +1,18 @@
 """Strides are kept where they are dense, and fit tensors of other shapes."""
 
+import warnings
+from collections.abc import Iterator
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
+from ftrun.snapshot.boxes import TensorPart, whole
 from ftrun.worker.restore.early_restore import empty
-from ftrun.worker.state.tensors import is_expanded, stride_for, stride_of
+from ftrun.worker.state.tensors import box_of, is_expanded, part_of, stride_for, stride_of
 
 
 @pytest.mark.parametrize(
@@ -36,3 +44,64 @@ def test_a_stride_fits_a_tensor_of_another_shape_by_the_order_of_its_dimensions(
 def test_repeated_items_are_seen() -> None:
     assert is_expanded(torch.zeros(1, 3).expand(2, 3))
     assert not is_expanded(torch.zeros(3).expand(1, 3))
+
+
+PLACEMENTS = [
+    (Shard(0), Shard(1)),
+    (Replicate(), Shard(0)),
+    (Shard(0), Shard(0)),
+    (Shard(1), Replicate()),
+    (Replicate(), Replicate()),
+    (_StridedShard(0, split_factor=2), Shard(0)),
+]
+
+
+@pytest.fixture(params=[0, 1, 3])
+def rank(request: pytest.FixtureRequest) -> Iterator[int]:
+    """This process as one of four that say nothing to each other."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=request.param, world_size=4, store=FakeStore())
+        yield request.param
+        dist.destroy_process_group()
+
+
+def cut(rows: int, placements: tuple[object, ...]) -> tuple[torch.Tensor, DTensor]:
+    """A tensor of numbered items, and what this rank has of it."""
+    from torch.distributed.tensor import distribute_tensor
+
+    everything = torch.arange(rows * 3.0).view(rows, 3)
+    mesh = init_device_mesh("cpu", (2, 2) if len(placements) == 2 else (4,))
+    return everything, distribute_tensor(everything, mesh, placements, src_data_rank=None)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 7, 8])
+@pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
+def test_the_items_of_the_box_are_those_held(
+    rank: int, rows: int, placements: tuple[object, ...]
+) -> None:
+    everything, sharded = cut(rows, placements)
+    box = box_of(sharded)
+    assert box is not None
+    local = sharded.to_local()
+    assert box.shape == tuple(local.shape)
+    if not box.is_empty:
+        found = everything[tuple(map(slice, box.offsets, box.end))]
+        assert torch.equal(found, local)
+    part = part_of(sharded, tuple(local.shape))
+    assert (part is None) == (box == whole((rows, 3)))
+
+
+def test_what_is_no_box_is_told_as_none(rank: int) -> None:
+    _, strided = cut(8, (_StridedShard(0, split_factor=2),))
+    assert part_of(strided, tuple(strided.to_local().shape)) == TensorPart((8, 3), None)
+    mesh = init_device_mesh("cpu", (4,))
+    partial = DTensor.from_local(torch.ones(2, 3), mesh, [Partial()], run_check=False)
+    assert box_of(partial) is None
+
+
+def test_a_plain_tensor_is_whole() -> None:
+    assert part_of(torch.zeros(3, 4), (3, 4)) is None
+    assert box_of(torch.zeros(())) == whole(())

@@ -50,7 +50,6 @@ class CallResult(Generic[_T]):
         return self._is_there.wait(limit_s)
 
     def take(self) -> _T:
-        """Return the result, or raise the exception of the call."""
         if self._error is not None:
             try:
                 raise self._error
@@ -62,11 +61,8 @@ class CallResult(Generic[_T]):
 class CallThread:
     """The calls of one thread, made one after another.
 
-    Args:
-        where: the store, for messages.
-        stop: when set, all waiting ends.
-        answer_s: limit of each call, in seconds.
-        secret: removed from messages.
+    Each call may take `answer_s`. `where` is the store, for messages; `secret` is removed from
+    them.
     """
 
     def __init__(
@@ -82,11 +78,7 @@ class CallThread:
         threading.Thread(target=_serve, args=(self._jobs,), name="ftrun-url", daemon=True).start()
 
     def __call__(self, call: Callable[[], _T]) -> _T:
-        """Make a call and return its result.
-
-        Raises:
-            CheckpointError: it failed, exceeded the limit, or was cancelled.
-        """
+        """Make a call and return its result; raises as `wait`."""
         return self.wait(self.start(call))
 
     def start(self, call: Callable[[], _T]) -> CallResult[_T]:
@@ -97,15 +89,11 @@ class CallThread:
         return answer
 
     def wait(self, answer: CallResult[_T]) -> _T:
-        """Return the result of a call.
-
-        Raises:
-            CheckpointError: it failed, exceeded the limit, or was cancelled.
-        """
+        """Raises CheckpointError if the call failed, exceeded the limit, or was cancelled."""
         give_up_s = clock.now_s() + self._answer_s
         while not answer.wait(_NAP_S):
             if self._stop.is_set():
-                self._lose("the checkpoint is given up: the run is being stopped")
+                self._lose("the checkpoint is cancelled: the run is being stopped")
             if clock.now_s() > give_up_s:
                 self._lose(f"{self._where} has not answered for {self._answer_s:.0f} s")
         try:

@@ -63,9 +63,6 @@ class Throttle:
     """Limits the bytes per second, counted over all files of a node.
 
     Unused bytes are not accumulated: after a pause, writing continues at the same rate.
-
-    Args:
-        stop: when set, writers are cancelled.
     """
 
     def __init__(self, stop: threading.Event) -> None:
@@ -76,15 +73,11 @@ class Throttle:
         """The time from which the bytes admitted so far are within the rate."""
 
     def __call__(self, num_bytes: int) -> None:
-        """Wait until this number of bytes may be written.
-
-        Raises:
-            CheckpointError: the write is cancelled.
-        """
+        """Wait until this number of bytes may be written; raises CheckpointError when cancelled."""
         while True:
             wait_s = self._paid_s - clock.now_s() if self.bytes_per_s else 0.0
             if self.stop.wait(min(max(wait_s, 0.0), _NAP_S)):
-                raise CheckpointError("the checkpoint is given up: the run is being stopped")
+                raise CheckpointError("the checkpoint is cancelled: the run is being stopped")
             if wait_s <= _NAP_S:
                 break
         if self.bytes_per_s:
@@ -92,14 +85,9 @@ class Throttle:
 
 
 class DirectFile:
-    """One file, written from its first byte to its last.
+    """One file, written from its first byte to its last; raises OSError if it cannot be created.
 
-    Args:
-        path: created, or truncated.
-        pace: see `Pace`; called in the draining thread.
-
-    Raises:
-        OSError: the file cannot be created.
+    `pace` is called in the draining thread.
     """
 
     def __init__(self, path: Path, *, pace: Pace = no_pace) -> None:
@@ -121,13 +109,9 @@ class DirectFile:
     def room(self, source: memoryview | None = None) -> memoryview:
         """Return memory for the next bytes, at least one; `take` adds those written into it.
 
-        Args:
-            source: the bytes of the whole file. They begin at a page boundary and must not change
-                before the file is closed. From the next buffer on they are written in place, see
-                `is_in_place`.
-
-        Raises:
-            OSError: an earlier part could not be written.
+        `source` has the bytes of the whole file. They begin at a page boundary and must not change
+        before the file is closed. From the next buffer on they are written in place, see
+        `is_in_place`. Raises OSError if an earlier part could not be written.
         """
         if self._filled == BUFFER_BYTES:
             self._send_off(BUFFER_BYTES)
@@ -155,8 +139,7 @@ class DirectFile:
     def finish(self) -> None:
         """Write the rest, and wait until the file is on disk.
 
-        Raises:
-            OSError: a part could not be written; the file is incomplete.
+        Raises OSError if a part could not be written; the file is incomplete.
         """
         if self._filled:
             self._send_off(-(-self._filled // BLOCK_BYTES) * BLOCK_BYTES)
@@ -202,11 +185,7 @@ class DirectFile:
 
 
 class CopyBuffers:
-    """The copies of one node's ranks.
-
-    Args:
-        free_bytes: returns the number of bytes that may be used; called when they are needed.
-    """
+    """The copies of one node's ranks. `free_bytes` returns the number of bytes that may be used."""
 
     def __init__(self, free_bytes: Callable[[], int]) -> None:
         self._free_bytes = free_bytes
@@ -225,11 +204,7 @@ class CopyBuffers:
         self.tidy()
 
     def lend(self, sizes: Sequence[int]) -> list[memoryview] | None:
-        """Return buffers of these sizes with arbitrary content; None if they do not fit.
-
-        Args:
-            sizes: in bytes, one for each copy.
-        """
+        """Return buffers of these sizes with arbitrary content; None if they do not fit."""
         left = list(self._kept)
         found: list[mmap.mmap | None] = []
         for size in sizes:

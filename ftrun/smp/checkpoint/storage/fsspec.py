@@ -81,11 +81,8 @@ class ObjectReader:
 class ObjectWriter:
     """A file with `room` and `take` as in `direct_file.DirectFile`. It always copies.
 
-    Args:
-        calls: makes the calls that send.
-        opened: opens the object for writing; called in the thread of `calls`.
-        size: of a block.
-        pace: called before each block.
+    `opened` opens the object for writing, in the thread of `calls`; `pace` is called before each
+    block of `size` bytes.
     """
 
     is_in_place = False
@@ -99,11 +96,7 @@ class ObjectWriter:
         self._file = calls(opened)
 
     def room(self, source: memoryview | None = None) -> memoryview:
-        """Return memory for the next bytes, at least one; `take` adds those written into it.
-
-        Raises:
-            CheckpointError: an earlier part could not be sent.
-        """
+        """As `DirectFile.room`; raises CheckpointError if an earlier part could not be sent."""
         if self._filled == len(self._block):
             self._send()
         return self._block[self._filled :]
@@ -114,8 +107,7 @@ class ObjectWriter:
     def finish(self) -> None:
         """Send the rest and publish the object.
 
-        Raises:
-            CheckpointError: the store has not accepted it.
+        Raises CheckpointError if the store does not accept it.
         """
         if self._filled:
             self._send()
@@ -142,15 +134,9 @@ class ObjectWriter:
 
 
 class FsspecStorage:
-    """The checkpoints below a URL.
+    """The checkpoints below a URL, which need not exist. Each call may take `answer_s`.
 
-    Args:
-        url: need not exist.
-        stop: when set, all waiting ends.
-        answer_s: limit of a single call, in seconds.
-
-    Raises:
-        CheckpointError: the store cannot be reached, or a required package is not installed.
+    Raises CheckpointError if the store cannot be reached, or a required package is not installed.
     """
 
     is_local = False
@@ -192,7 +178,7 @@ class FsspecStorage:
     def describe(self, name: str) -> StoredCheckpoint:
         one = self._stored(name)
         if one.is_incomplete:
-            return replace(one, problem=f"{self.path_of(name)} is not there")
+            return replace(one, problem=f"{self.path_of(name)} does not exist")
         return one
 
     def latest_name(self) -> str:

@@ -63,12 +63,7 @@ _log = logging.getLogger(__name__)
 
 
 class LocalStorage:
-    """The checkpoints in a directory.
-
-    Args:
-        directory: need not exist.
-        stop: when set, waiting for a lock ends.
-    """
+    """The checkpoints in a directory, which need not exist; `stop` ends waiting for a lock."""
 
     is_local = True
 
@@ -109,7 +104,7 @@ class LocalStorage:
             return replace(one, written_s=path.stat().st_mtime)
         except OSError as error:
             one = parse_stored(None, name, "", None)
-            problem = f"{path.parent}: its index is not readable: {error.strerror}"
+            problem = f"{path.parent}: cannot read its index: {error.strerror}"
             may_pass = not isinstance(error, FileNotFoundError)
             return replace(one, problem=problem, may_pass=may_pass)
 
@@ -282,7 +277,7 @@ def _lock_now(folder_fd: int, directory: Path, how: int) -> None:
         fcntl.flock(folder_fd, how | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise CheckpointError(
-            f"another run writes its checkpoints to {directory}; name another --checkpoint-dir"
+            f"another run writes its checkpoints to {directory}; use another --checkpoint-dir"
         ) from error
     except OSError as error:
         _log.debug("%s cannot be locked: %s", directory, error)

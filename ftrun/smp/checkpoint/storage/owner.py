@@ -127,10 +127,7 @@ class _Url:
 class CheckpointOwnership:
     """This run's right to write checkpoints. Its methods may block for as long as storage does.
 
-    Args:
-        run_id: of this run.
-        stop: when set, all waiting ends.
-        is_attended: returns whether an agent exists. An SMP without one renews nothing.
+    `is_attended` returns whether an agent exists. An SMP without one renews nothing.
     """
 
     def __init__(
@@ -149,9 +146,8 @@ class CheckpointOwnership:
     def claim(self, claim: CheckpointClaim) -> None:
         """Own the directory from now on.
 
-        Raises:
-            CheckpointsTaken: another run that is alive owns it.
-            CheckpointError, OSError: the owner is unknown. `renew` tries again.
+        Raises CheckpointsTaken if another run that is alive owns it. After CheckpointError or
+        OSError the owner is unknown, and `renew` tries again.
         """
         with self._lock:
             try:
@@ -172,12 +168,9 @@ class CheckpointOwnership:
     def check(self, where: str, life: str) -> frozenset[str]:
         """Return the runs whose checkpoints may be removed there.
 
-        Args:
-            where: the directory.
-            life: of this run, see `GenerationPlan.life`. Nodes without rank 0 have made no claim.
+        Raises CheckpointError if taken over.
 
-        Raises:
-            CheckpointError: another run owns the directory now.
+        `life` is that of this run, because nodes without rank 0 have made no claim.
         """
         if self._taken:
             raise CheckpointError(self._taken)
@@ -230,11 +223,9 @@ class CheckpointOwnership:
                     self._taken = str(error)
                 _log.warning("%s", error)
             except (CheckpointError, OSError) as error:
-                _log.debug("%s is not renewed: %s", OWNER_NAME, error)
+                _log.debug("cannot renew %s: %s", OWNER_NAME, error)
             except Exception:  # noqa: BLE001 - a thread's loop: a bug costs the record, not the run
-                _log.exception(
-                    "a bug of ftrun: the record of the checkpoints' owner is not renewed"
-                )
+                _log.exception("internal error: the owner record of the checkpoints is not renewed")
 
     def _renew(self, claim: CheckpointClaim) -> None:
         if claim is not self._claim:
@@ -278,12 +269,11 @@ class CheckpointOwnership:
     def _await_death(self, place: _Place, before: CheckpointOwner) -> None:
         """Wait until the record counts as that of a dead owner.
 
-        Raises:
-            CheckpointsTaken: the record is renewed.
+        Raises CheckpointsTaken if renewed.
         """
         limit_s = STALE_RENEWALS * place.renew_s
         _log.warning(
-            "%s belongs to run %s; looking for up to %.0f s whether that run is alive",
+            "%s belongs to run %s; checking for up to %.0f s whether that run is alive",
             place.shown,
             before.run_id,
             limit_s,
@@ -364,7 +354,7 @@ def _in_words(record: CheckpointOwner, where: str) -> str:
     since = f"{datetime.fromtimestamp(record.since_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
     return (
         f"{where} belongs to run {record.run_id} since {since} (node {record.node}, pid "
-        f"{record.pid}), and that run is alive. Two runs, also of one id, would load and remove "
-        "each other's checkpoints. Name another --checkpoint-dir, or end that run: ftrun stop "
+        f"{record.pid}), and that run is alive. Two runs, even with one id, would load and remove "
+        "each other's checkpoints. Use another --checkpoint-dir, or end that run: ftrun stop "
         f"{record.run_id}"
     )

@@ -108,11 +108,7 @@ class FileSink(Protocol):
     """The newest `room` has the file's bytes already."""
 
     def room(self, source: memoryview | None = None) -> memoryview:
-        """Return memory for the next bytes, at least one.
-
-        Args:
-            source: all bytes of the file, unchanged in memory until it is closed.
-        """
+        """Return memory for the next bytes, at least one; see `DirectFile.room`."""
 
     def take(self, num_bytes: int) -> None:
         """Append the first `num_bytes` of `room` to the file."""
@@ -122,8 +118,7 @@ class OpenFile(Protocol):
     """A file of a checkpoint that is being read."""
 
     @property
-    def size(self) -> int:
-        """In bytes."""
+    def size(self) -> int: ...
 
     def read(self, at: int, num_bytes: int) -> bytes:
         """Read `num_bytes` from offset `at`, or fewer at the end of the file."""
@@ -139,8 +134,7 @@ class Storage(Protocol):
     """
 
     @property
-    def shown(self) -> str:
-        """The location, for messages."""
+    def shown(self) -> str: ...
 
     @property
     def is_local(self) -> bool:
@@ -326,7 +320,7 @@ def remove_all(storage: Storage, names: Iterable[str]) -> None:
         try:
             storage.remove(name)
         except (CheckpointError, OSError) as error:
-            _log.warning("%s is not removed: %s", name, str(error))
+            _log.warning("cannot remove %s: %s", name, str(error))
 
 
 def is_stale(changed_s: float | None) -> bool:

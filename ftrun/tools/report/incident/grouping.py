@@ -4,28 +4,61 @@ Runs in:  cli. Pure.
 Takes in: the lines of one run, in the order of time.
 Gives:    a `IncidentLines` for each incident, with or without a number of its own.
 
-The lead numbers incidents (`Suspected`, `Verdict`, `Action`, `IncidentClosed`). The lines of a
-restart (`WorkersExited` to `Recovered`) are written by every node and carry no number, and older
-journals have nothing else.
+The leader numbers incidents. The lines of a restart (`workers_exited` to `recovered`) are written
+by every node and carry no number; if the leader was lost too, there are no others.
 
-Rule 1: a restart belongs to the numbered incident that ordered it, or to the one that is told of
-        while it is under way.
-Rule 2: a failure before anybody has recovered from the last one belongs to that one.
+Rule 1: a restart belongs to the numbered incident that ordered it, or to the one that is reported
+        during it.
+Rule 2: a failure before any node has recovered from the last one belongs to that one.
 """
 
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+from ftrun.events import ExitKind, Record, StopRequested, WorkersExited
+from ftrun.records.decode import JournalLine, of_kinds
+from ftrun.records.faults import FaultInjected
+from ftrun.records.incidents import (
+    ActionTaken,
+    AdditionalFinding,
+    IncidentClosed,
+    LifecycleChanged,
+    SuspicionRaised,
+    VerdictRecord,
+)
+from ftrun.records.membership import (
+    BallotStarted,
+    GenerationChosen,
+    LeaderLost,
+    NodeLost,
+    RunPaused,
+)
+from ftrun.records.recovery import (
+    DowntimeRecord,
+    EndRun,
+    GenerationStartedRecord,
+    KillWorkers,
+    Recovered,
+    RepeatedStepsRecord,
+    RestorePointChosen,
+)
+from ftrun.records.run import RunEndedRecord, RunStarted
+from ftrun.records.snapshots import MemoryAdopted, SmpRestoreSource, SmpSourceRejected
 from ftrun.tools.report.facts import RESTARTS
-from ftrun.tools.report.journal import JournalLine
+from ftrun.tools.report.journal import Line
 
-_NUMBERED = ("Suspected", "Verdict", "Action", "Also", "Downtime", "IncidentClosed", "Transition")
-_FIRED = "FaultFired"
-_FIRED_BEFORE_S = 120.0
-"""A fault that was ordered, or an agent that was lost, belongs to an incident so soon after."""
-_FOLLOWS = ("restore_point", "Generation", "Paused", "smp_restore", "smp_source_set_aside")
-_BROKEN = "finished"
+R = TypeVar("R", bound=Record)
+
+_NUMBERED = (
+    SuspicionRaised, VerdictRecord, ActionTaken, AdditionalFinding, DowntimeRecord, IncidentClosed,
+    LifecycleChanged,
+)  # fmt: skip
+_BEFORE_S = 120.0
+"""Seconds; a fault that was ordered, or an adopted memory, belongs to an incident that follows
+within this time."""
+_FOLLOWS = (RestorePointChosen, GenerationChosen, RunPaused, SmpRestoreSource, SmpSourceRejected)
 GROWTH = "grows from"
 UNNUMBERED = 1001
 
@@ -35,22 +68,27 @@ class IncidentLines:
     """One incident's lines."""
 
     number: int | None = None
-    lines: list[JournalLine] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
     is_planned: bool = False
-    injected: JournalLine | None = None
+    injected: JournalLine[FaultInjected] | None = None
 
-    def of(self, *kinds: str) -> list[JournalLine]:
-        return [line for line in self.lines if line.kind in kinds]
+    def of(self, *kinds: type[R]) -> list[JournalLine[R]]:
+        return of_kinds(self.lines, *kinds)
 
-    def first(self, *kinds: str) -> JournalLine | None:
-        return next((line for line in self.lines if line.kind in kinds), None)
+    def first(self, *kinds: type[R]) -> JournalLine[R] | None:
+        return next(iter(self.of(*kinds)), None)
 
-    def last(self, *kinds: str) -> JournalLine | None:
-        return next((line for line in reversed(self.lines) if line.kind in kinds), None)
+    def last(self, *kinds: type[R]) -> JournalLine[R] | None:
+        return next(reversed(self.of(*kinds)), None)
+
+    @property
+    def generations(self) -> set[int]:
+        """Generations that were started because of it."""
+        return {one.record.generation for one in self.of(GenerationStartedRecord)}
 
     @property
     def has_recovered(self) -> bool:
-        return self.first("Recovered") is not None
+        return self.first(Recovered) is not None
 
 
 @dataclass(slots=True)
@@ -60,93 +98,89 @@ class _Sorting:
     restart: IncidentLines | None = None
     """The one whose restart is under way, or was the last."""
     is_stopping: bool = False
-    fired: JournalLine | None = None
-    """A fault that was ordered, of which no incident has told yet."""
-    adopted: JournalLine | None = None
+    fired: JournalLine[FaultInjected] | None = None
+    """A fault that was ordered, and that no incident follows yet."""
+    adopted: Line | None = None
     """A new agent has taken over memory, and has begun no generation yet."""
 
-    def take(self, line: JournalLine) -> None:
-        if line.kind in _NUMBERED and (incident := line.whole("incident")) is not None:
-            self._numbered(line, incident)
-        elif line.kind in ("StopAsked", "run", "end"):
-            self.is_stopping = line.kind == "StopAsked"
-            if line.kind != "StopAsked":
-                self.restart = None if line.kind == "end" else self.restart
-        elif line.kind == _FIRED:
-            self.fired = line
-        elif line.kind == "adopted":
+    def take(self, line: Line) -> None:
+        record = line.record
+        if isinstance(record, _NUMBERED) and record.incident is not None:
+            self._numbered(line, record.incident)
+        elif isinstance(record, StopRequested | RunStarted | RunEndedRecord):
+            self.is_stopping = isinstance(record, StopRequested)
+            self.restart = None if isinstance(record, RunEndedRecord) else self.restart
+        elif isinstance(record, FaultInjected):
+            self.fired = JournalLine(line.t_s, line.node, line.monotonic_s, record)
+        elif isinstance(record, MemoryAdopted):
             self.adopted = line
-        elif begins_trouble(line):
+        elif begins_trouble(record):
             self._trouble(line)
-        elif line.kind == "Recovered" and self.restart is not None:
+        elif isinstance(record, Recovered) and self.restart is not None:
             self.restart.lines.append(line)
-        elif line.kind == "RepeatedSteps":
-            self._repeated(line)
-        elif line.kind in _FOLLOWS and self._is_under_way():
+        elif isinstance(record, RepeatedStepsRecord):
+            self._repeated(line, record.generation)
+        elif isinstance(record, _FOLLOWS) and self._is_under_way():
             assert self.restart is not None
             self.restart.lines.append(line)
 
-    def _repeated(self, line: JournalLine) -> None:
+    def _repeated(self, line: Line, generation: int) -> None:
         """It belongs to the restart that started its generation, however much later it comes."""
-        wanted = line.whole("generation")
         for case in reversed(self.cases):
-            if wanted in {one.whole("generation") for one in case.of("StartGeneration")}:
+            if generation in case.generations:
                 case.lines.append(line)
                 return
 
     def _is_under_way(self) -> bool:
         return self.restart is not None and not self.restart.has_recovered
 
-    def _trouble(self, line: JournalLine) -> None:
-        if self.is_stopping and line.kind != "StartGeneration":
+    def _trouble(self, line: Line) -> None:
+        record = line.record
+        if self.is_stopping and not isinstance(record, GenerationStartedRecord):
             return
         self.is_stopping = False
-        if line.kind == "EndRun" and not self._is_under_way() and not failed(line):
+        if isinstance(record, EndRun) and not self._is_under_way() and not record.exit_code:
             return
         if not self._is_under_way() and not self._is_late(line):
-            self.restart = IncidentLines(is_planned=line.text("why").startswith(GROWTH)
-                                or line.text("text").startswith(GROWTH))  # fmt: skip
+            self.restart = IncidentLines(is_planned=words_of(record).startswith(GROWTH))
             self._begin(self.restart, line)
         assert self.restart is not None
         self.restart.lines.append(line)
 
-    def _is_late(self, line: JournalLine) -> bool:
-        """Another node tells of a generation that we have heard of already."""
-        if self.restart is None or line.kind not in ("StartGeneration", "Ballot"):
-            return False
-        known = (one.whole("generation") for one in self.restart.of("StartGeneration"))
-        return line.whole("generation") in set(known)
+    def _is_late(self, line: Line) -> bool:
+        """Another node reports a generation that is known already."""
+        return (
+            self.restart is not None
+            and isinstance(line.record, GenerationStartedRecord | BallotStarted)
+            and line.record.generation in self.restart.generations
+        )
 
-    def _numbered(self, line: JournalLine, incident: int) -> None:
+    def _numbered(self, line: Line, incident: int) -> None:
         case = self.numbered.get(incident)
         if case is None:
             case = self._case_for(line, incident)
         case.lines.append(line)
-        if line.kind == "Action" and line.text("action") in RESTARTS:
+        if isinstance(line.record, ActionTaken) and line.record.action in RESTARTS:
             ours = self.restart
-            if (
-                ours is not None
-                and ours is not case
-                and ours.number is None
-                and (not ours.has_recovered)
-            ):
+            is_open = ours is not None and ours.number is None and not ours.has_recovered
+            if ours is not None and ours is not case and is_open:
                 case.lines += ours.lines
                 case.lines.sort(key=lambda one: one.t_s)
                 self.cases.remove(ours)
             self.restart = case
 
-    def _begin(self, case: IncidentLines, line: JournalLine) -> None:
-        if self.adopted is not None and line.t_s - self.adopted.t_s < _FIRED_BEFORE_S:
+    def _begin(self, case: IncidentLines, line: Line) -> None:
+        if self.adopted is not None and line.t_s - self.adopted.t_s < _BEFORE_S:
             case.lines.append(self.adopted)
         self.adopted = None
-        if self.fired is not None and line.t_s - self.fired.t_s < _FIRED_BEFORE_S:
+        if self.fired is not None and line.t_s - self.fired.t_s < _BEFORE_S:
             case.injected = self.fired
         self.fired = None
         self.cases.append(case)
 
-    def _case_for(self, line: JournalLine, incident: int) -> IncidentLines:
+    def _case_for(self, line: Line, incident: int) -> IncidentLines:
         ours = self.restart
-        closes = line.kind == "IncidentClosed"
+        closes = isinstance(line.record, IncidentClosed)
         if ours is not None and ours.number is None and (closes or not ours.has_recovered):
             case = ours
         else:
@@ -157,32 +191,26 @@ class _Sorting:
         return case
 
 
-def begins_trouble(line: JournalLine) -> bool:
-    """Ranks end, or are about to be ended and started again."""
-    match line.kind:
-        case "WorkersExited":
-            return any(one.get("kind") != _BROKEN for one in line.parts("exits"))
-        case "NodeLost":
-            return line.fields.get("member") is not False
-        case "Ballot" | "StartGeneration":
-            return (line.whole("generation") or 0) > 0
-        case "LeadLost" | "KillWorkers" | "EndRun":
-            return True
+def words_of(record: Record) -> str:
+    """The reason or the sentence of a record; empty if it has none."""
+    return getattr(record, "reason", "") or getattr(record, "text", "")
+
+
+def begins_trouble(record: Record) -> bool:
+    """Whether ranks end, or are about to be ended and restarted."""
+    match record:
+        case WorkersExited(exits=exits):
+            return any(one.kind is not ExitKind.FINISHED for one in exits)
+        case NodeLost():
+            return record.was_member
+        case BallotStarted() | GenerationStartedRecord():
+            return record.generation > 0
         case _:
-            return False
+            return isinstance(record, LeaderLost | KillWorkers | EndRun)
 
 
-def failed(line: JournalLine) -> bool:
-    """An `EndRun` by a failure."""
-    return (line.whole("exit_code") or 0) != 0
-
-
-def cases_of(lines: Iterable[JournalLine]) -> list[IncidentLines]:
-    """Every incident, in the order of its first line, each with a number.
-
-    Where the lead numbers incidents, one that has none begins with `UNNUMBERED`, so that the next
-    one of the lead's does not take its place.
-    """
+def cases_of(lines: Iterable[Line]) -> list[IncidentLines]:
+    """All incidents in the order of their first lines; those without a number get the next ones."""
     sorting = _Sorting()
     for line in lines:
         sorting.take(line)

@@ -7,48 +7,74 @@ Gives:    `IncidentFacts`.
 
 import math
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ftrun.cli.screen.text import clean, duration, joined, numbers, texts, whole, with_commas
+from ftrun.cli.screen.text import clean, count, duration, joined, with_commas
+from ftrun.events import ExitKind, Record, WorkersExited
+from ftrun.ids import Version
+from ftrun.monitor.verdicts import Verdict, VerdictKind
+from ftrun.records.decode import JournalLine
+from ftrun.records.faults import FaultInjected
+from ftrun.records.incidents import (
+    ActionTaken,
+    IncidentClosed,
+    LifecycleChanged,
+    SuspicionRaised,
+    VerdictRecord,
+)
+from ftrun.records.membership import BallotStarted, GenerationChosen, LeaderLost, NodeLost
+from ftrun.records.recovery import (
+    DowntimeRecord,
+    EndRun,
+    GenerationStartedRecord,
+    KillWorkers,
+    Recovered,
+    RepeatedStepsRecord,
+)
+from ftrun.records.snapshots import MemoryAdopted
 from ftrun.tools.report.background import RunBackground, homes_of
+from ftrun.tools.report.costs import cost_of
 from ftrun.tools.report.facts import REPORTED, IncidentFacts, TimelineEvent
-from ftrun.tools.report.incident.grouping import IncidentLines, failed
-from ftrun.tools.report.incident.ranks import rows_of, slow_kind
-from ftrun.tools.report.incident.report_evidence import delays_of, evidence_of, stacks_of
-from ftrun.tools.report.incident.report_sentence import sentence_of
+from ftrun.tools.report.incident.grouping import IncidentLines, words_of
+from ftrun.tools.report.incident.ranks import (
+    delays_of,
+    ended_by_themselves,
+    evidence_of,
+    rows_of,
+    slow_kind,
+    stacks_of,
+)
 from ftrun.tools.report.incident.timeline import IncidentTimes, bars_of, moments_of
-from ftrun.tools.report.journal import JournalLine
-from ftrun.tools.report.report_cost import cost_of
 
-_STEP = re.compile(r"step[ =]([\d,]{1,20})")
-_LOST_NODE = re.compile(r"node (\S{1,100}) is lost")
 _MAX_EVENTS = 80
+_NO_VERDICT = Verdict(VerdictKind.CRASH, (), "")
+"""Used if no line has a verdict; its kind is not shown."""
 
 
 def incident_of(case: IncidentLines, background: RunBackground) -> IncidentFacts:
     """Everything a page about this incident says."""
     moments = moments_of(case)
-    judged = case.last("Verdict")
-    verdict = judged.part("verdict") if judged is not None else {}
-    closed = case.first("IncidentClosed")
+    last, closing = case.last(VerdictRecord), case.first(IncidentClosed)
+    judged = last.record if last is not None else None
+    verdict = judged.verdict if judged is not None else None
+    closed = closing.record if closing is not None else None
     ended = _first_ended(case, moments)
-    culprits = numbers(verdict.get("culprits")) or tuple(ended)
-    victims = numbers(verdict.get("victims"))
-    nodes = texts(verdict.get("nodes")) or _lost_nodes(case)
+    named = verdict or _NO_VERDICT
+    culprits, victims = named.culprits or ended, named.victims
+    nodes = named.nodes or tuple({line.record.node_id: 0 for line in case.of(NodeLost)})
     step, restored = _step(case), _restored(case)
-    told = verdict.get("kind") or (closed.text("verdict_kind") if closed is not None else "")
-    kind = clean(str(told or ""), 60) or _kind(case, ended)
-    world = background.world or culprits
-    start = case.first("StartGeneration")
+    kind = _kind(case, verdict, closed, ended)
+    world, start = background.world or culprits, case.first(GenerationStartedRecord)
     homes = homes_of(start.t_s if start is not None else math.inf, background, nodes)
     on = dict.fromkeys(homes[one][0] for one in culprits if one in homes)
     nodes = nodes or tuple(node for node in on if node)
     if not culprits and kind == "node lost":
         culprits = tuple(rank for rank, (node, _) in homes.items() if node in nodes)
-    steps_lost = closed.whole("steps_lost") if closed is not None else None
-    if steps_lost is None:
-        steps_lost = _steps_lost(step, restored, case)
+    steps_lost = closed.steps_lost if closed is not None else None
+    if steps_lost is None and step is not None and restored is not None:
+        steps_lost = max(step - restored.step, 0)
     facts = IncidentFacts(
         number=case.number or 0,
         kind="planned restart" if case.is_planned else kind,
@@ -58,8 +84,8 @@ def incident_of(case: IncidentLines, background: RunBackground) -> IncidentFacts
         recovered_s=_downtime_s(case, moments),
         outcome=_outcome(case, moments, kind),
         is_planned=case.is_planned,
-        is_open=moments.recovered is None and closed is None and case.first("EndRun") is None,
-        sure=clean(str(verdict.get("sure") or ""), 20) or _sure(case, ended),
+        is_open=moments.recovered is None and closed is None and case.first(EndRun) is None,
+        confidence=verdict.confidence.value if verdict is not None else _confidence(case, ended),
         culprits=culprits,
         nodes=nodes,
         victims=victims,
@@ -67,7 +93,8 @@ def incident_of(case: IncidentLines, background: RunBackground) -> IncidentFacts
         generation=_generation(case),
         step=step,
         steps_lost=steps_lost,
-        restored=restored, repeated=_repeated(case),
+        restored=with_commas(str(restored or "")),
+        repeated=_repeated(case),
         action=_action(case),
         verified=_verified(closed),
         bars=tuple(bars_of(case, moments)),
@@ -75,8 +102,8 @@ def incident_of(case: IncidentLines, background: RunBackground) -> IncidentFacts
                            culprits=culprits, victims=victims)),
         stacks=tuple(stacks_of(judged, culprits, victims, case)),
         delays=delays_of(case),
-        evidence=texts(verdict.get("evidence")) or tuple(evidence_of(case, moments.acted)),
-        against=texts(verdict.get("against")),
+        evidence=named.evidence or tuple(evidence_of(case, moments.acted)),
+        counter_evidence=named.counter_evidence,
         cost=cost_of(moments, step, steps_lost, background, kind=kind),
         events=tuple(_event(line) for line in case.lines[:_MAX_EVENTS]),
         injected=_injected(case.injected),
@@ -85,43 +112,44 @@ def incident_of(case: IncidentLines, background: RunBackground) -> IncidentFacts
     )  # fmt: skip
     if facts.is_reported and max((bar.took_s for bar in facts.bars), default=0.0) < 1e-3:
         facts = replace(facts, bars=(), rows=())
-    return sentence_of(facts, case, clean(str(verdict.get("text") or ""), 600))
+    return sentence_of(facts, case, clean(named.text, 600))
 
 
 def _downtime_s(case: IncidentLines, moments: IncidentTimes) -> float | None:
-    """From the fault to the next step of every rank, as the lead measured it."""
-    line = case.last("Downtime")
-    told = line.number("total_s") if line is not None else None
-    if told is not None or moments.recovered is None:
-        return told
-    return moments.recovered - moments.began
+    """From the fault to the next step of every rank, as the leader measured it."""
+    line = case.last(DowntimeRecord)
+    if line is not None:
+        return line.record.total_s
+    return None if moments.recovered is None else moments.recovered - moments.began
 
 
-def _first_ended(case: IncidentLines, moments: IncidentTimes) -> list[int]:
-    """Ranks that ended by themselves."""
-    for line in case.of("WorkersExited"):
-        if moments.acted is None or line.t_s <= moments.acted:
-            exits = [one for one in line.parts("exits") if one.get("kind") != "finished"]
-            return [rank for one in exits if (rank := whole(one.get("rank"))) is not None]
-    return []
+def _first_ended(case: IncidentLines, moments: IncidentTimes) -> tuple[int, ...]:
+    """Ranks that ended by themselves, by the first line that names ranks."""
+    found = ended_by_themselves(case, moments.acted)
+    first = case.first(WorkersExited)
+    return tuple(rank for t_s, rank in found if first is not None and t_s == first.t_s)
 
 
-def _lost_nodes(case: IncidentLines) -> tuple[str, ...]:
-    seen = (_LOST_NODE.search(line.text("text")) for line in case.of("NodeLost"))
-    return tuple(dict.fromkeys(one[1] for one in seen if one))
-
-
-def _kind(case: IncidentLines, ended: Sequence[int]) -> str:
-    if case.first("NodeLost") is not None:
+def _kind(
+    case: IncidentLines,
+    verdict: Verdict | None,
+    closed: IncidentClosed | None,
+    ended: Sequence[int],
+) -> str:
+    if verdict is not None:
+        return verdict.kind.value
+    if closed is not None:
+        return closed.verdict_kind
+    if case.first(NodeLost) is not None:
         return "node lost"
-    if case.first("LeadLost") is not None and not ended:
+    if case.first(LeaderLost) is not None and not ended:
         return "lead lost"
-    if case.first("adopted") is not None and not ended:
+    if case.first(MemoryAdopted) is not None and not ended:
         return "agent lost"
-    if any("lead is lost" in line.text("text") for line in case.of("Ballot")):
+    if any("lead is lost" in line.record.text for line in case.of(BallotStarted)):
         return "lead lost"
-    kinds = {one.get("kind") for line in case.of("WorkersExited") for one in line.parts("exits")}
-    if "out of memory" in kinds:
+    exits = [one for line in case.of(WorkersExited) for one in line.record.exits]
+    if any(one.kind is ExitKind.OUT_OF_MEMORY for one in exits):
         return "out of memory"
     return "crash" if ended else "restart"
 
@@ -129,139 +157,239 @@ def _kind(case: IncidentLines, ended: Sequence[int]) -> str:
 def _protected(
     moments: IncidentTimes, case: IncidentLines, background: RunBackground
 ) -> float | None:
-    line = case.last("Recovered")
-    generation = line.whole("generation") if line is not None else None
-    if line is None or generation is None or moments.recovered is None:
+    line = case.last(Recovered)
+    if line is None or moments.recovered is None:
         return None
+    generation = line.record.generation
     at = (t_s for t_s, of in background.commits if of >= generation and t_s > line.t_s)
     first = next(at, None)
     return None if first is None else first - moments.began
 
 
-def _injected(fired: JournalLine | None) -> str:
-    if fired is None:
+def _injected(line: JournalLine[FaultInjected] | None) -> str:
+    if line is None:
         return ""
-    rank, node = fired.whole("rank"), fired.text("node", 60)
-    where = f" on rank {rank}" if rank is not None else f" on {node}" if node else ""
-    step = fired.whole("step")
-    return f"{fired.text('fault', 40)}{where}{f' at step {step:,}' if step is not None else ''}"
+    fault = line.record
+    where = f" on rank {fault.rank}" if fault.rank >= 0 else f" on {line.node}" if line.node else ""
+    return f"{clean(fault.fault, 40)}{where} at step {fault.step:,}"
 
 
-def _sure(case: IncidentLines, ended: Sequence[int]) -> str:
-    lost = case.first("NodeLost")
+def _confidence(case: IncidentLines, ended: Sequence[int]) -> str:
+    lost = case.first(NodeLost)
     if lost is not None and not ended:
-        return "likely" if "silent" in lost.text("text") else "certain"
+        return "likely" if "silent" in lost.record.text else "certain"
     return "certain" if ended else ""
 
 
 def _step(case: IncidentLines) -> int | None:
-    """The furthest that any rank had come."""
+    """The furthest step of any rank."""
     found = []
     for line in case.lines:
-        if line.kind == "WorkersExited":
-            progress = line.fields.get("progress")
-            if isinstance(progress, dict):
-                found.append(whole(progress.get("step")))
-            elif isinstance(progress, str) and (seen := _counted_step(progress)):
-                found.append(int(seen[1].replace(",", "") or 0))
-        elif line.kind == "Verdict":
-            found += [whole(view.get("step")) for view in line.parts("ranks")]
-        elif line.kind == "Recovered":
-            break
-    closed = case.last("IncidentClosed")
-    if closed is not None and (lost := closed.whole("steps_lost")) is not None:
-        restored = closed.whole("restored")
-        found.append(None if restored is None else restored + lost)
-    return max((one for one in found if one is not None), default=None)
+        match line.record:
+            case WorkersExited(progress=progress) if progress.attached:  # else no step is counted
+                found.append(int(progress.step))
+            case VerdictRecord(ranks=views):
+                found += [view.step for view in views]
+            case Recovered():
+                break
+            case _:
+                pass
+    closed = case.last(IncidentClosed)
+    if closed is not None and None not in (closed.record.restored, closed.record.steps_lost):
+        found.append((closed.record.restored or 0) + (closed.record.steps_lost or 0))
+    return max(found, default=None)
 
 
-def _counted_step(progress: str) -> re.Match[str] | None:
-    """A script that does not attach counts no steps: its 0 says nothing."""
-    return None if "attached=False" in progress else _STEP.search(progress)
-
-
-def _restored(case: IncidentLines) -> str:
-    line = case.last("Recovered") or case.last("StartGeneration")
-    return with_commas(line.text("restored", 100)) if line is not None else ""
-
-
-def _steps_lost(step: int | None, restored: str, case: IncidentLines) -> int | None:
-    seen = _STEP.search(restored)
-    if step is None or case.first("StartGeneration") is None:
-        return None
-    if seen is None:
-        return None  # the script goes on from its own checkpoint, or from its beginning
-    return max(step - int(seen[1].replace(",", "") or 0), 0)
+def _restored(case: IncidentLines) -> Version | None:
+    """None also if the script resumes from its own checkpoint, or from its beginning."""
+    recovered, started = case.last(Recovered), case.last(GenerationStartedRecord)
+    if recovered is not None:
+        return recovered.record.restored
+    return started.record.restored if started is not None else None
 
 
 def _generation(case: IncidentLines) -> int | None:
-    line = case.first("StartGeneration", "Generation", "Ballot")
-    found = line.whole("generation") if line is not None else None
-    return found - 1 if found else found
+    """The generation that failed."""
+    for line in case.lines:
+        if isinstance(line.record, GenerationStartedRecord | GenerationChosen | BallotStarted):
+            return max(line.record.generation - 1, 0)
+    return None
 
 
 def _repeated(case: IncidentLines) -> tuple[str, ...]:
-    """The newest word of each node."""
-    newest = {line.node: line.text("text", 400) for line in case.of("RepeatedSteps")}
+    """The newest comparison of each node."""
+    newest = {
+        line.node: clean(line.record.result.text, 400) for line in case.of(RepeatedStepsRecord)
+    }
     if len(set(newest.values())) == 1:
         return tuple(newest.values())[:1]
     return tuple(f"{node}: {text}" for node, text in sorted(newest.items()))
 
 
 def _outcome(case: IncidentLines, moments: IncidentTimes, kind: str) -> str:
-    end = case.first("EndRun")
+    end = case.first(EndRun)
     if end is not None and moments.recovered is None:
-        if failed(end):
-            return f"the run ended with exit code {end.whole('exit_code')}"
-        again = case.last("StartGeneration")
+        if end.record.exit_code:
+            return f"the run ended with exit code {end.record.exit_code}"
+        again = case.last(GenerationStartedRecord)
         if again is None or again.t_s < moments.noticed:
             return "the run ended"
         return f"started again after {duration(again.t_s - moments.began)}, and then all ended well"
-    closed = case.last("IncidentClosed")
     if moments.recovered is not None:
         return f"training again after {duration(_downtime_s(case, moments) or 0.0)}"
-    if closed is not None or slow_kind(kind):
+    if case.last(IncidentClosed) is not None or slow_kind(kind):
         return REPORTED
     return "not over when the journal ends"
 
 
 def _action(case: IncidentLines) -> str:
-    closed = case.last("IncidentClosed")
-    if closed is not None and (listed := texts(closed.fields.get("actions"), most=6)):
-        return ", then ".join(dict.fromkeys(listed))[:80]
-    if closed is not None and closed.text("action"):
-        return closed.text("action", 60)
-    done = dict.fromkeys(line.text("action", 60) for line in case.of("Action"))
+    closed = case.last(IncidentClosed)
+    if closed is not None:
+        return ", then ".join(dict.fromkeys(closed.record.actions[:6]))[:80] or closed.record.action
+    done = dict.fromkeys(line.record.action for line in case.of(ActionTaken))
     if done:
-        return joined([one for one in done if one])
-    return "kill and respawn" if case.first("StartGeneration") is not None else ""
+        return joined(list(done))
+    return "kill and respawn" if case.first(GenerationStartedRecord) is not None else ""
 
 
-def _verified(closed: JournalLine | None) -> tuple[str, ...]:
+def _verified(closed: IncidentClosed | None) -> tuple[str, ...]:
     if closed is None:
         return ()
-    verified = closed.part("verified")
-    words = []
-    if verified.get("progress") is True:
-        words.append("progress was made after it")
-    elif verified.get("progress") is False:
-        words.append("no progress was made after it")
-    if loss := clean(str(verified.get("loss") or ""), 40):
+    progress, loss = closed.verified.progress, closed.verified.loss
+    words = ["progress was made after it" if progress else "no progress was made after it"]
+    if loss:
         words.append("the loss goes on where it was" if loss == "continuous" else f"loss: {loss}")
     return tuple(words)
 
 
-def _event(line: JournalLine) -> TimelineEvent:
-    known = (line.text(name, 300) for name in ("text", "why", "cause"))
-    said = next((one for one in known if one), "")
-    if line.kind == "WorkersExited":
-        said = "; ".join(clean(str(one.get("text") or ""), 120) for one in line.parts("exits")[:6])
-    if line.kind == "Verdict":
-        said = clean(str(line.part("verdict").get("text") or ""), 300)
-    if line.kind == "Action":
-        said = f"{line.text('action', 40)}: {said}"
-    if line.kind == "Transition":
-        said = f"{line.text('old', 20)} to {line.text('new', 20)}: {said}"
-    if line.kind == "Recovered":
-        said = f"generation {line.whole('generation')} from {line.text('restored', 60) or 'start'}"
-    return TimelineEvent(line.t_s, line.node, line.kind, said)
+def _event(line: JournalLine[Record]) -> TimelineEvent:
+    match line.record:
+        case WorkersExited(exits=exits):
+            text = "; ".join(clean(one.text, 120) for one in exits[:6])
+        case ActionTaken(action=action, text=why):
+            text = f"{action}: {why}"
+        case LifecycleChanged(old=old, new=new, text=why):
+            text = f"{old} to {new}: {why}"
+        case Recovered(generation=generation, restored=restored):
+            text = f"generation {generation} from {restored or 'start'}"
+        case record:
+            text = words_of(record)
+    return TimelineEvent(line.t_s, line.node, line.record.kind, clean(text, 300))
+
+
+# --- the sentence -----------------------------------------------------------------------------
+
+_ASIDE = re.compile(r" \((?:pid \d+|the kernel has not run out of memory)\)")
+_HAS_STEP = re.compile(r"\bsteps? \d")
+_RANK_KIND = re.compile(r"\brank \d+\b")
+
+_LONG = 60
+DRILLS = {
+    "out of memory": "oom",
+    "frozen": "stop",
+    "hang in computation": "hang",
+    "hang in communication": "partition",
+    "skipped collective": "collective-skip",
+    "GIL stuck": "gil-hold",
+    "busy loop": "busy-loop",
+    "input-bound": "slow-input",
+    "slow computation": "slow",
+    "slow communication": "slow-link",
+    "numerical anomaly": "nan",
+    "replicas differ": "weight-bitflip",
+    "node lost": "node-loss",
+    "lead lost": "leader-kill",
+    "agent lost": "agent-kill",
+}
+"""By kind of verdict, the fault of `ftrun inject-fault --list` that looks like it."""
+
+BY_NODE = ("partition", "slow-link", "node-loss", "leader-kill", "agent-kill")
+SIGNALS = {"SIGSEGV": "segv", "SIGABRT": "abort", "SIGKILL": "rank-kill", "SIGBUS": "segv"}
+
+
+def sentence_of(facts: IncidentFacts, case: IncidentLines, verdict_text: str) -> IncidentFacts:
+    """The same facts with the sentence and the drill."""
+    what = _what(facts, case, verdict_text)
+    parts = [what, _done(facts, what), _lost(facts)]
+    sentence = "; ".join(part for part in parts if part)
+    drill, note = drill_of(facts, what)
+    return replace(facts, sentence=f"{sentence}.", drill=drill, drill_note=note)
+
+
+def _what(facts: IncidentFacts, case: IncidentLines, verdict_text: str) -> str:
+    if facts.is_planned:
+        return f"the run {clean(words_of(case.lines[0].record), 300) or 'was started again'}"
+    told = verdict_text or _cause(case)
+    told = _ASIDE.sub("", told).strip().rstrip(".") or f"{facts.kind}, cause not known"
+    if facts.nodes and not any(node in told for node in facts.nodes) and len(facts.culprits) == 1:
+        told = _RANK_KIND.sub(lambda seen: f"{seen[0]} on {facts.nodes[0]}", told, count=1)
+    if facts.step is not None and not _HAS_STEP.search(told):
+        head, colon, tail = told.partition(": ")
+        if len(head) > _LONG:
+            told += f" (step {facts.step:,})"
+        else:
+            told = f"{head} at step {facts.step:,}{colon}{tail}"
+    return told
+
+
+def _cause(case: IncidentLines) -> str:
+    if isinstance(case.lines[0].record, MemoryAdopted):
+        return "the agent was lost, and another one took over its memory"
+    for kind in (
+        KillWorkers,
+        NodeLost,
+        GenerationStartedRecord,
+        EndRun,
+        LeaderLost,
+        SuspicionRaised,
+        BallotStarted,
+    ):
+        if (line := case.first(kind)) is not None and (told := words_of(line.record)):
+            return clean(told, 500).partition("\n")[0]
+    exits = [one for line in case.of(WorkersExited) for one in line.record.exits]
+    return exits[0].text if exits else ""
+
+
+def _done(facts: IncidentFacts, what: str) -> str:
+    if facts.recovered_s is None:
+        return facts.outcome
+    whom = f"all {facts.world_size} ranks" if (facts.world_size or 0) > 1 else "it"
+    is_told = "silent for" in what or "no step for" in what
+    noticed = (
+        "" if facts.noticed_s < 0.01 or is_told else f"seen after {duration(facts.noticed_s)}, "
+    )
+    took = duration(facts.recovered_s)
+    return f"{noticed}{whom} started again and training {took} after the fault"
+
+
+def _lost(facts: IncidentFacts) -> str:
+    if facts.recovered_s is None:
+        return ""
+    if facts.steps_lost is not None:
+        again = "no step" if facts.steps_lost == 0 else count(facts.steps_lost, "step")
+        return f"{again} done again, nothing lost"
+    if not facts.restored:
+        return "nothing was restored: the script began at its beginning or at its own checkpoint"
+    return ""
+
+
+def drill_of(facts: IncidentFacts, what: str) -> tuple[str, str]:
+    """The command, and what should be known about it."""
+    kind = DRILLS.get(facts.kind, "")
+    if facts.kind == "crash":
+        named = (fault for signal, fault in SIGNALS.items() if signal in what)
+        kind = next(named, "rank-kill" if "killed" in what else "exception")
+    if not kind:
+        return "", "the catalogue of faults has none that looks like this one"
+    words = ["ftrun", "inject-fault", kind]
+    if kind in BY_NODE:
+        if kind not in ("leader-kill", "agent-kill") or facts.nodes:
+            words += ["--node", facts.nodes[0] if facts.nodes else "NODE"]
+    else:
+        words += ["--rank", str(facts.culprits[0]) if facts.culprits else "RANK"]
+        if facts.step is not None:
+            words += ["--at-step", str(facts.step)]
+    note = "in a run that was started with --allow-faults"
+    if len(facts.culprits) > 1 and kind not in BY_NODE:
+        note += f"; once for each of ranks {joined([str(one) for one in facts.culprits[:8]])}"
+    return shlex.join(words), note

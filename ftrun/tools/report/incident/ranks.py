@@ -8,17 +8,25 @@ What was seen counts: a rank of which nobody has taken a look between the first 
 is "not looked at" there, however likely it is that it waited for the others.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
-from ftrun.cli.screen.text import number, ranks, whole
-from ftrun.tools.report.facts import RankRow, TimelineBar
+from ftrun.cli.screen.text import by_number, clean, duration, ranks
+from ftrun.events import ExitKind, WorkersExited
+from ftrun.monitor.slow.links import DelayTableCell
+from ftrun.monitor.verdicts import ProcessGroupView, RankView
+from ftrun.records.decode import JournalLine
+from ftrun.records.incidents import VerdictRecord
+from ftrun.records.membership import LeaderLost, NodeLost
+from ftrun.records.recovery import Recovered
+from ftrun.records.snapshots import MemoryAdopted
+from ftrun.tools.report.facts import DelayView, RankRow, StackView, TimelineBar
 from ftrun.tools.report.incident.grouping import IncidentLines
 from ftrun.tools.report.incident.timeline import PHASES, IncidentTimes
-from ftrun.tools.report.journal import JournalLine
 
 MAX_ROWS = 20
-_SLOW = ("slow computation", "slow communication", "input-bound", "memory creeping")
+_MAX_FRAMES = 40
+_MAX_NODES = 64
+_SLOW = ("slow computation", "slow communication", "input-bound", "memory growth")
 
 
 def rows_of(
@@ -30,21 +38,12 @@ def rows_of(
     culprits: Sequence[int],
     victims: Sequence[int],
 ) -> list[RankRow]:
-    """One row for ranks that did the same, the culprits' first.
-
-    Args:
-        case: the incident's lines.
-        moments: of it.
-        world: every rank there is.
-        homes: of each rank, its node before and after; empty where it is not known.
-        culprits: ranks of the last verdict, or those that ended by themselves.
-        victims: those that only waited.
-    """
+    """One row for ranks that did the same, the culprits' first; `homes`: node before and after."""
     views = _views(case)
-    deaths = _deaths(case, moments)
+    deaths = {rank: t_s for t_s, rank in reversed(ended_by_themselves(case, moments.acted))}
     # Ranks do not outlive their agent.
-    all_died = moments.began if case.first("adopted") is not None else None
-    by_node = {line.node: line for line in case.of("Recovered")}
+    all_died = moments.began if case.first(MemoryAdopted) is not None else None
+    by_node = {line.node: line for line in case.of(Recovered)}
     length = max(moments.ended - moments.began, 1e-3)
     folded: dict[tuple[object, ...], list[int]] = {}
     shown: dict[tuple[object, ...], tuple[TimelineBar, ...]] = {}
@@ -74,34 +73,31 @@ def _about(at_s: float, length_s: float) -> int:
     return round(at_s / length_s * 12)
 
 
-def _views(case: IncidentLines) -> dict[int, tuple[float, Mapping[str, Any]]]:
-    """When each rank was looked at first, and what was seen."""
-    found: dict[int, tuple[float, Mapping[str, Any]]] = {}
-    for line in case.of("Verdict"):
-        for view in line.parts("ranks"):
-            rank = whole(view.get("rank"))
-            if rank is not None:
-                found.setdefault(rank, (line.t_s, view))
+def _views(case: IncidentLines) -> dict[int, tuple[float, RankView]]:
+    """The first observation of each rank, and its time."""
+    found: dict[int, tuple[float, RankView]] = {}
+    for line in case.of(VerdictRecord):
+        for view in line.record.ranks:
+            found.setdefault(view.rank, (line.t_s, view))
     return found
 
 
-def _deaths(case: IncidentLines, moments: IncidentTimes) -> dict[int, float]:
-    """Ranks that had ended before anybody ended them."""
-    found: dict[int, float] = {}
-    for line in case.of("WorkersExited"):
-        if moments.acted is None or line.t_s <= moments.acted:
-            for one in line.parts("exits"):
-                rank = whole(one.get("rank"))
-                if rank is not None and one.get("kind") != "finished":
-                    found.setdefault(rank, line.t_s)
-    return found
+def ended_by_themselves(case: IncidentLines, acted: float | None) -> list[tuple[float, int]]:
+    """(time, rank) of ranks that had ended before ftrun ended any."""
+    return [
+        (line.t_s, one.rank)
+        for line in case.of(WorkersExited)
+        if acted is None or line.t_s <= acted
+        for one in line.record.exits
+        if one.kind is not ExitKind.FINISHED
+    ]
 
 
 def _before(
     rank: int,
     role: str,
     moments: IncidentTimes,
-    seen: tuple[float, Mapping[str, Any]] | None,
+    seen: tuple[float, RankView] | None,
     died: float | None,
 ) -> list[TimelineBar]:
     """Until the ranks are ended."""
@@ -114,8 +110,7 @@ def _before(
         ]
     if seen is not None:
         at_s, view = seen
-        silent_s = number(view.get("silent_s")) or 0.0
-        last_step = min(max(at_s - silent_s - moments.began, 0.0), end)
+        last_step = min(max(at_s - view.silent_s - moments.began, 0.0), end)
         style, name = _style(view, role)
         return [
             TimelineBar("training", -1e9, last_step, "training"),
@@ -128,32 +123,28 @@ def _before(
     return [TimelineBar("training", -1e9, 0.0, "training"), TimelineBar(name, 0.0, end, style)]
 
 
-def _style(view: Mapping[str, Any], role: str) -> tuple[str, str]:
-    if view.get("is_finished") is True:
+def _style(view: RankView, role: str) -> tuple[str, str]:
+    if view.is_finished:
         return "dead", "finished"
-    if view.get("process") in ("T", "t"):
+    if view.process in ("T", "t"):
         return "hung", "stopped"
-    groups = view.get("groups")
-    waits = [one for one in groups if isinstance(one, dict) and whole(one.get("waits_seq"))] if (
-        isinstance(groups, list)) else []  # fmt: skip
-    if waits and role != "culprit":
+    if view.waiting and role != "culprit":
         return "waiting", "waits in a collective"
-    if waits:
-        return "hung", "in a collective"
-    return "hung", "computing or hung"
+    return "hung", "in a collective" if view.waiting else "computing or hung"
 
 
 def _stop_begins(moments: IncidentTimes) -> float:
-    noticed = moments.slowest.at_mono("noticed_s") if moments.slowest is not None else None
+    slowest = moments.slowest
+    noticed = slowest.at(slowest.record.noticed_s) if slowest is not None else None
     found = [one for one in (moments.acted, noticed) if one is not None]
     return max(min(found, default=moments.ended), moments.began)
 
 
-def _after(line: JournalLine | None, moments: IncidentTimes) -> list[TimelineBar]:
+def _after(line: JournalLine[Recovered] | None, moments: IncidentTimes) -> list[TimelineBar]:
     """From the stop to the first steps."""
     zero = moments.began
     begin = _stop_begins(moments) - zero
-    decided = line.at_mono("decided_s") if line is not None else None
+    decided = line.at(line.record.decided_s) if line is not None else None
     if line is None or decided is None:
         if moments.acted is None:
             return []
@@ -165,7 +156,7 @@ def _after(line: JournalLine | None, moments: IncidentTimes) -> list[TimelineBar
     at = max(decided - zero, begin)
     bars = [TimelineBar("no process", begin, at, "dead")]
     for key, name, style in PHASES:
-        took_s = max(number(line.part("phases_s").get(key)) or 0.0, 0.0)
+        took_s = max((line.record.phases_s or {}).get(key, 0.0), 0.0)
         label = "starting" if style == "starting" else name
         if bars[-1].style == style:
             bars[-1] = TimelineBar(label, bars[-1].begin_s, at + took_s, style)
@@ -205,3 +196,79 @@ def _fewer(rows: list[RankRow]) -> list[RankRow]:
 def slow_kind(kind: str) -> bool:
     """Of a verdict: the ranks go on, only slowly."""
     return kind in _SLOW
+
+
+# --- evidence ---------------------------------------------------------------------------------
+
+
+def stacks_of(
+    judged: VerdictRecord | None,
+    culprits: Sequence[int],
+    victims: Sequence[int],
+    case: IncidentLines,
+) -> Iterable[StackView]:
+    """Stacks of at most two culprits and of one victim; tracebacks of ranks that ended."""
+    views = {one.rank: one for one in (judged.ranks if judged is not None else ())}
+    others = [one for one in (*victims, *views) if one not in culprits]
+    for role, chosen, most in (("culprit", culprits, 2), ("victim", others, 1)):
+        shown = [views[rank] for rank in chosen if rank in views and views[rank].stack]
+        for view in shown[:most]:
+            frames = view.stack[:_MAX_FRAMES]
+            yield StackView(f"rank {view.rank} ({role})", _doing(view), frames, view.place)
+    for line in case.of(WorkersExited)[:1]:
+        for one in line.record.exits[:2]:
+            if one.detail.strip():
+                frames = tuple(one.detail.rstrip().splitlines()[-_MAX_FRAMES:])
+                yield StackView(f"rank {one.rank}: its exception", "", frames)
+
+
+def _doing(view: RankView) -> str:
+    words = [
+        f"at step {view.step:,}",
+        f"silent for {duration(view.silent_s)}",
+        f"uses {view.cpu:.2f} cores",
+        f"process state {view.process}" if view.process else "",
+        "holds the GIL" if view.holds_gil else "",
+        *(f"waits in {_collective(group)}" for group in view.groups[:3] if group.waits_seq),
+    ]
+    return ", ".join(one for one in words if one)
+
+
+def _collective(group: ProcessGroupView) -> str:
+    """`all_reduce #41,207 of group default_pg`."""
+    call, name = group.call(group.waits_seq), clean(group.desc or group.name, 60)
+    text = f"{call.op if call is not None else 'collective'} #{group.waits_seq:,}"
+    return f"{text} of group {name}" if name else text
+
+
+def delays_of(case: IncidentLines) -> DelayView | None:
+    """The newest matrix of a verdict."""
+    with_matrix = [one.record for one in case.of(VerdictRecord) if one.record.matrix]
+    return _matrix(with_matrix[-1].matrix[: _MAX_NODES**2]) if with_matrix else None
+
+
+def _matrix(cells: Sequence[DelayTableCell]) -> DelayView:
+    known = {name for one in cells for name in (one.sender, one.receiver)}
+    names = sorted(known, key=by_number)[:_MAX_NODES]
+    per_mb = any(one.s_per_mb is not None for one in cells)
+    at = {name: index for index, name in enumerate(names)}
+    table: list[list[float | None]] = [[None] * len(names) for _ in names]
+    hot = []
+    for one in cells:
+        if one.sender in at and one.receiver in at:
+            place = (at[one.sender], at[one.receiver])
+            table[place[0]][place[1]] = one.s_per_mb if per_mb else one.rtt_s
+            hot += [place] if one.is_hot else []
+    shown = tuple(clean(name, 30) for name in names)
+    title = "time per megabyte" if per_mb else "round trip"
+    return DelayView(shown, shown, tuple(tuple(row) for row in table), title, tuple(hot))
+
+
+def evidence_of(case: IncidentLines, acted: float | None) -> Iterable[str]:
+    """What the journal says without a verdict; ends that ftrun itself caused say nothing."""
+    exits = [line for line in case.of(WorkersExited) if acted is None or line.t_s <= acted]
+    for line in exits[:1]:
+        yield from (f"{one.text}: as the kernel reports it" for one in line.record.exits[:8])
+    yield from (line.record.text for line in case.of(NodeLost, LeaderLost)[:4])
+    if case.first(MemoryAdopted) is not None:
+        yield "an agent found memory of an earlier one whose run had not ended"

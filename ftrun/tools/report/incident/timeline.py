@@ -8,13 +8,25 @@ Every time is one that the journal holds. A phase that no line tells of has no b
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ftrun.cli.screen.text import number, numbers, size, whole, with_commas
+from ftrun.cli.screen.text import clean, size, with_commas
+from ftrun.events import WorkersExited
+from ftrun.records.decode import JournalLine
+from ftrun.records.incidents import ActionTaken, IncidentClosed, SuspicionRaised, VerdictRecord
+from ftrun.records.membership import LeaderLost, NodeLost, RunPaused
+from ftrun.records.recovery import (
+    DowntimeRecord,
+    EndRun,
+    GenerationStartedRecord,
+    KillWorkers,
+    Recovered,
+)
+from ftrun.records.snapshots import MemoryAdopted, SmpRestoreSource
 from ftrun.tools.report.facts import RESTARTS, TimelineBar
 from ftrun.tools.report.incident.grouping import IncidentLines
-from ftrun.tools.report.journal import JournalLine, first_step_at
+from ftrun.tools.report.journal import first_step_at
 
 _SILENT = re.compile(r"silent for ([\d.]+) s")
 _FETCHED = re.compile(r"fetched (\d+) bytes in ([\d.]+) s")
@@ -42,8 +54,8 @@ class IncidentTimes:
     """Known to be a failure."""
     acted: float | None
     """Ranks are ended."""
-    slowest: JournalLine | None
-    """The `Recovered` line of the node that was last."""
+    slowest: JournalLine[Recovered] | None
+    """The line of the node that was last."""
     recovered: float | None
     """Every rank has made its first step."""
     ended: float
@@ -52,27 +64,27 @@ class IncidentTimes:
 
 def moments_of(case: IncidentLines) -> IncidentTimes:
     first = case.lines[0].t_s
-    down = case.last("Downtime")
-    acts = [one for one in case.of("Action") if one.text("action") in RESTARTS]
-    kill = case.first("KillWorkers")
-    acted = min((one.t_s for one in (*acts[:1], *((kill,) if kill else ()))), default=None)
-    suspected = case.first("Suspected")
+    down = case.of(DowntimeRecord)
+    acts = [one.t_s for one in case.of(ActionTaken) if one.record.action in RESTARTS]
+    kills = [one.t_s for one in case.of(KillWorkers)]
+    acted = min((*acts[:1], *kills[:1]), default=None)
+    suspected = case.first(SuspicionRaised)
     judged = _judged(case, acted)
-    exits = case.first("WorkersExited", "NodeLost", "LeadLost")
+    exits = case.first(WorkersExited, NodeLost, LeaderLost)
     told = [one.t_s for one in (suspected, judged) if one is not None]
     seen = exits.t_s if exits is not None and (acted is None or exits.t_s <= acted) else None
     noticed = min((one for one in (seen, judged.t_s if judged else None) if one is not None),
                   default=min(told, default=first))  # fmt: skip
     began = min([first, noticed, *_first_signs(case, suspected, judged)])
-    slowest, recovered = _slowest(case.of("Recovered"))
-    read = slowest.at_mono("noticed_s") if slowest is not None else None
+    slowest, recovered = _slowest(case.of(Recovered))
+    read = slowest.at(slowest.record.noticed_s) if slowest is not None else None
     if read is not None and read < noticed < read + 1.0:
         # The clock was read a moment before the line was written.
         noticed, began = read, min(began, read)
-    if down is not None and down.at_mono("fault_s") is not None:
-        began = first_fault = case.of("Downtime")[0].at_mono("fault_s") or began
-        noticed = first_fault + (down.number("detection_s") or 0.0)
-        recovered = down.at_mono("stepped_s") or recovered
+    if down and down[-1].at(down[-1].record.fault_s) is not None:
+        began = first_fault = down[0].at(down[0].record.fault_s) or began
+        noticed = first_fault + (down[-1].record.detection_s or 0.0)
+        recovered = down[-1].at(down[-1].record.stepped_s) or recovered
     else:
         recovered = recovered or _by_closing(case)
     return IncidentTimes(
@@ -88,47 +100,48 @@ def moments_of(case: IncidentLines) -> IncidentTimes:
 
 
 def _by_closing(case: IncidentLines) -> float | None:
-    """When training went on, by a journal that has no line for it."""
-    closed, verdict = case.first("IncidentClosed"), case.first("Verdict")
-    took_s = closed.number("recovered_s") if closed is not None else None
+    """When training continued, if the line of its first step is missing."""
+    closed, verdict = case.first(IncidentClosed), case.first(VerdictRecord)
+    took_s = closed.record.recovered_s if closed is not None else None
     return None if took_s is None or verdict is None else verdict.t_s + took_s
 
 
-def _judged(case: IncidentLines, acted: float | None) -> JournalLine | None:
-    verdicts = case.of("Verdict")
+def _judged(case: IncidentLines, acted: float | None) -> JournalLine[VerdictRecord] | None:
+    verdicts = case.of(VerdictRecord)
     before = [one for one in verdicts if acted is None or one.t_s <= acted + 1e-3]
     return before[-1] if before else next(iter(verdicts), None)
 
 
 def _first_signs(
-    case: IncidentLines, suspected: JournalLine | None, judged: JournalLine | None
+    case: IncidentLines,
+    suspected: JournalLine[SuspicionRaised] | None,
+    judged: JournalLine[VerdictRecord] | None,
 ) -> Iterable[float]:
-    """Times at which the fault showed first, by what was told later."""
-    closed = case.first("IncidentClosed")
-    verdict = case.first("Verdict")
-    if closed is not None and verdict is not None and closed.number("detected_s") is not None:
-        yield verdict.t_s - (closed.number("detected_s") or 0.0)
+    """Times at which the fault showed first, by what was reported later."""
+    closed, verdict = case.first(IncidentClosed), case.first(VerdictRecord)
+    if closed is not None and verdict is not None and closed.record.detected_s is not None:
+        yield verdict.t_s - closed.record.detected_s
     if suspected is not None:
-        yield suspected.t_s - (suspected.number("silent_s") or 0.0)
-    for line in case.of("NodeLost"):
-        if found := _SILENT.search(line.text("text")):
-            yield line.t_s - (number(float(found[1])) or 0.0)
+        yield suspected.t_s - suspected.record.silent_s
+    for line in case.of(NodeLost):
+        if found := _SILENT.search(line.record.text):
+            yield line.t_s - float(found[1])
     if judged is not None and suspected is None:
-        culprits = numbers(judged.part("verdict").get("culprits"))
-        silent = (number(one.get("silent_s")) for one in judged.parts("ranks")
-                  if whole(one.get("rank")) in culprits)  # fmt: skip
-        yield from (judged.t_s - one for one in silent if one is not None)
+        culprits = judged.record.verdict.culprits
+        yield from (judged.t_s - one.silent_s for one in judged.record.ranks
+                    if one.rank in culprits)  # fmt: skip
 
 
-def _slowest(recovered: list[JournalLine]) -> tuple[JournalLine | None, float | None]:
-    """The `Recovered` line of the node whose first step was last, and when that was."""
-    found: tuple[JournalLine | None, float | None] = (None, None)
-    for line in recovered:
-        at = first_step_at(line)
-        done = line.t_s if at is None else at
-        if found[1] is None or done > found[1]:
-            found = (line, done)
-    return found
+def _slowest(
+    recovered: Sequence[JournalLine[Recovered]],
+) -> tuple[JournalLine[Recovered] | None, float | None]:
+    """The line of the node whose first step was last, and when that was."""
+    found = [(at if (at := first_step_at(line)) is not None else line.t_s, line)
+             for line in recovered]  # fmt: skip
+    if not found:
+        return None, None
+    done, line = max(found, key=lambda one: one[0])
+    return line, done
 
 
 def bars_of(case: IncidentLines, moments: IncidentTimes) -> list[TimelineBar]:
@@ -146,11 +159,12 @@ def bars_of(case: IncidentLines, moments: IncidentTimes) -> list[TimelineBar]:
     if suspected is not None and moments.judged is not None:
         add("diagnose", suspected, moments.judged, "hung", "stacks and collectives are read")
     if moments.acted is not None and moments.judged is not None:
-        stopping = moments.slowest.at_mono("noticed_s") if moments.slowest is not None else None
+        slowest = moments.slowest
+        stopping = slowest.at(slowest.record.noticed_s) if slowest is not None else None
         end = moments.acted if stopping is None else min(moments.acted, stopping)
         add("decide to act", moments.judged, end, "hung", _why_acted(case))
-    if (paused := case.first("Paused")) is not None:
-        start = next((one for one in case.of("StartGeneration", "EndRun")
+    if (paused := case.first(RunPaused)) is not None:
+        start = next((one for one in case.of(GenerationStartedRecord, EndRun)
                       if one.t_s > paused.t_s), None)  # fmt: skip
         add("PAUSED", paused.t_s, start.t_s if start else moments.ended, "waiting", "too few nodes")
     if moments.slowest is None:
@@ -158,39 +172,37 @@ def bars_of(case: IncidentLines, moments: IncidentTimes) -> list[TimelineBar]:
             add("not recovered", moments.acted, moments.ended, "dead")
         return found
     _restart(case, moments.slowest, moments, add)
-    for line in case.of("smp_restore"):
-        if seen := _FETCHED.search(line.text("why")):
-            num_bytes, took_s = int(seen[1][:15]), number(float(seen[2])) or 0.0
+    for line in case.of(SmpRestoreSource):
+        if seen := _FETCHED.search(line.record.reason):
+            num_bytes, took_s = int(seen[1][:15]), float(seen[2])
             rate = f", {size(num_bytes / took_s)}/s" if took_s > 0 else ""
-            sources = line.fields.get("nodes")
-            whom = ", ".join(str(one) for one in sources) if isinstance(sources, list) else ""
-            note = f"{size(num_bytes)}{rate}{f', from {whom}' if whom else ''}"
+            sources = ", ".join(line.record.nodes)
+            note = f"{size(num_bytes)}{rate}{f', from {sources}' if sources else ''}"
             add(f"fetch on {line.node}" if line.node else "fetch", line.t_s - took_s, line.t_s,
                 "restoring", note)  # fmt: skip
     return sorted(found, key=lambda bar: bar.begin_s)
 
 
 def _restart(
-    case: IncidentLines, line: JournalLine, moments: IncidentTimes, add: Callable[..., None]
+    case: IncidentLines,
+    line: JournalLine[Recovered],
+    moments: IncidentTimes,
+    add: Callable[..., None],
 ) -> None:
     where = f"slowest on {line.node}" if line.node else ""
-    is_new_agent = case.first("adopted") is not None
-    noticed, stopped = line.at_mono("noticed_s"), line.at_mono("stopped_s")
-    decided = line.at_mono("decided_s")
+    record = line.record
+    is_new_agent = case.first(MemoryAdopted) is not None
+    noticed, stopped = line.at(record.noticed_s), line.at(record.stopped_s)
+    decided = line.at(record.decided_s)
     if noticed is not None and moments.noticed < noticed - 0.5 and moments.judged is None:
         add("another agent starts" if is_new_agent else "an attempt that failed", moments.noticed,
             noticed, "dead")  # fmt: skip
     add("stop the ranks", noticed, stopped, "dead", "SIGKILL, and each end is waited for")
-    add(
-        "agree, choose what to restore",
-        stopped,
-        decided,
-        "dead",
-        with_commas(line.text("restored", 100)),
-    )
-    at, phases = decided, line.part("phases_s")
+    restored = with_commas(str(record.restored or ""))
+    add("agree, choose what to restore", stopped, decided, "dead", restored)
+    at = decided
     for key, name, style in PHASES:
-        took_s = number(phases.get(key))
+        took_s = (record.phases_s or {}).get(key)
         if at is None or took_s is None:
             return
         add(name, at, at + max(took_s, 0.0), style, where)
@@ -199,22 +211,23 @@ def _restart(
 
 
 def _how_noticed(case: IncidentLines) -> str:
-    if case.first("Suspected") is not None:
-        return "no step for so long"
-    match case.first("WorkersExited", "NodeLost", "LeadLost", "Verdict"):
-        case JournalLine(kind="NodeLost", fields=fields) if "silent" in str(fields.get("text")):
+    if case.first(SuspicionRaised) is not None:
+        return "no step within the limit"
+    first = case.first(WorkersExited, NodeLost, LeaderLost, VerdictRecord)
+    match first.record if first is not None else None:
+        case NodeLost(text=text) if "silent" in text:
             return "no heartbeat of the node"
-        case JournalLine(kind="WorkersExited"):
-            return "the kernel tells at once when a process ends"
-        case JournalLine(kind="NodeLost" | "LeadLost"):
+        case WorkersExited():
+            return "the kernel reports at once when a process ends"
+        case NodeLost() | LeaderLost():
             return "the connection was closed or refused"
         case _:
             return ""
 
 
 def _why_acted(case: IncidentLines) -> str:
-    action = next((one for one in case.of("Action") if one.text("action") in RESTARTS), None)
-    verdict = case.last("Verdict")
-    told = action.text("why", 120) if action is not None else ""
-    is_told = verdict is not None and verdict.text("text", 40)[:40] in told
+    actions = [one.record for one in case.of(ActionTaken) if one.record.action in RESTARTS]
+    told = clean(actions[0].text, 120) if actions else ""
+    verdict = case.last(VerdictRecord)
+    is_told = verdict is not None and verdict.record.text[:40] in told
     return "" if is_told else told

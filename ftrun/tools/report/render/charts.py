@@ -206,13 +206,19 @@ def progress(facts: RunFacts) -> Markup | None:
         drawing.line(left, y, WIDTH - _EDGE, y, "grid")
         drawing.text(left - 8, y + 4, f"{index * scale:,.0f}", "tick", "end")
     drawing.text(left - 8, top - 10, "step", "tick", "end")
-    xs = [axis.spans(t - begin, t - begin)[0][0] for t, _ in points]
+
+    def x_of(t_s: float) -> float:
+        """A fault may have begun before the first line of the journal."""
+        at_s = max(t_s - begin, 0.0)
+        return axis.spans(at_s, at_s)[0][0]
+
+    xs = [x_of(t) for t, _ in points]
     line = [(x, bottom - (bottom - top) * step / max(most, 1))
             for x, (_, step) in zip(xs, points, strict=True)]  # fmt: skip
     drawing.path(line, "curve")
     last_x = -1e9
     for at, label in facts.marks[:300]:
-        x = axis.spans(at - begin, at - begin)[0][0]
+        x = x_of(at)
         drawing.line(x, top - 4, x, bottom, "mark")
         if x - last_x > width_of(label) + 12:
             drawing.text(x, top - 9, label, "mark-label", "middle")

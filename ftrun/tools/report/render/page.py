@@ -40,10 +40,7 @@ _SHARES = (1.0, 0.5, 0.2, 0.05)
 
 
 def picture_style() -> str:
-    """The pages' rules for a picture that is a file of its own.
-
-    In light colours that are written out: not every program that shows SVG knows variables.
-    """
+    """The style of a picture in its own file, without variables, which some viewers lack."""
     text = (_TEMPLATES / "report.css").read_text(encoding="utf-8")
     colours = dict(re.findall(r"--([\w-]+):([^;}]+)", text.partition("}")[0]))
     screen = text.partition("@media print")[0]
@@ -60,14 +57,7 @@ RUN_NAME = "report.html"
 
 
 def run_page(run: RunFacts, *, source: str, made_t_s: float, links: bool = True) -> str:
-    """The page of a whole run.
-
-    Args:
-        run: what it is about.
-        source: where that was read.
-        made_t_s: now, as wall time.
-        links: the pages of its incidents lie beside it.
-    """
+    """`links`: the pages of the incidents are in the same folder."""
 
     def values(share: float) -> dict[str, Any]:
         return {
@@ -75,7 +65,7 @@ def run_page(run: RunFacts, *, source: str, made_t_s: float, links: bool = True)
             "links": links,
             "shares": shares(run),
             "progress": progress(run),
-            "has_pulses": not any("Pulse" in note for note in run.notes),
+            "has_pulses": not any("progress lines" in note for note in run.notes),
             "shown": run.incidents[-max(int(200 * share), 5) :],
             "nodes": _telling(run.nodes, max(int(100 * share), 10)),
             "href_of": incident_name,

@@ -64,11 +64,7 @@ class Drawing:
         )
 
     def markup(self, style_sheet: str = "") -> Markup:
-        """The picture.
-
-        Args:
-            style_sheet: for one that is a file of its own; on a page the page's holds.
-        """
+        """`style_sheet` is for a file of its own; a page has one already."""
         width, height = self._size
         style = Markup("<style>{}</style>").format(style_sheet) if style_sheet else Markup("")
         head = Markup(

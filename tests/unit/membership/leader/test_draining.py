@@ -73,13 +73,13 @@ def test_a_spare_takes_the_ranks_of_a_node_that_leaves_and_no_step_is_lost() -> 
     at = at_boundary(made, "abc", "b")
     made.passes(0.5)
     assert made.running() == {"a": 1, "c": 1, "d": 1}
-    assert made.plan("a").why == "node b asked to leave"
+    assert made.plan("a").why == "draining b"
     assert made.plan("a").restore == at
     assert ends(made, "b") == [], "what it holds is needed"
     protected_again(made, "adc", at)
     assert ends(made, "b") == [(TERMINATED, True)]
-    assert notes(made, "a", "Leaving") == ["asked to leave: b; the run continues without them"]
-    assert notes(made, "a", "Unfit") == ["node b may not run ranks: it was asked to leave"]
+    assert notes(made, "a", "nodes_draining") == ["draining b; the run continues without them"]
+    assert notes(made, "a", "node_unfit") == ["node b may not run ranks: it is draining"]
     made.kill("b")
     made.passes(5.0)
     assert made.running() == {"a": 1, "c": 1, "d": 1}
@@ -103,7 +103,7 @@ def test_where_every_node_is_asked_the_run_stops_at_once() -> None:
         works(made, 7, one, exits=(exited(rank, ExitKind.FINISHED, 0),))
     made.passes(1.0)
     assert ends(made, "abcd") == [(TERMINATED, False)] * 4
-    assert notes(made, "a", "Leaving") == []
+    assert notes(made, "a", "nodes_draining") == []
 
 
 def test_where_too_few_would_be_left_the_run_stops_at_once() -> None:
@@ -112,7 +112,7 @@ def test_where_too_few_would_be_left_the_run_stops_at_once() -> None:
     ask(made, "c")
     made.passes(0.5)
     (asked,) = made["a"].told(RequestFinalSnapshot)
-    assert asked.why == "asked to leave: c; 2 of at least 3 nodes stay"
+    assert asked.reason == "draining c would leave 2 of at least 3 nodes"
     works(made, asked.after_step, at_boundary=True)
     assert made["b"].told(SignalWorkers)
 
@@ -144,7 +144,7 @@ def test_of_two_voters_the_one_that_stays_decides_alone_afterwards() -> None:
 
 
 def goes_on_alone(made: Agents) -> VersionPair:
-    """Of a and b, b is asked to leave: a has a generation of its own, which starts from this."""
+    """Of a and b, b is draining a has a generation of its own, which starts from this."""
     works(made, 5, "ab")
     ask(made, "b")
     made.passes(NOTICE_S + 0.5)
@@ -216,8 +216,8 @@ def test_a_lead_that_would_leave_too_few_to_decide_stops_the_run() -> None:
     works(made, 5, "ab")
     ask(made, "a")
     made.passes(0.5)
-    assert made["b"].told(RequestFinalSnapshot)[0].why == (
-        "asked to leave: a; 1 of 2 that decide would stay"
+    assert made["b"].told(RequestFinalSnapshot)[0].reason == (
+        "draining a would leave 1 of 2 voters"
     )
     works(made, 9, "ab", at_boundary=True)
     assert made["b"].told(SignalWorkers)
@@ -300,8 +300,8 @@ def test_notices_that_keep_coming_are_those_of_a_job_that_is_deleted() -> None:
         made.passes(NOTICE_S - 0.25)
     assert set(made.running().values()) == {0}
     assert 6 * (NOTICE_S - 0.25) > LIMIT_S
-    (why,) = {told.why for told in made["a"].told(RequestFinalSnapshot)}
-    assert why == "one node after the other is asked to stop"
+    (why,) = {told.reason for told in made["a"].told(RequestFinalSnapshot)}
+    assert why == "the nodes receive SIGTERM one after the other"
     works(made, 99, "abcdefghijkl", at_boundary=True)
     assert made["b"].told(SignalWorkers)
 
@@ -405,7 +405,7 @@ def test_who_is_lost_need_not_be_asked() -> None:
     made.kill("b")
     made.passes(NOTICE_S + 1.0)
     assert set(made.running()) == set("acd")
-    assert notes(made, "a", "Leaving") == []
+    assert notes(made, "a", "nodes_draining") == []
 
 
 def test_a_paused_run_whose_last_nodes_are_asked_ends() -> None:
@@ -433,12 +433,12 @@ def test_growth_that_is_under_way_gives_way_to_a_departure() -> None:
     works(made, 5)
     made.start("d")
     made.passes(6.0)
-    assert made["a"].told(RequestFinalSnapshot)[0].why == "grows from 3 to 4 nodes"
+    assert made["a"].told(RequestFinalSnapshot)[0].reason == "grows from 3 to 4 nodes"
     ask(made, "c")
     made.passes(NOTICE_S + 0.5)
     at = at_boundary(made, "abc", "c")
     made.passes(0.5)
-    assert made.plan("a").why == "node c asked to leave"
+    assert made.plan("a").why == "draining c"
     assert made.plan("a").restore == at
     assert set(made.running()) == set("abd")
 

@@ -50,7 +50,7 @@ def with_spares(node_ids: str = "abcd", **changes: object) -> Agents:
 
 
 def notes(made: Agents, node_id: str, kind: str) -> list[str]:
-    return [one.text for one in made[node_id].told(JournalEntry) if one.kind == kind]
+    return [one.record.text for one in made[node_id].told(JournalEntry) if one.record.kind == kind]
 
 
 def works(made: Agents, step: int, node_ids: Iterable[str] = "abc", **changes: object) -> None:
@@ -85,7 +85,7 @@ def test_a_spare_takes_the_place_of_a_dead_node_at_once() -> None:
     made.passes(0.25)
     assert made.running() == {"a": 1, "c": 1, "d": 1}
     assert [node.node_id for node in made.plan("a").members] == ["a", "d", "c"]
-    assert notes(made, "a", "NodeLost") == ["node b is lost: the connection is refused"]
+    assert notes(made, "a", "node_lost") == ["node b is lost: the connection is refused"]
 
 
 def test_a_silent_node_is_lost_after_the_deadline() -> None:
@@ -95,7 +95,7 @@ def test_a_silent_node_is_lost_after_the_deadline() -> None:
     assert set(made.running().values()) == {0}
     made.passes(4.0)
     assert [made[one].runs for one in "acd"] == [1, 1, 1]
-    assert "silent for" in notes(made, "a", "NodeLost")[0]
+    assert "no heartbeat for" in notes(made, "a", "node_lost")[0]
 
 
 def test_the_loss_of_a_spare_is_no_reason_for_a_new_generation() -> None:
@@ -103,7 +103,7 @@ def test_the_loss_of_a_spare_is_no_reason_for_a_new_generation() -> None:
     made.kill("d")
     made.passes(5.0)
     assert made.running() == {"a": 0, "b": 0, "c": 0}
-    assert len(notes(made, "a", "NodeLost")) == 1
+    assert len(notes(made, "a", "node_lost")) == 1
 
 
 def test_a_member_whose_agent_was_started_again_is_lost_and_comes_back() -> None:
@@ -134,7 +134,7 @@ def test_a_node_that_is_back_is_taken_in_at_a_step_boundary() -> None:
     works(made, 7, "ab")
     made.passes(8.0)
     (asked,) = made["a"].told(RequestFinalSnapshot)
-    assert asked.why == "grows from 2 to 3 nodes"
+    assert asked.reason == "grows from 2 to 3 nodes"
     hold(made, asked.after_step, "ab", generation=1)
     works(made, asked.after_step, "ab", at_boundary=True, ready=(1, asked.after_step))
     made.passes(2.0)
@@ -165,7 +165,7 @@ def test_another_process_of_a_member_that_joins_takes_its_place() -> None:
     made.happens("a", ConnectionOpened("z", 1))
     join = Join(card("c", 2), "2:3+0")
     made.happens("a", MessageReceived("c", join))
-    assert notes(made, "a", "NodeLost") == ["node c is lost: its agent was started again"]
+    assert notes(made, "a", "node_lost") == ["node c is lost: its agent was restarted"]
 
 
 def test_a_run_that_is_about_to_begin_gives_way_to_one_that_a_newcomer_knows() -> None:
@@ -179,7 +179,7 @@ def test_a_run_that_is_about_to_begin_gives_way_to_one_that_a_newcomer_knows() -
     made.happens("a", ConnectionOpened("z", 1))
     made.happens("a", MessageReceived("z", Join(card("z"), "1:2+0", knows=5)))
     assert lead.ballot.generation == 6
-    assert notes(made, "a", "Ballot")[-1] == "node z knows of a run"
+    assert notes(made, "a", "ballot_started")[-1] == "node z has the plan of a run"
 
 
 def test_a_connection_of_who_has_not_joined_or_is_lost_is_not_missed() -> None:
@@ -188,7 +188,7 @@ def test_a_connection_of_who_has_not_joined_or_is_lost_is_not_missed() -> None:
     assert made.answers("a", ConnectionClosed("z")) == []
     made.cut("c")
     made.passes(6.0)
-    assert notes(made, "a", "NodeLost")
+    assert notes(made, "a", "node_lost")
     assert made.answers("a", ConnectionClosed("c")) == []
 
 
@@ -266,7 +266,7 @@ def test_a_spare_takes_over_from_all_before_it_and_waits_for_one_that_ran() -> N
     made.kill("a", "b", "c", "d")
     made.passes(8.0)
     assert made.lead() == "e"
-    assert "no node is here that ran generation 0" in notes(made, "e", "Paused")[0]
+    assert "no present node has the memory of generation 0" in notes(made, "e", "run_paused")[0]
     made.all["c"] = c
     made.start_again("c")
     made.passes(20.0)
@@ -282,8 +282,8 @@ def test_a_member_that_is_slow_to_get_ready_is_waited_for_by_name() -> None:
     )
     made.passes(40.0)
     assert made["a"].runs == -1
-    (said,) = notes(made, "a", "Waiting")
-    assert "generation 1 waits for c to get ready" in said
+    (said,) = notes(made, "a", "waiting_for_nodes")
+    assert "generation 1 waits for c, which may be reading a checkpoint" in said
     made.happens("c", GenerationInstalled(1, None))
     made.passes(1.0)
     assert made.running() == {"a": 1, "b": 1, "c": 1}
@@ -309,8 +309,8 @@ def test_a_lead_that_may_be_replaced_for_long_begins_a_ballot() -> None:
     made.cut("a")
     made.passes(12.0)
     assert made["a"].runs == -1
-    assert "too few of the 3 nodes that decide" in notes(made, "a", "Paused")[0]
-    assert "no node is here that ran generation 0" in notes(made, "b", "Paused")[0]
+    assert "too few of the voters (3 nodes)" in notes(made, "a", "run_paused")[0]
+    assert "no present node has the memory of generation 0" in notes(made, "b", "run_paused")[0]
     made.heal()
     made.passes(30.0)
     assert made.lead()
@@ -333,8 +333,8 @@ def test_a_run_of_too_few_voters_pauses_and_says_who_is_missing() -> None:
     made.cut("c")
     made.passes(10.0)
     assert made["a"].runs == -1
-    (text,) = notes(made, "a", "Paused")
-    assert "too few of the 3 nodes that decide are here; missing: b, c" in text
+    (text,) = notes(made, "a", "run_paused")
+    assert "too few of the voters (3 nodes) are present; missing: b, c" in text
     made.heal()
     made.passes(20.0)
     assert set(made.running()) == set("abc")
@@ -362,19 +362,19 @@ def test_a_pause_ends_the_run_after_its_limit() -> None:
     made.passes(2.0)
     end = made["a"].told(EndRun)[0]
     assert end.exit_code == ExitCode.NOT_ENOUGH_NODES
-    assert "too few of the 2 nodes that decide are here; missing: c, for 20 s" in end.why
+    assert "too few of the voters (2 nodes) are present; missing: c, for 20 s" in end.reason
 
 
 def test_fewer_nodes_than_the_run_may_have_pause_it() -> None:
     made = begun("abc", wishes=ClusterSize(3, 3, 0))
     made.kill("c")
     made.passes(3.0)
-    assert "2 of at least 3 nodes are here" in notes(made, "a", "Paused")[0]
+    assert "2 of at least 3 nodes are present" in notes(made, "a", "run_paused")[0]
 
 
 def test_two_nodes_without_a_spare_are_warned() -> None:
-    assert "two nodes and no spare" in notes(begun("ab"), "a", "TwoVoters")[0]
-    assert notes(begun("abc"), "a", "TwoVoters") == []
+    assert "two nodes and no spare" in notes(begun("ab"), "a", "two_voters_warning")[0]
+    assert notes(begun("abc"), "a", "two_voters_warning") == []
 
 
 # --- the state of the run ---------------------------------------------------------------------
@@ -398,7 +398,7 @@ def test_where_the_commit_cannot_be_had_the_run_waits_for_those_who_may_hold_it(
         made.kill(one)
     made.passes(5.0)
     assert made["a"].runs == -1
-    assert "d, e may hold it, and cannot be reached" in notes(made, "a", "Paused")[-1]
+    assert "d, e may hold it and cannot be reached" in notes(made, "a", "run_paused")[-1]
     made.all["e"] = lost["e"]
     made.start_again("e")
     made.passes(30.0)
@@ -445,7 +445,7 @@ def test_an_exception_waits_for_a_node_that_is_not_heard_just_now() -> None:
     assert made.running() == {"a": 0, "b": 0, "c": 0}
     made.passes(4.0)
     assert made.plan("a").generation == 1
-    assert made.plan("a").why.startswith("node c is lost: silent for")
+    assert made.plan("a").why.startswith("node c is lost: no heartbeat for")
 
 
 def test_an_exception_before_the_first_step_ends_the_run_everywhere() -> None:
@@ -456,7 +456,7 @@ def test_an_exception_before_the_first_step_ends_the_run_everywhere() -> None:
     made.passes(2.0)
     for one in "abc":
         (end,) = made[one].told(EndRun)
-        assert (end.exit_code, end.why) == (3, "rank 1: exception")
+        assert (end.exit_code, end.reason) == (3, "rank 1: exception")
     # The others end at once; the lead waits until they have heard of it, its ranks do not.
     assert made["a"].told(KillWorkers) == [KillWorkers("rank 1: exception")]
 
@@ -490,7 +490,7 @@ def test_the_lead_does_not_wait_for_ever_for_those_who_do_not_hear_the_end() -> 
     assert made["b"].told(EndRun)
     made.kill("b")
     made.passes(0.5)
-    assert notes(made, "a", "NodeLost") == [], "it has gone because it was told to"
+    assert notes(made, "a", "node_lost") == [], "it has gone because it was told to"
     made.passes(8.0)
     assert made["a"].told(EndRun)
 
@@ -516,7 +516,7 @@ def finished_without_d() -> Agents:
     works(made, 5)
     made.cut("d")
     made.passes(5.0)
-    assert "silent" in notes(made, "a", "NodeLost")[0]
+    assert "no heartbeat" in notes(made, "a", "node_lost")[0]
     for rank, one in enumerate("abc"):
         works(made, 7, one, exits=(exited(rank, ExitKind.FINISHED, 0),))
     made.passes(1.0)
@@ -595,8 +595,11 @@ def test_a_checkpoint_that_too_few_nodes_can_read_ends_the_run(by: str) -> None:
     made.passes(10.0)
     (end,) = made["a"].told(EndRun)
     assert end.exit_code == ExitCode.STATE_LOST
-    wanted = {"problem": "b: /saved: stale handle", "difference": "do not read the same checkpoint"}
-    assert wanted[by] in end.why
+    wanted = {
+        "problem": "b: /saved: stale handle",
+        "difference": "have loaded different checkpoints",
+    }
+    assert wanted[by] in end.reason
 
 
 @pytest.mark.parametrize(
@@ -612,7 +615,7 @@ def test_the_run_continues_without_a_node_that_alone_can_read_no_checkpoint(
     plan = made["a"].told(StartRanks)[-1].plan
     assert [node.node_id for node in plan.members] == ["a", "c"]
     assert [card.node_id for card in plan.spares] == ["b"]
-    (text,) = [text for text in notes(made, "a", "Unfit") if "stale handle" in text]
+    (text,) = [text for text in notes(made, "a", "node_unfit") if "stale handle" in text]
     assert text.startswith("node b may not run ranks for an hour: it cannot load the checkpoint")
 
 
@@ -709,7 +712,7 @@ def test_an_agent_that_comes_back_when_nobody_is_left_ends_after_a_minute() -> N
     made.passes(15.0)
     (end,) = again.told(EndRun)
     assert end.exit_code == ExitCode.TRY_AGAIN
-    assert "nobody of this run is left" in end.why
+    assert "no other node of this run is left" in end.reason
 
 
 def test_who_has_been_with_the_others_waits_for_them() -> None:

@@ -2,13 +2,14 @@
 
 from ftrun.errors import ExitCode
 from ftrun.membership.leader.pausing import GONE_S, PUT_OFF_S, NodeWait
+from ftrun.records.membership import RunPaused
 from ftrun.recovery.commands import EndRun, JournalEntry
 
 
 def test_it_says_what_is_missing_and_says_it_again_where_that_is_news() -> None:
     made = NodeWait(100.0)
     assert made.begin("b is missing", now_s=0.0) == [
-        JournalEntry("Paused", "PAUSED: b is missing; gives up after 100 s", {}, say=True)
+        JournalEntry(RunPaused("PAUSED: b is missing; gives up after 100 s"), say=True)
     ]
     assert made.begin("b is missing", now_s=1.0) == []
     assert len(made.begin("c is missing", now_s=2.0)) == 1
@@ -50,7 +51,7 @@ def test_where_nobody_is_left_it_waits_a_minute_for_who_may_be_started_again() -
     end = made.given_up(now_s=10.0 + GONE_S, are_gone=True)
     assert end is not None
     assert end.exit_code == ExitCode.TRY_AGAIN
-    assert "nobody of this run is left" in end.why
+    assert "no other node of this run is left" in end.reason
     short = NodeWait(5.0)
     short.begin("1 of 3 nodes is here", now_s=0.0)
     assert short.given_up(now_s=5.0, are_gone=True) is not None

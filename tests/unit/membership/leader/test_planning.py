@@ -88,7 +88,7 @@ def test_a_first_generation_begins_with_nothing() -> None:
     assert found.smp_ports == {"a": 10, "b": 8, "c": 2000}
     assert found.history == FailureHistory(restarts=3)
     assert (found.restore, found.committed, found.ancestry) == (None, None, [])
-    assert found.restore_why == "nothing is offered"
+    assert found.restore_why == "no node holds a snapshot"
     assert found.decided_by == [VoterSet(-1, [("a", 1), ("b", 1), ("c", 1)])]
 
 
@@ -176,8 +176,8 @@ RAN = plan(1, "abc")
 def test_nodes_that_may_hold_what_was_committed_are_waited_for() -> None:
     found = planned([holding(2, "a", (1, 8), "abc", committed=(1, 8))], "a", RAN)
     assert isinstance(found, RestoreStateMissing)
-    assert "step 8 (generation 1), which was committed, is lost" in found.why
-    assert found.why.endswith("b, c may hold it, and cannot be reached")
+    assert "step 8 (generation 1) was committed and is lost" in found.why
+    assert found.why.endswith("b, c may hold it and cannot be reached")
     assert found.end.exit_code == ExitCode.STATE_LOST
     assert "--checkpoint-dir" in found.end.advice
 
@@ -192,7 +192,7 @@ def test_an_older_version_is_taken_only_where_the_nodes_that_hold_the_newer_do_n
     found = planned(promises, "ab", RAN, waited_s=889.0)
     assert isinstance(found, GenerationPlan)
     assert (found.restore, found.committed) == ((1, 8), (1, 8))
-    assert "step 9 (generation 1), which was committed, is lost" in found.restore_why
+    assert "step 9 (generation 1) was committed and is lost" in found.restore_why
     short = settings(pause_limit_s=20.0)
     assert isinstance(planned(promises, "ab", RAN, short, waited_s=10.9), RestoreStateMissing)
     assert isinstance(planned(promises, "ab", RAN, short, waited_s=11.0), GenerationPlan)
@@ -204,13 +204,13 @@ def test_the_first_version_is_missed_where_the_leader_may_have_committed_it() ->
     promises.append(promise(2, "d", knows=1))
     found = planned(promises, "bcd", plan(1, "abcd"))
     assert isinstance(found, RestoreStateMissing)
-    assert "step 8 (generation 1), which may have been committed, is lost" in found.why
-    words = "a may hold it, and cannot be reached; without them the run resumes from the beginning"
+    assert "step 8 (generation 1) may have been committed and is lost" in found.why
+    words = "a may hold it and cannot be reached; without them the run resumes from the beginning"
     assert found.why.endswith(words)
     found = planned(promises, "bcd", plan(1, "abcd"), waited_s=889.0)
     assert isinstance(found, GenerationPlan)
     assert (found.restore, found.committed) == (None, None)
-    assert "which may have been committed, is lost" in found.restore_why
+    assert "may have been committed and is lost" in found.restore_why
 
 
 def test_where_all_who_may_hold_it_are_here_the_older_version_is_gone_on_from() -> None:
@@ -218,10 +218,10 @@ def test_where_all_who_may_hold_it_are_here_the_older_version_is_gone_on_from() 
     found = planned(promises, "abc", RAN)
     assert isinstance(found, GenerationPlan)
     assert (found.restore, found.committed) == ((1, 8), (1, 8))
-    assert "which was committed, is lost" in found.restore_why
+    assert "was committed and is lost" in found.restore_why
 
 
-def test_what_bad_numbers_have_spoiled_is_not_gone_on_from() -> None:
+def test_what_numerical_anomalies_have_spoiled_is_not_gone_on_from() -> None:
     promises = [
         promise(
             2,
@@ -242,7 +242,7 @@ def test_what_bad_numbers_have_spoiled_is_not_gone_on_from() -> None:
     nothing = planned(promises, "abc", RAN, spoiled=(1, 8))
     assert isinstance(nothing, EndRun)
     assert nothing.exit_code == ExitCode.DO_NOT_RESTART
-    assert "no version before step 8 (generation 1) is left" in nothing.why
+    assert "no version before step 8 (generation 1) is left" in nothing.reason
 
 
 def test_batches_stay_left_out_until_a_later_version_is_gone_on_from() -> None:
@@ -268,7 +268,7 @@ def test_where_nobody_holds_it_any_more_the_run_ends() -> None:
     found = planned(here, "abc", RAN)
     assert isinstance(found, EndRun)
     assert found.exit_code == ExitCode.STATE_LOST
-    assert found.why.startswith("the state of the run is lost: step 8 (generation 1)")
+    assert found.reason.startswith("the state of the run is lost: step 8 (generation 1)")
 
 
 def test_where_there_are_checkpoints_the_others_have_a_while_to_come_back() -> None:
@@ -278,7 +278,7 @@ def test_where_there_are_checkpoints_the_others_have_a_while_to_come_back() -> N
     found = planned(here, "a", RAN, WITH_CHECKPOINTS, waited_s=11.0)
     assert isinstance(found, GenerationPlan)
     assert (found.restore, found.committed) == (None, None)
-    assert "which was committed, is lost" in found.restore_why
+    assert "was committed and is lost" in found.restore_why
     # Without a checkpoint there is nothing else to go on from, however long it takes.
     assert isinstance(planned(here, "a", RAN, waited_s=1e6), RestoreStateMissing)
 
@@ -289,8 +289,8 @@ def test_what_was_committed_is_unknown_where_nobody_is_here_that_ran_and_remembe
     here = [promise(2, "s", knows=1), promise(2, "a", knows=-1)]
     found = planned(here, "sa", previous)
     assert isinstance(found, RestoreStateMissing)
-    assert found.why.startswith("no node is here that ran generation 1 and has kept its memory")
-    assert found.why.endswith("b may hold it, and cannot be reached")
+    assert found.why.startswith("no present node has the memory of generation 1")
+    assert found.why.endswith("b may hold it and cannot be reached")
     remembers = [promise(2, "s", knows=1), promise(2, "a", knows=0)]
     assert isinstance(planned(remembers, "sa", previous), GenerationPlan)
 
@@ -313,7 +313,7 @@ def test_where_the_last_generation_began_elsewhere_it_says_why_it_does_not() -> 
     previous = plan(1, "ab", restore=(0, 4), restore_why="step 4")
     found = planned([promise(2, one, knows=1) for one in "ab"], "ab", previous)
     assert isinstance(found, GenerationPlan)
-    assert (found.restore, found.restore_why) == (None, "nothing is offered")
+    assert (found.restore, found.restore_why) == (None, "no node holds a snapshot")
 
 
 def test_cards_of_the_promises_are_those_of_the_plan() -> None:

@@ -6,6 +6,7 @@ from ftrun.membership.events import WitnessAnswered, WitnessRegister
 from ftrun.membership.leader.failure_detector import FailureDetector, PeerState
 from ftrun.membership.leader.proposer import WITNESS_WAIT_S, BallotStage, Proposer
 from ftrun.membership.witness import WitnessView
+from ftrun.records.membership import BallotStarted
 from ftrun.recovery.commands import (
     Command,
     Connect,
@@ -75,7 +76,7 @@ def test_everyone_is_asked_for_a_promise_of_the_next_number() -> None:
     made = OneProposer(unlinked="d")
     found = made.begin()
     assert found == [
-        JournalEntry("Ballot", "b was lost", {"generation": 5}),
+        JournalEntry(BallotStarted("b was lost", 5)),
         *(Send(one, Prepare(5, card("a"), "b was lost", (4, 0))) for one in "abc"),
         Connect("d.local", 29400, "d"),
     ]
@@ -276,7 +277,7 @@ def test_it_is_not_carried_while_a_member_is_missing() -> None:
     assert made.election.stage() is BallotStage.ANNOUNCED, "it may be reading a checkpoint"
     (said,) = made.election.hold_up(now_s=300.0)
     assert isinstance(said, JournalEntry)
-    assert said.text.startswith("generation 5 waits for c to get ready")
+    assert said.record.text.startswith("generation 5 waits for c, which may be reading")
     assert made.election.hold_up(now_s=301.0) == []
 
 

@@ -98,9 +98,11 @@ def test_a_node_that_is_set_aside_is_no_member_and_may_still_vote() -> None:
 
 def test_too_few_nodes_are_counted_and_those_set_aside_are_named() -> None:
     few = assign(cards("a"), None, ClusterSize(2, 4, 0))
-    assert str(few) == "1 of at least 2 nodes are here"
+    assert str(few) == "1 of at least 2 nodes are present"
     aside = assign(cards("dabc"), None, ClusterSize(3, 4, 0), {"d", "c"})
-    assert str(aside) == ("2 of at least 3 nodes are here; set aside after too many failures: c, d")
+    assert str(aside) == (
+        "2 of at least 3 nodes are present; excluded after too many failures: c, d"
+    )
 
 
 def test_as_many_as_are_needed_are_enough() -> None:
@@ -169,7 +171,7 @@ def made_of(**checks: NodeFitness | None) -> tuple[Admission, FailureDetector]:
 
 
 def texts(notes: list[JournalEntry]) -> list[tuple[str, str]]:
-    return [(one.kind, one.text) for one in notes]
+    return [(one.record.kind, one.record.text) for one in notes]
 
 
 def test_who_has_failed_its_check_is_left_out_and_named() -> None:
@@ -187,7 +189,7 @@ def test_too_few_fit_nodes_are_told_with_the_check() -> None:
     found = screening.assign([card("a"), card("b"), card("d")], None, {"d"})
     assert found == TooFewNodes(1, 2, ("d",), ("b (memory is copied at 3 MB/s)",))
     assert str(found) == (
-        "1 of at least 2 nodes are here; set aside after too many failures: d; not fit: b (memory "
+        "1 of at least 2 nodes are present; excluded after too many failures: d; unfit: b (memory "
         "is copied at 3 MB/s)"
     )
 
@@ -195,13 +197,13 @@ def test_too_few_fit_nodes_are_told_with_the_check() -> None:
 def test_it_is_said_once_and_so_is_that_it_is_over() -> None:
     screening, peers = made_of(a=FIT, b=UNFIT)
     why = "node b may not run ranks: memory is copied at 3 MB/s"
-    assert texts(screening.look(set())) == [("Unfit", why)]
+    assert texts(screening.look(set())) == [("node_unfit", why)]
     assert screening.look(set()) == []
     assert screening.told == {"b": "memory is copied at 3 MB/s"}
     peers.by_id["b"].lost = "gone"
     assert screening.look(set()) == []
     peers.by_id["b"].lost, peers.by_id["b"].fitness = "", FIT
-    assert texts(screening.look(set())) == [("FitAgain", "node b is fit to run ranks")]
+    assert texts(screening.look(set())) == [("node_fit", "node b is fit to run ranks")]
     assert screening.look(set()) == []
     assert screening.told == {}
 
@@ -233,14 +235,14 @@ def test_whoever_was_set_aside_makes_another_check_first() -> None:
     beat = LeaderHeartbeat(generation=0)
     assert screening.ask(beat) is beat
     notes = screening.look(set())
-    why = "node b may not run ranks: it was set aside, and checks itself again"
-    assert texts(notes) == [("Unfit", why)]
+    why = "node b may not run ranks: it was excluded, and repeats its check"
+    assert texts(notes) == [("node_unfit", why)]
     assert screening.ask(beat).checks == {"b": 2}
     peers.by_id["b"].fitness = fit(2, is_whole=False)
     screening.look(set())
     assert screening.ask(beat).checks == {"b": 3}
     peers.by_id["b"].fitness = fit(3)
-    assert texts(screening.look(set())) == [("FitAgain", "node b is fit to run ranks")]
+    assert texts(screening.look(set())) == [("node_fit", "node b is fit to run ranks")]
     assert screening.ask(beat) is beat
     assert screening.unfit(set()) == {}
 
@@ -251,7 +253,7 @@ def test_an_agent_that_was_started_again_has_checked_itself() -> None:
     again = peers.put(card("b", 2), now_s=0.0, linked=True, has_answered=False)
     assert screening.unfit(set()) == {}  # it has not said yet whether it makes checks
     again.fitness = fit(1, is_whole=False)
-    assert screening.unfit(set()) == {"b": "it was set aside, and checks itself again"}
+    assert screening.unfit(set()) == {"b": "it was excluded, and repeats its check"}
     again.fitness = fit(1)
     assert screening.unfit(set()) == {}
 
@@ -267,8 +269,8 @@ def test_slow_nodes_are_told_once() -> None:
     checks = {one: fit(1, rate=8e9) for one in "acd"}
     screening, _ = made_of(**checks, b=fit(1, rate=1e9), e=None)
     found = screening.compare(plan(0, "abc", "d"))
-    text = "node b is slow: memory is copied at 1.0 GB/s, of the other nodes 8.0 GB/s"
-    assert texts(found) == [("SlowNode", text)]
+    text = "node b is slow: memory is copied at 1.0 GB/s (other nodes 8.0 GB/s)"
+    assert texts(found) == [("node_below_median", text)]
     assert screening.compare(plan(1, "abc", "d")) == []
     assert screening.compare(plan(1, "ac", "d")) == []
 
@@ -289,7 +291,9 @@ def test_a_spare_runs_in_place_of_an_unfit_node_from_the_beginning() -> None:
     made = started("abcd", "b", ClusterSize(3, 3, 1))
     assert made.running() == {"a": 0, "c": 0, "d": 0}
     assert [one.node_id for one in made.plan("a").spares] == ["b"]
-    notes = [one.text for one in made["a"].told(JournalEntry) if one.kind == "Unfit"]
+    notes = [
+        one.record.text for one in made["a"].told(JournalEntry) if one.record.kind == "node_unfit"
+    ]
     assert notes == ["node b may not run ranks: memory is copied at 3 MB/s"]
 
 
@@ -304,7 +308,7 @@ def test_too_few_fit_nodes_wait_until_one_passes() -> None:
     assert made.running() == {}
     lead = made["a"].member.lead
     assert lead is not None
-    assert "not fit: c (memory is copied at 3 MB/s)" in lead.pause.why
+    assert "unfit: c (memory is copied at 3 MB/s)" in lead.pause.why
     made.happens("c", NodeChecked(fit(2)))
     made.passes(5.0)
     assert made.running() == {"a": 0, "b": 0, "c": 0}
@@ -351,10 +355,10 @@ def test_a_node_whose_ranks_do_not_die_runs_none_until_they_have(
     works(made, 5, "b", exits=(exited(1, ExitKind.SIGNAL, -9),))
     made.passes(5.0)
     assert made.running() == {"a": 1, "c": 1}
-    assert notes(made, "a", "Unfit") == [f"node b may not run ranks: {STUCK}"]
+    assert notes(made, "a", "node_unfit") == [f"node b may not run ranks: {STUCK}"]
     made.happens("b", RanksStuck(""))
     made.passes(5.0)
-    assert notes(made, "a", "FitAgain") == ["node b is fit to run ranks"]
+    assert notes(made, "a", "node_fit") == ["node b is fit to run ranks"]
 
 
 def test_who_makes_no_checks_is_asked_for_none() -> None:

@@ -592,7 +592,7 @@ def test_the_node_of_a_rank_that_stays_slow_is_evicted_at_a_boundary() -> None:
                     restart=RestartTimes(0.1, 0.5, 0.1, 0.1))  # fmt: skip
         run.oversight.beat(node, body, now_s=93.0)
     run.oversight.passing(now_s=94.0)
-    assert [one["actions"] for one in told(run.oversight, "IncidentClosed")] == [
+    assert [one["actions"] for one in told(run.oversight, "incident_closed")] == [
         ["report"],
         ["evict"],
     ]
@@ -601,7 +601,7 @@ def test_the_node_of_a_rank_that_stays_slow_is_evicted_at_a_boundary() -> None:
 def test_by_default_it_is_only_told() -> None:
     run = slow_run(changed(EVICT, slow=SlowConfig()))
     assert run.boundary == -1
-    assert len(told(run.oversight, "Verdict")) == 1
+    assert len(told(run.oversight, "verdict")) == 1
 
 
 def test_where_nobody_stands_by_it_is_only_told() -> None:

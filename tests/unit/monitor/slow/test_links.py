@@ -116,7 +116,7 @@ def test_the_place_is_told_by_its_cells(place: str, nodes: int) -> None:
         assert {one.kind for one in found} == {VerdictKind.SLOW_COMMUNICATION}
         assert all(one.text.startswith(words.format(name)) for one in found), found[0].text
         assert name in found[-1].nodes
-        assert found[-1].sure is Confidence.LIKELY
+        assert found[-1].confidence is Confidence.LIKELY
         assert len(found) >= 10 - LOOKS - 1
         hot = {(cell.sender, cell.receiver) for cell in network.links.table() if cell.is_hot}
         assert hot == set(network.slow)
@@ -176,7 +176,7 @@ def test_everything_slower_is_the_network() -> None:
     network.slow = dict.fromkeys(network.pairs, 40.0)
     verdict = network.looks(9)[-1]
     assert verdict is not None
-    assert verdict.sure is Confidence.POSSIBLE
+    assert verdict.confidence is Confidence.POSSIBLE
     assert verdict.nodes == ("n0", "n1", "n2")
     network.mb = 0.01
     network.slow.clear()
@@ -257,7 +257,7 @@ def test_a_suspicion_that_a_probe_confirms_is_certain(found: dict[str, float]) -
     network.links.probed(probe(other, network.now_s))
     verdict = network.looks(2)[-1]
     assert verdict is not None
-    assert verdict.sure is Confidence.CERTAIN
+    assert verdict.confidence is Confidence.CERTAIN
     assert verdict.nodes == ("n1", "n2")
     assert any("a probe" in text for text in verdict.evidence)
 
@@ -277,8 +277,8 @@ def test_a_probe_may_speak_against_a_verdict() -> None:
         network.links.probed(probe(pair, network.now_s))
     verdict = network.looks(2)[-1]
     assert verdict is not None
-    assert verdict.sure is Confidence.POSSIBLE
-    assert verdict.against
+    assert verdict.confidence is Confidence.POSSIBLE
+    assert verdict.counter_evidence
 
 
 def test_a_pair_is_probed_once_in_ten_seconds() -> None:
@@ -366,9 +366,9 @@ def test_a_node_whose_link_was_slow_from_the_beginning_is_named_with_a_doubt(nod
     found = [one for one in network.looks(LEARNING + 10) if one is not None]
     assert found
     assert {one.nodes for one in found} == {("n1",)}
-    assert {one.sure for one in found} == {Confidence.POSSIBLE}
+    assert {one.confidence for one in found} == {Confidence.POSSIBLE}
     assert "and as at first" not in found[0].text
-    assert "since the first steps" in found[0].against[0]
+    assert "since the first steps" in found[0].counter_evidence[0]
 
 
 def test_networks_that_are_built_unevenly_are_left_alone() -> None:

@@ -21,7 +21,7 @@ def test_memory_that_runs_out_is_told_in_time() -> None:
         found += [one] if one is not None else []
     assert len(found) == 1
     assert (found[0].culprits, found[0].nodes) == ((1,), ("a",))
-    assert "rank 1 on a grows by 629 MB a minute" in found[0].text
+    assert "rank 1 on a grows by 629 MB per minute" in found[0].text
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,10 @@ def test_a_rank_that_leaves_one_out_is_named() -> None:
     found = counted(made, 32, [96, 96, 93, 96])
     assert found is not None
     assert (found.kind, found.culprits) == (VerdictKind.SKIPPED_COLLECTIVE, (2,))
-    assert (found.sure, found.nodes, found.victims) == (Confidence.CERTAIN, ("b",), (0, 1, 3))
+    assert (found.confidence, found.nodes, found.victims) == (Confidence.CERTAIN, ("b",), (0, 1, 3))
     assert "between steps 24 and 32" in found.text
     assert "rank 2 has called 3 fewer" in found.evidence[1]
-    assert not found.acts_at_once
+    assert not found.act_immediately
     assert counted(made, 40, [120, 120, 117, 120]) is None, "said once"
 
 
@@ -39,7 +39,7 @@ def test_of_two_the_one_with_fewer() -> None:
         counted(made, step, [step, step])
     found = counted(made, 32, [32, 31])
     assert found is not None
-    assert (found.culprits, found.sure) == ((1,), Confidence.LIKELY)
+    assert (found.culprits, found.confidence) == ((1,), Confidence.LIKELY)
 
 
 def test_one_that_calls_more() -> None:

@@ -82,10 +82,10 @@ def test_each_rank_in_turn_is_named_within_20_steps(ranks: int, slow: float) -> 
         assert found[0][0] - WARM_STEPS <= NAMED_WITHIN
         verdict = found[-1][1]
         assert verdict.kind is VerdictKind.SLOW_COMPUTATION
-        assert verdict.sure is Confidence.LIKELY
+        assert verdict.confidence is Confidence.LIKELY
         assert verdict.victims == tuple(rank for rank in range(ranks) if rank != culprit)
-        assert f"rank {culprit} is late by" in verdict.text
-        assert not verdict.acts_at_once
+        assert f"rank {culprit} is slow: others wait" in verdict.text
+        assert not verdict.act_immediately
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_small_waits_in_each_layer_add_up() -> None:
     found = watched(world, 40, eyes)
     assert {verdict.culprits for _, verdict in found} == {(1,)}
     verdict = found[-1][1]
-    assert verdict.sure is Confidence.POSSIBLE
-    assert any("added up" in text for text in verdict.against)
+    assert verdict.confidence is Confidence.POSSIBLE
+    assert any("added up" in text for text in verdict.counter_evidence)
 
 
 def test_a_node_is_named_when_all_its_ranks_are_slow() -> None:
@@ -121,7 +121,7 @@ def test_a_node_is_named_when_all_its_ranks_are_slow() -> None:
     verdict = watched(world, 30, eyes)[-1][1]
     assert verdict.culprits == (2, 3)
     assert verdict.nodes == ("node1",)
-    assert "ranks 2 and 3 (all of node node1) are late" in verdict.text
+    assert "ranks 2 and 3 (all of node node1) are slow" in verdict.text
 
 
 def test_two_slow_ranks_of_two_nodes_are_both_named() -> None:
@@ -148,8 +148,8 @@ def test_who_was_late_from_the_beginning_is_named_as_possible() -> None:
     world.slow[1] = 2.0
     verdict = watched(world, 60)[-1][1]
     assert verdict.culprits == (1,)
-    assert verdict.sure is Confidence.POSSIBLE
-    assert any("by design" in text for text in verdict.against)
+    assert verdict.confidence is Confidence.POSSIBLE
+    assert any("by design" in text for text in verdict.counter_evidence)
 
 
 def test_it_is_over_when_the_rank_is_as_quick_as_before() -> None:

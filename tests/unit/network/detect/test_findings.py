@@ -114,8 +114,8 @@ def test_one_road_is_named_alone() -> None:
     dead, slow = findings.found
     assert dead.sentence == "n3 does not reach n4 over eth0: no answer in 0.1 s."
     assert findings.dead == {NetworkPath("n3", "n4", "eth0")}
-    assert slow.sentence.startswith("The road from n1 to n2 over eth1 has ")
-    assert slow.sentence.endswith("is usual inside a leaf.")
+    assert slow.sentence.startswith("The path from n1 to n2 over eth1 has ")
+    assert slow.sentence.endswith("is usual within a leaf switch.")
 
 
 def test_a_whole_rail_is_dead_or_slow() -> None:
@@ -125,7 +125,7 @@ def test_a_whole_rail_is_dead_or_slow() -> None:
         made.slow_node(node, "eth2", 0.1)
     findings = found_in(made)
     assert places(findings) == {("dead", "eth1", (), ""), ("slow", "eth2", (), "")}
-    assert findings.found[0].sentence == "Rail eth1 is dead: none of 12 roads was passed."
+    assert findings.found[0].sentence == "Rail eth1 is dead: all 12 paths are dead."
     assert findings.of_rail("eth2")[0].culprit == "rail eth2"
     assert findings.of_rail("eth2")[0].sentence.startswith("Rail eth2 is slow: ")
 
@@ -161,12 +161,12 @@ def test_a_node_that_some_still_reach_is_told_so() -> None:
     for node in made.nodes[1:6]:
         made.roads[NetworkPath("n0", node, "eth0")] = 0.0
     one = only(found_in(made))
-    assert one.sentence == "n0 reaches hardly anybody over eth0: 5 of 6 roads are dead."
+    assert one.sentence == "n0 cannot reach most other nodes over eth0: 5 of 6 paths are dead."
     for node in made.nodes[1:6]:
         made.roads[NetworkPath(node, "n0", "eth0")] = 0.0
     one = only(found_in(made))
     assert one.sentence == (
-        "n0 hardly reaches others or is reached over eth0: 10 of 12 roads are dead."
+        "n0 cannot reach or be reached by most other nodes over eth0: 10 of 12 paths are dead."
     )
 
 
@@ -176,7 +176,7 @@ def test_without_leaves_a_slow_node_is_told_with_a_doubt() -> None:
     one = only(judge(made.cards(), made.survey()))
     assert one.sentence == (
         "n2 sends and receives 118 MB/s over eth0 in the median, where 1,180 MB/s is usual: as a "
-        "link of 1,000 Mbit/s would; no leaf switch is known, so the cause may lie before its "
+        "link of 1,000 Mbit/s would; no leaf switch is known, so the cause may be outside its "
         "interface."
     )
     assert one.pace == pytest.approx(0.1)
@@ -212,8 +212,8 @@ def test_an_answer_without_a_rate_is_a_slow_road_not_a_dead_one() -> None:
     road = NetworkPath("n0", "n1", "eth0")
     findings = one_by_one(made, {road: {"bytes_per_s": 0.0, "problem": "cut off after 0.1 s"}})
     assert only(findings).sentence == (
-        "The road from n0 to n1 over eth0 ended no transfer, where 1,180 MB/s is usual inside a "
-        "leaf."
+        "The path from n0 to n1 over eth0 completed no transfer, where 1,180 MB/s is usual within "
+        "a leaf switch."
     )
     assert findings.paces[road] == 0
 
@@ -224,8 +224,8 @@ def test_a_long_round_trip_is_told_as_that_and_lowers_no_pace() -> None:
     findings = one_by_one(made, {road: {"rtt_s": 0.05}})
     one = only(findings)
     assert re.fullmatch(
-        r"A round trip from n0 to n1 over eth0 takes 50 ms, where 0\.\d+ ms is usual inside a "
-        r"leaf\.",
+        r"A round trip from n0 to n1 over eth0 takes 50 ms, where 0\.\d+ ms is usual within a "
+        r"leaf switch\.",
         one.sentence,
     )
     assert (one.kind, one.nodes, one.is_late) == (NetworkFindingKind.SLOW, ("n0", "n1"), True)
@@ -259,7 +259,7 @@ def test_many_long_round_trips_without_a_culprit_are_told_as_one() -> None:
     one = only(one_by_one(made, ring))
     assert (one.kind, one.nodes, one.is_late) == (NetworkFindingKind.UPLINK, (), True)
     assert one.sentence.startswith(
-        "6 of 30 roads over eth0 have long round trips, and no interface explains them: one takes "
+        "6 of 30 paths over eth0 have long round trips, and no interface explains them: one takes "
         "50 ms in the median, where 0."
     )
 
@@ -372,7 +372,7 @@ def test_one_gigabit_among_ten_is_named_by_its_driver() -> None:
     one = only(by_word(MadeRoads(leaf_map(4)), "n2", speed_mbit=1000))
     assert (one.kind, one.nodes, one.pace) == (NetworkFindingKind.SPEED, ("n2",), 0.1)
     assert one.sentence == (
-        "eth0 of n2 runs at 1,000 Mbit/s, by its driver, and 3 of 4 interfaces on eth0 at "
+        "eth0 of n2 runs at 1,000 Mbit/s according to its driver; 3 of 4 interfaces on eth0 run at "
         "10,000 Mbit/s."
     )
 
@@ -382,7 +382,7 @@ def test_where_rates_agree_with_the_driver_it_is_one_finding() -> None:
     made.slow_node("n2", "eth0", 0.1)
     one = only(by_word(made, "n2", speed_mbit=1000))
     assert one.kind is NetworkFindingKind.SPEED
-    assert "by its driver" in one.sentence
+    assert "according to its driver" in one.sentence
     assert "Probes agree: n2 sends and receives 118 MB/s" in one.sentence
 
 

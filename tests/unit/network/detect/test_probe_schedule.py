@@ -46,7 +46,7 @@ def test_few_nodes_are_probed_whole(count: int, num_rails: int) -> None:
 def test_eight_nodes_with_two_rails_have_a_tenth_of_a_second_for_each_round() -> None:
     plan = schedule(names(8), rails(2, names(8)))
     assert len(plan.rounds) == 7 * 2 * 2
-    assert plan.words == ("112 of 112 roads between 8 nodes over 2 rail(s) are probed in 28 rounds")
+    assert plan.words == ("112 of 112 paths between 8 nodes over 2 rails are probed in 28 rounds")
 
 
 @given(st.integers(2, 120), st.integers(1, 3), st.integers(1, 60), st.integers(0, 5))
@@ -59,7 +59,7 @@ def test_a_sample_keeps_to_its_rounds_and_says_what_it_covers(
     assert len(plan.rounds) <= max(most, 2 * num_rails)
     probed = sum(map(len, plan.rounds))
     assert plan.coverage == probed / (count * (count - 1) * num_rails)
-    assert ("drawn" in plan.words) == (plan.coverage < 1)
+    assert ("random sample" in plan.words) == (plan.coverage < 1)
 
 
 @given(st.integers(3, 80), st.integers(4, 30))

@@ -103,7 +103,7 @@ def test_a_cut_pair_outside_of_a_group_is_named_and_one_end_replaced(steps: int)
             for sender, body in answers:
                 asked += pairs.tried(sender, body, now_s=now_s)
     assert len(run.whys) == 1
-    assert "the link between nodes b and c carries nothing" in run.whys[0]
+    assert "the link between nodes b and c carries no data" in run.whys[0]
     assert run.aside() == {"c"}
 
 

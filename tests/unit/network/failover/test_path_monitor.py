@@ -10,12 +10,13 @@ from ftrun.membership.leader.failure_detector import FailureDetector
 from ftrun.membership.leader.rank_assignment import RankAssignment
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind
 from ftrun.network.detect.findings import NetworkFindings
-from ftrun.network.detect.leaves import LeafSwitches
+from ftrun.network.detect.leaf_switches import LeafSwitches
 from ftrun.network.detect.probe_schedule import NetworkPath
 from ftrun.network.failover import path_map as road_map
 from ftrun.network.failover import path_monitor as road_watch
 from ftrun.network.failover.pair_check import PairCheck
 from ftrun.network.plan.planner import PlanningInputs, survey_of
+from ftrun.records.membership import PathFinding
 from ftrun.recovery.commands import Command, JournalEntry, Send
 from ftrun.recovery.health import HealthMonitor
 from ftrun.recovery.suspicions import SlowSuspicions
@@ -44,13 +45,13 @@ def railed(node_id: str, count: int = 2, **changes: object) -> NodeCard:
 
 
 class Slow(SlowSuspicions):
-    """Says what it is told to."""
+    """Reports the given verdicts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.said: list[Verdict] = []
 
-    def slow_links(self, for_s: float, *, now_s: float) -> list[Verdict]:
+    def lasting(self, for_s: float, *, now_s: float) -> list[Verdict]:
         del for_s, now_s
         return self.said
 
@@ -137,7 +138,7 @@ class World:
         self.notes += self.roads.take_notes()
 
     def kinds(self) -> list[str]:
-        return [one.kind for one in self.notes]
+        return [one.record.kind for one in self.notes]
 
 
 def test_before_the_first_generation_every_road_is_probed_and_the_plan_takes_effect() -> None:
@@ -147,7 +148,7 @@ def test_before_the_first_generation_every_road_is_probed_and_the_plan_takes_eff
     assert places.roads is not None
     assert sorted(places.roads.order) == ["a", "b", "c"]
     assert [one.node_id for one in places.members] == places.roads.order
-    assert {"RoadsProbed", "RoadsPlan"} <= {one.kind for one in world.roads.take_notes()}
+    assert {"paths_probed", "network_plan"} <= {one.record.kind for one in world.roads.take_notes()}
 
 
 def test_report_tells_the_plan_and_changes_nothing() -> None:
@@ -158,7 +159,7 @@ def test_report_tells_the_plan_and_changes_nothing() -> None:
     assert world.asked == [], "no start waits for it"
     world.pass_by(plan(0, world.cards))
     assert len(world.asked) == 12
-    assert world.kinds() == ["RoadsProbed", "RoadsPlan"]
+    assert world.kinds() == ["paths_probed", "network_plan"]
     assert world.roads.plan is not None
     status = world.roads.status(plan(0, "abc"), now_s=world.now_s)
     assert status is not None
@@ -236,7 +237,7 @@ def test_a_node_that_joins_is_probed_beside_the_generation_a_round_at_a_time() -
     assert len(world.asked) == 12
     world.pass_by(running, 1.0)
     assert len(world.asked) == 12
-    assert world.kinds().count("RoadsProbed") == 2
+    assert world.kinds().count("paths_probed") == 2
 
 
 def test_answers_without_a_survey_change_nothing_and_link_probes_go_to_who_asked() -> None:
@@ -262,7 +263,7 @@ def test_a_silent_rail_is_tried_and_left_at_once() -> None:
     why = world.roads.take_urgent()
     assert rail in why
     assert world.roads.take_urgent() == ""
-    assert "RoadFinding" in world.kinds()
+    assert "path_finding" in world.kinds()
     places = world.ballot(running)
     assert places.roads is not None
     assert rail not in places.roads.rails
@@ -319,7 +320,7 @@ def verdict() -> Verdict:
         culprits=(),
         nodes=("b",),
         text="the link of node b is slow",
-        sure=Confidence.LIKELY,
+        confidence=Confidence.LIKELY,
         fingerprint="slow b",
     )
 
@@ -427,7 +428,7 @@ def test_a_bug_in_the_plan_costs_the_plan_and_is_told(monkeypatch: pytest.Monkey
     world = World()
     places = world.ballot()
     assert places == RankAssignment(tuple(world.cards), ())
-    assert "RoadsBug" in {one.kind for one in world.roads.take_notes()}
+    assert "network_plan_disabled" in {one.record.kind for one in world.roads.take_notes()}
 
 
 def test_of_very_many_roads_the_worst_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,7 +479,7 @@ def test_what_is_dead_is_not_tried_for_every_word_and_looked_at_again_later() ->
     world.falls_silent("c", "eth1")
     world.pass_by(running, 0.5)
     asked = len(world.asked)
-    told = world.kinds().count("RoadFinding")
+    told = world.kinds().count("path_finding")
     world.roads.told("c", RailSilent("a", "eth1", 1.0), world.watching, now_s=world.now_s)
     world.roads.told("d", RailSilent("c", "eth1", 1.0), world.watching, now_s=world.now_s)
     world.pass_by(running, 0.5)
@@ -490,7 +491,7 @@ def test_what_is_dead_is_not_tried_for_every_word_and_looked_at_again_later() ->
     asked = len(world.asked)
     world.pass_by(running, 62.0)
     assert len(world.asked) == asked, "it is mended"
-    assert world.kinds().count("RoadFinding") >= told > 0
+    assert world.kinds().count("path_finding") >= told > 0
     world.roads.lost("c")
 
 
@@ -503,7 +504,7 @@ def test_a_member_that_is_not_there_just_now_ends_no_look() -> None:
     assert gone is not None
     gone.lost = "a test"
     world.pass_by(running, 10.0)
-    assert world.kinds().count("RoadsProbed") == 2
+    assert world.kinds().count("paths_probed") == 2
 
 
 def test_where_no_plan_was_made_with_on_none_is_told_later() -> None:
@@ -512,7 +513,7 @@ def test_where_no_plan_was_made_with_on_none_is_told_later() -> None:
     world.cards.append(railed("d"))
     meet(world.peers, world.cards[-1], now_s=world.now_s)
     world.pass_by(plan(0, world.cards[:3]), 10.0)
-    assert world.kinds().count("RoadsPlan") == 1
+    assert world.kinds().count("network_plan") == 1
 
 
 def new_lead(running: GenerationPlan, nodes: str = "abcd") -> World:
@@ -577,7 +578,7 @@ def test_what_is_dead_is_looked_at_shortly_and_ever_more_seldom_and_told_once() 
     assert all(one.is_short and one.destination == "c" for one in world.asked)
     assert {one.rail for one in world.asked} == {"eth1"}
     assert len(world.asked) == 3 * 2, "after 30, 60 and 120 s, from two nodes"
-    told = [str(one.fields["about"]) for one in world.notes if one.kind == "RoadFinding"]
+    told = [one.record.culprit for one in world.notes if isinstance(one.record, PathFinding)]
     assert told
     assert len(told) == len(set(told)), "once for each place"
     world.rate = lambda road: 1e9
@@ -590,7 +591,7 @@ def test_of_two_nodes_what_is_dead_is_looked_at_again_and_used_when_it_is_mended
     running = world.begin()
     world.falls_silent("a", "eth1")
     world.pass_by(running, 1.0)
-    assert [one.kind for one in world.notes].count("RoadFinding") > 0
+    assert [one.record.kind for one in world.notes].count("path_finding") > 0
     world.asked.clear()
     world.pass_by(running, 100.0)
     assert {one.rail for one in world.asked} == {"eth1"}
@@ -609,7 +610,7 @@ def test_a_plan_is_noted_only_where_it_differs() -> None:
     world.ballot(running)
     world.ballot(running)
     world.notes += world.roads.take_notes()
-    assert world.kinds().count("RoadsPlan") == 1
+    assert world.kinds().count("network_plan") == 1
 
 
 class Broken:
@@ -649,5 +650,5 @@ def test_a_bug_anywhere_is_told_once_and_no_road_is_looked_at_again(name: str, p
     setattr(roads, part, Broken())
     for call in (calls[name], *calls.values()):
         assert not call()
-    assert [one.kind for one in roads.take_notes()].count("RoadsBug") == 1
+    assert [one.record.kind for one in roads.take_notes()].count("network_plan_disabled") == 1
     assert roads.take_urgent() == roads.wish == ""

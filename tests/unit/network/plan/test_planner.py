@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrun.network.detect.leaves import LeafSwitches, leaves_from_labels
+from ftrun.network.detect.leaf_switches import LeafSwitches, leaves_from_labels
 from ftrun.network.detect.probe_schedule import NetworkPath
 from ftrun.network.plan.planner import PlanningInputs, plan_roads
 from ftrun.wire.cluster.generation import NetworkPlan
@@ -30,12 +30,12 @@ def test_a_whole_network_has_all_its_rails_and_says_so() -> None:
     assert found.words == [
         "Training uses eth0 (1,180 MB/s) and eth1 (1,180 MB/s); the rate is that of the slowest "
         "node.",
-        "By labels of the nodes, 8 of 8 nodes hang on 2 leaf switch(es).",
-        f"4 of 8 nodes change places: the busiest link of a ring carries 1.75 times the bytes of "
-        f"an all-reduce, and 7.00 times in the order there was. By leaf switch: {told(found)}.",
-        "Erasure groups are spread over the 2 leaf switches, unless labels say what fails as one.",
-        "Snapshots share eth1 with training, and each node's are held to "
-        f"{found.snapshot_bytes_per_s / 1e6:.0f} MB/s: 20% of what it carries between leaves.",
+        "By labels of the nodes, 8 of 8 nodes are attached to 2 leaf switches.",
+        f"4 of 8 nodes change positions: the busiest link of a ring carries 1.75 times the bytes "
+        f"of an all-reduce, and 7.00 times in the given order. By leaf switch: {told(found)}.",
+        "Erasure groups are spread over the 2 leaf switches, unless labels declare fault domains.",
+        f"Snapshots share eth1 with training, limited to {found.snapshot_bytes_per_s / 1e6:.0f} "
+        "MB/s for each node: 20% of its rate between leaf switches.",
     ]
 
 
@@ -66,7 +66,9 @@ def test_a_plan_that_was_followed_moves_nobody() -> None:
         )
     )
     assert again.order == first.order
-    assert "Nodes stay in their order: no other that was tried loads a link less." in again.words
+    assert (
+        "Nodes stay in their order: no other order that was tried reduces the load." in again.words
+    )
 
 
 def test_leaves_that_probes_told_before_are_kept() -> None:
@@ -75,7 +77,7 @@ def test_leaves_that_probes_told_before_are_kept() -> None:
     made.noise, made.uplink = 0.3, 8.0
     after = plan(made, leaves=LeafSwitches(), previous=before)
     assert after.leaves == before.leaves
-    assert "Leaf switches of 8 of 8 nodes are those found before." in after.words
+    assert "Leaf switches of 8 of 8 nodes are from earlier probes." in after.words
     unknown = plan(made, leaves=LeafSwitches(), previous=NetworkPlan())
     assert (unknown.leaves, unknown.leaves_from) == ({}, "")
     strangers = NetworkPlan(leaves={"other": "leaf0"}, leaves_from="probes")
@@ -88,7 +90,7 @@ def test_an_order_that_is_not_to_change_stays_and_the_gain_is_told() -> None:
     assert found.order == list(TURNS)
     assert any(
         one.startswith(
-            f"Nodes stay in their order, because {reason}; another one would do "
+            f"Nodes stay in their order, because {reason}; another order would be "
             "better: the busiest link"
         )
         for one in found.words
@@ -100,7 +102,7 @@ def test_an_order_that_is_not_to_change_stays_and_the_gain_is_told() -> None:
 def test_of_many_nodes_the_number_is_told() -> None:
     leaves = {f"n{number}": f"sw{number % 3}" for number in range(24)}
     found = plan(MadeRoads(leaves, uplink=0.5))
-    line = next(one for one in found.words if "change places" in one)
+    line = next(one for one in found.words if "change positions" in one)
     assert "By leaf switch" not in line
 
 
@@ -112,17 +114,17 @@ def test_a_rail_on_which_a_node_is_dead_is_left_out() -> None:
     made.slow_node("n2", "eth0", 0.0)
     found = plan(made)
     assert found.rails == ["eth1"]
-    why = "n2 neither reaches others nor is reached over eth0: 6 of 6 roads are dead"
+    why = "n2 cannot reach or be reached by any other node over eth0: 6 of 6 paths are dead"
     assert found.dropped == {"eth0": why}
-    assert f"Rail eth0 is left out: {why}." in found.words
+    assert f"Rail eth0 is dropped: {why}." in found.words
 
 
 def test_several_dead_places_are_counted() -> None:
     made = MadeRoads(leaf_map(5))
     made.roads[NetworkPath("n0", "n1", "eth1")] = made.roads[NetworkPath("n2", "n3", "eth1")] = 0.0
-    assert plan(made).dropped["eth1"].endswith(" (1 more place is dead)")
+    assert plan(made).dropped["eth1"].endswith(" (1 more location is dead)")
     made.roads[NetworkPath("n3", "n4", "eth1")] = 0.0
-    assert plan(made).dropped["eth1"].endswith(" (2 more places are dead)")
+    assert plan(made).dropped["eth1"].endswith(" (2 more locations are dead)")
 
 
 def test_a_rail_whose_slowest_node_would_be_waited_for_is_left_out() -> None:
@@ -242,8 +244,8 @@ def test_with_no_rail_left_the_least_bad_one_is_used() -> None:
     found = plan(made)
     assert found.rails == ["eth1"]
     assert found.words[0] == (
-        "No rail is whole; eth1 is the least bad one: n1 does not reach n2 over eth1: no answer "
-        "in 0.1 s."
+        "No rail works between all nodes; eth1 is the best one: n1 does not reach n2 over eth1: "
+        "no answer in 0.1 s."
     )
     places = {node: place for place, node in enumerate(found.order)}
     assert (places["n2"] - places["n1"]) % 4 != 1
@@ -256,10 +258,8 @@ def test_with_no_rail_at_all_the_libraries_choose() -> None:
             made.slow_node(node, rail, 0.0)
     found = plan(made)
     assert found.rails == []
-    assert (
-        "No rail connects all nodes: the libraries choose interfaces by themselves." in found.words
-    )
-    assert "Snapshots go as agents speak, and are held to nothing." in found.words
+    assert "No rail connects all nodes: the libraries choose the interfaces." in found.words
+    assert "Snapshots use the rail of the agents, without a limit." in found.words
     nothing = plan_roads(PlanningInputs(made.nodes, {node: [] for node in made.nodes}))
     assert nothing.rails == []
 
@@ -267,10 +267,10 @@ def test_with_no_rail_at_all_the_libraries_choose() -> None:
 def test_without_probes_training_keeps_to_the_rail_of_the_agents() -> None:
     made = MadeRoads(leaf_map(3))
     found = plan_roads(PlanningInputs(made.nodes, made.cards()))
-    assert (found.rails, found.dropped) == (["eth0"], {"eth1": "no road was probed"})
-    assert found.words[0] == "No road was probed: training keeps to eth0."
+    assert (found.rails, found.dropped) == (["eth0"], {"eth1": "no path was probed"})
+    assert found.words[0] == "No path was probed: training uses eth0."
     assert found.words[-1] == (
-        "Snapshots share eth0 with training, and are held to nothing: its rate is not known."
+        "Snapshots share eth0 with training, without a limit, because its rate is not known."
     )
 
 
@@ -278,12 +278,12 @@ def test_a_rail_that_was_not_probed_is_left_out() -> None:
     made = MadeRoads(leaf_map(3))
     found = [one for one in made.survey() if one.rail == "eth0"]
     made_plan = plan_roads(PlanningInputs(made.nodes, made.cards(), found))
-    assert made_plan.dropped == {"eth1": "none of its roads was probed"}
+    assert made_plan.dropped == {"eth1": "none of its paths was probed"}
 
 
 def test_one_node_has_no_roads() -> None:
     made = MadeRoads(leaf_map(1))
-    assert plan(made) == NetworkPlan(order=["n0"], words=["One node: there is no road to plan."])
+    assert plan(made) == NetworkPlan(order=["n0"], words=["One node: there are no paths to plan."])
 
 
 # --- single roads ---------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def test_neighbours_in_a_ring_have_no_slow_road_between_them() -> None:
     found = plan(made)
     places = {node: place for place, node in enumerate(found.order)}
     assert (places["n2"] - places["n1"]) % 5 != 1
-    assert any("change places" in one for one in found.words)
+    assert any("change positions" in one for one in found.words)
 
 
 # --- snapshots ------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def test_snapshots_take_a_rail_that_training_leaves_alone() -> None:
     made.slow_node("n2", "eth1", 0.3)
     found = plan(made)
     assert (found.rails, found.snapshot_rail, found.snapshot_bytes_per_s) == (["eth0"], "eth1", 0)
-    assert found.words[-1] == "Snapshots go over eth1 (354 MB/s), which training does not use."
+    assert found.words[-1] == "Snapshots use eth1 (354 MB/s), which training does not use."
 
 
 def test_snapshots_take_no_rail_that_is_too_slow() -> None:
@@ -317,8 +317,7 @@ def test_snapshots_take_no_rail_that_is_too_slow() -> None:
     assert (found.rails, found.snapshot_rail) == (["eth0"], "eth0")
     assert found.snapshot_bytes_per_s == int(0.2 * RATE)
     assert found.words[-1] == (
-        "Snapshots share eth0 with training, and each node's are held to 236 MB/s: 20% of what it "
-        "carries."
+        "Snapshots share eth0 with training, limited to 236 MB/s for each node: 20% of its rate."
     )
 
 
@@ -326,12 +325,12 @@ def test_the_user_chooses_the_rail_for_snapshots() -> None:
     made = MadeRoads(leaf_map(4))
     found = plan(made, snapshot_rail="eth0")
     assert (found.snapshot_rail, found.snapshot_bytes_per_s) == ("eth0", int(0.2 * RATE))
-    assert found.words[-1].startswith("Snapshots go over eth0, as was wished, and each node's are")
+    assert found.words[-1].startswith("Snapshots use eth0, as requested, limited to")
     found = plan(made, snapshot_rail="eth1", suspects={"eth1": "it is slow"})
     assert (found.snapshot_rail, found.snapshot_bytes_per_s) == ("eth1", 0)
-    assert found.words[-1] == "Snapshots go over eth1, as was wished."
+    assert found.words[-1] == "Snapshots use eth1, as requested."
     found = plan(made, snapshot_rail="ib7")
-    assert found.words[-1].startswith("Rail ib7, which snapshots are to use, is none of this run. ")
+    assert found.words[-1].startswith("This run has no rail ib7, which was requested for snapshots")
 
 
 # --- the user's variables -------------------------------------------------------------------------
@@ -343,10 +342,10 @@ def test_what_the_user_has_set_is_told_and_counts_as_busy() -> None:
     found = plan(made, user_env={"NCCL_SOCKET_IFNAME": "eth1", "NCCL_IB_HCA": "mlx5_0", "X": "y"})
     assert found.rails == ["eth0"]
     assert (
-        "NCCL_SOCKET_IFNAME=eth1 is the user's and stays as it is, though the plan leaves eth1 out."
+        "NCCL_SOCKET_IFNAME=eth1 is set by the user and stays, although the plan drops eth1."
         in found.words
     )
-    assert "NCCL_IB_HCA=mlx5_0 is the user's and stays as it is." in found.words
+    assert "NCCL_IB_HCA=mlx5_0 is set by the user and stays." in found.words
     assert found.snapshot_rail == "eth0"
     assert found.snapshot_bytes_per_s > 0
 

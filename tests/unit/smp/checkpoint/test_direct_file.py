@@ -57,7 +57,7 @@ def test_every_size_in_every_portion_is_the_same_file(tmp_path: Path, size: int,
 def test_what_lies_in_memory_already_is_written_from_there(
     tmp_path: Path, size: int, switch: int
 ) -> None:
-    """From a `switch` on, as when a slot is copied while it is written; only that part is true."""
+    """After `switch` bytes the source is valid, as if a slot is copied while it is written."""
     data, cut = content(size), 997_001
     switch = min(switch, size)
     memory = mmap.mmap(-1, max(size, 1))
@@ -195,7 +195,7 @@ def test_a_waiting_writer_is_told_that_all_is_given_up() -> None:
     throttle(MIB)
     timer = threading.Timer(0.1, stop.set)
     timer.start()
-    with pytest.raises(CheckpointError, match="given up"):
+    with pytest.raises(CheckpointError, match="is cancelled"):
         throttle(MIB)
     timer.join()
 

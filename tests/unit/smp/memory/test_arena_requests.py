@@ -1,4 +1,4 @@
-"""Arenas of several ranks are made at the same time, and one of each rank at a time."""
+"""Arenas of several ranks are allocated concurrently, at most one for each rank."""
 
 import contextlib
 import os
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ftrun.free_memory import AvailableMemory
 from ftrun.ids import Generation, Rank
+from ftrun.linux import AvailableMemory
 from ftrun.smp.jobs import JobLanes
 from ftrun.smp.memory import arena_requests
 from ftrun.smp.memory.arena_requests import ArenaRequests
@@ -25,7 +25,7 @@ MB = 10**6
 
 
 class Worker:
-    """Keeps the answers that are sent."""
+    """Records the answers that are sent."""
 
     def __init__(self) -> None:
         self.told: list[tuple[messages.AnyMessage, tuple[int, ...]]] = []
@@ -40,7 +40,7 @@ class Worker:
 
 
 class Node:
-    """The SMP's arenas; a test lets them be made."""
+    """The arenas of an SMP, which are allocated when the test permits it."""
 
     def __init__(self) -> None:
         self.jobs, self.tracker = JobLanes(), CommitTracker()
@@ -82,7 +82,7 @@ class Node:
         return worker
 
     def finish(self, *workers: Worker) -> None:
-        """Run what jobs have found until these have an answer."""
+        """Run the results of jobs until these workers have an answer."""
         while not all(worker.told for worker in workers):
             assert select.select([self.jobs], [], [], PATIENCE_S)[0]
             self.jobs.finish()

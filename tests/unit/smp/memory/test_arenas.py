@@ -1,4 +1,4 @@
-"""Memory that ranks ask for is counted together, and what is being made is counted once."""
+"""The requested memory of all ranks is counted together, and pending allocations only once."""
 
 import os
 from collections.abc import Iterator
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from ftrun.errors import MemoryTooSmall
-from ftrun.free_memory import AvailableMemory
 from ftrun.ids import Generation, Rank
+from ftrun.linux import AvailableMemory
 from ftrun.smp.memory.arenas import ArenaStore, create
 from ftrun.wire.shared_memory.arena import ArenaShape
 

@@ -1,4 +1,4 @@
-"""Vaults: what must not be lost is never the one that is filled next."""
+"""The parity region that must be retained is never the one that is filled next."""
 
 import os
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def vaults() -> Iterator[ParityStore]:
 
 
 def fill(vaults: ParityStore, step: int, state: ParityRegionState, protected_in: int = 0) -> int:
-    """As an exchange does it; in which slot."""
+    """Fill a region as an exchange does; return its slot."""
     wanted = record(step, protected_in)
     slot = vaults.free_slot()
     vault = vaults.take(slot, wanted)
@@ -68,7 +68,7 @@ def test_two_vaults_change_places_at_each_commit(vaults: ParityStore) -> None:
 def test_a_version_that_is_not_committed_does_not_cost_the_committed_one(
     vaults: ParityStore,
 ) -> None:
-    """A generation goes on from step 22; a node that is away holds no part of it, but of 20."""
+    """A generation starts from step 22; an unreachable node has a part of step 20 only."""
     fill(vaults, 20, ParityRegionState.COMPLETE)
     vaults.commit(version(0, 20), 0)
     fill(vaults, 22, ParityRegionState.COMPLETE)
@@ -104,7 +104,7 @@ def test_without_memory_for_a_third_the_committed_one_is_overwritten(vaults: Par
 
 
 def test_vaults_keep_their_slots_when_another_smp_takes_over(vaults: ParityStore) -> None:
-    """The agent has duplicates by slot: another number would have it close the wrong one."""
+    """The agent has duplicates by slot: with another number it would close the wrong one."""
     fill(vaults, 20, ParityRegionState.COMPLETE)
     vaults.commit(version(0, 20), 0)
     fill(vaults, 22, ParityRegionState.COMPLETE)
@@ -116,13 +116,13 @@ def test_vaults_keep_their_slots_when_another_smp_takes_over(vaults: ParityStore
     for slot, fd in zip(vaults.slots, vaults.fds, strict=True):
         other.adopt(os.dup(fd), slot)
     assert other.slots == vaults.slots
-    with pytest.raises(LayoutUnknown, match="no free slot 2"):
+    with pytest.raises(LayoutUnknown, match="slot 2 is not free"):
         other.adopt(make_vault(record(1)).fd, 2)
     other.free()
 
 
 def test_memory_that_was_made_twice_for_a_slot_is_not_leaked(vaults: ParityStore) -> None:
-    """A lost connection ends an attempt whose memory is being made, and another one begins."""
+    """A lost connection ends an attempt during its allocation, and another attempt begins."""
     slot, wanted = vaults.free_slot(), record(1)
     first, second = make_vault(wanted), make_vault(wanted)
     vaults.put(slot, first)
@@ -140,7 +140,7 @@ def test_a_node_without_a_part_frees_what_is_over(vaults: ParityStore) -> None:
 
 
 def test_a_damaged_mirror_is_offered_no_more_and_its_parity_stays(vaults: ParityStore) -> None:
-    """A leader that still found it in the inventory would choose the same restore for ever."""
+    """If the inventory still named it, the leader would choose the same restore forever."""
     vault = vaults_with_a_mirror(vaults)
     vault.mirror_room(2)[3] ^= 1
     vaults.drop_damaged_mirror(version(0, 1), 0, 2)
@@ -148,7 +148,7 @@ def test_a_damaged_mirror_is_offered_no_more_and_its_parity_stays(vaults: Parity
 
 
 def test_a_whole_mirror_stays(vaults: ParityStore) -> None:
-    """A question may have met a vault that is filled anew, or one that has no such mirror."""
+    """A request may refer to a region that is filled again, or that has no such mirror."""
     vaults_with_a_mirror(vaults)
     vaults.drop_damaged_mirror(version(0, 1), 0, 2)
     vaults.drop_damaged_mirror(version(0, 1), 0, 0)

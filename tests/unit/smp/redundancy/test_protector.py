@@ -1,4 +1,4 @@
-"""What a node protects for others counts as committed when the version is."""
+"""The data that a node stores for others counts as committed when the version does."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,7 @@ GROUP = LocalGroup(
 
 
 class Links:
-    """Takes what is sent."""
+    """Records the messages that are sent."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -43,7 +43,7 @@ class Links:
 
 
 class Made:
-    """A protector over real vaults, whose jobs are done at once; `ready` is what it has told."""
+    """A protector with real parity regions, whose jobs finish at once; `ready` has its messages."""
 
     def __init__(self) -> None:
         self.links: Any = Links()
@@ -70,7 +70,7 @@ class Made:
         self.protector.begin(GROUP)
 
     def keep(self, *, is_whole: bool) -> ParityRegion:
-        """A part of the version."""
+        """Store a part of the version."""
         slot = self.vaults.free_slot()
         vault = make_vault(record())
         self.vaults.put(slot, vault)
@@ -101,9 +101,10 @@ def record() -> ParityRecord:
 
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_a_whole_part_is_committed_although_its_round_has_begun_again(is_whole: bool) -> None:
-    """All nodes were ready. A link is lost before the commit comes, and this node alone waits for
-    the others again, which have dropped the version.
-    """  # noqa: D205 - one sentence
+    """All nodes were ready. A link is lost before the commit arrives.
+
+    This node then waits again for the others, which have dropped the version.
+    """
     made = Made()
     vault = made.keep(is_whole=is_whole)
     made.protector.heard(GROUP.number, "n1", RoundSealed(GENERATION, STEP, 3, 0, []))
@@ -114,7 +115,7 @@ def test_a_whole_part_is_committed_although_its_round_has_begun_again(is_whole: 
 
 
 def test_a_node_that_is_ready_repeats_what_a_lost_connection_took_along() -> None:
-    """The other node has not heard it, and would wait for it without end."""
+    """The other node has not received it, and would wait without end."""
     made = Made()
     made.keep(is_whole=True)
     made.protector.protect(version(GENERATION, STEP), {Rank(0): []})

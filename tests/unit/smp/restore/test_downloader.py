@@ -1,4 +1,4 @@
-"""Items move to their next source when one refuses, is silent, is lost or sends other bytes."""
+"""Items move to their next source if one refuses, is silent, is lost or sends other bytes."""
 
 import contextlib
 from collections import deque
@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 
 import xxhash
 
+from ftrun.smp.jobs import Wait, drive
 from ftrun.smp.restore.downloader import BLOCK, PIECE, WINDOW_BYTES, Downloader, DownloadItem
 from ftrun.smp.restore.rpc import PendingRequests
-from ftrun.smp.waits import Wait, drive
 from ftrun.wire.cluster import transfer as t
 
 PATIENCE_S = 0.05
 
 
 class Sources:
-    """Nodes that answer at once, in the thread that asks."""
+    """Nodes that answer at once, in the requesting thread."""
 
     def __init__(self) -> None:
         self.requests = PendingRequests()
@@ -75,14 +75,14 @@ def test_a_refusal_and_other_bytes_lead_to_the_next_source() -> None:
     sources.answers.update(a=sources.refuse, b=sources.give(b"other"), c=sources.give(b"bytes"))
     assert sources.run(item) == []
     assert item.source == "c"
-    assert item.problems == ["a: not here", "b: it has sent other bytes than were asked for"]
+    assert item.problems == ["a: not here", "b: its bytes do not match the requested digest"]
 
 
 def test_an_answer_of_another_length_is_dropped_and_its_source_becomes_silent() -> None:
     sources, item = Sources(), item_of(b"bytes", "a", "b")
     sources.answers.update(a=sources.give(b"longer bytes"), b=sources.give(b"bytes"))
     assert sources.run(item) == []
-    assert item.problems == ["a: silent for 0 s"]
+    assert item.problems == ["a: no answer for 0 s"]
 
 
 def test_a_silent_source_gets_no_more_requests() -> None:
@@ -91,9 +91,9 @@ def test_a_silent_source_gets_no_more_requests() -> None:
     assert sources.run(item) == [item]
     assert sources.asked == [("a", 1), ("b", 1)]
     assert item.problems == [
-        "a: silent for 0 s",
-        "b: it has sent other bytes than were asked for",
-        "a: silent for 0 s",
+        "a: no answer for 0 s",
+        "b: its bytes do not match the requested digest",
+        "a: no answer for 0 s",
     ]
 
 
@@ -102,7 +102,7 @@ def test_an_unknown_and_a_lost_node_are_not_waited_for() -> None:
     sources.answers["lost"] = silent
     sources.downloader.lost("lost", "its link broke")
     assert sources.run(item) == [item]
-    assert item.problems == ["unknown: it cannot be asked", "lost: its link broke"]
+    assert item.problems == ["unknown: its address is unknown", "lost: its link broke"]
 
 
 def test_a_late_answer_of_a_source_that_was_given_up_is_not_written() -> None:

@@ -1,4 +1,4 @@
-"""A restore of one node out of the memory of others, over links that deliver at once."""
+"""A restore of one node from the memory of others, over links that deliver at once."""
 
 import select
 from collections.abc import Iterator
@@ -13,19 +13,17 @@ import xxhash
 from ftrun import clock
 from ftrun.errors import FetchFailed, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Generation, Rank, Version, version
-from ftrun.smp.jobs import JobLanes
-from ftrun.smp.link_rules import FETCH
+from ftrun.smp.jobs import JobLanes, Runner
 from ftrun.smp.memory.arenas import ArenaStore, create
 from ftrun.smp.memory.parity_store import ParityStore, make_vault
 from ftrun.smp.memory.sealed_shards import ArenaMappings
-from ftrun.smp.peer_link import OutgoingFrame
+from ftrun.smp.peer_link import FETCH, OutgoingFrame
 from ftrun.smp.redundancy.mirror import mirror_parts
 from ftrun.smp.restore.fetch import Fetch
 from ftrun.smp.restore.previous_world import PreviousWorld, PreviousWorldShards
 from ftrun.smp.restore.restore_server import RestoreServer
 from ftrun.smp.restore.restores import RestoreCoordinator
 from ftrun.smp.restore.rpc import FetchRpc
-from ftrun.smp.waits import Runner
 from ftrun.snapshot.layout import CopyTiming, Layout, LayoutEntry, make_layout
 from ftrun.snapshot.redundancy import (
     NodeRedundancy,
@@ -53,7 +51,7 @@ def layout_of() -> Layout:
 
 
 def image_of(layout: Layout, seed: int) -> bytes:
-    """Noise that two ranks share in their first tensor."""
+    """Random bytes; the first tensor is equal on two ranks."""
     data = bytearray()
     for at, piece in enumerate(layout.pieces):
         word = xxhash.xxh3_64_digest(f"{at} {seed if at else 0}".encode())
@@ -89,7 +87,7 @@ class Net:
 
 @dataclass
 class Link:
-    """One direction between two nodes; a dead node takes a frame and says nothing."""
+    """One direction between two nodes; a dead node accepts a frame and sends nothing."""
 
     net: Net
     sender: str
@@ -172,7 +170,7 @@ class Node:
         self.restores.begin(body, WANTED, self.address)
 
     def wait(self, *kinds: type[Any]) -> Any:
-        """The first of these messages; what the fetch has found is handled here."""
+        """The first of these messages; results of the fetch are handled here."""
         end_s = clock.now_s() + WAIT_S
         while clock.now_s() < end_s:
             for body in self.told:
@@ -238,7 +236,7 @@ def test_a_silent_holder_is_given_up_and_named(net: Net) -> None:
     failed = own.outcome()
     assert isinstance(failed, smp_messages.RestoreFailed)
     assert "rank 0" in failed.why
-    assert "other: silent for 0 s" in failed.why
+    assert "other: no answer for 0 s" in failed.why
     assert not failed.is_link
 
 
@@ -280,7 +278,7 @@ def test_a_cancelled_restore_reports_nothing(net: Net) -> None:
 
 
 class Lost:
-    """Node `lost` held rank 0, and the next node of its group has its mirror."""
+    """Node `lost` ran rank 0, and the next node of its group has its mirror."""
 
     def __init__(self, net: Net, *, replicated: bool) -> None:
         self.layout = layout_of()
@@ -349,8 +347,8 @@ def test_a_mirror_of_other_contents_is_refused(net: Net) -> None:
     failed = made.own.outcome()
     assert isinstance(failed, smp_messages.RestoreFailed)
     assert "rank 0 of node lost" in failed.why
-    assert "its small state cannot be had (keeper: a mirror of " in failed.why
-    assert "gone: lost" in failed.why
+    assert "cannot fetch its small state (keeper: a mirror of " in failed.why
+    assert "unreachable: lost" in failed.why
 
 
 def test_a_replica_that_no_node_has_is_named(net: Net) -> None:
@@ -359,7 +357,7 @@ def test_a_replica_that_no_node_has_is_named(net: Net) -> None:
     made.begin()
     failed = made.own.outcome()
     assert isinstance(failed, smp_messages.RestoreFailed)
-    assert "bytes that other nodes had too cannot be had (keeper: no piece" in failed.why
+    assert "bytes of a replica (keeper: this node has no piece" in failed.why
 
 
 # --- pieces for another world --------------------------------------------------------------------
@@ -392,7 +390,7 @@ def test_a_piece_that_no_node_has_is_named_with_the_nodes_that_are_gone(net: Net
     made.keeper.memory.free()
     shards = shards_of(made)
     out = memoryview(bytearray(made.layout.pieces[0].num_bytes))
-    with pytest.raises(LayoutUnknown, match=r"piece 0 of rank 0, .*nodes that are gone: lost"):
+    with pytest.raises(LayoutUnknown, match=r"piece 0 of rank 0, .*unreachable nodes: lost"):
         shards.read([(Rank(0), 0)], out)
 
 
@@ -402,7 +400,7 @@ def test_a_cancelled_read_ends(net: Net) -> None:
     shards.head(Rank(0))
     shards.fetch.cancel()
     out = memoryview(bytearray(made.layout.pieces[0].num_bytes))
-    with pytest.raises(FetchFailed, match="a generation begins"):
+    with pytest.raises(FetchFailed, match="a new generation begins"):
         shards.read([(Rank(0), 0)], out)
 
 
@@ -410,7 +408,7 @@ def test_a_cancelled_read_ends(net: Net) -> None:
 
 
 class Load:
-    """Two pieces; the other node of the group was to read them."""
+    """Two pieces that the other node of the group should have read."""
 
     def __init__(self, raws: list[bytes]) -> None:
         self.version = WANTED
@@ -481,7 +479,7 @@ def test_what_the_other_node_does_not_have_is_read_from_storage(net: Net) -> Non
     notice = own.wait(smp_messages.SmpNotice)
     assert notice.kind == "source_set_aside"
     assert "1 pieces" in notice.why
-    assert "other: no piece with this digest is here" in notice.why
+    assert "other: this node has no piece with this digest" in notice.why
 
 
 def test_a_load_that_storage_does_not_complete_fails_without_blaming_links(net: Net) -> None:

@@ -97,11 +97,12 @@ def test_only_a_modules_extra_state_may_be_wanted() -> None:
 
 
 def test_a_pattern_that_matches_nothing_is_an_error_that_lists_what_there_is() -> None:
-    with pytest.raises(CheckpointError, match=r"'modle\.\*' matches nothing; there are: model"):
+    told = r"'modle\.\*' matches nothing; existing names: model"
+    with pytest.raises(CheckpointError, match=told):
         outline("progress", "modle.*")
     with pytest.raises(CheckpointError, match=r"scheduler and 1 more$"):
         outline("x")
-    with pytest.raises(CheckpointError, match=r"there are: progress$"):
+    with pytest.raises(CheckpointError, match=r"existing names: progress$"):
         NameFilter(["a"], ["progress"]).check_all_used()
 
 

@@ -17,7 +17,7 @@ from ftrun.snapshot.boxes import Box, TensorPart, whole
 from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, LayoutEntry, make_layout
 from ftrun.tools.export.source import ExportSource, WholeTensorReader
 from ftrun.wire.messages.checkpoint import ShardFileLocation
-from ftrun.worker.disk_images import DiskImages
+from ftrun.worker.reshard.source import DiskImages
 
 EMPTY = (
     *("groups", "stateful", "dicts", "extra_state", "optimizer_state", "session"),
@@ -90,7 +90,7 @@ def test_any_cut_comes_out_whole(case: tuple[tuple[int, ...], list[Box]], most_i
             [write_shard(Path(name), at, {"m.w": (box, array)}) for at, box in enumerate(boxes)]
         )
         world = ExportSource(images)
-        reader = WholeTensorReader(images, world.tell, part_bytes=most_items * 8)
+        reader = WholeTensorReader(images, world.note, part_bytes=most_items * 8)
         parts = list(reader.parts(world.whole("m.w")))
         images.close()
     assert all(len(part) <= most_items * 8 for part in parts)
@@ -102,14 +102,14 @@ def test_a_tensor_without_items_has_no_bytes(tmp_path: Path) -> None:
     array = np.zeros((3, 0), np.int64)
     images = DiskImages([write_shard(tmp_path, 0, {"m.w": (whole((3, 0)), array)})])
     world = ExportSource(images)
-    assert list(WholeTensorReader(images, world.tell).parts(world.whole("m.w"))) == []
+    assert list(WholeTensorReader(images, world.note).parts(world.whole("m.w"))) == []
     images.close()
 
 
 def test_a_part_that_nobody_has_is_named(tmp_path: Path) -> None:
     array = np.arange(6)
     images = DiskImages([write_shard(tmp_path, 0, {"m.w": (Box((0,), (4,)), array)})])
-    with pytest.raises(CheckpointError, match=r"m\.w of shape \[6\].*no rank has saved \[4:6\]"):
+    with pytest.raises(CheckpointError, match=r"m\.w of shape \[6\].*no rank saved \[4:6\]"):
         ExportSource(images).whole("m.w")
     images.close()
 
@@ -124,7 +124,7 @@ def test_ranks_that_hold_different_things_have_no_one_tensor(
         for rank in range(2)
     ]
     images = DiskImages(places)
-    with pytest.raises(CheckpointError, match=r"m\.w cannot be exported: ranks 0 and 1 hold"):
+    with pytest.raises(CheckpointError, match=r"m\.w cannot be exported: ranks 0 and 1 have"):
         ExportSource(images).whole("m.w")
     images.close()
 

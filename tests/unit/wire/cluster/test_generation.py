@@ -2,7 +2,7 @@
 
 import msgspec
 
-from ftrun.agent.cluster.own_rails import MAX_RAILS
+from ftrun.agent.cluster.interfaces import MAX_RAILS
 from ftrun.wire.cluster.generation import (
     GenerationPlan,
     NetworkPlan,

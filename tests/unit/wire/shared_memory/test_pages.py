@@ -1,4 +1,4 @@
-"""Boundary records in a heartbeat page: the newest are kept, and a torn one is not read."""
+"""The newest boundary records of a heartbeat page are kept, and a torn one is not read."""
 
 import mmap
 

@@ -1,0 +1,115 @@
+"""Records of incidents and of the life cycle, which only the leader writes."""
+
+import msgspec
+
+from ftrun.monitor.slow.links import DelayTableCell
+from ftrun.monitor.verdicts import RankView, Verdict
+from ftrun.records.note import Note, Seconds, Whole
+
+
+class SuspicionRaised(Note, frozen=True, tag="suspicion_raised"):
+    """No rank makes a step, and stacks are being read."""
+
+    incident: Whole
+    ranks: tuple[int, ...]
+    silent_s: Seconds
+    deadline_s: Seconds
+
+
+class VerdictRecord(Note, frozen=True, tag="verdict"):
+    """A diagnosis, or a changed one."""
+
+    incident: Whole
+    verdict: Verdict
+    step: Whole | None = None
+    """Furthest step of any rank, as known to the leader."""
+    ranks: tuple[RankView, ...] = ()
+    """With whole stacks of the culprits and of one victim."""
+    matrix: tuple[DelayTableCell, ...] = ()
+
+
+class AdditionalFinding(Note, frozen=True, tag="additional_finding"):
+    """Another finding during an open incident."""
+
+    incident: Whole
+
+
+class ActionTaken(Note, frozen=True, tag="action_taken"):
+    """What was done, and why."""
+
+    incident: Whole
+    action: str
+
+
+class Downtime(msgspec.Struct, frozen=True):
+    """The downtime of an incident in seconds, and its four parts, which add up to the total.
+
+    It begins with the fault: the end of a process as the kernel reports it, or the last sign of
+    life of a process that then became unresponsive. It ends when every rank has completed its next
+    step, whether that step is new or repeated.
+    """
+
+    total_s: float
+    detection_s: float
+    """From the fault to the verdict."""
+    restart_s: float
+    """Stop the ranks, choose what to restore, start processes, connect, set up the script."""
+    restore_s: float
+    first_step_s: float
+
+    def rounded(self) -> "Downtime":
+        return Downtime(*(round(value, 3) for value in msgspec.structs.astuple(self)))
+
+    def plus(self, other: "Downtime") -> "Downtime":
+        parts = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(other), strict=True)
+        return Downtime(*(one + another for one, another in parts))
+
+    @property
+    def text(self) -> str:
+        return (
+            f"training again {self.total_s:.2f} s after the fault (detection "
+            f"{self.detection_s:.2f} s, restart {self.restart_s:.2f} s, restore "
+            f"{self.restore_s:.2f} s, first step {self.first_step_s:.2f} s)"
+        )
+
+
+class IncidentVerification(msgspec.Struct, frozen=True):
+    """Whether the run is as before the incident."""
+
+    progress: bool
+    loss: str
+
+
+class IncidentClosed(Note, frozen=True, tag="incident_closed"):
+    """All ranks are past the step they had reached, or the run has ended."""
+
+    incident: Whole
+    verdict_kind: str
+    culprits: tuple[int, ...]
+    nodes: tuple[str, ...]
+    verified: IncidentVerification
+    action: str
+    """The last one."""
+    actions: tuple[str, ...]
+    open_s: Seconds
+    detected_s: Seconds | None = None
+    recovered_s: Seconds | None = None
+    """The downtime."""
+    downtime: Downtime | None = None
+    steps_lost: Whole | None = None
+    restored: Whole | None = None
+    """Step from which the ranks began again."""
+    generations: tuple[int, ...] = ()
+    """Generations that were started because of it."""
+
+
+class LifecycleChanged(Note, frozen=True, tag="lifecycle_changed"):
+    """The run is in another state of its life cycle."""
+
+    incident: Whole | None
+    old: str
+    new: str
+
+
+class LifecycleChangeRejected(LifecycleChanged, frozen=True, tag="lifecycle_change_rejected"):
+    """A transition that the table does not have: a bug of ftrun."""

@@ -1,0 +1,141 @@
+"""Records of the nodes: who is here, who leads, what a node waits for, what connects them."""
+
+from ftrun.monitor.node_fitness import NodeFitness
+from ftrun.records.note import Note, Seconds, Whole
+
+
+class BallotStarted(Note, frozen=True, tag="ballot_started"):
+    """A generation is proposed."""
+
+    generation: Whole
+
+
+class GenerationChosen(Note, frozen=True, tag="generation_chosen"):
+    """A generation is chosen."""
+
+    reason: str
+    generation: Whole
+    world_size: Whole
+    restored: tuple[int, int] | None
+    """Generation and step; None: nothing in memory."""
+    restore_reason: str
+    skip_batches: int = 0
+    """Batches that its ranks leave out."""
+
+
+class VotersChanged(Note, frozen=True, tag="voters_changed"):
+    """Other nodes decide about the next generation."""
+
+    voter_revision: int
+
+
+class TwoVotersWarning(Note, frozen=True, tag="two_voters_warning"):
+    """Two nodes without a spare cannot tell a dead node from a lost link."""
+
+
+class NodeJoined(Note, frozen=True, tag="node_joined"):
+    """A node is connected to the leader."""
+
+    node_id: str
+    host: str
+
+
+class NodeLost(Note, frozen=True, tag="node_lost"):
+    """A node was declared lost."""
+
+    node_id: str
+    was_member: bool
+    """It ran ranks."""
+
+
+class NodeLeft(Note, frozen=True, tag="node_left"):
+    """A node has drained and ended."""
+
+    node_id: str
+
+
+class NodesDraining(Note, frozen=True, tag="nodes_draining"):
+    """Nodes got SIGTERM, and the run continues without them."""
+
+
+class LeaderLost(Note, frozen=True, tag="leader_lost"):
+    """This node has no leader any more."""
+
+
+class SteppedDown(Note, frozen=True, tag="stepped_down"):
+    """This node led, and another one leads now."""
+
+
+class WaitingForNodes(Note, frozen=True, tag="waiting_for_nodes"):
+    """A node waits for others."""
+
+
+class RunPaused(Note, frozen=True, tag="run_paused"):
+    """The run waits for nodes: too few to run, to decide, or to restore."""
+
+
+class ConnectionFailedOver(Note, frozen=True, tag="connection_failed_over"):
+    """A node is reached over another rail than that of its card."""
+
+    to: str
+    host: str
+    instead_of: str
+
+
+class WitnessUnreachable(Note, frozen=True, tag="witness_unreachable"):
+    """The etcd does not answer."""
+
+
+class WitnessReachable(Note, frozen=True, tag="witness_reachable"):
+    """The etcd answers again."""
+
+
+class PreflightFinished(Note, frozen=True, tag="preflight_finished"):
+    """This node has checked itself."""
+
+    fitness: NodeFitness
+
+
+class NodeUnfit(Note, frozen=True, tag="node_unfit"):
+    """A node may not run ranks."""
+
+    node_id: str
+
+
+class NodeFit(Note, frozen=True, tag="node_fit"):
+    """A node may run ranks again."""
+
+    node_id: str
+
+
+class NodeBelowMedian(Note, frozen=True, tag="node_below_median"):
+    """The rates of a node are far below those of the others."""
+
+    node_id: str
+
+
+class PathsProbed(Note, frozen=True, tag="paths_probed"):
+    """The paths between the nodes were probed."""
+
+    coverage: Seconds
+    """Share of the paths that have a result."""
+    findings: int
+
+
+class PathFinding(Note, frozen=True, tag="path_finding"):
+    """A path, a rail or a leaf switch is dead, slow or mismatched."""
+
+    culprit: str
+    finding: str
+
+
+class NetworkPlanRecord(Note, frozen=True, tag="network_plan"):
+    """What was planned for a generation."""
+
+    is_applied: bool
+    order: tuple[str, ...]
+    rails: tuple[str, ...]
+
+
+class NetworkPlanDisabled(Note, frozen=True, tag="network_plan_disabled"):
+    """A bug of ftrun has cost the network plan."""

@@ -1,0 +1,127 @@
+"""Records of a restart: decisions about ranks and components, and how long each phase took."""
+
+from ftrun.events import Record, WorkerExit
+from ftrun.ids import Version
+from ftrun.monitor.repeat_check import Repeat
+from ftrun.records.note import Note, Seconds, Whole
+
+
+class KillWorkers(Record, frozen=True, tag="workers_killed"):
+    """Kill every worker of this generation at once."""
+
+    reason: str
+
+
+class RequestFinalSnapshot(Record, frozen=True, tag="final_snapshot_requested"):
+    """Order every rank to take a snapshot at the same next boundary, and to wait there."""
+
+    reason: str
+    after_step: int = -1
+    """The boundary; -1: the next one that no rank of this node has passed."""
+
+
+class SignalWorkers(Record, frozen=True, tag="workers_signalled"):
+    """Send a signal to every worker's process group."""
+
+    signal: int
+    reason: str
+
+
+class EndRun(Record, frozen=True, tag="run_end_decided"):
+    """End the run."""
+
+    exit_code: Whole
+    reason: str
+    cause: WorkerExit | None = None
+    advice: str = ""
+    goes_on: bool = False
+    """Only this node ends: it has drained, or the others have finished."""
+
+
+class RespawnSmp(Record, frozen=True, tag="smp_respawned"):
+    """Start another SMP and hand it the memory."""
+
+    reason: str
+
+
+class RespawnZygote(Record, frozen=True, tag="zygote_respawned"):
+    """Start another zygote."""
+
+    reason: str
+
+
+class DisableComponent(Record, frozen=True, tag="component_disabled"):
+    """Continue without a component that keeps dying: `smp` or `zygote`."""
+
+    part: str
+    reason: str
+
+
+class SuspendRanks(Record, frozen=True, tag="ranks_suspended"):
+    """Suspend this node's ranks (SIGSTOP), until it is clear which agent leads."""
+
+    reason: str
+
+
+class ResumeRanks(Record, frozen=True, tag="ranks_resumed"):
+    """Resume the suspended ranks."""
+
+    reason: str
+
+
+class UpdatePeerPorts(Record, frozen=True, tag="peer_ports_updated"):
+    """Restarted SMPs listen on other ports: the new ones by node id."""
+
+    ports: dict[str, int]
+
+
+class RestorePointChosen(Record, frozen=True, tag="restore_point_chosen"):
+    """The version from which this node's ranks start."""
+
+    version: Version | None
+    reason: str
+    voided_slots: int
+
+
+class GenerationStartedRecord(Record, frozen=True, tag="generation_started"):
+    """This node has started its ranks."""
+
+    reason: str
+    generation: Whole
+    restored: Version | None
+    pids: tuple[Whole, ...]
+    ranks: tuple[Whole, ...] = ()
+
+
+class Recovered(Record, frozen=True, tag="recovered"):
+    """A restart of this node, once every rank has completed a step."""
+
+    generation: Whole
+    cause: str
+    noticed_s: Seconds
+    decided_s: Seconds
+    stopped_s: Seconds
+    launched_s: Seconds
+    restored: Version | None
+    phases_s: dict[str, Seconds] | None = None
+    """Seconds of each phase, in order from `noticed_s`; None until every rank has made a step."""
+
+
+class DowntimeRecord(Note, frozen=True, tag="downtime"):
+    """Every rank has completed a step after a fault, or after a reconfiguration."""
+
+    incident: Whole | None
+    total_s: Seconds
+    detection_s: Seconds | None = None
+    restart_s: Seconds | None = None
+    restore_s: Seconds | None = None
+    first_step_s: Seconds | None = None
+    fault_s: Seconds | None = None
+    stepped_s: Seconds | None = None
+
+
+class RepeatedStepsRecord(Record, frozen=True, tag="repeated_steps"):
+    """The steps that this node's ranks repeated, compared with the first execution."""
+
+    generation: Whole
+    result: Repeat

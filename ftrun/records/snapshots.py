@@ -1,0 +1,110 @@
+"""Records of snapshots and checkpoints: memory, SMPs, protection, storage."""
+
+from ftrun.events import Record
+from ftrun.records.note import Seconds, Whole
+
+
+class MemoryAdopted(Record, frozen=True, tag="memory_adopted"):
+    """A new agent has taken over the memory of an earlier one."""
+
+    arenas: int
+    generation: int
+
+
+class SmpReady(Record, frozen=True, tag="smp_ready"):
+    """An SMP answers."""
+
+    arenas: int
+
+
+class SmpUnavailable(Record, frozen=True, tag="smp_unavailable"):
+    """An SMP does not start."""
+
+    reason: str
+
+
+class SmpUnreachable(Record, frozen=True, tag="smp_unreachable"):
+    """A message did not reach the SMP."""
+
+    reason: str
+
+
+class FreshStartUsed(Record, frozen=True, tag="fresh_start_used"):
+    """Ranks are not forked warm."""
+
+    reason: str
+    rank: int | None = None
+    """None: all of them."""
+
+
+class CheckpointWrittenRecord(Record, frozen=True, tag="checkpoint_written"):
+    """A checkpoint, or this node's part of it, is on storage."""
+
+    generation: Whole
+    step: Whole
+    path: str
+    total_bytes: int
+    seconds: Seconds
+    ahead_s: Seconds = 0.0
+    """Seconds between the first byte written and the last byte captured."""
+
+
+class CheckpointFailedRecord(Record, frozen=True, tag="checkpoint_failed"):
+    """A checkpoint was not written."""
+
+    reason: str
+
+
+class CheckpointRejected(Record, frozen=True, tag="checkpoint_rejected"):
+    """A checkpoint is not used."""
+
+    name: str
+    reason: str
+
+
+class SmpRecord(Record, frozen=True):
+    """What an SMP says of other nodes, and of memory for them."""
+
+    reason: str
+    nodes: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+
+class SmpRestoreSource(SmpRecord, frozen=True, tag="smp_restore_source"):
+    """Where the SMP got the state of its ranks from."""
+
+
+class SmpPeerLost(SmpRecord, frozen=True, tag="smp_peer_lost"):
+    """A link to or from another SMP is lost."""
+
+
+class SmpSourceRejected(SmpRecord, frozen=True, tag="smp_source_rejected"):
+    """A source of a restore is damaged."""
+
+
+class SmpReplicasDiffer(SmpRecord, frozen=True, tag="smp_replicas_differ"):
+    """Bytes that were equal on several nodes are not equal any more."""
+
+
+class SmpUnprotected(SmpRecord, frozen=True, tag="smp_unprotected"):
+    """A version is not protected."""
+
+
+class SmpProtectionStalled(SmpRecord, frozen=True, tag="smp_protection_stalled"):
+    """The protection of a version makes no progress."""
+
+
+class SmpMemory(SmpRecord, frozen=True, tag="smp_memory"):
+    """Arenas or parity regions do not fit into memory."""
+
+
+OF_NOTICE: dict[str, type[SmpRecord]] = {
+    "restore": SmpRestoreSource,
+    "peer_lost": SmpPeerLost,
+    "source_set_aside": SmpSourceRejected,
+    "replicas_differ": SmpReplicasDiffer,
+    "unprotected": SmpUnprotected,
+    "stalled": SmpProtectionStalled,
+    "memory": SmpMemory,
+}
+"""By kind of `SmpNotice`."""

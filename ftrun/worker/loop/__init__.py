@@ -1,1 +1,0 @@
-"""`session.steps`, `epochs` and `batches`: loops that resume at the restored step."""

@@ -1,0 +1,330 @@
+"""The loops of a session over steps, epochs and batches, from the restored step on.
+
+Runs in:  worker, training thread; also under plain python.
+Takes in: the step, epoch and data position to begin at.
+Gives:    turns that end in a step boundary each; at the end of a loop, the last snapshot.
+
+The step counter counts boundaries. Each turn of `steps()` or `batches()` ends in a boundary, also
+a turn that ends in `continue`. A turn that is left by an exception is not counted as a step. A turn
+that is left by `break` or `return` is counted if an optimizer has stepped in it. A loop left in
+this way has no further turn after a restart, because only the script has the reason for leaving.
+"""
+
+import gc
+import inspect
+import logging
+import sys
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dis import opname
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ftrun.errors import UsageError
+from ftrun.worker.state.data_position import DataPosition
+
+_log = logging.getLogger(__name__)
+
+
+def left_pass(loader: str) -> str:
+    """Name in a snapshot for a loop over this loader's batches that was left early."""
+    return f"batches({loader})"
+
+
+class _Loop(Iterator[Any]):
+    """An iterable whose generator is held only by its `for` statement, so that `break` closes it.
+
+    A progress bar or a variable keeps a reference to this object, not to the generator.
+    """
+
+    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
+        self._begin = begin
+        self._begun: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._begin() if self._begun is None else self._begun
+
+    def __next__(self) -> Any:
+        if self._begun is None:
+            self._begun = self._begin()
+        return next(self._begun)
+
+
+class Loops(ABC):
+    """Loops with step boundaries; the subclass implements the boundary."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._epoch = 0
+        self._in_epoch = False
+        self._in_last_epoch = False
+        self._ends_epochs = False
+        self._driver: str | None = None
+        self._left = ""
+        """Loop that was left by `break`, until another loop begins; part of a snapshot."""
+        self._left_before = ""
+        """Value of `_left` in the restored snapshot."""
+        self._steps_loops = 0
+        """Number of `steps()` loops begun; inside `epochs()`, without those of earlier epochs."""
+        self._steps_left: set[int] = set()
+        """Indices of the `steps()` loops that were left by `break`; part of a snapshot."""
+        self._force = False
+        self._has_stepped = False
+        """An optimizer has stepped since the last boundary."""
+        self._in_hand: DataPosition | None = None
+        hook = register_optimizer_step_post_hook(_after_optimizer_step(weakref.ref(self)))
+        self._end_hook = weakref.finalize(self, hook.remove)
+
+    @property
+    def step(self) -> int:
+        """Number of completed steps, over all restarts."""
+        return self._step
+
+    @property
+    def batch_index(self) -> int:
+        """Index of the current batch in its pass, over all restarts; use it, not enumerate."""
+        if self._in_hand is None:
+            raise UsageError("batch_index has a value inside a loop over session.batches()")
+        return self._in_hand.index
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Iterate over the steps from the restored step on; each turn ends in a boundary.
+
+        Args:
+            total: number of steps of the whole run, including those before a restart.
+        """
+        return _Loop(lambda: self._steps(total))
+
+    def _steps(self, total: int) -> Iterator[int]:
+        self._enter("steps()")
+        frames: tuple[int, ...] = ()
+        place = self._steps_loops
+        self._steps_loops += 1
+        try:
+            self._begin()
+            if place in self._steps_left:
+                self._warn_of_left("steps()")
+                return
+            while self._step < total:
+                frames = frames_of_loop()
+                yield self._step
+                # Force a snapshot at the end of the run, so that the last checkpoint holds it.
+                self._force |= self._step + 1 == total
+                self._boundary(allowed=True)
+        except GeneratorExit:
+            if is_left_by_break(frames):
+                self._steps_left.add(place)
+                self._leave_early("steps()")
+            else:
+                self._warn_of_closed("steps()")
+            raise
+        finally:
+            self._leave()
+
+    def epochs(self, total: int | None = None) -> Iterator[int]:
+        """Iterate over the epochs from the restored epoch on; ends when `batches(until=...)` ends.
+
+        Args:
+            total: number of epochs of the whole run; None: only `batches(until=...)` ends the loop.
+        """
+        return _Loop(lambda: self._epochs(total))
+
+    def _epochs(self, total: int | None) -> Iterator[int]:
+        self._ends_epochs = False
+        self._left = ""
+        first = self._steps_loops
+        while (total is None or self._epoch < total) and not self._was_left("epochs()"):
+            frames = frames_of_loop()
+            self._in_epoch = True
+            self._in_last_epoch = self._epoch + 1 == total
+            try:
+                yield self._epoch
+            except GeneratorExit:
+                if is_left_by_break(frames):
+                    self._leave_early("epochs()")
+                raise
+            finally:
+                self._in_epoch = self._in_last_epoch = False
+            if self._ends_epochs:
+                return
+            self._epoch += 1
+            self._steps_loops = first
+            self._steps_left = {place for place in self._steps_left if place < first}
+
+    def batches(self, loader: Any, *, until: int | None = None) -> Iterator[Any]:
+        """Iterate over the batches of one pass, from the restored batch on.
+
+        Each turn of the loop ends in a boundary. Inside `steps()`, the boundary is that of
+        `steps()`, and this loop only tracks the position in the data.
+
+        Args:
+            loader: the loader of the batches.
+            until: number of steps of the whole run. When it is reached, this loop and an enclosing
+                `epochs()` loop end. Another call continues the same pass.
+        """
+        return _Loop(lambda: self._batches(loader, until))
+
+    def _batches(self, loader: Any, until: int | None) -> Iterator[Any]:
+        feed = self._feed_of(loader)
+        if self._driver is not None:
+            if until is not None:
+                raise UsageError("batches(until=...) inside steps(): steps(total) counts the steps")
+            yield from self._from(feed)
+            return
+        self._enter("batches()")
+        frames: tuple[int, ...] = ()
+        try:
+            if self._was_left(left_pass(feed.name)):
+                feed.end_pass()
+                self._begin()
+                return
+            if until is not None and self._step >= until:
+                self._ends_epochs = True
+                self._begin()
+                return
+            for batch in self._from(feed):
+                frames = frames_of_loop()
+                yield batch
+                self._ends_epochs = self._step + 1 == until
+                self._force |= self._ends_epochs or (self._in_last_epoch and feed.is_at_end)
+                self._boundary(allowed=True)
+                if self._ends_epochs:
+                    feed.pause()
+                    return
+        except GeneratorExit:
+            if is_left_by_break(frames):
+                self._leave_early(left_pass(feed.name))
+            else:
+                self._warn_of_closed(left_pass(feed.name))
+            raise
+        finally:
+            self._leave()
+
+    # --- implemented by the session ------------------------------------------------------------
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Prepare the first turn; the iterator over the data exists."""
+
+    @abstractmethod
+    def _boundary(self, *, allowed: bool) -> None:
+        """End a step."""
+
+    @abstractmethod
+    def _keep(self) -> None:
+        """Ensure, in the middle of a turn, that a snapshot holds the completed steps."""
+
+    @abstractmethod
+    def _newest_kept(self) -> int | None:
+        """Step of this rank's newest snapshot; -1: no snapshot yet; None: snapshots are off."""
+
+    @abstractmethod
+    def _feed_of(self, loader: Any) -> DataPosition:
+        """Return the data position of this loader."""
+
+    def _enter(self, driver: str) -> None:
+        if self._driver is not None:
+            raise UsageError(f"a loop over {driver} inside one over {self._driver}")
+        self._driver = driver
+        self._left = ""
+
+    def _leave(self) -> None:
+        self._driver = None
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _from(self, feed: DataPosition) -> Iterator[Any]:
+        try:
+            for batch in feed.batches(self._epoch if self._in_epoch else None, self._begin):
+                self._in_hand = feed
+                yield batch
+        finally:
+            self._in_hand = None
+
+    def _leave_early(self, driver: str) -> None:
+        self._left = "" if driver == "steps()" else driver
+        if self._has_stepped and driver != "epochs()":
+            self._force = True
+            self._boundary(allowed=True)
+        elif self._step:
+            self._keep()
+
+    def _warn_of_closed(self, driver: str) -> None:
+        newest = None if sys.is_finalizing() else self._newest_kept()
+        reached = self._step + self._has_stepped
+        if newest is not None and newest < reached:
+            _log.warning(
+                "the loop over session.%s was left by an exception, or something else has held it "
+                "and closed it later, so no snapshot is taken there: step %d was reached, and the "
+                "newest snapshot is of %s",
+                driver,
+                reached,
+                f"step {newest}" if newest >= 0 else "no step",
+            )
+
+    def _was_left(self, driver: str) -> bool:
+        """Whether this loop was left by `break` before the restart; true only at the first call."""
+        if self._left_before != driver:
+            return False
+        self._left_before = ""
+        self._warn_of_left(driver)
+        return True
+
+    def _warn_of_left(self, driver: str) -> None:
+        _log.warning(
+            "the loop over session.%s was left by break or return at step %d before this restart, "
+            "so it has no turn now. A loop that ends by steps(total) or batches(loader, "
+            "until=total) can be made longer",
+            driver,
+            self._step,
+        )
+
+
+def _after_optimizer_step(owner: "weakref.ref[Loops]") -> Callable[..., None]:
+    # A strong reference from torch's hooks would keep a session alive that the script has dropped.
+    def after_step(*_: Any) -> None:
+        if not torch.compiler.is_compiling() and (loops := owner()) is not None:
+            loops._has_stepped = True
+
+    return after_step
+
+
+_DROPS = frozenset({"POP_TOP", "POP_ITER", "END_FOR"})
+_YIELDS = frozenset({"YIELD_VALUE", "RESUME"})
+
+
+def frames_of_loop() -> tuple[int, ...]:
+    """Return ids of the frames that request items from the calling generator, nearest first.
+
+    All frames except the last one are generators.
+    """
+    found = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        found.append(id(frame))
+        frame = frame.f_back if frame.f_code.co_flags & inspect.CO_GENERATOR else None
+    return tuple(found)
+
+
+def is_left_by_break(frames: tuple[int, ...]) -> bool:
+    """Whether the calling generator is closed because its loop was left by `break` or `return`.
+
+    Args:
+        frames: result of `frames_of_loop` at the last item.
+    """
+    try:
+        frame: FrameType | None = sys._getframe(2)
+    except ValueError:  # the interpreter is exiting
+        return False
+    while frame is not None and id(frame) in frames:
+        instruction = opname[frame.f_code.co_code[frame.f_lasti]]
+        if instruction == "FOR_ITER":
+            return not any(isinstance(one, TracebackType) for one in gc.get_referrers(frame))
+        if instruction not in _YIELDS:
+            return instruction in _DROPS
+        frame = frame.f_back
+    return False

@@ -1,1 +1,0 @@
-"""Recordings of `ftrun verify` inside a rank."""

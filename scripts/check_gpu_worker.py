@@ -1,0 +1,394 @@
+"""What check_gpu.py has running: small trainings that kill themselves, and measurements.
+
+Under ftrun: `exact`, `idle`, `respawn`, `cost`; alone: `reference` and `rates`. All write lines to
+rank<N>.jsonl.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from bench_notes import Notes
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ftrun
+from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
+from ftrun.wire.transport.channel import short_socket_path
+from ftrun.worker.context import worker_context
+
+STEPS, KILL_AT, EAGER = 12, 7, 3
+SLOW_CYCLES = 20_000_000
+"""About 10 ms: the device is behind the host at each boundary, so that a missing wait shows."""
+
+OPTIONS: dict[str, dict[str, bool]] = {
+    "adamw-plain": {"foreach": False},
+    "adamw-fused": {"fused": True},
+    **{name: {"capturable": True} for name in ("capturable", "graph", "graph-update")},
+}
+"""Options of AdamW, by variant."""
+
+
+class Training:
+    """One variant of a small training; every number that it draws is part of its state."""
+
+    def __init__(self, variant: str, device: str) -> None:
+        random.seed(1)
+        torch.manual_seed(1)
+        self.variant, self.device, self.is_cuda = variant, device, device == "cuda"
+        width = 2048 if self.is_cuda else 64
+        self.shape, model = [32, width], self.linear(width)
+        if variant == "channels-last":
+            convolutions = nn.Conv2d(3, 256, 3), nn.BatchNorm2d(256), nn.Conv2d(256, 64, 3)
+            self.shape, model = [8, 3, 32, 32], nn.Sequential(*convolutions)
+        model = model.to(device)
+        if variant == "channels-last":
+            model = model.to(memory_format=torch.channels_last)
+        if variant in ("nccl", "gloo"):
+            alone = {} if "RANK" in os.environ else {"rank": 0, "world_size": 1}
+            dist.init_process_group(variant, store=dist.HashStore() if alone else None, **alone)
+            model = DistributedDataParallel(model)
+        self.model: Any = model
+        if variant == "sgd":
+            self.optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        else:
+            options = OPTIONS.get(variant, {})
+            self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
+        self.scaler = torch.amp.GradScaler(device, enabled=variant == "amp")
+        compiled: Any = torch.compile if variant == "compile" else lambda function: function
+        self.forward, self.update = compiled(model), compiled(self.optimizer.step)
+        self.done, self.graph = 0, torch.cuda.CUDAGraph() if self.is_cuda else None
+        self.stream = torch.cuda.Stream() if self.is_cuda else None
+
+    def linear(self, width: int) -> nn.Module:
+        dropout = nn.Dropout(0.1 if self.variant == "dropout" else 0.0)
+        layers = nn.Linear(width, width), nn.GELU(), dropout, nn.Linear(width, width // 4)
+        return nn.Sequential(*layers)
+
+    def backward(self) -> None:
+        x = torch.randn(self.shape, device=self.device)
+        if self.variant == "channels-last":
+            x = x.to(memory_format=torch.channels_last)
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.variant == "amp"):
+            loss = self.forward(x).square().mean()
+        self.scaler.scale(loss).backward()
+        if self.is_cuda:
+            torch.cuda._sleep(SLOW_CYCLES)
+
+    def turn(self, step: int) -> None:
+        is_graph = self.variant.startswith("graph") and self.done >= EAGER
+        is_whole = self.variant == "graph"
+        if is_graph and self.done == EAGER:
+            with torch.cuda.graph(self.graph):
+                if is_whole:
+                    self.backward()
+                self.optimizer.step()
+        if not (is_graph and is_whole):
+            self.backward()
+        self.done += 1
+        if is_graph:
+            assert self.graph is not None
+            self.graph.replay()
+        elif self.variant == "accumulate" and step % 2 == 0:
+            return
+        elif self.variant == "amp":
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.update()
+        if not (is_graph and is_whole):
+            self.optimizer.zero_grad(set_to_none=self.variant != "graph-update")
+
+    def run(self, notes: Notes, kill_at: int, *, each: bool) -> None:
+        """Train under `ftrun.attach`; `each`: note the state at every boundary."""
+        own = {name: nullcontext() for name in ("own-stream", "step-stream")}
+        streams: dict[str, Any] = own | {self.variant: torch.cuda.stream(self.stream)}
+        wait(self.device)
+        with streams["own-stream"]:
+            session = ftrun.attach(self.model, self.optimizer, scaler=self.scaler)
+            is_first = session.generation == 0
+            if not is_first:
+                notes.write("begun", step=session.step, state=self.state())
+            for step in session.steps(STEPS):
+                if each:
+                    notes.write("at", variant=self.variant, step=step, state=self.state())
+                with streams["step-stream"]:
+                    self.turn(step)
+                if is_first and step == kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            notes.write("end", variant=self.variant, state=self.state(), **page_facts())
+            session.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def state(self) -> dict[str, str]:
+        """A digest of each tensor, and the text of everything else."""
+        wait(self.device)
+        numbers: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+        if self.is_cuda:
+            numbers["cuda"] = torch.cuda.get_rng_state()
+        parts = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
+        whole = {name: part.state_dict() for name, part in parts.items()}
+        return dict(flat({**whole, "random": numbers}, ""))
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from flat(item, f"{name}.{key}")
+    elif isinstance(value, Tensor):
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        yield name, xxhash.xxh3_64_hexdigest(data.numpy())
+    else:
+        yield name, xxhash.xxh3_64_hexdigest(repr(value).encode())
+
+
+def page() -> SharedPage | None:
+    context = worker_context()
+    return None if context is None else context.page
+
+
+def page_facts() -> dict[str, Any]:
+    shared = page()
+    if shared is None:
+        return {}
+    counts = (HeartbeatField.SEALED_COUNT, HeartbeatField.DISCARDED_COUNT)
+    return {"note": shared.note, **{one.name: shared.get(one) for one in counts}}
+
+
+# --- costs ------------------------------------------------------------------------------------
+
+
+class Costs:
+    """A training with a large state: parameters and AdamW's moments, steps of about 0.3 s."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.device, self.step_s = args.device, args.seconds
+        width = int((args.gb * 1e9 / 3 / 4 / 16) ** 0.5)
+        layers = [torch.full((width, width), 1 / width, device=self.device) for _ in range(16)]
+        self.layers = nn.ParameterList(layers)
+        self.optimizer = torch.optim.AdamW(self.layers.parameters(), lr=1e-6, fused=True)
+        self.data = torch.ones(64, width, device=self.device)
+        side = 8192 if self.device == "cuda" else 64
+        self.factor = torch.randn(side, side, device=self.device, dtype=torch.bfloat16)
+        self.products = 0
+
+    def train(self) -> None:
+        x = self.data
+        for layer in self.layers:
+            x = x @ layer
+        for _ in range(self.products):
+            self.factor @ self.factor
+        x.mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def timed(self, boundary: Callable[[], None], *, waits: bool = True) -> tuple[float, float]:
+        """Seconds of the boundary on the host, and of the boundary with the step after it."""
+        began_s = time.monotonic()
+        boundary()
+        called_s = time.monotonic()
+        self.train()
+        if waits:
+            wait(self.device)
+        return called_s - began_s, time.monotonic() - began_s
+
+    def measure(self, rounds: int, notes: Notes) -> None:
+        session = ftrun.attach(self.layers, self.optimizer)
+        shared = page()
+        assert shared is not None
+        first_step_s = self.timed(session.begin)[1]
+        if session.restored:
+            begin_ns = shared.get(HeartbeatField.RESTORE_BEGIN_NS)
+            restore_ns = shared.get(HeartbeatField.RESTORE_END_NS) - begin_ns
+            notes.write("restored", restore_s=restore_ns / 1e9, first_step_s=first_step_s)
+            return
+
+        def skip() -> None:
+            session.step_done(snapshot=False)
+
+        self.calibrate()
+        first_s, *_ = (self.sealed(session.step_done, shared) for _ in range(4))
+        idle, both, without, ahead = [], [], [], []
+        for _ in range(5):
+            self.timed(skip)
+            idle.append(self.sealed(session.step_done, shared))
+        for _ in range(rounds):
+            both.append(self.timed(session.step_done))
+            without.append(self.timed(skip)[1])
+        for _ in range(5):
+            self.timed(skip, waits=False)
+            ahead.append(self.timed(session.step_done)[0])
+        state = [*self.layers.parameters()]
+        state += [tensor for one in self.optimizer.state.values() for tensor in one.values()]
+        found = {"first_s": first_s, "idle": idle, "without": without, "ahead": ahead}
+        found |= {"call": [one[0] for one in both], "with": [one[1] for one in both]}
+        num_bytes = sum(tensor.nbytes for tensor in state)
+        notes.write("cost", bytes=num_bytes, **found, **page_facts())
+        self.sealed(session.step_done, shared)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def sealed(self, boundary: Callable[[], None], shared: SharedPage) -> float:
+        """Seconds from a boundary to the end of its copy, with nothing beside it."""
+        count, began_ns = shared.get(HeartbeatField.SEALED_COUNT), time.monotonic_ns()
+        for _ in range(15):  # the first boundaries have no memory yet
+            boundary()
+            again_s = time.monotonic() + 3
+            while time.monotonic() < again_s:
+                if shared.get(HeartbeatField.SEALED_COUNT) > count:
+                    return (shared.get(HeartbeatField.SEALED_NS) - began_ns) / 1e9
+                time.sleep(0.0005)
+        raise TimeoutError(f"no snapshot: {shared.note}")
+
+    def calibrate(self) -> None:
+        plain_s, self.products = self.timed(lambda: None)[1], 20
+        each_s = max(1e-5, (self.timed(lambda: None)[1] - plain_s) / self.products)
+        self.products = max(0, int((self.step_s - plain_s) / each_s))
+
+
+def rates(device: str) -> dict[str, float]:
+    """Copies between host and device in GB/s, and the time to pin memory."""
+    size = 1 << 30 if device == "cuda" else 1 << 24
+    there = torch.ones(size, dtype=torch.uint8, device=device)
+    found: dict[str, float] = {}
+    for kind in ("pageable", "pinned"):
+        is_pinned, began_s = kind == "pinned" and device == "cuda", time.monotonic()
+        here = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
+        found[f"allocate_{kind}_s_per_gib"] = (time.monotonic() - began_s) * (1 << 30) / size
+        for name, target, source in (("d2h", here, there), ("h2d", there, here)):
+            times_s = []
+            for _ in range(5):
+                wait(device)
+                began_s = time.monotonic()
+                target.copy_(source, non_blocking=True)
+                wait(device)
+                times_s.append(time.monotonic() - began_s)
+            found[f"{name}_{kind}_gb_per_s"] = size / 1e9 / statistics.median(times_s[1:])
+    return {key: round(value, 2) for key, value in found.items()}
+
+
+# --- NCCL, respawn ------------------------------------------------------------------------------
+
+
+def respawn(device: str, folder: Path, notes: Notes) -> None:
+    """Steps without end, for kills from outside; a file named `facts` asks for `group_facts`."""
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    notes.write("begun", generation=generation, pid=os.getpid())
+    training, asked = Training("adamw", device), folder / "facts"
+    model = DistributedDataParallel(training.model)
+    session = ftrun.attach(model, training.optimizer)
+    for step in session.steps(1 << 40):
+        loss = model(torch.randn(training.shape, device=device)).square().mean()
+        loss.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        session.report(loss=loss)
+        wait(device)
+        notes.write("step", step=step, generation=generation)
+        if asked.exists():
+            asked.unlink()
+            found = recorder_facts(device) | (capture_facts() if device == "cuda" else {})
+            notes.write("facts", generation=generation, found=found)
+        time.sleep(0.01)
+
+
+def ask(request: str, method: str = "POST") -> bytes:
+    """The answer of torch's server in this rank."""
+    context = worker_context()
+    assert context is not None
+    with closing(socket.socket(socket.AF_UNIX)) as link:
+        link.settimeout(3.0)
+        with short_socket_path(Path(context.launch.rank_socket)) as path:
+            link.connect(path)
+        head = f"{method} /handler/{request} HTTP/1.1\r\nHost: rank\r\nContent-Length: 0\r\n"
+        link.sendall(f"{head}Connection: close\r\n\r\n".encode())
+        answer = b""
+        while part := link.recv(1 << 18):
+            answer += part
+    return answer.partition(b"\r\n\r\n")[2]
+
+
+def recorder_facts(device: str) -> dict[str, Any]:
+    """The class of the backend, and what the flight recorder answers."""
+    backend = dist.group.WORLD._get_backend(torch.device(device))  # type: ignore[union-attr]
+    handlers = json.loads(ask("", "GET"))
+    found: dict[str, Any] = {"backend": type(backend).__name__, "handlers": handlers}
+    for handler in ("fr_trace_json", "dump_nccl_trace_json"):
+        if handler in handlers:
+            entries = json.loads(ask(handler)).get("entries", [])
+            found[handler] = {"entries": len(entries), "newest": entries[-1:]}
+    return found
+
+
+def capture_facts() -> dict[str, Any]:
+    """Whether a request to the flight recorder ends the capture of a graph."""
+    x = torch.ones(1 << 20, device="cuda")
+    found: dict[str, Any] = {"late_loss_pinned": x[0].to("cpu", non_blocking=True).is_pinned()}
+    recorder = "dump_nccl_trace_json"
+    for request in ("", "fr_trace_json", f"{recorder}?includecollectives=false", recorder):
+        graph = torch.cuda.CUDAGraph()
+        dist.all_reduce(x)
+        try:
+            with torch.cuda.graph(graph):
+                x.mul_(2)
+                if request:
+                    ask(request)
+                time.sleep(1.5)  # longer than the interval at which the agent asks
+            graph.replay()
+            wait("cuda")
+            found[f"capture during {request or 'nothing'}"] = "intact"
+        except (RuntimeError, OSError) as error:
+            found[f"capture during {request or 'nothing'}"] = f"broken: {error}"[:200]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--variants", default="")
+    parser.add_argument("--kill-rank", type=int, default=0)
+    parser.add_argument("--gb", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=0.3)
+    args = parser.parse_args()
+    rank = int(os.environ.get("RANK", "0"))
+    notes = Notes(args.folder / f"rank{rank}.jsonl")
+    is_killed = args.what == "exact" and rank == args.kill_rank
+    if args.what == "idle":
+        time.sleep(args.seconds)
+    elif args.what == "cost":
+        Costs(args).measure(args.rounds, notes)
+    elif args.what == "rates":
+        notes.write("rates", found=rates(args.device))
+    elif args.what == "respawn":
+        respawn(args.device, args.folder, notes)
+    else:
+        torch.use_deterministic_algorithms(True)
+        for variant in args.variants.split(","):
+            training = Training(variant, args.device)
+            training.run(notes, KILL_AT if is_killed else -1, each=args.what == "reference")
+
+
+if __name__ == "__main__":
+    main()

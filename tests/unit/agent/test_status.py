@@ -1,0 +1,121 @@
+"""The status of a node: its age, and its merge with the status of the run."""
+
+import msgspec
+import pytest
+
+from ftrun.agent.publish.cluster_status import WARNINGS_SHOWN, _warnings, standing_by
+from ftrun.agent.publish.status import with_age, with_cluster
+from ftrun.membership.leader.failure_detector import FailureDetector
+from ftrun.wire.cluster.membership import Heartbeat
+from ftrun.wire.messages.status import (
+    ClusterStatus,
+    NodeStatus,
+    RankStatus,
+    RestartStatus,
+    SnapshotStatus,
+    StatusView,
+)
+from tests.unit.recovery.made import SETTINGS, card, meet, plan
+
+OWN = StatusView(
+    run_id="r",
+    state="running",
+    summary="running at step 5",
+    age_s=0.1,
+    warnings=("own",),
+    restarts=(RestartStatus(2, cause="own", phases_s={"stop": 0.1}),),
+    ranks=(RankStatus(0, lateness_s=None), RankStatus(1, lateness_s=0.1)),
+    snapshots=SnapshotStatus(protected=True, note="own"),
+)
+
+
+@pytest.mark.parametrize(
+    ("age_s", "summary"),
+    [
+        (1.9, "running at step 5"),
+        (
+            12.3,
+            "running at step 5; the values of this node are 12 s old, because its agent is busy",
+        ),
+    ],
+)
+def test_an_old_status_names_its_age(age_s: float, summary: str) -> None:
+    assert with_age(msgspec.structs.replace(OWN, age_s=age_s)).summary == summary
+
+
+def cluster(**changes: object) -> ClusterStatus:
+    ranks = (RankStatus(0, lateness_s=0.2), RankStatus(1), RankStatus(2, lateness_s=0.3))
+    whole = ClusterStatus(
+        state="paused",
+        summary="PAUSED: x",
+        lifecycle="run",
+        nodes=(NodeStatus("a", ranks=ranks),),
+        tolerated_losses=1,
+        restarts=(RestartStatus(1, cause="earlier"), RestartStatus(2, downtime_s=1.5)),
+    )
+    return msgspec.structs.replace(whole, **changes)
+
+
+def test_the_values_of_the_leader_take_precedence() -> None:
+    found = with_cluster(OWN, cluster(), has_secret=True)
+    assert (found.state, found.summary, found.lifecycle) == ("paused", "PAUSED: x", "run")
+    assert [rank.lateness_s for rank in found.ranks] == [0.2, 0.1]
+    assert found.warnings == ("own",)
+    assert found.snapshots == SnapshotStatus(protected=True, note="own")
+    assert found.authenticated
+
+
+def test_a_node_measures_its_own_restarts_and_the_leader_their_downtime() -> None:
+    first, second = with_cluster(OWN, cluster(), has_secret=True).restarts
+    assert first == RestartStatus(1, cause="earlier")
+    assert second == RestartStatus(2, cause="own", phases_s={"stop": 0.1}, downtime_s=1.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [({"tolerated_losses": 0}, "own"), ({"unprotected_reason": "no memory"}, "no memory")],
+)
+def test_a_run_that_tolerates_no_loss_is_not_protected(
+    changes: dict[str, object], note: str
+) -> None:
+    found = with_cluster(OWN, cluster(**changes), has_secret=True)
+    assert found.snapshots == SnapshotStatus(protected=False, note=note)
+
+
+def test_a_run_without_a_secret_says_so() -> None:
+    assert with_cluster(OWN, cluster(), has_secret=False).summary == "PAUSED: x; UNAUTHENTICATED"
+
+
+@pytest.mark.parametrize(
+    ("role", "summary"),
+    [
+        ("following", "running at step 5; following a"),
+        ("electing", "electing a new leader; running at step 5"),
+    ],
+)
+def test_without_the_leader_a_node_shows_its_own_state(role: str, summary: str) -> None:
+    words = "following a" if role == "following" else "electing a new leader"
+    alone = ClusterStatus(state=role, role=role, summary=words, note="no answer")
+    assert with_cluster(OWN, alone, has_secret=True).summary == summary
+
+
+@pytest.mark.parametrize(("count", "last"), [(2, "node n1: w"), (64, "61 more nodes with such")])
+def test_warnings_of_some_nodes_are_shown(count: int, last: str) -> None:
+    beats = {f"n{number}": Heartbeat(generation=1, repeat_warning="w") for number in range(count)}
+    found = _warnings({**beats, "quiet": Heartbeat(generation=1)})
+    assert found[0] == "node n0: w"
+    assert found[-1].startswith(last)
+    assert len(found) == min(count, WARNINGS_SHOWN + 1)
+
+
+def test_a_node_that_has_come_stands_by_also_without_a_vote() -> None:
+    peers = FailureDetector(card("a"), SETTINGS)
+    for name in "abcdefg":
+        meet(peers, name)
+    peers.by_id["c"].lost = peers.by_id["d"].lost = "silent"
+    peers.by_id["e"].is_leaving = peers.by_id["f"].is_mute = True
+    assert standing_by(peers, plan(1, "ab", "c")) == {"g"}
+    peers.by_id["c"].lost = ""
+    assert standing_by(peers, plan(1, "ab", "c")) == {"c", "g"}
+    peers.by_id["g"].linked = False
+    assert standing_by(peers, plan(1, "ab", "c")) == {"c"}

@@ -1,0 +1,73 @@
+"""When a link redials, when its node counts as lost, and which links a session admits."""
+
+from ftrun.smp.peer_link import FETCH, FIRST_PAUSE_S, PROTECT, LinkRules, admits
+from ftrun.wire.cluster.transfer import LinkHello
+
+PATIENCE_S = 10.0
+
+
+def failed(rules: LinkRules, now_s: float, *, refused: bool = False, away: bool = False) -> str:
+    return rules.dial_failed("why", is_refused=refused, is_turned_away=away, now_s=now_s)
+
+
+def test_a_node_that_does_not_answer_is_reported_once_when_the_patience_is_over() -> None:
+    rules = LinkRules(dials_again_first=False, patience_s=PATIENCE_S)
+    rules.begin_dialing(5.0)
+    assert failed(rules, 14.0, refused=True) == ""
+    assert failed(rules, 15.1) == "why"
+    assert rules.is_lost
+    assert failed(rules, 16.0) == ""
+    assert rules.connected(17.0), "it was lost, and is there again"
+    assert not rules.is_lost
+
+
+def test_a_link_to_fetch_reports_a_lost_node_only_if_it_refuses_a_new_connection() -> None:
+    rules = LinkRules(dials_again_first=True, patience_s=PATIENCE_S)
+    rules.begin_dialing(0.0)
+    assert failed(rules, 0.1, refused=True) == "", "it may not listen yet"
+    assert not rules.connected(0.2)
+    assert rules.disconnected("reset") == ""
+    assert not rules.is_lost
+    rules.begin_dialing(1.0)
+    assert failed(rules, 1.1, refused=True) == "why"
+
+
+def test_a_link_to_protect_reports_every_lost_connection() -> None:
+    rules = LinkRules(dials_again_first=False, patience_s=PATIENCE_S)
+    rules.begin_dialing(0.0)
+    assert not rules.connected(0.0)
+    assert rules.disconnected("reset") == "reset"
+    assert rules.is_lost
+
+
+def test_another_process_at_the_address_is_reported_at_once() -> None:
+    rules = LinkRules(dials_again_first=False, patience_s=PATIENCE_S)
+    rules.begin_dialing(0.0)
+    assert failed(rules, 0.1, away=True) == "why"
+
+
+def test_pauses_grow_while_connections_are_brief() -> None:
+    rules = LinkRules(dials_again_first=False, patience_s=PATIENCE_S)
+    rules.begin_dialing(0.0)
+    assert [rules.pause_s() for _ in range(6)] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0]
+    rules.begin_dialing(0.0)
+    assert rules.pause_s() == FIRST_PAUSE_S
+    rests = []
+    for _ in range(6):
+        rules.connected(1.0)
+        rests.append(rules.rest_s(1.05))
+    assert rests == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    rules.connected(1.0)
+    assert rules.rest_s(1.2) == FIRST_PAUSE_S
+
+
+def test_a_session_admits_links_of_its_generation_and_group() -> None:
+    def says(generation: int, purpose: str, session: int) -> bool | None:
+        hello = LinkHello(generation, purpose, session)
+        return admits(hello, generation=3, session=7)
+
+    assert says(3, PROTECT, 7)
+    assert says(3, PROTECT, 8) is None, "its group changes, or that of this node"
+    assert says(3, FETCH, 0)
+    assert says(2, FETCH, 0) is False
+    assert says(4, PROTECT, 7) is None

@@ -1,0 +1,66 @@
+"""A declared layout fits the ranks there are, and is told apart from another one."""
+
+from pathlib import Path
+
+import pytest
+
+from ftrun.errors import RulesInvalid, UsageError
+from ftrun.sharding.rule_parser import read_carried
+from ftrun.worker.state.attached import declared
+
+TEXT = "mesh: {dp: 2, tp: 2}\nshard:\n  - {name: model.w, axis: tp, dim: 0}\n"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    found = tmp_path / "rules.yaml"
+    found.write_text(TEXT)
+    return found
+
+
+def test_the_axis_of_batches_is_made_to_fit(path: Path) -> None:
+    assert str(declared(path, None, None).rules.mesh) == "dp 2, tp 2"
+    assert str(declared(path, None, 6).rules.mesh) == "dp 3, tp 2"
+    assert str(declared(path, {"tp": 3}, 6).rules.mesh) == "dp 2, tp 3"
+
+
+def test_what_a_snapshot_carries_is_the_same_layout_and_no_other(path: Path) -> None:
+    one = declared(path, {"tp": 1}, 2)
+    assert read_carried(one.saved).layout == one.rules.layout
+    assert one.is_that_of(one.saved)
+    assert one.is_that_of(None)
+    assert not one.is_that_of(declared(path, {"tp": 2}, 2).saved)
+    path.write_text(f"# the same\n{TEXT}")
+    assert one.is_that_of(declared(path, {"tp": 1}, 2).saved)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "size", "told"),
+    [({"pp": 2}, 4, "mesh has pp"), (None, 3, "a mesh of 4 ranks")],
+)
+def test_a_mesh_that_cannot_be_is_told(
+    path: Path, mesh: dict[str, int] | None, size: int, told: str
+) -> None:
+    with pytest.raises(UsageError, match=told):
+        declared(path, mesh, size)
+
+
+def test_a_file_that_cannot_be_read_is_told(path: Path) -> None:
+    with pytest.raises(UsageError, match="No such file"):
+        declared(path.with_name("none"), None, 4)
+    path.write_text("mesh: {tp: 2")
+    with pytest.raises(RulesInvalid):
+        declared(path, None, 4)
+
+
+def test_a_mesh_alone_says_who_sees_the_same_data() -> None:
+    found = declared(None, {"pp": 2, "dp_replicate": 2, "dp_shard": 3, "tp": 2}, 24)
+    assert not found.has_rules
+    assert found.rules.mesh.batch_axes == ("dp_replicate", "dp_shard")
+    assert found.rules.mesh.has_stages
+    assert found.is_that_of(found.saved)
+    assert not declared(None, {"pp": 1, "dp": 2}, 2).rules.mesh.has_stages
+    with pytest.raises(UsageError, match="sizes of 1 and more"):
+        declared(None, {"dp": 0}, 2)
+    with pytest.raises(UsageError, match="mesh has a mesh of 4 ranks"):
+        declared(None, {"tp": 4}, 3)

@@ -1,0 +1,240 @@
+"""A loader resumed after k batches gives the batches that would have come."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from ftrun.sharding.rank_values import WorldResize, loader
+from ftrun.snapshot.plain_values import decode, encode
+from ftrun.worker.state import determinism as rng
+from ftrun.worker.state.data_position import DataPosition
+
+
+class Counted(Dataset[int]):
+    """Twelve numbers, and how many of them were loaded."""
+
+    def __init__(self) -> None:
+        self.loaded = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded += 1
+        return index
+
+
+class Stream(IterableDataset[int]):
+    """Twelve numbers in a row."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(12))
+
+
+def seed() -> None:
+    torch.manual_seed(1)
+    np.random.seed(1)
+    random.seed(1)
+
+
+def resumed_like_undisturbed(make: Any, *, after: int, passes: int = 2) -> Any:
+    """Compare; gives the resumed run's loader."""
+
+    def draws() -> tuple[float, ...]:
+        return torch.rand(1).item(), random.random(), float(np.random.rand())
+
+    seed()
+    feed = DataPosition("loader", make())
+    seen: list[object] = []
+    states = []
+    for _ in range(passes):
+        for batch in feed.batches(None, lambda: None):
+            seen.append((torch.as_tensor(batch).tolist(), draws()))
+            states.append(encode([feed.state(), rng.take_all()]))
+    state, randomness = decode(states[after - 1])
+    random.seed(99)
+    torch.manual_seed(99)
+    again = DataPosition("loader", make())
+    again.load_state(state)
+    found: list[object] = []
+    waiting = [randomness]
+    for _ in range(state["pass"], passes):
+        rest = again.batches(None, lambda: waiting and rng.put_back(waiting.pop()))
+        found += [(torch.as_tensor(batch).tolist(), draws()) for batch in rest]
+    assert found == seen[after:]
+    return again.loader
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_batches_that_led_to_numerical_anomalies_are_left_out_into_the_next_pass_too(
+    after: int,
+) -> None:
+    """Passes of four batches; five are left out."""
+    data = torch.arange(8)
+    feed = DataPosition("loader", DataLoader(data, batch_size=2))
+    states, seen = [], []
+    for _ in range(3):
+        for batch in feed.batches(None, lambda: None):
+            seen.append(batch.tolist())
+            states.append(encode(feed.state()))
+    again = DataPosition("loader", DataLoader(data, batch_size=2))
+    again.load_state(decode(states[after - 1]))
+    again.leave_out(5)
+    found = [batch.tolist() for _ in range(3) for batch in again.batches(None, lambda: None)]
+    assert found == seen[after + 5 :]
+
+
+@pytest.mark.parametrize("after", [1, 3, 4, 6])
+def test_shuffled_batches_go_on_and_nothing_is_loaded_twice(after: int) -> None:
+    loader = resumed_like_undisturbed(
+        lambda: DataLoader(Counted(), batch_size=3, shuffle=True), after=after
+    )
+    assert loader.dataset.loaded == (8 - after) * 3
+
+
+def test_a_loop_that_has_begun_before_its_loader_draws_what_it_would_have_drawn() -> None:
+    def make() -> DataLoader[int]:
+        return DataLoader(Counted(), batch_size=3, shuffle=True)
+
+    seed()
+    feed = DataPosition("loader", make())
+    batches = feed.batches(None, lambda: None)
+    for _ in range(2):
+        next(batches)
+        torch.rand(1)
+    state, randomness = decode(encode([feed.state(), rng.take_all()]))
+    expected = [(next(batches).tolist(), torch.rand(1).item()) for _ in range(2)]
+    torch.manual_seed(99)
+    again = DataPosition("loader", make())
+    again.load_state(state)
+    rng.put_back(randomness)  # as the first turn of steps() does
+    rest = again.batches(None, lambda: None)
+    assert [(next(rest).tolist(), torch.rand(1).item()) for _ in range(2)] == expected
+
+
+def test_a_generator_of_the_loader_is_taken_along() -> None:
+    def make() -> DataLoader[int]:
+        generator = torch.Generator().manual_seed(5)
+        return DataLoader(Counted(), batch_size=3, shuffle=True, generator=generator)
+
+    resumed_like_undisturbed(make, after=6)
+
+
+def test_samplers_that_draw_with_replacement_go_on() -> None:
+    def make() -> DataLoader[int]:
+        return DataLoader(Counted(), batch_size=2, sampler=WeightedRandomSampler([1.0] * 12, 12))
+
+    resumed_like_undisturbed(make, after=4)
+
+
+def test_single_samples_go_on_without_a_batch_sampler() -> None:
+    resumed_like_undisturbed(lambda: DataLoader(Counted(), batch_size=None, shuffle=True), after=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("persistent", [False, True])
+def test_worker_processes_get_the_right_indices(persistent: bool) -> None:
+    resumed_like_undisturbed(
+        lambda: DataLoader(
+            Counted(), batch_size=3, shuffle=True, num_workers=1, persistent_workers=persistent
+        ),
+        after=6,
+        passes=3,
+    )
+
+
+def test_an_iterable_data_set_is_read_again_and_said_so() -> None:
+    loader = resumed_like_undisturbed(lambda: DataLoader(Stream(), batch_size=3), after=2)
+    assert "iterable" in (DataPosition("loader", loader).warning() or "")
+
+
+def test_worker_processes_are_warned_of() -> None:
+    loader = DataLoader(Counted(), num_workers=1)
+    assert "StatefulDataLoader" in (DataPosition("loader", loader).warning() or "")
+    assert DataPosition("loader", [1, 2]).warning() is None
+
+
+def test_the_sampler_is_told_the_epoch() -> None:
+    sampler = torch.utils.data.DistributedSampler(Counted(), 2, 0)
+    feed = DataPosition("loader", DataLoader(Counted(), sampler=sampler))
+    list(feed.batches(7, lambda: None))
+    assert sampler.epoch == 7
+    list(feed.batches(None, lambda: None))
+    assert sampler.epoch == 1
+
+
+def resized(make: Any, used: list[int], rank: int, size: int) -> list[int]:
+    """What one rank of a new world goes on with, after old ranks have used so many batches."""
+    states = []
+    for old_rank, count in enumerate(used):
+        feed = DataPosition("loader", make(old_rank, len(used)))
+        batches = feed.batches(None, lambda: None)
+        for _ in range(count):
+            next(batches)
+        states.append(decode(encode(feed.state())))
+        batches.close()
+    again = DataPosition("loader", make(rank, size))
+    again.load_state(loader(states, WorldResize(rank, len(used), size)))
+    return [index for batch in again.batches(None, lambda: None) for index in batch.tolist()]
+
+
+def dealt(kind: type[DataLoader[int]]) -> Any:
+    """A loader of a world's ranks that deals one order out to them."""
+
+    def make(rank: int, size: int) -> DataLoader[int]:
+        sampler = torch.utils.data.DistributedSampler(Counted(), size, rank, seed=4)
+        return kind(Counted(), batch_size=1, sampler=sampler)
+
+    return make
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize(("used", "size"), [([2, 2, 2], 2), ([3, 3], 4), ([1, 1, 1, 1], 3)])
+def test_another_number_of_ranks_goes_on_behind_what_was_used(
+    kind: type[DataLoader[int]], used: list[int], size: int
+) -> None:
+    order = list(torch.utils.data.DistributedSampler(Counted(), 1, 0, seed=4))
+    rest = [resized(dealt(kind), used, rank, size) for rank in range(size)]
+    skipped = -(-sum(used) // size) * size
+    assert sorted(index for indices in rest for index in indices) == sorted(order[skipped:])
+
+
+class Own:
+    """A loader of the script's own, with a position but no iterator that is known."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 12:
+            self.at += 1
+            yield self.at
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def test_a_loader_with_a_state_dict_of_its_own_goes_on_where_it_was() -> None:
+    resumed_like_undisturbed(Own, after=5)
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
+def test_a_loader_that_is_iterated_by_hand_is_not_followed() -> None:
+    by_hand, here, own = (DataPosition("loader", DataLoader(range(4))) for _ in range(3))
+    next(iter(by_hand.loader))
+    next(here.batches(None, lambda: None))
+    own.loader = StatefulDataLoader(range(4))
+    iterator = iter(own.loader)
+    next(iterator)
+    assert (by_hand.is_followed, here.is_followed, own.is_followed) == (False, True, True)

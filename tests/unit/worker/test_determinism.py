@@ -1,0 +1,86 @@
+"""A synthetic backward makes DDP build its buckets in the recorded order."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ftrun.worker.state.determinism import DdpWrapperTracker, ready_order, warm_buckets
+
+
+@pytest.fixture(autouse=True)
+def process_group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Backwards(nn.Module):
+    """Uses its layers in another order than it holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for at in (2, 0, 3, 1):
+            x = self.layers[at](x).tanh()
+        return x
+
+
+def wrapped() -> DistributedDataParallel:
+    return DistributedDataParallel(Backwards(), bucket_cap_mb=0.005)
+
+
+def one_step(ddp: DistributedDataParallel) -> None:
+    ddp(torch.randn(2, 32)).sum().backward()
+
+
+def test_the_order_of_the_first_backward_is_the_order_of_the_buckets() -> None:
+    ddp = wrapped()
+    assert ready_order(ddp) == (None, False)
+    one_step(ddp)
+    early, is_final = ready_order(ddp)
+    assert not is_final
+    one_step(ddp)
+    one_step(ddp)
+    assert ready_order(ddp) == (early, True)
+    assert early is not None
+    assert set(early[:2]) == {2, 3}  # layer 1 comes last in the forward
+
+
+def test_a_synthetic_backward_gives_the_recorded_order() -> None:
+    ddp = wrapped()
+    order = [4, 5, 0, 1, 7, 6, 3, 2]
+    module_calls: list[object] = []
+    ddp.module.register_forward_hook(lambda *_: module_calls.append(1))
+    warm_buckets(ddp, order)
+    assert not module_calls
+    assert all(parameter.grad is None for parameter in ddp.parameters())
+    one_step(ddp)
+    one_step(ddp)
+    assert ready_order(ddp) == (order, True)
+
+
+def test_an_order_of_another_model_is_not_used() -> None:
+    ddp = wrapped()
+    warm_buckets(ddp, [0, 1])
+    assert ready_order(ddp) == (None, False)
+
+
+def test_wrappers_are_found_whenever_they_are_made() -> None:
+    before, bare = wrapped(), Backwards()
+    watch = DdpWrapperTracker()
+    try:
+        modules = {"raw": before.module, "wrapped": before, "late": bare}
+        assert set(watch.wrappers_of(modules)) == {"wrapped"}
+        late = DistributedDataParallel(bare)
+        watch.find_older()
+        found = watch.wrappers_of(modules)
+        assert found == {"raw": before, "wrapped": before, "late": late}
+    finally:
+        watch.close()
