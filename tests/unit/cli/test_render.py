@@ -188,7 +188,7 @@ def test_values_read_as_in_a_profile() -> None:
 def test_warnings_and_repeated_steps_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     restart = {
         **DOCUMENT["restarts"][0],
-        "repeated": {"text": "repeated 4 steps: losses bitwise equal"},
+        "repeated": {"outcome": "equal", "text": "repeated 4 steps: losses bitwise equal"},
     }  # type: ignore[index]
     show_status({**DOCUMENT, "restarts": [restart], "warnings": ["repeated steps differ"]})
     lines = capsys.readouterr().out.splitlines()
