@@ -47,9 +47,9 @@ class Journal:
         """Appends one line: wall time, monotonic time, node, kind and the fields."""
         times = {"time": round(clock.wall_s(), 6), "monotonic_s": round(clock.now_s(), 6)}
         try:
-            text = msgspec.json.encode(record).decode()
+            text = msgspec.json.encode(record, enc_hook=str).decode()
         except UnicodeEncodeError:  # a file name that is not UTF-8 has no form in JSON
-            plain = json.dumps(msgspec.to_builtins(record), ensure_ascii=False)
+            plain = json.dumps(msgspec.to_builtins(record, enc_hook=str), ensure_ascii=False)
             text = plain.encode("utf-8", "replace").decode()
         line = f"{msgspec.json.encode({**times, **self._node}).decode()[:-1]},{text[1:]}"
         if self._copies is not None:

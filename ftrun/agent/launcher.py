@@ -180,7 +180,7 @@ def launch(
     if one_oom_ends_all():
         _log.warning("memory.oom.group is 1: one rank out of memory ends everything on this node")
     logs = os.path.abspath(args.log_dir)
-    journal.write(RunStarted(spec.run_id, spec.script, torch.__version__, logs, args.rdzv_id))
+    journal.write(RunStarted(spec.run_id, spec.script, str(torch.__version__), logs, args.rdzv_id))
     preflight.first()
     node.start(run.brain, run.desk, run.workers, preflight, wake=run.wake)
     try:

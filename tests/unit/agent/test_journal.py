@@ -48,6 +48,18 @@ def test_any_text_is_one_line(tmp_path: Path, text: str) -> None:
     )
 
 
+def test_a_text_of_another_class_is_a_text(tmp_path: Path) -> None:
+    """As `torch.__version__`, whose class is derived from str."""
+
+    class Text(str):
+        __slots__ = ()
+
+    Journal(tmp_path).write(ErrorRecord(Text("2.13.0"), "OSError"))
+    found = decode((tmp_path / "journal.jsonl").read_bytes())
+    assert found is not None
+    assert found.record == ErrorRecord("2.13.0", "OSError")
+
+
 def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
     end = WorkerExit(Rank(1), ExitKind.SIGNAL, -9, "rank 1 was killed", detail="x", fingerprint="f")
     wrote = [
