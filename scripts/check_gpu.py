@@ -41,15 +41,15 @@ from bench_common import (
 )
 
 WORKER = Path(__file__).with_name("check_gpu_worker.py")
-ANYWHERE = ("adamw", "adamw-plain", "adamw-fused", "sgd", "amp", "dropout", "channels-last")
+VARIANTS = (
+    *("compile", "adamw", "adamw-plain", "adamw-fused", "sgd", "amp", "dropout", "channels-last"),
+    "accumulate",
+)
 ON_A_GPU = ("own-stream", "step-stream", "capturable", "graph", "graph-update", "nccl")
-SLOW = ("accumulate", "compile")
-AT_ONCE = min(6, os.cpu_count() or 1)
-LIMIT_S, KILLS, STEPS_BEFORE = 120.0, 3, 30
-RESPAWN_S = 5.0
-"""Required: from a kill to the end of the next step."""
-BOUNDARY_S = 0.005
-"""Required: median of a boundary on the host."""
+AT_ONCE = max(1, (os.cpu_count() or 1) // 2)
+LIMIT_S, KILLS, STEPS_BEFORE = 110.0, 3, 30
+RESPAWN_S, BOUNDARY_S = 5.0, 0.005
+"""Required: from a kill to the end of the next step; the median boundary on the host."""
 
 Figures = dict[str, Any]
 Lines = list[dict[str, Any]]
@@ -64,17 +64,15 @@ class Check:
     def run_id(self, part: str = "") -> str:
         return f"{self.folder.name}{part}-{os.getpid()}"
 
-    def words(self, what: str, *more: object, part: str = "") -> list[object]:
+    def plain(self, what: str, *more: object, part: str = "") -> list[object]:
         folder = self.folder / part
         folder.mkdir(parents=True, exist_ok=True)
-        return [WORKER, what, "--folder", folder, "--device", self.args.device, *more]
+        words = [WORKER, what, "--folder", folder, "--device", self.args.device]
+        return [sys.executable, *words, *more]
 
     def ftrun(self, what: str, *more: object, part: str = "", ranks: int = 1) -> list[object]:
         flags = ["--nproc-per-node", ranks, "--run-id", self.run_id(part), "--snapshot-every", 1]
-        return [*ftrun_command(*flags), *self.words(what, *more, part=part)]
-
-    def plain(self, what: str, *more: object, part: str = "") -> list[object]:
-        return [sys.executable, *self.words(what, *more, part=part)]
+        return [*ftrun_command(*flags), *self.plain(what, *more, part=part)[1:]]
 
     def run(self, command: Sequence[object], part: str = "") -> str:
         """Run a command to its end; empty, or what it printed last if it failed."""
@@ -94,51 +92,45 @@ class Check:
 
 def exact(check: Check) -> Figures:
     """Kill at step 7 of 12, and compare all state with that of an undisturbed run."""
-    names = check.args.variants.split(",") if check.args.variants else [*ANYWHERE, *SLOW]
-    if check.args.device == "cuda" and not check.args.variants:
-        names = [*ON_A_GPU, *names]
-    commands = {}
-    shares = range(min(3, len(names)))
-    for at in shares:
-        part = f"plain{at}"
-        commands[part] = check.plain("reference", "--variants", ",".join(names[at::3]), part=part)
-    for name in names:
-        commands[name] = check.ftrun("exact", "--variants", name, part=name)
-    for part, killed in (("pair", 9), ("killed pair", 1)):
+    names = [*VARIANTS, *(ON_A_GPU if check.args.device == "cuda" else ())]
+    names = check.args.variants.split(",") if check.args.variants else names
+    shares = [names[at::3] for at in range(3) if names[at::3]]
+    commands = {name: check.ftrun("exact", "--variants", name, part=name) for name in names}
+    for part, killed in (("pair", 9), ("killed-pair", 1)):
         words = ("exact", "--variants", "gloo", "--kill-rank", killed)
-        commands[part] = check.ftrun(*words, part=part.replace(" ", "-"), ranks=2)
+        commands[part] = check.ftrun(*words, part=part, ranks=2)
+    for at, share in enumerate(shares):
+        words = ("reference", "--variants", ",".join(share))
+        commands[f"plain{at}"] = check.plain(*words, part=f"plain{at}")
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        started = {
-            part: pool.submit(check.run, command, part.replace(" ", "-"))
-            for part, command in commands.items()
-        }
+        started = {part: pool.submit(check.run, one, part) for part, one in commands.items()}
         errors = {part: one.result() for part, one in started.items()}
-    wanted: dict[str, dict[int, dict[str, str]]] = {name: {} for name in names}
-    for line in [line for at in shares for line in check.lines(part=f"plain{at}")]:
+    wanted: dict[str, dict[int, dict[str, str]]] = {name: {} for name in [*names, "rank0", "rank1"]}
+    for line in [line for at in range(len(shares)) for line in check.lines(part=f"plain{at}")]:
         wanted[line["variant"]][line.get("step", -1)] = line["state"]
-    lost = "".join(errors[f"plain{at}"] for at in shares)
-    found = {n: judged(check.lines(part=n), wanted[n], errors[n] or lost) for n in names}
-    pair = [[check.lines("end", p, rank) for rank in (0, 1)] for p in ("pair", "killed-pair")]
-    states = [[lines[-1]["state"] for lines in ends if lines] for ends in pair]
-    is_equal = len(states[0]) == 2 and states[0] == states[1]
-    why = errors["pair"] + errors["killed pair"]
-    found["gloo, 2 ranks"] = {"result": "equal" if is_equal else f"not equal {why}"}
+    found = {name: judged(check.lines(part=name), wanted[name], errors[name]) for name in names}
+    for rank in (0, 1):
+        name, error = f"rank{rank}", errors["pair"] + errors["killed-pair"]
+        wanted[name] = {
+            line.get("step", -1): line["state"] for line in check.lines("end", "pair", rank)
+        }
+        found[f"gloo {name}"] = judged(check.lines(None, "killed-pair", rank), wanted[name], error)
     bad = {name: one for name, one in found.items() if one["result"] != "equal"}
     text = "".join(f"\n    {name}: {one}" for name, one in bad.items())
-    shown = {"equal": f"{len(found) - len(bad)} of {len(found)} variants{text}"}
-    return {"ok": not bad, "shown": shown, "variants": found}
+    shown = {"equal": f"{len(found) - len(bad)} of {len(found)}{text}"}
+    return {"ok": not bad, "shown": shown, "variants": found, "errors": errors}
 
 
 def judged(lines: Lines, wanted: dict[int, dict[str, str]], error: str) -> Figures:
     begun, end = ([line for line in lines if line["kind"] == kind] for kind in ("begun", "end"))
     if error or not end or -1 not in wanted:
-        return {"result": f"failed: {error}"}
+        return {"result": f"failed: {error or 'nothing to compare with'}"}
     facts = {key: end[-1][key] for key in ("note", "SEALED_COUNT", "DISCARDED_COUNT")}
     wrong = differing(end[-1]["state"], wanted[-1])
-    if not begun:
-        return {"result": "no snapshot taken", "wrong": wrong, **facts}
-    step = begun[-1]["step"]
-    at_restore = differing(begun[-1]["state"], wanted[step])
+    step = begun[-1]["step"] if begun else 0
+    if not step:
+        return {"result": "nothing restored", "wrong": wrong, **facts}
+    at_restore = differing(begun[-1]["state"], wanted.get(step, begun[-1]["state"]))
     result = "not equal" if wrong or at_restore else "equal"
     return {"result": result, "restored": step, "wrong": wrong, "at_restore": at_restore, **facts}
 
@@ -191,20 +183,24 @@ def memory_mib() -> int:
 def respawn(check: Check) -> Figures:
     """One rank over NCCL: kills until the next step, then what the recorder and status say."""
     deadline, reader = Deadline(LIMIT_S), NotesReader(check.folder / "rank0.jsonl")
-    before, killed_ns = memory_mib(), 0
+    before, killed, killed_ns = memory_mib(), -1, 0
     shown: Figures = {"kill_to_step_s": [], "used_mib": []}
+
+    def steps() -> Lines:
+        """Of the newest generation after the last kill."""
+        lines = [line for line in reader.of("step") if line["generation"] > killed]
+        return [line for line in lines if line["generation"] == lines[-1]["generation"]]
+
     with launched("respawn", check.ftrun("respawn"), check.folder) as one:
-        for now in range(KILLS + 1):
-            ready = partial(lambda now: len(reader.of("step", now)) >= STEPS_BEFORE, now)
-            wait_for("steps", ready, [one], deadline)
-            if now:
-                first_ns = reader.of("step", now)[0]["ns"]
-                shown["kill_to_step_s"].append(round((first_ns - killed_ns) / 1e9, 2))
+        for count in range(KILLS + 1):
+            wait_for("steps", lambda: len(steps()) >= STEPS_BEFORE, [one], deadline)
+            if count:
+                shown["kill_to_step_s"].append(round((steps()[0]["ns"] - killed_ns) / 1e9, 2))
             pause(2.5, [one], deadline)
             shown["used_mib"].append(memory_mib() - before)
-            if now < KILLS:
-                killed_ns = time.monotonic_ns()
-                os.kill(reader.of("begun", now)[-1]["pid"], signal.SIGKILL)
+            if count < KILLS:
+                killed, killed_ns = steps()[0]["generation"], time.monotonic_ns()
+                os.kill(reader.of("begun", killed)[-1]["pid"], signal.SIGKILL)
         status = ftrun_status(check.run_id())
         (check.folder / "facts").touch()
         wait_for("the recorder", lambda: bool(reader.of("facts")), [one], deadline)
@@ -270,7 +266,7 @@ def main() -> int:
             text = "; ".join(f"{key} {value}" for key, value in one["shown"].items())
             verdict = "ok    " if one["ok"] else "MISSED"
             print(f"{verdict} {name}, {time.monotonic() - start_s:.0f} s: {text}", flush=True)
-    write_json(args.json, {"conditions": found, "checks": figures})
+            write_json(args.json, {"conditions": found, "checks": figures})
     show_conditions(found)
     print(f"  {time.monotonic() - began_s:.0f} s in all")
     return 0 if all(one["ok"] for one in figures.values()) else 1

@@ -120,7 +120,7 @@ class Training:
             session = ftrun.attach(self.model, self.optimizer, scaler=self.scaler)
             is_first = session.generation == 0
             if not is_first:
-                notes.write("begun", step=session.step, state=self.state())
+                notes.write("begun", step=session.restored and session.step, state=self.state())
             for step in session.steps(STEPS):
                 if each:
                     notes.write("at", variant=self.variant, step=step, state=self.state())
@@ -259,6 +259,9 @@ class Costs:
         raise TimeoutError(f"no snapshot: {shared.note}")
 
     def calibrate(self) -> None:
+        self.products = 20
+        self.timed(lambda: None)  # the first products load their kernels
+        self.products = 0
         plain_s, self.products = self.timed(lambda: None)[1], 20
         each_s = max(1e-5, (self.timed(lambda: None)[1] - plain_s) / self.products)
         self.products = max(0, int((self.step_s - plain_s) / each_s))
