@@ -112,10 +112,7 @@ def launched(
         variables: added to the environment.
     """
     output = folder / f"{name}.output"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), **variables}
     with output.open("wb") as file:
         process = subprocess.Popen(
             [str(word) for word in command],
@@ -133,6 +130,10 @@ def launched(
         launcher.stop()
 
 
+def python_path() -> str:
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+
+
 def ftrun_command(*flags: object) -> list[object]:
     """`ftrun`, with restarts enough for a benchmark."""
     return [sys.executable, "-m", "ftrun", "--quiet", "--set", "restart.budget=100000", *flags]
@@ -145,7 +146,7 @@ def torchrun_command(*flags: object) -> list[object]:
 def ftrun_status(run_id: str) -> dict[str, Any]:
     """What `ftrun status --json` says; empty where the run does not answer (yet)."""
     command = [sys.executable, "-m", "ftrun", "status", run_id, "--json"]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    variables = {**os.environ, "PYTHONPATH": python_path()}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     with contextlib.suppress(ValueError):
         found: dict[str, Any] = json.loads(done.stdout)

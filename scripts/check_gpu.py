@@ -205,7 +205,7 @@ def respawn(check: Check) -> Figures:
         (check.folder / "facts").touch()
         wait_for("the recorder", lambda: bool(reader.of("facts")), [one], deadline)
         lines = read_journal(check.folder, check.run_id())
-    phases = [line["phases_s"] for line in lines if line["kind"] == "Recovered"]
+    phases = [line["phases_s"] for line in lines if line["kind"].lower() == "recovered"]
     shown["phases_s"] = {k: round(statistics.median(p[k] for p in phases), 3) for k in phases[0]}
     pause(1.0, [], deadline)
     shown["left_mib"] = memory_mib() - before

@@ -58,10 +58,11 @@ class SnapshotSession:
         self.inner, self._tree = self._checked.inner, self._checked.tree
         self._link = WorkerSmpClient(context)
         guarded = context.unprotected.guarded
-        stepping = [*attached.optimizers.values(), *self.inner.covered]
-        self._accumulation = AccumulationTracker(stepping, attached.stateful.values(), guarded)
-        self._streams = StepStreams(guarded)
         self._graphs = GraphReplays(guarded(self.settle), guarded(self._before_replay))
+        of_steps = lambda hook: guarded(self._graphs.outside_captures(hook))  # noqa: E731
+        self._streams = StepStreams(of_steps)
+        stepping = [*attached.optimizers.values(), *self.inner.covered]
+        self._accumulation = AccumulationTracker(stepping, attached.stateful.values(), of_steps)
         self._watch = DdpWrapperTracker()
         self.digests = BoundaryDigests(context.page, attached)
         self._capture: Capture | None = None

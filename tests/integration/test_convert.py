@@ -524,7 +524,7 @@ def test_ranks_that_should_have_the_same_and_do_not(convert: Converter, name: st
         ("mesh: {tp: 2", ["--ranks", "2"], "line 1, column 13"),
         ("mesh: {tp: 3}", ["--ranks", "2"], "does not fit the mesh"),
         ("mesh: {dp: 3}", ["--ranks", "2"], "4 ranks took"),
-        ("mesh: {dp: 4}\nreplicate: [model.norm]", ["--ranks", "2"], "model.wide is matched by no"),
+        ("mesh: {dp: 4}\nreplicate: [model.norm]", ["--ranks", "2"], "model.wide matches no rule"),
         (LARGE, [], "give the new layout"),
         (LARGE, ["--ranks", "3"], "--mesh tp=4,dp=2"),
         (LARGE, ["--ranks", "2", "--mesh", "tp=1"], "--ranks and --mesh both"),

@@ -103,7 +103,9 @@ def check_size(source: CheckpointFiles, shard: ShardFile) -> None:
     with source.opened(shard.file) as file:
         size = file.size
     if size != shard.num_bytes:
-        raise CheckpointError(f"{source.path}/{shard.file} has {size} bytes of {shard.num_bytes}")
+        raise CheckpointError(
+            f"{source.path}/{shard.file} has {size:,} bytes of {shard.num_bytes:,}"
+        )
 
 
 def check_length(got: int, target: memoryview, what: str) -> None:

@@ -134,6 +134,16 @@ class GraphReplays:
         for kind, name, original in self._originals:
             setattr(kind, name, original)
 
+    def outside_captures(self, hook: Hook) -> Hook:
+        """Wrap the hook of a step: in a capture a step is recorded and does not run."""
+
+        @functools.wraps(hook)
+        def call(*args: Any) -> None:
+            if self._stepping is None:
+                hook(*args)
+
+        return call
+
     def _note_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not torch.compiler.is_compiling() and self._stepping is not None:
             self._stepping.append(optimizer)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from ftrun.worker.capture.accumulation import AccumulationTracker
 from torch import nn
 
+from ftrun.worker.capture.boundaries import AccumulationTracker
 from ftrun.worker.capture.device_order import CopyStreams, GraphReplays, StepStreams
 
 META = torch.device("meta")
@@ -159,21 +159,31 @@ def test_a_replay_names_the_optimizers_of_its_own_capture(log: list[str]) -> Non
 
 
 def test_the_replay_of_an_update_ends_an_accumulation(log: list[str]) -> None:
+    """Its capture runs no step, so it uses no gradients of the turn before."""
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accumulation = AccumulationTracker([optimizer])
 
     def before(optimizers: Any) -> None:
         for one in optimizers:
             accumulation.before_step(one)
 
     replays = GraphReplays(lambda: None, before)
+    hooks = replays.outside_captures
+    accumulation = AccumulationTracker([optimizer], guarded=hooks)
+
+    def turn(step: Callable[[], Any]) -> bool:
+        model(torch.ones(2, 3)).sum().backward()
+        is_pending = accumulation.boundary()
+        step()
+        optimizer.zero_grad(set_to_none=False)
+        return is_pending and not accumulation.boundary()
+
+    assert turn(optimizer.step)
     graph = Graph()
     captured(graph, optimizer.step)
-    accumulation.boundary()
-    model(torch.ones(2, 3)).sum().backward()
-    assert accumulation.boundary()
-    call("replay", graph)
-    assert not accumulation.boundary()
+    assert accumulation.crossing == []
+    assert turn(lambda: call("replay", graph))
+    assert turn(lambda: call("replay", graph))
+    assert accumulation.crossing == []
     replays.close()
     accumulation.close()
