@@ -59,10 +59,13 @@ class SnapshotSession:
         self._link = WorkerSmpClient(context)
         guarded = context.unprotected.guarded
         self._graphs = GraphReplays(guarded(self.settle), guarded(self._before_replay))
-        of_steps = lambda hook: guarded(self._graphs.outside_captures(hook))  # noqa: E731
-        self._streams = StepStreams(of_steps)
+
+        def guarded_step(hook: Callable[..., None]) -> Callable[..., None]:
+            return guarded(self._graphs.outside_captures(hook))
+
+        self._streams = StepStreams(guarded_step)
         stepping = [*attached.optimizers.values(), *self.inner.covered]
-        self._accumulation = AccumulationTracker(stepping, attached.stateful.values(), of_steps)
+        self._accumulation = AccumulationTracker(stepping, attached.stateful.values(), guarded_step)
         self._watch = DdpWrapperTracker()
         self.digests = BoundaryDigests(context.page, attached)
         self._capture: Capture | None = None

@@ -40,7 +40,7 @@ _ORDERS = (
     do.SignalWorkers, do.UpdatePeerPorts, do.KillWorkers,
 )  # fmt: skip
 _ACTS = (do.Quiesce, do.InstallGeneration, *_ORDERS)
-_SAID = ("is lost", "cannot be", "has kept its memory")
+_SAID = ("is lost", "cannot be", "no present node has the memory")
 """How a plan states that it resumes from an older version, or from the beginning."""
 _STABLE_S = 6.0
 
