@@ -140,8 +140,7 @@ class NodesRun:
 
     def times_joined(self, node: int) -> int:
         """How often it has come to a run that had begun, counted by those that led."""
-        text = f"node node{node} has come"
-        return sum(line["text"] == text for line in self.journals("node_joined"))
+        return sum(line["node_id"] == f"node{node}" for line in self.journals("node_joined"))
 
     def may_end(self, *nodes: int) -> None:
         """These may end from now on, with whatever code, or not at all."""

@@ -74,7 +74,7 @@ class LinkRules:
 
         Args:
             is_refused: no process listens at the address.
-            is_turned_away: another process than the expected one listens at the address.
+            is_turned_away: a process listens at the address that will never be the expected one.
         """
         is_gone = is_refused and self._times > 0 and self.dials_again_first
         is_final = is_gone or is_turned_away or now_s > self._report_s
@@ -187,7 +187,7 @@ class PeerLink:
         self._messages: deque[OutgoingFrame] = deque()
         self._streams: deque[BulkStream] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._is_closed = False
+        self._is_closed = self._is_behind = False
         self._socket: BulkSocket | None = None
         self._rules = LinkRules(
             dials_again_first=ends.hello.purpose == FETCH, patience_s=ends.patience_s
@@ -273,6 +273,7 @@ class PeerLink:
     def _connect(self) -> bool:
         self._rules.begin_dialing(clock.now_s())
         while not self._is_closed:
+            self._is_behind = False
             try:
                 self._take_socket(self._dial())
                 return not self._is_closed
@@ -280,7 +281,7 @@ class PeerLink:
                 reason = self._rules.dial_failed(
                     str(error),
                     is_refused=isinstance(error, PeerLost) and error.how == "refused",
-                    is_turned_away=isinstance(error, HandshakeRefused),
+                    is_turned_away=isinstance(error, HandshakeRefused) and not self._is_behind,
                     now_s=clock.now_s(),
                 )
                 if reason:
@@ -309,6 +310,8 @@ class PeerLink:
         place = self._ends.place
         if (peer.node_id, peer.incarnation) == (place.node_id, place.incarnation):
             return ""
+        # The SMP of a restarted agent names the old one until it receives this generation.
+        self._is_behind = peer.node_id == place.node_id
         return f"expected node {place.node_id}, incarnation {place.incarnation}"
 
     def _take_socket(self, made: BulkSocket) -> None:

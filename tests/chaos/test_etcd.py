@@ -157,8 +157,8 @@ def test_two_nodes_bear_a_dead_etcd_and_then_a_silent_node(make: Make) -> None:
     )
 
 
-_TWO = "2 nodes decide about the next generation"
-_TWO_AND_IT = "2 nodes and the witness decide about the next generation"
+_TWO = "voters of the next generation: 2 nodes"
+_TWO_AND_IT = "voters of the next generation: 2 nodes and the witness"
 
 
 @pytest.mark.full

@@ -53,7 +53,7 @@ def test_the_culprit_is_named_and_the_result_is_that_of_a_quiet_run(
     assert verdicts, run.text
     assert {tuple(one["culprits"]) for one in verdicts} == {(CULPRIT,)}
     assert verdicts[-1]["kind"] == KINDS[how]
-    assert verdicts[-1]["acts_at_once"] is (how != "spin"), "on proof, not for want of it"
+    assert verdicts[-1]["act_immediately"] is (how != "spin"), "on proof, not for want of it"
     closed: Any = run.journal("incident_closed")
     assert [one["actions"] for one in closed] == [["kill", "respawn"]]
     assert closed[0]["verified"]["progress"]

@@ -179,7 +179,7 @@ class Invariants:
                 if self.is_second_run:
                     return
             self._check_restore(plan, previous)
-            self._goes_on_without(plan)
+            self._goes_on_without(plan, previous)
             self._check_budget(plan, previous)
         elif plan.restore is not None:
             self.fail(f"the first generation starts from {plan.restore}")
@@ -280,12 +280,18 @@ class Invariants:
                 f"committed; lost memory since: {sorted(newest.lost)}; said: {plan.restore_why!r}"
             )
 
-    def _goes_on_without(self, plan: GenerationPlan) -> None:
-        """Of what is older than its start, no more is kept for nodes that are not here."""
+    def _goes_on_without(self, plan: GenerationPlan, previous: GenerationPlan) -> None:
+        """Nodes that are not here keep no older version for it.
+
+        If the plan goes back, they have dropped its version for newer ones.
+        """
         here = {card.node_id for card in plan.voters}
-        start = as_version(plan.restore)
+        start, newest = as_version(plan.restore), self._newest_committed(previous)
+        if start is None:
+            return
+        goes_back = newest is not None and start.step < newest.version.step
         for record in self.records.values():
-            if start is not None and record.version < start:
+            if record.version < start or (goes_back and record.version == start):
                 record.lost |= {one for nodes, _ in record.groups for one in nodes} - here
 
     def _was_heard(self, record: Record, plan: GenerationPlan) -> bool:
@@ -374,6 +380,8 @@ class Invariants:
             return
         if plan.generation not in self.effective:
             return
+        if before is not None and plan.is_resized and version == as_version(plan.restore):
+            return  # its old protection stays in use
         if version.generation >= 0 and version not in self.states:
             self.fail(f"{version} is committed, and no rank has sealed it")
         self.commits += 1
@@ -506,6 +514,11 @@ class Invariants:
             return
         if any(node.node_id in nodes for nodes, _ in newest.groups) and not self._is_ready(newest):
             self.fail(f"{node.node_id} leaves, and a part in protecting {newest.version} with it")
+        memories = self._memories()
+        if can_have(newest.version, memories):
+            memories.pop(node.node_id, None)
+            if not can_have(newest.version, memories):
+                self.fail(f"{node.node_id} leaves with the only copy of {newest.version}")
 
     def _is_ready(self, record: Record) -> bool:
         """All members of the running generation protect it; some may not know of the commit."""

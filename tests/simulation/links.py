@@ -157,7 +157,7 @@ class Link:
         if peers.session is None:
             self._dial_failed("it does not answer", _SYN_S)
         elif peers.session.own.incarnation != self.place.incarnation:
-            self._dial_failed("another life", 0.0, is_turned_away=True)
+            self._dial_failed("another life", 0.0)
         else:
             self._there = Incoming(self, peers)
             self._silent_s = None
@@ -167,13 +167,11 @@ class Link:
                 self.peers.events.linked(there, self.purpose)
             self.wake()
 
-    def _dial_failed(
-        self, why: str, after_s: float, *, is_refused: bool = False, is_turned_away: bool = False
-    ) -> None:
+    def _dial_failed(self, why: str, after_s: float, *, is_refused: bool = False) -> None:
         reason = self._rules.dial_failed(
             f"{self.place.node_id}: {why}",
             is_refused=is_refused,
-            is_turned_away=is_turned_away,
+            is_turned_away=False,
             now_s=self._now_s,
         )
         if reason:

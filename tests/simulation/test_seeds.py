@@ -30,6 +30,8 @@ SEEDS = [
     pytest.param(
         51328, "liveness", id="a node ignores the heartbeats of a leader that leads again"
     ),
+    pytest.param(63898, "liveness", id="a leaver holds shards of the world that was"),
+    pytest.param(69988, "liveness", id="an SMP is dialled before it knows its new agent"),
     pytest.param(700296, "safety", id="one node alone has fetched what it starts from"),
 ]
 WITH_MISHAPS = [

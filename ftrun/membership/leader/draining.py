@@ -142,7 +142,7 @@ class NodeDraining:
         return ""
 
     def _let_go(self, plan: GenerationPlan | None, now_s: float, *, is_settled: bool) -> None:
-        is_safe = is_settled and self._is_safe()
+        is_safe = is_settled and plan is not None and self._is_safe(plan)
         if not is_safe or self._enrolment.wanted is not None:
             self._safe_s = None
         elif self._safe_s is None:
@@ -156,12 +156,19 @@ class NodeDraining:
         members = {node.node_id for node in plan.members} if plan is not None else set()
         self._freed = frozenset(who for who in free if who[0] not in members)
 
-    def _is_safe(self) -> bool:
-        """Whether the members hold, whole, the state that their generation started from."""
-        reports = self._oversight.reports
+    def _is_safe(self, plan: GenerationPlan) -> bool:
+        """Whether the members hold, whole, a version that the run can resume from.
+
+        A member that has restored keeps the shards of its ranks. After a change of the world size
+        its ranks read parts of other shards, and the draining node may hold the only copy of these
+        until a version of the new world is committed.
+        """
+        reports, committed = self._oversight.reports, self._oversight.orders.committed
         has_stepped = reports.steps_here > 0
-        if self._oversight.orders.committed is None:
+        if committed is None:
             return has_stepped and not reports.attached
+        if plan.is_resized and committed[0] < plan.generation:
+            return False
         return has_stepped or reports.are_protected()
 
     def _tell_oversight(self) -> None:

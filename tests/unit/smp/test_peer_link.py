@@ -1,7 +1,26 @@
 """When a link redials, when its node counts as lost, and which links a session admits."""
 
-from ftrun.smp.peer_link import FETCH, FIRST_PAUSE_S, PROTECT, LinkRules, admits
+import contextlib
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from ftrun.errors import PeerError
+from ftrun.smp.peer_link import (
+    FETCH,
+    FIRST_PAUSE_S,
+    PROTECT,
+    LinkEndpoints,
+    LinkRules,
+    PeerLink,
+    admits,
+)
 from ftrun.wire.cluster.transfer import LinkHello
+from ftrun.wire.messages.smp import NodeAddress
+from ftrun.wire.transport.handshake import PeerIdentity, accept_handshake
 
 PATIENCE_S = 10.0
 
@@ -71,3 +90,55 @@ def test_a_session_admits_links_of_its_generation_and_group() -> None:
     assert says(3, FETCH, 0)
     assert says(2, FETCH, 0) is False
     assert says(4, PROTECT, 7) is None
+
+
+@contextlib.contextmanager
+def listening(*answers: PeerIdentity) -> Iterator[tuple[int, "queue.Queue[str]"]]:
+    """Answer one connection after the other as these processes; put the outcomes in the queue."""
+    found: queue.Queue[str] = queue.Queue()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def run() -> None:
+            for one in answers:
+                with contextlib.suppress(OSError), server.accept()[0] as sock:
+                    try:
+                        accept_handshake(sock, one, None)
+                        found.put(f"linked to {one.node_id} {one.incarnation}")
+                    except PeerError:
+                        found.put("refused")
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield server.getsockname()[1], found
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+@pytest.mark.parametrize("purpose", [FETCH, PROTECT])
+def test_an_smp_that_still_names_the_old_agent_of_its_node_is_dialled_again(purpose: str) -> None:
+    old, new = (PeerIdentity("run", "smp", "b", number) for number in (1, 2))
+    lost: queue.Queue[str] = queue.Queue()
+    with listening(old, old, new) as (port, found):
+        link = PeerLink(ends(port, purpose), lost=lost.put, linked=lambda: None)
+        link.start()
+        assert [found.get(timeout=30) for _ in range(3)] == ["refused", "refused", "linked to b 2"]
+        link.close()
+    # The listener ends the last connection, which may be reported.
+    assert not [why for why in lost.queue if "incarnation" in why]
+
+
+def test_an_smp_of_another_node_is_reported_at_once() -> None:
+    lost: queue.Queue[str] = queue.Queue()
+    with listening(PeerIdentity("run", "smp", "c", 2)) as (port, _):
+        link = PeerLink(ends(port, FETCH), lost=lost.put, linked=lambda: None)
+        link.start()
+        assert "expected node b, incarnation 2" in lost.get(timeout=30)
+        link.close()
+
+
+def ends(port: int, purpose: str) -> LinkEndpoints:
+    own = PeerIdentity("run", "smp", "a", 1)
+    place = NodeAddress("b", 2, "127.0.0.1", port, [0])
+    return LinkEndpoints(own, place, LinkHello(3, purpose, 0), None, PATIENCE_S)

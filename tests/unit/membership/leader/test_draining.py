@@ -59,6 +59,13 @@ def protected_again(made: Agents, node_ids: Iterable[str], at: VersionPair) -> N
     made.passes(3.0)
 
 
+def commits(made: Agents, node_ids: str, step: int) -> None:
+    """These nodes commit a version of the running generation."""
+    at = (made["a"].runs, step)
+    works(made, step, node_ids, ready=at, steps_here=1)
+    made.passes(3.0)
+
+
 def ends(made: Agents, node_ids: str) -> list[tuple[int, bool]]:
     return [(int(end.exit_code), end.goes_on) for one in node_ids for end in made[one].told(EndRun)]
 
@@ -121,6 +128,10 @@ def test_without_a_spare_the_run_shrinks_where_it_may() -> None:
     made, at = without_c()
     assert made.running() == {"a": 1, "b": 1}
     protected_again(made, "ab", at)
+    works(made, at[1] + 1, "ab", ready=at, steps_here=1)
+    made.passes(3.0)
+    assert ends(made, "c") == [], "its shards are needed until a version of two ranks is committed"
+    commits(made, "ab", at[1] + 2)
     assert ends(made, "c") == [(TERMINATED, True)]
 
 
@@ -135,10 +146,7 @@ def test_of_two_voters_the_one_that_stays_decides_alone_afterwards() -> None:
     made.here_is("a", Heartbeat(generation=1, attached=True, step=at[1], ready=at))
     made.passes(3.0)
     assert ends(made, "b") == [], "a may still find that its own state is damaged"
-    made.here_is(
-        "a", Heartbeat(generation=1, attached=True, step=at[1] + 1, steps_here=1, ready=at)
-    )
-    made.passes(3.0)
+    commits(made, "a", at[1] + 1)
     assert [card.node_id for card in made.plan("a").voters] == ["a"]
     assert ends(made, "b") == [(TERMINATED, True)]
 
@@ -178,10 +186,7 @@ def test_what_was_found_in_one_generation_lets_nobody_go_in_the_next() -> None:
     made.here_is("a", Heartbeat(generation=2, attached=True, step=at[1]))
     made.passes(3.0)
     assert ends(made, "b") == [], "a does not have it yet"
-    made.here_is(
-        "a", Heartbeat(generation=2, attached=True, step=at[1] + 1, steps_here=1, ready=at)
-    )
-    made.passes(1.0)
+    commits(made, "a", at[1] + 1)
     assert ends(made, "b") == [(TERMINATED, True)]
 
 
@@ -189,7 +194,8 @@ def test_who_was_about_to_go_stays_where_another_ballot_begins() -> None:
     made = begun("ab", wishes=ClusterSize(1, 2, 0))
     at = goes_on_alone(made)
     made["b"].is_frozen = True
-    made.here_is("a", Heartbeat(generation=1, attached=True, step=7, steps_here=1, ready=at))
+    assert at < (1, 7)
+    made.here_is("a", Heartbeat(generation=1, attached=True, step=7, steps_here=1, ready=(1, 7)))
     made.passes(1.5)
     assert leaves_told(made["a"])[-1] == ("b",)
     made.here_is(
@@ -201,14 +207,19 @@ def test_who_was_about_to_go_stays_where_another_ballot_begins() -> None:
 
 
 def test_what_is_protected_without_a_leaver_needs_no_step_more() -> None:
-    made, at = without_c()
-    works(made, at[1], "a", ready=at, steps_here=0, survives=1)
-    works(made, at[1], "b", ready=at, steps_here=0)
+    made = with_spares()
+    works(made, 5)
+    ask(made, "b")
+    made.passes(NOTICE_S + 0.5)
+    at = at_boundary(made, "abc", "b")
+    made.passes(0.5)
+    works(made, at[1], "ac", ready=at, steps_here=0, survives=1)
+    works(made, at[1], "d", ready=at, steps_here=0)
     made.passes(2.0)
-    assert ends(made, "c") == [], "b says nothing of protection"
-    works(made, at[1], "b", ready=at, steps_here=0, survives=1)
+    assert ends(made, "b") == [], "d says nothing of protection"
+    works(made, at[1], "d", ready=at, steps_here=0, survives=1)
     made.passes(2.0)
-    assert ends(made, "c") == [(TERMINATED, True)]
+    assert ends(made, "b") == [(TERMINATED, True)]
 
 
 def test_a_lead_that_would_leave_too_few_to_decide_stops_the_run() -> None:
@@ -262,7 +273,7 @@ def test_a_lead_that_leaves_takes_newcomers_in_although_it_has_no_vote() -> None
 
 def test_a_node_that_has_left_and_is_back_is_not_let_go_again() -> None:
     made, at = without_c()
-    protected_again(made, "ab", at)
+    commits(made, "ab", at[1] + 1)
     assert ends(made, "c") == [(TERMINATED, True)]
     made.kill("c")
     made.start("c", incarnation=2)
