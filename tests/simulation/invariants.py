@@ -515,7 +515,7 @@ class Invariants:
         if any(node.node_id in nodes for nodes, _ in newest.groups) and not self._is_ready(newest):
             self.fail(f"{node.node_id} leaves, and a part in protecting {newest.version} with it")
         memories = self._memories()
-        if can_have(newest.version, memories):
+        if newest.is_safe and can_have(newest.version, memories):
             memories.pop(node.node_id, None)
             if not can_have(newest.version, memories):
                 self.fail(f"{node.node_id} leaves with the only copy of {newest.version}")
